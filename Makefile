@@ -73,7 +73,7 @@ $(INSTALL): $(TORCH) pyproject.toml
 
 # One tiny run of two ranks compiles DeepSpeed's shared-memory collective, once per machine.
 $(JIT): $(INSTALL)
-	$(PY) -m ckptd.quickstart.warm_up
+	$(PY) -m examples.demo.warm_up
 	@touch $@
 
 setup: $(JIT) ## create .venv, install everything, compile DeepSpeed's JIT parts

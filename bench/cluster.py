@@ -24,7 +24,7 @@ import psutil
 from bench import saves
 from bench.limited import Limited, limited
 from bench.report import machine, replace_part
-from ckptd.core.layouts import parse_shard_name
+from ckptd.core.model.layouts import parse_shard_name
 from tests.cluster_convert import scene
 from tests.real import REPOSITORY
 from tests.stores import servers

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from bench.report import machine
-from ckptd.daemon.rest import REST_AFTER_SECONDS
+from ckptd.daemon.idle import REST_AFTER_SECONDS
 from tests.real import Recipe, prepare, save_dir_of
 from tests.stores import servers
 

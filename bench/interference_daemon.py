@@ -27,7 +27,7 @@ from bench.interference_report import Memory, Work
 from bench.measure import make_warm
 from bench.saves import TAG, Save
 from bench.transfer_runs import BUCKET, ENVIRONMENT
-from ckptd.local import fs
+from ckptd.storage.local import fs
 from tests import cgroup
 
 BUDGET_BYTES = 512 << 20

@@ -20,7 +20,7 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 
-from ckptd.quickstart.ending import leave
+from examples.demo.ending import leave
 from tests import make_ckpt
 
 UNCOUNTED_STEPS = 4

@@ -13,19 +13,18 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptd.core.best import Best
-from ckptd.core.keeping import keep_local
-from ckptd.core.keeping_remote import keep_remote
-from ckptd.core.ladder import Rung
-from ckptd.core.retention import Ephemeral, RetentionPolicy
-from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState
-from ckptd.daemon.viewing import planned
+from ckptd.core.model.save import Best
+from ckptd.core.policy.local import keep_local
+from ckptd.core.policy.remote import keep_remote
+from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
+from ckptd.core.policy.view import UNIVERSAL, DerivedRecord, DerivedState
+from ckptd.daemon.state.view_builder import planned
 from tests.unit.core_views import job_view, remote_commit, save_view, sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckptd.core.view import JobView
+    from ckptd.core.policy.view import JobView
 
 HOUR_SECONDS = 3600.0
 POLICY = RetentionPolicy(

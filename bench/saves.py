@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import sparse
-from ckptd import __version__, files
-from ckptd.core.layouts import Grid, Role, ShardKey, parse_shard_name
-from ckptd.core.manifest import NodeManifest, SaveWindow, folder_name, sha256_of
-from ckptd.remote.messages import ShipFile, ShipOrder
+from ckptd import __version__
+from ckptd.base import files
+from ckptd.core.model.layouts import Grid, Role, ShardKey, parse_shard_name
+from ckptd.core.model.manifest import NodeManifest, SaveWindow, folder_name, sha256_of
+from ckptd.storage.remote.messages import ShipFile, ShipOrder
 from tests.real import REPOSITORY
 
 CACHE = REPOSITORY / ".build" / "bench-transfer"

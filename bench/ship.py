@@ -19,9 +19,8 @@ from pathlib import Path
 import psutil
 
 from bench.saves import Save, order_of
-from ckptd.remote.access import Access
-from ckptd.remote.client import RemoteClient
-from ckptd.remote.messages import (
+from ckptd.storage.child.client import RemoteClient
+from ckptd.storage.remote.messages import (
     Answer,
     Attach,
     Attached,
@@ -34,6 +33,7 @@ from ckptd.remote.messages import (
     Shipped,
     ShipResult,
 )
+from ckptd.storage.stores.access import Access
 
 NODE = "bench"
 ANSWER_SECONDS = 600.0

@@ -19,8 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptd.torchfile.repickle import repickle
-from ckptd.torchfile.values import ITEM_BYTES, Size, Storage, Tensor
+from ckptd.formats.torchfile.repickle import repickle
+from ckptd.formats.torchfile.values import ITEM_BYTES, Size, Storage, Tensor
 from tests.unit.synthetic import Shapes, fragment_address, model_root, ordered, stage_enum
 
 PATTERNS = {

@@ -24,7 +24,7 @@ from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
-from ckptd.quickstart.ending import leave
+from examples.demo.ending import leave
 from tests.hf_train import BATCH, Sentences, note_files, slow_engine, tiny_gpt2
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ckptd.config_env import variables_of
-from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
-from ckptd.config_notify import NotifyConfig
-from ckptd.config_retention import Retention
-from ckptd.config_s3 import S3Keys
-from ckptd.config_section import Section
+from ckptd.config.environment import variables_of
+from ckptd.config.retention import Retention
+from ckptd.config.s3 import S3Keys
+from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, NotifyConfig, RemoteConfig
+from ckptd.config.section import Section
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration

@@ -24,7 +24,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from ckptd.quickstart.ending import leave
+from examples.demo.ending import leave
 
 VOCAB, SEQ, SAMPLES, BATCH = 97, 16, 512, 8
 

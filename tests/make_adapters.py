@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ckptd.quickstart.ending import leave
+from examples.demo.ending import leave
 
 
 def base() -> torch.nn.Module:

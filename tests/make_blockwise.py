@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckptd.quickstart.ending import leave
+from examples.demo.ending import leave
 from tests.make_ckpt import batch_for, ds_config, network
 from tests.real import Recipe
 

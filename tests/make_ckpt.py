@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ckptd.quickstart.ending import leave
+from examples.demo.ending import leave
 from tests.make_optimizers import DS_TYPES, LEARNING_RATES, client_optimizer
 
 UC_KEY = "universal_checkpoint_info"

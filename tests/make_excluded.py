@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from ckptd.quickstart.ending import leave
+from examples.demo.ending import leave
 from tests.make_ckpt import batch_for, build, ds_config
 from tests.real import Recipe
 

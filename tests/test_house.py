@@ -57,7 +57,7 @@ IMPURE = {
     "asyncio", "multiprocessing", "logging", "glob", "sqlite3", "urllib.request", "uuid",
 }  # fmt: skip
 
-ROUNDING = ("convert/rounding.py", "numpy")
+ROUNDING = ("convert/dtypes.py", "numpy")
 """The one use of numpy outside the quickstart (ADR 0082)."""
 
 HEAVY = ("torch", "deepspeed", "numpy", "matplotlib")
@@ -70,39 +70,39 @@ REMOVERS = {
 
 MAY_REMOVE = {
     "files.py": "defines the descriptor-relative primitives",
-    "local/fs.py": "prunes with a permit; holds, derived forms and trash are ours",
-    "local/incomplete.py": "one folder that a person gave up",
-    "local/state_dir.py": "the status of a job that waits, out of its user's own place",
-    "daemon/reserve.py": "its own reserve for a full disk, and what it tries the room with",
-    "local/rights.py": "proves rights on its own temporaries (P19)",
-    "local/probe.py": "proves rights on its own temporaries (P19)",
-    "remote/directory.py": "remote retention, its own parts",
-    "remote/folders.py": "empty folders of the remote after retention",
-    "remote/sftp.py": "remote retention on an SFTP server, its own temporaries there",
+    "storage/local/fs.py": "prunes with a permit; holds, derived forms and trash are ours",
+    "storage/local/incomplete.py": "one folder that a person gave up",
+    "storage/local/state_dir.py": "the status of a job that waits, out of its user's own place",
+    "daemon/resources/reserve.py": "its own reserve for a full disk, and what it tries the room with",
+    "storage/local/probe.py": "proves rights on its own temporaries (P19)",
+    "storage/local/probe.py": "proves rights on its own temporaries (P19)",
+    "storage/stores/directory.py": "remote retention, its own parts",
+    "storage/stores/directory.py": "empty folders of the remote after retention",
+    "storage/stores/sftp.py": "remote retention on an SFTP server, its own temporaries there",
     "journal_db.py": "sets a journal of another schema aside (P8)",
-    "convert/workplace.py": "its own plan and partial folders",
-    "convert/execute.py": "publishes its own temporary files",
-    "convert/executor_child.py": "links and publishes its own files",
-    "local/hold.py": "its own half clones, and names of holds",
+    "convert/engine/staging.py": "its own plan and partial folders",
+    "convert/engine/executor.py": "publishes its own temporary files",
+    "convert/engine/executor_child.py": "links and publishes its own files",
+    "storage/local/clones.py": "its own half clones, and names of holds",
     "recover/execute.py": "renames into _ckptd/aside and out of staging; removes its own staging alone",
-    "recover/mend.py": "swaps a fetched file with a bad one, which then lies in _ckptd/aside",
-    "recover/removal.py": "empty folders of ours; journal, status and word of a job that a person took back",
-    "cluster/folder.py": "what is not planned, in its own partial folder",
-    "cluster/conversion.py": "another plan's files in its own partial folder",
-    "recover/lock.py": "its own empty folders, where there is nothing to resume from",
+    "recover/files.py": "swaps a fetched file with a bad one, which then lies in _ckptd/aside",
+    "maintenance/uninstall.py": "empty folders of ours; journal, status and word of a job that a person took back",
+    "convert/cluster/destination.py": "what is not planned, in its own partial folder",
+    "convert/cluster/conversion.py": "another plan's files in its own partial folder",
+    "recover/execute.py": "its own empty folders, where there is nothing to resume from",
     "recover/fetch.py": "its own files in staging",
-    "install/service.py": "units that bear its mark",
-    "quickstart/play.py": "plays the replaced node",
+    "maintenance/install/service.py": "units that bear its mark",
+    "examples/demo/play.py": "plays the replaced node",
 }
 """Every module that removes or renames, and why it may."""
 
 
 OPENS_STORES = {
-    "remote/open.py": "defines it",
-    "remote/apart.py": "the process that serves one directory to a command",
-    "remote/service.py": "a remote's own child",
-    "cluster/conversion.py": "its own partial folder, where no remote of ckptd lies",
-    "cluster/work.py": "the partial folder, or the bucket, that a conversion is made in",
+    "storage/stores/open.py": "defines it",
+    "storage/stores/apart.py": "the process that serves one directory to a command",
+    "storage/child/service.py": "a remote's own child",
+    "convert/cluster/conversion.py": "its own partial folder, where no remote of ckptd lies",
+    "convert/cluster/work.py": "the partial folder, or the bucket, that a conversion is made in",
 }
 """Every module that opens a store in its own process, where a call on a dead mount has no end."""
 
@@ -155,7 +155,7 @@ def test_permits_are_made_in_one_place() -> None:
         and isinstance(node.func, ast.Name)
         and node.func.id in ("DeletePermit", "OptOutPermit")
     }
-    assert makers == {"core/pruning.py"}
+    assert makers == {"core/policy/deletion.py"}
 
 
 def test_imports_run_one_way() -> None:
@@ -187,8 +187,8 @@ def test_the_quickstart_uses_ckptd_from_outside() -> None:
 )
 def test_judge_and_observer_are_not_ckptd(module: str) -> None:
     path = PACKAGE / "quickstart" / f"{module}.py"
-    judges = {"ckptd.quickstart"} | {
-        f"ckptd.quickstart.{name}"
+    judges = {"examples.demo"} | {
+        f"examples.demo.{name}"
         for name in ("judge", "promises", "checks_remote", "checks_node", "evidence", "remote_view")
     }
     names = {name for name, _ in imported(path) if name.split(".")[0] not in sys.stdlib_module_names}
@@ -320,7 +320,7 @@ def test_dask_is_imported_by_the_calls_that_use_it() -> None:
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else [str(node.module)]
                 if any(name.split(".")[0] in ("dask", "distributed", "dask_jobqueue") for name in names):
                     places.setdefault(name_of(path), []).append(id(node) in inside)
-    assert sorted(places) == ["cluster/crew.py", "cluster/work.py"]
+    assert sorted(places) == ["convert/cluster/pool.py", "convert/cluster/work.py"]
     assert all(all(found) for found in places.values())
 
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from transformers import Trainer, TrainingArguments, set_seed
 
-from ckptd.quickstart.ending import leave
 from ckptd.trainer import CkptdCallback, save_checkpoint, wait_committed
+from examples.demo.ending import leave
 from tests.hf_train import BATCH, Sentences, ds_config, tiny_gpt2
 
 STEPS = 2

@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
         """Train, save, upload, convert, rotate, crash, lose the node, resume: for real, judged."""
         from pathlib import Path
 
-        from ckptd.quickstart.start import Request, start
+        from examples.demo.start import Request, start
 
         start(
             Request(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.segment import Segment
 
-from ckptd.words import printable
+from ckptd.base.humanize import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

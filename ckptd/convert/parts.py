@@ -1,7 +1,7 @@
 """The kinds of bytes that an output file is made of, and how a plan writes them down (docs/design.md §4).
 
 Most of a universal checkpoint is `Range`: source bytes as they are, which a file system may clone. The
-others are read in blocks by `ckptd.convert.reading`: rows woven from tensor-parallel shards, means of
+others are read in blocks by `ckptd.convert.reader`: rows woven from tensor-parallel shards, means of
 averaged parameters, element types widened, or cast for exported weights.
 """
 

@@ -13,9 +13,9 @@ import json
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
+from ckptd.base.files import check_relative
 from ckptd.convert.parts import Part, decode, encode, ranges_of
 from ckptd.errors import DamagedError, RefusedError
-from ckptd.files import check_relative
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

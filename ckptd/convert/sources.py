@@ -9,12 +9,37 @@ from __future__ import annotations
 import os
 import resource
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import overload
 
-from ckptd import files
-from ckptd.convert.ranges import Ranges
+from ckptd.base import extents, files
 from ckptd.errors import SourceChanged
+
+# ---------------------------------------------------------------------------------------------------------
+# Where the bytes of a plan come from: local files by descriptor, or any place that gives ranges of them.
+# Local files keep their fast paths (clones, copies in the kernel, O_DIRECT): whoever has those asks for
+# `local`. Everything else reads blocks through `read`, wherever they lie (docs/adr/0092).
+
+
+class Ranges(ABC):
+    """The source files of a plan by number; safe for several threads."""
+
+    @property
+    def local(self) -> Sources | None:
+        """The same as descriptors; None where there are none."""
+        return None
+
+    @abstractmethod
+    def read(self, source: int, offset: int, nbytes: int) -> bytes:
+        """`nbytes` bytes at `offset` of source number `source`; fewer at its end.
+
+        Raises:
+            SourceChanged: it is no longer the planned one. RemoteError: it does not answer.
+        """
+
+
+# ---------------------------------------------------------------------------------------------------------
 
 RESERVED_DESCRIPTORS = 320
 """For outputs that wait for their flush (threads × batch), pipes, folders, the plan."""
@@ -86,7 +111,7 @@ class Sources(Ranges, Sequence[int]):
 
     def extent_at(self, fd: int, offset: int, length: int) -> tuple[bool, int]:
         """Whether a hole begins at `offset`, and how far hole or data reach (all of a file without holes)."""
-        return files.extent_at(fd, offset, length) if fd in self._sparse else (False, length)
+        return extents.extent_at(fd, offset, length) if fd in self._sparse else (False, length)
 
     def _opened(self, index: int) -> SourceFd:
         with self._lock:
@@ -104,7 +129,7 @@ class Sources(Ranges, Sequence[int]):
             if identity_of(status) != self._identities[index]:
                 raise _changed(path)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            cached = files.cached_bytes(fd)
+            cached = extents.cached_bytes(fd)
             if cached is not None and cached < status.st_size // 2:
                 self._cold.add(int(fd))
             if status.st_blocks * 512 < status.st_size:

@@ -9,26 +9,26 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptd.convert.joining import JoinedState, join_states, patterns_of
 from ckptd.convert.parts import SOURCE_ITEM_BYTES, Literal, Part, Range, Widen
 from ckptd.convert.plan import Output, OutputFile, OutputLink
-from ckptd.core.loaders import version_tuple
+from ckptd.convert.tp_join import JoinedState, join_states, patterns_of
+from ckptd.core.model.loaders import version_tuple
 from ckptd.errors import RefusedError
-from ckptd.torchfile.repickle import repickle
-from ckptd.torchfile.skeleton import BLOCK_BYTES, Slot, skeleton
-from ckptd.torchfile.values import ITEM_BYTES, Global, Inert, Storage, Tensor
-from ckptd.zero import stage12
-from ckptd.zero.agreement import refuse_folder_name
-from ckptd.zero.facts import as_dict, states_of
-from ckptd.zero.optimizers import numbers_of
+from ckptd.formats.torchfile.repickle import repickle
+from ckptd.formats.torchfile.skeleton import BLOCK_BYTES, Slot, skeleton
+from ckptd.formats.torchfile.values import ITEM_BYTES, Global, Inert, Storage, Tensor
+from ckptd.formats.zero import stage12
+from ckptd.formats.zero.facts import as_dict, states_of
+from ckptd.formats.zero.optimizers import numbers_of
+from ckptd.formats.zero.survey import refuse_folder_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckptd.zero.parameters import Parameter
-    from ckptd.zero.patterns import Join
-    from ckptd.zero.save import Save
-    from ckptd.zero.shards import Opened
+    from ckptd.formats.zero.parameters import Parameter
+    from ckptd.formats.zero.patterns import Join
+    from ckptd.formats.zero.save import Save
+    from ckptd.formats.zero.shards import Opened
 
 CLONE_WORTH_BYTES = 64 << 10
 FP32_COPIES_SINCE = (0, 19, 8)

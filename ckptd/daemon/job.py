@@ -11,26 +11,12 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.config import config_digest
-from ckptd.config_places import this_node
-from ckptd.daemon.acting import Actor
-from ckptd.daemon.beating import heartbeat_of, nodes_of
-from ckptd.daemon.beginning import FirstLook
-from ckptd.daemon.checks import is_at_rest, notice_gone, see_problems
-from ckptd.daemon.chores import Chores
-from ckptd.daemon.control import Control
-from ckptd.daemon.intake import Intake
-from ckptd.daemon.knowledge import Knowledge
-from ckptd.daemon.linked import look
-from ckptd.daemon.links import RemoteLink
-from ckptd.daemon.patience import Patience
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.proving import Rights
-from ckptd.daemon.recovery import recover
-from ckptd.daemon.rest import RESCAN_SECONDS, Rest
-from ckptd.daemon.runs import Runs
-from ckptd.daemon.scrubbing import Scrubber
-from ckptd.daemon.setup import (
+from ckptd.config.commands import this_node
+from ckptd.config.schema import config_digest
+from ckptd.daemon.actions.control import Control
+from ckptd.daemon.actions.executor import Actor
+from ckptd.daemon.actions.local import Chores
+from ckptd.daemon.bootstrap import (
     begun,
     check_device,
     is_default_state,
@@ -41,26 +27,40 @@ from ckptd.daemon.setup import (
     node_id_of,
     on_attached,
     open_job,
+    recover,
     remote_settings,
 )
-from ckptd.daemon.shipping import Shipping
-from ckptd.daemon.state import JobState
-from ckptd.daemon.tenancy import finish_begun
-from ckptd.daemon.viewing import build_view, folders_to_watch, planned
-from ckptd.daemon.way import Ear
-from ckptd.journal import Journal
-from ckptd.local.state_dir import remember_job
-from ckptd.local.watch import Watcher
+from ckptd.daemon.health.checks import is_at_rest, notice_gone, see_problems
+from ckptd.daemon.heartbeat import heartbeat_of, nodes_of
+from ckptd.daemon.idle import RESCAN_SECONDS, Rest
+from ckptd.daemon.intake.initial_scan import FirstLook
+from ckptd.daemon.intake.known_saves import Knowledge
+from ckptd.daemon.intake.runs import Runs
+from ckptd.daemon.intake.sealer import Intake
+from ckptd.daemon.intake.symlinked import look
+from ckptd.daemon.resources.disk_yield import Ear
+from ckptd.daemon.state.permissions import Rights
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState
+from ckptd.daemon.state.view_builder import build_view, folders_to_watch, planned
+from ckptd.daemon.supervisor import Patience
+from ckptd.daemon.uploads.scrub import Scrubber
+from ckptd.daemon.uploads.session import RemoteLink
+from ckptd.daemon.uploads.shared_dir import finish_begun
+from ckptd.daemon.uploads.uploads import Shipping
 from ckptd.observe.audit import Audit
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local.state_dir import remember_job
+from ckptd.storage.local.watch import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ckptd.config_model import DaemonConfig, JobConfig
-    from ckptd.core.view import JobView
-    from ckptd.daemon.totals import Totals
-    from ckptd.daemon.workers import Workers
+    from ckptd.config.schema import DaemonConfig, JobConfig
+    from ckptd.core.policy.view import JobView
+    from ckptd.daemon.resources.limits import Totals
+    from ckptd.daemon.resources.workers import Workers
 
 log = logging.getLogger("ckptd.job")
 

@@ -13,10 +13,8 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.config_places import this_node
-from ckptd.daemon.beating import say_ended
-from ckptd.daemon.checks import exit_code, is_idle
-from ckptd.daemon.control import (
+from ckptd.config.commands import this_node
+from ckptd.daemon.actions.control import (
     drain_code,
     drained_words,
     is_drained,
@@ -24,28 +22,29 @@ from ckptd.daemon.control import (
     refused_here,
     stalled_drain,
 )
-from ckptd.daemon.exporter import Exporter
+from ckptd.daemon.bootstrap import await_matches, may_open_now
+from ckptd.daemon.health.checks import exit_code, is_idle
+from ckptd.daemon.health.exporter import Exporter
+from ckptd.daemon.health.notify import Notifier
+from ckptd.daemon.heartbeat import say_ended
 from ckptd.daemon.job import Job
-from ckptd.daemon.memory import give_back, keep_small
-from ckptd.daemon.notifier import Notifier
-from ckptd.daemon.patience import say_internal
-from ckptd.daemon.publishing import PROGRESS_SECONDS, Invalid, Publisher, Reloaded
+from ckptd.daemon.publisher import PROGRESS_SECONDS, Invalid, Publisher, Reloaded
 from ckptd.daemon.reload import changes
-from ckptd.daemon.service import Service
-from ckptd.daemon.setup import await_matches, may_open_now
-from ckptd.daemon.standstill import STILL_SECONDS
-from ckptd.daemon.totals import Totals
-from ckptd.daemon.workers import Workers
+from ckptd.daemon.resources.limits import Totals, give_back, keep_small
+from ckptd.daemon.resources.workers import Workers
+from ckptd.daemon.supervisor import say_internal
+from ckptd.daemon.systemd import Service
+from ckptd.daemon.uploads.session import STILL_SECONDS
 from ckptd.errors import CkptdError, ConfigError, LockHeld, from_os_error
-from ckptd.local.state_dir import state_dir_of
 from ckptd.observe.logs import about
 from ckptd.observe.status import not_waited_for
+from ckptd.storage.local.state_dir import state_dir_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ckptd.config import LoadedConfig
-    from ckptd.config_model import JobConfig
+    from ckptd.config.loader import LoadedConfig
+    from ckptd.config.schema import JobConfig
     from ckptd.daemon.reload import Changes
 
 log = logging.getLogger("ckptd")

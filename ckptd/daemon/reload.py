@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from ckptd.config import LoadedConfig
-    from ckptd.config_model import JobConfig
+    from ckptd.config.loader import LoadedConfig
+    from ckptd.config.schema import JobConfig
     from ckptd.errors import CkptdError
 
 

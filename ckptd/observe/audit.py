@@ -11,8 +11,8 @@ import os
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
 
-from ckptd.pages import write_all
-from ckptd.place import opened_ours
+from ckptd.base.extents import write_all
+from ckptd.base.owned_dirs import opened_ours
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,7 +5,9 @@ Hooks and notifications tell what `status` says, in the same words (P17).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from collections import deque
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -109,3 +111,140 @@ def _solved(job: JobStatus, problem: ProblemStatus) -> Event:
         severity=problem.severity,
         text=f"no more: {problem.text}",
     )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Which events a person is told of: once, again when they last, never in a flood; pure, with the time given.
+# What flaps is told once in `repeat`; more than `MOST_IN_AN_HOUR` messages become one that counts the rest.
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptd.observe.status import JobStatus
+
+MOST_IN_AN_HOUR = 20
+_HOUR_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What `[notify]` asks for."""
+
+    severity: str
+    repeat_seconds: float
+    not_safe_after_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Everything that happened (for hooks), and what a person is told of it."""
+
+    events: tuple[Event, ...]
+    messages: tuple[Event, ...]
+
+
+@dataclass(slots=True)
+class Desk:
+    """Remembers what was told; one for all jobs of a daemon."""
+
+    rules: Rules
+    _last: dict[tuple[str, str], JobStatus] = field(default_factory=dict)
+    """By name and save_dir: a file that is wrong may bear the name of a job that runs."""
+    _told_at: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    _times: deque[float] = field(default_factory=deque)
+    _held_back: int = 0
+
+    def see(self, status: JobStatus, now_seconds: float) -> Told:
+        """Take in a job's status; `now_seconds` is a monotonic time."""
+        events = events_between(self._last.get(_notice_key(status)), status)
+        self._last[_notice_key(status)] = status
+        messages = [e for e in events if e.kind in ("problem", "solved") and self._is_told(e, now_seconds)]
+        messages += self._lasting(status, now_seconds)
+        messages += self._safety(status, now_seconds)
+        return Told(events=events, messages=self._bounded(messages, now_seconds))
+
+    def is_well(self) -> bool:
+        """Every job that was seen is, and none is unsafe for longer than it may be."""
+        return all(
+            status.state not in ("attention", "invalid") and not self._is_unsafe(status)
+            for status in self._last.values()
+        )
+
+    def forget_others(self, jobs: Sequence[JobStatus]) -> None:
+        """Only these jobs are left."""
+        left = {_notice_key(status) for status in jobs}
+        self._last = {key: status for key, status in self._last.items() if key in left}
+
+    def _is_told(self, event: Event, now_seconds: float) -> bool:
+        """Once in `repeat`; that it is over, only if it was told."""
+        if RANK[event.severity] < RANK[self.rules.severity]:
+            return False
+        key = (event.job, event.code or event.kind, event.about)
+        at = self._told_at.get(key)
+        if event.kind == "solved":
+            return at is not None
+        if at is not None and now_seconds - at < self.rules.repeat_seconds:
+            return False
+        self._told_at[key] = now_seconds
+        return True
+
+    def _lasting(self, status: JobStatus, now_seconds: float) -> list[Event]:
+        """What is open for longer than `repeat` since it was told."""
+        found = []
+        for event in events_between(None, status):
+            key = (event.job, event.code or event.kind, event.about)
+            at = self._told_at.get(key)
+            if at is not None and now_seconds > at and self._is_told(event, now_seconds):
+                found.append(event)
+        return found
+
+    def _is_unsafe(self, status: JobStatus) -> bool:
+        limit = self.rules.not_safe_after_seconds
+        return limit is not None and (status.seconds_at_risk or 0.0) > limit
+
+    def _safety(self, status: JobStatus, now_seconds: float) -> list[Event]:
+        key = (status.name, "not-safe", "")
+        if not self._is_unsafe(status):
+            if self._told_at.pop(key, None) is None:
+                return []
+            text = f"{status.name} is safe again"
+            return [Event(kind="safe-again", job=status.name, at=status.as_of, text=text)]
+        at = self._told_at.get(key)
+        if at is not None and now_seconds - at < self.rules.repeat_seconds:
+            return []
+        self._told_at[key] = now_seconds
+        minutes = int((status.seconds_at_risk or 0.0) / 60)
+        last = (
+            f"; safe is step {status.safe.step} ({status.safe.tag})" if status.safe else "; nothing is safe"
+        )
+        return [
+            Event(
+                kind="not-safe",
+                job=status.name,
+                at=status.as_of,
+                severity="attention",
+                text=f"{minutes} min of training would be lost with this node{last}",
+                next_step=f"ckptd status {shlex.quote(status.save_dir)}",
+            )
+        ]
+
+    def _bounded(self, messages: list[Event], now_seconds: float) -> tuple[Event, ...]:
+        while self._times and now_seconds - self._times[0] > _HOUR_SECONDS:
+            self._times.popleft()
+        kept: list[Event] = []
+        for message in messages:
+            if len(self._times) >= MOST_IN_AN_HOUR:
+                self._held_back += 1
+                continue
+            if self._held_back:
+                text = f"{self._held_back} more messages were held back; `ckptd status` has them all"
+                kept.append(Event(kind="problem", job=message.job, at=message.at, text=text))
+                self._held_back = 0
+            self._times.append(now_seconds)
+            kept.append(message)
+        return tuple(kept)
+
+
+def _notice_key(status: JobStatus) -> tuple[str, str]:
+    return status.name, status.save_dir

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 
-from ckptd.words import printable
+from ckptd.base.humanize import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

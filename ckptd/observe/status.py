@@ -5,8 +5,10 @@ Shapes as docs/contract.md says (schema_version 1); sizes in bytes, times in RFC
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -261,3 +263,16 @@ def not_waited_for(stalled: Sequence[str]) -> str:
 def rfc3339(unix_seconds: float) -> str:
     """UTC, milliseconds."""
     return datetime.fromtimestamp(unix_seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+# --- Where process ids mean something: of another container, machine or boot they say nothing ------------
+# The daemon publishes it, so that who reads status.json in another container is not told that it is dead.
+
+
+def pid_space() -> str:
+    """This boot and this namespace of process ids; empty: not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""

@@ -7,6 +7,7 @@ the launch scripts of all ranks of a node may call `resume` at the same time.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
 import time
@@ -14,29 +15,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptd import files
-from ckptd.config_quantities import show_bytes
-from ckptd.convert.supervise import ConvertOptions, convert
-from ckptd.convert.workplace import partial_name
-from ckptd.core.layouts import Role
-from ckptd.core.listing import OURS
+from ckptd.base import extents, files
+from ckptd.base.owned_dirs import lock, path_of
+from ckptd.config.quantities import show_bytes
+from ckptd.convert.engine.staging import partial_name
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
+from ckptd.convert.remote.convert import convert_copy
+from ckptd.core.model.layouts import Role, Trainer
+from ckptd.core.model.listing import OURS, RESUMED, word_of
 from ckptd.errors import (
     CkptdError,
     LockHeld,
     NeedsWholeFiles,
     NoSpaceError,
+    NothingCommitted,
     StorageError,
     TargetExists,
     from_os_error,
 )
-from ckptd.local.fs import ASIDE, STAGING, ensure_ours, names_in, remove_ours
-from ckptd.local.state_dir import filesystem_type
-from ckptd.place import path_of
-from ckptd.recover.choose import ZERO
-from ckptd.recover.copying import copy_beside
 from ckptd.recover.fetch import Fetcher, read_whole
-from ckptd.recover.ranged import convert_copy
-from ckptd.recover.steps import (
+from ckptd.recover.select.copies import ZERO
+from ckptd.recover.select.steps import (
     DERIVED_UNIVERSAL,
     Convert,
     ConvertFrom,
@@ -52,12 +52,58 @@ from ckptd.recover.steps import (
     done,
     name_of_extra,
 )
+from ckptd.storage.local.fs import ASIDE, STAGING, closing, ensure_ours, names_in, remove_empty, remove_ours
+from ckptd.storage.local.state_dir import filesystem_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckptd.convert.options import ConvertProgress
-    from ckptd.recover.choose import Copy
+    from ckptd.core.model.listing import SaveDirListing
+    from ckptd.recover.select.choose import Candidate, Copy
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Small files that a trainer keeps beside the shards, copied to where a universal form will be read from.
+# There may be one for each rank: each is opened, copied, made durable and closed before the next.
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def copy_beside(save_dir_fd: int, folder: str, target: str, paths: Iterable[str]) -> None:
+    """Copy `paths` of `folder` to the same places below `target`, which is ours; names and bytes durable.
+
+    Raises:
+        RefusedError: a symlink, or another device, on the way. OSError: as the kernel says.
+    """
+    mode = os.fstat(save_dir_fd).st_mode & 0o777
+    with contextlib.ExitStack() as closing:
+        source_fd = files.open_dir_beneath(save_dir_fd, folder)
+        closing.callback(os.close, source_fd)
+        target_fd = ensure_ours(save_dir_fd, target)
+        closing.callback(os.close, target_fd)
+        for path in paths:
+            _copy(source_fd, path, target_fd, mode)
+
+
+def _copy(source_fd: int, path: str, target_fd: int, folder_mode: int) -> None:
+    head, _, base = path.rpartition("/")
+    with contextlib.ExitStack() as closing:
+        if head:
+            parent = files.open_dir_beneath(target_fd, head, create_mode=folder_mode, is_durable=True)
+        else:
+            parent = os.dup(target_fd)
+        closing.callback(os.close, parent)
+        with files.reading(source_fd, path) as fd:
+            status = os.fstat(fd)
+            out = os.open(base, _NEW_FILE, status.st_mode & 0o777, dir_fd=parent)
+            closing.callback(os.close, out)
+            extents.copy_range(fd, 0, out, 0, status.st_size)
+            os.fsync(out)
+        files.fsync_dir(parent)
+
+
+# ---------------------------------------------------------------------------------------------------------
 
 _OTHER_CONVERSION_SECONDS = 3600.0
 _CLONING = ("xfs", "btrfs", "bcachefs")
@@ -140,7 +186,7 @@ class Execution:
         if converts and filesystem_type(self._save_dir) not in _CLONING:
             shards = [f for s in steps if isinstance(s, Fetch) for f in s.copy.files if f.role is Role.OPTIM]
             needed += sum(file.bytes for file in shards)
-        free = files.free_bytes(self._fd)
+        free = extents.free_bytes(self._fd)
         if needed and free - needed < self._reserve_bytes:
             msg = f"{self._save_dir} needs {show_bytes(needed)} more; {show_bytes(free)} are free"
             if self._reserve_bytes:
@@ -353,3 +399,50 @@ def drop_leftovers(save_dir_fd: int, tag: str) -> None:
     for name in names_in(save_dir_fd, STAGING):
         if name.startswith(_FETCHED) or name == partial_name(tag):
             remove_ours(save_dir_fd, STAGING, name)
+
+
+# --- The word that `resume` leaves where no `latest` says what a run is resumed from (docs/adr/0154) -----
+
+
+def leave_word(
+    save_dir_fd: int, candidate: Candidate, listing: SaveDirListing, say: Callable[[str], None]
+) -> None:
+    """Durable before anything is fetched or printed: a folder may be let go as soon as it is there.
+
+    Where nothing can be written a daemon cannot remove anything either: said, and no reason to stop.
+    """
+    if candidate.layout[0] is Trainer.DEEPSPEED:  # `latest` names it
+        return
+    text = word_of(candidate.tag, listing.folders).model_dump_json()
+    if text == listing.resumed:
+        return
+    try:
+        with closing(ensure_ours(save_dir_fd, OURS)) as fd:
+            files.write_atomic(fd, RESUMED, text.encode())
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        say(f"{OURS}/{RESUMED} cannot be written ({why}): retention may let {candidate.tag} go")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# One recovery at a time in a save_dir: flock on `_ckptd/staging` itself, which leaves no lock file (H54).
+
+
+@contextlib.contextmanager
+def one_at_a_time(save_dir_fd: int) -> Iterator[None]:
+    """Hold the lock of recoveries in a save_dir; waits for another one.
+
+    Where there was nothing of ours and there is nothing to resume from, nothing stays: before the first
+    checkpoint nobody knows whether the trainer bears a folder of ours (adr/0050).
+    """
+    was_there = files.stat_beneath(save_dir_fd, OURS) is not None
+    staging = ensure_ours(save_dir_fd, STAGING)
+    try:
+        lock(staging, fcntl.LOCK_EX)
+        yield
+    except NothingCommitted:
+        for name in () if was_there else (STAGING, OURS):
+            remove_empty(save_dir_fd, name)
+        raise
+    finally:
+        os.close(staging)

@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptd import files
-from ckptd.core.names import NAME_BYTES
+from ckptd.base import extents, files, names
+from ckptd.base.names import NAME_BYTES
 from ckptd.errors import DamagedError, RefusedError, from_os_error
-from ckptd.remote import ranges
-from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.ranges import Lanes, Stopped
+from ckptd.storage.stores import parallel
+from ckptd.storage.stores.checksums import crc64, to_hex
+from ckptd.storage.stores.parallel import Lanes, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckptd.core.manifest import ManifestFile
-    from ckptd.recover.choose import Copy
-    from ckptd.remote.store import Store
+    from ckptd.core.model.manifest import ManifestFile
+    from ckptd.recover.select.choose import Copy
+    from ckptd.storage.stores.base import Store
 
 BUFFER_BYTES = 8 << 20
 RANGE_BYTES = 32 << 20
@@ -49,10 +49,10 @@ class _Incoming:
     @property
     def partial(self) -> str:
         """Its name until it is whole; of a name that leaves no room for the prefix, a digest."""
-        name = f"{files.TEMPORARY_PREFIX}{self.name}"
+        name = f"{names.TEMPORARY_PREFIX}{self.name}"
         if len(os.fsencode(name)) <= NAME_BYTES:
             return name
-        return files.TEMPORARY_PREFIX + hashlib.sha256(self.name.encode()).hexdigest()
+        return names.TEMPORARY_PREFIX + hashlib.sha256(self.name.encode()).hexdigest()
 
     @property
     def offsets(self) -> range:
@@ -148,7 +148,7 @@ class Fetcher:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         incoming.out = os.open(incoming.partial, flags, 0o600, dir_fd=folder)
         if file.bytes:
-            files.allocate(incoming.out, file.bytes)
+            extents.allocate(incoming.out, file.bytes)
         return incoming
 
     def _range(self, piece: tuple[_Incoming, int]) -> None:
@@ -176,23 +176,23 @@ class Fetcher:
         crc = 0
         for data in self._copy.remote.store.stream(file.key, begin, min(RANGE_BYTES, file.bytes - begin)):
             self._lanes.check()
-            files.write_at(out, data, at)
+            extents.write_at(out, data, at)
             crc = crc64(data, crc)
             at += len(data)
             self._count(len(data))
             if at - started >= _FLUSH_BYTES:
-                files.start_flush(out, started, at - started)
+                extents.start_flush(out, started, at - started)
                 if started > flushed:
                     # waits for the stretch before, so that what is dirty stays small
-                    files.flush_range(out, flushed, started - flushed)
-                    files.drop_pages(out, flushed, started - flushed)
+                    extents.flush_range(out, flushed, started - flushed)
+                    extents.drop_pages(out, flushed, started - flushed)
                 flushed, started = started, at
         return at - begin, crc
 
     def _finish(self, incoming: _Incoming) -> None:
         """All ranges are there: compare, make durable, give it its name."""
         file, where = incoming.file, self._copy.remote
-        done, crc = ranges.joined(file.bytes, [incoming.found[n] for n in incoming.offsets], RANGE_BYTES)
+        done, crc = parallel.joined(file.bytes, [incoming.found[n] for n in incoming.offsets], RANGE_BYTES)
         held = self._sizes.get(file.key)
         if held is None and done == file.bytes:
             info = where.store.stat(file.key)
@@ -211,7 +211,7 @@ class Fetcher:
         if file.mtime_ns:
             os.utime(incoming.out, ns=(file.mtime_ns, file.mtime_ns))
         os.fsync(incoming.out)
-        files.drop_pages(incoming.out)
+        extents.drop_pages(incoming.out)
         os.rename(incoming.partial, incoming.name, src_dir_fd=incoming.folder, dst_dir_fd=incoming.folder)
         self._close(incoming)
 
@@ -270,7 +270,7 @@ def read_through(
         told(count)
 
     try:
-        return ranges.crc_of(
+        return parallel.crc_of(
             partial(store.stream, file.key), file.bytes, tell, at_once=AHEAD, range_bytes=RANGE_BYTES
         )
     except RefusedError as error:

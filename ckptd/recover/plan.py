@@ -10,12 +10,13 @@ import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptd.core.lifecycle import State
-from ckptd.core.names import tag_problem
-from ckptd.core.trainers import Trainer
-from ckptd.recover.beside import beside, bring
-from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate
-from ckptd.recover.steps import (
+from ckptd.base.names import tag_problem
+from ckptd.core.completeness.judge import State
+from ckptd.core.model.layouts import Trainer
+from ckptd.recover.nested_layouts import beside, bring
+from ckptd.recover.select.choose import Candidate
+from ckptd.recover.select.copies import UNIVERSAL, ZERO
+from ckptd.recover.select.steps import (
     DERIVED_UNIVERSAL,
     Convert,
     Fetch,
@@ -31,8 +32,8 @@ from ckptd.recover.steps import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckptd.core.listing import SaveDirListing
-    from ckptd.recover.sight import LocalSight
+    from ckptd.core.model.listing import SaveDirListing
+    from ckptd.recover.select.inventory import LocalSight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

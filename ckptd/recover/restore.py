@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptd import files
-from ckptd.config_places import command_for
-from ckptd.core.coverage import order_of
-from ckptd.core.view import WEIGHTS
+from ckptd.base import files
+from ckptd.base.owned_dirs import lock, path_of
+from ckptd.config.commands import command_for
+from ckptd.core.model.coverage import order_of
+from ckptd.core.policy.view import WEIGHTS
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -30,37 +31,26 @@ from ckptd.errors import (
     TargetExists,
     from_os_error,
 )
-from ckptd.local.scan import has_open_writer
-from ckptd.place import path_of
-from ckptd.recover.advice import advice, model_facts
-from ckptd.recover.choose import (
-    UNIVERSAL,
-    ZERO,
-    Candidate,
-    Choice,
-    Nodes,
-    Wanted,
-    committed_saves,
-    committed_weights,
-)
-from ckptd.recover.derived import source_of
-from ckptd.recover.execute import Execution, drop_leftovers
-from ckptd.recover.held import Held, look_into
-from ckptd.recover.lock import lock, one_at_a_time
+from ckptd.recover.advice import advice, model_facts, source_of
+from ckptd.recover.execute import Execution, drop_leftovers, one_at_a_time
+from ckptd.recover.files import Held, look_into
 from ckptd.recover.restore_plan import Wish, make_restore_plan
 from ckptd.recover.resume import Resumed, reserve_bytes
-from ckptd.recover.runs import Runs, held_by
-from ckptd.recover.sight import forms_alone
-from ckptd.recover.sources import Sources
-from ckptd.remote.open import directory_path
+from ckptd.recover.select.choose import Candidate, Choice, Nodes, Wanted, committed_saves, committed_weights
+from ckptd.recover.select.copies import UNIVERSAL, ZERO
+from ckptd.recover.select.inventory import forms_alone
+from ckptd.recover.select.runs import Runs, held_by
+from ckptd.recover.select.sources import Sources
+from ckptd.storage.local.scan import has_open_writer
+from ckptd.storage.stores.open import directory_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckptd.core.save import Order
-    from ckptd.recover.choose import Copy
+    from ckptd.core.model.save import Order
     from ckptd.recover.plan import ResumePlan
-    from ckptd.recover.sources import Where
+    from ckptd.recover.select.choose import Copy
+    from ckptd.recover.select.sources import Where
 
 _NEAREST = 5
 _POINTER_LIMIT_BYTES = 4096

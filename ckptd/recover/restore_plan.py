@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from ckptd.core.trainers import BY_NAME, Trainer, universal_name
-from ckptd.core.view import WEIGHTS
+from ckptd.core.model.layouts import BY_NAME, Trainer, universal_name
+from ckptd.core.policy.view import WEIGHTS
 from ckptd.errors import RefusedError, TargetExists, UsageError
-from ckptd.recover.beside import beside_shards, pointer_in, the_root, unreplaced, within, without_form
-from ckptd.recover.choose import UNIVERSAL, ZERO, Candidate, Copy, Nodes
-from ckptd.recover.copies import of_node, of_ranks
+from ckptd.recover.nested_layouts import beside_shards, pointer_in, the_root, unreplaced, within, without_form
 from ckptd.recover.plan import ResumePlan, needs_universal
-from ckptd.recover.steps import (
+from ckptd.recover.select.choose import Candidate, Copy, Nodes
+from ckptd.recover.select.copies import UNIVERSAL, ZERO, of_node, of_ranks
+from ckptd.recover.select.steps import (
     DERIVED_ACCELERATE,
     DERIVED_UNIVERSAL,
     Convert,
@@ -33,7 +33,7 @@ from ckptd.recover.steps import (
 )
 
 if TYPE_CHECKING:
-    from ckptd.recover.held import Held
+    from ckptd.recover.files import Held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from ckptd import files
-from ckptd.config_places import command_for, this_node, typed
-from ckptd.config_relations import check_job_paths
-from ckptd.core import unprotected
-from ckptd.core.lifecycle import State
-from ckptd.core.listing import SaveDirListing
-from ckptd.core.runs import short
-from ckptd.core.unprotected import told
+from ckptd.base import files
+from ckptd.base.owned_dirs import make_beside, path_of
+from ckptd.config.commands import command_for, this_node, typed
+from ckptd.config.loader import check_job_paths
+from ckptd.core.completeness.judge import State
+from ckptd.core.model import unprotected
+from ckptd.core.model.listing import SaveDirListing
+from ckptd.core.model.runs import short
+from ckptd.core.model.unprotected import told
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -29,30 +30,32 @@ from ckptd.errors import (
     StorageError,
     from_os_error,
 )
-from ckptd.local.run_file import host_name, read_run
-from ckptd.place import make_beside, path_of
-from ckptd.recover.advice import advice, model_facts
-from ckptd.recover.choose import NEWEST_READ, Candidate, Choice, Nodes, choose
-from ckptd.recover.damage import damage_in
-from ckptd.recover.derived import derived_accelerate, derived_universals, put_in_universals
-from ckptd.recover.execute import Execution
-from ckptd.recover.lock import one_at_a_time
-from ckptd.recover.one_save import OneSave
-from ckptd.recover.owner import owner_of
+from ckptd.recover.advice import (
+    advice,
+    derived_accelerate,
+    derived_universals,
+    model_facts,
+    put_in_universals,
+)
+from ckptd.recover.execute import Execution, leave_word, one_at_a_time
+from ckptd.recover.pinned import OneSave
 from ckptd.recover.plan import ResumePlan, make_plan
-from ckptd.recover.runs import Runs, bind, choose_run, elsewhere, known_rows, wait_until_silent
-from ckptd.recover.sight import LocalSight, forms_alone, look_locally, memory_of
-from ckptd.recover.sources import Sources, named
-from ckptd.recover.steps import Convert, MoveAside, Step
-from ckptd.recover.word import leave_word
+from ckptd.recover.select.choose import NEWEST_READ, Candidate, Choice, Nodes, choose
+from ckptd.recover.select.damage import damage_in
+from ckptd.recover.select.inventory import LocalSight, forms_alone, look_locally, memory_of
+from ckptd.recover.select.owner import owner_of
+from ckptd.recover.select.runs import Runs, bind, choose_run, elsewhere, known_rows, wait_until_silent
+from ckptd.recover.select.sources import Sources, named
+from ckptd.recover.select.steps import Convert, MoveAside, Step
+from ckptd.storage.local.run_file import host_name, read_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from ckptd.config_model import JobConfig
-    from ckptd.recover.runs import Chosen
-    from ckptd.recover.sight import RemoteSight
-    from ckptd.recover.standing import Memory
+    from ckptd.config.schema import JobConfig
+    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.local_order import Memory
+    from ckptd.recover.select.runs import Chosen
 
 NEXT_SAVE_FACTOR = 1.1
 

@@ -18,9 +18,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ckptd.convert import inspect_child
-from ckptd.convert.sandbox import peak_rss_bytes, restrict
-from ckptd.torchfile.opcodes import TABLE
+from ckptd.convert.engine import inspect_child
+from ckptd.convert.engine.sandbox import peak_rss_bytes, restrict
+from ckptd.formats.torchfile.unpickler import TABLE
 
 BAD_EVENTS = (
     "import", "exec", "compile", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork",

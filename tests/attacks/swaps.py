@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
-from ckptd.core.layouts import Role
-from ckptd.core.permit import CommitRef, DeletePermit
-from ckptd.core.save import SealedFile
-from ckptd.local.scan import scan_folder
+from ckptd.base import files
+from ckptd.core.model.layouts import Role
+from ckptd.core.model.save import SealedFile
+from ckptd.core.policy.permit import CommitRef, DeletePermit
+from ckptd.storage.local.scan import scan_folder
 
 TAG = "global_step1"
 SHARD = "mp_rank_00_model_states.pt"

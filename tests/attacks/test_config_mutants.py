@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from ckptd.config import load_all, load_daemon, load_job
-from ckptd.config_explain import toml_keys
-from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
-from ckptd.config_section import Section
-from ckptd.config_words import LATER
+from ckptd.config.loader import load_all, load_daemon, load_job
+from ckptd.config.messages import toml_keys
+from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
+from ckptd.config.section import LATER, Section
 from ckptd.errors import ConfigError
 from tests.attacks.figures import note
 from tests.unit.config_files import base, to_toml

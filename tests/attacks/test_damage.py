@@ -17,18 +17,18 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
-from ckptd.convert import inspect_child, inspection
-from ckptd.convert.supervise import inspect_files
-from ckptd.core.facts import Archive, FileFacts
-from ckptd.core.lifecycle import Context, State, Verdict, judge
-from ckptd.core.listing import FolderListing
+from ckptd.base import files
+from ckptd.convert.engine import inspect, inspect_child
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.core.completeness.judge import Context, State, Verdict, judge
+from ckptd.core.model.facts import Archive, FileFacts
+from ckptd.core.model.listing import FolderListing
 from ckptd.errors import CkptdError, DamagedError, TornArchiveError
-from ckptd.local.scan import scan_folder
-from ckptd.recover.sight import look_at_remote
-from ckptd.recover.verified import Slice
-from ckptd.recover.verify import Verifier
-from ckptd.remote.source import CheckedSource, FileSource, crc64_of, records_of
+from ckptd.maintenance.verify import Verifier
+from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.verify_result import Slice
+from ckptd.storage.local.scan import scan_folder
+from ckptd.storage.stores.sources import CheckedSource, FileSource, crc64_of, records_of
 from tests.attacks.figures import note
 from tests.real import Recipe, prepare, save_dir_of
 from tests.unit.recover_scene import Scene
@@ -53,8 +53,8 @@ def inspected(folder_fd: int, name: str, patch: pytest.MonkeyPatch) -> FileFacts
     """What the inspecting child says of a file, by its own code, here."""
     line: dict[str, Any] = {}
     patch.setattr(inspect_child, "_emit", line.update)
-    line |= inspect_child._inspect(folder_fd, 0, inspection._asked(name))
-    return inspection._facts_of(name, line)
+    line |= inspect_child._inspect(folder_fd, 0, inspect._asked(name))
+    return inspect._facts_of(name, line)
 
 
 def listed(folder: Path) -> FolderListing:

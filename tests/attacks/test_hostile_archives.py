@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert.supervise import ConvertOptions, convert, inspect_files
-from ckptd.core.facts import Archive
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
+from ckptd.core.model.facts import Archive
 from ckptd.errors import CkptdError
 from tests.attacks.hostile import OPTIM
 from tests.unit.synthetic import Made, Shapes, write_stage12
@@ -157,7 +159,7 @@ GIB = 1 << 30
 REFUSE = """
 import resource, sys
 from pathlib import Path
-from ckptd.convert.supervise import ConvertOptions, convert, inspect_files
+from ckptd.convert.engine.supervisor import ConvertOptions, convert, inspect_files
 from ckptd.errors import CkptdError
 folder, name, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 (found,) = inspect_files(folder, [name], timeout_seconds=60)

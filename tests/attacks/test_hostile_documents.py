@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.recover.sight import look_at_remote
-from ckptd.recover.verify import Verifier
+from ckptd.maintenance.verify import Verifier
+from ckptd.recover.select.inventory import look_at_remote
 from tests.unit.restore_scene import TAG, RestoreScene, scene
 from tests.unit.test_recover_commands import ckptd
 
@@ -44,7 +44,7 @@ PLACES = {
 }
 MEASURED = """
 import atexit, runpy, sys
-from ckptd.convert.sandbox import peak_rss_bytes
+from ckptd.convert.engine.sandbox import peak_rss_bytes
 atexit.register(lambda: print("peak", peak_rss_bytes(), file=sys.stderr))
 runpy.run_module("ckptd", run_name="__main__")
 """

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert.supervise import ConvertOptions, convert, inspect_files
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
 from ckptd.errors import CkptdError
-from ckptd.torchfile.values import Global, Inert
+from ckptd.formats.torchfile.values import Global, Inert
 from tests.attacks.hostile import OPTIM
 from tests.unit.synthetic import Shapes, ordered, write_stage12
 

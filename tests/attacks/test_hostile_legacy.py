@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.convert.supervise import ConvertOptions, convert, inspect_files
-from ckptd.core.facts import Archive
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
+from ckptd.core.model.facts import Archive
 from ckptd.errors import CkptdError
-from ckptd.torchfile.archive import LEGACY_MAGIC
+from ckptd.formats.torchfile.archive import LEGACY_MAGIC
 from tests.attacks.hostile import OPTIM, pickles
 from tests.unit.legacy_files import LITTLE, as_legacy, legacy_bytes, parts_of
 from tests.unit.synthetic import Made, Shapes, write_stage12

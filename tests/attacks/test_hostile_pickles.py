@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert.supervise import ConvertOptions, convert, inspect_files
-from ckptd.core.facts import Archive
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
+from ckptd.core.model.facts import Archive
 from ckptd.errors import CkptdError
-from ckptd.torchfile.values import Global, Inert
+from ckptd.formats.torchfile.values import Global, Inert
 from tests.attacks.hostile import OPTIM, pickles, write_hostile
 from tests.unit.synthetic import Shapes, Shard, model_root, write_stage12
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.manifest import sha256_of
+from ckptd.core.model.manifest import sha256_of
 from ckptd.errors import DamagedError, TargetExists
 from tests.unit.recover_scene import Scene
 from tests.unit.restore_scene import MODEL, TAG, RestoreScene, scene

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ckptd.convert.supervise import inspect_files
-from ckptd.core import lifecycle
-from ckptd.core.facts import Archive, FileFacts
-from ckptd.core.identity import FileIdentity, FolderIdentity
-from ckptd.core.lifecycle import Context, Memory, State, judge
-from ckptd.core.listing import FolderListing, ListedFile
+from ckptd.base.identity import FileIdentity, FolderIdentity
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.core.completeness import judge as lifecycle
+from ckptd.core.completeness.judge import Context, Memory, State, judge
+from ckptd.core.model.facts import Archive, FileFacts
+from ckptd.core.model.listing import FolderListing, ListedFile
 from tests.attacks.figures import note
 from tests.unit.synthetic import Shapes, write_stage3, write_stage12
 

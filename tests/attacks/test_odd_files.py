@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import files
+from ckptd.base import files
 from ckptd.errors import RefusedError
-from ckptd.local import fs
-from ckptd.local.scan import scan_folder
+from ckptd.storage.local import fs
+from ckptd.storage.local.scan import scan_folder
 from tests.e2e.harness import Node, node
 from tests.unit.synthetic import Shapes, write_stage12
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import files
-from ckptd.convert import supervise
-from ckptd.core.decision import Decision
-from ckptd.daemon.decisions import read_decisions, write_decision
-from ckptd.daemon.setup import make_state, node_id_of
+from ckptd.base import files
+from ckptd.convert.engine import supervisor
+from ckptd.core.model.decision import Decision
+from ckptd.daemon.bootstrap import make_state, node_id_of
+from ckptd.daemon.intake.decisions import read_decisions, write_decision
 from ckptd.errors import CkptdError
-from ckptd.local import fs
-from ckptd.local.incomplete import remove_incomplete
-from ckptd.local.scan import read_pointer, scan
 from ckptd.observe.audit import Audit
+from ckptd.storage.local import fs
+from ckptd.storage.local.incomplete import remove_incomplete
+from ckptd.storage.local.scan import read_pointer, scan
 from tests.attacks.figures import note
 from tests.attacks.swaps import ASIDE, SHARD, SITES, TAG, Swapper, SwapScene, before_each_call, flipping
 from tests.unit.synthetic import write_stage12
@@ -168,7 +168,7 @@ class ConversionScene(SwapScene):
         made = place / "derived" / "universal" / TAG
         with contextlib.suppress(CkptdError, OSError):
             beneath = self.save_dir if is_bound else None
-            supervise.convert(self.save_dir / TAG, made, work_dir=place / "staging", beneath=beneath)
+            supervisor.convert(self.save_dir / TAG, made, work_dir=place / "staging", beneath=beneath)
 
     def made(self) -> str | None:
         """Names of the parameters of what was made here; looked at when nothing is swapped any more."""

@@ -27,10 +27,10 @@ import pytest
 from rich.console import Group
 
 from ckptd.cli.main import main
+from ckptd.cli.output import answer, cell, say, tell
 from ckptd.cli.screen import Screen
-from ckptd.cli.status_cmd import _print, screen
-from ckptd.cli.status_watch import watch_lines, watch_screen
-from ckptd.cli.text import answer, cell, say, tell
+from ckptd.cli.status.command import _print, screen
+from ckptd.cli.status.watch import watch_lines, watch_screen
 from ckptd.observe.logs import TextLines
 from tests.unit import status_gallery as gallery
 from tests.unit.restore_scene import OPTIM, RestoreScene, scene

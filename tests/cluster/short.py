@@ -10,13 +10,15 @@ import os
 import sys
 
 from ckptd.cli.main import main
-from ckptd.core import keeping_remote, missing
-from ckptd.daemon import intake, shipping
+from ckptd.core.completeness import missing
+from ckptd.core.policy import remote
+from ckptd.daemon.intake import sealer
+from ckptd.daemon.uploads import uploads
 
 if __name__ == "__main__":
     seconds = float(sys.argv.pop(1))
-    shipping.STEP_IN_SECONDS = missing.INCOMPLETE_SECONDS = keeping_remote.TURN_SECONDS = seconds
+    uploads.STEP_IN_SECONDS = missing.INCOMPLETE_SECONDS = remote.TURN_SECONDS = seconds
     missing.SLOW_SECONDS = 3 * seconds
     if "SHORT_SAVE" in os.environ:
-        intake.IN_FLIGHT_SECONDS = float(os.environ["SHORT_SAVE"])
+        sealer.IN_FLIGHT_SECONDS = float(os.environ["SHORT_SAVE"])
     main()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.heartbeat import DEAD_SECONDS
+from ckptd.core.model.heartbeat import DEAD_SECONDS
 from tests.cluster import runs
 from tests.cluster.harness import SHORT, Cluster, cluster
 from tests.real import REPOSITORY

@@ -16,7 +16,7 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 
-from ckptd.quickstart.ending import leave
+from examples.demo.ending import leave
 from tests import make_ckpt as single  # first: it chooses the accelerator
 
 _CONFIG = single.ds_config

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import sparse
-from ckptd.cluster.conversion import Clustered
-from ckptd.cluster.crew import PROFILER, Address
+from ckptd.convert.cluster.conversion import Clustered
+from ckptd.convert.cluster.pool import PROFILER, Address
 from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
 from tests.real import REPOSITORY
 from tests.stores import servers

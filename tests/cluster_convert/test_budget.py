@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.cluster.conversion import Clustered
-from ckptd.cluster.crew import parse
-from ckptd.cluster.extents import GAP_BYTES, Extents, cut_blocks, spans_of
-from ckptd.cluster.memory import LEAST_BUDGET_BYTES, shares_of
-from ckptd.cluster.messages import TaskSource
+from ckptd.convert.cluster.conversion import Clustered
+from ckptd.convert.cluster.extents import GAP_BYTES, Extents, cut_blocks, spans_of
+from ckptd.convert.cluster.memory import LEAST_BUDGET_BYTES, shares_of
+from ckptd.convert.cluster.messages import TaskSource
+from ckptd.convert.cluster.pool import parse
 from ckptd.convert.parts import Range
+from ckptd.convert.remote.uploader import PartsSource
 from ckptd.errors import UsageError
-from ckptd.recover.ranged_upload import PartsSource
 from tests.cluster_convert import scene
 from tests.cluster_convert.scene import MIB, OPTIONS, url
 from tests.stores import servers

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from bench import sparse
-from ckptd.cluster import crew, work
-from ckptd.cluster.conversion import Clustered
-from ckptd.cluster.placing import Home
+from ckptd.convert.cluster import pool, work
+from ckptd.convert.cluster.conversion import Clustered
+from ckptd.convert.cluster.locality import Home
+from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions, ConvertProgress
-from ckptd.convert.supervise import convert
+from ckptd.convert.remote.uploader import NOTE
 from ckptd.errors import (
     BehindError,
     DamagedError,
@@ -28,7 +29,6 @@ from ckptd.errors import (
     TargetExists,
     UsageError,
 )
-from ckptd.recover.ranged_upload import NOTE
 from tests.cluster_convert import scene
 from tests.cluster_convert.scene import MIB, OPTIONS, InBackground, clustered, content, got, until, url
 from tests.real import Recipe, prepare, save_dir_of
@@ -156,13 +156,13 @@ def test_parts_by_several_workers_and_each_source_byte_once(
 def test_no_secret_and_no_data_travels(cluster: Any, save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is handed to the scheduler: kilobytes of text, no word of the credentials (P15)."""
     texts: list[str] = []
-    ask = crew.Crew.ask
+    ask = pool.Crew.ask
 
-    def listening(self: crew.Crew, job: str, task: str, key: str, home: Home) -> Any:
+    def listening(self: pool.Crew, job: str, task: str, key: str, home: Home) -> Any:
         texts.extend((job, task))
         return ask(self, job, task, key, home)
 
-    monkeypatch.setattr(crew.Crew, "ask", listening)
+    monkeypatch.setattr(pool.Crew, "ask", listening)
     report = clustered(cluster, save, url("secret/out"))
     assert texts
     assert not any(word in text for word in (servers.SECRET_KEY, "aws_secret") for text in texts)
@@ -250,7 +250,7 @@ def test_the_scheduler_killed_and_another_one_started(
         with pytest.raises(RemoteUnreachable) as caught:
             Clustered(
                 *(save, tmp_path / "out", slow, os.environ),
-                address=crew.parse(address),
+                address=pool.parse(address),
                 on_progress=kill_late,
             ).run()
         assert "the same command goes on" in caught.value.hint
@@ -268,11 +268,11 @@ def test_the_scheduler_killed_and_another_one_started(
 def test_no_profiler_runs_beside_tasks() -> None:
     """dask's own can halt a worker for ever (Python 3.11.7): off in workers that we start, or find."""
     seen: list[Any] = []
-    with crew.gathered(crew.parse("local:1"), 512 * MIB, None) as found:
+    with pool.gathered(pool.parse("local:1"), 512 * MIB, None) as found:
         seen += found._client.run(_profiler).values()
     with scene.workers(1, profiler=True) as cluster:
-        address = crew.parse(cluster.scheduler_address)
-        with crew.gathered(address, 512 * MIB, None) as found:
+        address = pool.parse(cluster.scheduler_address)
+        with pool.gathered(address, 512 * MIB, None) as found:
             seen += found._client.run(_profiler).values()
     assert seen == [False, False]
 
@@ -379,8 +379,8 @@ def test_a_bad_answer_of_a_worker_is_an_error_of_ours(cluster: Any, save: Path, 
 
 def test_no_scheduler_there(save: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """69 with the address; nothing is left."""
-    monkeypatch.setattr(crew, "CONNECT_SECONDS", 1.0)
-    address = crew.parse(f"tcp://127.0.0.1:{servers.free_port()}")
+    monkeypatch.setattr(pool, "CONNECT_SECONDS", 1.0)
+    address = pool.parse(f"tcp://127.0.0.1:{servers.free_port()}")
     with pytest.raises(RemoteUnreachable) as caught:
         Clustered(save, tmp_path / "out", OPTIONS, os.environ, address=address).run()
     assert caught.value.exit_code == 69
@@ -406,5 +406,5 @@ def test_memory_of_a_worker(server: servers.Server, tmp_path: Path, monkeypatch:
     with pytest.raises(UsageError):
         Clustered(
             *(source, tmp_path / "x", replace(OPTIONS, memory_budget_bytes=64 * MIB), os.environ),
-            address=crew.parse("local:1"),
+            address=pool.parse("local:1"),
         )

@@ -17,10 +17,10 @@ import pytest
 
 from bench import sparse
 from bench.limited import limited
-from ckptd.cluster import crew
-from ckptd.cluster.conversion import Clustered
+from ckptd.convert.cluster import pool
+from ckptd.convert.cluster.conversion import Clustered
+from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertReport
-from ckptd.convert.supervise import convert
 from tests.cluster.harness import cluster
 from tests.cluster_convert import scene
 from tests.cluster_convert.scene import MIB, OPTIONS, InBackground, content, got, ready, until
@@ -81,7 +81,7 @@ def converted(spread: Spread, address: str, name: str, endpoint: str) -> Convert
     with pytest.MonkeyPatch.context() as patch:
         for key, value in environ.items():
             patch.setenv(key, value)
-        target, where = scene.url(f"made/{name}"), crew.parse(address)
+        target, where = scene.url(f"made/{name}"), pool.parse(address)
         return Clustered(spread.url, target, OPTIONS, environ, address=where).run()
 
 

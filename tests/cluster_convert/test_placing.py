@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.cluster.grouping import Item, index_of, parts_of, tasks_of
-from ckptd.cluster.held import HeldPlace, Shelf, save_dirs
-from ckptd.cluster.messages import TaskSource
-from ckptd.cluster.placing import ANYWHERE, Home, Layout, Run, borders_of, chosen, totals_of
+from ckptd.convert.cluster.grouping import Item, index_of, parts_of, tasks_of
+from ckptd.convert.cluster.local_shards import HeldPlace, Shelf, save_dirs
+from ckptd.convert.cluster.locality import ANYWHERE, Home, Layout, Run, borders_of, chosen, totals_of
+from ckptd.convert.cluster.messages import TaskSource
 from ckptd.convert.parts import Literal, Part, Range
 from ckptd.convert.plan import Header, OutputFile, PlanWriter, SourceFile
 from ckptd.errors import NotFoundError
-from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.s3_cuts import LEAST_PART_BYTES, Cuts, parsed
+from ckptd.storage.stores.checksums import crc64, to_hex
+from ckptd.storage.stores.s3.parts import LEAST_PART_BYTES, Cuts, parsed
 
 MIB = 1 << 20
 A, B = frozenset({"tcp://a:1"}), frozenset({"tcp://b:1", "tcp://b:2"})

@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.cluster import crew
-from ckptd.cluster.extents import Extents, spans_of
-from ckptd.cluster.grouping import Index, Wanted, clipped, index_of, tasks_of, without_links
-from ckptd.cluster.messages import TaskSource
-from ckptd.cluster.placing import ANYWHERE, Layout
+from ckptd.convert.cluster import pool
+from ckptd.convert.cluster.extents import Extents, spans_of
+from ckptd.convert.cluster.grouping import Index, Wanted, clipped, index_of, tasks_of, without_links
+from ckptd.convert.cluster.locality import ANYWHERE, Layout
+from ckptd.convert.cluster.messages import TaskSource
 from ckptd.convert.parts import Literal, Part, Range, Stream, Widen, Woven
 from ckptd.convert.plan import Header, OutputCheck, OutputFile, OutputLink, PlanWriter, SourceFile
-from ckptd.convert.ranges import Ranges
-from ckptd.convert.reading import blocks_of
+from ckptd.convert.reader import blocks_of
+from ckptd.convert.sources import Ranges
 from ckptd.errors import SourceChanged, UsageError
-from ckptd.remote.checksums import crc64, from_hex
+from ckptd.storage.stores.checksums import crc64, from_hex
 from tests.real import REPOSITORY
 
 MIB = 1 << 20
@@ -168,16 +168,16 @@ def test_extents_fetch_each_byte_once(found: list[tuple[int, int]]) -> None:
 )
 def test_addresses_that_are_none(text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        crew.parse(text)
+        pool.parse(text)
     assert caught.value.exit_code == 2
     assert "local:4" in caught.value.hint
 
 
 def test_addresses() -> None:
-    assert crew.parse("local:3") == crew.Address(kind="local", count=3)
-    assert crew.parse("slurm:64") == crew.Address(kind="slurm", count=64)
-    assert crew.parse("slurm").count == 1
-    assert crew.parse("tls://[::1]:8786").url == "tls://[::1]:8786"
+    assert pool.parse("local:3") == pool.Address(kind="local", count=3)
+    assert pool.parse("slurm:64") == pool.Address(kind="slurm", count=64)
+    assert pool.parse("slurm").count == 1
+    assert pool.parse("tls://[::1]:8786").url == "tls://[::1]:8786"
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", find)
     for text in ("local:2", "tcp://a:1", "slurm"):
         with pytest.raises(UsageError) as caught:
-            crew.parse(text)
+            pool.parse(text)
         assert caught.value.hint == "pip install 'ckptd[cluster]'"
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.cluster.conversion import Clustered
-from ckptd.cluster.crew import Address
-from ckptd.convert.supervise import convert
+from ckptd.convert.cluster.conversion import Clustered
+from ckptd.convert.cluster.pool import Address
+from ckptd.convert.engine.supervisor import convert
 from ckptd.errors import RefusedError
-from ckptd.remote.directory import DirectoryStore
+from ckptd.storage.stores.directory import DirectoryStore
 from tests.cluster_convert import scene
 from tests.cluster_convert.scene import OPTIONS, cli, content, until
 from tests.real import REPOSITORY

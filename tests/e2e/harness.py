@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.local.state_dir import drop_status, private_place
+from ckptd.storage.local.state_dir import drop_status, private_place
 from tests.real import Recipe, expect, prepare, save_dir_of
 from tests.status_schema import checked
 

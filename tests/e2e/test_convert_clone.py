@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import files
-from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.base import extents, files
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
 from tests.unit.synthetic import Shapes, write_stage3, write_stage12
 from tests.unit.test_convert_children import tree
 from tests.unit.test_zero_ranges import check
@@ -71,7 +72,7 @@ def _clones(folder: Path) -> bool:
     one, two = folder / "probe1", folder / "probe2"
     one.write_bytes(bytes(8192))
     with one.open("rb") as source, two.open("wb") as target:
-        return files.clone_file(source.fileno(), target.fileno())
+        return extents.clone_file(source.fileno(), target.fileno())
 
 
 def test_the_reserve_does_not_stop_a_clone(xfs: Path) -> None:
@@ -81,6 +82,6 @@ def test_the_reserve_does_not_stop_a_clone(xfs: Path) -> None:
     made = write_stage12(xfs / "save", groups, 2)
     os.sync()
     with files.opened_dir(xfs) as fd:
-        free = files.free_bytes(fd)
+        free = extents.free_bytes(fd)
     report = convert(made.folder, xfs / "universal", ConvertOptions(reserve_bytes=free - slack))
     assert report.bytes_cloned > slack

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
 from tests import experts, stacked, stock
 from tests.e2e.harness import node
 from tests.e2e.test_inspect_real import inspect

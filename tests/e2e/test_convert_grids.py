@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.convert import children
+from ckptd.convert.engine import children
+from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.parts import Literal
 from ckptd.convert.plan import Header, OutputFile, PlanWriter
-from ckptd.convert.supervise import convert
 from ckptd.errors import CkptdError
 from tests.tp_saves import Param, TpSave, along, megatron, replicated, write
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert.supervise import ConvertOptions, convert, inspect_files
-from ckptd.core.facts import Archive
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
+from ckptd.core.model.facts import Archive
 from tests import real, stock
 from tests.disguise import disguise
 from tests.real import TAG, Recipe, prepare, save_dir_of

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.cli.inspect_look import look
-from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.cli.checkpoints.inspect import look
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
 from ckptd.errors import RefusedError
 from tests import consolidated, ranks, stock
 from tests.disguise import disguise

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.convert.supervise import ConvertOptions, convert, inspect_files
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
 from ckptd.errors import CkptdError
 from tests import stock
 from tests.real import REPOSITORY, TAG, Recipe, expect, prepare, save_dir_of

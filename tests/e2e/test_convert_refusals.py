@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
-from ckptd.convert.supervise import convert
 from ckptd.errors import CkptdError
 from tests import stock
 from tests.e2e.test_convert_legacy import saved_with

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert.supervise import ConvertOptions, convert
-from ckptd.core.view import UNIVERSAL
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
+from ckptd.core.policy.view import UNIVERSAL
 from ckptd.errors import CkptdError
 from tests import stock
 from tests.real import REPOSITORY, TAG, Recipe, Resume, expect, losses_of, prepare, resume, save_dir_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ckptd.core.layouts import Role
-from ckptd.core.save import SealedFile
-from ckptd.files import identity_of
-from ckptd.local import hold
+from ckptd.base.files import identity_of
+from ckptd.core.model.layouts import Role
+from ckptd.core.model.save import SealedFile
+from ckptd.storage.local import clones
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ def test_a_hold_keeps_what_the_trainer_writes_over(xfs: Path) -> None:
     )
     fd = os.open(xfs, os.O_RDONLY)
     try:
-        hold.make(fd, "global_step1", "global_step1.1", (sealed,), b"{}")
+        clones.make(fd, "global_step1", "global_step1.1", (sealed,), b"{}")
     finally:
         os.close(fd)
     with (folder / "shard.pt").open("r+b") as shard:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
 from tests.e2e.test_convert_real import STAGE_2, STAGE_3, ckptd
 from tests.real import TAG, Recipe, copy_of, expect, prepare, save_dir_of
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.convert.options import Compat
-from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import Compat, ConvertOptions
 from tests.e2e.loader_table import Row, write
 from tests.real import (
     TAG,

@@ -67,7 +67,7 @@ def test_the_judge_sees_one_changed_byte_on_the_nas(played: Played) -> None:
         file.seek(position)
         file.write(bytes([byte[0] ^ 1]))
     os.utime(victim, ns=(before.st_atime_ns, before.st_mtime_ns))
-    result = ckptd("ckptd.quickstart.judge", played.root)
+    result = ckptd("examples.demo.judge", played.root)
     with victim.open("r+b") as file:
         file.seek(position)
         file.write(byte)
@@ -75,7 +75,7 @@ def test_the_judge_sees_one_changed_byte_on_the_nas(played: Played) -> None:
     assert result.returncode == 1
     assert "BROKEN P2" in result.stdout
     assert victim.name in result.stdout
-    assert ckptd("ckptd.quickstart.judge", played.root).returncode == 0
+    assert ckptd("examples.demo.judge", played.root).returncode == 0
 
 
 def test_the_judge_sees_a_removal_that_no_commit_covers(played: Played) -> None:
@@ -88,7 +88,7 @@ def test_the_judge_sees_a_removal_that_no_commit_covers(played: Played) -> None:
         if line["action"] == "prune":
             line["commits"] = []
     audit.write_text("".join(json.dumps(x) + "\n" for x in lines))
-    result = ckptd("ckptd.quickstart.judge", played.root)
+    result = ckptd("examples.demo.judge", played.root)
     audit.write_text(before)
     assert result.returncode == 1
     assert "BROKEN P1" in result.stdout
@@ -111,7 +111,7 @@ def on_s3(tmp_path: Path) -> None:
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    again = ckptd("ckptd.quickstart.judge", kept)
+    again = ckptd("examples.demo.judge", kept)
     assert again.returncode == 1
     assert "BROKEN P2" in again.stdout
 

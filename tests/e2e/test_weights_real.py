@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
 from tests import consolidated, ranks
 from tests.e2e.test_convert_real import (
     BF16,

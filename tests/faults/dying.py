@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import IO, Any
 
-from ckptd.convert import children
+from ckptd.convert.engine import children
 
 PRELUDE = """
 import itertools, os, runpy, signal, sys

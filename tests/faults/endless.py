@@ -6,15 +6,14 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckptd.remote.messages import Planned
+from ckptd.storage.remote.messages import Planned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptd.remote.messages import ShipOrder
-    from ckptd.remote.origin import Origin
-    from ckptd.remote.store import Store
-    from ckptd.remote.transfer import Control
+    from ckptd.storage.remote.messages import ShipOrder
+    from ckptd.storage.remote.transfer import Control, Origin
+    from ckptd.storage.stores.base import Store
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import files
-from ckptd.daemon import proving
-from ckptd.local import rights
+from ckptd.base import files
+from ckptd.daemon.state import permissions
+from ckptd.storage.local import probe
 from tests.e2e.harness import PACE, PATIENCE_SECONDS, RUN, Node, made_before, node
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
@@ -93,14 +93,14 @@ def test_no_room_is_no_want_of_rights(tmp_path: Path) -> None:
     mount("-t", "tmpfs", "-o", "nr_inodes=30", "none", tmp_path)
     try:
         with files.opened_dir(tmp_path) as fd:
-            rights.prove_rights(fd, "run", "mark")
+            probe.prove_rights(fd, "run", "mark")
             with contextlib.suppress(OSError):
                 for number in range(30):
                     (tmp_path / str(number)).mkdir()
             with pytest.raises(OSError, match="No space"):
-                rights.prove_rights(fd, "run", "mark")
-            proving.prove(fd, "run", "mark")
-            assert proving.can_clone(fd, "mark") is None
+                probe.prove_rights(fd, "run", "mark")
+            permissions.prove(fd, "run", "mark")
+            assert permissions.can_clone(fd, "mark") is None
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.budget import MIB, divide
+from ckptd.config.budget import MIB, divide
 from tests import cgroup
 from tests.e2e.harness import RUN, children_of, made_before
 from tests.faults.test_daemon_service import House
@@ -31,7 +31,7 @@ def remotes_children(pid: int) -> int:
         with contextlib.suppress(OSError):
             if not is_dying(child):
                 lines.append(Path(f"/proc/{child}/cmdline").read_bytes())
-    return sum(b"ckptd.remote.child" in line for line in lines)
+    return sum(b"ckptd.storage.child.child" in line for line in lines)
 
 
 def is_dying(pid: int) -> bool:

@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.real, pytest.mark.faults]
 
 SLOW_LOOKS = """
 import sys, time
-if "ckptd.remote.child" in sys.orig_argv:
-    import ckptd.remote.service as service
+if "ckptd.storage.child.child" in sys.orig_argv:
+    import ckptd.storage.child.service as service
     at_once = service.observe
     def slowly(*arguments):
         time.sleep(1.5)
@@ -28,7 +28,7 @@ if "ckptd.remote.child" in sys.orig_argv:
 LONG_REST = """
 import sys
 if "run" in sys.orig_argv:
-    import ckptd.daemon.rest as rest
+    import ckptd.daemon.idle as rest
     rest.RESCAN_SECONDS, rest.REST_AFTER_SECONDS, rest.REST_SECONDS = 1.0, 1.0, 600.0
 """
 """Other times for the daemon: nothing else tells minutes of rest apart in a test of seconds."""

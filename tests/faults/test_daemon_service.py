@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from ckptd.core.heartbeat import HEARTBEATS
+from ckptd.core.model.heartbeat import HEARTBEATS
 from tests.e2e.harness import PATIENCE_SECONDS, RUN, made_before, shards_in_order
 from tests.real import save_dir_of
 from tests.status_schema import checked

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.core.shared import share_of
+from ckptd.core.policy.leases import share_of
 from tests.cluster.harness import Cluster, cluster
 from tests.e2e.harness import RUN, Node
 from tests.real import prepare, save_dir_of

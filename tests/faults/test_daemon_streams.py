@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
-from ckptd.convert.supervise import convert
-from ckptd.remote.flights import SMALL_BYTES
-from ckptd.remote.s3_parts import PARTS_AT_ONCE
+from ckptd.storage.remote.transfer import SMALL_BYTES
+from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
 from tests.e2e.harness import OTHER_RUN, RUN, Node, children_of, node
 from tests.e2e.s3_node import BIG_RUN, PREFIX, S3Node, s3_node
 from tests.real import Recipe, prepare, save_dir_of
@@ -79,7 +79,7 @@ def child_of(here: Node) -> int | None:
     found = []
     for pid in children_of(here.processes[-1].pid):
         with contextlib.suppress(OSError):
-            if b"ckptd.remote.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"ckptd.storage.child.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     assert len(found) <= 1, "two processes of one remote each hold all that one of them needs"
     return found[0] if found else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.local.state_dir import private_place
+from ckptd.storage.local.state_dir import private_place
 from tests.e2e.harness import RUN, made_before, node
 
 if TYPE_CHECKING:

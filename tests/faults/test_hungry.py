@@ -21,11 +21,11 @@ from typing import Any
 import psutil
 import pytest
 
-from ckptd.convert import children, supervise
-from ckptd.convert.inspection import inspect_files
+from ckptd.base.process import spawn
+from ckptd.convert.engine import children, supervisor
+from ckptd.convert.engine.inspect import inspect_files
 from ckptd.convert.options import ConvertOptions
 from ckptd.errors import BehindError, CkptdError, StorageError
-from ckptd.spawn import spawn
 from tests import cgroup
 from tests.killpoints import judge, trainer
 from tests.killpoints.life import Place, Scenario
@@ -88,11 +88,11 @@ def test_a_child_that_the_kernel_kills_for_memory(
     """Said as a kill; the next attempt, with memory, is whole."""
     target = source.parent / "universal"
     with _starved(module, 4 << 20, monkeypatch), pytest.raises(CkptdError) as told:
-        supervise.convert(source, target, OPTIONS)
+        supervisor.convert(source, target, OPTIONS)
     assert isinstance(told.value, BehindError), told.value
     assert "killed" in told.value.message
     assert not target.exists()
-    supervise.convert(source, target, OPTIONS)
+    supervisor.convert(source, target, OPTIONS)
     assert (target / "ckptd.json").is_file()
 
 
@@ -124,21 +124,21 @@ def test_an_executor_that_is_stopped_is_ended(source: Path, monkeypatch: pytest.
         return child
 
     with monkeypatch.context() as patch:
-        patch.setattr(supervise, "SILENCE_SECONDS", 1.0)
+        patch.setattr(supervisor, "SILENCE_SECONDS", 1.0)
         patch.setattr(children, "start", start)
         with pytest.raises(StorageError, match="hung"):
-            supervise.convert(source, source.parent / "universal", OPTIONS)
+            supervisor.convert(source, source.parent / "universal", OPTIONS)
     assert is_tidy(source)
-    supervise.convert(source, source.parent / "universal", OPTIONS)
+    supervisor.convert(source, source.parent / "universal", OPTIONS)
     assert (source.parent / "universal" / "ckptd.json").is_file()
 
 
 @pytest.mark.full
 def test_a_pause_that_we_order_is_no_silence(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it lasts."""
-    monkeypatch.setattr(supervise, "SILENCE_SECONDS", 5.0)
+    monkeypatch.setattr(supervisor, "SILENCE_SECONDS", 5.0)
     until = time.monotonic() + 12
-    supervise.convert(
+    supervisor.convert(
         source, source.parent / "universal", OPTIONS, should_pause=lambda: time.monotonic() < until
     )
     assert (source.parent / "universal" / "ckptd.json").is_file()
@@ -170,7 +170,7 @@ def executors_that_run(script: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
         return subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
 
     with monkeypatch.context() as patch:
-        patch.setattr(supervise, "_start_executor", start)
+        patch.setattr(supervisor, "_start_executor", start)
         yield
 
 
@@ -181,7 +181,7 @@ def test_an_executor_that_ends_well_without_a_result(
     """Exit status 0 proves nothing: nothing is published."""
     script = f"import json, os, sys\nwork = json.load(sys.stdin)['work']\n{LIARS[lie]}"
     with executors_that_run(script, monkeypatch), pytest.raises(StorageError, match="no whole result"):
-        supervise.convert(source, source.parent / "universal", OPTIONS)
+        supervisor.convert(source, source.parent / "universal", OPTIONS)
     assert is_tidy(source)
 
 
@@ -192,9 +192,9 @@ def test_an_executor_that_ends_well_and_said_nonsense(
     """Ended for it, in words; nothing is left of it, and the next one is whole."""
     script = f"import json, sys\nsys.stdin.read()\n{NONSENSE[nonsense]}"
     with executors_that_run(script, monkeypatch), pytest.raises(StorageError, match="nonsense"):
-        supervise.convert(source, source.parent / "universal", OPTIONS)
+        supervisor.convert(source, source.parent / "universal", OPTIONS)
     assert is_tidy(source)
-    supervise.convert(source, source.parent / "universal", OPTIONS)
+    supervisor.convert(source, source.parent / "universal", OPTIONS)
     assert (source.parent / "universal" / "ckptd.json").is_file()
 
 
@@ -231,7 +231,7 @@ def test_a_planner_that_ends_well_without_a_plan(
     with monkeypatch.context() as patch:
         _instead_of("planning_child", PLANS[plan], patch)
         with pytest.raises(CkptdError):
-            supervise.convert(source, source.parent / "universal", OPTIONS)
+            supervisor.convert(source, source.parent / "universal", OPTIONS)
     assert is_tidy(source)
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.remote import observe
-from ckptd.remote.access import Access
-from ckptd.remote.messages import CommitView, Retire
-from ckptd.remote.open import open_store
+from ckptd.storage.remote import observe
+from ckptd.storage.remote.messages import CommitView, Retire
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.open import open_store
 from tests.e2e.harness import RUN
 from tests.e2e.s3_node import s3_node
 from tests.real import prepare
@@ -28,18 +28,18 @@ from tests.stores.scene import Node
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.remote.store import Store
+    from ckptd.storage.stores.base import Store
 
 pytestmark = pytest.mark.faults
 
 SCRIPT = """
 import os, signal, sys
-from ckptd.remote.access import Access
-from ckptd.remote.commit import Ground
-from ckptd.remote.documents import read_identity
-from ckptd.remote.messages import Retire
-from ckptd.remote.open import open_store
-from ckptd.remote.retire import retire
+from ckptd.storage.stores.access import Access
+from ckptd.storage.remote.commit import Ground
+from ckptd.storage.remote.documents import read_identity
+from ckptd.storage.remote.messages import Retire
+from ckptd.storage.stores.open import open_store
+from ckptd.storage.remote.retire import retire
 
 url, endpoint, left, order = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 store = open_store(url, access=Access(endpoint_url=endpoint or None))

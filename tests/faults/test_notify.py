@@ -135,7 +135,7 @@ def test_notifiers_that_fail_hang_or_are_gone_cost_nothing(house: House, receive
 
 
 def test_a_secret_url_is_refused(tmp_path: Path) -> None:
-    from ckptd.config import load_daemon
+    from ckptd.config.loader import load_daemon
     from ckptd.errors import ConfigError
 
     place = tmp_path / "ckptd.toml"

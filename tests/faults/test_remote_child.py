@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.remote import service
-from ckptd.remote.checksums import crc64
-from ckptd.remote.client import RemoteClient
-from ckptd.remote.environment import FOR_SERVERS, clean_environment
-from ckptd.remote.messages import (
+from ckptd.storage.child import service
+from ckptd.storage.child.client import RemoteClient
+from ckptd.storage.child.service import Service
+from ckptd.storage.remote.messages import (
     Attach,
     Attached,
     Confirm,
@@ -35,15 +34,16 @@ from ckptd.remote.messages import (
     ShipResult,
     Unchanged,
 )
-from ckptd.remote.pacing import Pacer
-from ckptd.remote.service import Service
+from ckptd.storage.stores.checksums import crc64
+from ckptd.storage.stores.open import FOR_SERVERS, clean_environment
+from ckptd.storage.stores.rate_limit import Pacer
 from tests.stores.scene import OPTIM, Node, archive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ckptd.remote.messages import Answer, Order
+    from ckptd.storage.remote.messages import Answer, Order
 
 WINDOW_BYTES = 1 << 20
 BIG = OPTIM.format(d=0)
@@ -341,7 +341,7 @@ def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     for how in ("closed input", "killed parent"):
         script = (
             "import subprocess, sys, time\n"
-            "child = subprocess.Popen([sys.executable, '-m', 'ckptd.remote.child'], stdin=subprocess.PIPE)\n"
+            "child = subprocess.Popen([sys.executable, '-m', 'ckptd.storage.child.child'], stdin=subprocess.PIPE)\n"
             "time.sleep(1.0); print(child.pid, flush=True)\n"
             "child.stdin.close() if sys.argv[1] == 'closed input' else None\n"
             "time.sleep(60)\n"
@@ -383,7 +383,7 @@ def test_nothing_secret_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nonsense_is_answered_not_fatal(rig: Rig) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-m", "ckptd.remote.child"],
+        [sys.executable, "-m", "ckptd.storage.child.child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -16,14 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptd.core import coverage
-from ckptd.core.generation import Already, SeenCommit, SeenManifest, Use, choose_generation
+from ckptd.core.model import coverage
+from ckptd.core.model.generation import Already, SeenCommit, SeenManifest, Use, choose_generation
 from ckptd.errors import CkptdError
-from ckptd.remote.attach import attach
-from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.commit import Ground, ship
-from ckptd.remote.observe import describe, observe
-from ckptd.remote.reader import live_commits, manifests_of
+from ckptd.storage.remote.attach import attach
+from ckptd.storage.remote.commit import Ground, ship
+from ckptd.storage.remote.observe import describe, live_commits, manifests_of, observe
+from ckptd.storage.stores.checksums import crc64, to_hex
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node, ground_of
 
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ckptd.core.generation import GenerationChoice
-    from ckptd.core.save import SealedSave
-    from ckptd.remote.messages import TagView
-    from ckptd.remote.store import ObjectInfo, Progress, Resume, Source
+    from ckptd.core.model.generation import GenerationChoice
+    from ckptd.core.model.save import SealedSave
+    from ckptd.storage.remote.messages import TagView
+    from ckptd.storage.stores.base import ObjectInfo, Progress, Resume, Source
 
 APART_SECONDS = 1000
 
@@ -333,7 +332,7 @@ def test_the_model_sees_a_protocol_without_generations(tmp_path: Path) -> None:
 
 def test_the_model_sees_saves_that_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "differs", lambda a, b, save_spread_seconds: None)
-    monkeypatch.setattr("ckptd.core.generation.differs", lambda a, b, save_spread_seconds: None)
+    monkeypatch.setattr("ckptd.core.model.generation.differs", lambda a, b, save_spread_seconds: None)
     with pytest.raises(AssertionError, match="mixes saves"):
         run(tmp_path, 2, [("step", 0)] * 200 + [("save", 1)] + [("step", 1)] * 200, are_replicas=False)
 
@@ -354,6 +353,6 @@ def test_nothing_is_committed_over_what_another_node_replaces(tmp_path: Path) ->
 def test_the_model_sees_commits_over_what_is_being_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptd.remote.commit.in_the_way", lambda *_: None)
+    monkeypatch.setattr("ckptd.storage.remote.commit.in_the_way", lambda *_: None)
     with pytest.raises(AssertionError, match=r"notes\.json"):
         replaced_half_way(tmp_path)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.journal import Journal
-from ckptd.local import fs
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local import fs
 from tests.e2e.harness import RUN, made_before, node, same_bytes
 from tests.real import save_dir_of
 

@@ -22,9 +22,9 @@ from ckptd.errors import (
     RemoteUnreachable,
     StorageError,
 )
-from ckptd.remote.access import Access
-from ckptd.remote.open import open_store
-from ckptd.remote.s3_parts import PARTS_AT_ONCE
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
 from tests.e2e.harness import children_of, made_before
 from tests.e2e.s3_node import BIG_RUN, PREFIX, S3Node, s3_node
 from tests.stores import servers
@@ -46,7 +46,7 @@ def remote_child(pid: int) -> int:
     """The daemon's child that speaks to the remote."""
     for child in children_of(pid):
         with open(f"/proc/{child}/cmdline", "rb") as stream:
-            if b"ckptd.remote.child" in stream.read():
+            if b"ckptd.storage.child.child" in stream.read():
                 return child
     raise AssertionError("no remote child")
 

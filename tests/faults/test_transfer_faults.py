@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.daemon import backoff, standstill
+from ckptd.base import retry
+from ckptd.daemon.uploads import session
 from ckptd.errors import CkptdError, NoSpaceError, NotPermitted, RemoteError, RemoteUnreachable, VerifyError
 from tests.faults.transfer_rig import BIG, PART_BYTES, Rig
 from tests.stores import servers
@@ -84,7 +85,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, moto: servers.Server) -> I
     with pytest.MonkeyPatch.context() as patch, proxy(moto.port) as between:
         for name, value in servers.environment().items():
             patch.setenv(name, value)
-        patch.setattr(backoff, "backoff_seconds", lambda tries: 0.2)
+        patch.setattr(retry, "backoff_seconds", lambda tries: 0.2)
         access = {"endpoint_url": between.endpoint, "part_size_bytes": PART_BYTES}
         rig = Rig(folder, f"s3://{servers.BUCKET}/run", access=access)
         yield Scene(rig, between, moto)
@@ -225,7 +226,7 @@ def test_full_or_denied_or_busy_in_the_middle(
 def _drips(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow is not hung: no cut while bytes move, whatever the latency."""
     # the system's buffers hide what happens to some megabytes
-    monkeypatch.setattr(standstill, "IDLE_SECONDS", 8.0)
+    monkeypatch.setattr(session, "IDLE_SECONDS", 8.0)
     scene.save()
     scene.between.latency_seconds = 0.2
     fault = scene.fault("drip", rf"PUT .*{BIG}", times=3, bytes_per_second=1 << 20)
@@ -239,7 +240,7 @@ def _drips(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _hangs(scene: Scene, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """F12: half-open, or all taken and nothing answered. Said when it is cut, until more is durable."""
-    monkeypatch.setattr(standstill, "IDLE_SECONDS", 1.5)
+    monkeypatch.setattr(session, "IDLE_SECONDS", 1.5)
     scene.save()
     cuts = 3 if FULL else 1
     fault = scene.fault(kind, BIG_PART, times=cuts, after_bytes=1 << 20)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.daemon import backoff, links, standstill
+from ckptd.base import retry
+from ckptd.daemon.uploads import session
 from ckptd.errors import NoSpaceError, StorageError
 from tests.faults.hanging import sshfs
 from tests.faults.transfer_rig import BIG, Rig
@@ -27,7 +28,7 @@ from tests.faults.transfer_rig import BIG, Rig
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptd.remote.messages import Attached
+    from ckptd.storage.remote.messages import Attached
 
 pytestmark = [pytest.mark.faults, pytest.mark.root]
 
@@ -80,7 +81,7 @@ class Nas:
 def nas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nas]:
     """One child for all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backoff, "backoff_seconds", lambda tries: 0.2)
+        patch.setattr(retry, "backoff_seconds", lambda tries: 0.2)
         made = Nas(tmp_path_factory.mktemp("nfs"))
         yield made
         made.rig.close()
@@ -202,8 +203,8 @@ def test_a_mount_that_hangs_hurts_only_its_own_child(
 ) -> None:
     """Turns go on, the other remote ships, status says it; when the mount comes back: one COMMIT."""
     point, process = mounted
-    monkeypatch.setattr(standstill, "IDLE_SECONDS", 1.5)
-    monkeypatch.setattr(links, "STALLED_SECONDS", 2.5)
+    monkeypatch.setattr(session, "IDLE_SECONDS", 1.5)
+    monkeypatch.setattr(session, "STALLED_SECONDS", 2.5)
     far = Rig(tmp_path, point / "run", bytes_per_second=1 << 20)
     try:
         folder = far.save(1, 5)

@@ -11,11 +11,11 @@ import queue
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.daemon.links import RemoteLink
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.processes import error_of
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.uploads.session import RemoteLink
 from ckptd.errors import CkptdError, SourceChanged, VerifyError
-from ckptd.remote import messages as m
+from ckptd.storage.child.slots import error_of
+from ckptd.storage.remote import messages as m
 from tests.stores.scene import OPTIM, Node, archive
 
 if TYPE_CHECKING:

@@ -7,21 +7,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ckptd.core import coverage, generation, keeping, keeping_remote, planner, pruning
-from ckptd.core.generation import Use
-from ckptd.core.keeping_remote import keep_remote
-from ckptd.daemon import seen
-from ckptd.remote import commit, retire
+from ckptd.core.model import coverage, generation
+from ckptd.core.model.generation import Use
+from ckptd.core.policy import deletion, local, planner
+from ckptd.core.policy import remote as keeping_remote
+from ckptd.core.policy.remote import keep_remote
+from ckptd.daemon.state import remote_sync
+from ckptd.storage.remote import commit, retire
 from tests.fleet import node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ckptd.core.actions import Action
-    from ckptd.core.ladder import Fate
-    from ckptd.core.manifest import Commit
-    from ckptd.core.save import Order, SealedSave
-    from ckptd.core.view import JobView, RemoteCommit
+    from ckptd.core.model.manifest import Commit
+    from ckptd.core.model.save import Order, SealedSave
+    from ckptd.core.policy.actions import Action
+    from ckptd.core.policy.retention import Fate
+    from ckptd.core.policy.view import JobView, RemoteCommit
 
 
 def _no_generations(*_: object, **__: object) -> Use:
@@ -51,7 +53,7 @@ def _raised(own: Order, told: Sequence[Order | None]) -> Order:
 
 
 def _orders_alone(save: SealedSave, told: Sequence[Commit | None]) -> SealedSave:
-    found = seen.as_committed(save, told)
+    found = remote_sync.as_committed(save, told)
     return found.model_copy(update={"best_checkpoint": save.best_checkpoint})
 
 
@@ -60,7 +62,7 @@ def _unheard(_: object) -> None:
 
 
 def _beside_a_save(view: JobView, fates: dict[int, Fate]) -> list[Action]:
-    return pruning.prune(replace(view, is_save_in_flight=False), fates)
+    return deletion.prune(replace(view, is_save_in_flight=False), fates)
 
 
 DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
@@ -78,10 +80,16 @@ DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
         [(planner, "keep_remote", _by_local_view), (retire, "_protected", lambda *_: None)],
         "though the policy keeps it",
     ),
-    "orders not taken from COMMITs": ([(seen, "order_by_commits", _own)], "though its policy keeps it"),
-    "orders only raised by COMMITs": ([(seen, "order_by_commits", _raised)], "though its policy keeps it"),
+    "orders not taken from COMMITs": (
+        [(remote_sync, "order_by_commits", _own)],
+        "though its policy keeps it",
+    ),
+    "orders only raised by COMMITs": (
+        [(remote_sync, "order_by_commits", _raised)],
+        "though its policy keeps it",
+    ),
     "the best known to one node here": (
-        [(node, "as_committed", _orders_alone), (keeping, "best_there", _unheard)],
+        [(node, "as_committed", _orders_alone), (local, "best_there", _unheard)],
         "is the best",
     ),
     "the best known to one node there": (
@@ -102,7 +110,7 @@ DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
         "nobody commits",
     ),
     "other configurations not noticed here": (
-        [(pruning, "is_configured_otherwise", lambda *_: False)],
+        [(deletion, "is_configured_otherwise", lambda *_: False)],
         "is configured otherwise",
     ),
     "other configurations not noticed there": (

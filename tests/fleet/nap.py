@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from random import Random
 
-    from ckptd.remote.store import ObjectInfo
+    from ckptd.storage.stores.base import ObjectInfo
     from tests.fleet.remote import FleetStore
 
 OBSERVE_SECONDS = 10.0

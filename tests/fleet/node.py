@@ -13,18 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckptd.core import actions as act
-from ckptd.core.generation import Already, Retired, Use, choose_generation
-from ckptd.core.identity import FileIdentity, FolderIdentity
-from ckptd.core.keeping_remote import TURN_SECONDS
-from ckptd.core.layouts import Grid, Role, parse_shard_name
-from ckptd.core.manifest import NodeManifest, SaveWindow, Writer, folder_name, sha256_of
-from ckptd.core.order import next_order, sealing_order
-from ckptd.core.parts import replicas
-from ckptd.core.planner import plan
-from ckptd.core.retention import RetentionPolicy
-from ckptd.core.save import Order, SealedFile, SealedSave
-from ckptd.core.view import (
+from ckptd.base.identity import FileIdentity, FolderIdentity
+from ckptd.base.retry import backoff_seconds
+from ckptd.core.completeness.markers import replicas
+from ckptd.core.completeness.order import next_order, sealing_order
+from ckptd.core.model.generation import Already, Retired, Use, choose_generation
+from ckptd.core.model.layouts import Grid, Role, parse_shard_name
+from ckptd.core.model.manifest import NodeManifest, SaveWindow, Writer, folder_name, sha256_of
+from ckptd.core.model.save import Order, SealedFile, SealedSave
+from ckptd.core.policy import actions as act
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.remote import TURN_SECONDS
+from ckptd.core.policy.retention import RetentionPolicy
+from ckptd.core.policy.view import (
     ZERO,
     Confirmation,
     DerivedRecord,
@@ -37,19 +38,18 @@ from ckptd.core.view import (
     ShipRecord,
     ShipState,
 )
-from ckptd.daemon.backoff import backoff_seconds
-from ckptd.daemon.retiring import patience_seconds, since_when
-from ckptd.daemon.seen import as_committed, commits_in, named_in, of_run, seen_in
-from ckptd.daemon.shipping import STEP_IN_SECONDS
-from ckptd.daemon.viewing import as_planned
-from ckptd.daemon.waiting import told_of_parts, waiting_on
+from ckptd.daemon.state.remote_sync import as_committed, commits_in, named_in, of_run, seen_in
+from ckptd.daemon.state.view_builder import as_planned
+from ckptd.daemon.uploads.commit_wait import told_of_parts, waiting_on
+from ckptd.daemon.uploads.retire import patience_seconds, since_when
+from ckptd.daemon.uploads.uploads import STEP_IN_SECONDS
 from ckptd.errors import CkptdError, SourceChanged
-from ckptd.remote import commit, observe, retire
-from ckptd.remote.documents import IDENTITY_KEY, DocumentCache
-from ckptd.remote.messages import Retire, ShipFile, ShipOrder, Shipped
-from ckptd.remote.pacing import Pacer
-from ckptd.remote.store import Abilities
-from ckptd.remote.transfer import Control
+from ckptd.storage.remote import commit, observe, retire
+from ckptd.storage.remote.documents import IDENTITY_KEY, DocumentCache
+from ckptd.storage.remote.messages import Retire, ShipFile, ShipOrder, Shipped
+from ckptd.storage.remote.transfer import Control
+from ckptd.storage.stores.base import Abilities
+from ckptd.storage.stores.rate_limit import Pacer
 from tests.fleet.engine import Program
 from tests.fleet.nap import MOST_MORE_SECONDS, OBSERVE_SECONDS, PAUSE_SECONDS, Look, Nap, Phase
 from tests.fleet.remote import FleetStore
@@ -59,11 +59,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from random import Random
 
-    from ckptd.core.manifest import Commit, RemoteIdentity
-    from ckptd.daemon.waiting import Waiting
-    from ckptd.remote.documents import Stem
-    from ckptd.remote.messages import Observation, TagView
-    from ckptd.remote.store import Store
+    from ckptd.core.model.manifest import Commit, RemoteIdentity
+    from ckptd.daemon.uploads.commit_wait import Waiting
+    from ckptd.storage.remote.documents import Stem
+    from ckptd.storage.remote.messages import Observation, TagView
+    from ckptd.storage.stores.base import Store
     from tests.fleet.engine import Engine
     from tests.fleet.remote import Network, Remote
 
@@ -178,7 +178,7 @@ class Machine:
         self.present.remove(row)
 
     def in_flight(self, now: float) -> frozenset[str]:
-        """Tags whose files changed a moment ago (`daemon/intake.py`)."""
+        """Tags whose files changed a moment ago (`daemon/intake/sealer.py`)."""
         return frozenset(t for t, w in self.disk.items() if now < w.done_seconds + SETTLE_SECONDS)
 
     def content(self, written: Written, path: str) -> bytes:
@@ -214,7 +214,7 @@ class Daemon:
         self.ground = commit.Ground(store=self.store, abilities=ABILITIES, identity=identity)  # type: ignore[arg-type]
         self.cache = DocumentCache()
         self.observation: Observation | None = None
-        """Of its run alone, as `daemon/links.py` has it."""
+        """Of its run alone, as `daemon/uploads/session.py` has it."""
         self.seen_all: Observation | None = None
         self.observed_at = -AT_REST_SECONDS
         self.is_stale = True
@@ -358,7 +358,7 @@ class Daemon:
             again = (a for a in store.log if a.verb == "list" or a.key in _READ_EACH_TIME)
             self.usual = Look(version, tuple(again))
 
-    # --- sealing (daemon/intake.py) --------------------------------------------------------------------
+    # --- sealing (daemon/intake/sealer.py) --------------------------------------------------------------------
 
     def _row(self, tag: str, written: Written) -> Row | None:
         rows = (r for r in self.machine.present if r.save.tag == tag)
@@ -443,7 +443,7 @@ class Daemon:
                     return Order(seen.manifest.branch, seen.manifest.step, seen.manifest.save_seq)
         return None
 
-    # --- generations (daemon/knowledge.py) -------------------------------------------------------------
+    # --- generations (daemon/intake/known_saves.py) -------------------------------------------------------------
 
     def _known_tags(self) -> frozenset[str]:
         seen = self.seen_all
@@ -527,7 +527,7 @@ class Daemon:
                 if commit is not None and commit is not row.heard:
                     row.save, row.heard = as_committed(row.save, [commit]), commit
 
-    # --- what the planner sees (daemon/viewing.py) -----------------------------------------------------
+    # --- what the planner sees (daemon/state/view_builder.py) -----------------------------------------------------
 
     def view(self, seen: Observation) -> JobView:
         """The view of this turn."""
@@ -582,7 +582,7 @@ class Daemon:
             unsealed_tags=frozenset(machine.disk.keys() - sealed),
         )
 
-    # --- acting (daemon/shipping.py, retiring.py) ------------------------------------------------------
+    # --- acting (daemon/uploads/uploads.py, retiring.py) ------------------------------------------------------
 
     def _act(self, actions: Sequence[act.Action]) -> list[bool]:
         """All of a plan begins at once, so a prune waits for no remote; but workers may be busy."""
@@ -643,7 +643,7 @@ class Daemon:
         return True
 
     def is_undisturbed(self, tag: str, planned: dict[str, Written]) -> bool:
-        """No save began since that was planned (`daemon/pruning.py`)."""
+        """No save began since that was planned (`daemon/actions/prune.py`)."""
         return all(planned.get(other) == w for other, w in self.machine.disk.items() if other != tag)
 
     def on_prune(self, row: Row) -> None:

@@ -10,10 +10,10 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptd.core.manifest_names import may_cover, name_in
+from ckptd.core.model.manifest import may_cover, name_in
 from ckptd.errors import RemoteUnreachable, TargetExists, VerifyError
-from ckptd.remote.checksums import crc64
-from ckptd.remote.store import ObjectInfo
+from ckptd.storage.stores.base import ObjectInfo
+from ckptd.storage.stores.checksums import crc64
 from tests.fleet.engine import Killed
 from tests.fleet.nap import Asked
 

@@ -18,12 +18,13 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ckptd.core import manifest as documents_of
-from ckptd.core.keeping_remote import keep_remote
-from ckptd.core.manifest import RemoteIdentity, to_bytes
-from ckptd.remote import commit, documents, look, observe
-from ckptd.remote.reader import live_commits
-from ckptd.remote.transfer import Carried, Transfer
+from ckptd.core.model import manifest as documents_of
+from ckptd.core.model.manifest import RemoteIdentity, to_bytes
+from ckptd.core.policy.remote import keep_remote
+from ckptd.storage.remote import commit, documents, observe
+from ckptd.storage.remote import documents as look
+from ckptd.storage.remote.observe import live_commits
+from ckptd.storage.remote.transfer import Carried, Transfer
 from tests.fleet.engine import Engine
 from tests.fleet.judge import Broken, Judge
 from tests.fleet.node import CURRENT, Daemon, Job, Machine, Written

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.manifest import FORMAT
+from ckptd.core.model.manifest import FORMAT
 from ckptd.errors import RefusedError
-from ckptd.recover.sight import look_at_remote
-from ckptd.recover.verified import Slice
-from ckptd.recover.verify import Verifier
-from ckptd.remote import observe
-from ckptd.remote.documents import read_commit
-from ckptd.remote.messages import ShipResult
+from ckptd.maintenance.verify import Verifier
+from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.verify_result import Slice
+from ckptd.storage.remote import observe
+from ckptd.storage.remote.documents import read_commit
+from ckptd.storage.remote.messages import ShipResult
 from tests.unit.recover_scene import Scene
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +35,8 @@ import sys
 from pathlib import Path
 import ckptd
 from ckptd.errors import CkptdError
-from ckptd.remote.documents import read_commit
-from ckptd.remote.messages import ShipResult
+from ckptd.storage.remote.documents import read_commit
+from ckptd.storage.remote.messages import ShipResult
 from tests.unit.recover_scene import Scene
 assert Path(ckptd.__file__).is_relative_to(Path.cwd()), ckptd.__file__
 what, root, node, part = sys.argv[1:]
@@ -95,12 +95,12 @@ def release(tmp_path: Path, *, format_: str) -> Release:
     """A copy of this one with another version, format, field, and way to name manifests."""
     made = Release(tmp_path / "other")
     shutil.copytree(ROOT / "ckptd", made.folder / "ckptd", ignore=shutil.ignore_patterns("__pycache__"))
-    made.change("core/manifest.py", f'FORMAT = "{FORMAT}"', f'FORMAT = "{format_}"')
-    made.change("core/manifest.py", "MAJOR = 1", f"MAJOR = {format_[0]}")
+    made.change("core/model/manifest.py", f'FORMAT = "{FORMAT}"', f'FORMAT = "{format_}"')
+    made.change("core/model/manifest.py", "MAJOR = 1", f"MAJOR = {format_[0]}")
     made.change(
-        "core/manifest.py", "    save_seq: int\n", '    save_seq: int\n    later: str = "not known"\n'
+        "core/model/manifest.py", "    save_seq: int\n", '    save_seq: int\n    later: str = "not known"\n'
     )
-    made.change("core/manifest_names.py", '    if manifest.form != "zero":', "    if True:")
+    made.change("core/model/manifest.py", '    if manifest.form != "zero":', "    if True:")
     return made
 
 

@@ -11,13 +11,13 @@ import sqlite3
 import tempfile
 from pathlib import Path
 
-from ckptd import files
-from ckptd.core.layouts import Grid, Role
-from ckptd.core.manifest import FORMAT, SaveWindow, Writer
-from ckptd.core.save import SealedFile, SealedSave
-from ckptd.journal import Journal
-from ckptd.journal_tables import SCHEMA
-from ckptd.local.scan import scan_folder
+from ckptd.base import files
+from ckptd.core.model.layouts import Grid, Role
+from ckptd.core.model.manifest import FORMAT, SaveWindow, Writer
+from ckptd.core.model.save import SealedFile, SealedSave
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.journal.schema import SCHEMA
+from ckptd.storage.local.scan import scan_folder
 from tests.unit.restore_scene import TAG, RestoreScene
 
 HERE = Path(__file__).resolve().parent

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.manifest import FORMAT
-from ckptd.journal import Journal
-from ckptd.journal_tables import SCHEMA
-from ckptd.recover.sight import look_at_remote
-from ckptd.recover.sources import where_of
-from ckptd.recover.verified import Slice
-from ckptd.recover.verify import Verifier
+from ckptd.core.model.manifest import FORMAT
+from ckptd.maintenance.verify import Verifier
+from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.sources import where_of
+from ckptd.recover.select.verify_result import Slice
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.journal.schema import SCHEMA
 from tests.golden.make import HERE
 from tests.unit.restore_scene import TAG, RestoreScene
 from tests.unit.test_recover_commands import ckptd

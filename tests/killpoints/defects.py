@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptd import files
-from ckptd.daemon import recovery
+from ckptd.base import extents, files
+from ckptd.daemon import bootstrap
 from ckptd.errors import CkptdError
-from ckptd.local import fs
+from ckptd.storage.local import fs
 from tests.killpoints.standins import put
 
 
@@ -21,7 +21,7 @@ def torn_documents() -> None:
 
     def write(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> None:
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode, dir_fd=dir_fd)
-        files.write_all(fd, data)
+        extents.write_all(fd, data)
         os.fsync(fd)
         os.close(fd)
 
@@ -36,7 +36,7 @@ def torn_commits() -> None:
             fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode, dir_fd=dir_fd)
         except FileExistsError:
             return False
-        files.write_all(fd, data)
+        extents.write_all(fd, data)
         os.fsync(fd)
         os.close(fd)
         return True
@@ -46,7 +46,7 @@ def torn_commits() -> None:
 
 def forgotten_prunes() -> None:
     """A restart does not finish what lies half removed in the trash (P7)."""
-    recover = recovery.recover
+    recover = bootstrap.recover
 
     def forgetful(state: object, save_dir_fd: int, audit: object) -> None:
         for row in state.journal.open_deletions():  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def flushed_again() -> None:
 
 def swallowed_errors() -> None:
     """What fails on this node is not said (P17)."""
-    from ckptd.daemon.state import JobState
+    from ckptd.daemon.state.state import JobState
 
     def nothing(self: JobState, what: str, error: CkptdError) -> None:
         del self, what, error

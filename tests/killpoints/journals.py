@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.errors import CkptdError
-from ckptd.journal import Journal
+from ckptd.storage.journal.journal import Journal
 from tests.killpoints import judge as judging
 from tests.killpoints.life import Place, fork
 from tests.killpoints.process import quiet

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptd.convert.sandbox import die_with_parent
+from ckptd.convert.engine.sandbox import die_with_parent
 from ckptd.errors import CkptdError
 from tests.killpoints import trainer
 from tests.killpoints.process import Process, quiet

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ckptd.config import load_daemon, load_jobs
-from ckptd.core.waiting import tried_again
-from ckptd.daemon.checks import exit_code, is_idle
+from ckptd.config.loader import load_daemon, load_jobs
+from ckptd.core.policy.blockers import tried_again
+from ckptd.daemon.health.checks import exit_code, is_idle
 from ckptd.daemon.job import Job
 from ckptd.daemon.loop import Daemon
-from ckptd.daemon.problems import Problem
-from ckptd.daemon.workers import Workers
+from ckptd.daemon.resources.workers import Workers
+from ckptd.daemon.state.problems import Problem
 from tests.killpoints.seams import Seams
 from tests.killpoints.standins import Clock, DirectClient, Inline, Later, open_stores, put, stand_in
 

@@ -35,10 +35,10 @@ SEED = 11
 SCENARIO = Scenario("real", saves=SAVES, backfill="all")
 MODULES = {
     "daemon": "ckptd",
-    "remote": "ckptd.remote.child",
-    "planning": "ckptd.convert.planning_child",
-    "executor": "ckptd.convert.executor_child",
-    "inspect": "ckptd.convert.inspect_child",
+    "remote": "ckptd.storage.child.child",
+    "planning": "ckptd.convert.engine.planner_child",
+    "executor": "ckptd.convert.engine.executor_child",
+    "inspect": "ckptd.convert.engine.inspect_child",
 }
 Sizes = dict[str, int]
 """`calls <who> <run>` → counted calls; `ms <who> <run>` → how long the first process of that kind lives."""

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckptd import files, pages
+from ckptd.base import extents, files
 from ckptd.convert.plan import PlanWriter
-from ckptd.journal_db import Database
+from ckptd.storage.journal.schema import Database
 from tests.killpoints.reads import LISTS, READING, READS, Listing, lies_below, site
 
 WRITES = ("write", "pwrite", "copy_file_range")
@@ -198,7 +198,7 @@ class Seams:
         self._wrap_open()
         self._wrap_writes()
         self._wrap(files, "_renameat2", "renameat2")
-        for module in (files, pages):
+        for module in (files, extents):
             self._wrap(module, "clone_file")
             self._wrap(module, "clone_range")
         self._wrap(PlanWriter, "_line", "plan line")

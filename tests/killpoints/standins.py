@@ -19,16 +19,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ckptd import files
-from ckptd.convert import children, executor_child, inspect_child, inspection, planning_child, supervise
-from ckptd.convert.watch import Watched
-from ckptd.daemon import job, processes
-from ckptd.daemon.backoff import Asking, Breaker
-from ckptd.remote import again as again  # what the first upload would import, in each process anew
-from ckptd.remote import checksums, service, transfer
-from ckptd.remote import messages as m
-from ckptd.remote import open as opening
-from ckptd.remote.directory import DirectoryStore
+from ckptd.base import files
+from ckptd.base.retry import Asking, Breaker
+from ckptd.convert.engine import children, executor_child, inspect, inspect_child, planner_child, supervisor
+from ckptd.convert.engine.children import Watched
+from ckptd.daemon import job
+from ckptd.storage.child import service, slots
+from ckptd.storage.remote import messages as m
+from ckptd.storage.remote import transfer
+from ckptd.storage.stores import checksums
+from ckptd.storage.stores import open as opening
+from ckptd.storage.stores.directory import DirectoryStore
 from tests.killpoints.seams import Seams, stored
 from tests.killpoints.shelf import ShelfStore
 
@@ -206,7 +207,7 @@ def _watched(child: Any, request: bytes, **_: Any) -> Watched:
     """Plan or execute here, with the child's own `main`."""
     said = io.StringIO()
     out = child.stdout if hasattr(child.stdout, "write") else io.BytesIO()
-    module = {"planning_child": planning_child, "executor_child": executor_child}[child.module]
+    module = {"planning_child": planner_child, "executor_child": executor_child}[child.module]
     before = os.umask(0)
     try:
         with (
@@ -255,14 +256,14 @@ def put(owner: Any, name: str, stand_in: Any) -> None:
 def stand_in(lanes: int) -> None:
     """Everything that would start a process or a thread works here instead."""
     put(job, "Watcher", Deaf)
-    put(processes, "RemoteClient", DirectClient)
+    put(slots, "RemoteClient", DirectClient)
     put(transfer, "ThreadPoolExecutor", Inline)
-    put(inspection, "_child_lines", _inspected)
+    put(inspect, "_child_lines", _inspected)
     put(children, "start", _started)
-    put(supervise, "watch", _watched)
-    put(supervise, "_threads", lambda _: 1)
+    put(supervisor, "watch", _watched)
+    put(supervisor, "_threads", lambda _: 1)
     put(executor_child, "Ticker", _NoTicker)
-    for module in (planning_child, executor_child):
+    for module in (planner_child, executor_child):
         put(module, "restrict", lambda **_: ())
     put(DirectoryStore, "lanes", property(lambda _: lanes))
 

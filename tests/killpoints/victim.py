@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ckptd.remote import client
-from ckptd.spawn import spawn
+from ckptd.base.process import spawn
+from ckptd.storage.child import client
 from tests.killpoints.seams import Fate, Seams
 from tests.killpoints.standins import put
 
@@ -31,7 +31,7 @@ def main() -> None:
         _install(fate, Path(root), f"calls-{who.removesuffix('-child')}-{run}")
     if who == "remote-child":
         sys.argv = sys.argv[:1] + sys.argv[6:]
-        from ckptd.remote import child
+        from ckptd.storage.child import child
 
         child.main()
     from ckptd.cli.main import main as ckptd
@@ -62,9 +62,9 @@ def _starter(run: str, side: str, at: str, root: str) -> Any:
     real, started = spawn, [False]
 
     def start(command: list[str], *args: Any, **more: Any) -> Any:
-        if "ckptd.remote.child" in command and not started[0]:
+        if "ckptd.storage.child.child" in command and not started[0]:
             started[0] = True
-            given = command[command.index("ckptd.remote.child") + 1 :]
+            given = command[command.index("ckptd.storage.child.child") + 1 :]
             command = [sys.executable, "-m", "tests.killpoints.victim"]
             command += ["remote-child", run, side, at, root, *given]
         return real(command, *args, **more)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
-from ckptd.core.heartbeat import HEARTBEATS, Heartbeat, heartbeat_key
-from ckptd.core.manifest import to_bytes
-from ckptd.core.runs import RUNS, Claim, Row
-from ckptd.core.shared import number_of, numbered
-from ckptd.remote import runs
-from ckptd.remote.store import ObjectInfo
+from ckptd.core.model.heartbeat import HEARTBEATS, Heartbeat, heartbeat_key
+from ckptd.core.model.manifest import to_bytes
+from ckptd.core.model.runs import RUNS, Claim, Row
+from ckptd.core.policy.leases import number_of, numbered
+from ckptd.storage.remote import runs
+from ckptd.storage.stores.base import ObjectInfo
 from tests.model.explorer import Io, Programs
 
 if TYPE_CHECKING:

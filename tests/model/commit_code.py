@@ -12,25 +12,25 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
-from ckptd.core import manifest as documents_of
-from ckptd.core.generation import GenerationChoice, choose_generation
-from ckptd.core.identity import FileIdentity, FolderIdentity
-from ckptd.core.layouts import Grid, parse_shard_name
-from ckptd.core.manifest import NodeManifest, RemoteIdentity, SaveWindow, Writer, folder_name
-from ckptd.core.save import SealedFile, SealedSave
-from ckptd.daemon.seen import named_in, seen_in
+from ckptd.base.identity import FileIdentity, FolderIdentity
+from ckptd.core.model import manifest as documents_of
+from ckptd.core.model.generation import GenerationChoice, choose_generation
+from ckptd.core.model.layouts import Grid, parse_shard_name
+from ckptd.core.model.manifest import NodeManifest, RemoteIdentity, SaveWindow, Writer, folder_name
+from ckptd.core.model.save import SealedFile, SealedSave
+from ckptd.daemon.state.remote_sync import named_in, seen_in
 from ckptd.errors import SourceChanged, TargetExists, VerifyError
-from ckptd.remote import commit, documents, observe, retire
-from ckptd.remote.checksums import crc64
-from ckptd.remote.messages import ShipFile, ShipOrder
-from ckptd.remote.store import ObjectInfo
-from ckptd.remote.transfer import Carried, Transfer
+from ckptd.storage.remote import commit, documents, observe, retire
+from ckptd.storage.remote.messages import ShipFile, ShipOrder
+from ckptd.storage.remote.transfer import Carried, Transfer
+from ckptd.storage.stores.base import ObjectInfo
+from ckptd.storage.stores.checksums import crc64
 from tests.stores.scene import JOB_ID, MODEL, OPTIM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptd.remote.messages import TagView
+    from ckptd.storage.remote.messages import TagView
     from tests.model.explorer import Io
 
 TAG = "global_step5"

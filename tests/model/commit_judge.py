@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.core.manifest import folder_name
+from ckptd.core.model.manifest import folder_name
 from ckptd.errors import CkptdError
-from ckptd.remote import documents, observe
-from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.reader import live_commits, manifests_of
+from ckptd.storage.remote import documents, observe
+from ckptd.storage.remote.observe import live_commits, manifests_of
+from ckptd.storage.stores.checksums import crc64, to_hex
 from tests.model.commit_code import IDENTITY, OVERWRITTEN, PlainStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ckptd.core.coverage import KnownManifest
-    from ckptd.core.manifest import ManifestFile
-    from ckptd.remote.documents import Stem
+    from ckptd.core.model.coverage import KnownManifest
+    from ckptd.core.model.manifest import ManifestFile
+    from ckptd.storage.remote.documents import Stem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptd.core.generation import Already, GenerationChoice, Use
-from ckptd.core.manifest import commit_key, sha256_of, to_bytes
+from ckptd.core.model.generation import Already, GenerationChoice, Use
+from ckptd.core.model.manifest import commit_key, sha256_of, to_bytes
 from ckptd.errors import CkptdError
-from ckptd.remote import commit, documents, observe, retire
-from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.messages import Retire
-from ckptd.remote.pacing import Pacer
-from ckptd.remote.reader import live_commits, manifests_of, read_remote
-from ckptd.remote.store import Abilities
-from ckptd.remote.transfer import Control
+from ckptd.storage.remote import commit, documents, observe, retire
+from ckptd.storage.remote.messages import Retire
+from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
+from ckptd.storage.remote.transfer import Control
+from ckptd.storage.stores.base import Abilities
+from ckptd.storage.stores.checksums import crc64, to_hex
+from ckptd.storage.stores.rate_limit import Pacer
 from tests.model import commit_code as code
 from tests.model.commit_code import IDENTITY, TAG, TWO_NODES, PlainStore, Slot, StepStore, content_of
 from tests.model.commit_judge import Judged, judge
@@ -27,8 +27,8 @@ from tests.model.explorer import Io, Programs
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
-    from ckptd.core.save import SealedSave
-    from ckptd.remote.messages import TagView
+    from ckptd.core.model.save import SealedSave
+    from ckptd.storage.remote.messages import TagView
 
 IDLE = -1
 MIXED, NOTHING = -1, -2

@@ -1,6 +1,6 @@
 """All interleavings of places that claim a run: one whole place at a time writes to a remote (adr/0185).
 
-`ckptd/remote/runs.py` runs as it is; seeded protocols show that the search sees what it is for.
+`ckptd/storage/remote/runs.py` runs as it is; seeded protocols show that the search sees what it is for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from ckptd.core import runs as core
+from ckptd.core.model import runs as core
 from tests.model.claims_world import Spec, World, stepwise
 from tests.model.explorer import Search, Violation
 

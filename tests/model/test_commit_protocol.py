@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.generation import GenerationChoice, Use
-from ckptd.remote import look
+from ckptd.core.model.generation import GenerationChoice, Use
+from ckptd.storage.remote import documents
 from tests.model.commit_code import TWO_NODES, TWO_REPLICAS, Slot, choose, stepwise
 from tests.model.commit_world import Rules, World
 from tests.model.explorer import Search, Violation
@@ -20,8 +20,8 @@ from tests.stores.scene import MODEL, OPTIM
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckptd.core.save import SealedSave
-    from ckptd.remote.messages import TagView
+    from ckptd.core.model.save import SealedSave
+    from ckptd.storage.remote.messages import TagView
 
 ONE_NODE = (Slot(("n0",), (OPTIM.format(d=0), OPTIM.format(d=1), MODEL)),)
 RETIRE, ALSO, READ = Slot(("r0",), task="retire"), Slot(("r1",), task="retire"), Slot(("x",), task="read")
@@ -108,7 +108,7 @@ def test_no_mixed_commit_and_no_whole_save_left(name: str) -> None:
 @pytest.mark.parametrize("name", ["two saves, the other ahead", "crash", "replicas"])
 def test_the_same_where_names_tell_of_manifests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with many nodes: what cannot cover the grid is not read (ADR 0105)."""
-    monkeypatch.setattr(look, "FEW", 0)
+    monkeypatch.setattr(documents, "FEW", 0)
     assert explore(QUICK[name][0]) > 1000
 
 
@@ -116,7 +116,7 @@ def test_the_same_where_names_tell_of_manifests(name: str, monkeypatch: pytest.M
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", FULL)
 def test_many_in_larger_worlds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(look, "FEW", 0)
+    monkeypatch.setattr(documents, "FEW", 0)
     world, is_pointing = FULL[name]
     assert explore(world, is_pointing=is_pointing) > 1000
 
@@ -177,7 +177,7 @@ def test_without_generations_a_whole_save_is_left(
 
 def test_with_fixed_keys_and_saves_not_compared_commits_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first design was."""
-    monkeypatch.setattr("ckptd.core.coverage.differs", lambda a, b, save_spread_seconds: None)
+    monkeypatch.setattr("ckptd.core.model.coverage.differs", lambda a, b, save_spread_seconds: None)
     with pytest.raises(Violation, match="mixes saves"):
         explore(rules(chooser=fixed))
 

@@ -23,14 +23,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ckptd.core import keeping, ladder, planner, pruning
-from ckptd.core.actions import Action, Prune, Retire
-from ckptd.core.keeping import keep_local
-from ckptd.core.keeping_remote import keep_remote
-from ckptd.core.ladder import Fate, Rung
-from ckptd.core.permit import OptOutPermit, Unuploaded
-from ckptd.core.retention import RetentionPolicy
-from ckptd.core.view import ZERO, DerivedState, ShipState
+from ckptd.core.policy import deletion, planner, retention
+from ckptd.core.policy import local as keeping
+from ckptd.core.policy.actions import Action, Prune, Retire
+from ckptd.core.policy.local import keep_local
+from ckptd.core.policy.permit import OptOutPermit, Unuploaded
+from ckptd.core.policy.remote import keep_remote
+from ckptd.core.policy.retention import Fate, RetentionPolicy, Rung
+from ckptd.core.policy.view import ZERO, DerivedState, ShipState
 from tests.model.world import Remote, World, order_of
 
 LIMITS = st.one_of(st.none(), st.integers(1, 3))
@@ -313,11 +313,11 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
     elif what == "opt-out":
         # thin that asks for no newer COMMIT
         monkeypatch.setattr(keeping, "may_go_uncommitted", lambda view, save: view.unuploaded != "keep")
-        monkeypatch.setattr(pruning, "newer_commits", lambda view, save: ())
+        monkeypatch.setattr(deletion, "newer_commits", lambda view, save: ())
         monkeypatch.setattr(OptOutPermit, "is_grounded", True)
-        real = pruning._one
+        real = deletion._one
         monkeypatch.setattr(
-            pruning,
+            deletion,
             "_one",
             lambda view, save, why: (
                 real(replace(view, unuploaded="delete"), save, why)
@@ -328,9 +328,9 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
     elif what == "newest":
         monkeypatch.setattr(keeping, "_protection", lambda save, ground, **_: ())
     elif what == "ladder":
-        every, honest = frozenset({"zero", "universal"}), ladder.step_down  # as if each form were there
+        every, honest = frozenset({"zero", "universal"}), retention.step_down  # as if each form were there
         monkeypatch.setattr(
-            "ckptd.core.retention.step_down",
+            "ckptd.core.policy.retention.step_down",
             lambda rungs, age, forms, standing, otherwise: {
                 form: replace(fate, instead=None)
                 for form, fate in honest(rungs, age, every, every, otherwise).items()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ckptd.core.actions import (
+from ckptd.core.completeness.order import next_order
+from ckptd.core.model.save import Order, SealedSave
+from ckptd.core.policy.actions import (
     Action,
     AskConfirmation,
     Convert,
@@ -24,12 +26,10 @@ from ckptd.core.actions import (
     StopConverting,
     Supplement,
 )
-from ckptd.core.order import next_order
-from ckptd.core.permit import CommitRef, Unuploaded
-from ckptd.core.planner import plan
-from ckptd.core.retention import RetentionPolicy
-from ckptd.core.save import Order, SealedSave
-from ckptd.core.view import (
+from ckptd.core.policy.permit import CommitRef, Unuploaded
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.retention import RetentionPolicy
+from ckptd.core.policy.view import (
     UNIVERSAL,
     ZERO,
     Confirmation,

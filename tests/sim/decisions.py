@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptd.config_model import JobConfig
+    from ckptd.config.schema import JobConfig
 
 HOUR_SECONDS = 3600.0
 

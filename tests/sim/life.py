@@ -23,7 +23,7 @@ from tests.sim.world import NAS, S3, STATE_DIR, World, job_config
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ckptd.config_model import JobConfig
+    from ckptd.config.schema import JobConfig
 
 ALWAYS = ("save", "settle", "settle", "kill", "power")
 SOMETIMES = (

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptd.core.heartbeat import Heartbeat, heartbeat_key
-from ckptd.core.layouts import Grid, Role, ShardKey, parse_shard_name
-from ckptd.core.manifest import (
-    ROOT,
+from ckptd.base.names import ROOT
+from ckptd.core.model.heartbeat import Heartbeat, heartbeat_key
+from ckptd.core.model.layouts import Grid, Role, ShardKey, parse_shard_name
+from ckptd.core.model.manifest import (
     Checksums,
     Commit,
     ManifestFile,
@@ -27,11 +27,11 @@ from ckptd.core.manifest import (
     parse_stem,
     to_bytes,
 )
-from ckptd.core.runs import RUN_FILE_PATH, Claim
+from ckptd.core.model.runs import RUN_FILE_PATH, Claim
 from ckptd.errors import RemoteUnreachable
-from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.documents import read_identity
-from ckptd.remote.runs import append_run, claim_run
+from ckptd.storage.remote.documents import read_identity
+from ckptd.storage.remote.runs import append_run, claim_run
+from ckptd.storage.stores.checksums import crc64, to_hex
 from tests.sim.stage import inspect_files
 from tests.sim.trainer import RANKS, SAVE_DIR, shards_of
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
-    from ckptd.core.manifest import RemoteIdentity
-    from ckptd.remote.store import Store
+    from ckptd.core.model.manifest import RemoteIdentity
+    from ckptd.storage.stores.base import Store
     from tests.sim.kernel import Kernel
     from tests.sim.trainer import Save
 

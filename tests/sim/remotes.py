@@ -12,11 +12,11 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import NoSpaceError, RemoteUnreachable
-from ckptd.remote import messages as m
-from ckptd.remote.client import _Signs
-from ckptd.remote.messages import EVENTS, LONG_ORDERS, known
-from ckptd.remote.service import Service
-from ckptd.remote.store import ObjectInfo
+from ckptd.storage.child.client import _Signs
+from ckptd.storage.child.service import Service
+from ckptd.storage.remote import messages as m
+from ckptd.storage.remote.messages import EVENTS, LONG_ORDERS, known
+from ckptd.storage.stores.base import ObjectInfo
 from tests.sim.stage import WINDOW_BYTES
 from tests.stores.memory import MemoryStore
 

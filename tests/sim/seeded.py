@@ -9,17 +9,23 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ckptd import files
-from ckptd.core import keeping, keeping_remote, planner, retention
-from ckptd.core.actions import Hold
-from ckptd.core.save import Order
-from ckptd.core.view import ZERO, ShipState
-from ckptd.daemon import holds, knowledge, ordering, recovery, viewing
-from ckptd.local import fs, hold
+from ckptd.base import files
+from ckptd.core.model.save import Order
+from ckptd.core.policy import local, planner, remote, retention
+from ckptd.core.policy.actions import Hold
+from ckptd.core.policy.view import ZERO, ShipState
+from ckptd.daemon import bootstrap
+from ckptd.daemon.intake import clones as holds
+from ckptd.daemon.intake import known_saves, ordering
+from ckptd.daemon.state import view_builder
 from ckptd.observe.audit import Audit
-from ckptd.remote import commit, messages, observe, origin, retire, service, transfer
-from ckptd.remote.documents import read_generation
-from ckptd.remote.messages import Retire
+from ckptd.storage.child import service
+from ckptd.storage.local import clones as hold
+from ckptd.storage.local import fs
+from ckptd.storage.remote import commit, messages, observe, retire, transfer
+from ckptd.storage.remote import transfer as origin
+from ckptd.storage.remote.documents import read_generation
+from ckptd.storage.remote.messages import Retire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,7 +44,7 @@ def _not_flushed(_fd: int, _tag: str, _paths: Any) -> None:
 
 
 def _unverified(self: Any, sent: Any) -> None:
-    from ckptd.remote.checksums import to_hex
+    from ckptd.storage.stores.checksums import to_hex
 
     self._keep(sent.file, sent.bytes, to_hex(sent.crc), "read-back", sent.fingerprint)
 
@@ -90,7 +96,7 @@ def _holds(view: Any, *rest: Any, **more: Any) -> list[Any]:
         if s.is_intact
         and not s.is_held
         and not s.is_busy
-        and not keeping.is_committed(view, s)
+        and not local.is_committed(view, s)
         and view.disk.can_clone
     ]
     return [*(x for x in _real_holds(view, *rest, **more) if not isinstance(x, Hold)), *held]
@@ -102,7 +108,7 @@ _real_holds = planner._holds
 def _keep_remote(view: Any) -> Any:
     from dataclasses import replace
 
-    return keeping_remote.keep_remote(replace(view, unsealed_tags=frozenset()))
+    return remote.keep_remote(replace(view, unsealed_tags=frozenset()))
 
 
 def _by_limit_alone(item: Any, rank: int, policy: Any) -> list[str]:
@@ -125,7 +131,7 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     ),
     "objects go before their COMMIT": ((service, "retire", _objects_first),),
     "create-only replaces": ((files, "create_exclusive", _overwritten),),
-    "what was on its way counts as committed": ((recovery, "_take_up_again", _shipped_is_committed),),
+    "what was on its way counts as committed": ((bootstrap, "_take_up_again", _shipped_is_committed),),
     "identities are not compared before a prune": (
         (fs, "check_identities", lambda *_, **__: None),
         (fs, "finish_prune", _remove_all),
@@ -139,16 +145,16 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (transfer, "settled", lambda *_: None),
     ),
     "pins are not looked at": (
-        (knowledge.Knowledge, "pins", frozenset()),
-        (knowledge.Knowledge, "is_pinned", lambda *_: False),
+        (known_saves.Knowledge, "pins", frozenset()),
+        (known_saves.Knowledge, "is_pinned", lambda *_: False),
         (retire, "is_pinned", lambda *_: False),
     ),
     "keep_every_steps is not looked at": ((retention, "_permanent", _by_limit_alone),),
     "keep_best is not looked at": (
-        (keeping, "score_of", _no_best),
-        (keeping_remote, "score_of", _no_best),
+        (local, "score_of", _no_best),
+        (remote, "score_of", _no_best),
     ),
-    "there is no seat belt": ((viewing, "_left", lambda *_: 1000),),
+    "there is no seat belt": ((view_builder, "_left", lambda *_: 1000),),
     "what goes has no line in audit.jsonl": ((Audit, "write", lambda *_, **__: None),),
     "a hold of no use goes without a line": (
         (holds, "_release", lambda _state, fd, name, *_: hold.release(fd, name)),

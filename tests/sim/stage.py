@@ -21,14 +21,21 @@ from typing import TYPE_CHECKING, Any
 import tenacity.nap
 import tenacity.wait
 
-from ckptd import files, journal, pages
-from ckptd.convert import inspect_child, inspection, supervise
-from ckptd.core.facts import FileFacts
-from ckptd.daemon import backoff, intake, job, loop, processes, reserve, totals, workers
+from ckptd.base import extents, files, retry
+from ckptd.convert.engine import inspect, inspect_child, supervisor
+from ckptd.core.model.facts import FileFacts
+from ckptd.daemon import job, loop
+from ckptd.daemon.intake import sealer
+from ckptd.daemon.resources import limits, reserve, workers
 from ckptd.errors import JournalDamaged
-from ckptd.local import rights
-from ckptd.remote import directory, flights, folders, pacing, service, transfer, watched
-from ckptd.remote import store as _store
+from ckptd.storage.child import service, slots
+from ckptd.storage.journal import journal
+from ckptd.storage.local import probe
+from ckptd.storage.remote import transfer
+from ckptd.storage.remote import transfer as flights
+from ckptd.storage.stores import base as _store
+from ckptd.storage.stores import directory, rate_limit, retrying
+from ckptd.storage.stores import directory as folders
 from tests.sim.kernel import Kernel, Killed
 
 if TYPE_CHECKING:
@@ -178,8 +185,8 @@ def inspect_files(kernel: Kernel, folder: Path, paths: Sequence[str]) -> list[Fi
                 content = b""
             key = (path, content)
             if key not in _known_facts:
-                line = inspect_child._inspect(fd, 0, inspection._asked(path))
-                _known_facts[key] = inspection._facts_of(path, line)
+                line = inspect_child._inspect(fd, 0, inspect._asked(path))
+                _known_facts[key] = inspect._facts_of(path, line)
             found.append(_known_facts[key])
     finally:
         kernel.close(fd)
@@ -243,31 +250,31 @@ class Stage:
         self._plan(reserve, "BYTES", WINDOW_BYTES)
         self._plan(folders, "buffer_of", lambda size: memoryview(bytearray(size)))
         self._plan(files, "_renameat2", kernel.renameat)
-        for module in (files, pages, rights):
+        for module in (files, extents, probe):
             if hasattr(module, "clone_file"):
                 self._plan(module, "clone_file", kernel.clone)
         self._plan(files, "cached_runs", lambda _fd, _size: ())
         self._plan(files, "drop_pages", lambda *_: None)
         self._plan(files, "drop_pages_but", lambda *_: None)
-        self._plan(intake, "OpenWriters", lambda path: _Writers(path, has_open_writer))
+        self._plan(sealer, "OpenWriters", lambda path: _Writers(path, has_open_writer))
         self._plan(journal, "connect", self.databases.connect)
-        for module in (files, pages):
+        for module in (files, extents):
             self._plan(module, "mount_of", lambda fd: str(system.fstat(fd).st_dev))
         self._plan(
-            supervise, "inspect_files", lambda folder, paths, **_: inspect_files(kernel, folder, paths)
+            supervisor, "inspect_files", lambda folder, paths, **_: inspect_files(kernel, folder, paths)
         )
         self._plan(inspect_child, "_emit", lambda _line: None)
         self._plan(job, "Watcher", watcher)
-        self._plan(processes, "RemoteClient", client)
+        self._plan(slots, "RemoteClient", client)
         self._plan(service, "open_store", open_store)
         for function in (
-            backoff.Asking.__init__,
-            backoff.Breaker.__init__,
-            pacing.Pacer.__init__,
-            totals.Totals.__init__,
+            retry.Asking.__init__,
+            retry.Breaker.__init__,
+            rate_limit.Pacer.__init__,
+            limits.Totals.__init__,
         ):
             self._defaults.append((function, function.__kwdefaults__))
-        self._motion = watched.Motion.__init__.__defaults__
+        self._motion = retrying.Motion.__init__.__defaults__
         self._clock = clock
 
     def _plan(self, where: Any, name: str, value: Any) -> None:
@@ -281,7 +288,7 @@ class Stage:
         known = {"clock": self._clock.monotonic, "unix": self._clock.time, "sleep": self._clock.sleep}
         for function, held in self._defaults:
             function.__kwdefaults__ = {k: known.get(k, v) for k, v in (held or {}).items()}
-        watched.Motion.__init__.__defaults__ = (self._clock.monotonic,)
+        retrying.Motion.__init__.__defaults__ = (self._clock.monotonic,)
 
     def leave(self) -> None:
         """The real world again."""
@@ -289,7 +296,7 @@ class Stage:
             setattr(where, name, value)
         for function, held in self._defaults:
             function.__kwdefaults__ = held
-        watched.Motion.__init__.__defaults__ = self._motion
+        retrying.Motion.__init__.__defaults__ = self._motion
         self.databases.close()
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.remote import observe
-from ckptd.remote.open import open_store
+from ckptd.storage.remote import observe
+from ckptd.storage.stores.open import open_store
 from tests.sim.decisions import HOUR_SECONDS, Keys
 from tests.sim.judge import Broken
 from tests.sim.life import HEALED_SECONDS

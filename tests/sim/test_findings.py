@@ -16,21 +16,21 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
-from ckptd.cli.wait_cmd import judged
-from ckptd.core.decision import Decision
-from ckptd.core.view import ZERO, ShipState
-from ckptd.daemon.checks import exit_code
-from ckptd.daemon.control import drained_words, unsent_here
-from ckptd.daemon.decisions import read_decisions, write_decision
-from ckptd.daemon.report import job_status
-from ckptd.daemon.setup import make_state
+from ckptd.base import files, names
+from ckptd.cli.daemon.wait import judged
+from ckptd.core.model.decision import Decision
+from ckptd.core.policy.view import ZERO, ShipState
+from ckptd.daemon.actions.control import drained_words, unsent_here
+from ckptd.daemon.bootstrap import make_state
+from ckptd.daemon.health.checks import exit_code
+from ckptd.daemon.health.status import job_status
+from ckptd.daemon.intake.decisions import read_decisions, write_decision
 from ckptd.errors import RemoteUnreachable, StorageError, TornArchiveError
-from ckptd.local import fs
 from ckptd.observe.audit import Audit
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.source import records_of
-from ckptd.remote.store import settled
+from ckptd.storage.local import fs
+from ckptd.storage.stores.base import settled
+from ckptd.storage.stores.directory import DirectoryStore
+from ckptd.storage.stores.sources import records_of
 from tests.sim.decisions import HOUR_SECONDS
 from tests.sim.kernel import Killed
 from tests.sim.remotes import Client
@@ -150,8 +150,8 @@ def test_what_proving_our_rights_left_is_swept(world: World) -> None:
     save_dir = opened(world)
     for place in (fs.TRASH, fs.STAGING):
         fd = fs.ensure_ours(save_dir, place)
-        world.kernel.mkdir(f"{files.TEMPORARY_PREFIX}aa", dir_fd=fd)
-        files.write_atomic(fd, f"{files.TEMPORARY_PREFIX}bb", b"")
+        world.kernel.mkdir(f"{names.TEMPORARY_PREFIX}aa", dir_fd=fd)
+        files.write_atomic(fd, f"{names.TEMPORARY_PREFIX}bb", b"")
     fs.empty_our_trash(save_dir)
     assert fs.trash_names(save_dir) == fs.names_in(save_dir, fs.STAGING) == []
 
@@ -494,7 +494,7 @@ def test_a_hold_that_was_cut_short_leaves_nothing(world: World, monkeypatch: pyt
     died: list[str] = []
 
     def call(name: str, path: str) -> None:
-        if f"_ckptd/hold/{files.TEMPORARY_PREFIX}" in path and name == "rename" and not died:
+        if f"_ckptd/hold/{names.TEMPORARY_PREFIX}" in path and name == "rename" and not died:
             died.append(path)
             kernel.ends_at = kernel.calls + 1
         real(name, path)
@@ -503,7 +503,7 @@ def test_a_hold_that_was_cut_short_leaves_nothing(world: World, monkeypatch: pyt
     saved(world, 2)
     world.live_on(30, rng, lambda: bool(died))
     assert died
-    assert [name for name in holds(world) if name.startswith(files.TEMPORARY_PREFIX)]
+    assert [name for name in holds(world) if name.startswith(names.TEMPORARY_PREFIX)]
     world.set_mood(NAS, "ok")
     world.live_on(100, rng)
     assert holds(world) == []

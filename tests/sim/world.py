@@ -16,20 +16,20 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptd.config_model import DaemonConfig, JobConfig
-from ckptd.core.decision import Decision
-from ckptd.core.view import ZERO, ShipState
-from ckptd.core.waiting import tried_again
-from ckptd.daemon.checks import exit_code, is_idle
-from ckptd.daemon.decisions import write_decision
+from ckptd.config.schema import DaemonConfig, JobConfig
+from ckptd.core.model.decision import Decision
+from ckptd.core.policy.blockers import tried_again
+from ckptd.core.policy.view import ZERO, ShipState
+from ckptd.daemon.health.checks import exit_code, is_idle
+from ckptd.daemon.intake.decisions import write_decision
 from ckptd.daemon.job import Job
-from ckptd.daemon.orders import hold_name
-from ckptd.daemon.totals import Totals
-from ckptd.daemon.workers import Workers
+from ckptd.daemon.resources.limits import Totals
+from ckptd.daemon.resources.workers import Workers
+from ckptd.daemon.uploads.requests import hold_name
 from ckptd.errors import CkptdError
-from ckptd.local.hold import about_name
-from ckptd.remote import observe
-from ckptd.remote.open import open_store
+from ckptd.storage.local.clones import about_name
+from ckptd.storage.remote import observe
+from ckptd.storage.stores.open import open_store
 from tests.sim.decisions import HOUR_SECONDS, rules_of
 from tests.sim.judge import Broken, Judge
 from tests.sim.kernel import Kernel, Killed
@@ -42,10 +42,10 @@ from tests.stores.memory import MemoryStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckptd.core.view import ShipRecord
-    from ckptd.daemon.links import RemoteLink
-    from ckptd.daemon.state import JobState
-    from ckptd.local.watch import OnHint
+    from ckptd.core.policy.view import ShipRecord
+    from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.storage.local.watch import OnHint
     from tests.sim.disk import Disk
 
 NAS, S3 = "nas", "s3"

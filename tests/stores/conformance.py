@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.errors import CkptdError, TargetExists, VerifyError
-from ckptd.remote.checksums import crc64
-from ckptd.remote.source import MemorySource
-from ckptd.remote.store import Progress, Resume
+from ckptd.storage.stores.base import Progress, Resume
+from ckptd.storage.stores.checksums import crc64
+from ckptd.storage.stores.sources import MemorySource
 
 if TYPE_CHECKING:
-    from ckptd.remote.store import Store
+    from ckptd.storage.stores.base import Store
 
 WINDOW_BYTES = 1 << 20
 DATA = bytes(range(256)) * 16 * 1024 + b"tail"

@@ -11,7 +11,7 @@ from tests.stores.memory import MemoryStore
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptd.remote.store import ObjectInfo
+    from ckptd.storage.stores.base import ObjectInfo
 
 
 @dataclass

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.errors import SourceChanged, TargetExists, VerifyError
-from ckptd.remote.checksums import crc64 as crc64_of
-from ckptd.remote.store import Abilities, ObjectInfo, Progress
+from ckptd.storage.stores.base import Abilities, ObjectInfo, Progress
+from ckptd.storage.stores.checksums import crc64 as crc64_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckptd.remote.store import Resume, Source
+    from ckptd.storage.stores.base import Resume, Source
 
 
 @dataclass

@@ -8,24 +8,24 @@ import zipfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptd import files
-from ckptd.core.layouts import Grid, Role, ShardKey, parse_shard_name
-from ckptd.core.manifest import NodeManifest, SaveWindow, Writer, folder_name
-from ckptd.core.save import SealedFile, SealedSave
-from ckptd.remote.attach import attach
-from ckptd.remote.commit import Ground, ship
-from ckptd.remote.messages import RemoteSettings, ShipFile, ShipOrder, Shipped
-from ckptd.remote.pacing import Pacer
-from ckptd.remote.transfer import Control
-from ckptd.torchfile.archive import Framing, frame, read_directory
-from ckptd.torchfile.fingerprint import fingerprint
+from ckptd.base import files
+from ckptd.core.model.layouts import Grid, Role, ShardKey, parse_shard_name
+from ckptd.core.model.manifest import NodeManifest, SaveWindow, Writer, folder_name
+from ckptd.core.model.save import SealedFile, SealedSave
+from ckptd.formats.torchfile.archive import Framing, frame, read_directory
+from ckptd.formats.torchfile.fingerprint import fingerprint
+from ckptd.storage.remote.attach import attach
+from ckptd.storage.remote.commit import Ground, ship
+from ckptd.storage.remote.messages import RemoteSettings, ShipFile, ShipOrder, Shipped
+from ckptd.storage.remote.transfer import Control
+from ckptd.storage.stores.rate_limit import Pacer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from ckptd.remote.messages import Attached, PartlyShipped, ShipResult
-    from ckptd.remote.store import Progress, Store
+    from ckptd.storage.remote.messages import Attached, PartlyShipped, ShipResult
+    from ckptd.storage.stores.base import Progress, Store
 
 OPTIM = "bf16_zero_pp_rank_{d}_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"

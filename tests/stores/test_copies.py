@@ -16,20 +16,19 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from ckptd.cli.main import main
-from ckptd.config_model import RemoteConfig
-from ckptd.core.manifest import Checksums
+from ckptd.config.schema import RemoteConfig
+from ckptd.core.model.manifest import Checksums
 from ckptd.errors import DamagedError
-from ckptd.recover.mended import HERE, Wanted
-from ckptd.recover.repair import Repair
-from ckptd.recover.sight import look_at_remote
-from ckptd.recover.sources import Where
-from ckptd.recover.unfinished import Unfinished
-from ckptd.recover.verified import Slice, VerifiedRemote, exit_code
-from ckptd.recover.verify import Verifier
-from ckptd.remote.access import Access, access_of
-from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.resend import Resender
-from ckptd.remote.source import MemorySource
+from ckptd.maintenance.repair import Repair, Unfinished
+from ckptd.maintenance.verify import Verifier
+from ckptd.recover.files import HERE, Wanted
+from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.sources import Where
+from ckptd.recover.select.verify_result import Slice, VerifiedRemote, exit_code
+from ckptd.storage.remote.repair import Resender
+from ckptd.storage.stores.access import Access, access_of
+from ckptd.storage.stores.checksums import crc64, to_hex
+from ckptd.storage.stores.sources import MemorySource
 from tests.stores import servers
 from tests.stores.proxy import Proxy
 from tests.unit.repair_scene import RepairScene, built, scene

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd import files
+from ckptd.base import extents, files
 from ckptd.errors import (
     NoSpaceError,
     NotPermitted,
@@ -23,10 +23,10 @@ from ckptd.errors import (
     StorageError,
     VerifyError,
 )
-from ckptd.remote.checksums import crc64
-from ckptd.remote.directory import PARTIAL_PREFIX, DirectoryStore
-from ckptd.remote.source import MemorySource
-from ckptd.remote.store import Progress, Resume
+from ckptd.storage.stores.base import Progress, Resume
+from ckptd.storage.stores.checksums import crc64
+from ckptd.storage.stores.directory import PARTIAL_PREFIX, DirectoryStore
+from ckptd.storage.stores.sources import MemorySource
 from tests.stores.conformance import DATA, WINDOW_BYTES, Meter, Stopped, StoreConformance, send
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def test_reading_back_leaves_nothing_in_the_page_cache(nas: Path) -> None:
     assert store.verify("big", len(data), crc, lambda _: None) == "read-back"
     fd = os.open(nas / "big", os.O_RDONLY)
     try:
-        assert files.cached_runs(fd, len(data)) == ()
+        assert extents.cached_runs(fd, len(data)) == ()
     finally:
         os.close(fd)
 
@@ -248,7 +248,7 @@ def test_each_flushed_window_leaves_both_page_caches(nas: Path) -> None:
     def progress(done: Progress) -> None:
         (partial,) = (nas / "t").glob(f"{PARTIAL_PREFIX}*")
         with partial.open("rb") as stream:
-            runs = files.cached_runs(stream.fileno(), partial.stat().st_size)
+            runs = extents.cached_runs(stream.fileno(), partial.stat().st_size)
         seen.append((done.flushed_bytes, min((begin for begin, _ in runs), default=done.done_bytes)))
 
     store.upload("t/x", source, resume=None, on_progress=progress)
@@ -336,7 +336,7 @@ def test_a_share_that_became_read_only_is_named(tmp_path: Path) -> None:
 
 def test_sixteen_processes_create_one_commit_and_one_wins(nas: Path) -> None:
     script = (
-        "import sys, time; from ckptd.remote.directory import DirectoryStore;"
+        "import sys, time; from ckptd.storage.stores.directory import DirectoryStore;"
         "store = DirectoryStore(sys.argv[1]);"
         "time.sleep(max(0, float(sys.argv[3]) - time.time()));"
         "print(store.put_if_absent('_ckptd/commits/t~g1~zero.json', sys.argv[2].encode() * 1000))"

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd import config_schemes
+from ckptd.config import schemes
+from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
-from ckptd.convert.supervise import convert
-from ckptd.core.manifest import folder_name
-from ckptd.core.view import UNIVERSAL
+from ckptd.convert.remote import derive
+from ckptd.core.model.manifest import folder_name
+from ckptd.core.policy.view import UNIVERSAL
 from ckptd.errors import (
     ConfigError,
     NoSpaceError,
@@ -29,16 +30,15 @@ from ckptd.errors import (
     RemoteNotOurs,
     RemoteUnreachable,
 )
-from ckptd.recover import making
-from ckptd.remote import sftp_session
-from ckptd.remote.access import Access
-from ckptd.remote.checksums import crc64
-from ckptd.remote.commit import ship
-from ckptd.remote.fsspec_open import open_files
-from ckptd.remote.fsspec_store import FilesStore
-from ckptd.remote.open import open_store
-from ckptd.remote.source import MemorySource
-from ckptd.remote.store import Progress, Resume
+from ckptd.storage.remote.commit import ship
+from ckptd.storage.stores import sftp_session
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.base import Progress, Resume
+from ckptd.storage.stores.checksums import crc64
+from ckptd.storage.stores.fsspec_protocol import open_files
+from ckptd.storage.stores.fsspec_store import FilesStore
+from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.sources import MemorySource
 from tests.stores import servers
 from tests.stores.conformance import DATA, WINDOW_BYTES, Meter, StoreConformance, send
 from tests.stores.sshd import Sshd, make_key, needs_sshd, sshd
@@ -47,7 +47,7 @@ from tests.unit.test_making import Scene
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptd.remote.store import Store
+    from ckptd.storage.stores.base import Store
 
 pytestmark = pytest.mark.stores
 
@@ -88,7 +88,7 @@ def a_form_is_made_while_it_is_sent(store: Store, tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     convert(scene.shards, tmp_path / "made", ConvertOptions())
     ground = scene.node.attached(store)
-    assert ship(ground, scene.order(UNIVERSAL), scene.node.control(), making.opened).outcome == "committed"
+    assert ship(ground, scene.order(UNIVERSAL), scene.node.control(), derive.opened).outcome == "committed"
     head = folder_name(scene.node.tag, 1, UNIVERSAL)
     for path in (p for p in (tmp_path / "made").rglob("*") if p.is_file()):
         data = path.read_bytes()
@@ -401,8 +401,8 @@ class TestDriver(StoreConformance):
     def store(self, moto: servers.Server, monkeypatch: pytest.MonkeyPatch) -> FilesStore:
         for name, value in servers.environment(moto).items():
             monkeypatch.setenv(name, value)
-        scheme = config_schemes.Scheme(package="s3fs", creates_only=self.creates_only)
-        monkeypatch.setitem(config_schemes.SCHEMES, "s3", scheme)
+        scheme = schemes.Scheme(package="s3fs", creates_only=self.creates_only)
+        monkeypatch.setitem(schemes.SCHEMES, "s3", scheme)
         return open_files(
             f"s3://{servers.BUCKET}/{secrets.token_hex(4)}", Access(), window_bytes=WINDOW_BYTES
         )
@@ -447,7 +447,7 @@ def test_a_driver_s_words(moto: servers.Server, monkeypatch: pytest.MonkeyPatch)
 def test_a_missing_package_is_named(
     url: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [n for n in sys.modules if n.startswith(("ckptd.remote.sftp", module))]:
+    for name in [n for n in sys.modules if n.startswith(("ckptd.storage.stores.sftp", module))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match="not installed") as caught:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd import files
-from ckptd.remote.access import Access
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.open import open_store
+from ckptd.base import extents
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.directory import DirectoryStore
+from ckptd.storage.stores.open import open_store
 from tests.stores import servers
 from tests.stores.scene import MODEL, OPTIM, Node, archive
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.remote.store import Store
+    from ckptd.storage.stores.base import Store
 
 pytestmark = pytest.mark.stores
 
@@ -30,7 +30,7 @@ CACHED, HALF, NOT = OPTIM.format(d=0), OPTIM.format(d=1), MODEL
 def runs_of(path: Path) -> tuple[tuple[int, int], ...]:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return files.cached_runs(fd, path.stat().st_size)
+        return extents.cached_runs(fd, path.stat().st_size)
     finally:
         os.close(fd)
 
@@ -114,14 +114,14 @@ def test_runs_agree_with_the_kernels_count(tmp_path: Path) -> None:
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     for offset in (0, 3 * MIB, 3 * MIB + 40_000, 9 * MIB + 100):
         os.pread(fd, 10_000, offset)
-    runs = files.cached_runs(fd, path.stat().st_size)
-    counted = files.cached_bytes(fd)
+    runs = extents.cached_runs(fd, path.stat().st_size)
+    counted = extents.cached_bytes(fd)
     assert all(begin < end for begin, end in runs)
     assert all(a[1] < b[0] for a, b in pairwise(runs))
     if counted is not None:
         assert sum(end - begin for begin, end in runs) == counted
-    files.drop_pages_but(fd, runs[:1], 1, path.stat().st_size - 1)
-    assert files.cached_runs(fd, path.stat().st_size) == runs[:1]
-    files.drop_pages_but(fd, (), 0, path.stat().st_size)
-    assert files.cached_runs(fd, path.stat().st_size) == ()
+    extents.drop_pages_but(fd, runs[:1], 1, path.stat().st_size - 1)
+    assert extents.cached_runs(fd, path.stat().st_size) == runs[:1]
+    extents.drop_pages_but(fd, (), 0, path.stat().st_size)
+    assert extents.cached_runs(fd, path.stat().st_size) == ()
     os.close(fd)

@@ -18,18 +18,18 @@ import psutil
 import pytest
 
 from bench import sparse
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.engine.writer import Counters
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.parts import Literal
 from ckptd.convert.plan import OutputFile
+from ckptd.convert.remote.convert import Ranged
+from ckptd.convert.remote.uploader import Target, Uploader
 from ckptd.convert.sources import Sources
-from ckptd.convert.supervise import convert
-from ckptd.convert.writing import Counters
 from ckptd.errors import DamagedError, NotFoundError, RefusedError, TargetExists, UsageError
-from ckptd.recover.ranged import Ranged
-from ckptd.recover.ranged_upload import Target, Uploader
-from ckptd.remote.access import Access
-from ckptd.remote.open import open_store
-from ckptd.torchfile.archive import LEGACY_MAGIC
+from ckptd.formats.torchfile.archive import LEGACY_MAGIC
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.open import open_store
 from tests.e2e.test_resume_real import ckptd
 from tests.real import REPOSITORY, Recipe, prepare, save_dir_of
 from tests.stores import servers

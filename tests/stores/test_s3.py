@@ -7,31 +7,27 @@ import secrets
 import socket
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
+from ckptd.convert.remote.uploader import NOTE, Note, write_note
 from ckptd.errors import DamagedError, NotPermitted, RemoteUnreachable, VerifyError
-from ckptd.recover.ranged_upload import NOTE, Note, write_note
-from ckptd.remote import s3, s3_client
-from ckptd.remote.access import Access
-from ckptd.remote.checksums import crc64
-from ckptd.remote.open import open_store
-from ckptd.remote.resend import ExactSource
-from ckptd.remote.s3 import S3Store
-from ckptd.remote.s3_parts import PARTS_AT_ONCE
-from ckptd.remote.s3_probe import WrongSum
-from ckptd.remote.source import MemorySource
-from ckptd.remote.store import Progress, Resume
+from ckptd.storage.remote.repair import ExactSource
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.base import Progress, Resume
+from ckptd.storage.stores.checksums import crc64
+from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.s3 import client as s3_client
+from ckptd.storage.stores.s3 import store as s3
+from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
+from ckptd.storage.stores.s3.probe import WrongSum
+from ckptd.storage.stores.s3.store import S3Store
+from ckptd.storage.stores.sources import MemorySource
 from tests.stores import servers
 from tests.stores.conformance import DATA, Meter, Stopped, StoreConformance, source_of
 from tests.stores.proxy import answer, proxy
 from tests.unit.repair_scene import run_here
 from tests.unit.test_remote_resend import entry
-
-if TYPE_CHECKING:
-    pass
-
 
 pytestmark = pytest.mark.stores
 
@@ -349,7 +345,7 @@ def test_what_a_killed_probe_left_open_is_given_up(
         found = client.list_multipart_uploads(Bucket=servers.BUCKET).get("Uploads", [])
         return [one["Key"] for one in found if one["Key"] in [place["Key"] for place in places]]
 
-    monkeypatch.setattr("ckptd.remote.s3_probe._LEFT_SECONDS", 1e12)
+    monkeypatch.setattr("ckptd.storage.stores.s3.probe._LEFT_SECONDS", 1e12)
     store.probe()
     assert len(left()) == 2, "another node may be probing now"
     monkeypatch.undo()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.errors import DamagedError
-from ckptd.remote.access import Access
-from ckptd.remote.checksums import crc64
-from ckptd.remote.open import open_store
-from ckptd.remote.s3 import S3Store
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.checksums import crc64
+from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.s3.store import S3Store
 from tests.stores import servers
 from tests.stores.conformance import Meter
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from bench import native
-from ckptd.core.manifest import NodeManifest, parse
+from ckptd.core.model.manifest import NodeManifest, parse
 from ckptd.errors import VerifyError
-from ckptd.remote import s3_direct
-from ckptd.remote.access import Access
-from ckptd.remote.checksums import crc64
-from ckptd.remote.open import open_store
-from ckptd.remote.s3_body import STEP_BYTES
-from ckptd.remote.s3_probe import takes_trailers
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.checksums import crc64
+from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.s3 import direct
+from ckptd.storage.stores.s3.body import STEP_BYTES
+from ckptd.storage.stores.s3.probe import takes_trailers
 from tests.stores import servers
 from tests.stores.conformance import Meter, source_of
 from tests.stores.proxy import Fault, Kind, Proxy, proxy
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ckptd.remote.messages import ShipResult
-    from ckptd.remote.s3 import S3Store
+    from ckptd.storage.remote.messages import ShipResult
+    from ckptd.storage.stores.s3.store import S3Store
 
 pytestmark = pytest.mark.stores
 
@@ -117,7 +117,7 @@ def test_authorities_are_the_clients(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert flight is not None
             assert flight.end() is not None
             assert store.get("t/x") == data
-        other = s3_direct.Direct(
+        other = direct.Direct(
             store.client, store.direct._credentials, store.bucket, "x/", signs_payload=False, verify=True
         )
         other._place = store.direct._place

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.errors import VerifyError
-from ckptd.remote import s3_client, s3_parts
-from ckptd.remote.access import Access
-from ckptd.remote.checksums import crc64
-from ckptd.remote.open import open_store
-from ckptd.remote.s3 import S3Store
-from ckptd.remote.store import Resume
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.base import Resume
+from ckptd.storage.stores.checksums import crc64
+from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.s3 import client as s3_client
+from ckptd.storage.stores.s3 import parts
+from ckptd.storage.stores.s3.store import S3Store
 from tests.stores import servers
 from tests.stores.conformance import DATA, Meter, Stopped, send, source_of
 from tests.stores.proxy import proxy
@@ -22,7 +23,7 @@ from tests.stores.proxy import proxy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptd.remote.store import Progress
+    from ckptd.storage.stores.base import Progress
     from tests.stores.proxy import Proxy
 
 pytestmark = pytest.mark.stores
@@ -143,7 +144,7 @@ def test_a_listed_part_that_arrived_changed_is_sent_again(between: Proxy, moto: 
 
 def test_an_upload_that_was_continued_is_read_back(between: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody compared the parts of the process that died with what this one reads."""
-    monkeypatch.setattr(s3_parts, "PARTS_AT_ONCE", 1)
+    monkeypatch.setattr(parts, "PARTS_AT_ONCE", 1)
     store = store_at(between.endpoint)
     seen: list[Progress] = []
     with pytest.raises(Stopped):

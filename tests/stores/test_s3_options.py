@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RemoteUnreachable
-from ckptd.remote import s3_client
-from ckptd.remote.access import Access
-from ckptd.remote.attach import attach
-from ckptd.remote.checksums import crc64
-from ckptd.remote.messages import Attached, RemoteSettings
-from ckptd.remote.one_place import are_one
-from ckptd.remote.open import open_store
-from ckptd.remote.s3 import S3Store
+from ckptd.storage.remote.attach import are_one, attach
+from ckptd.storage.remote.messages import Attached, RemoteSettings
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.checksums import crc64
+from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.s3 import client as s3_client
+from ckptd.storage.stores.s3.store import S3Store
 from tests.stores import servers
 from tests.stores.conformance import DATA, Meter, send
 from tests.stores.proxy import answer, proxy
@@ -29,7 +28,7 @@ from tests.stores.proxy import answer, proxy
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.remote.store import Progress
+    from ckptd.storage.stores.base import Progress
 
 pytestmark = pytest.mark.stores
 

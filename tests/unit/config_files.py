@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.config import load_job
+from ckptd.config.loader import load_job
 from ckptd.errors import ConfigError
 
 DATE = "@1979-05-27"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckptd.core.identity import FileIdentity, FolderIdentity
-from ckptd.core.layouts import Grid, Role, ShardKey
-from ckptd.core.manifest import SaveWindow, Writer
-from ckptd.core.permit import CommitRef
-from ckptd.core.retention import RetentionPolicy
-from ckptd.core.save import SealedFile, SealedSave
-from ckptd.core.view import (
+from ckptd.base.identity import FileIdentity, FolderIdentity
+from ckptd.core.model.layouts import Grid, Role, ShardKey
+from ckptd.core.model.manifest import SaveWindow, Writer
+from ckptd.core.model.save import SealedFile, SealedSave
+from ckptd.core.policy.permit import CommitRef
+from ckptd.core.policy.retention import RetentionPolicy
+from ckptd.core.policy.view import (
     UNIVERSAL,
     ZERO,
     Confirmation,

@@ -8,9 +8,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from ckptd.torchfile.archive import LEGACY_MAGIC, read_directory
-from ckptd.torchfile.unpickle import unpickle
-from ckptd.torchfile.values import Storage, Tensor
+from ckptd.formats.torchfile.archive import LEGACY_MAGIC, read_directory
+from ckptd.formats.torchfile.unpickler import unpickle
+from ckptd.formats.torchfile.values import Storage, Tensor
 
 LITTLE = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
 

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ckptd.torchfile.archive import Directory, read_directory
-from ckptd.torchfile.unpickle import unpickle
-from ckptd.torchfile.values import Tensor
+from ckptd.formats.torchfile.archive import Directory, read_directory
+from ckptd.formats.torchfile.unpickler import unpickle
+from ckptd.formats.torchfile.values import Tensor
 
 
 def load(path: Path) -> tuple[Any, Directory, bytes]:

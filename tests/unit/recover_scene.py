@@ -10,25 +10,28 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
-from ckptd.config import JobConfig, job_from_arguments
-from ckptd.convert.supervise import ConvertOptions, convert, inspect_files
-from ckptd.core.layouts import Grid, Role, ShardKey
-from ckptd.core.manifest import DerivedSource, NodeManifest, SaveWindow, folder_name
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.state import JobState
-from ckptd.journal import Journal
-from ckptd.recover.choose import Nodes
+from ckptd.base import files
+from ckptd.config.loader import job_from_arguments
+from ckptd.config.schema import JobConfig
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
+from ckptd.core.model.layouts import Grid, Role, ShardKey
+from ckptd.core.model.manifest import DerivedSource, NodeManifest, SaveWindow, folder_name
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState
+from ckptd.formats.torchfile.archive import read_directory
 from ckptd.recover.resume import Resume, Resumed, ResumeOptions
-from ckptd.remote.attach import attach
-from ckptd.remote.commit import Ground, ship
-from ckptd.remote.messages import RemoteSettings, Retire, ShipFile, ShipOrder, ShipResult
-from ckptd.remote.open import open_store
-from ckptd.remote.pacing import Pacer
-from ckptd.remote.retire import retire
-from ckptd.remote.store import Abilities
-from ckptd.remote.transfer import Control
-from ckptd.torchfile.archive import read_directory
+from ckptd.recover.select.choose import Nodes
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.remote.attach import attach
+from ckptd.storage.remote.commit import Ground, ship
+from ckptd.storage.remote.messages import RemoteSettings, Retire, ShipFile, ShipOrder, ShipResult
+from ckptd.storage.remote.retire import retire
+from ckptd.storage.remote.transfer import Control
+from ckptd.storage.stores.base import Abilities
+from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.rate_limit import Pacer
 from tests.stores.scene import Node
 from tests.unit.synthetic import Shapes, write_stage12
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptd.convert import inspection
+from ckptd.convert.engine import inspect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def refuse(patch: pytest.MonkeyPatch, *paths: str) -> None:
     """Files of these paths (within their folder) cannot be read, until the patch is undone."""
-    lines = inspection._child_lines
+    lines = inspect._child_lines
 
     def refusing(request: dict[str, Any], timeout_seconds: float) -> Iterator[dict[str, Any]]:
         for line in lines(request, timeout_seconds):
@@ -31,4 +31,4 @@ def refuse(patch: pytest.MonkeyPatch, *paths: str) -> None:
                 line["is_unread"] = True
             yield line
 
-    patch.setattr(inspection, "_child_lines", refusing)
+    patch.setattr(inspect, "_child_lines", refusing)

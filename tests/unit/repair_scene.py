@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from ckptd.cli.main import main
-from ckptd.config_model import JobConfig, RemoteConfig
+from ckptd.config.schema import JobConfig, RemoteConfig
+from ckptd.maintenance.repair import Repair, Unfinished
 from ckptd.observe.audit import Audit
-from ckptd.recover.mended import Mended, Wanted
-from ckptd.recover.repair import Repair
-from ckptd.recover.sight import look_at_remote
-from ckptd.recover.unfinished import Unfinished
-from ckptd.recover.verified import Slice
+from ckptd.recover.files import Mended, Wanted
+from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.verify_result import Slice
 from tests.unit.restore_scene import TAG, RestoreScene
 
 LONG_AGO_NS = 10**18

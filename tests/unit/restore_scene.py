@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ckptd.recover.choose import Nodes
 from ckptd.recover.restore import Restore, RestoreOptions
 from ckptd.recover.restore_plan import Wish
 from ckptd.recover.resume import Resumed
-from ckptd.recover.sources import Where, where_of
+from ckptd.recover.select.choose import Nodes
+from ckptd.recover.select.sources import Where, where_of
 from tests.unit.recover_scene import Scene
 
 TAG = "global_step10"

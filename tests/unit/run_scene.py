@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.heartbeat import Heartbeat, heartbeat_key
-from ckptd.core.manifest import to_bytes
-from ckptd.core.runs import Claim, Row, RunFile
-from ckptd.local.run_file import host_name, read_run, run_file, user_name, write_run
-from ckptd.remote.runs import append_run
+from ckptd.core.model.heartbeat import Heartbeat, heartbeat_key
+from ckptd.core.model.manifest import to_bytes
+from ckptd.core.model.runs import Claim, Row, RunFile
+from ckptd.storage.local.run_file import host_name, read_run, run_file, user_name, write_run
+from ckptd.storage.remote.runs import append_run
 from tests.unit.recover_scene import Scene
 from tests.unit.synthetic import write_stage12
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
-from ckptd.cli.status_cmd import screen
-from ckptd.cli.status_words import exit_code, life_of
+from ckptd.cli.status.command import screen
+from ckptd.cli.status.words import exit_code, life_of
 from ckptd.observe import status as st
-from ckptd.observe.space import pid_space
+from ckptd.observe.status import pid_space
 
 NOW = datetime.fromisoformat("2026-03-01T12:00:00+00:00").timestamp()
 NO_PROCESS = 4_194_304 + 1

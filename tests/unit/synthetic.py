@@ -13,8 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptd.torchfile.repickle import WRITABLE, repickle
-from ckptd.torchfile.values import ITEM_BYTES, Global, Inert, InertDict, Size, Storage, Tensor
+from ckptd.formats.torchfile.repickle import WRITABLE, repickle
+from ckptd.formats.torchfile.values import ITEM_BYTES, Global, Inert, InertDict, Size, Storage, Tensor
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 Shapes = dict[str, tuple[int, ...]]

@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
-from ckptd.config import load_daemon, load_jobs
-from ckptd.core.actions import Prune
-from ckptd.core.rows import ObjectRow
+from ckptd.base import files
+from ckptd.config.loader import load_daemon, load_jobs
+from ckptd.core.model.records import ObjectRow
+from ckptd.core.policy.actions import Prune
+from ckptd.daemon.actions.prune import TIDY_SECONDS, Pruner
+from ckptd.daemon.bootstrap import recover
 from ckptd.daemon.loop import Daemon
-from ckptd.daemon.pruning import TIDY_SECONDS, Pruner
-from ckptd.daemon.recovery import recover
-from ckptd.daemon.state import JobState
+from ckptd.daemon.state.state import JobState
 from ckptd.errors import CkptdError, JournalDamaged, JournalFailed, from_os_error
-from ckptd.journal import Journal
-from ckptd.journal_db import Database
-from ckptd.local import fs
-from ckptd.local.scan import scan
 from ckptd.observe.audit import Audit
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.journal.schema import Database
+from ckptd.storage.local import fs
+from ckptd.storage.local.scan import scan
 from tests.unit.test_local_prune import NAMES, TAG, permit_for, save_dir
 
 __all__ = ["save_dir"]

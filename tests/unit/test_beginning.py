@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.view import ZERO
-from ckptd.daemon.beginning import Beginning, beginning
-from ckptd.daemon.decisions import read_decisions
-from ckptd.daemon.knowledge import Knowledge
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.state import JobState
-from ckptd.journal import Journal
-from ckptd.local.run_file import place_of
-from ckptd.remote import messages as m
+from ckptd.core.policy.view import ZERO
+from ckptd.daemon.intake.decisions import read_decisions
+from ckptd.daemon.intake.initial_scan import Beginning, beginning
+from ckptd.daemon.intake.known_saves import Knowledge
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local.run_file import place_of
+from ckptd.storage.remote import messages as m
 from tests.unit.test_daemon_links import IDENTITY, Scene
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd import budget
-from ckptd.budget import MIB, SMALLEST_CONVERSION_BYTES, UPLOAD_BYTES, divide, shortage
+from ckptd.config import budget
+from ckptd.config.budget import MIB, SMALLEST_CONVERSION_BYTES, UPLOAD_BYTES, divide, shortage
 
 NAS, BUCKET, SFTP = "/nas/j", "s3://b/j", "sftp://h/j"
 ALWAYS = budget.DAEMON_BYTES + budget.READING_BYTES + SMALLEST_CONVERSION_BYTES

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.config import DaemonConfig, load_daemon, load_job
-from ckptd.config_quantities import parse_share
+from ckptd.config.loader import load_daemon, load_job
+from ckptd.config.quantities import parse_share
+from ckptd.config.schema import DaemonConfig
 from ckptd.errors import ConfigError, NotPermitted
-from ckptd.local.probe import Finding, probe_save_dir
-from ckptd.local.state_dir import filesystem_type, is_network, prepare_state_dir, state_dir_of
-from ckptd.recover.check import check_job
-from ckptd.recover.outlets import check_outlets
+from ckptd.maintenance.check import check_job, check_outlets
+from ckptd.storage.local.probe import Finding, probe_save_dir
+from ckptd.storage.local.state_dir import filesystem_type, is_network, prepare_state_dir, state_dir_of
 
 UNIT = Path(__file__).parents[2] / "ckptd" / "systemd" / "ckptd@.service"
 NOBODY = 65534

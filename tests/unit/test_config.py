@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.config import (
-    config_digest,
-    default_config_dir,
+from ckptd.config.commands import command_for, default_config_dir
+from ckptd.config.loader import (
     job_from_arguments,
     load_all,
     load_daemon,
@@ -23,13 +22,12 @@ from ckptd.config import (
     load_jobs,
     resolve_job,
 )
-from ckptd.config_explain import toml_keys
-from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
-from ckptd.config_places import command_for
-from ckptd.config_s3 import S3Keys
-from ckptd.config_template import daemon_template, job_template
+from ckptd.config.messages import toml_keys
+from ckptd.config.s3 import S3Keys
+from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, config_digest
+from ckptd.config.template import daemon_template, job_template
 from ckptd.errors import CkptdError, ConfigError, NotFoundError
-from ckptd.remote.access import Access, access_of
+from ckptd.storage.stores.access import Access, access_of
 from tests.unit.config_files import base, refusal, write
 
 __all__ = ["base"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ckptd.config_explain import toml_keys
-from ckptd.config_model import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
-from ckptd.config_words import LATER
+from ckptd.config.messages import toml_keys
+from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
+from ckptd.config.section import LATER
 from tests.unit.config_files import DATE, base, refusal, write
 
 __all__ = ["base"]

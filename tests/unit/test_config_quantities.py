@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.config_quantities import (
+from ckptd.config.quantities import (
     parse_bandwidth,
     parse_bytes,
     parse_duration,

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
 from ckptd.errors import RefusedError
 
 STATES = {"fp32": 1, "exp_avg": 10, "exp_avg_sq": 100}

@@ -15,16 +15,12 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert import children
-from ckptd.convert.supervise import (
-    ConvertOptions,
-    ConvertProgress,
-    convert,
-    inspect_files,
-    probe_restrictions,
-)
-from ckptd.core.facts import Archive
-from ckptd.core.layouts import Role
+from ckptd.convert.engine import children
+from ckptd.convert.engine.inspect import inspect_files, probe_restrictions
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions, ConvertProgress
+from ckptd.core.model.facts import Archive
+from ckptd.core.model.layouts import Role
 from ckptd.errors import (
     BehindError,
     CkptdError,
@@ -314,7 +310,7 @@ def test_the_restrictions_that_hold_are_told() -> None:
 
 def test_children_start_without_environment_and_without_big_imports() -> None:
     code = (
-        "import sys, json, os; import ckptd.convert.planning_child, ckptd.convert.executor_child;"
+        "import sys, json, os; import ckptd.convert.engine.planner_child, ckptd.convert.engine.executor_child;"
         "print(json.dumps([sorted(m for m in sys.modules if m.split('.')[0] in"
         " ('torch', 'pydantic', 'boto3', 'typer', 'rich', 'numpy', 'deepspeed'))]))"
     )

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from bench import sparse
-from ckptd.convert import order
-from ckptd.convert.direct import DirectWriter
+from ckptd.convert import outputs
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.engine.writer import DirectWriter
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.parts import Literal
 from ckptd.convert.plan import Header, OutputCheck, OutputFile, OutputLink, PlanReader, PlanWriter
-from ckptd.convert.supervise import convert
 from ckptd.errors import NoSpaceError, SourceChanged
 from tests.unit.test_convert_children import tree
 
@@ -112,7 +112,7 @@ def test_the_largest_come_first_and_all_come_once() -> None:
     trailer = writer.finish()
     out.seek(0)
     plan = PlanReader(out)
-    found = list(order.large_first(out, plan, 500))
+    found = list(outputs.large_first(out, plan, 500))
     assert [o.nbytes for o in found if isinstance(o, OutputFile)] == [900, 500, 500, 10, 3, 20]
     assert [type(o) for o in found[6:]] == [OutputLink, OutputCheck]
     assert plan.trailer == trailer

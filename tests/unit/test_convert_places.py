@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
-from ckptd.convert import workplace
-from ckptd.convert.execute import Worker
-from ckptd.convert.executor_child import Execution, Request
+from ckptd.base import extents, files
+from ckptd.convert.engine import staging
+from ckptd.convert.engine.executor import Worker
+from ckptd.convert.engine.executor_child import Execution, Request
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
 from ckptd.convert.parts import Literal
 from ckptd.convert.plan import OutputFile, PlanReader
 from ckptd.convert.sources import Sources, identity_of
-from ckptd.convert.supervise import ConvertOptions, convert
 from ckptd.errors import NoSpaceError, RefusedError, SourceChanged, StorageError, TargetExists, UsageError
 from tests.real import REPOSITORY
 from tests.unit.synthetic import Made, Shapes, write_stage12
@@ -120,7 +121,7 @@ def test_a_place_without_rights_is_named_with_its_owner(
 
 def test_a_disk_without_room_says_how_much_lacks(made: Made, tmp_path: Path) -> None:
     with files.opened_dir(tmp_path) as fd:
-        free = files.free_bytes(fd)
+        free = extents.free_bytes(fd)
     with pytest.raises(NoSpaceError) as caught:
         convert(made.folder, tmp_path / "u", ConvertOptions(reserve_bytes=free + (3 << 30)))
     assert re.search(
@@ -168,11 +169,11 @@ def test_a_file_system_without_a_rename_that_never_replaces(
     monkeypatch.setattr(files, "rename_noreplace", cannot)
     convert(made.folder, tmp_path / "u")
     assert (tmp_path / "u" / "ckptd.json").exists()
-    (tmp_path / "place" / workplace.OUTPUT).mkdir(parents=True)
+    (tmp_path / "place" / staging.OUTPUT).mkdir(parents=True)
     with files.opened_dir(tmp_path / "place") as fd:
         with pytest.raises(TargetExists):
-            workplace.Workplace(str(tmp_path / "place"), fd).publish(str(tmp_path / "u"))
-        workplace.Workplace(str(tmp_path / "place"), fd).publish(str(tmp_path / "v"))
+            staging.Workplace(str(tmp_path / "place"), fd).publish(str(tmp_path / "u"))
+        staging.Workplace(str(tmp_path / "place"), fd).publish(str(tmp_path / "v"))
 
 
 def test_a_source_that_is_rotated_away_has_changed(tmp_path: Path) -> None:
@@ -214,9 +215,9 @@ def _planned(made: Made, tmp_path: Path) -> Path:
         raise queue.Empty
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(queue.Empty):
-        patch.setattr("ckptd.convert.supervise.Conversion.execute", never)
+        patch.setattr("ckptd.convert.engine.supervisor.Conversion.execute", never)
         convert(made.folder, tmp_path / "u", ConvertOptions(compat="strict"))
-    return tmp_path / workplace.partial_name("u")
+    return tmp_path / staging.partial_name("u")
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -279,7 +280,7 @@ def test_a_rename_that_fails_closes_each_file_once(
     def broken(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    plan = PlanReader(io.BytesIO((tmp_path / workplace.partial_name("u") / "plan.jsonl").read_bytes()))
+    plan = PlanReader(io.BytesIO((tmp_path / staging.partial_name("u") / "plan.jsonl").read_bytes()))
     execution.sources = Sources(fds[1], [s.path for s in plan.header.sources], plan.identities)
     worker = _worker(execution)
     outputs = [o for o in plan if isinstance(o, OutputFile)][:3]
@@ -297,7 +298,7 @@ def test_a_rename_that_fails_closes_each_file_once(
 def test_a_plan_that_finds_no_room_says_so(made: Made, tmp_path: Path) -> None:
     """The planning child writes a file: what is full is the disk, nothing is wrong with the source."""
     code = (
-        "import resource, sys; from pathlib import Path; from ckptd.convert.supervise import convert\n"
+        "import resource, sys; from pathlib import Path; from ckptd.convert.engine.supervisor import convert\n"
         "from ckptd.errors import NoSpaceError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
         "try: convert(Path(sys.argv[1]), Path(sys.argv[2]))\n"
@@ -363,9 +364,9 @@ def test_a_copy_inside_the_kernel_that_does_nothing_is_made_by_hand(
     (tmp_path / "a").write_bytes(b"0123456789")
     monkeypatch.setattr(os, "copy_file_range", lambda *_, **__: 0)
     with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb") as target:
-        files.copy_range(source.fileno(), 2, target.fileno(), 0, 5)
+        extents.copy_range(source.fileno(), 2, target.fileno(), 0, 5)
         with pytest.raises(SourceChanged):
-            files.copy_range(source.fileno(), 8, target.fileno(), 0, 5)
+            extents.copy_range(source.fileno(), 8, target.fileno(), 0, 5)
     assert (tmp_path / "b").read_bytes()[2:] == b"456"
 
 
@@ -399,4 +400,4 @@ def test_a_disk_that_refuses_is_no_missing_folder(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "stat", refuse)
     with pytest.raises(OSError, match="Input/output"):
-        workplace.check_place(tmp_path / "new")
+        staging.check_place(tmp_path / "new")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.convert.casts import widen
+from ckptd.convert.dtypes import widen
 from ckptd.convert.parts import Literal, Part, Range, Widen
 from ckptd.convert.plan import (
     Header,

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.convert.dtypes import cast, numpy_folder
 from ckptd.convert.parts import Cast, Mean, Range, decode, encode, ranges_of
-from ckptd.convert.rounding import cast, numpy_folder
 from ckptd.errors import RefusedError, UsageError
 
 TYPES = {"float64": "d", "float32": "f", "float16": "e"}

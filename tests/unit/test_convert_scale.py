@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 
 from bench import sparse
-from ckptd import files
-from ckptd.cli.inspect_look import look
+from ckptd.base import extents, files
+from ckptd.cli.checkpoints.inspect import look
 from ckptd.convert import sources
-from ckptd.convert.cloning import Tally, interior
-from ckptd.convert.forecast import forecast
+from ckptd.convert.engine.executor import Tally, interior
+from ckptd.convert.engine.forecast import forecast
+from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.parts import Literal, Range
 from ckptd.convert.plan import OutputFile
 from ckptd.convert.sources import Sources, descriptors, identity_of
-from ckptd.convert.supervise import convert
 from ckptd.errors import DamagedError, RefusedError, SourceChanged, TargetExists
-from ckptd.torchfile.unpickle import unpickle
-from ckptd.zero import shards
+from ckptd.formats.torchfile.unpickler import unpickle
+from ckptd.formats.zero import shards
 from tests.real import REPOSITORY
 from tests.unit.synthetic import Shapes, write_stage3, write_stage12
 from tests.unit.test_zero_ranges import convert_here
@@ -117,10 +117,10 @@ def test_holes_and_data_are_told_apart(tmp_path: Path) -> None:
         fd = stream.fileno()
         if path.stat().st_blocks * 512 >= 1 << 20:
             pytest.skip("this file system keeps no holes")
-        assert files.extent_at(fd, 100, 1 << 19) == (True, (1 << 18) - 100)
-        assert files.extent_at(fd, 100, 50) == (True, 50)
-        assert files.extent_at(fd, (1 << 18) + 10, 1 << 19) == (False, 4086)
-        assert files.extent_at(fd, 1 << 19, 1 << 19) == (True, 1 << 19)
+        assert extents.extent_at(fd, 100, 1 << 19) == (True, (1 << 18) - 100)
+        assert extents.extent_at(fd, 100, 50) == (True, 50)
+        assert extents.extent_at(fd, (1 << 18) + 10, 1 << 19) == (False, 4086)
+        assert extents.extent_at(fd, 1 << 19, 1 << 19) == (True, 1 << 19)
 
 
 @pytest.mark.parametrize("model", [STAGE1, STAGE3], ids=["stage1", "stage3"])
@@ -216,7 +216,7 @@ def test_a_random_plan_of_extents_is_copied_exactly(tmp_path: Path) -> None:
             end = begin + generator.randrange(1, 300_001 - begin)
             at, seen = begin, b""
             while at < end:
-                hole, length = files.extent_at(stream.fileno(), at, end - at)
+                hole, length = extents.extent_at(stream.fileno(), at, end - at)
                 assert length > 0
                 seen += bytes(length) if hole else os.pread(stream.fileno(), length, at)
                 at += length

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.cli.inspect_look import look
-from ckptd.convert.options import Dtype
-from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.cli.checkpoints.inspect import look
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions, Dtype
 from ckptd.errors import BehindError, CkptdError, DamagedError, RefusedError, SourceChanged
 from tests.unit.synthetic import Shapes, write_stage12
 from tests.unit.test_convert_children import _children_of, leftovers, tree

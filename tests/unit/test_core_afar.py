@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from ckptd.core import actions as a
-from ckptd.core.afar import attempt_folder, attempts_folder
-from ckptd.core.draining import Drain
-from ckptd.core.ladder import Rung
-from ckptd.core.planner import plan
-from ckptd.core.retention import RetentionPolicy
-from ckptd.core.view import (
+from ckptd.core.policy import actions as a
+from ckptd.core.policy.drain import Drain
+from ckptd.core.policy.leases import attempt_folder, attempts_folder
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.retention import RetentionPolicy, Rung
+from ckptd.core.policy.view import (
     UNIVERSAL,
     ZERO,
     DerivedRecord,
@@ -24,8 +23,8 @@ from ckptd.core.view import (
     ShipRecord,
     ShipState,
 )
-from ckptd.daemon.checks import see_gets_nothing
-from ckptd.daemon.problems import Problems
+from ckptd.daemon.health.checks import see_gets_nothing
+from ckptd.daemon.state.problems import Problems
 from tests.unit.core_views import NAS, committed_record, job_view, remote_commit, save_view, sealed
 
 BF16 = "weights-bf16"

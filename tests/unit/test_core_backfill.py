@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.actions import ReleaseHold, Ship
-from ckptd.core.backfill import to_ship, unsent
-from ckptd.core.planner import open_saves, plan
-from ckptd.core.safety import exposed, newest_safe, steps_at_risk
-from ckptd.core.view import ZERO, JobView, SaveView
+from ckptd.core.policy.actions import ReleaseHold, Ship
+from ckptd.core.policy.planner import open_saves, plan
+from ckptd.core.policy.safety import exposed, newest_safe, steps_at_risk, to_ship, unsent
+from ckptd.core.policy.view import ZERO, JobView, SaveView
 from tests.unit.core_views import NAS, committed_record, job_view, save_view, sealed
 
 

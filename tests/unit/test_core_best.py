@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ckptd.config import load_job
-from ckptd.convert.supervise import inspect_files
-from ckptd.core.sealing import best_of
+from ckptd.config.loader import load_job
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.core.completeness.sealing import best_of
 from ckptd.errors import ConfigError
 
 HISTORY: list[Any] = [

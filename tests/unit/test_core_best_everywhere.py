@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.actions import Prune, Retire
-from ckptd.core.best import Best
-from ckptd.core.keeping_remote import keep_remote
-from ckptd.core.manifest import Commit
-from ckptd.core.planner import plan
-from ckptd.core.retention import RetentionPolicy
-from ckptd.daemon.seen import as_committed
+from ckptd.core.model.manifest import Commit
+from ckptd.core.model.save import Best
+from ckptd.core.policy.actions import Prune, Retire
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.remote import keep_remote
+from ckptd.core.policy.retention import RetentionPolicy
+from ckptd.daemon.state.remote_sync import as_committed
 from tests.unit.core_views import NAS, confirmation, job_view, remote_commit, save_view, sealed
 
 if TYPE_CHECKING:
-    from ckptd.core.save import SealedSave
-    from ckptd.core.view import JobView, RemoteCommit
+    from ckptd.core.model.save import SealedSave
+    from ckptd.core.policy.view import JobView, RemoteCommit
 
 ONE = RetentionPolicy(save_total_limit=1)
 

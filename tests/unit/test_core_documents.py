@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from ckptd.core.coverage import KnownManifest, build_commit, is_after
-from ckptd.core.layouts import Grid, Role, ShardKey
-from ckptd.core.manifest import (
+from ckptd.core.model.coverage import KnownManifest, build_commit, is_after
+from ckptd.core.model.layouts import Grid, Role, ShardKey
+from ckptd.core.model.manifest import (
     Checksums,
     ManifestFile,
     NodeManifest,

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.cli.drain_cmd import not_begun, reasons
-from ckptd.core import actions as a
-from ckptd.core.deriving import PRESSURE
-from ckptd.core.draining import COMMIT_SECONDS, Drain
-from ckptd.core.planner import plan
-from ckptd.core.view import (
+from ckptd.cli.daemon.drain import not_begun, reasons
+from ckptd.core.policy import actions as a
+from ckptd.core.policy.derived_forms import PRESSURE
+from ckptd.core.policy.drain import COMMIT_SECONDS, Drain
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.view import (
     UNIVERSAL,
     ZERO,
     DerivedRecord,
@@ -27,7 +27,7 @@ from ckptd.core.view import (
 from tests.unit.core_views import NAS, job_view, save_view, sealed
 
 if TYPE_CHECKING:
-    from ckptd.core.view import JobView, SaveView
+    from ckptd.core.policy.view import JobView, SaveView
 
 SIZE = 100
 """Bytes of a save of core_views."""

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.facts import Archive, FileFacts, ShardFacts
-from ckptd.core.identity import FileIdentity, FolderIdentity
-from ckptd.core.layouts import parse_shard_name
-from ckptd.core.lifecycle import Context, State, Verdict, judge
-from ckptd.core.listing import FolderListing, ListedFile
-from ckptd.core.trainers import Trainer
+from ckptd.base.identity import FileIdentity, FolderIdentity
+from ckptd.core.completeness.judge import Context, State, Verdict, judge
+from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
+from ckptd.core.model.layouts import Trainer, parse_shard_name
+from ckptd.core.model.listing import FolderListing, ListedFile
 
 QUIET = Context(settle_seconds=1, quiet_seconds=100, is_in_flight=False, save_spread_seconds=60)
 

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.core.ladder import GONE, Rung, fullness
-from ckptd.core.retention import Ephemeral, Held, Item, RetentionPolicy, fates
-from ckptd.core.save import Order
+from ckptd.core.model.save import Order
+from ckptd.core.policy.retention import GONE, Ephemeral, Held, Item, RetentionPolicy, Rung, fates, fullness
 
 if TYPE_CHECKING:
-    from ckptd.core.ladder import Fate, RungForm
+    from ckptd.core.policy.retention import Fate, RungForm
 
 HOUR = 3600.0
 FORMS = ("zero", "universal", "weights-fp32", "weights-bf16")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.metrics import LARGEST_DOCUMENT_BYTES, parse_metrics, value_of
+from ckptd.core.model.facts import LARGEST_DOCUMENT_BYTES, parse_metrics, value_of
 
 ROWS: list[dict[str, Any]] = [
     {"step": 100, "loss": 3.0},

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.actions import AskConfirmation, Hold, Prune, ReleaseHold, Ship
-from ckptd.core.permit import CommitRef, DeletePermit, OptOutPermit
-from ckptd.core.planner import plan
-from ckptd.core.retention import Ephemeral, RetentionPolicy
-from ckptd.core.view import Confirmation, Disk, JobView, SaveView
+from ckptd.core.policy.actions import AskConfirmation, Hold, Prune, ReleaseHold, Ship
+from ckptd.core.policy.permit import CommitRef, DeletePermit, OptOutPermit
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.retention import Ephemeral, RetentionPolicy
+from ckptd.core.policy.view import Confirmation, Disk, JobView, SaveView
 from tests.unit.core_views import NAS, job_view, key_of, remote_commit, save_view, sealed
 
 SHORT = Disk(free_bytes=10, reserve_bytes=1000, can_clone=False)

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.actions import (
+from ckptd.core.completeness.order import next_order
+from ckptd.core.model.save import Order
+from ckptd.core.policy.actions import (
     AskConfirmation,
     Convert,
     Describe,
@@ -22,12 +24,10 @@ from ckptd.core.actions import (
     Ship,
     Supplement,
 )
-from ckptd.core.backfill import to_ship
-from ckptd.core.order import next_order
-from ckptd.core.planner import plan
-from ckptd.core.retention import RetentionPolicy
-from ckptd.core.save import Order
-from ckptd.core.view import (
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.retention import RetentionPolicy
+from ckptd.core.policy.safety import to_ship
+from ckptd.core.policy.view import (
     UNIVERSAL,
     ZERO,
     DerivedRecord,

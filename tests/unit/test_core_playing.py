@@ -11,16 +11,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.core import leaving, playing
-from ckptd.core.forecast import Saved, forecast
-from ckptd.core.ground import ground_of, rotation_of
-from ckptd.core.ladder import Rung
-from ckptd.core.manifest import SaveWindow
-from ckptd.core.pieces import Ground, Pace, Piece
-from ckptd.core.playing import LEAST_SAVES, MOST_PIECES, play, summed
-from ckptd.core.retention import Ephemeral, RetentionPolicy
-from ckptd.core.save import Order
-from ckptd.core.view import UNIVERSAL, ZERO, Disk
+from ckptd.core.model.manifest import SaveWindow
+from ckptd.core.model.save import Order
+from ckptd.core.policy import capacity
+from ckptd.core.policy.capacity import (
+    LEAST_SAVES,
+    MOST_PIECES,
+    Ground,
+    Pace,
+    Piece,
+    Saved,
+    forecast,
+    ground_of,
+    play,
+    rotation_of,
+    summed,
+)
+from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
+from ckptd.core.policy.view import UNIVERSAL, ZERO, Disk
 from tests.unit.core_views import job_view, resized, save_view, sealed
 
 EVERY = 600.0
@@ -290,9 +298,9 @@ def judged(patch: pytest.MonkeyPatch) -> list[int]:
 
     def going(pieces: Any, *rest: Any, **more: Any) -> Any:
         asked.append(len(pieces))
-        return leaving.going(pieces, *rest, **more)
+        return capacity.going(pieces, *rest, **more)
 
-    patch.setattr(playing, "going", going)
+    patch.setattr(capacity, "going", going)
     return asked
 
 

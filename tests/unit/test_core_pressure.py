@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckptd.core.actions import (
+from ckptd.core.policy.actions import (
     Convert,
     DropDerived,
     Hold,
@@ -15,11 +15,10 @@ from ckptd.core.actions import (
     Ship,
     StopConverting,
 )
-from ckptd.core.blocking import blocked
-from ckptd.core.ladder import Rung
-from ckptd.core.planner import plan
-from ckptd.core.retention import Ephemeral, RetentionPolicy
-from ckptd.core.view import UNIVERSAL, DerivedRecord, DerivedState, Disk, JobView, SaveView
+from ckptd.core.policy.blockers import blocked
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
+from ckptd.core.policy.view import UNIVERSAL, DerivedRecord, DerivedState, Disk, JobView, SaveView
 from tests.unit.core_views import job_view, save_view, sealed
 
 ROOMY = Disk(free_bytes=10_000, reserve_bytes=1000, can_clone=True)

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd import files
-from ckptd.core.actions import Prune
-from ckptd.core.layouts import Grid
-from ckptd.core.planner import plan
-from ckptd.core.resumed import RESUMED_PATH, Resumed, read_word
-from ckptd.daemon.pruning import _check_no_save_began
+from ckptd.base import files
+from ckptd.core.model.layouts import Grid
+from ckptd.core.model.listing import RESUMED_PATH, Resumed, read_word
+from ckptd.core.policy.actions import Prune
+from ckptd.core.policy.planner import plan
+from ckptd.daemon.actions.prune import _check_no_save_began
 from ckptd.errors import SourceChanged
-from ckptd.local.scan import scan
+from ckptd.storage.local.scan import scan
 from tests.unit.core_views import job_view, save_view, sealed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.core.view import SaveView
+    from ckptd.core.policy.view import SaveView
 
 WORD = Resumed(tag="s1b1", written_ns={"s1b1": 1, "s2b1": 2, "s3b1": 3})
 

@@ -1,4 +1,4 @@
-"""Whose turn it is in a remote: core/runs.py as a table of scenes, and the row of documents over a store."""
+"""Whose turn it is in a remote: core/model/runs.py as a table of scenes, and the row of documents over a store."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.heartbeat import Heartbeat, SeenNode
-from ckptd.core.manifest import RemoteIdentity, to_bytes
-from ckptd.core.runs import Claim, Decision, Row, RunFile, judge, run_of
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.runs import Runs
-from ckptd.daemon.setup import node_id_of
-from ckptd.local.run_file import read_run, run_file, write_run
-from ckptd.remote import messages as m
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.heartbeats import Heartbeats
-from ckptd.remote.messages import RemoteSettings
-from ckptd.remote.runs import claim_run, newest_run, read_runs
-from ckptd.remote.service import Service
+from ckptd.core.model.heartbeat import Heartbeat, SeenNode
+from ckptd.core.model.manifest import RemoteIdentity, to_bytes
+from ckptd.core.model.runs import Claim, Decision, Row, RunFile, judge, run_of
+from ckptd.daemon.bootstrap import node_id_of
+from ckptd.daemon.intake.runs import Runs
+from ckptd.daemon.state.problems import Problems
+from ckptd.storage.child.service import Service
+from ckptd.storage.local.run_file import read_run, run_file, write_run
+from ckptd.storage.remote import messages as m
+from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.remote.messages import RemoteSettings
+from ckptd.storage.remote.runs import claim_run, newest_run, read_runs
+from ckptd.storage.stores.directory import DirectoryStore
 
 A: dict[str, Any] = {"node": "a", "node_id": "ida", "host": "ha", "user": "alice", "save_dir": "/a/output"}
 B: dict[str, Any] = {"node": "b", "node_id": "idb", "host": "hb", "user": "bob", "save_dir": "/b/output"}

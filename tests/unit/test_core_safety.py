@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptd.core.safety import exposed, newest_safe, steps_at_risk
+from ckptd.core.policy.safety import exposed, newest_safe, steps_at_risk
 from tests.unit.core_views import job_view, remote_commit, save_view, sealed
 
 

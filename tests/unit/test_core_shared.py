@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core import actions as a
-from ckptd.core.heartbeat import Heartbeat, SeenNode
-from ckptd.core.identity import FolderIdentity
-from ckptd.core.permit import DeletePermit
-from ckptd.core.shared import (
+from ckptd.base.identity import FolderIdentity
+from ckptd.core.model.heartbeat import Heartbeat, SeenNode
+from ckptd.core.policy import actions as a
+from ckptd.core.policy.leases import (
     LEASE,
     LeaseTerm,
     judge_lease,
@@ -23,10 +22,11 @@ from ckptd.core.shared import (
     share_of,
     term_seconds,
 )
-from ckptd.core.view import Tenure
+from ckptd.core.policy.permit import DeletePermit
+from ckptd.core.policy.view import Tenure
 from ckptd.errors import RefusedError
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.shared import hold_lease
+from ckptd.storage.remote.coordination import hold_lease
+from ckptd.storage.stores.directory import DirectoryStore
 
 PATHS = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(400)]
 HOSTS = ("a", "b", "c", "d")

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from ckptd.core.facts import Archive, FileFacts, TrainerFacts
-from ckptd.core.identity import FileIdentity, FolderIdentity
-from ckptd.core.lifecycle import Context, Memory, State, judge
-from ckptd.core.listing import FolderListing, ListedFile
-from ckptd.core.trainers import Trainer, added_by_us, layout_of, missing_weights
+from ckptd.base.identity import FileIdentity, FolderIdentity
+from ckptd.core.completeness.judge import Context, Memory, State, judge
+from ckptd.core.model.facts import Archive, FileFacts, TrainerFacts
+from ckptd.core.model.layouts import Trainer, added_by_us, layout_of, missing_weights
+from ckptd.core.model.listing import FolderListing, ListedFile
 
 RANK0 = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"

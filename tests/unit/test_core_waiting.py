@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.planner import plan
-from ckptd.core.retention import RetentionPolicy
-from ckptd.core.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, JobView, ShipRecord, ShipState
-from ckptd.core.waiting import tried_again
+from ckptd.core.policy.blockers import tried_again
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.retention import RetentionPolicy
+from ckptd.core.policy.view import (
+    UNIVERSAL,
+    ZERO,
+    DerivedRecord,
+    DerivedState,
+    JobView,
+    ShipRecord,
+    ShipState,
+)
 from tests.unit.core_views import NAS, committed_record, job_view, save_view, sealed
 
 FAILED = ShipRecord(remote=NAS, form=ZERO, state=ShipState.FAILED, tries=2, retry_at_seconds=1e9)

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import files
-from ckptd.core.facts import REVISION, Archive, FileFacts, ShardFacts
-from ckptd.core.identity import FileIdentity, FolderIdentity
-from ckptd.core.layouts import Role, parse_shard_name
-from ckptd.core.lifecycle import Context, State, Verdict, judge
-from ckptd.core.listing import FolderListing, ListedFile
-from ckptd.core.parts import Spread
-from ckptd.core.sealing import sealed_file
-from ckptd.core.trainers import Trainer
-from ckptd.local.scan import scan_folder
-from ckptd.zero.facts import RawFacts, shard_facts
+from ckptd.base import files
+from ckptd.base.identity import FileIdentity, FolderIdentity
+from ckptd.core.completeness.judge import Context, State, Verdict, judge
+from ckptd.core.completeness.markers import Spread
+from ckptd.core.completeness.sealing import sealed_file
+from ckptd.core.model.facts import REVISION, Archive, FileFacts, ShardFacts
+from ckptd.core.model.layouts import Role, Trainer, parse_shard_name
+from ckptd.core.model.listing import FolderListing, ListedFile
+from ckptd.formats.zero.facts import RawFacts, shard_facts
+from ckptd.storage.local.scan import scan_folder
 
 QUIET = Context(settle_seconds=1, quiet_seconds=100, is_in_flight=False, save_spread_seconds=60)
 OPTIM = "{}zero_pp_rank_{}_mp_rank_00_optim_states.pt"

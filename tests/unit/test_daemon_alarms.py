@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
-from ckptd.config_quantities import show_bytes
-from ckptd.convert.supervise import inspect_files
-from ckptd.core.blocking import LONG_SECONDS, SOON_SECONDS, blocked
-from ckptd.core.identity import FolderIdentity
-from ckptd.core.lifecycle import Context, State, Verdict, judge
-from ckptd.core.listing import FolderListing, SaveDirListing
-from ckptd.core.planner import plan
-from ckptd.core.retention import RetentionPolicy
-from ckptd.core.sealing import sealed_file
-from ckptd.core.trainers import Trainer
-from ckptd.core.view import Disk, JobView, RemoteView
-from ckptd.daemon import alarms, checks
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.state import JobState, Quiet
-from ckptd.daemon.unfinished import removal, unfinished
-from ckptd.journal import Journal
-from ckptd.local.scan import scan
+from ckptd.base import files
+from ckptd.base.identity import FolderIdentity
+from ckptd.config.quantities import show_bytes
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.core.completeness.judge import Context, State, Verdict, judge
+from ckptd.core.completeness.sealing import sealed_file
+from ckptd.core.model.layouts import Trainer
+from ckptd.core.model.listing import FolderListing, SaveDirListing
+from ckptd.core.policy.blockers import LONG_SECONDS, SOON_SECONDS, blocked
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.retention import RetentionPolicy
+from ckptd.core.policy.view import Disk, JobView, RemoteView
+from ckptd.daemon.health import checks, stalls
+from ckptd.daemon.health.stalls import removal, unfinished
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState, Quiet
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local.scan import scan
 from tests.unit.core_views import job_view, remote_commit, save_view, sealed
 from tests.unit.recover_scene import Scene
 
@@ -86,7 +86,7 @@ class Watched:
     def alarms(self) -> dict[str, str]:
         problems = self.state.problems
         problems.begin_turn()
-        alarms.see_alarms(self.job, self.state)
+        stalls.see_alarms(self.job, self.state)
         problems.end_turn()
         return {p.code: f"{p.text}; {p.next_step}" for p in problems.all()}
 
@@ -127,14 +127,14 @@ def test_ranks_may_lie_as_far_apart_as_they_ever_did(watched: Watched) -> None:
     watched.quiet = 9.0
     watched.look()
     assert watched.alarms() == {}
-    assert alarms.waits_for_alarm(watched.job, watched.state)
+    assert stalls.waits_for_alarm(watched.job, watched.state)
     watched.quiet, watched.state.widest_save_seconds = 50.0, 30.0
     watched.look()
     assert watched.alarms() == {}
     watched.quiet = 61.0
     watched.look()
     assert "shard-missing" in watched.alarms()
-    assert not alarms.waits_for_alarm(watched.job, watched.state)
+    assert not stalls.waits_for_alarm(watched.job, watched.state)
 
 
 def test_it_clears_when_the_shard_comes_or_a_later_save_is_whole(watched: Watched) -> None:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ckptd.daemon.backoff import PATIENCE, Asking, Breaker, backoff_seconds, seldom_seconds
+from ckptd.base.retry import PATIENCE, Asking, Breaker, backoff_seconds, seldom_seconds
 
 
 class Clock:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.daemon.control import DRAIN, PAUSE, Control, DrainFile, PauseFile, write_control
-from ckptd.daemon.problems import Problems
+from ckptd.daemon.actions.control import DRAIN, PAUSE, Control, DrainFile, PauseFile, write_control
+from ckptd.daemon.state.problems import Problems
 from tests.unit.descriptors import no_free_descriptor
 
 
@@ -93,8 +93,8 @@ def test_a_drain_ends_at_its_deadline_whatever_the_clock_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monotonic, unix = [100.0], [1_000_000.0]
-    monkeypatch.setattr("ckptd.daemon.control.time.monotonic", lambda: monotonic[0])
-    monkeypatch.setattr("ckptd.daemon.control.time.time", lambda: unix[0])
+    monkeypatch.setattr("ckptd.daemon.actions.control.time.monotonic", lambda: monotonic[0])
+    monkeypatch.setattr("ckptd.daemon.actions.control.time.time", lambda: unix[0])
     write_control(tmp_path, DRAIN, DrainFile(asked_at_unix_seconds=unix[0], seconds=30.0))
     one = Control()
     one.refresh(tmp_path)
@@ -123,8 +123,8 @@ def test_a_drain_that_ended_is_not_told_after_the_next_save(
 ) -> None:
     """Until then status tells how it ended: the node may have been spared, and somebody wants to know."""
     monotonic, unix = [100.0], [1_000_000.0]
-    monkeypatch.setattr("ckptd.daemon.control.time.monotonic", lambda: monotonic[0])
-    monkeypatch.setattr("ckptd.daemon.control.time.time", lambda: unix[0])
+    monkeypatch.setattr("ckptd.daemon.actions.control.time.monotonic", lambda: monotonic[0])
+    monkeypatch.setattr("ckptd.daemon.actions.control.time.time", lambda: unix[0])
     one = Control()
     one.begin_drain(30.0)
     seen_at = [unix[0] - 60.0]

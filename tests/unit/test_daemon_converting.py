@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
+from ckptd.base import extents, files
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.convert.engine.staging import partial_name
 from ckptd.convert.options import ConvertOptions
-from ckptd.convert.supervise import inspect_files
-from ckptd.convert.workplace import partial_name
-from ckptd.core.rows import SaveRow
-from ckptd.core.sealing import sealed_file
-from ckptd.core.view import DerivedRecord, DerivedState
-from ckptd.daemon.converting import PLACE, Signals, make_universal
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.recovery import recover
-from ckptd.daemon.state import JobState
+from ckptd.core.completeness.sealing import sealed_file
+from ckptd.core.model.records import SaveRow
+from ckptd.core.policy.view import DerivedRecord, DerivedState
+from ckptd.daemon.actions.convert import PLACE, Signals, make_universal
+from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState
 from ckptd.errors import BehindError, NoSpaceError
-from ckptd.journal import Journal
-from ckptd.local import fs
-from ckptd.local.scan import scan_folder
 from ckptd.observe.audit import Audit
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local import fs
+from ckptd.storage.local.scan import scan_folder
 from tests.unit.core_views import sealed
 from tests.unit.synthetic import write_stage12
 
@@ -124,7 +124,7 @@ def test_what_another_save_of_the_tag_left_goes_with_a_line(tmp_path: Path, row:
 
 def test_nothing_is_begun_that_would_eat_the_reserve(tmp_path: Path, row: SaveRow) -> None:
     with files.opened_dir(tmp_path) as fd:
-        free = files.free_bytes(fd)
+        free = extents.free_bytes(fd)
     with pytest.raises(NoSpaceError, match="must stay free"):
         made(tmp_path, row, Signals(), reserve_bytes=free + (1 << 30))
     assert left(tmp_path) == []

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from ckptd import files
-from ckptd.cli.status_words import Life, headline
-from ckptd.daemon.control import drain_code, drained_words
-from ckptd.daemon.linked import linked_here, look
-from ckptd.daemon.problems import Problems
+from ckptd.base import files
+from ckptd.cli.status.words import Life, headline
+from ckptd.daemon.actions.control import drain_code, drained_words
+from ckptd.daemon.intake.symlinked import linked_here, look
+from ckptd.daemon.state.problems import Problems
 from tests.unit.recover_scene import Scene
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.daemon.job import Job
-    from ckptd.daemon.problems import Problem
+    from ckptd.daemon.state.problems import Problem
 
 
 class Watched:

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from ckptd.core.manifest import RemoteIdentity
-from ckptd.daemon.links import RemoteLink
-from ckptd.daemon.problems import Problems
+from ckptd.core.model.manifest import RemoteIdentity
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.uploads.session import RemoteLink
 from ckptd.errors import NoSpaceError, RemoteUnreachable
-from ckptd.remote import messages as m
-from ckptd.remote.store import Abilities
+from ckptd.storage.remote import messages as m
+from ckptd.storage.stores.base import Abilities
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.daemon.processes import Process
+    from ckptd.storage.child.slots import Process
 
 IDENTITY = RemoteIdentity(format="1.0", remote_id="r", job_id="j", job="job", created="")
 BEFORE = m.Observation(identity=IDENTITY, commits=())

@@ -8,22 +8,23 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from ckptd.core.actions import MakeWay, Ship
-from ckptd.core.manifest import Commit, ManifestRef
-from ckptd.core.planner import plan
-from ckptd.core.retention import RetentionPolicy
-from ckptd.core.view import UNIVERSAL, ZERO, DerivedState, ShipRecord, ShipState
-from ckptd.daemon.checks import see_conversions
-from ckptd.daemon.orders import committed_source, making_of
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.processes import MAKING, Process
-from ckptd.daemon.seen import learn_forms, notice_lost
-from ckptd.daemon.shipping import Shipping
-from ckptd.daemon.state import Converting, JobState, Moving
-from ckptd.daemon.stuck import see_uploads
-from ckptd.journal import Journal, ObjectRow
-from ckptd.remote import messages as m
-from ckptd.remote.making_messages import Committed
+from ckptd.core.model.manifest import Commit, ManifestRef
+from ckptd.core.model.records import ObjectRow
+from ckptd.core.policy.actions import MakeWay, Ship
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.retention import RetentionPolicy
+from ckptd.core.policy.view import UNIVERSAL, ZERO, DerivedState, ShipRecord, ShipState
+from ckptd.daemon.health.checks import see_conversions
+from ckptd.daemon.health.stalls import see_uploads
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.remote_sync import learn_forms, notice_lost
+from ckptd.daemon.state.state import Converting, JobState, Moving
+from ckptd.daemon.uploads.requests import committed_source, making_of
+from ckptd.daemon.uploads.uploads import Shipping
+from ckptd.storage.child.slots import MAKING, Process
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.remote import messages as m
+from ckptd.storage.remote.messages import Committed
 from tests.unit.core_views import committed_record, job_view, key_of, save_view, sealed
 from tests.unit.test_daemon_links import Scene
 
@@ -370,7 +371,7 @@ def test_the_memory_of_a_form_goes_with_the_process_that_made_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One process for everything; after a form it ends as soon as nothing else is open, and only then."""
-    monkeypatch.setattr("ckptd.daemon.processes.RemoteClient", Client)
+    monkeypatch.setattr("ckptd.storage.child.slots.RemoteClient", Client)
     monkeypatch.setattr(Client, "made", ())
     settings = m.RemoteSettings(name="nas", url="/x", job="j", save_dir="/s", node="n", node_id="i")
     process = Process(settings, lambda *_: None)

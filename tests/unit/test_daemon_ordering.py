@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from ckptd.core.identity import FileIdentity, FolderIdentity
-from ckptd.core.listing import FolderListing, ListedFile, SaveDirListing
-from ckptd.core.manifest import Commit, ManifestRef
-from ckptd.core.save import Order
-from ckptd.core.view import ZERO, ShipRecord, ShipState
-from ckptd.daemon.beginning import Beginning
-from ckptd.daemon.knowledge import Knowledge
-from ckptd.daemon.ordering import Ordering
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.recogniser import Recogniser
-from ckptd.daemon.seen import adopt_commits
-from ckptd.daemon.state import JobState
-from ckptd.journal import Journal
-from ckptd.journal_tables import FOUND
-from ckptd.remote.messages import CommitView, Observation
+from ckptd.base.identity import FileIdentity, FolderIdentity
+from ckptd.core.model.listing import FolderListing, ListedFile, SaveDirListing
+from ckptd.core.model.manifest import Commit, ManifestRef
+from ckptd.core.model.save import Order
+from ckptd.core.policy.view import ZERO, ShipRecord, ShipState
+from ckptd.daemon.intake.initial_scan import Beginning
+from ckptd.daemon.intake.known_saves import Knowledge, Recogniser
+from ckptd.daemon.intake.ordering import Ordering
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.remote_sync import adopt_commits
+from ckptd.daemon.state.state import JobState
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.journal.schema import FOUND
+from ckptd.storage.remote.messages import CommitView, Observation
 from tests.unit.core_views import sealed
 
 if TYPE_CHECKING:

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from ckptd.config_model import LocalConfig
-from ckptd.core.identity import FileIdentity, FolderIdentity
-from ckptd.core.lifecycle import State, Verdict
-from ckptd.core.listing import FolderListing, ListedFile, SaveDirListing
-from ckptd.core.manifest import SaveWindow
-from ckptd.core.retention import Ephemeral, RetentionPolicy
-from ckptd.core.save import Order
-from ckptd.core.view import ZERO, Disk
-from ckptd.daemon.backoff import LeftAlone
-from ckptd.daemon.outlook import link_speed, outlook, see_outlook
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.state import JobState, Moving
-from ckptd.daemon.viewing import disk_of, next_save_bytes
-from ckptd.daemon.way import Way
-from ckptd.journal import Journal
+from ckptd.base.identity import FileIdentity, FolderIdentity
+from ckptd.base.retry import LeftAlone
+from ckptd.config.schema import LocalConfig
+from ckptd.core.completeness.judge import State, Verdict
+from ckptd.core.model.listing import FolderListing, ListedFile, SaveDirListing
+from ckptd.core.model.manifest import SaveWindow
+from ckptd.core.model.save import Order
+from ckptd.core.policy.retention import Ephemeral, RetentionPolicy
+from ckptd.core.policy.view import ZERO, Disk
+from ckptd.daemon.health.capacity import link_speed, outlook, see_outlook
+from ckptd.daemon.resources.disk_yield import Way
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState, Moving
+from ckptd.daemon.state.view_builder import disk_of, next_save_bytes
+from ckptd.storage.journal.journal import Journal
 from tests.unit.core_views import job_view, resized, save_view, sealed
 
 GB = 10**9

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.daemon.beating import say_ended
-from ckptd.daemon.places import Places
+from ckptd.daemon.heartbeat import say_ended
+from ckptd.storage.child.slots import Places
 
 if TYPE_CHECKING:
     from ckptd.daemon.job import Job as DaemonJob

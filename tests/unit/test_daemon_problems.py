@@ -11,23 +11,20 @@ from typing import Any, cast
 
 import pytest
 
-from ckptd import files
-from ckptd.core.actions import Plan
-from ckptd.core.ladder import Fate, Rung
-from ckptd.core.lifecycle import State, Verdict
-from ckptd.core.manifest import Tombstone
-from ckptd.core.retention import RetentionPolicy
-from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
-from ckptd.daemon import problems as of_problems
-from ckptd.daemon.control import Control, stalled_drain
-from ckptd.daemon.holds import forget_lost_holds
-from ckptd.daemon.problems import CODES, HEALS_SECONDS, Problems
-from ckptd.daemon.refusals import Stays
-from ckptd.daemon.state import JobState
-from ckptd.daemon.stuck import see_stuck
-from ckptd.daemon.unfinished import unfinished, way_out
+from ckptd.base import files
+from ckptd.core.completeness.judge import State, Verdict
+from ckptd.core.model.manifest import Tombstone
+from ckptd.core.policy.actions import Plan
+from ckptd.core.policy.retention import Fate, RetentionPolicy, Rung
+from ckptd.core.policy.view import UNIVERSAL, ZERO, ShipRecord, ShipState
+from ckptd.daemon.actions.control import Control, stalled_drain
+from ckptd.daemon.health.stalls import see_stuck, unfinished, way_out
+from ckptd.daemon.intake.clones import forget_lost_holds
+from ckptd.daemon.state import problems as of_problems
+from ckptd.daemon.state.problems import CODES, HEALS_SECONDS, Problems
+from ckptd.daemon.state.state import JobState, Stays
 from ckptd.errors import NotPermitted
-from ckptd.journal import Journal
+from ckptd.storage.journal.journal import Journal
 from tests.unit.core_views import committed_record, job_view, key_of, save_view, sealed
 
 DAEMON = Path(of_problems.__file__).parent
@@ -410,7 +407,7 @@ def test_a_drain_waits_for_no_remote_on_which_nothing_moves() -> None:
 def test_a_drain_that_was_asked_for_says_what_it_need_not_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at once: a remote that was cut just before gets its next try. Nor after the deadline."""
     now = [100.0]
-    monkeypatch.setattr("ckptd.daemon.control.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ckptd.daemon.actions.control.time.monotonic", lambda: now[0])
     control = Control()
     assert control.stalled([drains()]) == ()
     control.begin_drain(120.0)

@@ -12,29 +12,29 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from ckptd import files
-from ckptd.core.actions import Ship
-from ckptd.core.view import ZERO, ShipState
-from ckptd.daemon.orders import hold_name
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.shipping import Shipping
-from ckptd.daemon.state import JobState
+from ckptd.base import files
+from ckptd.core.policy.actions import Ship
+from ckptd.core.policy.view import ZERO, ShipState
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState
+from ckptd.daemon.uploads.requests import hold_name
+from ckptd.daemon.uploads.uploads import Shipping
 from ckptd.errors import CkptdError, RemoteError
-from ckptd.journal import Journal
-from ckptd.remote import messages as m
-from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.commit import ship
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.pacing import Pacer
-from ckptd.remote.reader import live_commits, manifests_of, read_remote
-from ckptd.remote.transfer import Control
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.remote import messages as m
+from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
+from ckptd.storage.remote.transfer import Control
+from ckptd.storage.stores.checksums import crc64, to_hex
+from ckptd.storage.stores.directory import DirectoryStore
+from ckptd.storage.stores.rate_limit import Pacer
 from tests.stores.scene import JOB_ID, Node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ckptd.remote.commit import Ground
+    from ckptd.storage.remote.commit import Ground
 
 
 class _OneByOne(DirectoryStore):

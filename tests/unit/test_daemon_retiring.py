@@ -7,15 +7,15 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ckptd.config import job_from_arguments
-from ckptd.core.actions import Retire
-from ckptd.core.view import UNIVERSAL
-from ckptd.daemon import viewing
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.retiring import Retiring, take_up_belt
-from ckptd.daemon.state import JobState
-from ckptd.journal import Journal
+from ckptd.config.loader import job_from_arguments
+from ckptd.core.policy.actions import Retire
+from ckptd.core.policy.view import UNIVERSAL
+from ckptd.daemon.state import view_builder
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState
+from ckptd.daemon.uploads.retire import Retiring, take_up_belt
 from ckptd.observe.audit import Audit
+from ckptd.storage.journal.journal import Journal
 from tests.unit.core_views import remote_commit, sealed
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def test_each_remote_has_a_belt_of_its_own_and_its_own_limit(tmp_path: Path) -> 
     config: Any = SimpleNamespace(remotes=tuple(remotes.values()))
 
     def left(state: JobState) -> list[int]:
-        return [viewing._retirements_left(config, state, one) for one in config.remotes]
+        return [view_builder._retirements_left(config, state, one) for one in config.remotes]
 
     retiring = Retiring(job, state, links, Audit(tmp_path / "audit.jsonl"), lambda: None)
     assert left(state) == [3, 4]
@@ -97,11 +97,11 @@ def test_what_goes_from_a_remote_without_the_zero_form_uses_up_its_belt(tmp_path
     state = state_in(tmp_path)
     links: Any = {one.name: SimpleNamespace(order=lambda *_: 1, ship_order=None) for one in job.remotes}
     retiring = Retiring(job, state, links, Audit(tmp_path / "audit.jsonl"), lambda: None)
-    before = [viewing._retirements_left(job, state, one) for one in job.remotes]
+    before = [view_builder._retirements_left(job, state, one) for one in job.remotes]
     for remote in job.remotes:
         commit = remote_commit(sealed(1), UNIVERSAL)
         retiring.retire(Retire(remote=remote.name, commit=commit, reason="save_total_limit 2"))
-    left = [viewing._retirements_left(job, state, one) for one in job.remotes]
+    left = [view_builder._retirements_left(job, state, one) for one in job.remotes]
     assert [was - now for was, now in zip(before, left, strict=True)] == [0, 1]
     state.journal.close()
 
@@ -114,7 +114,7 @@ def test_a_belt_of_an_older_journal_counts_for_every_remote(tmp_path: Path) -> N
     names = ("nas", "other")
     remotes = tuple(SimpleNamespace(name=n, policy=SimpleNamespace(save_total_limit=None)) for n in names)
     config: Any = SimpleNamespace(remotes=remotes)
-    assert [viewing._retirements_left(config, state, one) for one in config.remotes] == [2, 2]
+    assert [view_builder._retirements_left(config, state, one) for one in config.remotes] == [2, 2]
     ((_, at),) = state.retired_at.items()
     assert 0 < time.monotonic() - at < 120
     state.journal.close()

@@ -8,24 +8,26 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from ckptd import files, journal_past
-from ckptd.core.actions import Convert, Ship
-from ckptd.core.deriving import MAX_CONVERSION_TRIES
-from ckptd.core.facts import Archive, FileFacts
-from ckptd.core.listing import SaveDirListing
-from ckptd.core.planner import plan
-from ckptd.core.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
-from ckptd.daemon.checks import see_conversions
-from ckptd.daemon.chores import Chores
-from ckptd.daemon.gone import why_gone
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.recovery import recover
-from ckptd.daemon.shipping import Shipping
-from ckptd.daemon.state import JobState
+from ckptd.base import files
+from ckptd.core.model.facts import Archive, FileFacts
+from ckptd.core.model.listing import SaveDirListing
+from ckptd.core.model.records import DeletionIntent, SaveRow
+from ckptd.core.policy.actions import Convert, Ship
+from ckptd.core.policy.derived_forms import MAX_CONVERSION_TRIES
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.daemon.actions.local import Chores
+from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.health.checks import see_conversions
+from ckptd.daemon.health.stalls import why_gone
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState
+from ckptd.daemon.uploads.uploads import Shipping
 from ckptd.errors import LockHeld, NoSpaceError, NotPermitted, RefusedError, SourceChanged
-from ckptd.journal import DeletionIntent, Journal, SaveRow
-from ckptd.journal_past import ANY_TAG
 from ckptd.observe.audit import Audit
+from ckptd.storage.journal import history
+from ckptd.storage.journal.history import ANY_TAG
+from ckptd.storage.journal.journal import Journal
 from tests.unit.core_views import job_view, save_view, sealed
 from tests.unit.recover_scene import Scene, known_save
 
@@ -178,13 +180,13 @@ def test_what_changed_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Sealing, holding and pruning of thousands read the row that changed, not all of them each time."""
     state, ids = _state_of(tmp_path / "journal.db", 40)
     read: list[int] = []
-    whole = journal_past.save_row
+    whole = history.save_row
 
     def noted(row: tuple[Any, ...]) -> SaveRow:
         read.append(row[0])
         return whole(row)
 
-    monkeypatch.setattr(journal_past, "save_row", noted)
+    monkeypatch.setattr(history, "save_row", noted)
     failed = ShipRecord(remote="nas", form=ZERO, state=ShipState.FAILED, tries=2, retry_at_seconds=1e9)
     state.put_ship(ids[3], failed)
     state.journal.set_held(ids[3], held=True)
@@ -207,8 +209,8 @@ def test_what_changed_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_what_ended_long_ago_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for what is here, was here before us, may come back, or decides on an order."""
-    monkeypatch.setattr(journal_past, "KEPT_ENDED", 5)
-    monkeypatch.setattr(journal_past, "_FACTS_SECONDS", -1.0)
+    monkeypatch.setattr(history, "KEPT_ENDED", 5)
+    monkeypatch.setattr(history, "_FACTS_SECONDS", -1.0)
     state, ids = _state_of(tmp_path / "journal.db", 40)
     journal = state.journal
     state.listing = SaveDirListing(device=1, folders=())

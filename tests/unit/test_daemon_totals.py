@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.config_model import DaemonConfig
-from ckptd.config_timetable import Timetable, parse_timetable
-from ckptd.daemon.totals import Slots, Totals, shares
-from ckptd.remote.pacing import Pacer
+from ckptd.config.quantities import Timetable, parse_timetable
+from ckptd.config.schema import DaemonConfig
+from ckptd.daemon.resources.limits import Slots, Totals, shares
+from ckptd.storage.stores.rate_limit import Pacer
 
 if TYPE_CHECKING:
-    from ckptd.daemon.links import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteLink
 
 
 class Line:

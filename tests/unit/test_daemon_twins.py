@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from ckptd.config import DaemonConfig, load_job
-from ckptd.daemon.setup import on_attached
-from ckptd.daemon.twins import AWAY_NEXT_STEP
+from ckptd.config.loader import load_job
+from ckptd.config.schema import DaemonConfig
+from ckptd.daemon.bootstrap import on_attached
+from ckptd.daemon.uploads.duplicates import AWAY_NEXT_STEP
 from ckptd.errors import ConfigError
-from ckptd.journal import Journal
-from ckptd.recover.check import check_job
-from ckptd.remote import messages as m
-from ckptd.remote.attach import attach
-from ckptd.remote.one_place import NEXT_STEP
-from ckptd.remote.open import open_store
-from ckptd.remote.store import Abilities
+from ckptd.maintenance.check import check_job
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.remote import messages as m
+from ckptd.storage.remote.attach import NEXT_STEP, attach
+from ckptd.storage.stores.base import Abilities
+from ckptd.storage.stores.open import open_store
 from tests.stores.scene import Node
 from tests.unit.test_daemon_links import IDENTITY, Line, Scene
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.daemon.job import Job
-    from ckptd.daemon.processes import Process
+    from ckptd.storage.child.slots import Process
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="needs root (mounts)")
 

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
-from ckptd.config import job_from_arguments
-from ckptd.core.identity import FolderIdentity
-from ckptd.core.lifecycle import State, Verdict
-from ckptd.core.listing import FolderListing, ListedFile, SaveDirListing
-from ckptd.core.manifest import SaveWindow
-from ckptd.core.rows import SaveState
-from ckptd.core.view import DerivedRecord, JobView
-from ckptd.daemon import viewing
+from ckptd.base import files
+from ckptd.base.identity import FolderIdentity
+from ckptd.config.loader import job_from_arguments
+from ckptd.core.completeness.judge import State, Verdict
+from ckptd.core.model.listing import FolderListing, ListedFile, SaveDirListing
+from ckptd.core.model.manifest import SaveWindow
+from ckptd.core.model.records import SaveState
+from ckptd.core.policy.view import DerivedRecord, JobView
 from ckptd.daemon.job import Job
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.state import JobState
-from ckptd.journal import Journal
+from ckptd.daemon.state import view_builder
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState
+from ckptd.storage.journal.journal import Journal
 from tests.unit.core_views import resized, sealed
 from tests.unit.test_daemon_waiting import view_of
 
@@ -39,7 +39,7 @@ def test_a_folder_that_a_worker_still_removes_counts_as_pruned() -> None:
         row.derived = DerivedRecord()
         job: Any = SimpleNamespace(backfill="all", remotes=())
         daemon: Any = SimpleNamespace(ships={}, busy=Counter())
-        return viewing._fresh(job, daemon, row, None, frozenset()).is_pruned
+        return view_builder._fresh(job, daemon, row, None, frozenset()).is_pruned
 
     assert [is_pruned(state) for state in ("present", "pruned", "vanished", "superseded")] == [
         True,
@@ -84,7 +84,7 @@ class House:
 
     def view(self) -> JobView:
         with files.opened_dir(self.save_dir) as fd:
-            return viewing.build_view(
+            return view_builder.build_view(
                 self.config, self.state, {self.link.name: self.link}, fd, pins=frozenset(), may_delete=True
             )
 
@@ -251,5 +251,5 @@ def test_the_next_save_is_taken_for_as_large_as_the_largest_of_five(
         window = SaveWindow(first=step, last=step)
         state.verdicts[save.tag] = Verdict(state=State.COMPLETE, window=window, step=step)
     state.listing = SaveDirListing(device=1, folders=tuple(folders))
-    assert viewing.next_save_bytes(state) == need
+    assert view_builder.next_save_bytes(state) == need
     state.journal.close()

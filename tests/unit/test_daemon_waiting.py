@@ -10,28 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.config_model import JobConfig
-from ckptd.core import coverage
-from ckptd.core.coverage import KnownManifest, build_commit
-from ckptd.core.decision import Decision
-from ckptd.core.identity import FolderIdentity
-from ckptd.core.layouts import NamedShard, Role, ShardKey
-from ckptd.core.listing import FolderListing, SaveDirListing
-from ckptd.core.manifest import NodeManifest, manifest_key, sha256_of, to_bytes
-from ckptd.core.manifest_names import name_in
-from ckptd.core.missing import Part
-from ckptd.core.planner import plan
-from ckptd.core.view import ZERO, ShipRecord, ShipState
-from ckptd.daemon.beginning import Beginning
-from ckptd.daemon.decisions import DECISIONS, write_decision
-from ckptd.daemon.knowledge import Knowledge
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.seen import is_written_down, parts_in
-from ckptd.daemon.state import JobState
-from ckptd.daemon.waiting import Waiting, see_waiting, waiting_on
+from ckptd.base.identity import FolderIdentity
+from ckptd.config.schema import JobConfig
+from ckptd.core.completeness.missing import Part
+from ckptd.core.model import coverage
+from ckptd.core.model.coverage import KnownManifest, build_commit
+from ckptd.core.model.decision import Decision
+from ckptd.core.model.layouts import NamedShard, Role, ShardKey
+from ckptd.core.model.listing import FolderListing, SaveDirListing
+from ckptd.core.model.manifest import NodeManifest, manifest_key, name_in, sha256_of, to_bytes
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.view import ZERO, ShipRecord, ShipState
+from ckptd.daemon.intake.decisions import DECISIONS, write_decision
+from ckptd.daemon.intake.initial_scan import Beginning
+from ckptd.daemon.intake.known_saves import Knowledge
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.remote_sync import is_written_down, parts_in
+from ckptd.daemon.state.state import JobState
+from ckptd.daemon.uploads.commit_wait import Waiting, see_waiting, waiting_on
 from ckptd.errors import NotPermitted
-from ckptd.journal import Journal
-from ckptd.remote import messages as m
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.remote import messages as m
 from tests.model.commit_code import TWO_NODES, order_of, sealed
 from tests.unit.core_views import job_view, save_view
 from tests.unit.test_daemon_links import IDENTITY, Scene
@@ -263,7 +262,7 @@ def test_what_a_remote_refuses_to_let_go_is_asked_ever_more_seldom(
 ) -> None:
     """After a minute at first, for rights that are wrong for a moment; every hour in the end."""
     now = [1000.0]
-    monkeypatch.setattr("ckptd.daemon.state.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ckptd.daemon.state.state.time.monotonic", lambda: now[0])
     state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
     pauses = []
     error = NotPermitted("it may not be removed")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.decision import Decision
-from ckptd.daemon.decisions import DECISIONS, Decisions, read_decisions, write_decision
-from ckptd.journal import Journal
+from ckptd.core.model.decision import Decision
+from ckptd.daemon.intake.decisions import DECISIONS, Decisions, read_decisions, write_decision
+from ckptd.storage.journal.journal import Journal
 from tests.unit.descriptors import no_free_descriptor
 
 PIN = Decision(kind="pin", tag="global_step1", serial=5)

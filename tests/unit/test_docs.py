@@ -15,7 +15,7 @@ from typer.main import get_group
 
 from bench.docs_nav import decisions
 from ckptd.cli.main import VERBS, build_app
-from ckptd.daemon.problems import CODES
+from ckptd.daemon.state.problems import CODES
 from tests import configuration_page, console
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

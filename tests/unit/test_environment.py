@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ckptd import config_env
+from ckptd.cli.daemon.run import load
 from ckptd.cli.main import VERBS
-from ckptd.cli.run_cmd import load
+from ckptd.config import environment
 from ckptd.errors import UsageError
 from tests.unit.repair_scene import RepairScene, built, run_here, scene
 from tests.unit.restore_scene import TAG
@@ -142,7 +142,7 @@ def test_a_variable_that_means_nothing_for_this_url(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Set for S3; the URL of the command line is a directory: said once, not used, no refusal."""
-    config_env._say_once.cache_clear()
+    environment._say_once.cache_clear()
     monkeypatch.setenv("CKPTD_REMOTE_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("CKPTD_REMOTE_PART_SIZE", "64MiB")
     monkeypatch.setenv("CKPTD_REMOTE_CREDENTIALS", "profile:train")
@@ -154,7 +154,7 @@ def test_a_variable_that_means_nothing_for_this_url(
         f"CKPTD_REMOTE_{key}" for key in ("CREDENTIALS", "ENDPOINT_URL", "PART_SIZE")
     ]
     assert all(str(single.nas) in text and "not used" in text for text in said)
-    found = config_env.remote_settings({"CKPTD_REMOTE_ENDPOINT_URL": "http://x"}, "s3://bucket/x")
+    found = environment.remote_settings({"CKPTD_REMOTE_ENDPOINT_URL": "http://x"}, "s3://bucket/x")
     assert found == {"endpoint_url": "http://x"}
     # in a job file it is a mistake
     path = job_file(single, single.root / "conf")

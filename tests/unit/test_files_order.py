@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd import files
-from ckptd.local import fs
+from ckptd.base import files
+from ckptd.storage.local import fs
 from tests.unit.test_local_prune import permit_for, prune, save_dir
 
 if TYPE_CHECKING:

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.core.decision import Decision
-from ckptd.core.listing import SaveDirListing
-from ckptd.core.view import ZERO
-from ckptd.daemon.beginning import FirstLook, beginning
-from ckptd.daemon.decisions import read_decisions, write_decision
-from ckptd.daemon.knowledge import Knowledge
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.state import JobState
-from ckptd.journal import Journal
-from ckptd.local.run_file import place_of
-from ckptd.remote import messages as m
+from ckptd.core.model.decision import Decision
+from ckptd.core.model.listing import SaveDirListing
+from ckptd.core.policy.view import ZERO
+from ckptd.daemon.intake.decisions import read_decisions, write_decision
+from ckptd.daemon.intake.initial_scan import FirstLook, beginning
+from ckptd.daemon.intake.known_saves import Knowledge
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local.run_file import place_of
+from ckptd.storage.remote import messages as m
 from tests.unit.core_views import sealed
 from tests.unit.recover_scene import Scene
 from tests.unit.test_daemon_links import IDENTITY

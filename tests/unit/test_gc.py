@@ -10,24 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import files
-from ckptd.config import JobConfig
-from ckptd.core.decision import Decision
-from ckptd.core.heartbeat import Heartbeat
-from ckptd.core.manifest import NodeManifest, Tombstone, manifest_key, sha256_of, to_bytes
+from ckptd.base import files
+from ckptd.config.schema import JobConfig
+from ckptd.core.model.decision import Decision
+from ckptd.core.model.heartbeat import Heartbeat
+from ckptd.core.model.manifest import NodeManifest, Tombstone, manifest_key, sha256_of, to_bytes
+from ckptd.core.model.records import ObjectRow
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, StorageError
-from ckptd.journal import Journal, ObjectRow
+from ckptd.maintenance.gc import Collector
+from ckptd.maintenance.repair import Unfinished
+from ckptd.maintenance.verify import Verifier
 from ckptd.observe.audit import Audit
-from ckptd.recover.garbage import Collector
-from ckptd.recover.known import sealed_here
-from ckptd.recover.sight import RemoteSight, look_at_remote
-from ckptd.recover.unfinished import Unfinished
-from ckptd.recover.verified import Slice, exit_code
-from ckptd.recover.verify import Verifier
-from ckptd.remote import collect
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.heartbeats import Heartbeats
-from ckptd.remote.resend import spare_key
+from ckptd.recover.select.inventory import RemoteSight, look_at_remote
+from ckptd.recover.select.journal_reader import sealed_here
+from ckptd.recover.select.verify_result import Slice, exit_code
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.remote import garbage
+from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.remote.repair import spare_key
+from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.counting import CountingStore
 from tests.stores.scene import Node
 from tests.unit.refusing import refuse
@@ -161,21 +162,21 @@ def test_what_is_listed_meanwhile_stays(
     scene: RepairScene, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """P3: between looking and removing, and between two removals, another node may list an object."""
-    monkeypatch.setattr(collect, "_AT_A_TIME", 1)
+    monkeypatch.setattr(garbage, "_AT_A_TIME", 1)
     lost_revision(scene, "global_step5", "lost", "other", "third")
     here = sight(scene)
-    found = collect.find(here.store, here.observation.identity)
+    found = garbage.find(here.store, here.observation.identity)
     gone: list[str] = []
     last = found.objects[2].key
     if when == "before the first":
         list_it(scene, last)
 
-    def removed(one: collect.Garbage) -> None:
+    def removed(one: garbage.Garbage) -> None:
         gone.append(one.key)
         if when == "between two" and len(gone) == 1:
             list_it(scene, last)
 
-    collect.carry_out(here.store, here.observation.identity, found, removed)
+    garbage.carry_out(here.store, here.observation.identity, found, removed)
     assert last in {"global_step5/lost", "global_step5/other", "global_step5/third"}
     assert (scene.nas / last).exists()
     assert last not in gone
@@ -432,10 +433,10 @@ def test_every_manifest_is_read_once(tmp_path: Path) -> None:
         store.put(f"old/{name}", b"1")
     store.count()
     identity = ground.identity
-    found = collect.find(store, identity)
+    found = garbage.find(store, identity)
     wanted = "old/shard249"
 
-    def gone(one: collect.Garbage) -> None:
+    def gone(one: garbage.Garbage) -> None:
         if int(one.key[-3:]) % 50:
             return
         node.tag = f"global_step{100 + int(one.key[-3:])}"
@@ -444,7 +445,7 @@ def test_every_manifest_is_read_once(tmp_path: Path) -> None:
         first = order.files[0].model_copy(update={"key": wanted}) if one.key[-3:] == "050" else order.files[0]
         node.ship(ground, order.model_copy(update={"files": (first, *order.files[1:])}))
 
-    collect.carry_out(store, identity, found, gone)
+    garbage.carry_out(store, identity, found, gone)
     assert [key for key in store.objects if key.startswith("old/")] == [wanted]
     read = {
         key: count for key, count in store.gets.items() if "/nodes/global_step" in key and "step1~" in key

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.journal import Journal, ObjectRow
+from ckptd.core.model.records import ObjectRow
+from ckptd.storage.journal.journal import Journal
 
 if TYPE_CHECKING:
     from pathlib import Path

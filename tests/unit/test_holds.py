@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import files
-from ckptd.core.save import SealedSave
-from ckptd.core.view import UNIVERSAL, ZERO, ShipRecord, ShipState
-from ckptd.daemon.holds import settle_holds, take_up_holds
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.state import JobState
+from ckptd.base import files
+from ckptd.core.model.save import SealedSave
+from ckptd.core.policy.view import UNIVERSAL, ZERO, ShipRecord, ShipState
+from ckptd.daemon.intake.clones import settle_holds, take_up_holds
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState
 from ckptd.errors import SourceChanged
-from ckptd.journal import Journal
-from ckptd.local import hold
 from ckptd.observe.audit import Audit
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local import clones
 from tests.stores.scene import Node
 
 
@@ -53,7 +53,7 @@ def test_a_hold_of_what_is_written_while_it_is_cloned_is_none(
 
     monkeypatch.setattr(files, "clone_file", clone)
     with files.opened_dir(tmp_path) as fd, pytest.raises(SourceChanged):
-        hold.make(fd, "global_step5", "global_step5.1", save.files, b"{}")
+        clones.make(fd, "global_step5", "global_step5.1", save.files, b"{}")
     assert is_written
     assert list(place.iterdir()) == []
 
@@ -74,7 +74,7 @@ def test_a_hold_keeps_the_empty_folders_of_its_save(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(files, "clone_file", clone)
     place = tmp_path / "_ckptd" / "hold" / "global_step5.1"
     with files.opened_dir(tmp_path) as fd:
-        hold.make(fd, save.tag, place.name, save.files, save.model_dump_json().encode(), save.empty)
+        clones.make(fd, save.tag, place.name, save.files, save.model_dump_json().encode(), save.empty)
         assert all((place / path).is_dir() for path in empty)
         shutil.rmtree(tmp_path / "global_step5")
         journal = Journal(tmp_path / "journal.db")

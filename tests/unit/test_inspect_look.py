@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ckptd.cli.inspect_look import look
+from ckptd.cli.checkpoints.inspect import look
 from ckptd.cli.main import build_app
-from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
 from ckptd.errors import NotFoundError
 from tests.unit.synthetic import Shapes, write_stage3, write_stage12
 

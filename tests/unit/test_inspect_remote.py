@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ckptd.cli.inspect_look import look
+from ckptd.cli.checkpoints.inspect import look
 from tests.unit.recover_scene import Scene, scene
 
 __all__ = ["scene"]

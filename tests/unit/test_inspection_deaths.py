@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
-from ckptd.convert import children, inspect_child, inspection
-from ckptd.convert.inspection import MAX_DEATHS, inspect_files
-from ckptd.core.facts import Archive
-from ckptd.core.lifecycle import Context, State, Verdict, judge
-from ckptd.daemon.reading import TRIES, Reading
-from ckptd.daemon.unfinished import what_reads_it
+from ckptd.base import files
+from ckptd.convert.engine import children, inspect, inspect_child
+from ckptd.convert.engine.inspect import MAX_DEATHS, inspect_files
+from ckptd.core.completeness.judge import Context, State, Verdict, judge
+from ckptd.core.model.facts import Archive
+from ckptd.daemon.health.stalls import what_reads_it
+from ckptd.daemon.intake.inspection import TRIES, Reading
 from ckptd.errors import StorageError
-from ckptd.journal import Journal
-from ckptd.local.scan import scan, scan_folder
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local.scan import scan, scan_folder
 from tests.unit.recover_scene import Scene
 from tests.unit.synthetic import drop_crcs, write_archive, write_stage12
 from tests.unit.test_reading import AtOnce, hourly
@@ -206,13 +206,13 @@ def test_a_long_reading_says_that_it_lives(
     monkeypatch.setattr(inspect_child, "_emit", said.append)
     monkeypatch.setattr(inspect_child, "_ALIVE_SECONDS", 0.0)
     with files.opened_dir(tmp_path) as fd:
-        last = inspect_child._inspect(fd, 0, inspection._asked(path.name))
+        last = inspect_child._inspect(fd, 0, inspect._asked(path.name))
     assert last["fingerprint"]
     assert said.count({"alive": True}) >= (5 if records == 0 else 9)
     with files.opened_dir(tmp_path) as fd, monkeypatch.context() as patch:
         said.clear()
         patch.setattr(inspect_child, "_ALIVE_SECONDS", 3600.0)
-        inspect_child._inspect(fd, 0, inspection._asked(path.name))
+        inspect_child._inspect(fd, 0, inspect._asked(path.name))
     assert {"alive": True} not in said
 
 

@@ -12,17 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.cli import service_cmd
-from ckptd.cli.service_cmd import _next_steps, _program
-from ckptd.config import load_all, user_name
+from ckptd.cli.setup import service
+from ckptd.cli.setup.service import _next_steps, _program
+from ckptd.config.commands import user_name
+from ckptd.config.loader import load_all
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, RefusedError, TargetExists
-from ckptd.install import reach, units
-from ckptd.install.compare import service_paths
-from ckptd.install.paths import uncovered, writable_paths
-from ckptd.install.plan import Command, Remove, Target, Write, install_steps, uninstall_steps
-from ckptd.install.reach import check_runs
-from ckptd.install.service import carry_out
-from ckptd.install.units import DropIn
+from ckptd.maintenance.install import plan, units
+from ckptd.maintenance.install.plan import (
+    Command,
+    Remove,
+    Target,
+    Write,
+    check_runs,
+    install_steps,
+    service_paths,
+    uncovered,
+    uninstall_steps,
+    writable_paths,
+)
+from ckptd.maintenance.install.service import carry_out
+from ckptd.maintenance.install.units import DropIn
 
 JOB = 'save_dir = "{save_dir}"\n[[remote]]\nname = "nas"\nurl = "{url}"\nsame_filesystem = true\n'
 
@@ -219,7 +228,7 @@ def test_whoever_does_not_linger_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     """A service of a user's own ends with the last session."""
     target_of_mine = Target(folder=tmp_path, user=None)
     loaded = load_all(tmp_path)
-    monkeypatch.setattr(service_cmd, "_LINGER", tmp_path)
+    monkeypatch.setattr(service, "_LINGER", tmp_path)
     assert any(
         "loginctl enable-linger" in line
         for line in _next_steps(target_of_mine, loaded, tmp_path, started=True)
@@ -258,7 +267,7 @@ def test_what_the_user_runs_gets_no_hold_of_root(monkeypatch: pytest.MonkeyPatch
     check_runs(("/bin/sh", "-c", is_leader), "nobody")
     with pytest.raises(NotPermitted, match="cannot open \ufffd"):
         check_runs(("/bin/sh", "-c", r"printf 'cannot open \377' >&2; exit 1"), "nobody")
-    monkeypatch.setattr(reach, "_SECONDS", 0.5)
+    monkeypatch.setattr(plan, "_SECONDS", 0.5)
     began = time.monotonic()
     with pytest.raises(NotPermitted, match=r"no end after 0\.5 s"):
         check_runs(("/bin/sh", "-c", "sleep 50 & sleep 50"), "nobody")

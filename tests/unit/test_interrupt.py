@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from ckptd.errors import NotPermitted
-from ckptd.recover.sources import where_of
+from ckptd.recover.select.sources import where_of
 from tests.unit.restore_scene import OPTIM, TAG, RestoreScene, scene
 
 __all__ = ["scene"]
@@ -53,7 +53,7 @@ def interrupted(when: str, *arguments: str, ignored: bool = False) -> subprocess
         "typer",
         "typer.main",
         "ckptd.errors",
-        "ckptd.cli.list_cmd",
+        "ckptd.cli.checkpoints.listing",
         "rich.console",
     ],
 )

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.cli.main import main
-from ckptd.cli.status_cmd import is_meant
-from ckptd.config import LoadedConfig
+from ckptd.cli.status.command import is_meant
+from ckptd.config.loader import LoadedConfig
 from tests.unit.recover_scene import Scene, scene
 
 __all__ = ["scene"]

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.errors import JournalDamaged, JournalFailed
-from ckptd.journal import Journal
-from ckptd.journal_db import Database, connect
-from ckptd.journal_tables import SCHEMA, prepare
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.journal.schema import SCHEMA, Database, connect, prepare
 from tests.golden.make import HERE
 
 

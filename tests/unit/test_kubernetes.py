@@ -11,8 +11,8 @@ import yaml
 from typer.main import get_group
 
 from ckptd.cli.main import build_app
-from ckptd.config_env import settings_from_environment
-from ckptd.config_quantities import parse_duration
+from ckptd.config.environment import settings_from_environment
+from ckptd.config.quantities import parse_duration
 from tests.real import REPOSITORY
 
 PLACE = REPOSITORY / "examples" / "kubernetes"

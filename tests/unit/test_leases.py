@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.manifest import Lease, lease_key, to_bytes
+from ckptd.convert.remote.uploader import NOTE
+from ckptd.core.model.manifest import Lease, lease_key, to_bytes
 from ckptd.errors import RefusedError
-from ckptd.recover.garbage import Collector
-from ckptd.recover.ranged_upload import NOTE
-from ckptd.recover.sight import RemoteSight
-from ckptd.remote.commit import Ground, ship
-from ckptd.remote.leases import compare, lapse, leases_of
-from ckptd.remote.pacing import Cancelled
-from ckptd.remote.reader import live_commits, read_remote
+from ckptd.maintenance.gc import Collector
+from ckptd.recover.select.inventory import RemoteSight
+from ckptd.storage.remote.commit import Ground, ship
+from ckptd.storage.remote.observe import live_commits, read_remote
+from ckptd.storage.remote.repair import compare, lapse, leases_of
+from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import Node
 from tests.unit.repair_scene import RepairScene, bare, built, run_here, scene
@@ -25,7 +25,7 @@ from tests.unit.test_remote_lanes import assert_true
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.remote.messages import Shipped, ShipResult
+    from ckptd.storage.remote.messages import Shipped, ShipResult
 
 __all__ = ["bare", "built", "scene"]
 

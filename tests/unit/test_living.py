@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from ckptd.config import DaemonConfig, load_job
-from ckptd.core.heartbeat import DEAD_SECONDS, Heartbeat, NewestSave, heartbeat_key
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.setup import on_attached
-from ckptd.journal import Journal
-from ckptd.recover.check import check_job
-from ckptd.remote.attach import attach
-from ckptd.remote.heartbeats import Heartbeats
-from ckptd.remote.living import NEXT_STEP
-from ckptd.remote.open import open_store
+from ckptd.config.loader import load_job
+from ckptd.config.schema import DaemonConfig
+from ckptd.core.model.heartbeat import DEAD_SECONDS, Heartbeat, NewestSave, heartbeat_key
+from ckptd.daemon.bootstrap import on_attached
+from ckptd.daemon.state.problems import Problems
+from ckptd.maintenance.check import check_job
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.remote.attach import attach
+from ckptd.storage.remote.coordination import NEXT_STEP, Heartbeats
+from ckptd.storage.stores.open import open_store
 from tests.stores.scene import Node
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.daemon.job import Job
-    from ckptd.remote.messages import Attached
+    from ckptd.storage.remote.messages import Attached
 
 
 class Remote:

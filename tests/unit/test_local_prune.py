@@ -15,19 +15,20 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
-from ckptd.core.layouts import Grid, Role
-from ckptd.core.manifest import SaveWindow, Writer
-from ckptd.core.permit import CommitRef, DeletePermit
-from ckptd.core.save import SealedFile, SealedSave
-from ckptd.daemon.pruning import Pruner
-from ckptd.daemon.recovery import recover
-from ckptd.daemon.state import JobState
+from ckptd.base import files, names
+from ckptd.core.model.layouts import Grid, Role
+from ckptd.core.model.manifest import SaveWindow, Writer
+from ckptd.core.model.records import DeletionIntent
+from ckptd.core.model.save import SealedFile, SealedSave
+from ckptd.core.policy.permit import CommitRef, DeletePermit
+from ckptd.daemon.actions.prune import Pruner
+from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.state.state import JobState
 from ckptd.errors import CkptdError, SourceChanged
-from ckptd.journal import DeletionIntent, Journal
-from ckptd.local import fs
-from ckptd.local.scan import scan, scan_folder
 from ckptd.observe.audit import Audit
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local import fs
+from ckptd.storage.local.scan import scan, scan_folder
 
 TAG = "global_step1"
 NAMES = ("a.pt", "b.pt", "configs/c.json")
@@ -125,7 +126,7 @@ def test_a_tag_that_is_called_as_our_own_leftovers_is_not_emptied(tmp_path: Path
     name = fs.trash_name(tag)
     with files.opened_dir(tmp_path) as fd:
         os.close(fs.ensure_ours(fd, fs.TRASH))
-        for folder in (name, "ours.0123456789ab", f"{files.TEMPORARY_PREFIX}x"):
+        for folder in (name, "ours.0123456789ab", f"{names.TEMPORARY_PREFIX}x"):
             (tmp_path / fs.TRASH / folder).mkdir()
         fs.empty_our_trash(fd)
         assert fs.trash_names(fd) == [name]

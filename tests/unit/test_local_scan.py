@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptd import files
-from ckptd.core.listing import SaveDirListing
-from ckptd.daemon.intake import IN_FLIGHT_SECONDS, Intake
-from ckptd.daemon.state import Quiet
-from ckptd.local.scan import WALK_WAIT_SECONDS, OpenWriters, scan
+from ckptd.base import files
+from ckptd.core.model.listing import SaveDirListing
+from ckptd.daemon.intake.sealer import IN_FLIGHT_SECONDS, Intake
+from ckptd.daemon.state.state import Quiet
+from ckptd.storage.local.scan import WALK_WAIT_SECONDS, OpenWriters, scan
 from tests.unit.recover_scene import Scene, known_save
 
 NOBODY = 65534

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from watchdog.events import FileClosedEvent, FileSystemEvent
 
-from ckptd.local.watch import Watcher
+from ckptd.storage.local.watch import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

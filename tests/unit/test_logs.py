@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.daemon.workers import Workers
+from ckptd.daemon.resources.workers import Workers
 from ckptd.observe.logs import JsonLines, TextLines, about, doing
 
 log = logging.getLogger("ckptd.test_logs")

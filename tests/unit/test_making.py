@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
-from ckptd.convert.supervise import convert
-from ckptd.core.manifest import DerivedSource, folder_name
-from ckptd.core.view import UNIVERSAL
+from ckptd.convert.remote import derive
+from ckptd.core.model.manifest import DerivedSource, folder_name
+from ckptd.core.policy.view import UNIVERSAL
 from ckptd.errors import DamagedError, SourceChanged
-from ckptd.recover import making
-from ckptd.remote.commit import ship
-from ckptd.remote.documents import read_commit, read_generation
-from ckptd.remote.messages import Making, Planned, ShipOrder, Shipped
-from ckptd.remote.origin import sealed
-from ckptd.remote.pacing import Cancelled
+from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.documents import read_commit, read_generation
+from ckptd.storage.remote.messages import Making, Planned, ShipOrder, Shipped
+from ckptd.storage.remote.transfer import sealed
+from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, Node
 from tests.tp_saves import megatron, write
@@ -30,8 +30,8 @@ from tests.unit.synthetic import write_stage12
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.remote.commit import Ground
-    from ckptd.remote.messages import ShipResult
+    from ckptd.storage.remote.commit import Ground
+    from ckptd.storage.remote.messages import ShipResult
 
 GROUPS: list[dict[str, tuple[int, ...]]] = [
     {"embed.weight": (64, 16), "norm.weight": (16,)},
@@ -78,7 +78,7 @@ class Scene:
 
     def ship(self, order: ShipOrder, **changes: Any) -> ShipResult:
         control = replace(self.node.control(), on_planned=self.node.events.append, **changes)
-        return ship(self.ground, order, control, making.opened)
+        return ship(self.ground, order, control, derive.opened)
 
     def objects(self, form: str) -> dict[str, bytes]:
         head = f"{folder_name(self.node.tag, 1, form)}/"

@@ -14,23 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
-from ckptd.convert.supervise import convert
-from ckptd.core.afar import Attempt, attempts_folder
-from ckptd.core.heartbeat import Heartbeat, heartbeat_key
-from ckptd.core.manifest import DerivedSource, commit_key, manifest_key, sha256_of, to_bytes
-from ckptd.core.shared import numbered
-from ckptd.core.view import UNIVERSAL
+from ckptd.convert.remote import derive
+from ckptd.core.model.heartbeat import Heartbeat, heartbeat_key
+from ckptd.core.model.manifest import DerivedSource, commit_key, manifest_key, sha256_of, to_bytes
+from ckptd.core.policy.leases import Attempt, attempts_folder, numbered
+from ckptd.core.policy.view import UNIVERSAL
 from ckptd.errors import SourceChanged
-from ckptd.recover import making
-from ckptd.remote.commit import ship
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.documents import read_commit, read_generation
-from ckptd.remote.heartbeats import Heartbeats
-from ckptd.remote.making_messages import Committed
-from ckptd.remote.messages import Making, Planned, Retire, Shipped
-from ckptd.remote.pacing import Cancelled
-from ckptd.remote.retire import retire
+from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.remote.documents import read_commit, read_generation
+from ckptd.storage.remote.messages import Committed, Making, Planned, Retire, Shipped
+from ckptd.storage.remote.retire import retire
+from ckptd.storage.stores.directory import DirectoryStore
+from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores.scene import JOB_ID, Node
 from tests.tp_saves import megatron, write
 from tests.unit.synthetic import write_stage12
@@ -40,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ckptd.remote.commit import Ground
-    from ckptd.remote.messages import ShipOrder, ShipResult
+    from ckptd.storage.remote.commit import Ground
+    from ckptd.storage.remote.messages import ShipOrder, ShipResult
 
 GROUPS: list[dict[str, tuple[int, ...]]] = [
     {"embed.weight": (640, 160), "norm.weight": (160,)},
@@ -153,7 +151,7 @@ class Spread:
         node = self.nodes[name]
         control = replace(node.control(), on_planned=on_planned or node.events.append)
         control = replace(control, check=check) if check is not None else control
-        return ship(self.grounds[name], self.order(name, form, **changes), control, making.opened)
+        return ship(self.grounds[name], self.order(name, form, **changes), control, derive.opened)
 
     def sent(self, folder: str) -> dict[str, bytes]:
         """What lies in a folder of the remote."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptd.core.manifest import ROOT
-from ckptd.remote.documents import manifest_keys
+from ckptd.base.names import ROOT
+from ckptd.storage.remote.documents import manifest_keys
 from tests.stores.memory import MemoryStore
 
 

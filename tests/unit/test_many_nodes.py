@@ -7,25 +7,29 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.actions import Prune, Retire
-from ckptd.core.coverage import KnownManifest, build_commit, fingerprints_of
-from ckptd.core.generation import Already, Retired, SeenCommit, SeenManifest, choose_generation
-from ckptd.core.keeping_remote import TURN_SECONDS, is_our_turn
-from ckptd.core.layouts import Grid, Role, ShardKey
-from ckptd.core.manifest import (
+from ckptd.core.model.coverage import KnownManifest, build_commit, fingerprints_of
+from ckptd.core.model.generation import Already, Retired, SeenCommit, SeenManifest, choose_generation
+from ckptd.core.model.layouts import Grid, Role, ShardKey
+from ckptd.core.model.manifest import (
     Checksums,
     ManifestFile,
     NodeManifest,
     SaveWindow,
     Tombstone,
+    absent_by_names,
     commit_key,
     manifest_key,
+    may_cover,
+    name_in,
+    named_conflict,
+    node_in,
 )
-from ckptd.core.manifest_names import absent_by_names, may_cover, name_in, named_conflict, node_in
-from ckptd.core.planner import plan
-from ckptd.core.retention import RetentionPolicy
-from ckptd.core.save import SealedSave, mark_of_manifest
-from ckptd.core.view import JobView, RemoteCommit
+from ckptd.core.model.save import SealedSave, mark_of_manifest
+from ckptd.core.policy.actions import Prune, Retire
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.remote import TURN_SECONDS, is_our_turn
+from ckptd.core.policy.retention import RetentionPolicy
+from ckptd.core.policy.view import JobView, RemoteCommit
 from tests.unit.core_views import NAS, job_view, save_view, sealed
 
 SHA = "ab" * 32

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import files
-from ckptd.core.rows import SaveRow
-from ckptd.daemon.metrics import Metrics
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.state import JobState
-from ckptd.journal import Journal
+from ckptd.base import files
+from ckptd.core.model.records import SaveRow
+from ckptd.daemon.intake.trainer_metrics import Metrics
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState
+from ckptd.storage.journal.journal import Journal
 from tests.unit.core_views import sealed
 from tests.unit.recover_scene import Scene
 
@@ -28,7 +28,7 @@ def test_a_passing_error_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     journal.add_save(sealed(5), found_first=False, adopted=True, seen_at=0.0)
     state.load()
     metrics = Metrics(scene.job(metrics_file="metrics.jsonl", metric="eval_loss"), state)
-    monkeypatch.setattr("ckptd.daemon.metrics.AGAIN_SECONDS", -1.0)
+    monkeypatch.setattr("ckptd.daemon.intake.trainer_metrics.AGAIN_SECONDS", -1.0)
     monkeypatch.setattr(Metrics, "_waits", lambda self, row: isinstance(row, SaveRow))
 
     def refusing(path: str, *rest: object, **more: object) -> int:

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from ckptd.daemon.exporter import Exporter
+from ckptd.daemon.health.exporter import Exporter
 from tests.e2e.harness import RUN, node
 from tests.real import prepare
 from tests.unit import status_gallery as g

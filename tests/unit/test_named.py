@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.config import job_from_arguments, resolve_job
+from ckptd.config.loader import job_from_arguments, resolve_job
 from ckptd.errors import ConfigError
-from ckptd.local.state_dir import prepare_state_dir, remember_job
-from ckptd.recover.named import job_named
+from ckptd.recover.select.named import job_named
+from ckptd.storage.local.state_dir import prepare_state_dir, remember_job
 from tests.unit.recover_scene import Scene, scene
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def test_only_what_is_suspect_is_accepted(scene: Scene) -> None:
 
 def test_a_file_outside_the_configuration_is_remembered(scene: Scene) -> None:
     """`run --job FILE`: its errors are SAVE_DIR's later too."""
-    from ckptd.config import load_job
+    from ckptd.config.loader import load_job
 
     file = scene.root / "elsewhere.toml"
     file.write_text(f'save_dir = "{scene.save_dir}"\n[[remote]]\nname = "nas"\nurl = "{scene.nas}"\n')

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ckptd.remote.no_room import NoRoom
+from ckptd.storage.stores.retrying import NoRoom
 
 SIZE = 8 << 20
 

@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.config import load_job
-from ckptd.config_places import this_node
-from ckptd.core.facts import Archive, FileFacts, ShardFacts
-from ckptd.core.heartbeat import Heartbeat, NewestSave, SeenNode, heartbeat_key
-from ckptd.core.layouts import Grid, NamedShard, Role, ShardKey, parse_shard_name
-from ckptd.core.lifecycle import Context, Memory, State, Verdict, judge
-from ckptd.core.manifest import sha256_of, to_bytes
-from ckptd.core.missing import INCOMPLETE_SECONDS, SLOW_SECONDS, Lost, OpenSave, Part, late
-from ckptd.core.parts import Spread, replicas
-from ckptd.core.told import Told
-from ckptd.core.topology import Cell
+from ckptd.base.humanize import ranks_in_words
+from ckptd.config.commands import this_node
+from ckptd.config.loader import load_job
+from ckptd.core.completeness.judge import Context, Memory, State, Verdict, judge
+from ckptd.core.completeness.markers import Spread, replicas
+from ckptd.core.completeness.missing import INCOMPLETE_SECONDS, SLOW_SECONDS, Lost, OpenSave, Part, late
+from ckptd.core.completeness.peer_evidence import Told
+from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
+from ckptd.core.model.heartbeat import Heartbeat, NewestSave, SeenNode, heartbeat_key
+from ckptd.core.model.layouts import Grid, NamedShard, Role, ShardKey, parse_shard_name
+from ckptd.core.model.manifest import Cell, sha256_of, to_bytes
 from ckptd.errors import ConfigError
-from ckptd.recover.choose import Nodes
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.heartbeats import Heartbeats
-from ckptd.words import ranks_in_words
+from ckptd.recover.select.choose import Nodes
+from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import MODEL, OPTIM, Node, archive
 from tests.unit.test_core_resave import listed
@@ -31,7 +30,7 @@ from tests.unit.test_core_resave import listed
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.remote.messages import ShipResult
+    from ckptd.storage.remote.messages import ShipResult
 
 QUIET = Context(
     settle_seconds=1, quiet_seconds=100, is_in_flight=False, save_spread_seconds=60, spread=Spread()

@@ -17,20 +17,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.config import job_from_arguments
-from ckptd.config_model import DaemonConfig
-from ckptd.config_notify import NotifyConfig
-from ckptd.daemon import publishing
-from ckptd.daemon.exporter import Exporter
+from ckptd.config.loader import job_from_arguments
+from ckptd.config.schema import DaemonConfig, NotifyConfig
+from ckptd.daemon import publisher as publishing
+from ckptd.daemon.health.exporter import Exporter
+from ckptd.daemon.health.notify import Notifier
+from ckptd.daemon.health.status import job_status
 from ckptd.daemon.job import Job
-from ckptd.daemon.notifier import Notifier
-from ckptd.daemon.publishing import Invalid, Publisher, Reloaded
-from ckptd.daemon.report import job_status
-from ckptd.daemon.totals import Totals
-from ckptd.daemon.workers import Workers
+from ckptd.daemon.publisher import Invalid, Publisher, Reloaded
+from ckptd.daemon.resources.limits import Totals
+from ckptd.daemon.resources.workers import Workers
 from ckptd.errors import ConfigError
-from ckptd.observe.events import Event, events_between
-from ckptd.observe.notices import MOST_IN_AN_HOUR, Desk, Rules
+from ckptd.observe.events import MOST_IN_AN_HOUR, Desk, Event, Rules, events_between
 from ckptd.observe.status import (
     CheckpointStatus,
     FormStatus,

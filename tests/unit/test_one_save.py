@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.config import RemoteConfig
+from ckptd.config.schema import RemoteConfig
 from ckptd.errors import DamagedError, NotFoundError, RefusedError, RemoteError
-from ckptd.recover.choose import Nodes
 from ckptd.recover.resume import Resume, ResumeOptions
+from ckptd.recover.select.choose import Nodes
 from tests.unit.recover_scene import Scene
 
 if TYPE_CHECKING:

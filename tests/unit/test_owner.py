@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.journal import Journal
-from ckptd.remote.documents import read_identity
-from ckptd.remote.open import open_store
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.remote.documents import read_identity
+from ckptd.storage.stores.open import open_store
 from tests.unit.repair_scene import RepairScene, built, run_here, scene
 from tests.unit.restore_scene import TAG
 

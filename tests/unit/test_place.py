@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import files
+from ckptd.base import files
+from ckptd.base.owned_dirs import path_of
 from ckptd.errors import RefusedError
-from ckptd.local import fs
-from ckptd.place import path_of
+from ckptd.storage.local import fs
 
 
 def ensure(save_dir: Path) -> None:

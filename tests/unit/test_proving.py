@@ -9,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ckptd import files
-from ckptd.daemon import proving
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.state import JobState
-from ckptd.journal import Journal
-from ckptd.local import rights
+from ckptd.base import files, names
+from ckptd.daemon.state import permissions
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local import probe
 from tests.unit.core_views import sealed
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def test_clones_are_asked_for_again_once_there_is_room(
     journal.add_save(sealed(5), found_first=False, adopted=True, seen_at=0.0)
     state.load()
     job: Any = SimpleNamespace(config=SimpleNamespace(save_dir=tmp_path), problems=state.problems)
-    held = proving.Rights()
+    held = permissions.Rights()
     answers: list[OSError | bool] = [OSError(errno.ENOSPC, "full"), True, False]
 
     def can_clone(save_dir_fd: int, mark: str) -> bool:
@@ -39,8 +39,8 @@ def test_clones_are_asked_for_again_once_there_is_room(
             raise answer
         return answer
 
-    monkeypatch.setattr(rights, "can_clone", can_clone)
-    monkeypatch.setattr(proving, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(probe, "can_clone", can_clone)
+    monkeypatch.setattr(permissions, "AGAIN_SECONDS", 0.0)
     with files.opened_dir(tmp_path) as fd:
         journal.set_meta("device", str(os.fstat(fd).st_dev))
         held.prove(job, state, fd)
@@ -56,12 +56,12 @@ def test_another_hosts_proof_is_left_alone(tmp_path: Path) -> None:
     """It was removed between its mkdir and its rename, and that host had no rights for a minute."""
     staging = tmp_path / "_ckptd" / "staging"
     with files.opened_dir(tmp_path) as fd:
-        rights.prove_rights(fd, "run", "mark")
-        another, left = (staging / f"{files.TEMPORARY_PREFIX}{name}" for name in ("other", "killed"))
+        probe.prove_rights(fd, "run", "mark")
+        another, left = (staging / f"{names.TEMPORARY_PREFIX}{name}" for name in ("other", "killed"))
         for folder in (another, left):
             folder.mkdir()
         os.utime(left, (1e9, 1e9))
-        rights.prove_rights(fd, "run", "mark")
+        probe.prove_rights(fd, "run", "mark")
     assert list(staging.iterdir()) == [another]
 
 
@@ -81,10 +81,10 @@ def test_what_a_disk_does_not_let_go_is_taken_along_later(
                 broken.setattr(os, call, refuse)
                 for _ in range(5):
                     with contextlib.suppress(OSError):
-                        rights.prove_rights(fd, "run", "mark")
+                        probe.prove_rights(fd, "run", "mark")
                     with contextlib.suppress(OSError):
-                        rights.can_clone(fd, "mark")
+                        probe.can_clone(fd, "mark")
             assert sum(len(list(place.iterdir())) for place in places) in (1, 2)
-            rights.prove_rights(fd, "run", "mark")
-            rights.can_clone(fd, "mark")
+            probe.prove_rights(fd, "run", "mark")
+            probe.can_clone(fd, "mark")
             assert sum(len(list(place.iterdir())) for place in places) == 0

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import files
-from ckptd.core.save import SealedFile
-from ckptd.core.view import ShipState
+from ckptd.base import files
+from ckptd.core.model.save import SealedFile
+from ckptd.core.policy.view import ShipState
 from ckptd.errors import StorageError
-from ckptd.local import fs
-from ckptd.local.leftovers import is_as_sealed
+from ckptd.storage.local import fs
+from ckptd.storage.local.fs import is_as_sealed
 from tests.unit.test_local_prune import NAMES, TAG, permit_for, prune, save_dir
 from tests.unit.test_prune_taken_back import Killed, killed, permit_files, taken
 

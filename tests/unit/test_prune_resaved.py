@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import files
-from ckptd.convert.supervise import inspect_files
-from ckptd.core.facts import FileFacts
-from ckptd.core.layouts import Grid
-from ckptd.core.lifecycle import Context, State, judge
-from ckptd.core.listing import FolderListing
-from ckptd.core.manifest import SaveWindow, Writer
-from ckptd.core.save import SealedSave
-from ckptd.core.sealing import memory_of, sealed_file
-from ckptd.daemon.recovery import recover
-from ckptd.daemon.state import JobState
-from ckptd.journal import DeletionIntent, Journal
-from ckptd.local.scan import scan_folder
+from ckptd.base import files
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.core.completeness.judge import Context, State, judge
+from ckptd.core.completeness.sealing import memory_of, sealed_file
+from ckptd.core.model.facts import FileFacts
+from ckptd.core.model.layouts import Grid
+from ckptd.core.model.listing import FolderListing
+from ckptd.core.model.manifest import SaveWindow, Writer
+from ckptd.core.model.records import DeletionIntent
+from ckptd.core.model.save import SealedSave
+from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.state.state import JobState
 from ckptd.observe.audit import Audit
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local.scan import scan_folder
 from tests.unit.recover_scene import Scene
 
 QUIET = Context(settle_seconds=1, quiet_seconds=100, is_in_flight=False, save_spread_seconds=600)

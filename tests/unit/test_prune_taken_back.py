@@ -14,14 +14,14 @@ from typing import Any, cast
 
 import pytest
 
-from ckptd import files, place
-from ckptd.core.actions import Prune
-from ckptd.core.save import SealedFile
-from ckptd.core.view import ZERO, ShipRecord, ShipState
-from ckptd.daemon.pruning import TIDY_SECONDS
-from ckptd.daemon.recovery import recover
-from ckptd.daemon.seen import notice_lost
-from ckptd.local import fs
+from ckptd.base import files, owned_dirs
+from ckptd.core.model.save import SealedFile
+from ckptd.core.policy.actions import Prune
+from ckptd.core.policy.view import ZERO, ShipRecord, ShipState
+from ckptd.daemon.actions.prune import TIDY_SECONDS
+from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.state.remote_sync import notice_lost
+from ckptd.storage.local import fs
 from tests.unit.test_begin_again import Scene
 from tests.unit.test_local_prune import NAMES, TAG, permit_for, save_dir, save_of
 
@@ -170,14 +170,14 @@ def test_a_removal_that_comes_after_the_way_back_finds_nothing(
     killed: Killed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [name] = killed.trash
-    lock = place.lock
+    lock = owned_dirs.lock
 
     def first_back(folder_fd: int, how: int) -> None:
-        monkeypatch.setattr(place, "lock", lock)
+        monkeypatch.setattr(owned_dirs, "lock", lock)
         killed.start()
         lock(folder_fd, how)
 
-    monkeypatch.setattr(place, "lock", first_back)
+    monkeypatch.setattr(owned_dirs, "lock", first_back)
     with files.opened_dir(killed.save_dir / fs.TRASH) as trash, pytest.raises(FileNotFoundError):
         fs.finish_prune(trash, name, permit_files(killed))
     assert killed.is_whole
@@ -189,17 +189,17 @@ def test_what_an_earlier_worker_finishes_while_a_start_waits_for_its_lock_is_fin
     """The start finds nothing left to remove, which is what it wanted."""
     [name] = killed.trash
     (killed.save_dir / fs.TRASH / name / NAMES[0]).unlink()
-    lock = place.lock
+    lock = owned_dirs.lock
     finished: list[list[str]] = []
 
     def worker_first(folder_fd: int, how: int) -> None:
-        monkeypatch.setattr(place, "lock", lock)
+        monkeypatch.setattr(owned_dirs, "lock", lock)
         with files.opened_dir(killed.save_dir / fs.TRASH) as trash:
             fs.finish_prune(trash, name, permit_files(killed))
         finished.append(killed.trash)
         lock(folder_fd, how)
 
-    monkeypatch.setattr(place, "lock", worker_first)
+    monkeypatch.setattr(owned_dirs, "lock", worker_first)
     killed.start()
     assert finished == [[]]
     assert killed.state.journal.open_deletions() == []

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.quickstart.checks_remote import everything_came_through
-from ckptd.quickstart.evidence import load
-from ckptd.quickstart.judge import main
-from ckptd.quickstart.promises import PROMISES, judge, promises_for
+from examples.demo.checks_remote import everything_came_through
+from examples.demo.evidence import load
+from examples.demo.judge import main
+from examples.demo.promises import PROMISES, judge, promises_for
 from tests.unit.quickstart_story import TAGS, Story, bucket_story, content, server_line, story
 
 if TYPE_CHECKING:

@@ -14,24 +14,23 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench import sparse
-from ckptd.convert.cutting import pieces
+from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions, ConvertReport
 from ckptd.convert.parts import Cast, Literal, Mean, Part, Range, Stream, Widen, Woven
-from ckptd.convert.ranges import Ranges
-from ckptd.convert.reading import blocks_of
-from ckptd.convert.supervise import convert
+from ckptd.convert.reader import blocks_of, pieces
+from ckptd.convert.remote import reader
+from ckptd.convert.remote.convert import Ranged
+from ckptd.convert.remote.reader import RemoteRanges
+from ckptd.convert.remote.source import RemoteFile, RemoteSource
+from ckptd.convert.remote.uploader import PartsSource
+from ckptd.convert.sources import Ranges
 from ckptd.errors import BehindError, DamagedError, SourceChanged
-from ckptd.recover import ranged_reader
-from ckptd.recover.mirrored import RemoteFile, RemoteSource
-from ckptd.recover.ranged import Ranged
-from ckptd.recover.ranged_reader import RemoteRanges
-from ckptd.recover.ranged_upload import PartsSource
-from ckptd.remote.access import Access
-from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.open import open_store
-from ckptd.torchfile import mirror
-from ckptd.torchfile.archive import Record, read_directory
-from ckptd.torchfile.fingerprint import fingerprint
+from ckptd.formats.torchfile import skeleton
+from ckptd.formats.torchfile.archive import Record, read_directory
+from ckptd.formats.torchfile.fingerprint import fingerprint
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.checksums import crc64, to_hex
+from ckptd.storage.stores.open import open_store
 from tests.unit import recover_scene
 from tests.unit.synthetic import write_stage3
 
@@ -123,7 +122,7 @@ def test_forwards_each_byte_crosses_once(tmp_path: Path, files: list[RemoteFile]
 
 def test_what_is_known_of_blocks_does_not_grow_with_their_number(tmp_path: Path) -> None:
     """Terabytes are millions of blocks; the memory of a remote's child is a contract (P12)."""
-    blocks, size = 1024, ranged_reader.LEAST_BLOCK_BYTES
+    blocks, size = 1024, reader.LEAST_BLOCK_BYTES
     with (tmp_path / "0").open("wb") as file:
         file.truncate(blocks * size)
     checked = RemoteFile(path="0", key="0", bytes=blocks * size, crc64=to_hex(crc64(bytes(blocks * size))))
@@ -184,7 +183,7 @@ def test_many_sources_share_the_cache() -> None:
     store = open_store("/tmp")
     files = [RemoteFile(path=str(n), key=str(n), bytes=1) for n in range(300)]
     ranges = RemoteRanges(store, files, cache_bytes=24 << 20, check_stop=nothing)
-    assert ranges.block_bytes == ranged_reader.LEAST_BLOCK_BYTES
+    assert ranges.block_bytes == reader.LEAST_BLOCK_BYTES
     assert RemoteRanges(store, files[:2], cache_bytes=24 << 20, check_stop=nothing).block_bytes == 512 << 10
 
 
@@ -273,7 +272,7 @@ def test_a_mirror_holds_what_planning_reads(tmp_path: Path) -> None:
 
     with (tmp_path / "mirror").open("w+b") as copy, path.open("rb") as original:
         copy.truncate(path.stat().st_size)
-        mirror.fill(copy.fileno(), "x", fetch)
+        skeleton.fill(copy.fileno(), "x", fetch)
         found, true = (read_directory(stream.fileno(), "x") for stream in (copy, original))
         assert found == true
         assert fingerprint(copy.fileno(), found) == fingerprint(original.fileno(), true)

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
-from ckptd.convert import inspect_child, inspection
-from ckptd.core.facts import Archive
-from ckptd.core.lifecycle import State, Verdict
-from ckptd.daemon.intake import Intake
-from ckptd.daemon.late import Late
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.reading import TRIES
-from ckptd.daemon.state import JobState, Quiet
-from ckptd.daemon.unfinished import what_reads_it
+from ckptd.base import files
+from ckptd.convert.engine import inspect, inspect_child
+from ckptd.core.completeness.judge import State, Verdict
+from ckptd.core.model.facts import Archive
+from ckptd.daemon.health.stalls import what_reads_it
+from ckptd.daemon.intake.inspection import TRIES
+from ckptd.daemon.intake.sealer import Intake
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState, Quiet
+from ckptd.daemon.uploads.late_files import Late
 from ckptd.errors import CkptdError
-from ckptd.journal import Journal
-from ckptd.local.rights import user
-from ckptd.local.scan import OpenWriters, scan
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local.probe import user
+from ckptd.storage.local.scan import OpenWriters, scan
 from tests.unit.recover_scene import Scene, known_save
 from tests.unit.refusing import refuse
 from tests.unit.synthetic import write_stage12
@@ -152,7 +152,9 @@ def test_what_came_late_and_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
     scene, workers = Scene(tmp_path), AtOnce()
     _, state = known_save(scene, tmp_path / "journal.db")
     (scene.save_dir / "global_step5" / "README.md").write_text("loss")
-    monkeypatch.setattr("ckptd.local.scan.WALK_WAIT_SECONDS", 60.0)  # this clock runs ahead of the walk
+    monkeypatch.setattr(
+        "ckptd.storage.local.scan.WALK_WAIT_SECONDS", 60.0
+    )  # this clock runs ahead of the walk
     late = Late(scene.job(), state, workers, OpenWriters(str(scene.save_dir)), lambda: None)  # type: ignore[arg-type]
     now_seconds = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_seconds)
@@ -203,5 +205,5 @@ def test_an_error_after_the_first_findings_takes_them_back(
         last = inspect_child._inspect(fd, 0, {"path": path, "expected": True, "facts": True})
     (first,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert first["fingerprint"]
-    row = inspection._facts_of(path, {**first, **last})
+    row = inspect._facts_of(path, {**first, **last})
     assert (row.archive, row.fingerprint, last["is_unread"]) == (Archive.TORN, "", True)

@@ -14,7 +14,7 @@ import yaml
 from typer.main import get_group
 
 from ckptd.cli.main import build_app
-from ckptd.config_quantities import parse_duration
+from ckptd.config.quantities import parse_duration
 from tests.real import REPOSITORY
 
 if TYPE_CHECKING:

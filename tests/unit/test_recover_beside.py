@@ -11,24 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import files
-from ckptd.core.actions import Ship
-from ckptd.core.layouts import Role
-from ckptd.core.manifest import sha256_of
-from ckptd.core.rows import SaveRow
-from ckptd.core.view import DerivedRecord
-from ckptd.daemon.orders import files_to_ship
+from ckptd.base import files
+from ckptd.core.model.layouts import Role
+from ckptd.core.model.manifest import sha256_of
+from ckptd.core.model.records import SaveRow
+from ckptd.core.policy.actions import Ship
+from ckptd.core.policy.view import DerivedRecord
+from ckptd.daemon.uploads.requests import files_to_ship
 from ckptd.errors import TargetExists
+from ckptd.maintenance.verify import Verifier
 from ckptd.recover.execute import Execution
-from ckptd.recover.sight import look_at_remote
-from ckptd.recover.steps import CopyBeside
-from ckptd.recover.verified import Slice
-from ckptd.recover.verify import Verifier
-from ckptd.remote import attempts
-from ckptd.remote.messages import ShipFile, ShipOrder
-from ckptd.remote.pacing import Pacer
-from ckptd.remote.supplement import supplement
-from ckptd.remote.transfer import Control
+from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.steps import CopyBeside
+from ckptd.recover.select.verify_result import Slice
+from ckptd.storage.remote import derive_attempts
+from ckptd.storage.remote.commit import supplement
+from ckptd.storage.remote.messages import ShipFile, ShipOrder
+from ckptd.storage.remote.transfer import Control
+from ckptd.storage.stores.rate_limit import Pacer
 from tests.unit.core_views import sealed
 from tests.unit.recover_scene import EXTRA, SHAPES
 from tests.unit.restore_scene import RestoreScene
@@ -274,7 +274,7 @@ def test_what_our_form_went_over_is_no_reason_to_give_the_shards_up(
     hf.put_stock()
     (hf.form / "mp_rank_00_model_states.pt").unlink()
     hf.commit(TAG, 10)
-    monkeypatch.setattr(attempts, "place_is_taken", lambda *_: False)
+    monkeypatch.setattr(derive_attempts, "place_is_taken", lambda *_: False)
     assert hf.commit_universal(TAG, 10, below=f"{FORM}/", root=ROOT).outcome == "committed"
     shards = {name: data for name, data in hf.tree().items() if name.startswith(f"{TAG}/{ROOT}/")}
     for _ in range(2):

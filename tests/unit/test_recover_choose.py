@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.recover.choose import NEWEST_READ, Choice, Nodes, Wanted, choose, committed_saves
-from ckptd.recover.sight import RemoteSight
-from ckptd.recover.standing import Memory
-from ckptd.remote.reader import live_commits, read_remote
+from ckptd.recover.select.choose import NEWEST_READ, Choice, Nodes, Wanted, choose, committed_saves
+from ckptd.recover.select.inventory import RemoteSight
+from ckptd.recover.select.local_order import Memory
+from ckptd.storage.remote.observe import live_commits, read_remote
 from tests.stores.counting import CountingStore
 from tests.stores.scene import Node
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
+from ckptd.base import files
 from tests.unit.recover_scene import Scene, scene
 
 __all__ = ["scene"]

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 import pytest
 
 from ckptd.errors import DamagedError, NotFoundError, NothingCommitted, RefusedError
-from ckptd.recover.listing import list_remote
-from ckptd.recover.sight import look_at_remote
+from ckptd.maintenance.listing import list_remote
+from ckptd.recover.select.inventory import look_at_remote
 from tests.unit.restore_scene import OPTIM, TAG, RestoreScene, scene
 
 __all__ = ["scene"]

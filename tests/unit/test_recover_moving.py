@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.errors import CkptdError, DamagedError, NotFoundError, NotPermitted, RefusedError
+from ckptd.maintenance.verify import Verifier
 from ckptd.recover.restore import Restore, RestoreOptions
 from ckptd.recover.resume import Resume, ResumeOptions
-from ckptd.recover.sight import look_at_remote
-from ckptd.recover.sources import where_of
-from ckptd.recover.verified import Slice, exit_code
-from ckptd.recover.verify import Verifier
-from ckptd.remote.messages import Retire
-from ckptd.remote.open import open_store
-from ckptd.remote.retire import retire
-from ckptd.remote.store import DOCUMENT_LIMIT_BYTES
+from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.sources import where_of
+from ckptd.recover.select.verify_result import Slice, exit_code
+from ckptd.storage.remote.messages import Retire
+from ckptd.storage.remote.retire import retire
+from ckptd.storage.stores.base import DOCUMENT_LIMIT_BYTES
+from ckptd.storage.stores.open import open_store
 from tests.attacks.test_hostile_remotes import rewrite
 from tests.unit.restore_scene import MODEL, OPTIM, TAG, RestoreScene, scene
 from tests.unit.test_recover_commands import ckptd
@@ -169,7 +169,7 @@ def test_a_directory_without_rights_is_named(scene: RestoreScene, monkeypatch: p
     """77, and the sentence says which directory."""
     # the user that this process becomes may not run this Python, so the remote is read by the process itself
     monkeypatch.setattr(
-        "ckptd.recover.sight.open_apart", lambda name, url, access: open_store(url, access=access)
+        "ckptd.recover.select.inventory.open_apart", lambda name, url, access: open_store(url, access=access)
     )
     scene.two()
     scene.dir.mkdir()

@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from ckptd.core.coverage import KnownManifest, build_commit
-from ckptd.core.facts import Archive, FileFacts
-from ckptd.core.layouts import Grid, Role, ShardKey, parse_shard_name
-from ckptd.core.lifecycle import State, Verdict
-from ckptd.core.manifest import Checksums, ManifestFile, NodeManifest, manifest_key
-from ckptd.core.topology import Cell, Topology
-from ckptd.recover.choose import Copy, Nodes
-from ckptd.recover.copies import is_held, of_node
-from ckptd.recover.sight import LocalSight
-from ckptd.remote.messages import CommitView
+from ckptd.core.completeness.judge import State, Verdict
+from ckptd.core.model.coverage import KnownManifest, build_commit
+from ckptd.core.model.facts import Archive, FileFacts
+from ckptd.core.model.layouts import Grid, Role, ShardKey, parse_shard_name
+from ckptd.core.model.manifest import Cell, Checksums, ManifestFile, NodeManifest, Topology, manifest_key
+from ckptd.recover.select.choose import Copy, Nodes
+from ckptd.recover.select.copies import is_held, of_node
+from ckptd.recover.select.inventory import LocalSight
+from ckptd.storage.remote.messages import CommitView
 from tests.unit.test_core_resave import listed
 from tests.unit.test_many_nodes import SHA, manifest
 

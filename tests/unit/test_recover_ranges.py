@@ -12,11 +12,11 @@ import pytest
 
 from ckptd.errors import DamagedError, RemoteUnreachable
 from ckptd.recover import fetch
-from ckptd.recover.choose import Copy
 from ckptd.recover.fetch import Fetcher, read_through
-from ckptd.recover.sight import RemoteSight
-from ckptd.remote.checksums import crc64
-from ckptd.remote.reader import live_commits, manifests_of, read_remote
+from ckptd.recover.select.choose import Copy
+from ckptd.recover.select.inventory import RemoteSight
+from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
+from ckptd.storage.stores.checksums import crc64
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import Node, archive
 

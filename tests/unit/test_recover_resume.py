@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.layouts import Grid
-from ckptd.core.listing import OURS
-from ckptd.core.save import Order
+from ckptd.core.model.layouts import Grid
+from ckptd.core.model.listing import OURS
+from ckptd.core.model.save import Order
 from ckptd.errors import (
     ConfigError,
     DamagedError,
@@ -22,7 +22,7 @@ from ckptd.errors import (
     RemoteUnreachable,
     StorageError,
 )
-from ckptd.recover.choose import Nodes
+from ckptd.recover.select.choose import Nodes
 from tests.unit.recover_scene import EXTRA, Scene, scene
 from tests.unit.refusing import refuse
 from tests.unit.synthetic import write_stage12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptd.core.listing import OURS
+from ckptd.core.model.listing import OURS
 from ckptd.recover.advice import advice, model_facts
 from tests.unit.recover_scene import Scene, scene
 from tests.unit.synthetic import full_bytes
@@ -158,16 +158,16 @@ def test_a_bit_that_flipped_here_is_found_before_it_is_converted(scene: Scene) -
 def test_model_parallel_degrees_are_the_scripts_choice(scene: Scene) -> None:
     from dataclasses import replace
 
-    from ckptd import files
-    from ckptd.recover.choose import choose
+    from ckptd.base import files
     from ckptd.recover.plan import make_plan
-    from ckptd.recover.sight import look_locally
+    from ckptd.recover.select.choose import choose
+    from ckptd.recover.select.inventory import look_locally
 
     scene.save(5)
     with files.opened_dir(scene.save_dir) as fd:
         listing, local = look_locally(scene.save_dir, fd, scene.job(remote=False), [])
-    from ckptd.recover.choose import Nodes
-    from ckptd.recover.standing import Memory
+    from ckptd.recover.select.choose import Nodes
+    from ckptd.recover.select.local_order import Memory
 
     best = choose(local, [], Memory(), Nodes()).candidates[0]
     wide = replace(best, grid=best.grid.model_copy(update={"mm_count": 2}))

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd import files
-from ckptd.core.resumed import RESUMED_PATH, Resumed, read_word
-from ckptd.daemon.pruning import _check_no_save_began
+from ckptd.base import files
+from ckptd.core.model.listing import RESUMED_PATH, Resumed, read_word
+from ckptd.daemon.actions.prune import _check_no_save_began
 from ckptd.errors import SourceChanged
-from ckptd.local.scan import scan
-from ckptd.recover.execute import Execution
-from ckptd.recover.removal import Removal
-from ckptd.recover.word import leave_word
+from ckptd.maintenance.uninstall import Removal
+from ckptd.recover.execute import Execution, leave_word
+from ckptd.storage.local.scan import scan
 from tests.unit.recover_scene import EXTRA, SHAPES, Scene, scene
 from tests.unit.synthetic import write_stage12
 from tests.unit.test_recover_daemon import wait_for
@@ -29,7 +28,7 @@ from tests.unit.test_recover_daemon import wait_for
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ckptd.recover.steps import Step
+    from ckptd.recover.select.steps import Step
 
 __all__ = ["scene"]
 

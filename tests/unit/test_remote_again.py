@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from ckptd.errors import NotPermitted, StorageError, from_os_error
-from ckptd.remote.again import tried_again
+from ckptd.storage.stores.retrying import tried_again
 from tests.stores.memory import MemoryStore
 
 

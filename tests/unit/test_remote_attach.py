@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.manifest import RemoteIdentity, parse
+from ckptd.core.model.manifest import RemoteIdentity, parse
 from ckptd.errors import CkptdError, ConfigError, NoSpaceError, RemoteNotOurs, RemoteUnreachable
-from ckptd.remote.attach import attach
-from ckptd.remote.open import directory_path, open_store
+from ckptd.storage.remote.attach import attach
+from ckptd.storage.stores.open import directory_path, open_store
 from tests.stores.scene import Node
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.remote.messages import Attached
+    from ckptd.storage.remote.messages import Attached
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="needs root (mounts)")
 

@@ -8,19 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core import coverage
-from ckptd.core.best import Best
-from ckptd.core.coverage import KnownManifest, Pointers
-from ckptd.core.generation import (
-    Already,
-    Retired,
-    SeenCommit,
-    SeenManifest,
-    Use,
-    choose_generation,
-)
-from ckptd.core.layouts import Grid, Role, ShardKey
-from ckptd.core.manifest import (
+from ckptd.core.model import coverage
+from ckptd.core.model.coverage import KnownManifest, Pointers
+from ckptd.core.model.generation import Already, Retired, SeenCommit, SeenManifest, Use, choose_generation
+from ckptd.core.model.layouts import Grid, Role, ShardKey
+from ckptd.core.model.manifest import (
     Checksums,
     DerivedSource,
     ManifestFile,
@@ -30,14 +22,14 @@ from ckptd.core.manifest import (
     sha256_of,
     to_bytes,
 )
-from ckptd.core.save import agree, differs, mark_of_save
+from ckptd.core.model.save import Best, agree, differs, mark_of_save
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.core.generation import GenerationChoice
-    from ckptd.core.save import SealedSave
+    from ckptd.core.model.generation import GenerationChoice
+    from ckptd.core.model.save import SealedSave
 
 
 @pytest.fixture

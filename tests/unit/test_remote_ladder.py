@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.manifest import Dispute, side_key, stem, to_bytes
+from ckptd.core.model.manifest import Dispute, side_key, stem, to_bytes
 from ckptd.errors import RefusedError
-from ckptd.remote import observe
-from ckptd.remote.commit import Ground
-from ckptd.remote.messages import CommitView, Retire
-from ckptd.remote.retire import retire
+from ckptd.storage.remote import observe
+from ckptd.storage.remote.commit import Ground
+from ckptd.storage.remote.messages import CommitView, Retire
+from ckptd.storage.remote.retire import retire
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import Node
 from tests.unit.test_remote_retire import Dying, Killed

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.manifest import NodeManifest, parse
+from ckptd.core.model.manifest import NodeManifest, parse
 from ckptd.errors import RemoteNotOurs, SourceChanged, StorageError, VerifyError
-from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.commit import ship
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.flights import SMALL_BYTES
-from ckptd.remote.observe import observe
-from ckptd.remote.pacing import Cancelled
-from ckptd.remote.ranges import Lanes, Turns
-from ckptd.remote.reader import live_commits, manifests_of
-from ckptd.remote.takeover import take_over
+from ckptd.storage.remote.attach import take_over
+from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.observe import live_commits, manifests_of, observe
+from ckptd.storage.remote.transfer import SMALL_BYTES
+from ckptd.storage.stores.checksums import crc64, to_hex
+from ckptd.storage.stores.directory import DirectoryStore
+from ckptd.storage.stores.parallel import Lanes, Turns
+from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores.conformance import source_of
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import OPTIM, Node, archive
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ckptd.remote.messages import Shipped, ShipResult
-    from ckptd.remote.store import ObjectInfo, Progress, Resume, Source
+    from ckptd.storage.remote.messages import Shipped, ShipResult
+    from ckptd.storage.stores.base import ObjectInfo, Progress, Resume, Source
 
 LANES = 6
 COUNT = 60
@@ -96,7 +95,7 @@ def test_many_at_once_each_once_and_listed_in_order(node: Node) -> None:
 
 
 def test_large_files_keep_their_order_beside(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptd.remote.flights.SMALL_BYTES", 1000)
+    monkeypatch.setattr("ckptd.storage.remote.transfer.SMALL_BYTES", 1000)
     store = Watched()
     assert shipped_by(node, store).outcome == "committed"
     large = [key for key in store.begun if key.endswith(".pt")]
@@ -182,7 +181,7 @@ def test_the_error_of_one_lane_ends_all_and_is_the_one_that_is_raised(
             while not any(lanes._failure for lanes in made) and time.monotonic() < end:
                 time.sleep(0.001)
 
-    monkeypatch.setattr("ckptd.remote.transfer.Lanes", Kept)
+    monkeypatch.setattr("ckptd.storage.remote.transfer.Lanes", Kept)
     store = Watched(before=broken)
     before = set(threading.enumerate())
     with pytest.raises(StorageError, match="over there fails"):
@@ -289,7 +288,7 @@ def test_a_folder_is_not_removed_as_empty_under_another_lane(tmp_path: Path) -> 
 
 def test_small_is_what_a_restart_may_send_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small file leaves no half row in the journal, a large one does."""
-    monkeypatch.setattr("ckptd.remote.flights.SMALL_BYTES", 3000)
+    monkeypatch.setattr("ckptd.storage.remote.transfer.SMALL_BYTES", 3000)
     assert SMALL_BYTES <= 16 << 20
     node.write({OPTIM.format(d=0): archive(b"x" * 9000), OPTIM.format(d=1): archive(b"y" * 100)})
     flushed: dict[str, int] = {}

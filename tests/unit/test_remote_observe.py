@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core.manifest import Tombstone, commit_key, side_key, stem, to_bytes
-from ckptd.recover.ranged_source import look_at
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.documents import DocumentCache
-from ckptd.remote.messages import Attach, Attached, Observation, Observe, Unchanged
-from ckptd.remote.observe import describe, observe
-from ckptd.remote.open import open_store
-from ckptd.remote.service import Service
+from ckptd.convert.remote.source import look_at
+from ckptd.core.model.manifest import Tombstone, commit_key, side_key, stem, to_bytes
+from ckptd.storage.child.service import Service
+from ckptd.storage.remote.documents import DocumentCache
+from ckptd.storage.remote.messages import Attach, Attached, Observation, Observe, Unchanged
+from ckptd.storage.remote.observe import describe, observe
+from ckptd.storage.stores.directory import DirectoryStore
+from ckptd.storage.stores.open import open_store
 from tests.stores.counting import CountingStore
 from tests.stores.scene import Node
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from ckptd.remote.messages import Answer
+    from ckptd.storage.remote.messages import Answer
 
 
 def test_what_was_retired_is_not_remembered(tmp_path: Path) -> None:

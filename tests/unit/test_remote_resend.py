@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.layouts import Role, ShardKey
-from ckptd.core.manifest import Checksums, ManifestFile
-from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.resend import StoreSource
-from ckptd.remote.source import crc64_of
+from ckptd.core.model.layouts import Role, ShardKey
+from ckptd.core.model.manifest import Checksums, ManifestFile
+from ckptd.storage.remote.repair import StoreSource
+from ckptd.storage.stores.checksums import crc64, to_hex
+from ckptd.storage.stores.sources import crc64_of
 from tests.stores.memory import MemoryStore
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.decision import Decision
-from ckptd.core.manifest import (
+from ckptd.core.model.decision import Decision
+from ckptd.core.model.manifest import (
     Dispute,
     ManifestRef,
     NodeManifest,
@@ -23,12 +23,12 @@ from ckptd.core.manifest import (
     to_bytes,
 )
 from ckptd.errors import CommitConflict, NotFoundError, RefusedError
-from ckptd.remote import observe
-from ckptd.remote.attach import attach
-from ckptd.remote.commit import Ground
-from ckptd.remote.messages import Retire
-from ckptd.remote.retire import retire
-from ckptd.remote.store import Abilities
+from ckptd.storage.remote import observe
+from ckptd.storage.remote.attach import attach
+from ckptd.storage.remote.commit import Ground
+from ckptd.storage.remote.messages import Retire
+from ckptd.storage.remote.retire import retire
+from ckptd.storage.stores.base import Abilities
 from tests.stores.counting import CountingStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, Node
@@ -36,8 +36,8 @@ from tests.stores.scene import JOB_ID, Node
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptd.remote.messages import CommitView
-    from ckptd.remote.store import ObjectInfo
+    from ckptd.storage.remote.messages import CommitView
+    from ckptd.storage.stores.base import ObjectInfo
 
 
 class Killed(BaseException):

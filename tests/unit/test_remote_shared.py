@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.heartbeat import Heartbeat, heartbeat_key
-from ckptd.core.manifest import stem
-from ckptd.core.shared import Shares, numbered, shares_folder
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.heartbeats import Heartbeats
-from ckptd.remote.messages import Retire
-from ckptd.remote.reader import manifests_of, read_remote
-from ckptd.remote.retire import retire
+from ckptd.core.model.heartbeat import Heartbeat, heartbeat_key
+from ckptd.core.model.manifest import stem
+from ckptd.core.policy.leases import Shares, numbered, shares_folder
+from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.remote.messages import Retire
+from ckptd.storage.remote.observe import manifests_of, read_remote
+from ckptd.storage.remote.retire import retire
+from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.scene import JOB_ID, Node
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.remote.commit import Ground
-    from ckptd.remote.messages import ShipResult
+    from ckptd.storage.remote.commit import Ground
+    from ckptd.storage.remote.messages import ShipResult
 
 TAKEOVER_SECONDS = 30.0
 NAMES = ("n0", "n1", "n2")

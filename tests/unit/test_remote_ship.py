@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd import files
-from ckptd.core.layouts import Role
-from ckptd.core.manifest import Commit, NodeManifest, manifest_key, parse, sha256_of, to_bytes
-from ckptd.core.save import SealedFile
+from ckptd.base import files
+from ckptd.core.model.layouts import Role
+from ckptd.core.model.manifest import Commit, NodeManifest, manifest_key, parse, sha256_of, to_bytes
+from ckptd.core.model.save import SealedFile
 from ckptd.errors import (
     DamagedError,
     DocumentDamaged,
@@ -23,12 +23,12 @@ from ckptd.errors import (
     SourceChanged,
     VerifyError,
 )
-from ckptd.remote import observe
-from ckptd.remote.checksums import crc64, to_hex
-from ckptd.remote.commit import ship
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.messages import Shipped
-from ckptd.remote.reader import live_commits, manifests_of, read_remote
+from ckptd.storage.remote import observe
+from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.messages import Shipped
+from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
+from ckptd.storage.stores.checksums import crc64, to_hex
+from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node, archive
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ckptd.remote.commit import Ground
-    from ckptd.remote.store import ObjectInfo
+    from ckptd.storage.remote.commit import Ground
+    from ckptd.storage.stores.base import ObjectInfo
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ def test_a_bit_that_flipped_since_the_save_is_found_and_nothing_of_the_file_is_s
 def test_a_copy_that_differs_is_removed_and_not_committed(
     node: Node, nas: Path, ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptd.remote.folders import publish
+    from ckptd.storage.stores.directory import publish
 
     def rotten(folder: int, partial: str, name: str, key: str) -> None:
         publish(folder, partial, name, key)
@@ -280,7 +280,7 @@ def test_a_copy_that_differs_is_removed_and_not_committed(
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
 
-    monkeypatch.setattr("ckptd.remote.directory.publish", rotten)
+    monkeypatch.setattr("ckptd.storage.stores.directory.publish", rotten)
     with pytest.raises(VerifyError):
         node.ship(ground, node.order(node.sealed()))
     assert not list((nas / "_ckptd").glob("commits/*"))

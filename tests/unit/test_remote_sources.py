@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import DamagedError, TornArchiveError
-from ckptd.remote.pacing import Cancelled, Pacer
-from ckptd.remote.source import CheckedSource, FileSource, MemorySource, PacedSource, records_of
+from ckptd.storage.stores.rate_limit import Cancelled, Pacer
+from ckptd.storage.stores.sources import CheckedSource, FileSource, MemorySource, PacedSource, records_of
 from tests.stores.scene import archive
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
-    from ckptd.remote.store import Source
+    from ckptd.storage.stores.base import Source
 
 
 def in_memory(data: bytes) -> MemorySource:

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd import files
-from ckptd.core.layouts import Role
-from ckptd.core.manifest import sha256_of
-from ckptd.core.shared import shares_folder
+from ckptd.base import files
+from ckptd.core.model.layouts import Role
+from ckptd.core.model.manifest import sha256_of
+from ckptd.core.policy.leases import shares_folder
 from ckptd.errors import SourceChanged
-from ckptd.recover.listing import list_remote
-from ckptd.recover.mended import HERE
-from ckptd.recover.sight import look_at_remote
-from ckptd.recover.sources import where_of
-from ckptd.recover.verify import Verifier
-from ckptd.remote import collect, observe
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.messages import Retire, ShipFile, ShipOrder, ShipResult
-from ckptd.remote.retire import retire
-from ckptd.remote.supplement import supplement
+from ckptd.maintenance.listing import list_remote
+from ckptd.maintenance.verify import Verifier
+from ckptd.recover.files import HERE
+from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.sources import where_of
+from ckptd.storage.remote import garbage, observe
+from ckptd.storage.remote.commit import supplement
+from ckptd.storage.remote.messages import Retire, ShipFile, ShipOrder, ShipResult
+from ckptd.storage.remote.retire import retire
+from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import MODEL, OPTIM, Node, archive
 from tests.unit.repair_scene import RepairScene, outcomes
@@ -33,7 +33,7 @@ from tests.unit.restore_scene import TAG
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.remote.commit import Ground
+    from ckptd.storage.remote.commit import Ground
 
 X1 = "_ckptd/commits/global_step5~g1~zero~x1.json"
 
@@ -175,7 +175,7 @@ def test_it_is_retired_with_its_commit_and_gc_counts_it_as_needed(scene: Scene) 
     newer.write_all()
     newer.ship(scene.ground, newer.order(newer.sealed(step=6), generation=1))
     scene.add(late(scene.node, "notes.txt", b"one"))
-    found = collect.find(scene.store, scene.ground.identity)
+    found = garbage.find(scene.store, scene.ground.identity)
     assert (found.objects, found.unlisted) == ((), {})
     assert scene.commit is not None
     assert observe.confirm(scene.store, ((X1, sha256_of(scene.store.objects[X1])),)).ok

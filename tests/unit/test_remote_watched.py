@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.remote.pacing import Pacer
-from ckptd.remote.watched import Motion, WatchedPacer, watched
+from ckptd.storage.stores.rate_limit import Pacer
+from ckptd.storage.stores.retrying import Motion, WatchedPacer, watched
 from tests.stores.memory import MemoryStore
 
 if TYPE_CHECKING:

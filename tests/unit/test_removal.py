@@ -8,8 +8,8 @@ import pytest
 
 from ckptd.cli.main import main
 from ckptd.errors import RefusedError
-from ckptd.local import fs, hold
-from ckptd.recover.removal import Removal
+from ckptd.maintenance.uninstall import Removal
+from ckptd.storage.local import clones, fs
 from tests.unit.recover_scene import Scene, scene
 
 __all__ = ["scene"]
@@ -19,7 +19,7 @@ def lay(scene: Scene, name: str, *, with_hold: bool) -> None:
     """The word about a hold, and the hold where it is still there."""
     place = scene.save_dir / fs.HOLD
     (place / name if with_hold else place).mkdir(parents=True, exist_ok=True)
-    (place / hold.about_name(name)).write_text("{}")
+    (place / clones.about_name(name)).write_text("{}")
 
 
 def test_a_word_whose_hold_is_gone_is_nothing_to_keep(scene: Scene) -> None:

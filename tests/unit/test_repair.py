@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
-from ckptd.core.manifest import Tombstone, to_bytes
+from ckptd.base import files
+from ckptd.core.model.manifest import Tombstone, to_bytes
 from ckptd.errors import NothingCommitted
 from ckptd.recover.fetch import Fetcher
-from ckptd.recover.mended import HERE
-from ckptd.remote.apart import ApartStore
-from ckptd.remote.pacing import Pacer
+from ckptd.recover.files import HERE
+from ckptd.storage.stores.apart import ApartStore
+from ckptd.storage.stores.rate_limit import Pacer
 from tests.attacks.test_hostile_remotes import rewrite
 from tests.unit.repair_scene import LONG_AGO_NS, RepairScene, bare, built, outcomes, run_here, scene
 from tests.unit.restore_scene import TAG
@@ -316,7 +316,7 @@ def test_no_faster_than_the_job_file_says(scene: RepairScene, monkeypatch: pytes
             rates.append(bytes_per_second)
             super().__init__(bytes_per_second)
 
-    monkeypatch.setattr("ckptd.recover.repair.Pacer", Noted)
+    monkeypatch.setattr("ckptd.maintenance.repair.Pacer", Noted)
     monkeypatch.setattr(RepairScene, "bandwidth", "8Mb/s")
     scene.flip(scene.shard(1, root=scene.nas))
     assert scene.repair().exit_code() == 0

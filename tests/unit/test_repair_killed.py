@@ -33,9 +33,9 @@ def watch(event, args):
         if count < 0:
             os.kill(os.getpid(), 9)
 here = RepairScene(Path(sys.argv[1]))
-import ckptd.files as files
-import ckptd.recover.sight as sight
-from ckptd.remote.open import open_store
+import ckptd.base.files as files
+import ckptd.recover.select.inventory as sight
+from ckptd.storage.stores.open import open_store
 # the directory is served in this process, whose calls are counted
 sight.open_apart = lambda name, url, access: open_store(url, access=access)
 real = files._renameat2

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.view import Disk
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.reserve import BYTES, NAME, Reserve
+from ckptd.core.policy.view import Disk
+from ckptd.daemon.resources.reserve import BYTES, NAME, Reserve
+from ckptd.daemon.state.problems import Problems
 from ckptd.errors import JournalDamaged, JournalFailed, NoSpaceError, StorageError
-from ckptd.journal import Journal
+from ckptd.storage.journal.journal import Journal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from ckptd.convert.supervise import convert
-from ckptd.core.layouts import Role
+from ckptd.convert.engine.supervisor import convert
+from ckptd.core.model.layouts import Role
 from ckptd.errors import (
     DamagedError,
     LockHeld,
@@ -21,11 +21,11 @@ from ckptd.errors import (
     TargetExists,
     UsageError,
 )
-from ckptd.recover.choose import Nodes
-from ckptd.recover.owner import Owner
 from ckptd.recover.restore import RestoreOptions
 from ckptd.recover.restore_plan import Wish, show_ranks
-from ckptd.recover.sources import Where, where_of
+from ckptd.recover.select.choose import Nodes
+from ckptd.recover.select.owner import Owner
+from ckptd.recover.select.sources import Where, where_of
 from tests.unit.legacy_files import as_legacy
 from tests.unit.recover_scene import EXTRA
 from tests.unit.restore_scene import MODEL, OPTIM, TAG, RestoreScene, scene
@@ -326,7 +326,7 @@ def test_places_that_are_somebodys(scene: RestoreScene) -> None:
 
 
 def test_no_room(scene: RestoreScene, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptd import files
+    from ckptd.base import files
 
     scene.two()
     monkeypatch.setattr(files, "free_bytes", lambda fd: 1000)
@@ -342,7 +342,7 @@ def test_on_a_file_system_without_locks_and_exclusive_renames(
     """As NFS answers."""
     import errno
 
-    from ckptd import files
+    from ckptd.base import files
 
     def refused(*arguments: object) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.config_model import RemoteConfig
+from ckptd.config.schema import RemoteConfig
 from ckptd.errors import NotFoundError, RemoteUnreachable
-from ckptd.recover.owner import Owner
 from ckptd.recover.restore import Restore, RestoreOptions
 from ckptd.recover.resume import Resume, ResumeOptions
-from ckptd.recover.sources import Where, named
+from ckptd.recover.select.owner import Owner
+from ckptd.recover.select.sources import Where, named
 from tests.unit.restore_scene import MODEL, OPTIM, TAG, RestoreScene, scene
 from tests.unit.test_recover_commands import ckptd
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckptd import files
+from ckptd.base import files
 from tests.unit.restore_scene import OPTIM, TAG, RestoreScene, scene
 
 __all__ = ["scene"]

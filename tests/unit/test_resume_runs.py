@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.runs import short
+from ckptd.core.model.runs import short
 from ckptd.errors import LockHeld, NotFoundError, NothingCommitted, RefusedError, UsageError
-from ckptd.recover.choose import Nodes
+from ckptd.recover.select.choose import Nodes
 from tests.unit.recover_scene import Scene
 from tests.unit.run_scene import Pair, Run, X, Y, pair
 from tests.unit.test_recover_commands import ckptd

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.generation import Already, Use, choose_generation
-from ckptd.core.manifest import NodeManifest, Tombstone, parse
-from ckptd.core.runs import Claim
-from ckptd.daemon.seen import of_run, seen_in
+from ckptd.core.model.generation import Already, Use, choose_generation
+from ckptd.core.model.manifest import NodeManifest, Tombstone, parse
+from ckptd.core.model.runs import Claim
+from ckptd.daemon.state.remote_sync import of_run, seen_in
 from ckptd.errors import RefusedError
-from ckptd.remote.documents import read_commits
-from ckptd.remote.messages import Retire, ShipOrder
-from ckptd.remote.observe import describe, observe
-from ckptd.remote.open import open_store
-from ckptd.remote.retire import retire
-from ckptd.remote.runs import claim_run
+from ckptd.storage.remote.documents import read_commits
+from ckptd.storage.remote.messages import Retire, ShipOrder
+from ckptd.storage.remote.observe import describe, observe
+from ckptd.storage.remote.retire import retire
+from ckptd.storage.remote.runs import claim_run
+from ckptd.storage.stores.open import open_store
 from tests.stores.scene import Node
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ckptd.core.decision import Decision
-from ckptd.core.runs import short
-from ckptd.remote.observe import record
+from ckptd.core.model.decision import Decision
+from ckptd.core.model.runs import short
+from ckptd.storage.remote.observe import record
 from tests.unit.run_scene import Pair, Run, X, Y, pair
 from tests.unit.test_recover_commands import ckptd
 

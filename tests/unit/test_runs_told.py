@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.runs import short
+from ckptd.core.model.runs import short
 from tests.unit.run_scene import Pair, Run, X, Y, pair
 from tests.unit.test_recover_commands import ckptd
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptd.errors import RefusedError
-from ckptd.remote.s3_upload import MAX_PART_BYTES, MAX_PARTS, MIN_PART_BYTES, part_size
+from ckptd.storage.stores.s3.uploads import MAX_PART_BYTES, MAX_PARTS, MIN_PART_BYTES, part_size
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
 SIZES = [

@@ -9,23 +9,22 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ckptd.config_model import RemoteConfig
-from ckptd.core.actions import Plan
-from ckptd.daemon import scrubbing
-from ckptd.daemon.links import RemoteLink
-from ckptd.daemon.scrubbing import Scrubber
-from ckptd.daemon.state import Converting, JobState
+from ckptd.config.schema import RemoteConfig
+from ckptd.core.policy.actions import Plan
+from ckptd.daemon.state.state import Converting, JobState
+from ckptd.daemon.uploads import scrub as scrubbing
+from ckptd.daemon.uploads.scrub import Scrubber
+from ckptd.daemon.uploads.session import RemoteLink
 from ckptd.errors import StorageError
-from ckptd.journal import Journal
-from ckptd.remote.commit import Ground
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.documents import read_commits
-from ckptd.remote.messages import Answer, RemoteSettings
-from ckptd.remote.open import open_store
-from ckptd.remote.pacing import Cancelled, Pacer
-from ckptd.remote.scrub import scrub
-from ckptd.remote.scrub_messages import Scrub, Scrubbed
-from ckptd.remote.store import Abilities
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.remote.commit import Ground
+from ckptd.storage.remote.documents import read_commits
+from ckptd.storage.remote.messages import Answer, RemoteSettings, Scrub, Scrubbed
+from ckptd.storage.remote.repair import scrub
+from ckptd.storage.stores.base import Abilities
+from ckptd.storage.stores.directory import DirectoryStore
+from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.rate_limit import Cancelled, Pacer
 from tests.unit.repair_scene import RepairScene, built, scene
 from tests.unit.restore_scene import TAG
 

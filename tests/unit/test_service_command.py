@@ -10,11 +10,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from ckptd.config_notify import NotifyConfig
-from ckptd.daemon.exporter import Exporter
-from ckptd.daemon.notifier import Notifier
-from ckptd.daemon.publishing import Publisher
-from ckptd.daemon.service import start_command, unit_of
+from ckptd.config.schema import NotifyConfig
+from ckptd.daemon.health.exporter import Exporter
+from ckptd.daemon.health.notify import Notifier
+from ckptd.daemon.publisher import Publisher
+from ckptd.daemon.systemd import start_command, unit_of
 
 if TYPE_CHECKING:
     from ckptd.daemon.job import Job

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd import files
-from ckptd.remote.messages import Attach, Attached
-from ckptd.remote.service import Service
+from ckptd.base import names
+from ckptd.storage.child.service import Service
+from ckptd.storage.remote.messages import Attach, Attached
 from tests.stores.scene import Node
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.remote.messages import Answer
+    from ckptd.storage.remote.messages import Answer
 
 KILLED = """
 import os, sys
-from ckptd.remote.directory import DirectoryStore
+from ckptd.storage.stores.directory import DirectoryStore
 root, owner, put, event = sys.argv[1:]
 sys.addaudithook(lambda name, _: os.kill(os.getpid(), 9) if name == event else None)
 getattr(DirectoryStore(root, owner=owner), put)("_ckptd/commits/x.json", b"1")
@@ -40,7 +40,7 @@ def killed(root: Path, owner: str, put: str = "put_if_absent", event: str = "os.
 
 
 def temporaries(root: Path) -> list[Path]:
-    return sorted(root.rglob(f"{files.TEMPORARY_PREFIX}*"))
+    return sorted(root.rglob(f"{names.TEMPORARY_PREFIX}*"))
 
 
 def attach(node: Node, root: Path) -> None:

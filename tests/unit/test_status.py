@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ckptd import files
+from ckptd.base import files
 from ckptd.cli.main import main
-from ckptd.cli.status_tables import checkpoints_table
-from ckptd.local.state_dir import prepare_state_dir
+from ckptd.cli.status.tables import checkpoints_table
+from ckptd.storage.local.state_dir import prepare_state_dir
 from tests.unit import status_gallery as gallery
 
 NOBODY = 65534

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.cli import status_places
-from ckptd.cli.status_cmd import published
-from ckptd.cli.status_places import state_places
-from ckptd.config import load_all, resolve_job
+from ckptd.cli.status import places as status_places
+from ckptd.cli.status.command import published
+from ckptd.cli.status.places import state_places
+from ckptd.config.loader import load_all, resolve_job
 from ckptd.errors import ConfigError, NotFoundError, NotPermitted
 
 DOCUMENT = json.dumps({"generated_at": "2026-01-01T00:00:00.000Z", "daemon": {}, "jobs": []})

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.core.heartbeat import Heartbeat, NewestSave, SafeSave, heartbeat_key
-from ckptd.core.layouts import Grid
-from ckptd.core.manifest import to_bytes
-from ckptd.recover.jobwide import Jobwide, JobwideStatus
-from ckptd.recover.sight import look_at_remote
-from ckptd.remote.directory import DirectoryStore
+from ckptd.core.model.heartbeat import Heartbeat, NewestSave, SafeSave, heartbeat_key
+from ckptd.core.model.layouts import Grid
+from ckptd.core.model.manifest import to_bytes
+from ckptd.maintenance.fleet_status import Jobwide, JobwideStatus
+from ckptd.recover.select.inventory import look_at_remote
+from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.scene import Node, archive
 
 if TYPE_CHECKING:

@@ -22,13 +22,12 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from ckptd.cli.status_story import story_of
-from ckptd.cli.status_watch import watch_lines, watch_screen
-from ckptd.cli.status_words import life_of, start_it
+from ckptd.cli.status.detail import story_of
+from ckptd.cli.status.watch import watch_lines, watch_screen
+from ckptd.cli.status.words import life_of, start_it
 from ckptd.errors import NotFoundError
 from ckptd.observe.schema import text
-from ckptd.observe.space import pid_space
-from ckptd.observe.status import rfc3339
+from ckptd.observe.status import pid_space, rfc3339
 from tests.status_schema import problems_of
 from tests.unit import status_gallery as g
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from ckptd import files
-from ckptd.core.heartbeat import DEAD_SECONDS, Heartbeat, heartbeat_key
+from ckptd.base import files
+from ckptd.core.model.heartbeat import DEAD_SECONDS, Heartbeat, heartbeat_key
 from ckptd.errors import RemoteNotOurs
-from ckptd.journal import Journal
-from ckptd.remote.attach import attach
-from ckptd.remote.heartbeats import Heartbeats
-from ckptd.remote.messages import RemoteSettings
-from ckptd.remote.observe import still_ours
-from ckptd.remote.open import open_store
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.remote.attach import attach
+from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.remote.messages import RemoteSettings
+from ckptd.storage.remote.observe import still_ours
+from ckptd.storage.stores.open import open_store
 from tests.unit.repair_scene import RepairScene, built, run_here, scene
 
 __all__ = ["built", "scene"]

@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.config import job_from_arguments
-from ckptd.core.decision import Decision, lacking
-from ckptd.core.manifest import Headstone
-from ckptd.core.view import ZERO
-from ckptd.daemon.beginning import Beginning
-from ckptd.daemon.decisions import write_decision
-from ckptd.daemon.knowledge import Knowledge
-from ckptd.daemon.problems import Problems
-from ckptd.daemon.retiring import Retiring
-from ckptd.daemon.state import JobState
-from ckptd.daemon.viewing import of_untold
+from ckptd.config.loader import job_from_arguments
+from ckptd.core.model.decision import Decision, lacking
+from ckptd.core.model.manifest import Headstone
+from ckptd.core.policy.view import ZERO
+from ckptd.daemon.intake.decisions import write_decision
+from ckptd.daemon.intake.initial_scan import Beginning
+from ckptd.daemon.intake.known_saves import Knowledge
+from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.state import JobState
+from ckptd.daemon.state.view_builder import of_untold
+from ckptd.daemon.uploads.retire import Retiring
 from ckptd.errors import DocumentDamaged
-from ckptd.journal import Journal
 from ckptd.observe.audit import Audit
-from ckptd.remote import messages as m
-from ckptd.remote import observe
-from ckptd.remote.attach import attach
-from ckptd.remote.open import open_store
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.remote import messages as m
+from ckptd.storage.remote import observe
+from ckptd.storage.remote.attach import attach
+from ckptd.storage.stores.open import open_store
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, Node
 from tests.unit.recover_scene import Scene

@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd import files
-from ckptd.core.facts import Archive, FileFacts, ShardFacts
-from ckptd.core.generation import Already, Use, choose_generation
-from ckptd.core.lifecycle import Context, Memory, State, Verdict, judge
-from ckptd.core.listing import FolderListing, ListedFile
-from ckptd.daemon import nodes as daemon_nodes
-from ckptd.daemon.nodes import LONGEST_SECONDS, LOOK_SECONDS, Nodes
-from ckptd.daemon.seen import named_in, seen_in, told_in
-from ckptd.remote.directory import DirectoryStore
-from ckptd.remote.look import FEW, ManifestCache
-from ckptd.remote.observe import describe
+from ckptd.base import files
+from ckptd.core.completeness.judge import Context, Memory, State, Verdict, judge
+from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
+from ckptd.core.model.generation import Already, Use, choose_generation
+from ckptd.core.model.listing import FolderListing, ListedFile
+from ckptd.daemon.state.remote_sync import named_in, seen_in, told_in
+from ckptd.daemon.uploads import peers as daemon_nodes
+from ckptd.daemon.uploads.peers import LONGEST_SECONDS, LOOK_SECONDS, Nodes
+from ckptd.storage.remote.documents import FEW, ManifestCache
+from ckptd.storage.remote.observe import describe
+from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node, archive
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.core.generation import GenerationChoice
-    from ckptd.core.save import SealedSave
-    from ckptd.remote.messages import ShipResult, TagView
+    from ckptd.core.model.generation import GenerationChoice
+    from ckptd.core.model.save import SealedSave
+    from ckptd.storage.remote.messages import ShipResult, TagView
 
 LATER = 5000
 SPREAD_SECONDS = 60

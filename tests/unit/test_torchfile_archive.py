@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import CkptdError, DamagedError, RefusedError, TornArchiveError
-from ckptd.torchfile.archive import Directory, Framing, frame, read_directory
-from ckptd.torchfile.fingerprint import check_crcs, fingerprint, has_crc, tensor_fingerprint
-from ckptd.torchfile.limits import Limits
+from ckptd.formats.torchfile.archive import Directory, Framing, frame, read_directory
+from ckptd.formats.torchfile.fingerprint import check_crcs, fingerprint, has_crc, tensor_fingerprint
+from ckptd.formats.torchfile.limits import Limits
 from tests.unit.synthetic import drop_crcs, write_archive
 
 RECORDS = {

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert.options import Compat
-from ckptd.convert.supervise import ConvertOptions, convert, inspect_files
-from ckptd.core.facts import Archive
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import Compat, ConvertOptions
+from ckptd.core.model.facts import Archive
 from ckptd.errors import RefusedError, TornArchiveError
-from ckptd.torchfile.archive import Directory
-from ckptd.torchfile.fingerprint import fingerprint, has_crc, tensor_fingerprint
-from ckptd.torchfile.legacy import read_archive, read_legacy
-from ckptd.torchfile.limits import DEFAULT_LIMITS, Limits
-from ckptd.torchfile.unpickle import unpickle
+from ckptd.formats.torchfile.archive import Directory
+from ckptd.formats.torchfile.fingerprint import fingerprint, has_crc, tensor_fingerprint
+from ckptd.formats.torchfile.legacy import read_archive, read_legacy
+from ckptd.formats.torchfile.limits import DEFAULT_LIMITS, Limits
+from ckptd.formats.torchfile.unpickler import unpickle
 from tests.unit.legacy_files import LITTLE, as_legacy, legacy_bytes, parts_of
 from tests.unit.reading import load, tensor_bytes
 from tests.unit.synthetic import Shapes, write_stage3, write_stage12

@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.torchfile.archive import read_directory
-from ckptd.torchfile.skeleton import BLOCK_BYTES, Skeleton, Slot, skeleton
+from ckptd.formats.torchfile.archive import read_directory
+from ckptd.formats.torchfile.skeleton import BLOCK_BYTES, Skeleton, Slot, skeleton
 from tests.unit.reading import load
 
 

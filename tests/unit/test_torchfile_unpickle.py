@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import CkptdError, RefusedError, TornArchiveError
-from ckptd.torchfile.archive import Directory, Record
-from ckptd.torchfile.limits import Limits
-from ckptd.torchfile.repickle import WRITABLE, repickle
-from ckptd.torchfile.unpickle import unpickle
-from ckptd.torchfile.values import Global, Inert, InertDict, Tensor
+from ckptd.formats.torchfile.archive import Directory, Record
+from ckptd.formats.torchfile.limits import Limits
+from ckptd.formats.torchfile.repickle import WRITABLE, repickle
+from ckptd.formats.torchfile.unpickler import unpickle
+from ckptd.formats.torchfile.values import Global, Inert, InertDict, Tensor
 
 EMPTY = Directory("archive", {}, 0)
 LEAVES = (

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd import trainer
-from ckptd.local.hints import PAUSE_SECONDS, Hints, address_of
-from ckptd.local.watch import Watcher
+from ckptd.storage.local.watch import PAUSE_SECONDS, Hints, Watcher, address_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

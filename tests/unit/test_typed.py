@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.config import job_from_arguments
-from ckptd.config_places import typed
+from ckptd.config.commands import typed
+from ckptd.config.loader import job_from_arguments
 
 
 @pytest.mark.parametrize(

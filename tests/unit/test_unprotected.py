@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from ckptd import files
-from ckptd.cli.inspect_look import look as inspect
-from ckptd.cli.status_words import Life, exit_code, headline
-from ckptd.config_quantities import parse_share
-from ckptd.core.unprotected import Kind, told
-from ckptd.daemon.linked import look
-from ckptd.daemon.problems import Problems
+from ckptd.base import files
+from ckptd.cli.checkpoints.inspect import look as inspect
+from ckptd.cli.status.words import Life, exit_code, headline
+from ckptd.config.quantities import parse_share
+from ckptd.core.model.unprotected import Kind, told
+from ckptd.daemon.intake.symlinked import look
+from ckptd.daemon.state.problems import Problems
 from ckptd.errors import NotFoundError
-from ckptd.local.probe import probe_save_dir
-from ckptd.local.scan import scan
+from ckptd.storage.local.probe import probe_save_dir
+from ckptd.storage.local.scan import scan
 from tests.unit.recover_scene import Scene
 
 if TYPE_CHECKING:
-    from ckptd.core.listing import SaveDirListing
+    from ckptd.core.model.listing import SaveDirListing
     from ckptd.daemon.job import Job
 
 HUGGINGFACE = (

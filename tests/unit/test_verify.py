@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.manifest import Tombstone, to_bytes
+from ckptd.core.model.manifest import Tombstone, to_bytes
 from ckptd.errors import NotFoundError, NothingCommitted, UsageError
-from ckptd.recover.sight import look_at_remote
-from ckptd.recover.verified import Slice, VerifiedRemote, exit_code, slice_of
-from ckptd.recover.verify import Verifier
+from ckptd.maintenance.verify import Verifier
+from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.verify_result import Slice, VerifiedRemote, exit_code, slice_of
 from tests.attacks.test_hostile_remotes import rewrite
 from tests.unit.restore_scene import MODEL, OPTIM, TAG, RestoreScene, scene
 from tests.unit.test_recover_commands import ckptd

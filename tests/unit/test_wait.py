@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ckptd.cli.daemon.wait import judged
 from ckptd.cli.main import main
-from ckptd.cli.wait_cmd import judged
 from ckptd.observe.status import CheckpointStatus, JobStatus
 from tests.unit.status_gallery import REMOTE, behind, checkpoint, job
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.convert.supervise import ConvertOptions, convert
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
 from ckptd.errors import CkptdError, DamagedError, RefusedError
-from ckptd.torchfile.values import Tensor
+from ckptd.formats.torchfile.values import Tensor
 from tests.unit.reading import load, tensor_bytes
 from tests.unit.synthetic import STATES, Made, Shapes
 from tests.unit.synthetic_experts import Mixture, write_mixture

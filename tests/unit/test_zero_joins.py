@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.convert.joining import Shard, join_states
 from ckptd.convert.parts import Literal, Mean, Part, Range, Stream, Woven, decode, encode, ranges_of
-from ckptd.convert.reading import blocks_of, same_bytes
+from ckptd.convert.reader import blocks_of, same_bytes
+from ckptd.convert.tp_join import Shard, join_states
 from ckptd.errors import CkptdError, RefusedError, SourceChanged
-from ckptd.zero.blocks import Block, Copy, Strand, Weave, dense, sequence
-from ckptd.zero.parameters import Parameter, Piece, StateRanges
-from ckptd.zero.patterns import Patterns
+from ckptd.formats.zero.blocks import Block, Copy, Strand, Weave, dense, sequence
+from ckptd.formats.zero.parameters import Parameter, Piece, StateRanges
+from ckptd.formats.zero.patterns import Patterns
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 
@@ -271,7 +271,7 @@ def test_wide_and_narrow_strands_scatter_alike(folder: Path) -> None:
 
 
 def test_copies_and_rows_of_one_block_are_steps_of_reading() -> None:
-    from ckptd.zero.blocks import reading
+    from ckptd.formats.zero.blocks import reading
 
     assert reading(Block(1, (6,), 0, (1,), 2, (1,))) == (Copy(1, 2, 6),)
     rows = Block(1, (3, 2), 5, (9, 1), 4, (7, 1))

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from ckptd.cli.inspect_look import look
-from ckptd.convert.supervise import ConvertOptions, convert
-from ckptd.core.loaders import stage3_loader_word
+from ckptd.cli.checkpoints.inspect import look
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
+from ckptd.core.model.loaders import stage3_loader_word
 from ckptd.errors import RefusedError
-from ckptd.torchfile.values import Tensor
+from ckptd.formats.torchfile.values import Tensor
 from tests.unit.reading import load, tensor_bytes
 from tests.unit.synthetic import Shapes, Shard, full_bytes, write_stage3, write_stage12
 from tests.unit.weights import read_folder

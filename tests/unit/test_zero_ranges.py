@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd import files
+from ckptd.base import files
 from ckptd.convert.parts import Literal, Range
 from ckptd.convert.plan import Header, OutputCheck, OutputFile, OutputLink, PlanReader, PlanWriter, SourceFile
 from ckptd.convert.universal import UniversalLayout, choose_layout
-from ckptd.core.layouts import parse_shard_name
+from ckptd.core.model.layouts import parse_shard_name
 from ckptd.errors import CkptdError, DamagedError, RefusedError
-from ckptd.torchfile.values import Tensor
-from ckptd.zero.optimizers import notes
-from ckptd.zero.save import Save
-from ckptd.zero.shards import Source
-from ckptd.zero.survey import Surveyor
+from ckptd.formats.torchfile.values import Tensor
+from ckptd.formats.zero.optimizers import notes
+from ckptd.formats.zero.save import Save
+from ckptd.formats.zero.shards import Source
+from ckptd.formats.zero.survey import Surveyor
 from tests.unit.reading import load, tensor_bytes
 from tests.unit.synthetic import STATES, Made, Shapes, Shard, fragment_address, write_stage3, write_stage12
 

@@ -1,0 +1,410 @@
+"""`ckptd convert SRC DST`: a ZeRO checkpoint as a universal one or as weights (docs/design.md §4)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, TypedDict, cast
+
+import typer
+
+from ckptd.cli.output import cell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from ckptd.convert.cluster.pool import Address
+    from ckptd.convert.engine.forecast import Forecast
+    from ckptd.convert.options import Compat, ConvertOptions, ConvertProgress, ConvertReport, Dtype, Form
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        help="Convert a DeepSpeed checkpoint into a universal one (any number of GPUs) or into weights."
+    )
+    def convert(
+        source: str = typer.Argument(
+            ..., metavar="SRC", help="A tag folder, or a save_dir with `latest`; a path or a URL."
+        ),
+        destination: str = typer.Argument(
+            ..., metavar="DST", help="Folder to make; must not exist; a path or a URL."
+        ),
+        form: str = typer.Option("universal", help="universal, or weights (safetensors)."),
+        dtype: str = typer.Option("", help="Of weights: fp32 (default), bf16, fp16.", show_default=False),
+        max_shard_size: str = typer.Option(
+            "",
+            "--max-shard-size",
+            "--max_shard_size",
+            help="Of weights: largest file (default 5GB).",
+            show_default=False,
+        ),
+        compat: str = typer.Option(
+            "auto", help="strict: as ds_to_universal writes; superset: loads in stages 1, 2 and 3; auto."
+        ),
+        memory_budget: str = typer.Option(
+            "512MiB", "--memory-budget", "--memory_budget", help="E.g. 256MiB."
+        ),
+        verify: bool = typer.Option(False, help="Check the source's CRCs, and the output against the plan."),
+        no_strict: bool = typer.Option(False, "--no-strict", "--no_strict", help="Allow unused patterns."),
+        inject_missing_state: bool = typer.Option(
+            False,
+            "--inject-missing-state",
+            "--inject_missing_state",
+            help="Accepted because ds_to_universal has it. One tensor-parallel rank needs no "
+            "universal_checkpoint_info; several are not joined without it.",
+        ),
+        cluster: str = typer.Option(
+            "", help="Dask workers: tcp://HOST:PORT, local:N, slurm[:N].", show_default=False
+        ),
+        dry_run: bool = typer.Option(
+            False, "--dry-run", help="Only plan, and say what converting would make and cost."
+        ),
+        as_json: bool = typer.Option(
+            False, "--json", help="Result as JSON on stdout; progress as JSON lines on stderr."
+        ),
+    ) -> None:
+        from dataclasses import replace
+
+        options = replace(
+            _options(compat, memory_budget, verify, not no_strict, inject_missing_state),
+            **_form(form, dtype, max_shard_size, compat),
+        )
+        address = _address(cluster)
+        if dry_run:
+            seen = look_ahead(source, destination, options)
+            _print_json(seen) if as_json else _print_forecast(seen)
+            return
+        report = run(source, destination, options, as_json=as_json, address=address)
+        _print_json(report) if as_json else _print_table(report)
+
+
+class Wanted(TypedDict):
+    """The options that say what is made."""
+
+    form: Form
+    dtype: Dtype
+    max_shard_bytes: int
+
+
+def _form(form: str, dtype: str, max_shard_size: str, compat: str) -> Wanted:
+    from ckptd.errors import UsageError
+
+    if form not in ("universal", "weights"):
+        raise UsageError(f"--form {form!r} is none of universal, weights")
+    for option, value, of in (
+        ("--dtype", dtype, "weights"),
+        ("--max-shard-size", max_shard_size, "weights"),
+        ("--compat", compat.removeprefix("auto"), "universal"),
+    ):
+        if value and form != of:
+            raise UsageError(f"{option} is of the form {of}", hint=f"leave it out, or say --form {of}")
+    dtype, max_shard_size = dtype or "fp32", max_shard_size or "5GB"
+    if dtype not in ("fp32", "bf16", "fp16"):
+        raise UsageError(f"--dtype {dtype!r} is none of fp32, bf16, fp16")
+    size = _size("--max-shard-size", max_shard_size, "5GB")
+    if size < 1:
+        raise UsageError(f"--max-shard-size {max_shard_size} is too small", hint="for example 5GB")
+    return Wanted(form=cast("Form", form), dtype=cast("Dtype", dtype), max_shard_bytes=size)
+
+
+def _size(option: str, text: str, example: str) -> int:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    from ckptd.errors import UsageError
+
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as error:
+        raise UsageError(f"{option} {text!r} is no size", hint=f"for example {example}") from error
+
+
+def _options(compat: str, budget: str, verify: bool, strict: bool, inject: bool) -> ConvertOptions:
+    from ckptd.convert.options import ConvertOptions
+    from ckptd.errors import UsageError
+
+    if compat not in ("auto", "strict", "superset"):
+        raise UsageError(f"--compat {compat!r} is none of auto, strict, superset")
+    size = _size("--memory-budget", budget, "512MiB")
+    if size < 64 << 20:
+        raise UsageError(f"--memory-budget {budget} is too small", hint="at least 64MiB")
+    return ConvertOptions(
+        compat=cast("Compat", compat),
+        memory_budget_bytes=size,
+        verify=verify,
+        strict=strict,
+        inject_missing_state=inject,
+        write_latest=True,
+    )
+
+
+def resolve_source(source: Path) -> Path:
+    """The checkpoint folder that SRC means: itself, or what `latest` in it names.
+
+    Raises:
+        NotFoundError: neither.
+    """
+    from ckptd.base import files
+    from ckptd.convert.engine.staging import look_at_source
+    from ckptd.errors import NotFoundError
+    from ckptd.storage.local.scan import read_pointer
+
+    folder = look_at_source(source)
+    if folder.shards or "offloaded_tensors" in folder.folders:
+        return source
+    with files.opened_dir(folder.path) as fd:
+        tag = read_pointer(fd, "latest")
+    if tag is None:
+        hint = f"name a checkpoint folder: {', '.join(folder.folders[:5])}" if folder.folders else ""
+        raise NotFoundError(f"{source} holds no shards and no `latest`", hint=hint)
+    files.check_relative(tag)
+    return source / tag
+
+
+def look_ahead(source: str, destination: str, options: ConvertOptions) -> Forecast:
+    """What converting would do."""
+    import os
+
+    from ckptd.convert.engine.forecast import forecast
+
+    here, there = end_of(source), end_of(destination)
+    _refuse_remote(there)
+    if isinstance(here, str) or isinstance(there, str):
+        from ckptd.convert.remote.convert import Ranged
+
+        begin = here if isinstance(here, str) else resolve_source(here)
+        return Ranged(begin, there, options, os.environ).forecast()
+    return forecast(resolve_source(here), there, options)
+
+
+def end_of(text: str) -> Path | str:
+    """A path of this machine, or the URL of a place elsewhere."""
+    from pathlib import Path
+
+    from ckptd.base.process import must_answer
+    from ckptd.storage.stores.open import directory_path
+
+    path = directory_path(text)
+    if "://" in text and path is None:
+        return text
+    must_answer(str(path or text))
+    return path or Path(text)
+
+
+def _refuse_remote(there: Path | str) -> None:
+    """A folder that lies in a directory remote: its daemons keep what is there, and `latest_universal`."""
+    from pathlib import Path
+
+    from ckptd.convert.remote.convert import within_remote
+    from ckptd.convert.remote.source import directory_remote
+
+    if isinstance(there, Path) and (root := directory_remote(there)) is not None:
+        raise within_remote(str(there), root)
+
+
+def _address(cluster: str) -> Address | None:
+    if not cluster:
+        return None
+    from ckptd.convert.cluster.pool import parse
+
+    return parse(cluster)
+
+
+def run(
+    source: str, destination: str, options: ConvertOptions, *, as_json: bool, address: Address | None = None
+) -> ConvertReport:
+    """Convert and show progress; SIGTERM and Ctrl-C stop cleanly and leave it resumable."""
+    import os
+    import signal
+    import threading
+
+    from ckptd.convert.engine.supervisor import convert as convert_folder
+
+    stop = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+    here, there = end_of(source), end_of(destination)
+    _refuse_remote(there)
+    begin = here if isinstance(here, str) else resolve_source(here)
+    with showing(as_json=as_json) as tell:
+        if address is not None:
+            from ckptd.convert.cluster.conversion import Clustered
+
+            return Clustered(
+                *(begin, there, options, os.environ),
+                address=address,
+                on_progress=tell,
+                should_stop=stop.is_set,
+            ).run()
+        if isinstance(begin, str) or isinstance(there, str):
+            from ckptd.convert.remote.convert import Ranged
+
+            ranged = Ranged(begin, there, options, os.environ, on_progress=tell, should_stop=stop.is_set)
+            return ranged.run()
+        return convert_folder(begin, there, options, on_progress=tell, should_stop=stop.is_set)
+
+
+def _print_json(report: ConvertReport | Forecast) -> None:
+    import json
+    from dataclasses import asdict
+    from pathlib import Path
+
+    plain = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(report).items()}
+    print(json.dumps(plain, indent=1))
+
+
+def _print_forecast(seen: Forecast) -> None:
+    from rich.table import Table
+
+    from ckptd.cli.screen import Screen
+
+    table = Table(show_header=False, box=None)
+    for name, value in forecast_rows(seen):
+        table.add_row(name, cell(value))
+    Screen().print(table)
+
+
+def _print_table(report: ConvertReport) -> None:
+    from rich.table import Table
+
+    from ckptd.cli.screen import Screen
+
+    table = Table(show_header=False, box=None)
+    rate = report.bytes / max(report.seconds, 1e-9) / 1e6
+    for name, value in (
+        (report.form.replace("universal", "universal checkpoint"), str(report.destination)),
+        ("layout", report.layout),
+        ("step", str(report.step)),
+        ("parameters" if report.form == "universal" else "tensors", str(report.parameters)),
+        (
+            "files",
+            f"{report.files}" + (f" ({report.resumed_files} from before)" if report.resumed_files else ""),
+        ),
+        ("bytes", f"{report.bytes:,} ({report.bytes_cloned:,} cloned, {report.bytes_copied:,} copied)"),
+        ("time", f"{report.seconds:.2f} s ({rate:,.0f} MB/s)"),
+        ("peak memory of children", f"{report.peak_rss_bytes / 1048576:.0f} MiB"),
+        ("verified", "yes" if report.verified else "no (--verify reads everything back)"),
+        *_cluster_rows(report),
+        *(("note", note) for note in report.notes),
+    ):
+        table.add_row(name, cell(value))
+    Screen().print(table)
+
+
+def _cluster_rows(report: ConvertReport) -> list[tuple[str, str]]:
+    seen = report.cluster
+    if seen is None:
+        return []
+    share = seen.bytes_read / max(1, seen.bytes_needed)
+    local = f"; {seen.bytes_local:,} on the workers' own disks" if seen.bytes_local else ""
+    again = f", {seen.tasks_again} again" if seen.tasks_again else ""
+    return [
+        ("by", f"{seen.workers} workers, {seen.tasks} tasks{again}"),
+        ("read", f"{seen.bytes_read:,} bytes, {share:.3f} of what was needed{local}"),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# How a conversion tells of itself: a bar on a terminal, JSON lines elsewhere, a forecast beforehand.
+
+
+@contextlib.contextmanager
+def showing(*, as_json: bool) -> Iterator[Callable[[ConvertProgress], None] | None]:
+    """What to tell progress to: a bar on a terminal, JSON lines on stderr where JSON is wanted, else None."""
+    import sys
+
+    if sys.stderr is not None and sys.stderr.isatty():  # None: started with it closed
+        with _bar() as tell:
+            yield tell
+    else:
+        yield _Lines().tell if as_json and sys.stderr is not None else None
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Callable[[ConvertProgress], None]]:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from ckptd.cli.screen import Screen
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Screen(stderr=True), transient=True) as progress:
+        task = progress.add_task("planning", total=None)
+
+        def show(p: ConvertProgress) -> None:
+            progress.update(task, description=p.phase, completed=p.bytes_done, total=p.bytes_total or None)
+
+        yield show
+
+
+class _Lines:
+    """One JSON object per report: docs/contract.md names its keys."""
+
+    def __init__(self) -> None:
+        import time
+
+        self._clock = time.monotonic
+        self._started = self._clock()
+        self._copying: tuple[float, int] | None = None
+
+    def tell(self, p: ConvertProgress) -> None:
+        """Print one line."""
+        import json
+        import sys
+
+        line = {
+            "phase": p.phase,
+            "bytes_done": p.bytes_done,
+            "bytes_total": p.bytes_total,
+            "files_done": p.files_done,
+            "files_total": p.files_total,
+            "bytes_cloned": p.bytes_cloned,
+            "seconds": round(self._clock() - self._started, 3),
+            "eta_seconds": self._eta_seconds(p),
+        }
+        with contextlib.suppress(OSError):  # a reader that went away does not end the conversion
+            sys.stderr.write(json.dumps(line) + "\n")
+            sys.stderr.flush()
+
+    def _eta_seconds(self, p: ConvertProgress) -> float | None:
+        """From the rate since copying began, without what an earlier attempt finished; None: unknown."""
+        now = self._clock()
+        if p.phase == "publishing":
+            return 0.0
+        if p.phase != "copying":
+            return None
+        if self._copying is None:
+            self._copying = (now, p.bytes_done)
+            return None
+        since, before = self._copying
+        done = p.bytes_done - before
+        return round((p.bytes_total - p.bytes_done) * (now - since) / done, 1) if done else None
+
+
+def forecast_rows(seen: Forecast) -> list[tuple[str, str]]:
+    """Names and values for a table."""
+    made = f"{seen.bytes:,} bytes in {seen.files:,} files, {seen.layout} layout"
+    if seen.clones:
+        how = f"{seen.bytes_cloned:,} bytes cloned, {seen.bytes_copied:,} copied"
+        if seen.bytes_misplaced:
+            how += f" (of these {seen.bytes_misplaced:,} because shards do not meet at whole blocks)"
+    else:
+        how = f"{seen.bytes_copied:,} bytes copied (extents cannot be shared here)"
+    fits = "" if seen.disk_bytes <= seen.free_bytes else ": DOES NOT FIT"
+    return [
+        (
+            "converts",
+            f"yes: ZeRO stage {seen.zero_stage}, {seen.ranks} ranks, {seen.parameters:,} parameters",
+        ),
+        ("makes", made),
+        ("by", how),
+        ("new disk", f"about {seen.disk_bytes:,} bytes of {seen.free_bytes:,} free{fits}"),
+        ("memory", f"at most {seen.memory_bytes / 1048576:.0f} MiB with the pages it dirties"),
+        ("planned in", f"{seen.seconds:.2f} s, {seen.peak_rss_bytes / 1048576:.0f} MiB"),
+    ]

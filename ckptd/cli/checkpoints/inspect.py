@@ -1,0 +1,577 @@
+"""`ckptd inspect DIR`: what a folder is, whether it is whole, and why not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import typer
+
+from ckptd.base import files
+from ckptd.base.identity import Model
+from ckptd.cli.output import cell, cells
+from ckptd.convert.adapters import ADAPTER_FILE
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.convert.weights import read_names
+from ckptd.core.completeness.judge import Context, State, judge
+from ckptd.core.model.facts import Archive, FileFacts
+from ckptd.core.model.layouts import Grid, Role
+from ckptd.core.model.listing import FolderListing, ListedFile
+from ckptd.core.model.unprotected import told
+from ckptd.errors import CkptdError, NotFoundError
+from ckptd.storage.local.scan import read_pointer, scan, scan_folder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_MANY_FILES = 40
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        help="Say what a checkpoint folder, save_dir, universal folder or weights hold. 65: not whole."
+    )
+    def inspect(
+        folder: str = typer.Argument(
+            ..., metavar="DIR", help="A tag folder, save_dir, or what convert made."
+        ),
+        as_json: bool = typer.Option(False, "--json", help="Everything as JSON on stdout."),
+        all_files: bool = typer.Option(False, "--all-files", help="List every file of large folders."),
+    ) -> None:
+        import json
+        from pathlib import Path
+
+        from ckptd.base.process import must_answer
+        from ckptd.errors import DamagedError, UsageError
+
+        if "://" in folder:
+            hint = f"ckptd list {folder}; of one checkpoint: ckptd convert --dry-run {folder} DST"
+            raise UsageError(f"inspect looks at folders of this machine; {folder} is a URL", hint=hint)
+        must_answer(folder)
+        seen = look(Path(folder))
+        if as_json:
+            print(json.dumps(seen.model_dump(mode="python"), indent=1))  # names need not be UTF-8
+        else:
+            _print(seen, all_files=all_files)
+        if not seen.is_sound:
+            raise typer.Exit(DamagedError.exit_code)
+
+
+def _print(seen: Seen, *, all_files: bool) -> None:
+    from ckptd.cli.screen import Screen
+
+    console = Screen()
+    if seen.kind == "save_dir":
+        _print_overview(console, seen)
+        for checkpoint in seen.checkpoints:
+            if not checkpoint.is_complete:
+                console.print(cell(f"{checkpoint.tag}: {checkpoint.reason}"))
+        return
+    checkpoint = seen.checkpoints[0]
+    _print_facts(console, checkpoint)
+    _print_files(console, checkpoint, all_files=all_files)
+
+
+def _print_overview(console: Console, seen: Seen) -> None:
+    from rich.table import Table
+
+    table = Table("tag", "kind", "state", "step", "stage", "dtype", "ranks", "bytes", "", box=None)
+    for c in seen.checkpoints:
+        marks = [
+            n
+            for n, tag in (("latest", seen.latest), ("latest_universal", seen.latest_universal))
+            if tag == c.tag
+        ]
+        ranks = f"{c.grid.dp} × {c.grid.mm_count}" if c.grid else ""
+        stage = "" if c.zero_stage is None else str(c.zero_stage)
+        step = "" if c.step is None else str(c.step)
+        told = (c.tag, c.kind, c.state, step, stage, c.dtype or "", ranks, f"{c.bytes:,}", " ".join(marks))
+        table.add_row(*cells(*told))
+    console.print(table)
+
+
+def _print_facts(console: Console, c: SeenCheckpoint) -> None:
+    from rich.table import Table
+
+    grid = None
+    if c.grid is not None:
+        grid = f"{c.grid.dp} data-parallel × {c.grid.mm_count} model-parallel ({c.grid.proof})"
+    table = Table(show_header=False, box=None)
+    for name, value in (
+        ("checkpoint", c.tag),
+        ("kind", c.kind),
+        ("state", c.state),
+        ("reason", c.reason),
+        ("step", c.step),
+        ("ZeRO stage", c.zero_stage),
+        ("dtype", c.dtype),
+        ("optimizer", c.optimizer),
+        ("DeepSpeed", c.ds_version),
+        ("ranks", grid),
+        ("layout", c.layout),
+        ("parameters", f"{c.parameters:,} elements" if c.parameters is not None else None),
+        ("tensors", f"{c.tensors:,}" if c.tensors is not None else None),
+        ("bytes", f"{c.bytes:,}"),
+    ):
+        if value is not None:
+            table.add_row(name, cell(str(value)))
+    for note in c.notes:
+        table.add_row("note", cell(note))
+    for row in _conversion_rows(c.conversion) if c.conversion is not None else ():
+        table.add_row(*cells(*row))
+    console.print(table)
+
+
+def _conversion_rows(seen: SeenConversion) -> list[tuple[str, str]]:
+    """What converting would make here, or why it would not."""
+    if not seen.converts:
+        return [("converts", f"no: {seen.reason}"), *([("", f"→ {seen.hint}")] if seen.hint else [])]
+    how = f"{seen.bytes_cloned or 0:,} bytes cloned, {seen.bytes_copied or 0:,} copied"
+    if seen.bytes_misplaced:
+        how += f" (of these {seen.bytes_misplaced:,} because shards do not meet at whole blocks)"
+    memory = (seen.memory_bytes or 0) / 1048576
+    return [
+        ("converts", f"yes: {seen.bytes or 0:,} bytes in {seen.files or 0:,} files, {seen.layout} layout"),
+        ("", f"by {how}"),
+        ("", f"about {seen.disk_bytes or 0:,} bytes of new disk of {seen.free_bytes or 0:,} free"),
+        ("", f"at most {memory:.0f} MiB of memory with the pages it dirties"),
+        *(("", note) for note in seen.notes),
+    ]
+
+
+def _print_files(console: Console, c: SeenCheckpoint, *, all_files: bool) -> None:
+    from rich.table import Table
+
+    shown = (
+        c.files
+        if all_files or len(c.files) <= _MANY_FILES
+        else [f for f in c.files if f.reason][:_MANY_FILES]
+    )
+    table = Table(box=None)
+    for column in ("file", "role", "bytes", "archive", "fingerprint", "problem"):
+        table.add_column(column, overflow="fold")
+    for f in shown:
+        row = (f.path, f.role, f"{f.bytes:,}", f.archive, f.fingerprint[:12], f.reason or "")
+        table.add_row(*cells(*row))
+    if shown:
+        console.print(table)
+    if len(shown) < len(c.files):
+        console.print(f"{len(c.files)} files (--all-files lists them)")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What `ckptd inspect` sees: the kind of a folder, the verdict on each checkpoint, every file in it.
+# The verdict is the daemon's own (`ckptd.core.completeness.judge.judge`), so that both say the same of a folder.
+
+_MODEL_STATES = re.compile(r"^(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")
+_MANIFEST_LIMIT_BYTES = 16 << 20
+
+
+class SeenFile(Model):
+    """One file of a checkpoint."""
+
+    path: str
+    bytes: int
+    role: str
+    archive: str
+    fingerprint: str
+    reason: str | None = None
+    """What is wrong with it; None when nothing is."""
+
+
+class SeenConversion(Model):
+    """Whether a ZeRO checkpoint has a universal form here, and what that would cost (sizes in bytes)."""
+
+    converts: bool
+    reason: str | None = None
+    """Why it does not convert, in one sentence."""
+    hint: str | None = None
+    layout: str | None = None
+    parameters: int | None = None
+    files: int | None = None
+    bytes: int | None = None
+    bytes_cloned: int | None = None
+    bytes_copied: int | None = None
+    bytes_misplaced: int | None = None
+    """Copied although extents clone here: in ranges whose offsets do not agree modulo the block."""
+    disk_bytes: int | None = None
+    free_bytes: int | None = None
+    memory_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    """What a run resumed from it will find different."""
+
+
+class SeenCheckpoint(Model):
+    """One folder and the verdict on it."""
+
+    tag: str
+    kind: Literal["zero", "universal", "weights"]
+    state: str
+    reason: str | None = None
+    is_complete: bool
+    step: int | None = None
+    optimizer_step: int | None = None
+    zero_stage: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+    ds_version: str | None = None
+    grid: Grid | None = None
+    parameters: int | None = None
+    """Elements of all trained parameters, in every form; None when the folder does not say."""
+    tensors: int | None = None
+    """Named tensors (universal, weights)."""
+    layout: str | None = None
+    bytes: int
+    saved_seconds_apart: float | None = None
+    notes: tuple[str, ...] = ()
+    conversion: SeenConversion | None = None
+    """Of a single ZeRO folder; None in the overview of a save_dir."""
+    files: tuple[SeenFile, ...]
+
+
+class Seen(Model):
+    """A folder given to `ckptd inspect`."""
+
+    path: str
+    kind: Literal["zero", "universal", "weights", "save_dir"]
+    latest: str | None = None
+    latest_universal: str | None = None
+    checkpoints: tuple[SeenCheckpoint, ...]
+    notes: tuple[str, ...] = ()
+    """Checkpoints in a save_dir that are not protected."""
+
+    @property
+    def is_sound(self) -> bool:
+        """True when every checkpoint is complete and undamaged."""
+        return all(c.is_complete for c in self.checkpoints)
+
+
+def look(path: Path) -> Seen:
+    """Inspect a tag folder, a save_dir, a universal folder, or exported weights.
+
+    Raises:
+        NotFoundError: there is no checkpoint.
+    """
+    absolute = os.path.realpath(path)
+    if not os.path.isdir(absolute):
+        raise NotFoundError(f"{path} is no folder here", hint="give a tag folder or a save_dir")
+    parent, name = os.path.split(absolute)
+    if not name:
+        raise NotFoundError(f"{path} holds no DeepSpeed checkpoint", hint="name a tag folder or a save_dir")
+    with files.opened_dir(parent) as parent_fd:
+        listing = scan_folder(parent_fd, name)
+    if listing is None:
+        raise NotFoundError(f"{path} vanished")
+    if _is_universal(listing):
+        return Seen(path=str(path), kind="universal", checkpoints=(_universal(listing, Path(parent)),))
+    if (exported := _weights(listing, Path(parent))) is not None:
+        return Seen(path=str(path), kind="weights", checkpoints=(exported,))
+    if listing.shards:
+        checkpoint = _zero(listing, Path(parent))
+        told = checkpoint.model_copy(update={"conversion": look_ahead(Path(absolute))})
+        return Seen(path=str(path), kind="zero", checkpoints=(told,))
+    return _save_dir(path, absolute)
+
+
+def look_ahead(folder: Path) -> SeenConversion:
+    """What `ckptd convert` beside `folder` would make and cost, or why it would refuse."""
+    from ckptd.convert.engine.forecast import forecast
+
+    try:
+        seen = forecast(folder, folder.parent / f".{folder.name}.ckptd-forecast")
+    except (CkptdError, OSError) as error:
+        message = error.message if isinstance(error, CkptdError) else str(error)
+        return SeenConversion(
+            converts=False, reason=message, hint=error.hint if isinstance(error, CkptdError) else None
+        )
+    names = [n for n in SeenConversion.model_fields if n not in ("converts", "reason", "hint")]
+    return SeenConversion(converts=True, **{name: getattr(seen, name) for name in names})
+
+
+def _save_dir(path: Path, absolute: str) -> Seen:
+    found: list[SeenCheckpoint] = []
+    with files.opened_dir(absolute) as fd:
+        seen = scan(fd)
+        latest, universal = read_pointer(fd, "latest"), read_pointer(fd, "latest_universal")
+        for name in sorted(os.listdir(fd), key=_natural):
+            try:
+                listing = scan_folder(fd, name) if not name.startswith("_ckptd") else None
+            except (NotADirectoryError, CkptdError):
+                continue
+            if listing is None:
+                continue
+            if _is_universal(listing):
+                found.append(_universal(listing, Path(absolute)))
+            elif (exported := _weights(listing, Path(absolute))) is not None:
+                found.append(exported)
+            elif listing.shards:
+                found.append(_zero(listing, Path(absolute)))
+    tags = [one.tag for one in found if one.kind == "zero"]
+    others = told(seen.unprotected, absolute, latest, tags)
+    if not found:
+        raise NotFoundError(
+            f"{path} holds no DeepSpeed checkpoint{''.join(f'; {one.text}' for one in others)}",
+            hint="; ".join(dict.fromkeys(one.next_step for one in others)),
+        )
+    return Seen(
+        path=str(path),
+        kind="save_dir",
+        latest=latest,
+        latest_universal=universal,
+        checkpoints=tuple(found),
+        notes=tuple(f"{one.text}; {one.next_step}" for one in others),
+    )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(w), "") if w.isdigit() else (0, w) for w in re.split(r"(\d+)", name)]
+
+
+def _is_universal(listing: FolderListing) -> bool:
+    return any(f.path.startswith("zero/") for f in listing.files)
+
+
+def _zero(listing: FolderListing, parent: Path) -> SeenCheckpoint:
+    facts = {f.path: f for f in inspect_files(parent / listing.tag, [f.path for f in listing.files])}
+    now = time.time()
+    newest = max((f.identity.mtime_ns / 1e9 for f in listing.shards), default=0.0)
+    listed = _listed_in(parent, listing.tag)
+    if listed is not None:  # times there are those of the upload
+        listing = replace(listing, files=tuple(map(_without_time, listing.files)))
+    context = Context(
+        settle_seconds=0.0,
+        quiet_seconds=float("inf"),
+        is_in_flight=listed is None and now - newest < 5.0,
+        save_spread_seconds=60.0,
+        is_to_send=False,
+    )
+    verdict = judge(listing, facts, None, context)
+    damaged = _damage(facts)
+    damaged = damaged or _unlisted(facts, listed)
+    reason = verdict.reason or damaged
+    whole = verdict.state is State.COMPLETE and damaged is None
+    times = verdict.window if listed is None else None
+    shards = [facts[f.path].facts for f in listing.shards]
+    return SeenCheckpoint(
+        tag=listing.tag,
+        kind="zero",
+        state=verdict.state.value if whole or verdict.state is not State.COMPLETE else "damaged",
+        reason=None if whole else reason,
+        is_complete=whole,
+        step=verdict.step,
+        optimizer_step=verdict.optimizer_step,
+        zero_stage=verdict.writer.zero_stage,
+        dtype=verdict.writer.dtype,
+        optimizer=verdict.writer.optimizer,
+        ds_version=verdict.writer.ds_version,
+        grid=verdict.grid,
+        parameters=next((s.parameters for s in shards if s is not None and s.parameters), None),
+        bytes=listing.total_bytes,
+        saved_seconds_apart=(times.last - times.first) / 1e9 if times else None,
+        notes=verdict.notes,
+        files=_seen_files(facts),
+    )
+
+
+def _without_time(file: ListedFile) -> ListedFile:
+    return replace(file, identity=replace(file.identity, mtime_ns=0))
+
+
+def _listed_in(parent: Path, folder: str) -> dict[str, str] | None:
+    """Fingerprints by path of what COMMITs list in a folder of a directory remote; None: it lies in none.
+
+    A remote whose documents cannot be read lists nothing: its own COMMITs are what makes it whole (P3).
+    """
+    from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
+    from ckptd.storage.stores.apart import open_apart
+
+    if not (parent / "_ckptd" / "remote.json").is_file():
+        return None
+    store = open_apart(str(parent), str(parent))
+    listed: dict[str, str] = {}
+    with contextlib.suppress(CkptdError):
+        for view in live_commits(read_remote(store)):
+            for manifest in manifests_of(store, view):
+                for file in manifest.files:
+                    place, _, path = file.key.partition("/")
+                    if place == folder:
+                        listed[path] = file.fingerprint
+    return listed
+
+
+def _unlisted(facts: dict[str, FileFacts], listed: dict[str, str] | None) -> str | None:
+    """Why a folder in a remote is not what a COMMIT lists; None: it is, or it lies in no remote."""
+    if listed is None:
+        return None
+    if not listed:
+        return "no COMMIT lists it: its upload is under way, or was cut short"
+    other = [p for p, wanted in sorted(listed.items()) if p in facts and facts[p].fingerprint != wanted]
+    missing = sorted(listed.keys() - facts.keys())
+    if other:
+        return f"{other[0]} is not the file that its COMMIT lists"
+    return f"{missing[0]} is missing, and its COMMIT lists it" if missing else None
+
+
+def _universal(listing: FolderListing, parent: Path) -> SeenCheckpoint:
+    facts = {f.path: f for f in inspect_files(parent / listing.tag, [f.path for f in listing.files])}
+    names = {p.removeprefix("zero/").rpartition("/")[0] for p in facts if p.startswith("zero/")} - {""}
+    reason = _damage(facts)
+    if "zero/optimizer_state.pt" not in facts:
+        reason = reason or "zero/optimizer_state.pt is missing"
+    if not any(_MODEL_STATES.match(p) for p in facts):
+        reason = reason or "no *_model_states.pt: no loader finds its start here"
+    lacking = sorted(n for n in names if f"zero/{n}/fp32.pt" not in facts)
+    if lacking:
+        reason = reason or f"zero/{lacking[0]}/fp32.pt is missing"
+    ours = _manifest(parent / listing.tag) if "ckptd.json" in facts else {}
+    source = ours.get("source") if isinstance(ours.get("source"), dict) else {}
+    assert isinstance(source, dict)
+    step = source.get("step")
+    model = next((f.facts for p, f in facts.items() if _MODEL_STATES.match(p) and f.facts), None)
+    return SeenCheckpoint(
+        tag=listing.tag,
+        kind="universal",
+        state="complete" if reason is None else "damaged",
+        reason=reason,
+        is_complete=reason is None,
+        step=step if isinstance(step, int) else model.global_steps if model else None,
+        dtype=model.dtype if model else None,
+        optimizer=model.optimizer if model else None,
+        ds_version=model.ds_version if model else None,
+        zero_stage=model.zero_stage if model else None,
+        parameters=model.parameters if model else None,
+        tensors=len(names),
+        layout=str(ours["layout"]) if "layout" in ours else None,
+        notes=_loads(facts, names) if ours.get("layout") == "superset" else (),
+        bytes=listing.total_bytes,
+        files=_seen_files(facts),
+    )
+
+
+def _loads(facts: dict[str, FileFacts], names: set[str]) -> tuple[str, ...]:
+    """The superset is for all stages, but stage 3's loader wants Adam's states of every parameter."""
+    lacking = {k for k in ("exp_avg", "exp_avg_sq") if any(f"zero/{n}/{k}.pt" not in facts for n in names)}
+    words = ", ".join(sorted(lacking))
+    return (f"loads in stages 1 and 2; DeepSpeed's stage 3 loader wants {words} too",) if lacking else ()
+
+
+def _weights(listing: FolderListing, parent: Path) -> SeenCheckpoint | None:
+    """Exported weights, by what ckptd.json says; None: something else."""
+
+    if not any(f.path == "ckptd.json" for f in listing.files):
+        return None
+    manifest = _manifest(parent / listing.tag)
+    if not str(manifest.get("form", "")).startswith("weights-"):
+        return None
+    return weights(listing, parent, manifest)
+
+
+def _manifest(folder: Path) -> dict[str, object]:
+    try:
+        with files.opened_dir(os.path.realpath(folder)) as fd:
+            value = json.loads(files.read_beneath(fd, "ckptd.json", limit_bytes=_MANIFEST_LIMIT_BYTES))
+    except (OSError, ValueError, CkptdError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _damage(facts: dict[str, FileFacts]) -> str | None:
+    """The first thing wrong with a file that ought to be an archive."""
+    for path, fact in facts.items():
+        if fact.archive in (Archive.TORN, Archive.EMPTY) and (fact.reason or path.endswith(".pt")):
+            return fact.reason or f"{path} is empty"
+    return next((f.reason for f in facts.values() if f.reason), None)
+
+
+def _seen_files(facts: dict[str, FileFacts]) -> tuple[SeenFile, ...]:
+    return tuple(
+        SeenFile(
+            path=f.path,
+            bytes=f.bytes,
+            role=f.role.value,
+            archive=f.archive.value,
+            fingerprint=f.fingerprint,
+            reason=f.reason,
+        )
+        for f in facts.values()
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What `ckptd inspect` says of exported weights: headers against sizes, the index against the files.
+# Reads headers alone, so that a folder of hundreds of gigabytes is looked at in no time.
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_INDEX_LIMIT_BYTES = 100_000_000
+
+
+def weights(listing: FolderListing, parent: Path, manifest: dict[str, object]) -> SeenCheckpoint:
+    """The verdict on a folder whose ckptd.json says that it is weights."""
+    held: dict[str, list[str]] = {}
+    seen: list[SeenFile] = []
+    with files.opened_dir(os.path.realpath(parent / listing.tag)) as fd:
+        for file in listing.files:
+            reason = None
+            if file.path.endswith(".safetensors"):
+                try:
+                    with files.reading(fd, file.path) as opened:
+                        held[file.path] = read_names(opened, file.path)
+                except (CkptdError, OSError) as error:
+                    reason = error.message if isinstance(error, CkptdError) else str(error)
+            role = Role.WEIGHTS if file.path.endswith(".safetensors") else Role.SIDE
+            seen.append(
+                SeenFile(
+                    path=file.path,
+                    bytes=file.identity.size_bytes,
+                    role=role.value,
+                    archive=Archive.OTHER.value,
+                    fingerprint="",
+                    reason=reason,
+                )
+            )
+        reason = next((f.reason for f in seen if f.reason), None) or _index_reason(fd, held)
+    source = manifest.get("source")
+    step = source.get("step") if isinstance(source, dict) else None
+    stage = source.get("zero_stage") if isinstance(source, dict) else None
+    return SeenCheckpoint(
+        tag=listing.tag,
+        kind="weights",
+        state="complete" if reason is None else "damaged",
+        reason=reason,
+        is_complete=reason is None,
+        step=step if isinstance(step, int) else None,
+        zero_stage=stage if isinstance(stage, int) else None,
+        dtype=str(manifest.get("form", "")).removeprefix("weights-"),
+        tensors=sum(len(names) for names in held.values()),
+        layout=str(manifest.get("layout", "")),
+        bytes=listing.total_bytes,
+        files=tuple(seen),
+    )
+
+
+def _index_reason(fd: int, held: dict[str, list[str]]) -> str | None:
+    """Why files and index do not agree; adapters of PEFT stand in no index."""
+    adapters = {file for file in held if file.rpartition("/")[2] == ADAPTER_FILE}
+    held = {file: names for file, names in held.items() if file not in adapters}
+    if set(held) == {SINGLE} or (adapters and not held):
+        return None
+    try:
+        listed = json.loads(files.read_beneath(fd, INDEX, limit_bytes=_INDEX_LIMIT_BYTES))["weight_map"]
+        wanted = {str(name): str(file) for name, file in listed.items()}
+    except (OSError, CkptdError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{INDEX} is missing or unreadable" if held else "there is no file of weights"
+    absent = sorted(set(wanted.values()) - set(held))
+    if absent:
+        return f"{absent[0]} is missing"
+    if wanted != {name: file for file, names in held.items() for name in names}:
+        return f"{INDEX} lists other tensors than the files hold"
+    return None

@@ -1,0 +1,142 @@
+"""`ckptd list JOB|URL`: what is committed, in (branch, step) order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from ckptd.cli.output import ENV_JOB_OR_URL
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ckptd.maintenance.listing import RemoteListing
+    from ckptd.recover.select.inventory import RemoteSight
+
+_WHAT_IS_LEFT = {"model-only": "only a model", "weights-only": "only weights: nothing to resume from"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(name="list", help="List committed checkpoints, oldest first.")
+    def list_command(
+        job: str = typer.Argument(
+            ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; or a remote."
+        ),
+        remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
+        run: str | None = typer.Option(
+            None, metavar="RUN", help="Only this run, named by the beginning of its id."
+        ),
+        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+        config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
+    ) -> None:
+        import json
+        import os
+        from dataclasses import asdict
+        from datetime import UTC, datetime
+        from pathlib import Path
+
+        from ckptd.cli.output import say
+        from ckptd.cli.screen import screen
+        from ckptd.errors import CkptdError
+        from ckptd.maintenance.listing import list_remote
+        from ckptd.recover.select.inventory import look_at_remote
+        from ckptd.recover.select.runs import Runs
+        from ckptd.recover.select.sources import said_of, where_of
+        from ckptd.storage.stores.access import access_of
+
+        sights: list[RemoteSight] = []
+        failures: list[CkptdError] = []
+        directory = Path(config_dir) if config_dir else None
+        where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
+        for one in where.remotes:
+            try:
+                sights.append(look_at_remote(one.name, one.url, where.owner, access_of(one)))
+            except CkptdError as error:
+                failures.append(error)
+                say(said_of(one.name, one.url, str(error)))
+        if run is not None and sights:
+            runs = Runs(sights)
+            sights = [runs.only(sight, runs.named(run)) for sight in sights]
+        listings = [list_remote(sight, datetime.now(UTC)) for sight in sights]
+        if as_json:
+            shown = {"schema_version": 1, "remotes": [asdict(listing) for listing in listings]}
+            print(json.dumps(shown, indent=1))
+        else:
+            console = screen()
+            for listing in listings:
+                console.print(_table(listing))
+                if len(listing.runs) > 1:
+                    console.print(_runs(listing))
+                for problem in listing.problems:
+                    say(said_of(listing.name, listing.url, problem))
+        if failures:
+            raise typer.Exit(failures[0].exit_code)
+
+
+def _table(listing: RemoteListing) -> Table:
+    from rich.table import Table
+
+    from ckptd.cli.output import cell, cells
+    from ckptd.config.quantities import show_bytes, show_seconds
+    from ckptd.core.model.runs import short
+
+    title = f"{listing.name}: {listing.url} (job {listing.job})"
+    table = Table(title=cell(title), title_justify="left", box=None, header_style="bold", pad_edge=False)
+    # a tag that is cut off cannot be typed
+    table.add_column("tag", no_wrap=True, overflow="fold")
+    has_runs = len(listing.runs) > 1
+    if has_runs:
+        table.add_column("run")
+    for column in ("gen", "branch", "step", "form", "size", "files", "committed", "age", ""):
+        table.add_column(
+            column, justify="right" if column in ("gen", "branch", "step", "size", "files") else "left"
+        )
+    for row in listing.checkpoints:
+        for index, form in enumerate(row.forms):
+            marks = [f"← {name}" for name in form.pointers] + ["pinned"] * (row.pinned and index == 0)
+            if index == 0 and row.kind in _WHAT_IS_LEFT:
+                marks.append(_WHAT_IS_LEFT[row.kind])
+            if form.late_files:
+                marks.append(f"+ {form.late_files} late ({show_bytes(form.late_bytes)})")
+            age = show_seconds(form.age_seconds) if form.age_seconds is not None else "?"
+            own = (
+                row.tag,
+                *[short(row.run_id)] * has_runs,
+                str(row.generation),
+                str(row.branch),
+                str(row.step),
+            )
+            size = show_bytes(form.bytes)
+            told = (form.form, size, str(form.files), form.committed_at, age, " ".join(marks))
+            table.add_row(*cells(*(own if index == 0 else ("",) * len(own)), *told))
+    if not listing.checkpoints:
+        table.caption = "no committed checkpoint"
+    return table
+
+
+def _runs(listing: RemoteListing) -> Table:
+    """Return the runs whose checkpoints lie there, the newest first."""
+    from rich.table import Table
+
+    from ckptd.cli.output import cell, cells
+    from ckptd.config.quantities import show_bytes
+    from ckptd.core.model.runs import short
+
+    table = Table(title=cell("runs"), title_justify="left", box=None, header_style="bold", pad_edge=False)
+    table.add_column("run", no_wrap=True)
+    table.add_column("saved by", overflow="fold")
+    for column in ("checkpoints", "steps", "size"):
+        table.add_column(column, justify="right")
+    table.add_column("since")
+    table.add_column("")
+    for row in listing.runs:
+        place = (
+            f"{row.user or '?'}@{row.host or '?'}:{row.save_dir or '?'}" if row.host else "an earlier release"
+        )
+        steps = "-" if row.first_step is None else f"{row.first_step}-{row.last_step}"
+        told = (str(row.checkpoints), steps, show_bytes(row.bytes), row.since or "?")
+        table.add_row(*cells(short(row.run_id), place, *told, "newest" if row.is_newest else ""))
+    return table

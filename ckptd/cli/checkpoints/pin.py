@@ -1,0 +1,217 @@
+"""`ckptd pin | unpin | accept | adopt`: what a person decides about a checkpoint (P8).
+
+A decision is a file in the state directory *and* an object in the remote before the command returns 0; the
+daemon, running or not, reads both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import typer
+
+from ckptd.cli.output import tell
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptd.config.schema import JobConfig
+    from ckptd.core.model.decision import Decision
+    from ckptd.recover.select.owner import Owner
+
+_IN_DOUBT = {"suspect", "torn re-save"}
+
+Kind = Literal["pin", "unpin", "accept", "adopt"]
+
+_JOB: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir.")
+_TAG: str = typer.Argument(..., metavar="TAG", help="The folder's name.")
+_CONFIG_DIR: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs."""
+
+    @app.command("pin", help="Never delete this checkpoint, here or in a remote.")
+    def pin(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
+        _decide(job, "pin", [tag], config_dir)
+
+    @app.command("unpin", help="Take a pin back.")
+    def unpin(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
+        _decide(job, "unpin", [tag], config_dir)
+
+    @app.command("accept", help="A suspect checkpoint is one save after all: ship and commit it.")
+    def accept(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
+        _decide(job, "accept", [tag], config_dir)
+
+    @app.command("adopt", help="Checkpoints found at the first start may be deleted like any other.")
+    def adopt(
+        job: str = _JOB,
+        tags: list[str] = typer.Argument(None, metavar="[TAG ...]", help="Some of them; default: all."),
+        config_dir: str = _CONFIG_DIR,
+    ) -> None:
+        _decide(job, "adopt", tags or ["*"], config_dir)
+
+
+def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> None:
+    import os
+    import time
+    from datetime import UTC, datetime
+    from pathlib import Path
+
+    from ckptd.config.commands import default_config_dir, user_name
+    from ckptd.core.model.decision import Decision
+    from ckptd.daemon.intake.decisions import write_decision
+    from ckptd.recover.select.named import job_named
+    from ckptd.recover.select.owner import owner_of
+
+    directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
+    config = _remotes_of(job_named(job, os.environ, config_dir=directory))
+    state_dir = _state_dir(config, directory)
+    owner = owner_of(config, state_dir)
+    for tag in tags:
+        # a name that is written wrong would change nothing and pass for done
+        if kind == "unpin":
+            _must_be_pinned(config, tag, state_dir)
+        elif kind == "pin" or (kind == "adopt" and tag != "*"):
+            _must_exist(config, tag)
+    for tag in tags:
+        fingerprints = _fingerprints(config, tag, state_dir) if kind == "accept" else ()
+        decision = Decision(
+            kind=kind,
+            tag=tag,
+            fingerprints=fingerprints,
+            by=user_name(),
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            serial=time.time_ns(),
+        )
+        write_decision(state_dir, _record_remotely(config, decision, owner))
+        tell(f"{kind} {tag}: recorded here and in {', '.join(r.name for r in config.remotes)}")
+
+
+def _state_dir(config: JobConfig, config_dir: Path) -> Path:
+    import os
+
+    from ckptd.config.loader import load_daemon
+    from ckptd.errors import NotFoundError
+    from ckptd.storage.local.state_dir import state_dir_of
+
+    daemon = load_daemon(config_dir / "ckptd.toml", os.environ)
+    path = state_dir_of(config.save_dir, config.name, daemon.state_dir, os.environ)
+    if not path.is_dir():
+        msg = f"no daemon of this user has kept a state of job {config.name} ({path} is not there)"
+        raise NotFoundError(msg, hint=_whose_daemon(config))
+    return path
+
+
+def _whose_daemon(config: JobConfig) -> str:
+    """How to get at the daemon's state: what a person decides is kept there."""
+    import os
+
+    from ckptd.storage.local.probe import user
+
+    try:
+        owner = os.stat(config.save_dir).st_uid
+    except OSError:
+        owner = os.geteuid()
+    if owner == os.geteuid():
+        return "start the daemon once (`ckptd run`); if it runs as another user, call this as that user"
+    return f"{config.save_dir} is {user(owner)}'s: call this as the user whose daemon watches it"
+
+
+def _remotes_of(config: JobConfig) -> JobConfig:
+    from ckptd.recover.select.named import no_remote
+
+    if not config.remotes:
+        raise no_remote(config)
+    return config
+
+
+def _record_remotely(config: JobConfig, decision: Decision, owner: Owner) -> Decision:
+    """The decision as the remotes hold it: a serial above every earlier one of its subject."""
+    from ckptd.storage.remote.observe import record, still_ours
+    from ckptd.storage.stores.access import access_of
+    from ckptd.storage.stores.apart import open_apart
+
+    for remote in _remotes_of(config).remotes:
+        store = open_apart(remote.name, remote.url, access_of(remote))
+        identity = still_ours(store, None)
+        owner.must_own(remote.name, remote.url, identity)
+        decision = record(store, decision, identity)
+    return decision
+
+
+def _fingerprints(config: JobConfig, tag: str, state_dir: Path) -> tuple[tuple[str, str], ...]:
+    """Fingerprints of the shards of a suspect folder, as the daemon compares them.
+
+    Raises:
+        RefusedError: neither this look at it nor the daemon finds it suspect (65).
+    """
+    from ckptd.base import files
+    from ckptd.config.commands import command_for
+    from ckptd.convert.engine.inspect import inspect_files
+    from ckptd.core.completeness.judge import Context, judge
+    from ckptd.errors import NotFoundError, RefusedError
+    from ckptd.storage.local.scan import scan_folder
+
+    with files.opened_dir(config.save_dir) as fd:
+        listing = scan_folder(fd, tag)
+    if listing is None or not listing.is_checkpoint:
+        msg = f"no checkpoint {tag} in {config.save_dir}"
+        raise NotFoundError(msg, hint="ckptd status shows the suspect ones")
+    facts = inspect_files(config.save_dir / tag, [f.path for f in listing.shards])
+    context = Context(
+        settle_seconds=0.0,
+        quiet_seconds=float("inf"),
+        is_in_flight=False,
+        save_spread_seconds=config.save_spread_seconds,
+    )
+    verdict = judge(listing, {f.path: f for f in facts}, None, context)
+    if not {verdict.state.value, _published_state(state_dir, tag)} & _IN_DOUBT:
+        why = f": {verdict.reason}" if verdict.reason else ""
+        msg = f"{tag} is {verdict.state.value}{why}; only a suspect checkpoint is accepted"
+        raise RefusedError(msg, hint=command_for(config, "status"))
+    return tuple(sorted((f.path, f.fingerprint) for f in facts))
+
+
+def _published_state(state_dir: Path, tag: str) -> str:
+    """Return the daemon's last word on a checkpoint here: it may know an earlier save of that tag."""
+    import json
+
+    try:
+        jobs = json.loads((state_dir / "status.json").read_bytes())["jobs"]
+        rows = [row for job in jobs for row in job["checkpoints"] if row["tag"] == tag]
+        return next((str(row["state"]) for row in rows), "")
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _must_be_pinned(config: JobConfig, tag: str, state_dir: Path) -> None:
+    """Or there: a pin may outlive its checkpoint, and one of another node may be known nowhere here."""
+    from ckptd.core.model.decision import PINS
+    from ckptd.daemon.intake.decisions import pinned_tags, read_decisions
+    from ckptd.storage.remote.observe import is_pinned
+    from ckptd.storage.stores.access import access_of
+    from ckptd.storage.stores.apart import open_apart
+
+    if tag in pinned_tags(read_decisions(state_dir, PINS)):
+        return
+    if not any(is_pinned(open_apart(r.name, r.url, access_of(r)), tag) for r in _remotes_of(config).remotes):
+        _must_exist(config, tag)
+
+
+def _must_exist(config: JobConfig, tag: str) -> None:
+    from ckptd.base.names import tag_problem
+    from ckptd.config.commands import command_for
+    from ckptd.errors import NotFoundError
+    from ckptd.storage.remote.observe import read_remote
+    from ckptd.storage.stores.access import access_of
+    from ckptd.storage.stores.apart import open_apart
+
+    if tag_problem(tag) is None and (config.save_dir / tag).is_dir():
+        return
+    for remote in _remotes_of(config).remotes:
+        held = read_remote(open_apart(remote.name, remote.url, access_of(remote)))
+        if any(c.commit.tag == tag for c in held.commits):
+            return
+    msg = f"no checkpoint {tag}, neither in {config.save_dir} nor in a remote"
+    raise NotFoundError(msg, hint=command_for(config, "list"))

@@ -1,0 +1,120 @@
+"""`ckptd restore JOB|URL [TAG] --to DIR`: a committed checkpoint into another directory."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import typer
+
+from ckptd.cli.output import ENV_JOB_OR_URL
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_HELP = (
+    "Put a committed checkpoint into another directory, so that DeepSpeed loads it there; prints the path to "
+    "load from. Without TAG the newest; a damaged one is named, and the one before it is taken. Calling it "
+    "again checks what is there and fetches only what is missing or bad."
+)
+_HELP_RUN = "Of this run (see `ckptd list`); default: the job's own, else the newest."
+_RANKS = re.compile(r"^\d{1,7}(-\d{1,7})?$")
+_MOST_RANKS = 1 << 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(help=_HELP)
+    def restore(
+        job: str = typer.Argument(
+            ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; a remote."
+        ),
+        tag: str = typer.Argument(None, metavar="TAG", help="Which one; default: the newest committed."),
+        to: str = typer.Option(
+            ..., metavar="DIR", help="Where to; made where absent. Not a save_dir in use."
+        ),
+        form: str = typer.Option(
+            None,
+            metavar="zero|universal|weights-…",
+            help="Default: zero, universal for another --world-size.",
+        ),
+        world_size: int = typer.Option(None, min=1, help="Ranks that will load it; another grid: universal."),
+        ranks: str | None = typer.Option(
+            None, metavar="0,2-3", help="Only the ZeRO shards of these data-parallel ranks."
+        ),
+        nnodes: int = typer.Option(1, min=1, help="Nodes that restore together, each its own shards."),
+        node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
+        remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
+        run: str | None = typer.Option(None, metavar="RUN", help=_HELP_RUN),
+        dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; change nothing."),
+        config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
+    ) -> None:
+        import os
+        from pathlib import Path
+
+        from ckptd.cli.output import answer, progress_bar, say, says_when_stopped
+        from ckptd.recover.restore import Restore, RestoreOptions
+        from ckptd.recover.restore_plan import Wish
+        from ckptd.recover.select.choose import Nodes
+        from ckptd.recover.select.sources import where_of
+
+        _must_be_a_directory_here(to)
+        options = RestoreOptions(
+            tag=tag,
+            wish=Wish(
+                form=form,
+                world_size=world_size,
+                ranks=ranks_of(ranks) if ranks is not None else None,
+                nodes=Nodes(count=nnodes, rank=node_rank),
+            ),
+            run=run,
+            dry_run=dry_run,
+        )
+        directory = Path(config_dir) if config_dir else None
+        where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
+
+        with says_when_stopped() as stopped, progress_bar() as tell:
+            work = Restore(where, Path(to), options, say, tell)
+            stopped(work.when_stopped)
+            done = work.run()
+        for line in done.advice:
+            say(line)
+        answer(str(done.path))
+
+
+def _must_be_a_directory_here(to: str) -> None:
+    """Raises: UsageError: it is empty, or a URL."""
+    from ckptd.errors import UsageError
+
+    if not to.strip():
+        msg = "--to is empty"
+        raise UsageError(msg, hint="an unset variable? write the directory, `--to .` for this one")
+    if "://" in to:
+        msg = f"--to is a directory of this machine, and {to} is a URL"
+        raise UsageError(msg, hint="restore to a directory, and copy it from there")
+
+
+def ranks_of(text: str) -> frozenset[int]:
+    """`0,2-3` → {0, 2, 3}.
+
+    Raises:
+        UsageError: it is no such list.
+    """
+    from ckptd.errors import UsageError
+
+    found: set[int] = set()
+    for part in text.split(","):
+        if not _RANKS.match(part.strip()):
+            msg = f"--ranks {text!r}: {part!r} is no rank and no range of ranks"
+            raise UsageError(msg, hint="write numbers and ranges, e.g. --ranks 0,2-3")
+        first, last = _ends(part.strip().split("-"))
+        if last < first or last - first > _MOST_RANKS:
+            msg = f"--ranks {text!r}: {part!r} runs backwards or too far"
+            raise UsageError(msg, hint="write the lower rank first, e.g. --ranks 8-15")
+        found.update(range(first, last + 1))
+    return frozenset(found)
+
+
+def _ends(numbers: Sequence[str]) -> tuple[int, int]:
+    return int(numbers[0]), int(numbers[-1])

@@ -1,0 +1,289 @@
+"""`ckptd verify JOB|URL [TAG]`: prove again, from the remote alone, what it claims to hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from ckptd.cli.output import ENV_JOB_OR_URL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from rich.table import Table
+
+    from ckptd.config.schema import JobConfig
+    from ckptd.core.model.manifest import Commit
+    from ckptd.errors import CkptdError
+    from ckptd.recover.files import Mended
+    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.sources import Where
+    from ckptd.recover.select.verify_result import Slice, VerifiedRemote
+
+_HELP = (
+    "Prove committed checkpoints again from the remote alone: documents, presence and size of every object; "
+    "with --read-data every byte. Exits 0 when all is as committed, 65 when something differs. --repair puts "
+    "it right from intact bytes on the node or in another remote."
+)
+_SHOWN_UNLISTED = 5
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(help=_HELP)
+    def verify(
+        job: str = typer.Argument(
+            ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; a remote."
+        ),
+        tag: str = typer.Argument(None, metavar="TAG", help="Only this one; default: every COMMIT."),
+        read_data: bool = typer.Option(False, "--read-data", help="Read every byte and compare CRC64."),
+        part: str | None = typer.Option(
+            None, "--slice", metavar="N/T", help="Read the N-th of T slices: 1/7 on Mondays, 2/7 …"
+        ),
+        remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
+        run: str | None = typer.Option(None, metavar="RUN", help="Only this run (see `ckptd list`)."),
+        repair: bool = typer.Option(False, "--repair", help="Put right what differs, from intact bytes."),
+        dry_run: bool = typer.Option(False, "--dry-run", help="With --repair: only say what it would do."),
+        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+        config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
+    ) -> None:
+        import os
+        from pathlib import Path
+
+        from ckptd.cli.output import progress_bar, say
+        from ckptd.errors import CkptdError, UsageError
+        from ckptd.maintenance.verify import Verifier
+        from ckptd.recover.select.inventory import look_at_remote
+        from ckptd.recover.select.sources import said_of, where_of
+        from ckptd.recover.select.verify_result import Slice, exit_code, slice_of
+        from ckptd.storage.stores.access import access_of
+
+        read = slice_of(part) if part is not None else Slice() if read_data else None
+        directory = Path(config_dir) if config_dir else None
+        if dry_run and not repair:
+            raise UsageError("--dry-run belongs to --repair", hint="verify alone writes nothing anyway")
+        if repair and run is not None:
+            raise UsageError("--repair takes no --run", hint="name TAG: every generation of it is looked at")
+        if repair:
+            run_repair(job, tag, read, remote, directory, dry_run=dry_run, as_json=as_json)
+            return
+        where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
+        found: list[VerifiedRemote] = []
+        failures: list[CkptdError] = []
+        with progress_bar() as tell:
+            is_wanted = _of_run(where, run) if run is not None else None
+            for one in where.remotes:
+                try:
+                    sight = look_at_remote(one.name, one.url, where.owner, access_of(one), is_tolerant=True)
+                    found.append(Verifier(sight, read=read, on_progress=tell).run(tag, is_wanted))
+                except CkptdError as error:
+                    failures.append(error)
+                    say(said_of(one.name, one.url, str(error)))
+        show(found, as_json=as_json)
+        code = exit_code(found) or (failures[0].exit_code if failures else 0)
+        if code:
+            raise typer.Exit(code)
+
+
+def _of_run(where: Where, run: str) -> Callable[[Commit], bool]:
+    """Whether a COMMIT is of the run whose id begins so.
+
+    Raises:
+        NotFoundError, UsageError: as `Runs.named`. CkptdError: no remote answers.
+    """
+    from ckptd.core.model.runs import run_of
+    from ckptd.recover.select.runs import Runs
+
+    runs = Runs(look(where)[0])
+    run_id = runs.named(run)
+    return lambda commit: runs.is_same(run_of(commit, commit.job_id), run_id)
+
+
+def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[Mended] | None = None) -> None:
+    """Tables or JSON on stdout, what is wrong on stderr; with `repairs` those too."""
+    import json
+    from dataclasses import asdict
+
+    from ckptd.cli.output import say
+    from ckptd.cli.screen import screen
+    from ckptd.recover.select.sources import said_of
+
+    if as_json:
+        shown = {"schema_version": 1, "remotes": [asdict(one) for one in found]}
+        if repairs is not None:
+            shown["repairs"] = [asdict(row) for row in repairs]
+        print(json.dumps(shown, indent=1))
+    else:
+        console = screen()
+        for verified in found:
+            console.print(_table(verified))
+    for verified in found:
+        for line in _lines(verified):
+            say(said_of(verified.name, verified.url, line))
+
+
+def _lines(verified: VerifiedRemote) -> list[str]:
+    """What is wrong, and what is only said."""
+    lines = list(verified.problems)
+    for row in verified.commits:
+        name = f"{row.tag} g{row.generation} {row.form}"
+        if row.verdict in ("disputed", "retired"):
+            lines.append(f"{name} is {row.verdict}: it does not count")
+        lines += [f"{name}: {difference}" for difference in row.differences]
+    if verified.unlisted:
+        some = ", ".join(repr(key) for key in verified.unlisted[:_SHOWN_UNLISTED])
+        more = ", …" if len(verified.unlisted) > _SHOWN_UNLISTED else ""
+        count = len(verified.unlisted)
+        lines.append(f"note: {count} unlisted objects ({verified.unlisted_bytes} bytes): {some}{more}")
+    return lines
+
+
+def _table(verified: VerifiedRemote) -> Table:
+    from rich.table import Table
+
+    from ckptd.cli.output import cell, cells
+    from ckptd.config.quantities import show_bytes
+
+    title = f"{verified.name}: {verified.url} (job {verified.job})"
+    table = Table(title=cell(title), title_justify="left", box=None, header_style="bold", pad_edge=False)
+    table.add_column("tag", no_wrap=True, overflow="fold")
+    for column in ("gen", "form", "files", "size", "read", "verdict"):
+        table.add_column(column, justify="right" if column in ("gen", "files", "size", "read") else "left")
+    for row in verified.commits:
+        read = show_bytes(row.read_bytes) if row.read_bytes else ""
+        told = (row.tag, str(row.generation), row.form, str(row.files), show_bytes(row.bytes), read)
+        table.add_row(*cells(*told, row.verdict))
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------------
+# `ckptd verify JOB --repair`: the remotes that are asked, the audit, what was put right and what was not.
+
+
+def run_repair(
+    job: str,
+    tag: str | None,
+    read: Slice | None,
+    only: str | None,
+    directory: Path | None,
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Do it, print it, exit with its code."""
+    import os
+
+    import typer
+
+    from ckptd.cli.output import progress_bar, say, tell
+    from ckptd.maintenance.repair import Repair, Unfinished
+    from ckptd.observe.audit import Audit
+    from ckptd.recover.files import Wanted
+    from ckptd.recover.select.sources import named, where_of
+
+    where = where_of(job, dict(os.environ), config_dir=directory)
+    config = job_of(where, "--repair")
+    targets = frozenset(one.name for one in named(where.remotes, only))
+    sights, failures = look(where)
+    state_dir = state_of(config, directory, make=not dry_run)
+    unfinished = Unfinished(state_dir)
+    with unfinished.alone(), progress_bar() as on_progress:
+        repair = Repair(
+            config,
+            sights,
+            Wanted(targets=targets, tag=tag, read=read, dry_run=dry_run),
+            node_id=_node_id(state_dir),
+            audit=Audit(state_dir / "audit.jsonl") if state_dir is not None and not dry_run else None,
+            unfinished=unfinished,
+            say=say,
+            on_progress=on_progress,
+        )
+        for sight in [] if dry_run else sights:
+            unfinished.give_up(sight.name, sight.store)
+        repair.run()
+    show(repair.verified, as_json=as_json, repairs=repair.rows)
+    for row in repair.rows:
+        (say if as_json else tell)(_line(row))
+    code = repair.exit_code()
+    for name, error in failures.items():
+        code = code or (error.exit_code if name in targets else 0)
+    if code:
+        raise typer.Exit(code)
+
+
+def job_of(where: Where, what: str) -> JobConfig:
+    """The job; a remote alone is not enough.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from ckptd.errors import UsageError
+
+    if where.job is None:
+        msg = f"{what} needs a job: a remote alone does not tell where its node keeps what"
+        raise UsageError(msg, hint="name the job, its file or its save_dir")
+    return where.job
+
+
+def look(where: Where) -> tuple[list[RemoteSight], dict[str, CkptdError]]:
+    """Every remote that answers, and why others do not; all errors are said.
+
+    Raises:
+        CkptdError: none answers.
+    """
+    from ckptd.cli.output import say
+    from ckptd.errors import CkptdError
+    from ckptd.recover.select.inventory import look_at_remote
+    from ckptd.recover.select.sources import said_of
+    from ckptd.storage.stores.access import access_of
+
+    sights: list[RemoteSight] = []
+    failures: dict[str, CkptdError] = {}
+    for one in where.remotes:
+        try:
+            sights.append(look_at_remote(one.name, one.url, where.owner, access_of(one), is_tolerant=True))
+        except CkptdError as error:
+            failures[one.name] = error
+            say(said_of(one.name, one.url, str(error)))
+    if failures and not sights:
+        raise next(iter(failures.values()))
+    return sights, failures
+
+
+def state_of(config: JobConfig, directory: Path | None, *, make: bool) -> Path | None:
+    """The job's state directory; where it is absent it is made, if that is wanted and save_dir exists."""
+    import os
+
+    from ckptd.config.commands import default_config_dir
+    from ckptd.config.loader import load_daemon
+    from ckptd.storage.local.state_dir import prepare_state_dir, state_dir_of
+
+    environ = dict(os.environ)
+    daemon = load_daemon((directory or default_config_dir(environ)) / "ckptd.toml", environ)
+    path = state_dir_of(config.save_dir, config.name, daemon.state_dir, environ)
+    if path.is_dir():
+        return path
+    if not make or not config.save_dir.is_dir():
+        return None
+    prepare_state_dir(path)
+    return path
+
+
+def _node_id(state_dir: Path | None) -> str | None:
+    """This node's id, where a daemon has run."""
+    try:
+        return (state_dir / "node_id").read_text().strip() if state_dir is not None else None
+    except OSError:
+        return None
+
+
+def _line(row: Mended) -> str:
+    from ckptd.config.quantities import show_bytes
+
+    what = f"{row.where}: {row.key} ({show_bytes(row.bytes)}; {row.damage})"
+    if row.outcome == "left":
+        return f"left      {what}: {row.reason or 'its bytes lie intact nowhere that is known'}"
+    return f"{row.outcome:9} {what}{f' from {row.source}' if row.source else f': {row.reason}'}"

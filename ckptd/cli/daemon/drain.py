@@ -1,0 +1,265 @@
+"""`ckptd drain [JOB]`: the node is about to go; what is complete here is committed, and nothing else begun.
+
+A daemon that runs is asked; else the same work is done here, under the job's lock (docs/adr/0108).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ckptd.cli.output import ENV_JOB, say, tell
+from ckptd.config import commands
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptd.cli.daemon.request import Asked
+    from ckptd.config.loader import LoadedConfig
+
+GRACE_SECONDS = 2.0
+"""After the deadline, for the daemon's last word."""
+AGAIN_SECONDS = 0.5
+_NOT_BEGUN = ("saving", "unknown", "resaving", "sealing")
+
+_HELP = (
+    "The node is about to go: stop conversions and removals, send what is complete here, newest first, and "
+    "say at once what will not make it. Exit code 0: all of it is committed; 3: the deadline passed; 1: some "
+    "of it cannot be committed as it is."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command("drain", help=_HELP)
+    def drain(
+        job: str = typer.Argument(
+            None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
+        ),
+        deadline: str = typer.Option("120s", "--deadline", help="How long there is (30s, 2min)."),
+        state_dir: str = typer.Option(None, "--state-dir", help="Where status.json lies."),
+        config_dir: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie."),
+    ) -> None:
+        from pathlib import Path
+
+        from ckptd.config.quantities import parse_duration
+        from ckptd.errors import UsageError
+
+        try:
+            seconds = parse_duration(deadline)
+        except ValueError as error:
+            raise UsageError(f"--deadline: {error}") from error
+        places = [Path(place) if place else None for place in (state_dir, config_dir)]
+        raise typer.Exit(Draining(job, seconds, *places).run())
+
+
+class Draining:
+    """One call of the verb."""
+
+    def __init__(
+        self, job: str | None, seconds: float, state_dir: Path | None, config_dir: Path | None
+    ) -> None:
+        import time
+
+        self._job, self._state_dir, self._config_dir = job, state_dir, config_dir
+        self._asked_at_unix = time.time()
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+        self._told: set[tuple[str, str]] = set()
+
+    def run(self) -> int:
+        """Ask, or work; the exit code."""
+        import time
+
+        from ckptd.errors import LockHeld
+
+        while True:
+            live = [one for one in self._known() if one.pid is not None]
+            try:
+                for one in live:
+                    self._ask(one)
+                code = self._alone({one.name for one in live})
+                if not self._follow(live):
+                    return max(code, self._result(live))
+            except LockHeld:
+                if self._has_nothing_yet():
+                    tell("nothing is complete here yet, so nothing is missing elsewhere")
+                    return 0
+                # a daemon that starts just now publishes within a moment, and finds what was asked
+                if time.monotonic() >= self._end:
+                    raise
+            if time.monotonic() >= self._end:
+                return max(3, self._result(self._known()))
+            time.sleep(AGAIN_SECONDS)
+
+    # --- a daemon that runs ----------------------------------------------------------------------------
+
+    def _known(self) -> list[Asked]:
+        from ckptd.cli.daemon.request import asked_jobs
+        from ckptd.errors import NotFoundError
+
+        try:
+            return asked_jobs(self._job, self._state_dir, self._config_dir)
+        except NotFoundError:
+            return []
+
+    def _has_nothing_yet(self) -> bool:
+        """Its daemon waits for the first checkpoint."""
+        import time
+
+        from ckptd.cli.status.command import find_status, is_meant
+        from ckptd.cli.status.words import life_of
+        from ckptd.errors import NotFoundError
+
+        try:
+            document = find_status(self._job, self._state_dir, self._config_dir)
+        except NotFoundError:
+            return False
+        jobs = [one for one in document["jobs"] if self._job is None or is_meant(one, self._job)]
+        is_waiting = bool(jobs) and all(one["state"] == "waiting" for one in jobs)
+        return is_waiting and life_of(document, time.time()).is_well
+
+    def _ask(self, one: Asked) -> None:
+        from ckptd.cli.daemon.request import ask
+        from ckptd.daemon.actions.control import DRAIN, DrainFile
+
+        ask(one, DRAIN, DrainFile(asked_at_unix_seconds=self._asked_at_unix, seconds=self._seconds))
+
+    def _follow(self, live: list[Asked]) -> bool:
+        """Until all are done, nothing moves or the time is over; True: a daemon has gone meanwhile."""
+        import time
+
+        from ckptd.cli.daemon.request import POLL_SECONDS
+        from ckptd.cli.status.words import is_there
+
+        waiting = list(live)
+        while waiting and time.monotonic() < self._end + GRACE_SECONDS:
+            stalled = 0
+            for one in list(waiting):
+                drain = self._drain_of(one)
+                if drain and (drain["is_done"] or set(drain["missing"]) <= set(drain["refused"])):
+                    waiting.remove(one)
+                elif one.pid is None or not is_there(one.pid):
+                    say(f"{one.name}: its daemon has gone")
+                    return True
+                stalled += one in waiting and bool(drain.get("stalled"))
+            if stalled == len(waiting):
+                return False
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def _drain_of(self, one: Asked) -> dict[str, Any]:
+        """What the daemon says of this drain; new ones that will not make it are said at once."""
+        from datetime import datetime
+
+        drain: dict[str, Any] = one.job().get("drain") or {}
+        if not drain or abs(datetime.fromisoformat(drain["asked_at"]).timestamp() - self._asked_at_unix) > 1:
+            return {}
+        for tag in drain["late"]:
+            if (one.name, tag) not in self._told:
+                self._told.add((one.name, tag))
+                say(f"{one.name}: {tag} will not make it at the speed of the link")
+        return drain
+
+    def _result(self, jobs: list[Asked]) -> int:
+        """In words, and the exit code."""
+        from ckptd.observe.status import all_committed, not_waited_for
+
+        code = 0
+        for one in jobs:
+            # what status still tells of an earlier drain says nothing of what was saved since
+            drain = self._drain_of(one)
+            if not drain:
+                tell(f"{one.name}: {_no_answer(one)}; what is committed is not known")
+                code = 3
+                continue
+            if drain["is_done"]:
+                tell(f"{one.name}: drained, {all_committed(len(drain.get('unsent', ())))}")
+                continue
+            job = one.job()
+            tell(f"{one.name}: not committed: {', '.join(drain['missing']) or not_begun(job)}")
+            if drain.get("stalled"):
+                say(f"{one.name}: {not_waited_for(drain['stalled'])}")
+            for line in reasons(job):
+                say(f"{one.name}: {line}")
+            is_refused = drain["missing"] and set(drain["missing"]) <= set(drain["refused"])
+            code = max(code, 1 if is_refused else 3)
+        return code
+
+    # --- no daemon -------------------------------------------------------------------------------------
+
+    def _alone(self, live: set[str]) -> int:
+        """Do the work of the jobs that no daemon runs.
+
+        Raises:
+            LockHeld: one does after all.
+        """
+        import os
+        import time
+
+        from ckptd.daemon.actions.control import drained_words
+        from ckptd.daemon.loop import Daemon
+        from ckptd.observe import logs
+
+        loaded = self._jobs_without_daemon(live)
+        if loaded is None:
+            return 0
+        logs.begin_plainly("WARNING")
+        left = max(0.1, self._end - time.monotonic())
+        daemon = Daemon(loaded, os.environ, drain_seconds=left)
+        daemon.stop()
+        code = daemon.run()
+        done = {job.config.name: f"drained, {drained_words([job])}" for job in daemon.jobs}
+        words = {1: "some of it cannot be committed as it is; ckptd status says why"}
+        for job in loaded.jobs:
+            rest = words.get(code, "not all is committed; ckptd status says what is missing")
+            tell(f"{job.name}: {rest if code else done.get(job.name, rest)}")
+        return code
+
+    def _jobs_without_daemon(self, live: set[str]) -> LoadedConfig | None:
+        import os
+        from dataclasses import replace
+
+        from ckptd.config import loader
+        from ckptd.errors import NotFoundError
+        from ckptd.recover.select.named import job_named, no_remote
+
+        directory = self._config_dir or commands.default_config_dir(os.environ)
+        if self._job is None:
+            loaded = loader.load_all(directory, os.environ)
+            left = tuple(job for job in loaded.jobs if job.name not in live)
+            if not left and not live:
+                msg = f"there is no job in {directory}"
+                raise NotFoundError(msg, hint="name a job file or a SAVE_DIR")
+            return replace(loaded, jobs=left) if left else None
+        if live:
+            return None
+        job = job_named(self._job, os.environ, config_dir=directory)
+        if not job.remotes:
+            raise no_remote(job)
+        daemon = loader.load_daemon(directory / "ckptd.toml", os.environ)
+        return loader.LoadedConfig(daemon=daemon, jobs=(job,))
+
+
+def not_begun(job: dict[str, Any]) -> str:
+    """What was not known to be complete when the time was over."""
+    rows = job.get("checkpoints", [])
+    return ", ".join(f"{row['tag']} ({row['state']})" for row in rows if row["state"] in _NOT_BEGUN) or (
+        "what is being saved"
+    )
+
+
+def reasons(job: dict[str, Any]) -> list[str]:
+    """What else is wrong, and what to type: a link that is away is no matter of a longer window."""
+    import time
+
+    from ckptd.cli.status.words import problem_lines
+
+    lines = problem_lines(job, time.time()) if job.get("problems") else []
+    return [line.strip() for severity, line in lines if severity != "note"]
+
+
+def _no_answer(one: Asked) -> str:
+    return "no daemon runs" if one.pid is None else f"its daemon (process {one.pid}) gave no answer"

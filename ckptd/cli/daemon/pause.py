@@ -1,0 +1,63 @@
+"""`ckptd pause | unpause [JOB]`: transfers, conversions and removals of a job rest, on this node (P8)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from ckptd.cli.output import ENV_JOB, tell
+
+if TYPE_CHECKING:
+    from ckptd.cli.daemon.request import Asked
+
+ANSWER_SECONDS = 30.0
+
+_JOB: str = typer.Argument(None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job.")
+_STATE_DIR: str = typer.Option(None, "--state-dir", help="Where status.json lies.")
+_CONFIG_DIR: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs."""
+
+    @app.command(
+        "pause",
+        help="Uploads, conversions and removals of a job rest on this node until `unpause`, also after a "
+        "restart. Watching, holds and alarms go on.",
+    )
+    def pause(job: str = _JOB, state_dir: str = _STATE_DIR, config_dir: str = _CONFIG_DIR) -> None:
+        _set(job, state_dir, config_dir, is_paused=True)
+
+    @app.command("unpause", help="Go on where `pause` stopped: nothing committed is sent again.")
+    def unpause(job: str = _JOB, state_dir: str = _STATE_DIR, config_dir: str = _CONFIG_DIR) -> None:
+        _set(job, state_dir, config_dir, is_paused=False)
+
+
+def _set(job: str | None, state_dir: str | None, config_dir: str | None, *, is_paused: bool) -> None:
+    import getpass
+    import time
+    from functools import partial
+    from pathlib import Path
+
+    from ckptd.cli.daemon.request import ask, asked_jobs, until
+    from ckptd.daemon.actions.control import PAUSE, PauseFile
+    from ckptd.errors import BehindError
+
+    word = "paused" if is_paused else "goes on"
+    places = [Path(place) if place else None for place in (state_dir, config_dir)]
+    for one in asked_jobs(job, *places):
+        ask(one, PAUSE, PauseFile(is_paused=is_paused, by=getpass.getuser(), at_unix_seconds=time.time()))
+        if one.pid is None:
+            tell(f"{one.name}: {word} from the daemon's next start on; none runs now")
+        elif until(partial(_is_set, one, is_paused), ANSWER_SECONDS):
+            tell(f"{one.name}: {word}")
+        else:
+            msg = f"the daemon (process {one.pid}) gave no answer within {ANSWER_SECONDS:.0f} s"
+            raise BehindError(msg, hint="the request is recorded; ckptd status shows what the daemon does")
+
+
+def _is_set(one: Asked, is_paused: bool) -> bool:
+    """The daemon says so."""
+    job = one.job()
+    return bool(job) and (job["paused"] is not None) == is_paused

@@ -1,0 +1,93 @@
+"""`ckptd reload`: let the running daemon read its configuration again, and say what it made of it (P16)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ckptd.cli.output import ENV_JOB, tell
+from ckptd.errors import BehindError, ConfigError, NotFoundError, NotPermitted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WAIT_SECONDS = 30.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command("reload", help="Let the running daemon read its configuration again.")
+    def reload(
+        job: str | None = typer.Argument(
+            None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
+        ),
+        state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
+        config_dir: str | None = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
+    ) -> None:
+        from ckptd.cli.status.command import find_status
+
+        def look() -> dict[str, Any]:
+            places = (Path(place) if place else None for place in (state_dir, config_dir))
+            return find_status(job, *places)
+
+        before = look()["daemon"]
+        _signal(daemon_pid(before["pid"], signal.SIGHUP))
+        tell(_answer(look, before.get("reloaded_at")))
+
+
+def _signal(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGHUP)
+    except PermissionError as error:
+        msg = f"the daemon (process {pid}) is another user's"
+        raise NotPermitted(msg, hint="run this as the user that ckptd runs as") from error
+
+
+def daemon_pid(pid: int, number: signal.Signals) -> int:
+    """The process, proved to be a daemon of ours that listens to a signal before it gets one.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    place = Path(f"/proc/{pid}")
+    try:
+        words = (place / "cmdline").read_bytes().split(b"\0")
+        lines = (place / "status").read_text().splitlines()
+    except OSError:
+        words, lines = [], []
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    is_ours = bool({b"run", b"drain"} & set(words)) and any(b"ckptd" in word for word in words)
+    if not is_ours or not caught >> (number - 1) & 1:
+        msg = f"no daemon runs (status names process {pid})"
+        raise NotFoundError(msg, hint="start it: ckptd run --config-dir DIR, or systemctl start ckptd@USER")
+    return pid
+
+
+def _answer(look: Callable[[], dict[str, Any]], before: str | None) -> str:
+    """What the daemon published about the reload.
+
+    Raises:
+        ConfigError: something was refused; what runs goes on as it was (78).
+        BehindError: no answer in time (3).
+    """
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            document = look()
+        except (NotFoundError, json.JSONDecodeError):
+            document = {"daemon": {}, "jobs": []}
+        daemon = document["daemon"]
+        if daemon.get("reloaded_at") not in (None, before):
+            if daemon.get("reload_error"):
+                raise ConfigError(daemon["reload_error"], hint="what was refused goes on as it was")
+            return "reloaded: " + ", ".join(f"{j['name']} {j['state']}" for j in document["jobs"])
+        time.sleep(0.1)
+    msg = f"the daemon gave no answer within {WAIT_SECONDS:.0f} s"
+    raise BehindError(msg, hint="ckptd status shows what it does")

@@ -1,0 +1,107 @@
+"""How `pause`, `unpause` and `drain` ask: a file in each state directory, and a signal: look now.
+
+The daemon answers in status.json, as it does for `reload` (docs/adr/0108).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptd.cli.daemon.reload import daemon_pid
+from ckptd.cli.status.command import is_meant, published
+from ckptd.cli.status.places import state_places
+from ckptd.errors import CkptdError, NotFoundError, NotPermitted, from_os_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pydantic import BaseModel
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A job with a state directory: where it is, and the daemon that runs it, if one does."""
+
+    name: str
+    state_dir: Path
+    pid: int | None
+
+    def job(self) -> dict[str, Any]:
+        """The job as it is published now; empty while it is not."""
+        try:
+            jobs = published(None, self.state_dir)[0][1]["jobs"]
+        except CkptdError:
+            return {}
+        return next((job for job in jobs if job["name"] == self.name), {})
+
+
+def asked_jobs(job: str | None, state_dir: Path | None, config_dir: Path | None) -> list[Asked]:
+    """Every job that is meant and has begun, whether its daemon runs or not.
+
+    Raises:
+        NotFoundError: none has.
+    """
+    found = []
+    for place, document in published(job, state_dir, config_dir):
+        for one in document["jobs"]:
+            is_wanted = (job is None or is_meant(one, job)) and one["state"] != "invalid"
+            home = _begun(place, None if state_dir else job, config_dir) if is_wanted else None
+            if home is not None:
+                found.append(Asked(name=one["name"], state_dir=home, pid=_listening(document["daemon"])))
+    if not found:
+        msg = f"{job or 'no job'} has no checkpoint yet" if job else "no job has a checkpoint yet"
+        raise NotFoundError(msg, hint="there is nothing of it to ship before; ckptd status")
+    return found
+
+
+def _begun(place: Path, job: str | None, config_dir: Path | None) -> Path | None:
+    """Where the job's journal is; what has just begun may still be published elsewhere."""
+    others = state_places(job, config_dir) if job is not None else ()
+    return next((one for one in (place, *others) if (one / "journal.db").exists()), None)
+
+
+def _listening(daemon: dict[str, Any]) -> int | None:
+    if not daemon["alive"]:
+        return None
+    try:
+        return daemon_pid(int(daemon["pid"]), signal.SIGUSR1)
+    except NotFoundError:
+        return None
+
+
+def ask(asked: Asked, name: str, document: BaseModel) -> None:
+    """Write the request; a daemon that runs looks at once.
+
+    Raises:
+        NotPermitted: it is somebody else's job.
+    """
+    from ckptd.daemon.actions.control import write_control
+
+    try:
+        write_control(asked.state_dir, name, document)
+        if asked.pid is not None:
+            os.kill(asked.pid, signal.SIGUSR1)
+    except PermissionError as error:
+        msg = f"job {asked.name} belongs to another user ({asked.state_dir})"
+        raise NotPermitted(msg, hint="run this as the user that ckptd runs as") from error
+    except ProcessLookupError:
+        return
+    except OSError as error:
+        raise from_os_error(error, f"asking job {asked.name}") from error
+
+
+def until(done: Callable[[], bool], seconds: float) -> bool:
+    """Whether it became so in time."""
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True

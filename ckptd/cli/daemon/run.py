@@ -1,0 +1,222 @@
+"""`ckptd run`: the daemon, for one save_dir, for job files, or for a configuration directory."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ckptd.config import commands
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckptd.config.loader import LoadedConfig
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command("run", help="Run the daemon: watch, convert, upload, commit, keep save_total_limit.")
+    def run(
+        save_dir: str | None = typer.Argument(None, help="Where the trainer saves."),
+        url: str | None = typer.Argument(
+            None, help="Where they go: a directory on another file system, s3://bucket/prefix, sftp://…"
+        ),
+        # as text: a file that may not be read stops its own job alone, not all of them
+        job: list[str] = typer.Option(
+            [], "--job", help="A job file or its name; may be given several times."
+        ),
+        config_dir: Path | None = typer.Option(None, "--config-dir", help="ckptd.toml and jobs.d/*.toml."),
+        once: bool = typer.Option(
+            False, "--once", envvar="CKPTD_ONCE", help="Work until nothing is left to do, then exit."
+        ),
+        drain: str | None = typer.Option(
+            None, "--drain", envvar="CKPTD_DRAIN", help="On SIGTERM finish uploads for at most T (20m)."
+        ),
+        save_total_limit: int | None = typer.Option(
+            None, "--save-total-limit", min=1, help="Keep that many (of SAVE_DIR URL)."
+        ),
+        same_filesystem: bool = typer.Option(
+            False, "--same-filesystem", help="Allow URL on save_dir's own disk (tests)."
+        ),
+        log_level: str = typer.Option("info", "--log-level", help="debug, info, warning or error."),
+        log_format: str = typer.Option(
+            "auto",
+            "--log-format",
+            envvar="CKPTD_LOG_FORMAT",
+            help="text, json, or auto: json to the journal, else text.",
+        ),
+    ) -> None:
+        import logging
+        from functools import partial
+
+        from ckptd.daemon.loop import Daemon
+        from ckptd.observe import logs
+
+        _must_be_one_of("--log-level", log_level.lower(), _LEVELS)
+        _must_be_one_of("--log-format", log_format, logs.STYLES)
+        drain_seconds = _drain_seconds(drain) if drain else None
+        logs.begin(os.environ, log_level.upper(), log_format)  # type: ignore[arg-type]
+        logging.getLogger("watchdog").setLevel(logging.WARNING)
+        # at every end it calls an event that came too late an error
+        logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
+        again = partial(
+            load,
+            os.environ,
+            save_dir=save_dir,
+            url=url,
+            jobs=[Path(one) for one in job],
+            config_dir=config_dir,
+            save_total_limit=save_total_limit,
+            same_filesystem=same_filesystem,
+        )
+        daemon = Daemon(again(), os.environ, once=once, drain_seconds=drain_seconds, reload=again)
+        raise typer.Exit(daemon.run())
+
+
+def _must_be_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
+    from ckptd.errors import UsageError
+
+    if value not in allowed:
+        raise UsageError(f"{option} {value!r} is none of {', '.join(allowed)}")
+
+
+def _drain_seconds(text: str) -> float:
+    from ckptd.config.quantities import parse_duration
+    from ckptd.errors import UsageError
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise UsageError(f"--drain: {error}") from error
+
+
+def load(
+    environ: Mapping[str, str],
+    *,
+    save_dir: str | None = None,
+    url: str | None = None,
+    jobs: Sequence[Path] = (),
+    config_dir: Path | None = None,
+    save_total_limit: int | None = None,
+    same_filesystem: bool = False,
+    verb: str = "run",
+) -> LoadedConfig:
+    """What the command line names, else the environment (`CKPTD_SAVE_DIR`, `CKPTD_JOB`), else all jobs.
+
+    Raises:
+        UsageError: two that exclude each other, or no URL. ConfigError, NotFoundError: as `ckptd.config`.
+    """
+    from ckptd.config import loader
+    from ckptd.errors import UsageError
+
+    if save_dir is None and not jobs and config_dir is None:
+        save_dir, jobs = _from_environment(environ)
+    if save_dir is None:
+        _must_be_of_arguments(save_total_limit, same_filesystem)
+        directory = config_dir or commands.default_config_dir(environ)
+        if jobs:
+            daemon = loader.load_daemon(directory / "ckptd.toml", environ)
+            files = [_file_of(job, directory, environ) for job in jobs]
+            return loader.load_jobs(files, daemon, environ)
+        return loader.load_all(directory, environ)
+    if jobs:
+        msg = "SAVE_DIR and --job exclude each other"
+        raise UsageError(msg, hint="ckptd run SAVE_DIR URL, or ckptd run --job FILE")
+    url = url or environ.get("CKPTD_URL")
+    if _names_a_job(save_dir, url, environ, config_dir):
+        msg = f"{save_dir} is a job, no SAVE_DIR"
+        raise UsageError(msg, hint=shlex.join(["ckptd", "run", "--job", save_dir]))
+    url = url or _remembered_url(save_dir, environ, config_dir, verb)
+    if not url:
+        msg = "there is no URL: nothing would leave this node"
+        raise UsageError(msg, hint=f"ckptd {verb} SAVE_DIR URL, or CKPTD_URL in the environment")
+    options: dict[str, object] = {"remote": {"same_filesystem": True} if same_filesystem else {}}
+    if save_total_limit is not None:
+        options["local"] = {"save_total_limit": save_total_limit}
+    single = loader.job_from_arguments(save_dir, url, options, environ)
+    daemon_path = config_dir / "ckptd.toml" if config_dir else None
+    return loader.LoadedConfig(daemon=loader.load_daemon(daemon_path, environ), jobs=(single,))
+
+
+def _remembered_url(
+    save_dir: str, environ: Mapping[str, str], config_dir: Path | None, verb: str
+) -> str | None:
+    """The URL that `check SAVE_DIR` means; a daemon is started by what is written out.
+
+    Raises:
+        NotFoundError: a job file was meant, and it is not there (66).
+    """
+    from ckptd.errors import NotFoundError
+    from ckptd.recover.select.named import job_named
+
+    if save_dir.endswith(".toml") and not os.path.exists(save_dir):
+        raise NotFoundError(f"no file {save_dir}", hint="`ckptd init SAVE_DIR URL` prints one")
+    if verb == "run" or not os.path.isdir(save_dir):
+        return None
+    known = job_named(os.path.abspath(save_dir), environ, config_dir=config_dir)
+    return known.remotes[0].url if known.remotes and known.file is None else None
+
+
+def _file_of(job: Path, config_dir: Path, environ: Mapping[str, str]) -> Path:
+    """The file of a job that is named; what is no known name is left to be judged as a file."""
+    from ckptd.config import loader
+    from ckptd.errors import CkptdError
+
+    name = str(job)
+    if "/" in name or name.endswith(".toml") or os.path.exists(name):
+        return job
+    try:
+        found = loader.resolve_job(name, environ, config_dir=config_dir)
+    except CkptdError:
+        # its file is wrong: told of that file, beside the others
+        file = config_dir / "jobs.d" / f"{name}.toml"
+        return file if os.path.exists(file) else job
+    # one directory of a glob cannot be run alone
+    return job if found.file is None or found.is_matched else found.file
+
+
+def _names_a_job(save_dir: str, url: str | None, environ: Mapping[str, str], config_dir: Path | None) -> bool:
+    """A job file, or, without a URL, a name that the configuration knows, where a directory is asked for."""
+
+    if url or save_dir.endswith(".toml"):
+        return save_dir.endswith(".toml") and os.path.isfile(save_dir)
+    directory = config_dir or commands.default_config_dir(environ)
+    return not os.path.exists(save_dir) and _file_of(Path(save_dir), directory, environ) != Path(save_dir)
+
+
+def _must_be_of_arguments(save_total_limit: int | None, same_filesystem: bool) -> None:
+    """What a job file says itself is not taken from the command line: of several, which would it be?"""
+    from ckptd.errors import UsageError
+
+    msg = "{} goes with SAVE_DIR URL alone"
+    if save_total_limit is not None:
+        hint = f"write save_total_limit = {save_total_limit} into the job file, below [local]"
+        raise UsageError(msg.format("--save-total-limit"), hint=hint)
+    if same_filesystem:
+        hint = "write same_filesystem = true into the job file, below its [[remote]]"
+        raise UsageError(msg.format("--same-filesystem"), hint=hint)
+
+
+def _from_environment(environ: Mapping[str, str]) -> tuple[str | None, Sequence[Path]]:
+    """What is run where the command line names nothing: `CKPTD_SAVE_DIR`, or the file of `CKPTD_JOB`."""
+    from ckptd.config import loader
+    from ckptd.errors import UsageError
+
+    save_dir, job = environ.get("CKPTD_SAVE_DIR"), environ.get("CKPTD_JOB")
+    if save_dir and job:
+        msg = "CKPTD_SAVE_DIR and CKPTD_JOB are both set, and exclude each other"
+        raise UsageError(msg, hint="unset one of them")
+    if not job:
+        return save_dir or None, ()
+    file = loader.resolve_job(job, environ).file
+    if file is None:
+        msg = f"CKPTD_JOB = {job!r} names no job file"
+        raise UsageError(msg, hint="a SAVE_DIR goes into CKPTD_SAVE_DIR, its remote into CKPTD_URL")
+    return None, [file]

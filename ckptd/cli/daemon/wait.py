@@ -1,0 +1,175 @@
+"""`ckptd wait JOB --step N`: until that step is committed, or cannot be; for scripts (docs/contract.md)."""
+
+from __future__ import annotations
+
+import re
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ckptd.cli.output import ENV_JOB, tell
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+POLL_SECONDS = 0.5
+UNWATCHED_SECONDS = 30.0
+"""How long no daemon may be there before nobody is believed to start one."""
+
+_ENDED = {
+    "torn re-save": "it was saved over in part",
+    "incomplete": "its writer has gone and it is not whole",
+    "suspect": "its shards may be of two saves",
+    "refused": "it cannot be shipped as it is",
+    "vanished": "somebody removed it before it was committed",
+    "superseded": "another save took its place before it was committed",
+    "retired": "the remote's retention has let it go",
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "wait",
+        help="Wait until the checkpoint of a step is committed. Exit code 0: it is; 3: --timeout passed; "
+        "1: it cannot be, and why.",
+    )
+    def wait(
+        job: str = typer.Argument(..., envvar=ENV_JOB, help="SAVE_DIR, job file or job name."),
+        step: int = typer.Option(..., "--step", min=0, help="The trainer's global step."),
+        timeout: str = typer.Option(None, "--timeout", help="At most so long (90s, 1h); default: for ever."),
+        state_dir: str = typer.Option(None, "--state-dir", help="Where status.json lies."),
+        config_dir: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie."),
+    ) -> None:
+        import time
+        from pathlib import Path
+
+        from ckptd.config.quantities import parse_duration
+        from ckptd.errors import BehindError, PersonNeeded, UsageError
+
+        try:
+            seconds = parse_duration(timeout) if timeout else inf
+        except ValueError as error:
+            raise UsageError(f"--timeout: {error}") from error
+        places = [Path(place) if place else None for place in (state_dir, config_dir)]
+        end, watched_at = time.monotonic() + seconds, time.monotonic()
+        if places[0] is None:
+            _must_be_a_job(job, places[1])
+        while True:
+            found, is_watched = _look(job, places)
+            verdict, text = judged(found, step)
+            if verdict == "committed":
+                tell(text)
+                return
+            if verdict == "cannot":
+                raise PersonNeeded(text, hint=f"ckptd status {job}")
+            now = time.monotonic()
+            watched_at = now if is_watched else watched_at
+            if now >= end:
+                msg = f"step {step} is not committed after {timeout}"
+                raise BehindError(msg, hint=f"ckptd status {job} says what it waits for")
+            if now - watched_at > UNWATCHED_SECONDS:
+                msg = f"step {step} is not committed, and no daemon runs"
+                raise PersonNeeded(msg, hint="start it: ckptd run, or systemctl start ckptd@USER")
+            time.sleep(min(POLL_SECONDS, max(0.0, end - now)))
+
+
+def _must_be_a_job(job: str, config_dir: Path | None) -> None:
+    """A name that nobody knows is not waited for.
+
+    Raises:
+        NotFoundError, ConfigError: there is no such job, or its file is wrong.
+    """
+    import os
+
+    from ckptd.cli.status.command import published
+    from ckptd.config.commands import default_config_dir
+    from ckptd.config.loader import resolve_job
+    from ckptd.errors import NotFoundError
+
+    try:
+        published(job, None, config_dir)
+    except NotFoundError:
+        resolve_job(job, os.environ, config_dir=config_dir or default_config_dir(os.environ))
+
+
+def _look(job: str, places: list[Any]) -> tuple[dict[str, Any], bool]:
+    """The job as published (empty: not yet), and whether a daemon watches it."""
+    import time
+
+    from ckptd.cli.status.command import find_status, is_meant
+    from ckptd.cli.status.words import life_of
+    from ckptd.errors import NotFoundError
+
+    try:
+        document = find_status(job, *places)
+    except NotFoundError:
+        return {}, False
+    found: dict[str, Any] = next((one for one in document["jobs"] if is_meant(one, job)), {})
+    return found, life_of(document, time.time()).is_well
+
+
+def judged(job: dict[str, Any], step: int) -> tuple[str, str]:
+    """("committed" | "cannot" | "not yet", why), of the newest save of that step in its newest branch."""
+    if not job:
+        return "not yet", ""
+    newest = _newest(job, step)
+    safe = job.get("safe")
+    # a COMMIT of the step may be of an older save of it: where one is known here, its own state decides
+    branch = 0 if newest is None else newest["branch"] or inf
+    is_safe = safe is not None and safe["step"] == step and safe["branch"] > branch
+    if is_safe or (_is_committed(newest) if newest is not None else _is_held(job, step)):
+        tag = newest["tag"] if newest else safe["tag"] if is_safe and safe else f"step {step}"
+        return "committed", f"step {step} ({tag}) is committed"
+    if newest is not None and newest["state"] in _ENDED and not _is_sent_still(newest):
+        reason = newest["reason"] or _ENDED[newest["state"]]
+        return "cannot", f"step {step} ({newest['tag']}) is not committed and will not be: {reason}"
+    complete = next((c for c in job["checkpoints"] if c["tag"] == job["newest_complete"]), None)
+    if (
+        newest is None
+        and safe is not None
+        and complete is not None
+        and min(safe["step"], complete["step"]) > step
+    ):
+        return "cannot", f"no checkpoint of step {step} is known, and the run is at step {complete['step']}"
+    return "not yet", ""
+
+
+def _newest(job: dict[str, Any], step: int) -> dict[str, Any] | None:
+    """What is being saved has no branch yet, and is newer than all that have; those lie newest first."""
+    ones = [c for c in job["checkpoints"] if c["kind"] == "resumable"]
+    sealed = next((c for c in ones if c["step"] == step and c["branch"] is not None), None)
+    return next((c for c in ones if c["branch"] is None and _is_later(c, step, sealed)), sealed)
+
+
+def _is_later(one: dict[str, Any], step: int, sealed: dict[str, Any] | None) -> bool:
+    """Whether a folder that is no sealed save is of the step; which one says its tag before its shards do."""
+    if one["state"] == "leftover":
+        return False
+    is_again = sealed is not None and one["tag"] == sealed["tag"]
+    if one["step"] is None:
+        return is_again and re.search(rf"(?<!\d)0*{step}\D*$", one["tag"]) is not None
+    # what an interrupted save left under another name is no later one than what was sealed
+    return one["step"] == step and (sealed is None or is_again or one["state"] not in _ENDED)
+
+
+def _is_committed(one: dict[str, Any]) -> bool:
+    """Where it has left this node: every remote that was to hold its ZeRO form does."""
+    zero = [forms["zero"]["state"] for forms in one["remotes"].values() if "zero" in forms]
+    is_gone = not one["local"]["present"]
+    return one["state"] == "committed" or (is_gone and bool(zero) and set(zero) == {"committed"})
+
+
+def _is_sent_still(one: dict[str, Any]) -> bool:
+    """The trainer has let it go, and our clones of it are sent."""
+    return one["local"]["held"] and one["state"] in ("vanished", "superseded")
+
+
+def _is_held(job: dict[str, Any], step: int) -> bool:
+    """Nothing is known of it here, and every remote that is there holds its ZeRO form."""
+    remotes = [remote for remote in job["remotes"] if remote["attached"]]
+    return bool(remotes) and all(
+        any(one["step"] == step and "zero" in one["forms"] for one in remote["held"]) for remote in remotes
+    )

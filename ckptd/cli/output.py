@@ -1,0 +1,120 @@
+"""Text that came from a remote or a file, fit for a terminal: no control character passes (P15).
+
+Whatever goes to a terminal goes through here: a cell or a line that is shown as it is, or `Screen`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ckptd.base.humanize import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.text import Text
+
+
+def printable_everywhere(value: Any) -> Any:
+    """`printable` of every text in a JSON value."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [printable_everywhere(item) for item in value]
+    if isinstance(value, dict):
+        return {printable_everywhere(key): printable_everywhere(item) for key, item in value.items()}
+    return value
+
+
+def cell(text: str, style: str = "") -> Text:
+    """A table's cell, title or line that shows `text` as it is: brackets in a path are no markup."""
+    from rich.text import Text
+
+    return Text(printable(text), style=style)
+
+
+def cells(*texts: str) -> list[Text]:
+    """A row of them."""
+    return [cell(text) for text in texts]
+
+
+def tell(line: str) -> None:
+    """One line for stdout."""
+    print(printable(line))
+
+
+def say(line: str) -> None:
+    """One line for stderr."""
+    print(f"ckptd: {printable(line)}", file=sys.stderr, flush=True)
+
+
+def answer(path: str) -> None:
+    """What a script takes from stdout, byte for byte; on a terminal a name may not do more than be read."""
+    print(printable(path) if sys.stdout.isatty() else path)
+
+
+__all__ = [
+    "ENV_JOB",
+    "ENV_JOB_OR_URL",
+    "answer",
+    "cell",
+    "cells",
+    "printable",
+    "printable_everywhere",
+    "say",
+    "tell",
+]
+
+ENV_JOB = ["CKPTD_JOB", "CKPTD_SAVE_DIR"]
+"""What names the job where the command line does not (docs/contract.md)."""
+ENV_JOB_OR_URL = [*ENV_JOB, "CKPTD_URL"]
+"""The same where a remote alone is enough."""
+
+
+# --- Progress of a recovery on a terminal: one bar a step, nothing where stderr is no terminal -----------
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
+    """A bar on a terminal, nothing elsewhere: tells (what, bytes done, bytes total)."""
+    import sys
+
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+
+    from ckptd.cli.screen import Screen
+
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=Screen(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield tell
+
+
+@contextlib.contextmanager
+def says_when_stopped() -> Iterator[Callable[[Callable[[], str]], None]]:
+    """At Ctrl-C say what lies where and what to type to go on; takes the function that knows the first."""
+    import shlex
+    import sys
+
+    known: list[Callable[[], str]] = []
+    try:
+        yield known.append
+    except KeyboardInterrupt:
+        text = known[-1]() if known else "stopped before anything was changed"
+        say(f"{text} → to go on: {shlex.join(['ckptd', *sys.argv[1:]])}")
+        raise

@@ -1,0 +1,177 @@
+"""`ckptd check [JOB ...]`: what is proved before a job is trusted, and what is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from ckptd.cli.output import cell, cells, tell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from rich.table import Table
+    from rich.text import Text
+
+    from ckptd.config.loader import LoadedConfig
+    from ckptd.maintenance.install.plan import Target
+    from ckptd.storage.local.probe import Finding
+
+_MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "red")}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(help="Prove rights, remote, room and restrictions of jobs; changes nothing that stays.")
+    def check(
+        files: list[str] = typer.Argument(
+            None, metavar="[JOB ...]", help="Files, names or SAVE_DIRs; SAVE_DIR URL as of run; default: all."
+        ),
+        init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
+        no_probe: bool = typer.Option(False, "--no-probe", help="Write nothing, ask no remote."),
+        config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
+    ) -> None:
+        import os
+
+        from ckptd.cli.screen import screen
+        from ckptd.maintenance.check import check_job
+        from ckptd.maintenance.install.plan import service_paths
+
+        loaded, place = _load(files or [], config_dir, dict(os.environ))
+        console = screen()
+        codes: list[int] = []
+        for path, error in loaded.problems:
+            console.print(cell("").append_text(_mark("fail")).append_text(cell(f" {path}")))
+            for line in f"{error.message}\n→ {error.hint}".split("\n") if error.hint else [error.message]:
+                tell(f"  {line}")
+            codes.append(error.exit_code)
+        if not (loaded.jobs or loaded.problems or loaded.has_globs):
+            tell(f"no job file in {place}: `ckptd check SAVE_DIR URL`; `ckptd init SAVE_DIR URL` prints one")
+            raise typer.Exit(66)
+        service = None if files else service_paths(loaded, place.parent)
+        environ = dict(os.environ)
+        if service is not None:
+            environ.setdefault("STATE_DIRECTORY", f"/var/lib/ckptd/{service[0].user}")
+        for job in loaded.jobs:
+            findings = list(
+                check_job(
+                    job,
+                    loaded.daemon,
+                    environ,
+                    jobs_in_daemon=loaded.jobs_in_daemon,
+                    writes=not no_probe,
+                    init_remote=init_remote,
+                )
+            )
+            console.print(_table(f"{job.name}: {job.file or job.save_dir}", findings))
+            for finding in findings:
+                if finding.rows:
+                    console.print(_rows(finding))
+            codes += [f.exit_code for f in findings if f.verdict == "fail"]
+        for title, whole in _of_daemon(loaded, environ, service, writes=not no_probe):
+            console.print(_table(title, whole))
+            codes += [finding.exit_code for finding in whole]
+        if any(codes):
+            raise typer.Exit(max(codes))
+
+
+def _of_daemon(
+    loaded: LoadedConfig,
+    environ: Mapping[str, str],
+    service: tuple[Target, tuple[str, ...]] | None,
+    *,
+    writes: bool,
+) -> Iterator[tuple[str, list[Finding]]]:
+    """What is no single job's: globs without a match, who is told, memory, the installed service."""
+    from ckptd.maintenance.check import check_glob, check_memory, check_outlets
+
+    for pattern in loaded.unmatched:
+        yield pattern, [check_glob(loaded.daemon, environ)]
+    if outlets := list(check_outlets(loaded.daemon, writes=writes)):
+        yield "ckptd.toml", outlets
+    if memory := check_memory(loaded.jobs, loaded.daemon):
+        yield memory.what, [memory]
+    if service is not None:
+        yield "service", [_service(*service)]
+
+
+def _mark(verdict: str) -> Text:
+    return cell(*_MARKS[verdict])
+
+
+def _service(target: Target, missing: tuple[str, ...]) -> Finding:
+    """Whether the installed service may write what the jobs name."""
+    from ckptd.errors import NotPermitted
+    from ckptd.storage.local.probe import Finding, failed
+
+    if not missing:
+        text = f"{target.service} may write all that the jobs name"
+        return Finding(what="service", verdict="ok", text=text)
+    msg = f"{target.service} may not write {', '.join(missing)}: {target.drop_in} is older than the jobs"
+    hint = f"`ckptd install-service --run-as {target.user} --now` writes it anew"
+    return failed("service", NotPermitted(msg, hint=hint))
+
+
+def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) -> tuple[LoadedConfig, Path]:
+    from pathlib import Path
+
+    from ckptd.cli.daemon.run import load
+    from ckptd.config.commands import default_config_dir
+    from ckptd.config.loader import load_all, load_daemon, load_jobs
+
+    if not files and not config_dir and (environ.get("CKPTD_SAVE_DIR") or environ.get("CKPTD_JOB")):
+        return load(environ), Path()
+    directory = Path(config_dir) if config_dir else default_config_dir(environ)
+    if files:
+        named = [_file_of(name, directory, environ) for name in files]
+        if named[0] is None and len(files) <= 2:
+            return load(environ, save_dir=files[0], url=(*files[1:], None)[0], verb="check"), Path()
+        paths = [path or Path(name) for path, name in zip(named, files, strict=True)]
+        return load_jobs(paths, load_daemon(directory / "ckptd.toml", environ), environ), directory
+    return load_all(directory, environ), directory / "jobs.d"
+
+
+def _file_of(job: str, config_dir: Path, environ: Mapping[str, str]) -> Path | None:
+    """The file of JOB as every verb takes it; None: a SAVE_DIR of none, with its URL as `run` takes it."""
+    from pathlib import Path
+
+    from ckptd.config.loader import resolve_job
+
+    if job.endswith(".toml") or Path(job).is_file() or "://" in job:
+        return Path(job)
+    return resolve_job(job, environ, config_dir=config_dir).file
+
+
+def _rows(finding: Finding) -> Table:
+    """What a remote is set to, and what its store can do."""
+    from rich.table import Table
+
+    table = Table(
+        title=cell("").append("\n").append_text(cell(finding.what)),
+        title_justify="left",
+        box=None,
+        show_header=False,
+    )
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for name, value in finding.rows:
+        table.add_row(*cells(name, value))
+    return table
+
+
+def _table(title: str, findings: list[Finding]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=cell(title), title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        said = cell(finding.text)
+        if finding.hint:
+            said.append("\n").append_text(cell(f"→ {finding.hint}"))
+        table.add_row(cell(finding.what), _mark(finding.verdict), said)
+    return table

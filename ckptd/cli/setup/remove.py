@@ -1,0 +1,86 @@
+"""`ckptd remove JOB`: take back from this node what ckptd put there, and nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptd.maintenance.uninstall import Piece
+
+_HELP = (
+    "Take back what ckptd put on this node: _ckptd/, latest_universal, the state directory. Never a file of "
+    "the trainer's, never anything in a remote. The job file stays."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command("remove", help=_HELP)
+    def remove(
+        job: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir."),
+        dry_run: bool = typer.Option(False, "--dry-run", help="Only list it, with bytes."),
+        uncommitted: bool = typer.Option(
+            False, "--uncommitted", help="Also holds and universal forms that no remote is known to have."
+        ),
+        config_dir: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie."),
+    ) -> None:
+        import os
+        from contextlib import closing
+        from pathlib import Path
+
+        from ckptd.config.commands import default_config_dir
+        from ckptd.errors import NotFoundError
+        from ckptd.maintenance.uninstall import Removal
+        from ckptd.recover.select.named import job_named
+
+        directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
+        config = job_named(job, os.environ, config_dir=directory)
+        with closing(Removal(config, _state_dir(job, directory))) as removal:
+            pieces = removal.plan()
+            if not pieces and config.file is None and not os.path.exists(config.save_dir):
+                msg = f"{config.save_dir} is not there, and no job file names it"
+                raise NotFoundError(msg, hint="is it mounted, and spelt so?")
+            if not dry_run:
+                removal.carry_out(pieces, with_uncommitted=uncommitted)
+            _show(pieces, dry_run=dry_run, with_uncommitted=uncommitted)
+            if dry_run and not uncommitted:
+                removal.refuse_what_is_only_here(pieces)
+
+
+def _state_dir(job: str, directory: Path) -> Path | None:
+    """Where the daemon kept the job's state, by what it published, else by the configuration."""
+    import os
+
+    from ckptd.cli.checkpoints.verify import state_of
+    from ckptd.cli.status.command import published
+    from ckptd.errors import NotFoundError
+    from ckptd.recover.select.named import job_named
+
+    found = state_of(job_named(job, os.environ, config_dir=directory), directory, make=False)
+    if found is not None:
+        return found
+    try:
+        return published(job, None, directory)[0][0]
+    except NotFoundError:
+        return None
+
+
+def _show(pieces: list[Piece], *, dry_run: bool, with_uncommitted: bool) -> None:
+    from ckptd.cli.output import say, tell
+    from ckptd.config.quantities import show_bytes
+
+    if not pieces:
+        tell("nothing of ckptd's is here")
+    for piece in pieces:
+        line = f"{piece.path} ({show_bytes(piece.bytes)}): {piece.why}"
+        if piece.fate == "stays":
+            say(f"stays: {line}")
+        elif piece.fate == "only here" and dry_run and not with_uncommitted:
+            tell(f"refused without --uncommitted: {line}")
+        else:
+            tell(f"{'would remove' if dry_run else 'removed'}: {line}")

@@ -1,0 +1,192 @@
+"""Where `ckptd status` looks for what is published: state directories by a save_dir, a job file or a name.
+
+The configuration's models take longer to load than everything else that status does, so the few keys that
+place a state directory are read as they are written; whatever needs judging (a glob, a wrong file, a job
+that is not found so) is left to the models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from ckptd.errors import CkptdError
+
+_SERVICES = Path("/var/lib/ckptd")
+"""Where systemd keeps the state of `ckptd@USER.service`, by user and job."""
+STATUS = "status.json"
+
+
+def state_places(job: str | None, config_dir: Path | None) -> Iterator[Path]:
+    """Where a state directory may be, the likeliest first; the models are loaded only beyond that.
+
+    Raises:
+        NotFoundError, ConfigError: of the configuration, once it is asked.
+    """
+    if job is None:
+        yield from _all_known(config_dir)
+        return
+    if ("/" in job or os.path.isdir(job)) and not job.endswith(".toml"):
+        save_dir = Path(os.path.normpath(os.path.abspath(job)))
+        yield from _state_dirs(save_dir)
+        from ckptd.config.commands import job_name  # a status that lies in the save_dir needs none of it
+
+        yield from _base_dirs(job_name(save_dir))
+    yield from _as_written(job, config_dir) or ()
+    if "/" not in job and not job.endswith(".toml"):
+        # whoever asks: a job of the node's services, by its name
+        yield from _of_services(job)
+    yield from _configured(job, config_dir)
+
+
+def newest_of(
+    place: Path, document: dict[str, Any], read: Callable[[Path], dict[str, Any] | None]
+) -> dict[str, Any]:
+    """What a daemon said last: while the disk of save_dir takes nothing, it is in the user's own place."""
+    from ckptd.base.owned_dirs import lies_in_ours
+    from ckptd.errors import CkptdError
+
+    for job in document["jobs"] if lies_in_ours(place) else ():
+        with contextlib.suppress(CkptdError, KeyError, TypeError):
+            other = read(_private(Path(job["save_dir"])) / STATUS)
+            if other is not None and str(other["generated_at"]) > str(document["generated_at"]):
+                return other
+    return document
+
+
+def _all_known(config_dir: Path | None) -> list[Path]:
+    written = _as_written(None, config_dir)
+    if written and any(os.path.exists(place / STATUS) for place in written):
+        return written
+    from ckptd.config.loader import load_all
+
+    loaded = load_all(_directory(config_dir), os.environ)
+    found: list[Path] = []
+    for config in loaded.jobs:
+        found += _dirs_of(config.name, config.save_dir, loaded.daemon.state_dir)
+    # whoever asks: what the node's services publish
+    return found or sorted(path.parent for path in _SERVICES.glob(f"*/*/{STATUS}"))
+
+
+def wrong_file(config_dir: Path | None) -> CkptdError | None:
+    """Why the first job file that cannot run cannot; None: none is wrong."""
+    from ckptd.config.loader import load_all
+
+    return next((error for _, error in load_all(_directory(config_dir), os.environ).problems), None)
+
+
+def _configured(job: str, config_dir: Path | None) -> list[Path]:
+    """Where a job that the configuration knows keeps its state."""
+    from ckptd.config.loader import load_daemon, resolve_job
+
+    directory = _directory(config_dir)
+    config = resolve_job(job, os.environ, config_dir=directory)
+    base = load_daemon(directory / "ckptd.toml", os.environ).state_dir
+    return _dirs_of(config.name, config.save_dir, base)
+
+
+def _as_written(job: str | None, config_dir: Path | None) -> list[Path] | None:
+    """By the bare keys of the files; None: something in them has to be judged."""
+    from ckptd.errors import CkptdError
+
+    with contextlib.suppress(OSError, ValueError, CkptdError):
+        directory = _directory(config_dir)
+        base = os.environ.get("CKPTD_STATE_DIR") or _table(directory / "ckptd.toml").get("state_dir")
+        found = []
+        for path in _job_files(job, directory):
+            name, save_dir = _name_and_save_dir(path)
+            if job is None or path == Path(job) or job in (name, path.stem) or _is_path(job, save_dir):
+                found += _dirs_of(name, save_dir, None if base is None else _plain_path(base))
+        return found
+    return None
+
+
+def _job_files(job: str | None, directory: Path) -> Iterable[Path]:
+    if job is not None and job.endswith(".toml") and (os.path.isfile(job) or "/" in job):
+        return [Path(job)]
+    return sorted(path for path in (directory / "jobs.d").glob("*.toml") if not path.name.startswith("."))
+
+
+def written_in(job: str) -> tuple[str, Path] | None:
+    """The name and the save_dir of a job file; None: it is none, or something in it has to be judged."""
+    from ckptd.errors import CkptdError
+
+    if job.endswith(".toml"):
+        with contextlib.suppress(OSError, ValueError, CkptdError):
+            return _name_and_save_dir(Path(job))
+    return None
+
+
+def _name_and_save_dir(path: Path) -> tuple[str, Path]:
+    """Raises: ValueError, ConfigError, OSError: they cannot be had without judging."""
+    from ckptd.config.commands import fill_in
+    from ckptd.config.globs import is_glob
+
+    table = fill_in(_table(path), os.environ, str(path))
+    name, save_dir = table.get("name", path.stem), table.get("save_dir")
+    if not isinstance(name, str) or "/" in name or is_glob(save_dir):
+        raise ValueError(path)
+    return name, _plain_path(save_dir)
+
+
+def _table(path: Path) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if path.name == "ckptd.toml":
+            return {}
+        raise
+
+
+def _plain_path(value: object) -> Path:
+    if not isinstance(value, str) or not value.startswith("/"):
+        raise ValueError(value)
+    return Path(os.path.normpath(value))
+
+
+def _is_path(job: str, save_dir: Path) -> bool:
+    return "/" in job and os.path.normpath(os.path.abspath(job)) == str(save_dir)
+
+
+def _directory(config_dir: Path | None) -> Path:
+    from ckptd.config.commands import default_config_dir
+
+    return config_dir or default_config_dir(os.environ)
+
+
+def _dirs_of(name: str, save_dir: Path, base: Path | None) -> list[Path]:
+    named = [base / name] if base is not None else []
+    return [*named, *_base_dirs(name), *_state_dirs(save_dir)]
+
+
+def _state_dirs(save_dir: Path) -> list[Path]:
+    from ckptd.base.owned_dirs import path_of
+
+    inside = save_dir / "_ckptd" / "state"
+    with contextlib.suppress(PermissionError):  # said when it is read, unless another place answers
+        inside = path_of(save_dir, "_ckptd/state")
+    return [inside, _private(save_dir)]
+
+
+def _private(save_dir: Path) -> Path:
+    import hashlib
+
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(save_dir))).hexdigest()[:16]
+    return Path("/var/tmp") / f"ckptd-{os.getuid()}" / digest  # noqa: S108 — read only
+
+
+def _base_dirs(name: str) -> list[Path]:
+    bases = [os.environ.get("CKPTD_STATE_DIR"), os.environ.get("STATE_DIRECTORY")]
+    places = [Path(base.split(":")[0]) / name for base in bases if base]
+    return places + _of_services(name)
+
+
+def _of_services(name: str) -> list[Path]:
+    return sorted(path for path in _SERVICES.glob(f"*/{name}") if path.is_dir())

@@ -1,0 +1,288 @@
+"""What `ckptd status` says in words: the first line of a job, what needs a person, one checkpoint's story.
+
+From the published document and the time alone, so that every answer can be tested word by word (P17).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from ckptd.cli.status.tables import ago, remote_shown, size_of
+from ckptd.observe.status import all_committed, pid_space
+
+STALE_SECONDS = 60.0
+"""The daemon publishes at least every 20 s."""
+FULL_SOON_SAVES = 10
+"""A disk that is full later than that is told below the first line alone."""
+
+_MARKS = {"attention": "!", "behind": "~"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """Whether the daemon's turns go on; `reason`: why not, in words."""
+
+    reason: str = ""
+    age_seconds: float = 0.0
+    """Of the document."""
+    hanging: int | None = None
+    """The process that is there and decides nothing."""
+    short: str = ""
+    """The save_dir whose disk was short of room: perhaps the daemon lives and cannot publish."""
+    start_command: str = ""
+    """As the daemon told it; empty: it did not."""
+
+    @property
+    def is_well(self) -> bool:
+        """What the document says is of now."""
+        return not self.reason
+
+
+def seconds_since(at: str, now: float) -> float:
+    """Since an RFC 3339 time; never negative. Raises: ValueError: it is none."""
+    return max(0.0, now - datetime.fromisoformat(at).timestamp())
+
+
+def life_of(document: dict[str, Any], now: float) -> Life:
+    """By the process where it can be seen from here, and by the age of what it published (H33)."""
+    daemon = document["daemon"]
+    age = seconds_since(document["generated_at"], now)
+    start = str(daemon.get("start_command") or "")
+    if not daemon["alive"]:
+        return Life(reason=f"the daemon was stopped {ago(age)} ago", age_seconds=age, start_command=start)
+    if daemon.get("pid_space") in (None, "", pid_space()) and not is_there(int(daemon["pid"])):
+        reason = f"the daemon (process {daemon['pid']}) is gone; it last published {ago(age)} ago"
+        return Life(reason=reason, age_seconds=age, start_command=start)
+    if age > STALE_SECONDS:
+        reason = f"the daemon (process {daemon['pid']}) has not published for {ago(age)}"
+        # asking the disk itself might hang as the daemon does
+        short = next((str(job["save_dir"]) for job in document["jobs"] if _is_short(job.get("disk"))), "")
+        pid = int(daemon["pid"])
+        return Life(reason=reason, age_seconds=age, hanging=pid, short=short, start_command=start)
+    return Life(age_seconds=age)
+
+
+def _is_short(disk: dict[str, Any] | None) -> bool:
+    return disk is not None and int(disk["free_bytes"]) < int(disk["next_save_bytes"])
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process goes on; one that has ended and that nobody asked about yet (a zombie) does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except (OSError, IndexError):
+        return True
+
+
+def headline(job: dict[str, Any], life: Life, now: float) -> str:
+    """The first line: is my run safe?"""
+    since = seconds_since(job["as_of"], now) if job.get("as_of") else life.age_seconds
+    verdict = _verdict(job, life)
+    clauses = [_committed(job, since)]
+    if not life.is_well and job["state"] != "invalid":
+        clauses.insert(0, life.reason)
+    clauses += [_risk(job, since), *_control(job, now)]
+    if life.is_well:
+        clauses += [_under_way(job), _full(job)]
+    needed = sum(problem["severity"] == "attention" for problem in job["problems"])
+    if needed and job["state"] != "invalid":
+        clauses.append("1 thing needs a person" if needed == 1 else f"{needed} things need a person")
+    clauses += [f"OPT-OUT {text}" for text in job["opt_outs"]]
+    return f"{verdict}: {'; '.join(clause for clause in clauses if clause)}"
+
+
+def _verdict(job: dict[str, Any], life: Life) -> str:
+    if job["state"] == "invalid":
+        return "NOT SAFE"
+    if not life.is_well:
+        return "NOT WATCHED"
+    if job.get("paused"):
+        return "PAUSED"
+    if _is_unprotected(job):
+        return "NOT SAFE"
+    if job["state"] == "waiting":
+        return "WAITING"
+    if job.get("safe") is None:
+        return "NOT SAFE"
+    return "BEHIND" if job.get("steps_at_risk") else "SAFE"
+
+
+def _is_unprotected(job: dict[str, Any]) -> bool:
+    """The newest checkpoint is a link, which is not followed (P15), or none that ckptd knows: what is
+    committed, if anything is, is older."""
+    codes = ("linked-save", "unprotected-save")
+    return any(p["code"] in codes and p["severity"] == "attention" for p in job["problems"])
+
+
+def _committed(job: dict[str, Any], since_seconds: float) -> str:
+    safe = job.get("safe")
+    if safe is None:
+        words = {"waiting": "no checkpoint yet", "invalid": "this job does not run"}
+        if job["state"] == "waiting" and _is_unprotected(job):
+            return "no ZeRO checkpoint is here"
+        return words.get(job["state"]) or _unproved(job) or _unseen(job) or "nothing is committed yet"
+    when = f"{ago(safe['age_seconds'] + since_seconds)} ago" if safe["committed_at"] else "at an unknown time"
+    return f"step {safe['step']} ({safe['tag']}) committed {when}"
+
+
+def _unproved(job: dict[str, Any]) -> str | None:
+    """What was committed when its remotes were last seen: no comfort while they do not answer (P17)."""
+    done = [
+        checkpoint
+        for checkpoint in job["checkpoints"]
+        if any(forms.get("zero", {}).get("state") == "committed" for forms in checkpoint["remotes"].values())
+    ]
+    if not done:
+        return None
+    newest = max(done, key=lambda checkpoint: (checkpoint["branch"] or 0, checkpoint["step"] or 0))
+    return f"{newest['tag']} was committed, and a required remote has not been seen to hold it since"
+
+
+def _unseen(job: dict[str, Any]) -> str:
+    """Of remotes that the daemon has not reached since it started nobody knows what they hold."""
+    away = [remote_shown(remote) for remote in job.get("remotes", ()) if not remote["attached"]]
+    return f"what is committed is not known: {', '.join(away)} not attached yet" if away else ""
+
+
+def _risk(job: dict[str, Any], since_seconds: float) -> str:
+    """What a lost node would cost now: saved steps that are here alone, and the training since."""
+    steps, seconds = job.get("steps_at_risk") or 0, job.get("seconds_at_risk")
+    if seconds is None:
+        return f"{steps} steps at risk" if steps else ""
+    span = ago(seconds + since_seconds)
+    return f"{steps} steps, {span} of training at risk" if steps else f"{span} of training at risk"
+
+
+def _control(job: dict[str, Any], now: float) -> list[str]:
+    """What a person, or a preemption, asked of the job."""
+    said = []
+    paused, drain = job.get("paused"), job.get("drain")
+    if paused:
+        said.append(f"paused by {paused['by']} {ago(seconds_since(paused['since'], now))} ago")
+    if drain and drain["is_done"]:
+        said.append(f"drained: {all_committed(len(drain.get('unsent', ())))}")
+    elif drain:
+        left = datetime.fromisoformat(drain["deadline_at"]).timestamp() - now
+        text = f"draining, {ago(left)} left" if left > 0 else "the drain's deadline passed"
+        text += f", no byte moves to {', '.join(drain['stalled'])}" if drain.get("stalled") else ""
+        late, word = (drain["late"], "will not make it") if left > 0 else (drain["missing"], "not committed")
+        said.append(text + (f", {word}: {', '.join(late)}" if late else ""))
+    return said
+
+
+def _under_way(job: dict[str, Any]) -> str:
+    """The upload that matters most: the newest ZeRO form, else another form."""
+    moving = [
+        (form != "zero", checkpoint["tag"], name, form, state)
+        for checkpoint in job["checkpoints"]
+        for name, forms in checkpoint["remotes"].items()
+        for form, state in forms.items()
+        if state["state"] == "shipping"
+    ]
+    if not moving:
+        return ""
+    is_derived, tag, name, form, state = min(moving, key=lambda one: one[0])
+    what = f"{tag} ({form})" if is_derived else tag
+    done = f" {100 * state['bytes_done'] / state['bytes_total']:.0f} %" if state["bytes_total"] else ""
+    eta = state.get("eta_seconds")
+    to_go = f", {ago(eta)} to go" if eta is not None else ""
+    more = f" (and {len(moving) - 1} more)" if len(moving) > 1 else ""
+    slowly = ", slowed by a save on this disk" if job.get("making_way") else ""
+    return f"{what} → {name}{done}{to_go}{more}{slowly}"
+
+
+def _full(job: dict[str, Any]) -> str:
+    disk = job.get("disk") or {}
+    saves = disk.get("full_in_saves")
+    if saves is None or saves > FULL_SOON_SAVES:
+        return ""
+    return f"disk full in {saves} {'save' if saves == 1 else 'saves'}"
+
+
+def problem_lines(job: dict[str, Any], now: float) -> list[tuple[str, str]]:
+    """(severity, line) of what is open, with the next command below it."""
+    lines = []
+    for problem in job["problems"]:
+        severity = problem["severity"]
+        age = ago(seconds_since(problem["since"], now))
+        lines.append((severity, f"{_MARKS.get(severity, '·')} {problem['text']} ({age})"))
+        if problem["next_step"]:
+            lines.append((severity, f"  → {problem['next_step']}"))
+    return lines
+
+
+def start_it(job: dict[str, Any], life: Life) -> str:
+    """What brings the daemon back."""
+    first = f"end process {life.hanging}, then start it" if life.hanging else "start it"
+    if life.short:
+        first = f"if the disk of {life.short} is full, free space: the daemon goes on by itself; else {first}"
+    how = life.start_command or "ckptd run --config-dir DIR, or systemctl start ckptd@USER"
+    return f"{first}: {how}; until then nothing of {job['save_dir']} is uploaded"
+
+
+def disk_line(job: dict[str, Any]) -> str:
+    """Room and speeds; empty: not known."""
+    disk = job.get("disk")
+    if not disk:
+        return ""
+    parts = [f"{size_of(disk['free_bytes'])} free"]
+    if disk.get("full_in_saves") is not None:
+        parts.append(f"full in {disk['full_in_saves']} saves / {ago(disk['full_in_seconds'])} at this pace")
+    if disk.get("unfinished_bytes"):
+        parts.append(f"{size_of(disk['unfinished_bytes'])} in saves cut short, damaged or in doubt")
+    if job.get("production_bytes_per_second"):
+        parts.append(f"production {size_of(job['production_bytes_per_second'])}/s")
+    if job.get("link_bytes_per_second"):
+        parts.append(f"link {size_of(job['link_bytes_per_second'])}/s")
+    return ", ".join(parts)
+
+
+def shared_line(job: dict[str, Any]) -> str:
+    """Of a directory that hosts share: how the work is divided and who holds the lease; empty: it is not."""
+    shared = job.get("shared")
+    if not shared:
+        return ""
+    hosts, holder = shared["hosts"], shared["holder"]
+    several = f"{len(hosts)} hosts ({', '.join(hosts)})" if len(hosts) > 1 else f"{hosts[0]} alone"
+    if holder is None:
+        whose = "the lease was not read yet: nothing is deleted or converted"
+    elif shared["holds_lease"]:
+        whose = f"this host holds the lease (epoch {shared['epoch']}): it deletes and converts"
+    elif holder in hosts:
+        whose = f"{holder} holds the lease (epoch {shared['epoch']}): it deletes and converts"
+    else:
+        whose = f"{holder} held the lease and is silent: another host takes it over"
+    return f"shared by {several}, files divided by name; {whose}"
+
+
+def abilities(remote: dict[str, Any], *, is_all: bool) -> str:
+    """What the store was seen to do, and what it does not; without `is_all` only if that is unusual."""
+    is_usual = remote["attached"] and remote["create_only"] and remote["proof"] != "none"
+    if is_usual and not remote["notes"] and not is_all:
+        return ""
+    shown = remote_shown(remote)
+    if not remote["attached"]:
+        return f"{shown}: not attached"
+    exclusive = "create-only writes" if remote["create_only"] else "no create-only writes"
+    return "; ".join([f"{shown}: {exclusive}", f"verified by {remote['proof']}", *remote["notes"]])
+
+
+def exit_code(jobs: list[dict[str, Any]], *, is_alive: bool) -> int:
+    """0 safe · 1 a person is needed · 3 behind, not safe yet, or paused (docs/contract.md)."""
+    states = {job["state"] for job in jobs}
+    if not jobs or not is_alive or states & {"attention", "invalid"}:
+        return 1
+    is_behind = any(job.get("steps_at_risk") or job.get("paused") for job in jobs)
+    # a job that waits for its first checkpoint is not behind: still nothing of it is safe
+    is_unsafe = any(job.get("safe") is None for job in jobs)
+    return 3 if "behind" in states or is_behind or is_unsafe else 0

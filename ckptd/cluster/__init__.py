@@ -1,1 +1,0 @@
-"""Conversion by the workers of a dask cluster: one plan, many machines (docs/convert-cluster.md)."""

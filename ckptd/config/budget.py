@@ -1,0 +1,84 @@
+"""How `memory_budget` is divided: the daemon, a child for each remote, uploads, one conversion (P12); pure.
+
+Sums of what was measured, not of what happens to be held now: what may begin is known before it begins, and
+`ckptd check` says the same as the daemon. Nothing waits for another's share, so nobody starves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.config.quantities import url_path
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MIB = 1 << 20
+DAEMON_BYTES = 32 * MIB
+JOB_BYTES = 4 * MIB
+"""The daemon without a job, and what a job of a hundred checkpoints adds."""
+READING_BYTES = 36 * MIB
+"""The restricted children that read saves before they are sealed: four at once."""
+DIRECTORY_BYTES, S3_BYTES, SERVICE_BYTES = 24 * MIB, 40 * MIB, 64 * MIB
+"""A remote's child that has nothing to do, by its kind."""
+UPLOAD_BYTES = 16 * MIB
+"""What a child takes besides while it uploads."""
+SMALLEST_CONVERSION_BYTES = 64 * MIB
+"""With the pages that it dirties; also more than what making a form on its way adds to an upload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Shares of a budget; with less than `needed_bytes` it is kept by chance alone."""
+
+    children: int
+    """Remotes' children that live at once; the others' orders wait in line."""
+    uploads: int
+    """At once."""
+    conversion_bytes: int
+    """For the one conversion, whatever else runs."""
+    needed_bytes: int
+    """The least budget for these jobs."""
+    roomy_bytes: int
+    """With so much each remote keeps its child, and there is room for all uploads that are allowed."""
+
+
+def divide(budget_bytes: int, jobs: Sequence[Sequence[str]], max_uploads: int) -> Division:
+    """The shares of `budget_bytes` where each of `jobs` has these remotes (URLs).
+
+    Children come first, each lasts where there is room; then uploads; a conversion gets the rest. Of several
+    children at least two live: while one uploads, another may look.
+    """
+    costs = sorted((_child_bytes(url) for urls in jobs for url in urls), reverse=True)
+    always = DAEMON_BYTES + JOB_BYTES * len(jobs) + READING_BYTES + SMALLEST_CONVERSION_BYTES
+    left_bytes = budget_bytes - always
+    least = min(2, len(costs))
+    children = len(costs)
+    while children > least and sum(costs[:children]) + UPLOAD_BYTES > left_bytes:
+        children -= 1
+    most_uploads = max(1, min(max_uploads, children if children == len(costs) else children - 1))
+    left_bytes -= sum(costs[:children])
+    uploads = max(1, min(most_uploads, left_bytes // UPLOAD_BYTES))
+    return Division(
+        children=children,
+        uploads=uploads,
+        conversion_bytes=SMALLEST_CONVERSION_BYTES + max(0, left_bytes - uploads * UPLOAD_BYTES),
+        needed_bytes=always + sum(costs[:least]) + UPLOAD_BYTES,
+        roomy_bytes=always + sum(costs) + max(1, min(max_uploads, len(costs))) * UPLOAD_BYTES,
+    )
+
+
+def _child_bytes(url: str) -> int:
+    if url_path(url) is not None:
+        return DIRECTORY_BYTES
+    return S3_BYTES if url.startswith("s3://") else SERVICE_BYTES
+
+
+def shortage(division: Division, budget_bytes: int) -> tuple[str, str] | None:
+    """What is wrong with a budget that is too small, and what to do; None when it suffices."""
+    if budget_bytes >= division.needed_bytes:
+        return None
+    needed = f"{-(-division.needed_bytes // MIB)}MiB"
+    text = f"memory_budget is {budget_bytes // MIB}MiB, these jobs need {needed}: more may be used"
+    return text, f'memory_budget = "{needed}" in ckptd.toml, or fewer jobs in one daemon'

@@ -1,0 +1,411 @@
+"""Configuration: job files and ckptd.toml as frozen models, judged key by key (docs/contract.md, P16).
+
+Every key is declared once, here, with its unit, its default and one line of help; `ckptd init` prints that,
+the refusals quote it. A key that this version does not act on is refused, never silently ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Strict, model_validator
+
+from ckptd.config.quantities import (
+    Bandwidth,
+    Bytes,
+    BytesPerDay,
+    Credentials,
+    Form,
+    MetricsFile,
+    MetricsPlace,
+    Name,
+    Names,
+    Seconds,
+    Share,
+    ShareOrBytes,
+    StateDir,
+    Timetable,
+    Trainer,
+    Url,
+    check_credentials,
+    check_part_size,
+    check_save_dir,
+    check_takeover,
+    local_form,
+    not_shareable,
+    only_never,
+    reject,
+    shown_remote,
+)
+from ckptd.config.retention import Retention
+from ckptd.config.s3 import S3Keys
+from ckptd.config.schemes import scheme_of
+from ckptd.config.section import Section, key
+from ckptd.config.section import key as _key
+from ckptd.config.section import required as _required
+from ckptd.core.policy.permit import Unuploaded
+
+# ---------------------------------------------------------------------------------------------------------
+# `[notify]` of ckptd.toml: who is told what, and how; URLs that are secrets stay out of the file (P15).
+
+_SECRET_HOSTS = ("hooks.slack.com", "discord.com", "webhook.office.com", "logic.azure.com")
+"""Services whose URLs are all that is needed to post as you."""
+
+
+def _check_place(value: str) -> str:
+    """`file:PATH`, or a URL that holds no secret."""
+    if value.startswith("file:"):
+        return check_credentials(value)
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        reject('it is a URL (https://…), or "file:PATH" where the URL stands in a file')
+    if parts.password or parts.hostname.endswith(_SECRET_HOSTS):
+        reject('this URL is a secret; put it into a file and write "file:PATH" (systemd: LoadCredential=)')
+    return value
+
+
+def _check_command(value: tuple[str, ...]) -> tuple[str, ...]:
+    if value and not value[0].startswith("/"):
+        reject("a command starts with an absolute path; arguments follow as further strings")
+    return value
+
+
+Place = Annotated[str, AfterValidator(_check_place)]
+Command = Annotated[tuple[str, ...], Strict(False), AfterValidator(_check_command)]
+_Span = Annotated[Seconds, Field(gt=0)]
+
+
+class NotifyConfig(Section):
+    """Who is told; nobody by default."""
+
+    webhook: Place | None = key(
+        None, "webhook", '"file:slack"', "POST of JSON with `text`, as Slack, Mattermost and Teams take it"
+    )
+    command: Command = key((), "command", '["/usr/local/bin/page"]', "the message as JSON on its stdin")
+    severity: Literal["attention", "behind", "note"] = key(
+        "attention", "severity", '"attention"', "problems from there on: attention | behind | note"
+    )
+    not_safe_after_seconds: _Span | None = key(
+        None, "not_safe_after", '"2h"', "told when so much training would be lost with this node"
+    )
+    repeat_seconds: _Span = key(21_600.0, "repeat", '"6h"', "what lasts is told again so often")
+    heartbeat: Place | None = key(
+        None, "heartbeat", '"https://hc.example/uuid"', "GET each minute while every job is well"
+    )
+    on_complete: Command = key((), "on_complete", '["/path"]', "a hook: JSON on stdin, as are the next four")
+    on_committed: Command = key((), "on_committed", '["/path"]', "a form is committed on a remote")
+    on_converted: Command = key((), "on_converted", '["/path"]', "a universal form is there")
+    on_pruned: Command = key((), "on_pruned", '["/path"]', "a checkpoint left this node")
+    on_problem: Command = key((), "on_problem", '["/path"]', "a problem came up, whatever its severity")
+
+    @property
+    def is_wanted(self) -> bool:
+        """Anybody is told anything."""
+        hooks = (self.on_complete, self.on_committed, self.on_converted, self.on_pruned, self.on_problem)
+        return any((self.webhook, self.command, self.heartbeat, *hooks))
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+MIN_MEMORY_BUDGET_BYTES = 256 << 20
+
+
+class LocalConfig(Retention):
+    """`[local]`: what stays on this node."""
+
+    forms: Annotated[
+        tuple[Annotated[Literal["universal"], BeforeValidator(local_form)], ...], Strict(False)
+    ] = _key(
+        ("universal",),
+        "forms",
+        '["universal"]',
+        "derived forms kept here: of each checkpoint where extents clone, else the newest; or []",
+    )
+    min_free: ShareOrBytes = _key(
+        Share(percent=5.0),
+        "min_free",
+        '"5%"',
+        "ckptd never leaves less than this and the next save's room free",
+    )
+
+    @model_validator(mode="after")
+    def _ladder_of_own_forms(self) -> LocalConfig:
+        for form in self.rungs_beyond(self.forms):
+            reject(f'ladder: "{form}" does not stay on the node; [local] takes universal (in forms) and gone')
+        return self
+
+
+class RemoteConfig(S3Keys, Retention):
+    """One `[[remote]]`: where checkpoints go."""
+
+    name: Name = _required("name", '"nas"', "how status calls it")
+    url: Url = _required(
+        "url",
+        '"/mnt/nas/llama-7b"',
+        "a directory on another file system than save_dir, s3://bucket/prefix, sftp://user@host/path …",
+    )
+    forms: Annotated[tuple[Form, ...], Strict(False)] = _key(
+        ("zero", "universal"),
+        "forms",
+        '["zero", "universal"]',
+        "zero at once; universal and weights-bf16 (-fp16, -fp32) when no zero waits",
+    )
+    required: bool = _key(True, "required", "true", "counts for deleting local files; needs zero")
+    bandwidth: Bandwidth = _key(
+        Timetable(),
+        "bandwidth",
+        '"none"',
+        '"8Gb/s" are bits, "1GB/s" bytes; or by the clock "08:00,1GB/s 20:00,none"',
+    )
+    credentials: Credentials = _key(
+        "env", "credentials", '"env"', "env (AWS chain; ssh-agent and ~/.ssh; …) | profile:NAME | file:PATH"
+    )
+    part_size_bytes: Annotated[Bytes, AfterValidator(check_part_size)] | None = _key(
+        None, "part_size", '"64MiB"', "of uploads to S3; default 16MiB, more for files above 140 GiB"
+    )
+    scrub_bytes_per_day: BytesPerDay = _key(
+        None, "scrub", '"off"', '"50GB/day": committed objects are read again while all is quiet'
+    )
+    same_filesystem: bool = _key(
+        False, "same_filesystem", "false", "allow save_dir's own disk (tests, quickstart)"
+    )
+    verify: Literal["auto", "read-back", "none"] = _key(
+        "auto", "verify", '"auto"', "by the store's checksum or ETags, else read back | read-back | none"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RemoteConfig:
+        if len(set(self.forms)) != len(self.forms) or not self.forms:
+            reject("forms names at least one form, each once")
+        if self.required and "zero" not in self.forms:
+            reject('a required remote takes "zero"; add it to forms or set required = false')
+        if self.required and self.verify == "none":
+            reject('verify = "none" proves nothing; set required = false')
+        for form in self.rungs_beyond(self.forms):
+            reject(f'ladder: "{form}" never comes to this remote; add it to forms')
+        self._check_access()
+        return self
+
+    def _check_access(self) -> None:
+        """Keys of one kind of remote are refused on another."""
+        if self.url.startswith("s3://"):
+            if self.addressing == "virtual" and "." in self.url.split("/")[2] and not self._is_plain:
+                reject('addressing = "virtual": no TLS certificate covers a bucket with dots in its name')
+            return
+        for key in sorted(self.model_fields_set & {*S3Keys.model_fields, "part_size_bytes"}):
+            reject(f"{key.removesuffix('_bytes')} is for s3:// remotes; {self.url} is none")
+        if "credentials" in self.model_fields_set and self.url.startswith(("/", "file://")):
+            reject(f"credentials is for servers and services; {self.url} is a directory")
+        takes = ("env", "file") if scheme_of(self.url).takes_key_file else ("env",)
+        if self.credentials.partition(":")[0] not in takes:
+            reject(f"credentials for {self.url} is {' or '.join(takes)}, not {self.credentials!r}")
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.endpoint_url is not None and self.endpoint_url.startswith("http://")
+
+
+_UNUPLOADED = {
+    "thin": "checkpoints may go before they are committed, once a newer one is",
+    "delete": "checkpoints go by the limit, committed or not",
+}
+
+
+class JobConfig(Section):
+    """One job file: one save_dir and its remotes."""
+
+    save_dir: Annotated[Path, BeforeValidator(check_save_dir)] = _required(
+        "save_dir", '"/nvme/llama-7b"', "where the trainer saves; may appear later, its parent must exist"
+    )
+    trainer: Trainer = _key(
+        "auto",
+        "trainer",
+        '"auto"',
+        "who writes; auto | deepspeed | huggingface | accelerate | lightning | megatron",
+    )
+    settle_seconds: Seconds = _key(
+        5.0, "settle", '"5s"', "a save is complete when nothing changed for so long"
+    )
+    backfill: Literal["newest", "all", "none"] = _key(
+        "newest",
+        "backfill",
+        '"newest"',
+        "found at the first start, shipped: newest | all | none; never deleted but with all",
+    )
+    unuploaded: Unuploaded = _key(
+        "keep",
+        "unuploaded",
+        '"keep"',
+        "what is not committed: keep | thin (goes once a newer one is) | delete (by the limit)",
+    )
+    extra: Names | None = _key(
+        None, "extra", '["tokenizer*"]', "files directly in save_dir that travel along; default all ≤ 16 MiB"
+    )
+    name: Name = _key("", "name", '"llama-7b"', "of the job; default this file's name")
+    save_spread_seconds: Seconds = _key(
+        60.0, "save_spread", '"60s"', "shards written further apart than this are of two saves"
+    )
+    metric: Name | None = _key(
+        None, "metric", '"eval_loss"', "what keep_best compares: a name in trainer_state.json or metrics_file"
+    )
+    metrics_file: MetricsFile | None = _key(
+        None, "metrics_file", '"metrics.jsonl"', "in save_dir, written by the trainer: step and metric a line"
+    )
+    metric_mode: Literal["min", "max"] | None = _key(
+        None, "metric_mode", '"min"', "what is better; default min for names that end in loss, else max"
+    )
+    incomplete_after_seconds: Annotated[float | None, BeforeValidator(only_never)] = _key(
+        None, "incomplete_after", '"never"', "how long until an incomplete save may be cleaned up"
+    )
+    node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")
+    shared_fs: bool = _key(
+        False,
+        "shared_fs",
+        "false",
+        "save_dir is one directory on all hosts; each runs a daemon (clusters.md)",
+    )
+    shared_takeover_seconds: Annotated[Seconds, AfterValidator(check_takeover)] = _key(
+        180.0,
+        "shared_takeover",
+        '"3m"',
+        "a node silent for so long is replaced where only one may work (clusters.md)",
+    )
+    local: LocalConfig = Field(default_factory=LocalConfig)
+    remotes: Annotated[tuple[RemoteConfig, ...], Strict(False)] = Field(default=(), validation_alias="remote")
+    _file: Path | None = PrivateAttr(default=None)
+    _is_matched: bool = PrivateAttr(default=False)
+    _given: str | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> JobConfig:
+        for field in ("name", "url"):
+            values = [getattr(remote, field) for remote in self.remotes]
+            for value in values:
+                if values.count(value) > 1:
+                    reject(f'two remotes have {field} = "{value}"')
+        if self.deletes_locally and not any(r.required for r in self.remotes):
+            reject("local checkpoints may be deleted, but no remote is required; set required = true on one")
+        if self.unuploaded != "keep" and not self.deletes_locally:
+            reject(
+                f'unuploaded = "{self.unuploaded}" lets nothing go while [local] keeps everything; '
+                "set save_total_limit there"
+            )
+        if self.shared_fs and (
+            problem := not_shareable([(r.url, r.required, r.forms) for r in self.remotes])
+        ):
+            reject(problem)
+        if self.metric is None and any(s.keep_best is not None for s in (self.local, *self.remotes)):
+            reject('keep_best compares a metric; name it: metric = "eval_loss"')
+        if self.metric is None and self.metrics_file is not None:
+            reject('metrics_file is read for one metric; name it: metric = "eval_loss"')
+        return self
+
+    @property
+    def file(self) -> Path | None:
+        """The job file; None for a job made from arguments."""
+        return self._file
+
+    @property
+    def given(self) -> str | None:
+        """What arguments and environment said, as JSON in the shape of a job file; None: a file said it."""
+        return self._given
+
+    @property
+    def is_matched(self) -> bool:
+        """A glob in its file's save_dir found it: the file stands for others too."""
+        return self._is_matched
+
+    @property
+    def deletes_locally(self) -> bool:
+        """Whether any local checkpoint may ever be deleted."""
+        return self.local.policy.deletes
+
+    @property
+    def is_higher_better(self) -> bool:
+        """Of the metric; Hugging Face's rule where the job file does not say."""
+        mode = self.metric_mode or ("min" if (self.metric or "").endswith("loss") else "max")
+        return mode == "max"
+
+    @property
+    def opt_outs(self) -> tuple[str, ...]:
+        """Promises that the configuration weakens; the first line of status says them (P1)."""
+        lax = [shown_remote(r.name, r.url) for r in self.remotes if r.verify == "none"]
+        unproved = tuple(f'{shown}: verify = "none", copies are not proved' for shown in lax)
+        loose = _UNUPLOADED.get(self.unuploaded)
+        return (*((f'unuploaded = "{self.unuploaded}": {loose}',) if loose else ()), *unproved)
+
+
+def _budget(value: Share) -> Share:
+    if value.bytes is not None and value.bytes < MIN_MEMORY_BUDGET_BYTES:
+        reject('the whole process tree needs at least "256MiB"')
+    if value.percent is not None and value.percent <= 0:
+        reject('the budget must be more than "0%"')
+    return value
+
+
+class DaemonConfig(Section):
+    """`ckptd.toml`: what concerns the daemon as a whole."""
+
+    memory_budget: Annotated[ShareOrBytes, AfterValidator(_budget)] = _key(
+        Share(bytes=1 << 30),
+        "memory_budget",
+        '"1GiB"',
+        'of the whole process tree; at least "256MiB"; or "2%"',
+    )
+    bandwidth: Bandwidth = _key(
+        Timetable(),
+        "bandwidth",
+        '"none"',
+        "of all uploads together, shared among those that run; or by the clock",
+    )
+    max_uploads: Annotated[int, Field(ge=1, le=64)] = _key(
+        4, "max_uploads", "4", "checkpoints on their way at once, over all jobs and remotes"
+    )
+    state_dir: StateDir = _key(None, "state_dir", '"/var/lib/ckptd"', "journal, status.json, audit.jsonl")
+    metrics: MetricsPlace | None = _key(
+        None,
+        "metrics",
+        '"127.0.0.1:9310"',
+        "a page for Prometheus; or a file for node_exporter: /…/ckptd.prom",
+    )
+    node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")
+    notify: NotifyConfig = Field(default_factory=NotifyConfig)
+
+    def memory_budget_bytes(self, total_memory_bytes: int) -> int:
+        """The budget for a machine with that much memory, never below the minimum."""
+        return max(MIN_MEMORY_BUDGET_BYTES, self.memory_budget.of(total_memory_bytes))
+
+
+_DIGEST_JOB = {
+    "name", "trainer", "unuploaded", "extra", "save_spread_seconds", "incomplete_after_seconds",
+    "metric", "metric_mode", "metrics_file",
+}  # fmt: skip
+
+
+def config_digest(job: JobConfig) -> str:
+    """SHA-256 (hex) over what all nodes of a job must agree on: forms, retention, identity of remotes.
+
+    Paths, speeds and times of one node are left out: they may differ without changing what is kept (§5).
+    """
+    shape = {
+        "job": job.model_dump(mode="json", include=_DIGEST_JOB),
+        "local": _digest_retention(job.local, job.local.forms),
+        "remotes": [
+            {
+                "name": remote.name,
+                "required": remote.required,
+                "verify": remote.verify,
+                **_digest_retention(remote, remote.forms),
+            }
+            for remote in sorted(job.remotes, key=lambda remote: remote.name)
+        ],
+    }
+    return hashlib.sha256(json.dumps(shape, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _digest_retention(keeps: Retention, forms: tuple[str, ...]) -> dict[str, Any]:
+    return {"forms": sorted(forms), **keeps.policy.model_dump(mode="json")}

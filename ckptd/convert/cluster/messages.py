@@ -1,0 +1,171 @@
+"""What travels through a scheduler: descriptors as JSON text, never data and never a secret (docs/adr/0106).
+
+A `Job` is what all tasks of an attempt share, a `Task` what one of them makes, a `Result` what came of it.
+"""
+
+from __future__ import annotations
+
+from ckptd.base.identity import Model
+from ckptd.storage.stores.access import Access
+
+
+class Ability(Model):
+    """What the destination was seen to do (`ckptd.storage.stores.base.Abilities`): found out once for all."""
+
+    create_only: bool
+    checksum: str | None
+    resumable: bool
+    rename: bool
+    complete_only_absent: bool
+    part_etags: bool
+    joined_etags: bool
+    content_md5: bool
+
+
+class Job(Model):
+    """One attempt at one destination; sizes in bytes."""
+
+    version: str
+    """Of ckptd: a worker with another one does nothing."""
+    attempt: str
+    source_root: str
+    """A folder that every worker sees; empty: `source_url`."""
+    source_url: str
+    source_access: Access
+    target_url: str
+    target_access: Access
+    target_name: str
+    note_key: str
+    """Whose attempt the destination is, at the moment."""
+    abilities: Ability | None
+    file_mode: int
+    folder_mode: int
+    gid: int | None
+    memory_budget_bytes: int
+    rounds: bool
+    """Weights are rounded: with numpy."""
+
+
+class TaskSource(Model):
+    """A source file by its number in the plan: its path below the root, or its key in the store."""
+
+    number: int
+    name: str
+    bytes: int
+    mtime_ns: int
+    fingerprint: str = ""
+    crc64: str = ""
+    """As a manifest says it: what is read of it is hashed."""
+    local: str = ""
+    """Where it lay below the save_dir of the node that saved it."""
+
+
+class Question(Model):
+    """Which of these does a worker have on its own disk?"""
+
+    sources: tuple[TaskSource, ...]
+
+
+class Claims(Model):
+    """Its answer, by number; `error`: what is wrong with its settings."""
+
+    numbers: tuple[int, ...] = ()
+    error: str = ""
+    hint: str = ""
+
+
+class SentPart(Model):
+    """A part of an upload, as the store holds it."""
+
+    number: int
+    etag: str
+    crc64: str
+    md5: str = ""
+
+
+class Piece(Model):
+    """An output to send whole, or (`token`) parts of one."""
+
+    path: str
+    nbytes: int
+    line: str
+    """Of the plan."""
+    token: str = ""
+    parts: tuple[int, ...] = ()
+    is_there: bool = False
+    """An earlier attempt sent something under this name and did not get to note it."""
+
+
+class Join(Model):
+    """An upload all of whose parts are there."""
+
+    path: str
+    nbytes: int
+    token: str
+    parts: tuple[SentPart, ...]
+
+
+class Proof(Model):
+    """An output to be read back."""
+
+    path: str
+    nbytes: int
+    crc64: str
+
+
+class Task(Model):
+    """One task: done twice, it leaves what it left the first time."""
+
+    number: int
+    sources: tuple[TaskSource, ...] = ()
+    checks: tuple[str, ...] = ()
+    """Lines of the plan: copies that must be equal."""
+    pieces: tuple[Piece, ...] = ()
+    joins: tuple[Join, ...] = ()
+    proofs: tuple[Proof, ...] = ()
+    crc32s: tuple[int, ...] = ()
+    """Sources whose own checksums are compared."""
+    nbytes: int = 0
+
+
+class Done(Model):
+    """An output that is in its place, proven."""
+
+    path: str
+    nbytes: int
+    crc64: str
+    resumed: bool = False
+
+
+class Parts(Model):
+    """Parts of one output that arrived."""
+
+    path: str
+    parts: tuple[SentPart, ...]
+
+
+class Extent(Model):
+    """What was read of a source: its CRC64."""
+
+    source: int
+    offset: int
+    nbytes: int
+    crc64: str
+
+
+class Result(Model):
+    """What came of a task; `error`: a class of `ckptd.errors`."""
+
+    number: int
+    worker: str
+    done: tuple[Done, ...] = ()
+    parts: tuple[Parts, ...] = ()
+    extents: tuple[Extent, ...] = ()
+    read_bytes: int = 0
+    local_bytes: int = 0
+    """Of `read_bytes`: from this worker's own disk."""
+    needed_bytes: int = 0
+    peak_rss_bytes: int = 0
+    error: str = ""
+    message: str = ""
+    hint: str = ""

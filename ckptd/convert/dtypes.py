@@ -1,0 +1,176 @@
+"""Widening 16-bit and integer elements to float32 without numpy or torch, block by block.
+
+Only the strict layout needs it, for the float32 copies of buffers and frozen parameters that the stock
+converter of 0.19.8 writes and no loader reads (docs/formats.md §5).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from array import array
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ckptd.errors import RefusedError, UsageError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_CODES = {"float64": "d", "int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint8": "B", "bool": "B"}
+
+
+def widen(data: bytes, dtype: str) -> bytes:
+    """Little-endian elements of `dtype` as little-endian float32, bit-identical to `tensor.float()`."""
+    if dtype == "bfloat16":
+        out = bytearray(2 * len(data))
+        out[2::4] = data[0::2]
+        out[3::4] = data[1::2]
+        return bytes(out)
+    if dtype == "float16":
+        table = _half_table()
+        return _little(array("I", (table[int(h)] for h in _read("H", data))))
+    return _little(array("f", (clamped(v) for v in _read(_CODES[dtype], data))))
+
+
+def clamped(value: float) -> float:
+    """array("f") raises on doubles beyond float32; torch gives an infinity."""
+    if -3.4028235677973362e38 < value < 3.4028235677973362e38 or value != value:
+        return value
+    return float("inf") if value > 0 else float("-inf")
+
+
+def _read(code: str, data: bytes) -> array[int] | array[float]:
+    values: array[int] | array[float] = array(code, data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def _little(values: array[int] | array[float]) -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+@cache
+def _half_table() -> tuple[int, ...]:
+    """float32 bits of every float16, payloads of NaNs kept."""
+    return tuple(_half_bits(h) for h in range(1 << 16))
+
+
+def _half_bits(h: int) -> int:
+    sign, exponent, mantissa = (h & 0x8000) << 16, (h >> 10) & 31, h & 0x3FF
+    if exponent == 31:
+        quiet = 0x400000 if mantissa else 0
+        return sign | 0x7F800000 | quiet | (mantissa << 13)
+    if exponent == 0:
+        if mantissa == 0:
+            return sign
+        shift = 11 - mantissa.bit_length()
+        return sign | ((113 - shift) << 23) | (((mantissa << shift) & 0x3FF) << 13)
+    return sign | ((exponent + 112) << 23) | (mantissa << 13)
+
+
+# --- Rounding floating-point elements to bfloat16 and float16, block by block, at the speed of memory ----
+# The only place of ckptd outside the quickstart that uses numpy: pure Python would take minutes where writing
+# takes seconds (docs/adr/0082-weights.md). The executor child imports it, and only when 16-bit weights are
+# made; the extra is `ckptd[weights]`.
+
+ROUNDED = ("bfloat16", "float16")
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+"""Element types that a cast reads."""
+
+
+def numpy_folder() -> str:
+    """The folder to import numpy from, for a child that starts without site-packages.
+
+    Raises:
+        UsageError: numpy is not installed.
+    """
+    found = importlib.util.find_spec("numpy")
+    if found is None or found.origin is None:
+        raise UsageError(
+            "rounding weights to 16 bits needs numpy",
+            hint="pip install 'ckptd[weights]', or --dtype fp32, which needs none",
+        )
+    return os.path.dirname(os.path.dirname(found.origin))
+
+
+def use_numpy_of(folder: str) -> None:
+    """Let this process import numpy from `folder`, without the threads of its linear algebra."""
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    sys.path.append(folder)
+    try:
+        _numpy()
+    finally:
+        sys.path.remove(folder)
+
+
+@cache
+def _numpy() -> ModuleType:
+    try:
+        import numpy
+    except ImportError as error:
+        raise UsageError(
+            f"numpy cannot be loaded ({error})", hint="pip install 'ckptd[weights]', or --dtype fp32"
+        ) from error
+    return numpy
+
+
+def cast(data: bytes, source: str, target: str) -> bytes:
+    """Little-endian elements of type `source` as `target` (torch's names), as `tensor.to()` gives them.
+
+    Rounds to nearest, ties to even; beyond the largest number comes infinity; a NaN stays a NaN of its
+    sign (its payload torch chooses by CPU). float64 goes through float32, as in torch.
+    """
+    if source == target:
+        return data
+    if target == "float32":
+        return widen(data, source)
+    if target not in ROUNDED or source not in FLOATS:
+        raise RefusedError(f"there is no cast from {source} to {target}")
+    np = _numpy()
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values = _as_float32(np, data, source)
+        rounded = _bfloat16(np, values) if target == "bfloat16" else _float16(np, values)
+    return rounded.tobytes()  # type: ignore[no-any-return]
+
+
+def _as_float32(np: Any, data: bytes, source: str) -> Any:
+    if source == "float32":
+        return np.frombuffer(data, dtype="<f4")
+    if source == "float64":
+        return np.frombuffer(data, dtype="<f8").astype("<f4")
+    return np.frombuffer(widen(data, source), dtype="<f4")
+
+
+def _bfloat16(np: Any, values: Any) -> Any:
+    """The upper halves, after half a step and the lowest kept bit were added."""
+    bits = values.view("<u4")
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    upper = rounded.view("<u2")[1::2]
+    _keep_nans(np, values, upper, lambda nans: (nans >> np.uint32(16)) | np.uint32(0x40))
+    return upper
+
+
+def _float16(np: Any, values: Any) -> Any:
+    rounded = values.astype("<f2").view("<u2")
+
+    def quiet(nans: Any) -> Any:
+        sign = (nans >> np.uint32(16)) & np.uint32(0x8000)
+        return sign | np.uint32(0x7E00) | ((nans >> np.uint32(13)) & np.uint32(0x3FF))
+
+    _keep_nans(np, values, rounded, quiet)
+    return rounded
+
+
+def _keep_nans(np: Any, values: Any, rounded: Any, quiet: Any) -> None:
+    nans = np.isnan(values)
+    if nans.any():
+        rounded[nans] = quiet(values.view("<u4")[nans]).astype("<u2")

@@ -1,0 +1,135 @@
+"""Marks that trainers leave when a save is whole, beside the shards (docs/formats.md §1.2, H25).
+
+Measured: Hugging Face writes everything twice at stage 3, so complete shards mean nothing before
+trainer_state.json; and other ranks' random states appear after it. Neither mark alone is an end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.core.completeness.grid import named
+from ckptd.core.model.layouts import (
+    TRAINER_STATE,
+    NamedShard,
+    Role,
+    Trainer,
+    parse_shard_name,
+    step_of_folder,
+    wanted_marks,
+)
+from ckptd.core.model.manifest import cells_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ckptd.core.completeness.peer_evidence import Told
+    from ckptd.core.model.facts import FileFacts
+    from ckptd.core.model.layouts import Grid
+    from ckptd.core.model.listing import FolderListing
+    from ckptd.core.model.manifest import Cell
+    from ckptd.core.model.save import SealedSave
+
+PATIENCE_SECONDS = 600.0
+"""How long random states are waited for: trainers resume without them."""
+COPY_GAP_SECONDS = 0.5
+SLOWEST_COPY_BYTES_PER_SECOND = 10e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """`waits_for`: what is missing, None when nothing is; `is_patient`: its absence is no damage yet."""
+
+    waits_for: str | None = None
+    is_patient: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def out_of_order(listing: FolderListing, shards: Mapping[str, FileFacts]) -> str | None:
+    """Model states that were written long after the optimizer shard of the same rank; None: there are none.
+
+    The engine writes a rank's model states first (docs/formats.md §1.1). The other way round they are of a
+    save that was begun over a finished one and has not come to its optimizer shards; steps do not tell, for
+    only one of the two kinds of file holds each. A copy may well change the order, but leaves no gap.
+    """
+    at = {file.path: file.identity for file in listing.shards if file.path in shards}
+    optim = {
+        (named(path).shard.d, named(path).shard.mm): identity
+        for path, identity in at.items()
+        if named(path).role is Role.OPTIM
+    }
+    for path, identity in at.items():
+        shard = named(path)
+        other = optim.get((shard.shard.d or 0, shard.shard.mm)) if shard.role is Role.MODEL else None
+        if other is None:
+            continue
+        gap_seconds = (identity.mtime_ns - other.mtime_ns) / 1e9
+        if gap_seconds > COPY_GAP_SECONDS + identity.size_bytes / SLOWEST_COPY_BYTES_PER_SECOND:
+            return f"{path} was written {gap_seconds:.1f} s after its optimizer shard"
+    return None
+
+
+def judge_marks(
+    listing: FolderListing, facts: Mapping[str, FileFacts], processes: int, quiet_seconds: float
+) -> Marks:
+    """What the trainer's own marks say of a folder whose shards are all there."""
+    names = frozenset(f.path for f in listing.files)
+    if listing.trainer is Trainer.HUGGINGFACE:
+        state = facts.get(TRAINER_STATE)
+        if TRAINER_STATE not in names or state is None:
+            return Marks(waits_for=f"{TRAINER_STATE} is not there yet")
+        step = state.trainer.global_step if state.trainer else None
+        if step != step_of_folder(listing.tag):
+            return Marks(waits_for=f"{TRAINER_STATE} is of step {step}, not of {listing.tag}")
+    missing = [name for name in wanted_marks(listing.trainer, names, processes) if name not in names]
+    if missing and quiet_seconds < PATIENCE_SECONDS:
+        return Marks(waits_for=f"{missing[0]} is not there yet", is_patient=True)
+    return Marks(notes=tuple(f"{name} was never written" for name in missing))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A node's part of a save: the shards that its ranks wrote; others lie on other nodes' disks (H27, H29).
+# "Complete for this node" is never more than that: a part is shipped as a node manifest, which grows by
+# revisions until the union over nodes covers the proven grid. Nothing here decides on a COMMIT or a deletion.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A job over several nodes, as one of them sees it: what is not here may be on another's disk."""
+
+    usual: frozenset[Cell] = frozenset()
+    """Whose shards this node held of its last save."""
+    told: tuple[Told, ...] = ()
+    """What manifests of the tag prove, of whichever save; for a node without model states."""
+
+
+def may_be_elsewhere(
+    spread: Spread | None, present: Iterable[NamedShard], grid: Grid, *, is_in_flight: bool
+) -> bool:
+    """Whether what lacks of the grid is other nodes' business: this node's ranks have all written.
+
+    A rank that saved here before is waited for while the save is in flight; which ranks live here is known
+    from the second save on, so a first part may grow (H27).
+    """
+    here = cells_of(present)
+    if spread is None or not here:
+        return False
+    expected = {cell for cell in spread.usual if cell.d < grid.dp and cell.mm < grid.mm_count}
+    return not (is_in_flight and expected - here)
+
+
+def replicas(save: SealedSave) -> frozenset[str]:
+    """Paths of a part that the node of data-parallel rank 0 has too, and sends: `mp_rank_*` (ZeRO-1/2)."""
+    if not save.is_part:
+        return frozenset()
+    owned = {f.shard.mm for f in save.files if f.role is Role.OPTIM and f.shard.d == 0}
+    return frozenset(
+        f.path for f in save.files if f.role is Role.MODEL and f.shard.d is None and f.shard.mm not in owned
+    )
+
+
+def role_of(path: str) -> Role | None:
+    """What a shard is for, by its name."""
+    named = parse_shard_name(path.rpartition("/")[2])
+    return named.role if named else None

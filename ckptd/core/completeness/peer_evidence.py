@@ -1,0 +1,104 @@
+"""What manifests of a tag tell a node without model states: the grid and the step of its save (adr/0150).
+
+They are taken only where nothing of this node's shards speaks against it: else its part would be sealed with
+another save's step, and might be committed beside it. What is not told is asked for again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.core.model.layouts import Grid, parse_shard_name
+from ckptd.core.model.manifest import ManifestName, SaveWindow, named_conflict
+from ckptd.core.model.save import SaveMark, differs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ckptd.core.model.facts import FileFacts, ShardFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What the manifests of one generation prove."""
+
+    grid: Grid
+    step: int
+    node: str
+    optimizer_step: int | None = None
+    """None: an older release made the manifest, or no shard tells."""
+    marks: tuple[SaveMark, ...] = ()
+    """Of the manifests that were read."""
+    named: tuple[ManifestName, ...] = ()
+    """Those that were not."""
+    listed: frozenset[tuple[str, int, str]] | None = None
+    """(path, bytes, fingerprint) of what is committed; None: the generation is open."""
+
+
+def told_of(
+    told: Iterable[Told],
+    shards: Mapping[str, FileFacts],
+    written: Mapping[str, int],
+    *,
+    save_spread_seconds: float,
+) -> Told | None:
+    """What the manifests of this node's own save tell; None: none does, or two tell different things.
+
+    A committed generation tells of the very files that it lists, as where a journal was lost; an open one of
+    those that it may still get. `written`: path → mtime_ns.
+    """
+    fitting: dict[tuple[int, int, int, int], Told] = {}
+    for one in told:
+        grid = one.grid
+        inside = {path: fact for path, fact in shards.items() if _is_inside(path, grid)}
+        if not inside or not _is_proven_by(inside, one):
+            continue
+        if one.listed is not None:
+            if {(path, fact.bytes, fact.fingerprint) for path, fact in inside.items()} <= one.listed:
+                return one
+        elif _is_of(inside, written, one, save_spread_seconds):
+            fitting[one.step, grid.dp, grid.mm_count, grid.zero_stage] = one
+    return next(iter(fitting.values())) if len(fitting) == 1 else None
+
+
+def _is_inside(path: str, grid: Grid) -> bool:
+    """Shards of a larger world that saved under this tag before may lie beside it."""
+    named = parse_shard_name(path.rpartition("/")[2])
+    return named is not None and (named.shard.d or 0) < grid.dp and (named.shard.mm or 0) < grid.mm_count
+
+
+def _is_proven_by(shards: Mapping[str, FileFacts], told: Told) -> bool:
+    """These shards were written by so many ranks, at that stage and optimizer step."""
+    known = [fact.facts for fact in shards.values() if fact.facts is not None]
+    counts = {max(facts.partition_count) for facts in known if facts.partition_count}
+    stages = {facts.zero_stage for facts in known if facts.zero_stage is not None}
+    steps = {facts.optimizer_step for facts in known if facts.optimizer_step is not None}
+    is_step = told.optimizer_step is None or steps <= {told.optimizer_step}
+    return counts == {told.grid.dp} and stages <= {told.grid.zero_stage} and is_step
+
+
+def _is_of(
+    shards: Mapping[str, FileFacts], written: Mapping[str, int], told: Told, save_spread_seconds: float
+) -> bool:
+    """Whether the generation would take these shards, as `choose_generation` asks once they are sealed."""
+    known = [fact.facts for fact in shards.values() if fact.facts is not None]
+    mark = SaveMark(
+        run_id=_first(known, "run_id"),
+        step=told.step,
+        grid=(told.grid.dp, told.grid.mm_count, told.grid.zero_stage),
+        ds_version=_first(known, "ds_version"),
+        window=SaveWindow(
+            first=min(written[path] for path in shards), last=max(written[path] for path in shards)
+        ),
+        tensors=tuple(
+            sorted((path, fact.tensor_fingerprint or fact.fingerprint) for path, fact in shards.items())
+        ),
+    )
+    return named_conflict(mark, told.named, save_spread_seconds=save_spread_seconds) is None and all(
+        differs(mark, other, save_spread_seconds=save_spread_seconds) is None for other in told.marks
+    )
+
+
+def _first(known: list[ShardFacts], what: str) -> str | None:
+    return next((value for facts in known if (value := getattr(facts, what)) is not None), None)

@@ -1,0 +1,72 @@
+"""What a person decided, what a first start found: a file with the state, an object in each remote (P8)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from ckptd.core.model.manifest import Document, Many
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+PINS = ("pin", "unpin")
+"""One subject for each tag: of these words the newest counts. All others add to what was said before."""
+
+
+class Decision(Document):
+    """What a person decided: pin, unpin, accept, adopt (P8). The newest `serial` of a subject counts."""
+
+    kind: Literal["pin", "unpin", "accept", "adopt", "first-start"]
+    tag: str
+    """`*` = every checkpoint found at the first start (adopt)."""
+    fingerprints: Many[tuple[str, str]] = ()
+    """Which save of the tag is meant, where it matters (accept)."""
+    tags: Many[str] = ()
+    """first-start: the tags found then."""
+    committed: Many[str] = ()
+    """first-start: those of them that had a COMMIT then: what it lists was not found, a resume brought it."""
+    place: str = ""
+    """first-start: of which directory (a digest of path and inode); empty: of a release that noted none."""
+    adopted: Many[str] = ()
+    """first-start: when each `adopt` was said that was known then: those were of what others had found."""
+    by: str = ""
+    at: str = ""
+    serial: int = 0
+
+
+def newest_words(decisions: Iterable[Decision]) -> dict[str, Decision]:
+    """Tag → its newest pin or unpin."""
+    newest: dict[str, Decision] = {}
+    for decision in decisions:
+        old = newest.get(decision.tag, decision)
+        if decision.kind in PINS and decision.serial >= old.serial:
+            newest[decision.tag] = decision
+    return newest
+
+
+def subject_of(decision: Decision) -> tuple[str, str]:
+    """What it is about: words of one subject have serials one above the other."""
+    return ("pin" if decision.kind in PINS else decision.kind), decision.tag
+
+
+def lacking(words: Iterable[Decision], there: Iterable[Decision]) -> tuple[Decision, ...]:
+    """Those of the words that a remote with these decisions is to be given, so that they count there too.
+
+    A newer word there, an `unpin` by another node, is never overridden. Nor is one with a lower serial that
+    was said after the same word there: serials are raised in each remote by what that one holds.
+    """
+    held: dict[tuple[str, str], list[Decision]] = {}
+    for decision in there:
+        held.setdefault(subject_of(decision), []).append(decision)
+    return tuple(word for word in words if _lacks(word, held.get(subject_of(word), ())))
+
+
+def _lacks(word: Decision, held: Sequence[Decision]) -> bool:
+    is_said = any(one.model_copy(update={"serial": word.serial}) == word for one in held)
+    if word.kind not in PINS:
+        return not is_said
+    newest = newest_words(held).get(word.tag)
+    if newest is None or newest.serial >= word.serial:
+        return newest is None
+    # without a time it cannot be told from one that was said before
+    return newest.kind == word.kind or not (is_said and word.at)

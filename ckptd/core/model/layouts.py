@@ -1,0 +1,309 @@
+"""DeepSpeed's file names: which shard a name is, and which names a proven grid demands (docs/formats.md §1).
+
+Names only *raise* an expectation, they never prove one: the grid comes from metadata inside the shards (H13).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from ckptd.base.identity import Model
+
+
+class Role(StrEnum):
+    """What a file of a checkpoint is for."""
+
+    OPTIM = "optim"
+    MODEL = "model"
+    LAYER = "layer"
+    EXPERT = "expert"
+    UNIVERSAL = "universal"
+    WEIGHTS = "weights"
+    SIDE = "side"
+    EXTRA = "extra"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardKey:
+    """Which shard: d = ZeRO data-parallel rank, mm = model-parallel rank, layer, expert (global id).
+
+    `None` where the name says nothing of it: `mp_rank_00_model_states.pt` has no d.
+    """
+
+    d: int | None = None
+    mm: int | None = None
+    layer: int | None = None
+    expert: int | None = None
+
+
+class NamedShard(Model):
+    """A file name read as a shard."""
+
+    role: Role
+    shard: ShardKey
+
+
+_PATTERNS: tuple[tuple[re.Pattern[str], Role], ...] = (
+    (
+        re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(?P<d>\d+)_mp_rank_(?P<mm>\d+)_?optim_states\.pt$"),
+        Role.OPTIM,
+    ),
+    (re.compile(r"^zero_pp_rank_(?P<d>\d+)_mp_rank_(?P<mm>\d+)_model_states\.pt$"), Role.MODEL),
+    (re.compile(r"^mp_rank_(?P<mm>\d+)_model_states\.pt$"), Role.MODEL),
+    (
+        re.compile(
+            r"^(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mm>\d+)_model_states\.pt$"
+        ),
+        Role.EXPERT,
+    ),
+    (re.compile(r"^layer_(?P<layer>\d+)(?:-model_(?P<mm>\d+))?-model_states\.pt$"), Role.LAYER),
+    (re.compile(r"^expp_rank_(?P<expert>\d+)_mp_rank_(?P<mm>\d+)_optim_states\.pt$"), Role.EXPERT),
+)
+
+
+def parse_shard_name(name: str) -> NamedShard | None:
+    """Read a base name as a DeepSpeed shard; None when it is none.
+
+    >>> parse_shard_name("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt").shard.d
+    3
+    """
+    for pattern, role in _PATTERNS:
+        match = pattern.match(name)
+        if match:
+            numbers = {k: int(v) for k, v in match.groupdict().items() if v is not None}
+            return NamedShard(role=role, shard=ShardKey(**numbers))
+    return None
+
+
+class Grid(Model):
+    """The grid of a save, as metadata proves it: dp × mm_count optimizer shards (docs/formats.md §1.1).
+
+    `mm_count` = tensor × pipeline ranks; `layers` = pipeline layers; `experts` = experts per MoE layer.
+    """
+
+    dp: int
+    mm_count: int
+    tp: int | None = None
+    pp: int | None = None
+    sp: int | None = None
+    ep: int | None = None
+    zero_stage: int
+    layers: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
+    proof: str = ""
+
+    @property
+    def is_model_only(self) -> bool:
+        """No rank saved anything: weights alone, committed and kept, never resumed from (ADR 0050)."""
+        return self.dp == 0
+
+
+MODEL_ONLY = Grid(dp=0, mm_count=0, zero_stage=0, proof="only a model (save_only_model)")
+
+
+def absent_ranks(grid: Grid, present: frozenset[NamedShard]) -> tuple[NamedShard, ...]:
+    """The optimizer shards, and those of model states, that `grid` demands and `present` lacks."""
+    of_ranks = [(Role.OPTIM, True)] + (
+        [(Role.MODEL, True)] if grid.zero_stage >= 3 else [(Role.MODEL, False)]
+    )
+    wanted = [
+        NamedShard(role=role, shard=ShardKey(d=d, mm=mm) if is_ranked else ShardKey(mm=mm))
+        for role, is_ranked in of_ranks
+        for mm in range(grid.mm_count)
+        for d in (range(grid.dp) if is_ranked else (0,))
+    ]
+    return tuple(shard for shard in wanted if shard not in present)
+
+
+def missing_shards(grid: Grid, present: frozenset[NamedShard]) -> tuple[str, ...]:
+    """Name the shards that `grid` demands and `present` lacks, in file-name words, sorted by rank."""
+    missing = [
+        f"optimizer shard of rank {d} (zero_pp_rank_{d}_mp_rank_{mm:02d}_optim_states.pt)"
+        for mm in range(grid.mm_count)
+        for d in range(grid.dp)
+        if NamedShard(role=Role.OPTIM, shard=ShardKey(d=d, mm=mm)) not in present
+    ]
+    if grid.zero_stage >= 3:
+        missing += [
+            f"model shard of rank {d} (zero_pp_rank_{d}_mp_rank_{mm:02d}_model_states.pt)"
+            for mm in range(grid.mm_count)
+            for d in range(grid.dp)
+            if NamedShard(role=Role.MODEL, shard=ShardKey(d=d, mm=mm)) not in present
+        ]
+    else:
+        missing += [
+            f"model states mp_rank_{mm:02d}_model_states.pt"
+            for mm in range(grid.mm_count)
+            if NamedShard(role=Role.MODEL, shard=ShardKey(mm=mm)) not in present
+        ]
+    layers_present = {n.shard.layer for n in present if n.role is Role.LAYER}
+    missing += [f"layer file layer_{n:02d}" for n in grid.layers if n not in layers_present]
+    if any(grid.experts):
+        held = {(n.shard.layer, n.shard.expert) for n in present if n.role is Role.EXPERT}
+        for moe_layer, count in enumerate(grid.experts):
+            missing += [
+                f"expert {e} of MoE layer {moe_layer}"
+                for e in range(count)
+                if (moe_layer, e) not in held and (None, e) not in held
+            ]
+    return tuple(missing)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Whose folder is it? The layouts of trainers on top of DeepSpeed (docs/formats.md §1.2; docs/adr/0050).
+# DeepSpeed's shards lie in the checkpoint folder itself; Hugging Face's Trainer, Accelerate and Lightning put
+# them one level deeper, beside files of their own. Names only raise an expectation.
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+TRAINER_STATE = "trainer_state.json"
+LATEST_UNIVERSAL = "latest_universal"
+LATE = "_late"
+"""Folder, in a checkpoint's on a remote, of files whose own place is another object's."""
+_HF_TAG = re.compile(r"^checkpoint-(\d+)$")
+_HF_ROOT = re.compile(r"^global_step(\d+)$")
+_WEIGHTS = re.compile(
+    r"^(?P<stem>model|adapter_model|pytorch_model)(-\d{5}-of-(?P<of>\d{5}))?\.(?P<end>safetensors|bin)$"
+)
+_ACCELERATE_ROOT = re.compile(r"^pytorch_model(_\d+)?$")
+_LIGHTNING_ROOT = "checkpoint"
+
+
+class Trainer(StrEnum):
+    """Who writes a save_dir."""
+
+    DEEPSPEED = "deepspeed"
+    HUGGINGFACE = "huggingface"
+    ACCELERATE = "accelerate"
+    LIGHTNING = "lightning"
+
+
+WRITES_AS = {"megatron": Trainer.DEEPSPEED}
+"""Trainers of a job file whose folders are those of another one: Megatron-DeepSpeed saves by DeepSpeed."""
+
+BY_NAME = (Trainer.ACCELERATE, Trainer.LIGHTNING)
+"""Their loaders open the shard root by name: a universal form lies under that name in a folder of ours."""
+
+
+def layout_of(tag: str, paths: Iterable[str]) -> tuple[Trainer, tuple[str, ...]]:
+    """The trainer that a folder's names suggest, and its shard roots ("" = the folder itself).
+
+    Of several `global_step*` in one checkpoint-N the highest is meant: the others are older. No root at all:
+    a model without what training needs to go on (save_only_model).
+    """
+    paths = tuple(paths)
+    roots: set[str] = set()
+    for path in paths:
+        head, _, name = path.rpartition("/")
+        if parse_shard_name(name) is None:
+            continue
+        if not head:
+            return Trainer.DEEPSPEED, ("",)
+        roots.add(head)
+    steps = {int(match[1]): root for root in roots if (match := _HF_ROOT.match(root))}
+    if _HF_TAG.match(tag) and steps:
+        return Trainer.HUGGINGFACE, (steps[max(steps)],)
+    models = sorted(root for root in roots if _ACCELERATE_ROOT.match(root))
+    if models:
+        return Trainer.ACCELERATE, tuple(models)
+    if _LIGHTNING_ROOT in roots:
+        return Trainer.LIGHTNING, (_LIGHTNING_ROOT,)
+    if not roots and _HF_TAG.match(tag) and _is_only_a_model(paths):
+        return Trainer.HUGGINGFACE, ()
+    return Trainer.DEEPSPEED, ("",)
+
+
+def _is_only_a_model(paths: Iterable[str]) -> bool:
+    """trainer_state.json, weights, and no trace of a full save that a rotation left half removed."""
+    names = frozenset(paths)
+    is_traced = "latest" in names or any(
+        n.startswith(
+            ("rng_state", "zero_to_", "global_step", "optimizer", "scheduler.", "pytorch_model_fsdp")
+        )
+        for n in names
+    )
+    return TRAINER_STATE in names and any(is_weights(n) for n in names) and not is_traced
+
+
+def is_shard_root(folder: str, name: str) -> bool:
+    """Whether `name`, in a checkpoint's `folder`, is where a trainer on top of DeepSpeed puts the shards."""
+    if _HF_TAG.match(folder):
+        return _HF_ROOT.match(name) is not None
+    return _ACCELERATE_ROOT.match(name) is not None or name == _LIGHTNING_ROOT
+
+
+def is_weights(path: str) -> bool:
+    """A file of the model's weights, as `save_pretrained` names it."""
+    return _WEIGHTS.match(path) is not None
+
+
+def missing_weights(paths: Iterable[str]) -> str | None:
+    """The first one absent that others' names tell of: `model-00002-of-00003.safetensors`, or the index."""
+    names = frozenset(paths)
+    for match in sorted((m for n in names if (m := _WEIGHTS.match(n)) and m["of"]), key=lambda m: m.string):
+        end = match["end"]
+        wanted = [f"{match['stem']}-{i:05d}-of-{match['of']}.{end}" for i in range(1, int(match["of"]) + 1)]
+        absent = [n for n in (*wanted, f"{match['stem']}.{end}.index.json") if n not in names]
+        if absent:
+            return absent[0]
+    return None
+
+
+def step_of_folder(tag: str) -> int | None:
+    """N of a Hugging Face `checkpoint-N`."""
+    match = _HF_TAG.match(tag)
+    return int(match[1]) if match else None
+
+
+def wanted_marks(trainer: Trainer, names: frozenset[str], processes: int) -> tuple[str, ...]:
+    """Files of random states that a whole save of so many processes has; () where none are to be expected.
+
+    Hugging Face writes none with save_only_model; rank 0 writes its own before trainer_state.json, so one
+    that is there promises the others (H25). Accelerate always writes them.
+    """
+    if trainer is Trainer.ACCELERATE:
+        return tuple(f"random_states_{rank}.pkl" for rank in range(processes))
+    if trainer is Trainer.HUGGINGFACE and any(name.startswith("rng_state") for name in names):
+        if processes == 1:
+            return ("rng_state.pth",)
+        return tuple(f"rng_state_{rank}.pth" for rank in range(processes))
+    return ()
+
+
+def added_by_us(paths: Iterable[str], roots: tuple[str, ...]) -> frozenset[str]:
+    """What `ckptd resume` put beside the shards: universal forms that say so, and the pointer to them."""
+    listed = frozenset(paths)
+    ours = tuple(f"{universal_name(r)}/" for r in roots if r and f"{universal_name(r)}/ckptd.json" in listed)
+    found = frozenset(path for path in listed if ours and path.startswith(ours))
+    return found | ({LATEST_UNIVERSAL} & listed) if found else found
+
+
+def is_in_roots(path: str, roots: tuple[str, ...]) -> bool:
+    """Whether a file lies where the engine's own lie; of a model alone (no roots) any does."""
+    return not roots or path.rpartition("/")[0] in roots
+
+
+def universal_name(root: str) -> str:
+    """What the universal form of a shard root is called beside it: loaders look for exactly this."""
+    return f"{root}_universal"
+
+
+def is_in_form(path: str) -> bool:
+    """Whether a file in a trainer's folder lies where a universal form, or the pointer to it, does."""
+    head, inside, _ = path.partition("/")
+    return path == LATEST_UNIVERSAL or (bool(inside) and head.endswith(universal_name("")))
+
+
+def place_of(folder: str, path: str, fingerprint: str, size_bytes: int, *, is_taken: bool = False) -> str:
+    """Key of a file of a ZeRO form: by its own name, unless something else lies, or will lie, there.
+
+    Beside shards our universal form lies under the very names that a form of somebody else's has here.
+    """
+    if is_taken or is_in_form(path):
+        return f"{folder}/{LATE}/{fingerprint[:12]}{size_bytes}/{path}"
+    return f"{folder}/{path}"

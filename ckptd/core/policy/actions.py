@@ -1,0 +1,153 @@
+"""The actions that a plan is made of: plain data, executed elsewhere, shown by dry runs (§3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptd.core.model.save import SealedFile
+    from ckptd.core.policy.permit import CommitRef, DeletePermit
+    from ckptd.core.policy.retention import Fate
+    from ckptd.core.policy.view import RemoteCommit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Describe:
+    """Read what the remote knows of a tag before choosing a generation."""
+
+    remote: str
+    tag: str
+    save_id: int
+    form: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ship:
+    """Ship one form of a save to a remote, as generation g."""
+
+    save_id: int
+    remote: str
+    form: str
+    generation: int
+    attempt: int
+    is_streamed: bool = False
+    """A form that lies nowhere here: made of the shards while it is sent (docs/adr/0093)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supplement:
+    """Ship files that appeared in a folder after its COMMIT, and commit them beside it."""
+
+    save_id: int
+    remote: str
+    files: tuple[SealedFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakeWay:
+    """Cancel the upload under way; what is durable of it is not sent again."""
+
+    remote: str
+    reason: str = "a ZeRO form waits"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """Make the universal form of a save on this node."""
+
+    save_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopConverting:
+    """Give up the conversion under way, with what it has written: the trainer needs the room (P13)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Clone the files of a complete save into `_ckptd/hold` until it is committed."""
+
+    save_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseHold:
+    """Remove the clones of a save."""
+
+    save_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropDerived:
+    """Remove the universal form of a save from this node."""
+
+    save_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointUniversal:
+    """Let `latest_universal` in save_dir name the universal form of a save, or remove it (None)."""
+
+    tag: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskConfirmation:
+    """Read the COMMITs of a save afresh on every required remote."""
+
+    save_id: int
+    commits: tuple[CommitRef, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prune:
+    """Remove a checkpoint from the node."""
+
+    save_id: int
+    permit: DeletePermit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retire:
+    """Remove a COMMIT and what only it lists from a remote."""
+
+    remote: str
+    commit: RemoteCommit
+    reason: str
+    instead: RemoteCommit | None = None
+    """The form of the same save that must be whole there before this one goes."""
+    counted: tuple[str, ...] = ()
+    """Digests of the COMMITs that stay there: with one of them disputed this one may have to stay too."""
+
+
+ActionHere = Convert | StopConverting | Hold | ReleaseHold | DropDerived | PointUniversal | Prune
+"""What is done on this node, in workers."""
+Action = ActionHere | Describe | Ship | Supplement | MakeWay | AskConfirmation | Retire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """How far a drain is: tags, newest first."""
+
+    missing: tuple[str, ...] = ()
+    """Complete here and not committed on every required remote."""
+    late: tuple[str, ...] = ()
+    """Of those, what will not make it at the speed of the link."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Actions in order, and for everything there is why it stays or goes."""
+
+    actions: tuple[Action, ...]
+    local_fates: dict[int, Fate]
+    """Save on the node → what becomes of its folder."""
+    remote_fates: dict[tuple[str, str], Fate]
+    """(remote, COMMIT key) → what becomes of it."""
+    drained: Drained | None = None
+    """While the job drains."""

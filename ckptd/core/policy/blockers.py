@@ -1,0 +1,291 @@
+"""Why nothing leaves the node although it should, or although the disk is short: for people (P17).
+
+A pure function beside the planner: it decides nothing, and says what the planner found in its way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.core.model.manifest import parse_stem
+from ckptd.core.policy.deletion import victims
+from ckptd.core.policy.derived_forms import is_open, is_streamed, stays_for_want_of, to_derive
+from ckptd.core.policy.local import is_committed
+from ckptd.core.policy.permit import unheard
+from ckptd.core.policy.planner import let_go
+from ckptd.core.policy.remote import is_configured_otherwise, to_retire
+from ckptd.core.policy.retention import GONE
+from ckptd.core.policy.safety import to_ship
+from ckptd.core.policy.view import UNIVERSAL, ZERO, DerivedState, ShipState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sized
+
+    from ckptd.base.identity import FileIdentity
+    from ckptd.core.model.listing import FolderListing, ListedFile
+    from ckptd.core.model.save import SealedFile, SealedSave
+    from ckptd.core.policy.retention import Fate
+    from ckptd.core.policy.view import JobView, RemoteView, SaveView, ShipRecord
+
+SOON_SECONDS = 120.0
+LONG_SECONDS = 900.0
+"""Longer than any save takes: the trainer hangs in it, or something else writes in its folder."""
+_NO_ROOM = "whole because there is no room to make the universal form that the ladder leaves instead"
+_NO_FORM = "whole because the ladder leaves a universal form instead, and it has none"
+_GOES_ON = "nothing to do; if this was meant, it goes on within the hour"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocked:
+    """What holds retention up; worth a word once it has lasted `patience_seconds`."""
+
+    what: str
+    """Stays the same while the same thing is in the way."""
+    text: str
+    next_step: str
+    patience_seconds: float
+    is_told_at_once: bool = False
+    """Say as a note that more lies here than the policy keeps, until that patience is over."""
+
+
+def blocked(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
+    """The first thing in the way of what may go; else, on a short disk, why nothing may."""
+    if view.tenure is not None and not view.tenure.holds_lease:
+        return None  # another host's business (adr/0110)
+    may_go = victims(view, fates)
+    if not may_go:
+        return _all_kept(view, fates) if view.disk.is_short else None
+    due = [save for save in may_go if save.id not in view.not_to_prune]
+    if not due:
+        return None  # each has a `prune-blocked` of its own
+    names = f"{due[0].save.tag} may go and stays{_with(due)}"
+    for is_so, what, next_step, patience in _obstacles(view, due[0]):
+        if is_so:
+            return Blocked(
+                what=what,
+                text=f"{names}: {what}",
+                next_step=next_step,
+                patience_seconds=patience,
+                # one that waits for the end of a save is what every save brings
+                is_told_at_once=patience == LONG_SECONDS and len(due) > 1,
+            )
+    return None
+
+
+def blocked_there(view: JobView, remote: RemoteView, fates: Mapping[tuple[str, str], Fate]) -> Blocked | None:
+    """The seat belt of a remote, once it has held up for a while what may go there."""
+    rests = view.is_first_scan or not view.may_delete or not remote.is_attached
+    if rests or remote.retirements_left > 0:
+        return None
+    begin = view.now_seconds - SOON_SECONDS
+    due = [
+        c
+        for c in to_retire(view, remote, fates)
+        if view.due_since_seconds.get((remote.name, c.key), view.now_seconds) <= begin
+    ]
+    if not due:
+        return None
+    first = min(due, key=lambda c: c.order)
+    what = "as many as are allowed in an hour were removed there (the seat belt)"
+    return Blocked(
+        what=what,
+        text=f"{first.tag} may go from {remote.name} and stays{_with(due)}: {what}",
+        next_step=_GOES_ON,
+        patience_seconds=0.0,
+    )
+
+
+def _with(due: Sized) -> str:
+    return f" (with {len(due) - 1} more)" if len(due) > 1 else ""
+
+
+def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, float]]:
+    """In the order in which the planner meets them; rights and a changed device have codes of their own."""
+    away = [r.name for r in view.remotes if r.is_required and not r.is_attached]
+    silent = unheard(view)
+    needs_remote = bool(away) and view.unuploaded != "delete"
+    needs_commit = view.unuploaded != "delete" or (not away and is_committed(view, first))
+    return [
+        (view.is_paused, "the job is paused", "`ckptd unpause`", SOON_SECONDS),
+        (not view.may_delete, "ckptd may not delete here", "see the other problems", SOON_SECONDS),
+        (
+            any(is_configured_otherwise(view, remote) for remote in view.remotes),
+            "the nodes of this job are configured differently",
+            "give all of them one job file; see config-differs",
+            SOON_SECONDS,
+        ),
+        (
+            view.is_save_in_flight,
+            "a save is in flight, and nothing is removed during one",
+            "they go in the next pause between two saves (save less often); or does the trainer hang in it?",
+            LONG_SECONDS,
+        ),
+        (
+            view.deletions_left <= 0,
+            "as many as are allowed in an hour were removed (the seat belt)",
+            _GOES_ON,
+            SOON_SECONDS,
+        ),
+        (
+            needs_remote,
+            f"required remote {', '.join(away)} is not attached, and its COMMIT is read before a removal",
+            "bring the remote back",
+            SOON_SECONDS,
+        ),
+        (
+            bool(silent) and not needs_remote,
+            f"required remote {', '.join(silent)} did not answer since the start, so its pins are not known",
+            "bring the remote back",
+            SOON_SECONDS,
+        ),
+        (
+            needs_commit and first.id not in view.confirmations,
+            "its COMMIT is not confirmed by every required remote",
+            "`ckptd verify` shows what the remote holds; see the log",
+            SOON_SECONDS,
+        ),
+    ]
+
+
+def _all_kept(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
+    here = [s for s in view.saves if s.is_present]
+    if not here:
+        return None
+    why = {s.id: _strongest(view, s, fates[s.id]) for s in here}
+    counted = ", ".join(f"{count} {reason}" for reason, count in Counter(why.values()).most_common())
+    left = _left_by_a_ladder(view)
+    beside = f", and {left} universal form{'s' if left > 1 else ''} that the ladder left" if left else ""
+    others = "`ckptd status --retention` names each; unpin, lower the limit, or free space"
+    ending = _ending(view, [s for s in here if why[s.id] == _NO_ROOM], left)
+    return Blocked(
+        what="all are kept",
+        text=f"the disk is short, and every checkpoint here is kept: {counted}{beside}",
+        next_step=f"{adopting(view)}{ending}{others}",
+        patience_seconds=SOON_SECONDS,
+    )
+
+
+def _left_by_a_ladder(view: JobView) -> int:
+    ready = (s for s in view.saves if s.is_pruned and s.universal.state is DerivedState.READY)
+    return sum(1 for _ in ready) if view.local_retention.has_rung(UNIVERSAL) else 0
+
+
+def _ending(view: JobView, waiting: list[SaveView], left: int) -> str:
+    """What helps where a ladder keeps more than the disk holds: its end; "" where it keeps nothing."""
+    if not waiting and not left:
+        return ""
+    ends = view.local_retention.has_rung(GONE)
+    word = 'lower `after` of its form "gone"' if ends else 'end it by { after = N, form = "gone" }'
+    tenths = -(-_room_to_make(view, waiting) // 10**8)  # rounded up: so much is enough
+    made = f", or free {tenths / 10:.1f} GB: then those forms are made" if waiting else ""
+    return f"the ladder in [local] keeps more than this disk holds: {word}{made}; "
+
+
+def _room_to_make(view: JobView, waiting: list[SaveView]) -> int:
+    """Bytes to free before the first of these gets its form; the newest save gets its own before."""
+    whole = (s for s in view.saves if s.is_intact and s.is_convertible)
+    newest = max(whole, key=lambda s: s.order, default=None)
+    is_first = newest is not None and is_open(newest.universal, view.now_seconds) and newest not in waiting
+    wanted = [max((s.save.total_bytes for s in waiting), default=0)]
+    wanted += [newest.save.total_bytes] if newest is not None and is_first else []
+    return view.disk.reserve_bytes - view.disk.free_bytes + (0 if view.disk.can_clone else sum(wanted))
+
+
+def unadopted(view: JobView) -> list[SaveView]:
+    """What lies here from before the first start: neither a limit nor an opt-out ever lets it go."""
+    return [s for s in view.saves if s.is_present and not s.is_adopted and not s.is_pinned]
+
+
+def adopting(view: JobView) -> str:
+    """The first step where such checkpoints hold the room, "" elsewhere; without a key none is rotated."""
+    count = len(unadopted(view)) if view.local_retention.deletes else 0
+    return f"`ckptd adopt` has the {count} found at the first start sent and rotated; " if count else ""
+
+
+def _strongest(view: JobView, save: SaveView, fate: Fate) -> str:
+    """The one reason that a person would have to change first."""
+    if not save.is_adopted:
+        return "found at the first start"
+    if not is_committed(view, save):
+        return "not committed yet"
+    if save.is_pinned:
+        return "pinned"
+    if save.has_unlisted:
+        return "with files that no COMMIT lists"
+    if fate.awaits == UNIVERSAL and len(fate.keeps) == 1:
+        may_be_made = stays_for_want_of(save, fate) and UNIVERSAL in view.local_forms
+        is_tried = save.universal.state in (DerivedState.NONE, DerivedState.CONVERTING)
+        return _NO_ROOM if may_be_made and is_tried else _NO_FORM
+    return "within the policy" if fate.keeps else "free to go"
+
+
+# --- Which uploads that failed are tried again once their time has come: what `--once` waits for ---------
+# Not every failed one: of a save that went meanwhile, that nobody wants sent any more, or whose universal form
+# a newer one replaced, nothing is tried again, and a run that waited for it would never end.
+
+
+def tried_again(view: JobView, fates: dict[int, Fate]) -> list[ShipRecord]:
+    """Failed uploads to attached remotes that are wanted still, whenever they are due."""
+    loose = let_go(view, fates)
+    return [
+        record
+        for remote in view.remotes
+        if remote.is_attached
+        for form in remote.forms
+        for save in _wanted(view, remote, form)
+        if save.id not in loose
+        if (record := save.ship(remote.name, form)).state is ShipState.FAILED
+    ]
+
+
+def _wanted(view: JobView, remote: RemoteView, form: str) -> Iterator[SaveView]:
+    if form != ZERO:
+        # what is neither here nor made as it is sent waits for its conversion, not for a try
+        for save in to_derive(view, remote, form):
+            is_here = save.derived(form).state is DerivedState.READY
+            if is_here or is_streamed(view, save, form, is_now=False):
+                yield save
+        return
+    yield from (s for s in view.saves if (s.is_intact or s.is_held) and to_ship(view, s))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What of a folder no COMMIT and no supplement lists: it is shipped beside it, or the folder stays (P1).
+
+
+def late_now(save: SealedSave, now: Mapping[str, FileIdentity]) -> tuple[SealedFile, ...]:
+    """Files that came after the save and are as they were when they were made durable."""
+    return tuple(file for file in save.late if now.get(file.path) == file.identity)
+
+
+def newcomers(save: SealedSave, folder: FolderListing) -> tuple[ListedFile, ...]:
+    """Files that are no part of the save and not yet durable as they are; none with the name of a shard."""
+    known = {file.path for file in save.files}
+    durable = {file.path: file.identity for file in save.late}
+    shards = {file.path for file in folder.shards}
+    return tuple(
+        file
+        for file in folder.own
+        if file.path not in known and file.path not in shards and durable.get(file.path) != file.identity
+    )
+
+
+def lacking(save: SealedSave, record: ShipRecord, late: tuple[SealedFile, ...]) -> tuple[SealedFile, ...]:
+    """Of files that came late, and of those that its COMMIT was found not to list: what is listed nowhere."""
+    listed = {row for one in record.supplements for row in one.files}
+    absent = [file for file in save.files if file.path in record.unlisted]
+    return tuple(
+        file
+        for file in (*absent, *late)
+        if (file.path, file.identity.size_bytes, file.fingerprint) not in listed
+    )
+
+
+def supplement_of(key: str) -> tuple[str, int, str, int] | None:
+    """(tag, generation, form, k) of a SUPPLEMENT's key; None: it is none's."""
+    head, mark, number = key.rsplit("/", 1)[-1].removesuffix(".json").rpartition("~x")
+    where = parse_stem(head) if mark and re.fullmatch(r"[1-9]\d{0,8}", number) else None
+    return None if where is None else (*where, int(number))

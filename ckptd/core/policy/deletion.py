@@ -1,0 +1,86 @@
+"""What leaves the node, under which permit: the second half of local retention (docs/design.md §5 *Permit*).
+
+Apart from planner.py, which orders the turn, and from keeping.py, which says what stays. A permit is made
+from a young confirmation only; without one it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.core.policy.actions import Action, AskConfirmation, Prune
+from ckptd.core.policy.local import commits_of, is_committed
+from ckptd.core.policy.permit import DeletePermit, OptOutPermit, newer_commits, unheard
+from ckptd.core.policy.remote import is_configured_otherwise
+from ckptd.core.policy.view import ZERO
+
+if TYPE_CHECKING:
+    from ckptd.core.policy.permit import CommitRef
+    from ckptd.core.policy.retention import Fate
+    from ckptd.core.policy.view import JobView, SaveView
+
+CONFIRMATION_SECONDS = 20.0
+"""A confirmation older than this is asked for again, so that a permit made from it is young."""
+
+
+def victims(view: JobView, fates: dict[int, Fate]) -> list[SaveView]:
+    """What nothing keeps here, oldest first."""
+    loose = (s for s in view.saves if s.is_present and not fates[s.id].keeps)
+    return sorted(loose, key=lambda s: s.order)
+
+
+def prune(view: JobView, fates: dict[int, Fate]) -> list[Action]:
+    """Oldest first, as many as the seat belt allows; a hold goes before what it would keep alive."""
+    if view.is_first_scan or view.is_save_in_flight or not view.may_delete or view.deletions_left <= 0:
+        return []
+    if any(is_configured_otherwise(view, remote) for remote in view.remotes):
+        return []
+    first = [s for s in victims(view, fates) if s.id not in view.not_to_prune][: view.deletions_left]
+    due = [_one(view, save, fates[save.id].goes) for save in first if not save.is_held]
+    return [action for action in due if action is not None]
+
+
+def _one(view: JobView, save: SaveView, reason: str) -> Action | None:
+    """Prune it, ask for what the permit would rest on, or wait for a remote that is away."""
+    is_loose = not is_committed(view, save)
+    commits = newer_commits(view, save) if is_loose else commits_of(view, save)
+    are_there = all(r.is_attached for r in view.remotes if r.is_required)
+    if view.unuploaded == "delete" and (is_loose or not are_there):
+        return None if unheard(view) else Prune(save_id=save.id, permit=_by_opt_out(view, save, commits=()))
+    confirmed = view.confirmations.get(save.id)
+    is_young = confirmed is not None and view.now_seconds - confirmed.at_seconds <= CONFIRMATION_SECONDS
+    if confirmed is None or not is_young or confirmed.commits != commits:
+        return AskConfirmation(save_id=save.id, commits=commits) if are_there else None
+    if is_loose:
+        return Prune(save_id=save.id, permit=_by_opt_out(view, save, commits))
+    permit = DeletePermit(
+        tag=save.save.tag,
+        generation=_generation(save),
+        folder=save.save.folder,
+        files=save.save.files + save.added + save.late,
+        commits=commits,
+        issued_at_seconds=view.now_seconds,
+        until_seconds=view.tenure.until_seconds if view.tenure is not None else None,
+        reason=reason,
+    )
+    return Prune(save_id=save.id, permit=permit)
+
+
+def _by_opt_out(view: JobView, save: SaveView, commits: tuple[CommitRef, ...]) -> OptOutPermit:
+    keys = ", ".join(dict.fromkeys(ref.key for ref in commits))
+    why = f"{keys} is newer" if commits else "no retention key keeps it, committed or not"
+    return OptOutPermit(
+        tag=save.save.tag,
+        generation=_generation(save),
+        folder=save.save.folder,
+        files=save.save.files + save.added + save.late,
+        commits=commits,
+        issued_at_seconds=view.now_seconds,
+        until_seconds=view.tenure.until_seconds if view.tenure is not None else None,
+        reason=f'unuploaded = "{view.unuploaded}": {why}',
+        unuploaded=view.unuploaded,
+    )
+
+
+def _generation(save: SaveView) -> int:
+    return max((r.generation or 1 for r in save.ships.values() if r.form == ZERO), default=1)

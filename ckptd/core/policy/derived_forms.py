@@ -1,0 +1,216 @@
+"""Which derived forms are made, which stay on the node, and what `latest_universal` names (design.md §4, P9).
+
+Apart from planner.py, which decides what is shipped and deleted: derived forms can be made again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.core.model.listing import OURS
+from ckptd.core.model.save import Order
+from ckptd.core.policy.actions import Action, DropDerived, PointUniversal
+from ckptd.core.policy.leases import is_made_afar
+from ckptd.core.policy.retention import Fate
+from ckptd.core.policy.view import SETTLED, UNIVERSAL, ZERO, DerivedState, ShipState
+
+if TYPE_CHECKING:
+    from ckptd.core.policy.local import LocalFates
+    from ckptd.core.policy.view import DerivedRecord, JobView, RemoteView, SaveView
+
+MAX_CONVERSION_TRIES = 3
+PRESSURE = "disk pressure (P13)"
+
+
+def is_open(record: DerivedRecord, now_seconds: float) -> bool:
+    """A form that is to be made, or tried again."""
+    if record.state is DerivedState.FAILED:
+        return record.tries < MAX_CONVERSION_TRIES and now_seconds >= record.retry_at_seconds
+    return record.state is DerivedState.NONE
+
+
+def to_derive(view: JobView, remote: RemoteView, form: str) -> list[SaveView]:
+    """Saves whose derived form that remote is to get, by preference: the newest one whose ZeRO form is
+    committed, whole here or there; older ones too where a ladder will leave them in that form alone.
+
+    Those that were begun and can be gone on with come first: on a slow link none would be finished, and what
+    was sent of them would lie there for nothing.
+    """
+    ready = sorted(
+        (s for s in view.saves if _has_source(view, s, remote)),
+        key=lambda s: s.order,
+        reverse=True,
+    )
+    begun = [s for s in ready if _is_begun(view, s, remote, form)]
+    first = {s.id for s in begun}
+    policy = remote.retention
+    # what is ephemeral goes whole, so that no lesser form of it is ever what is left
+    older = [s for s in ready[1:] if policy.has_rung(form) and not policy.is_ephemeral(s.order.step)]
+    wanted = [*ready[:1], *older]
+    return begun + [s for s in wanted if s.id not in first]
+
+
+def _is_begun(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
+    record = save.ship(remote.name, form)
+    if record.generation is None or record.state not in (ShipState.NEW, ShipState.SHIPPING, ShipState.FAILED):
+        return False
+    is_here = save.derived(form).state is DerivedState.READY
+    return is_here or is_streamed(view, save, form, is_now=False)
+
+
+def first_to_go(view: JobView, local: LocalFates) -> SaveView | None:
+    """Under disk pressure, the save whose universal form goes next; None: no pressure, or none is left.
+
+    All of them go before any hold: one a turn, clones (which free little) last, the oldest first of equals.
+    What a ladder has left instead of its source, or is about to, stays. What it will leave once goes after
+    all others, the newest first: of the older one the source goes sooner, and then makes the room (adr/0164).
+    """
+    if not view.disk.is_short:
+        return None
+    ready = (s for s in view.saves if s.universal.state is DerivedState.READY and not s.is_busy)
+    loose = [s for s in ready if not _is_all_that_is_left(view, s, local)]
+    spare = [s for s in loose if not _will_be_left(view, s)]
+    if spare or not loose:
+        return min(spare, key=lambda s: (_is_clone(s), s.order), default=None)
+    return min(loose, key=lambda s: (_is_clone(s), *(-part for part in s.order)))
+
+
+def _is_clone(save: SaveView) -> bool:
+    return save.universal.is_cloned and save.is_intact
+
+
+def _is_all_that_is_left(view: JobView, save: SaveView, local: LocalFates) -> bool:
+    rung = local.universal.get(save.id) or Fate()
+    # a ZeRO form that nothing keeps may go in this very turn, on the strength of this one
+    is_stepping_down = not save.is_intact or not local.zero[save.id].keeps
+    return is_stepping_down and (bool(rung.keeps) or _is_rung_of_a_remote(view, save))
+
+
+def _will_be_left(view: JobView, save: SaveView) -> bool:
+    """A rung here will leave it instead of its source, which stays whole for good without it."""
+    policy = view.local_retention
+    climbs = policy.has_rung(UNIVERSAL) and not policy.is_ephemeral(save.save.step)
+    return climbs and save.is_intact and save.stands_alone and not save.is_pinned
+
+
+def stays_for_want_of(save: SaveView, fate: Fate | None) -> bool:
+    """A whole one that would step down here, were its universal form there; such a form can be made."""
+    is_awaited = fate is not None and fate.awaits == UNIVERSAL
+    return is_awaited and save.stands_alone and save.is_convertible and save.is_intact
+
+
+def _has_source(view: JobView, save: SaveView, remote: RemoteView) -> bool:
+    """Committed there; for a remote that takes no ZeRO form, on every required one, and whole here."""
+    if not (save.is_convertible or (is_made_afar(save) and ZERO in remote.forms)):
+        return False
+    names = [remote.name] if ZERO in remote.forms else [r.name for r in view.remotes if r.is_required]
+    return all(save.ship(name, ZERO).state is ShipState.COMMITTED for name in names)
+
+
+def is_streamed(view: JobView, save: SaveView, form: str, *, is_now: bool = True) -> bool:
+    """Whether a form that is not kept here can be made as it is sent; `is_now`: may begin.
+
+    Of the shards here, or, of a save that no node has whole, of what the remote holds (adr/0118).
+    """
+    if not is_made_afar(save) and (form in view.local_forms or not save.is_intact):
+        return False
+    # its plan lies on this disk
+    may_begin = not view.is_converting and not view.is_save_in_flight and not view.disk.is_full
+    return is_open(save.derived(form), view.now_seconds) and (may_begin or not is_now)
+
+
+def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
+    """Point `latest_universal` at the newest proven universal form, then drop what is no longer kept."""
+    ready = sorted((s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.order)
+    short = first_to_go(view, local)
+    here = {s.save.tag for s in view.saves if s.is_present}
+    proven = [s for s in _proven(ready, here) if s is not short]
+    actions: list[Action] = []
+    # other trainers' loaders look beside the shards, into folders that are theirs: no pointer of ours (P11)
+    pointed = [s for s in proven if s.save.writer.trainer == "deepspeed"]
+    target = pointed[-1].save.tag if pointed else None
+    wanted = f"{OURS}/derived/{UNIVERSAL}/{target}" if target else None
+    is_ours = view.latest_universal is None or view.latest_universal.startswith(f"{OURS}/")
+    if is_ours and view.latest_universal != wanted and not _is_restored(view, proven):
+        actions.append(PointUniversal(tag=target))
+    for save in ready:
+        is_replaced = not save.is_present and save.save.tag in here
+        reason = "its tag was saved again" if is_replaced else _why_drop(view, save, proven, local)
+        if save is short:
+            reason = PRESSURE
+        if reason and not save.is_busy and save.save.tag != target:
+            actions.append(DropDerived(save_id=save.id, reason=reason))
+    return actions
+
+
+def worth_making(view: JobView, local: LocalFates, saves: list[SaveView]) -> list[SaveView]:
+    """Of these, without those whose form would go again at the next turn: they may go, and cannot yet."""
+    ready = sorted((s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.order)
+    proven = _proven(ready, {s.save.tag for s in view.saves if s.is_present})
+    return [s for s in saves if _why_drop(view, s, proven, local) is None]
+
+
+def _proven(ready: list[SaveView], here: set[str]) -> list[SaveView]:
+    valid = (s for s in ready if s.is_intact or s.save.tag not in here)
+    return [s for s in valid if s.universal.is_source_verified or _is_shipped_anywhere(s)]
+
+
+def _is_restored(view: JobView, proven: list[SaveView]) -> bool:
+    """`latest_universal` names a form that `resume` fetched, newer than all that this node holds (H54, P9).
+
+    Its save is not on the node, so its order is its COMMIT's; before the remotes were asked it is kept.
+    """
+    tag = (view.latest_universal or "").rpartition("/")[2]
+    made_here = (s for s in view.saves if s.is_present or s.universal.state is DerivedState.READY)
+    if not tag or any(s.save.tag == tag for s in made_here):
+        return False
+    commits = [c for remote in view.remotes for c in remote.commits if c.tag == tag]
+    orders = [Order(c.branch, c.step, c.save_seq) for c in commits]
+    if not orders:
+        return not all(remote.is_attached for remote in view.remotes)
+    return not proven or max(orders) > proven[-1].order
+
+
+def _is_shipped_anywhere(save: SaveView) -> bool:
+    """The upload checked the source's zip CRCs in passing (§4)."""
+    return any(r.state is ShipState.COMMITTED and r.form == ZERO for r in save.ships.values())
+
+
+def _why_drop(view: JobView, save: SaveView, proven: list[SaveView], local: LocalFates) -> str | None:
+    if save.is_present and not save.is_intact:
+        return "its source was saved again"
+    rung = local.universal.get(save.id) or Fate()
+    if rung.keeps or _is_rung_of_a_remote(view, save) or _is_half_sent(view, save):
+        return None
+    if not save.is_present:
+        return rung.goes or "its source is gone"
+    is_newest = bool(proven) and proven[-1].id == save.id
+    if is_newest or not proven or save.order > proven[-1].order:
+        return None
+    if UNIVERSAL not in view.local_forms:
+        return "not kept on this node"
+    if not view.disk.can_clone:
+        return "a newer one is ready"
+    return None if local.zero[save.id].keeps else "its source may go"
+
+
+def _is_half_sent(view: JobView, save: SaveView) -> bool:
+    """A remote has some of it, and nobody would ever remove that: it gets the rest."""
+    takers = (remote for remote in view.remotes if UNIVERSAL in remote.forms)
+    return any(_has_source(view, save, r) and _is_begun(view, save, r, UNIVERSAL) for r in takers)
+
+
+def _is_rung_of_a_remote(view: JobView, save: SaveView) -> bool:
+    """A remote will be left with this form alone, and has not got it yet."""
+    for remote in view.remotes:
+        if UNIVERSAL not in remote.forms or not remote.retention.has_rung(UNIVERSAL):
+            continue
+        if remote.retention.is_ephemeral(save.save.step):
+            continue
+        zero = save.ship(remote.name, ZERO).state
+        may_come = save.is_intact and zero not in (ShipState.RETIRED, ShipState.REFUSED)
+        if (zero is ShipState.COMMITTED or may_come) and save.ship(
+            remote.name, UNIVERSAL
+        ).state not in SETTLED:
+            return True
+    return False

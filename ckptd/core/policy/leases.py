@@ -1,0 +1,198 @@
+"""Several daemons over one directory: who sends which file, who deletes and converts (adr/0110; P10, H36).
+
+Pure. What the hosts agree on is a numbered row of documents, each created once: the members among which a
+save is divided, and the holder of the lease. Who lives is told by heartbeats' ages on the store's own clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Literal
+
+from ckptd.base.identity import Model
+from ckptd.base.names import ROOT
+from ckptd.core.model.manifest import Document, folder_name, stem
+from ckptd.core.policy import actions as a
+from ckptd.core.policy.view import ZERO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ckptd.core.model.heartbeat import SeenNode
+    from ckptd.core.policy.view import JobView, RemoteView, SaveView, Tenure
+
+SHARED = f"{ROOT}/shared/"
+LEASE = f"{SHARED}lease/"
+_DIGITS = 8
+
+
+class Shares(Document):
+    """Among whom one save is divided; a higher number supersedes a lower one."""
+
+    job_id: str
+    number: int
+    members: tuple[str, ...]
+    by: str
+
+
+class LeaseTerm(Document):
+    """Who deletes and converts; a higher number supersedes a lower one."""
+
+    job_id: str
+    number: int
+    """Its epoch."""
+    node: str
+    node_id: str
+
+
+class LeaseSeen(Model):
+    """The newest term, as one host read it."""
+
+    epoch: int
+    node: str
+    is_ours: bool
+
+
+def shares_folder(tag: str, generation: int, form: str) -> str:
+    """Where the divisions of one generation of one form lie; ends with `/`."""
+    return f"{SHARED}shares/{stem(tag, generation, form)}/"
+
+
+def numbered(folder: str, number: int) -> str:
+    """The key of a document of a row."""
+    return f"{folder}{number:0{_DIGITS}d}.json"
+
+
+def number_of(folder: str, key: str) -> int:
+    """The number in such a key; 0: it is none of the row."""
+    name = key.removeprefix(folder).removesuffix(".json")
+    return int(name) if name.isdecimal() and key == numbered(folder, int(name)) else 0
+
+
+# --- who sends what --------------------------------------------------------------------------------------
+
+
+def owner_of(name: str, members: Iterable[str]) -> str:
+    """The member that a name falls to; when others come or go it moves only to who comes, from who goes."""
+    return max(members, key=lambda node: hashlib.sha256(f"{node}\n{name}".encode()).digest())
+
+
+def share_of(tag: str, paths: Sequence[str], members: Sequence[str], node: str) -> frozenset[str]:
+    """The paths of a save that one node sends."""
+    if node not in members:
+        return frozenset()
+    return frozenset(path for path in paths if owner_of(f"{tag}/{path}", members) == node)
+
+
+def next_members(members: Sequence[str], living: Iterable[str]) -> tuple[str, ...]:
+    """Without those that are gone; nobody joins a division while one of it lives, so that no share moves."""
+    here = frozenset(living)
+    return tuple(sorted(here.intersection(members) or here))
+
+
+def living(node: str, others: Iterable[SeenNode], takeover_seconds: float) -> frozenset[str]:
+    """Ourselves and whoever was heard of within that time, and was not paused by a person."""
+    found = {
+        seen.node
+        for seen in others
+        if seen.seconds_ago is not None
+        and seen.seconds_ago < takeover_seconds
+        and not (seen.heartbeat is not None and seen.heartbeat.state == "paused")
+    }
+    return frozenset({node, *found})
+
+
+# --- the lease -------------------------------------------------------------------------------------------
+
+
+def judge_lease(
+    term: LeaseTerm | None, node: str, node_id: str, others: Iterable[SeenNode], takeover_seconds: float
+) -> Literal["ours", "theirs", "take"]:
+    """Whose the lease is; "take": nobody's, or its holder has been silent for as long as that."""
+    if term is None:
+        return "take"
+    if term.node == node:
+        # of another node id: this host before it lost its state, whose heartbeat is ours now
+        return "ours" if term.node_id == node_id else "take"
+    return "theirs" if term.node in living(node, others, takeover_seconds) else "take"
+
+
+def term_seconds(takeover_seconds: float) -> float:
+    """How long a holder trusts what it read, from before its heartbeat was sent: half of what others wait."""
+    return takeover_seconds / 2
+
+
+def beat_seconds(takeover_seconds: float, usual_seconds: float) -> float:
+    """Between heartbeats: two may be lost before the lease lapses."""
+    return min(usual_seconds, takeover_seconds / 6)
+
+
+def without_lease(actions: Iterable[a.Action]) -> list[a.Action]:
+    """What a host may do that does not hold the lease: send its share of the trainer's files, and ask."""
+    return [
+        action
+        for action in actions
+        if isinstance(action, a.Describe | a.MakeWay) or (isinstance(action, a.Ship) and action.form == ZERO)
+    ]
+
+
+def on_shared(actions: Iterable[a.Action], tenure: Tenure | None) -> list[a.Action]:
+    """A plan, less what is others' to do; holds are of one host's disk and never made here."""
+    wanted = list(actions)
+    if tenure is None:
+        return wanted
+    if not tenure.holds_lease:
+        return without_lease(wanted)
+    return [action for action in wanted if not isinstance(action, a.Hold)]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Forms of a save that no node has whole, made of its committed objects: attempts, folders (adr/0118).
+# Pure. Who makes such a form is written in the remote before a byte of it is: a row of numbered documents, each
+# created once (as in core/policy/leases.py). The number is the attempt's, and with it its folder's: two nodes never
+# write in one, whatever each of them believes, and COMMIT names the one that counts.
+
+
+class Attempt(LeaseTerm):
+    """Who makes a form, at the `number`th attempt; a higher number supersedes a lower one."""
+
+    refused: str | None = None
+    """There is no such form of this save, and nobody need try again: why."""
+    hint: str = ""
+    damaged: str = ""
+    """What the shards looked like in the remote when one of them was found damaged: as long as they look so,
+    or as any refusal before says, nobody need try again. Empty: no such form will ever be."""
+
+
+def attempts_folder(tag: str, generation: int, form: str) -> str:
+    """Where the attempts at one form of one generation are written down; ends with `/`."""
+    return f"{SHARED}making/{stem(tag, generation, form)}/"
+
+
+def attempt_folder(tag: str, generation: int, form: str, below: str, attempt: int) -> str:
+    """The remote folder of an attempt; `below`: path of the form in it, where a trainer looks for it."""
+    return folder_name(tag, generation, ZERO if below else form, attempt)
+
+
+def is_made_afar(save: SaveView) -> bool:
+    """No node has it whole: its other forms are made of what its remote holds."""
+    return save.save.is_part and not save.is_model_only
+
+
+def gets_nothing(view: JobView, remote: RemoteView) -> SaveView | None:
+    """The newest save of which that remote gets no form at all: no node has it whole, and what forms are made
+    of instead is not there (docs/adr/0128).
+    """
+    if ZERO in remote.forms:
+        return None
+    spread = (s for s in view.saves if is_made_afar(s) and s.is_present)
+    return max(spread, key=lambda s: s.order, default=None)
+
+
+def is_made_elsewhere(view: JobView, remote: RemoteView) -> bool:
+    """What is on its way to that remote was committed there by another node meanwhile."""
+    save = next((s for s in view.saves if s.id == remote.ships_save), None)
+    if save is None or remote.ships is None or not is_made_afar(save):
+        return False
+    ours = save.save.tag, save.ship(remote.name, ZERO).generation, remote.ships
+    return remote.ships != ZERO and any((c.tag, c.generation, c.form) == ours for c in remote.commits)

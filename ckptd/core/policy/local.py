@@ -1,0 +1,257 @@
+"""Which checkpoints stay on the node, each with its reasons (docs/design.md P1, P5, §5).
+
+The policy's keeps are joined with everything that must never go, whatever the policy says; what is left
+without a reason is for the planner to remove, with a permit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from ckptd.core.model.save import best_named
+from ckptd.core.policy.permit import CommitRef, loose_policy, may_go_uncommitted
+from ckptd.core.policy.retention import Fate, Held, Item, fates
+from ckptd.core.policy.view import UNIVERSAL, ZERO, DerivedState, ShipState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckptd.core.model.save import Best, Order
+    from ckptd.core.policy.view import JobView, RemoteView, SaveView, ShipRecord
+
+
+_ALONE = frozenset({UNIVERSAL})
+NEWEST = "newest committed"
+"""What the policy says of the newest that it is shown; of an uncommitted one it would not be true."""
+
+
+def newest(view: JobView, *, is_model_only: bool = False) -> SaveView | None:
+    """The newest intact save in (branch, step, save_seq); models alone are ranked among themselves."""
+    known = (s for s in view.saves if s.is_intact and s.is_model_only == is_model_only)
+    return max(known, key=lambda s: s.order, default=None)
+
+
+def is_committed(view: JobView, save: SaveView) -> bool:
+    """Committed on every required remote, of which there must be at least one (P1)."""
+    required = [r.name for r in view.remotes if r.is_required]
+    return bool(required) and all(save.ship(r, ZERO).state is ShipState.COMMITTED for r in required)
+
+
+def was_committed(ships: Mapping[tuple[str, str], ShipRecord], required: Sequence[str]) -> bool:
+    """As `is_committed`, or let go by that remote's retention since: no hold is needed for it."""
+    done = (ShipState.COMMITTED, ShipState.RETIRED)
+    zero = [ships.get((name, ZERO)) for name in required]
+    return bool(zero) and all(record is not None and record.state in done for record in zero)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFates:
+    """What becomes of the forms on this node, by save."""
+
+    zero: dict[int, Fate]
+    """Of every save whose folder is here."""
+    universal: dict[int, Fate]
+    """Of the universal forms of a ladder: one that does not keep its form leaves it to the other rules."""
+
+
+def keep_local(view: JobView) -> LocalFates:
+    """Reasons to keep each save on the node: the policy's, joined with everything P5 forbids to delete."""
+    zero: dict[int, Fate] = {}
+    universal: dict[int, Fate] = {}
+    for is_model_only in (False, True):
+        kind = [s for s in view.saves if s.is_model_only == is_model_only]
+        if not kind:
+            continue
+        present = [s for s in kind if s.is_present]
+        safe = {s.id for s in present if is_committed(view, s)}
+        committed = [s for s in present if s.id in safe and s.is_intact]
+        stepped = [s for s in kind if not s.is_present and s.is_pruned and _is_ready(s)]
+        whole = [s for s in present if s.is_intact and s.id not in safe]
+        loose = {s.id: s for s in whole if may_go_uncommitted(view, s)}
+        by_policy = _by_policy(view, [*committed, *stepped], list(loose.values()))
+        ground = _Ground(
+            top=newest(view, is_model_only=is_model_only),
+            newest_committed=max((s.order for s in committed), default=None),
+            latest=view.latest,
+            resumed=_resumed(view),
+            best=frozenset({best_here(view), *(best_there(r) for r in view.remotes if r.is_required)}),
+            unread=_unread(view, present),
+            intact=view.intact[is_model_only],
+        )
+        for save in present:
+            fate = by_policy.get(str(save.id), {}).get(ZERO) or Fate()
+            is_safe, is_loose = save.id in safe, save.id in loose
+            zero[save.id] = fate.kept_for(*_protection(save, ground, is_committed=is_safe, is_loose=is_loose))
+        for save in (*present, *stepped) if view.local_retention.has_rung(UNIVERSAL) else ():
+            fate = by_policy.get(str(save.id), {}).get(UNIVERSAL) or Fate()
+            if not fate.keeps and save.id in zero:  # what stays whole may yet have to leave it instead
+                fate = fate.kept_for(*zero[save.id].keeps)
+            universal[save.id] = fate
+    return LocalFates(zero=zero, universal=universal)
+
+
+def _by_policy(view: JobView, committed: list[SaveView], loose: list[SaveView]) -> dict[str, dict[str, Fate]]:
+    """The policy's fates; uncommitted ones that may go are ranked among all, and with "delete" so are all."""
+    dates = dates_of(view)
+    required = [remote.name for remote in view.remotes if remote.is_required]
+    held = [_held(view, save, required, dates) for save in committed]
+    by_policy = fates(held, view.local_retention)
+    if not loose:
+        return by_policy
+    everything = [*held, *(_held(view, save, required, dates) for save in loose)]
+    among_all = fates(everything, loose_policy(view))
+    mine = {str(save.id): {ZERO: _uncommitted(among_all[str(save.id)][ZERO])} for save in loose}
+    return (fates(everything, view.local_retention) if view.unuploaded == "delete" else by_policy) | mine
+
+
+def _uncommitted(fate: Fate) -> Fate:
+    return replace(fate, keeps=tuple(why for why in fate.keeps if why != NEWEST))
+
+
+def _is_ready(save: SaveView) -> bool:
+    return save.universal.state is DerivedState.READY
+
+
+Dates = dict[tuple[str, str], float | None]
+"""(remote, key of a COMMIT) → when it was made; None: it carries no time."""
+
+
+def dates_of(view: JobView) -> Dates:
+    """Of required remotes: the same key may be another save's on another one."""
+    return {
+        (remote.name, commit.key): commit.committed_at_seconds
+        for remote in view.remotes
+        if remote.is_required
+        for commit in remote.commits
+    }
+
+
+def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) -> Held:
+    """A save on the node as the policy sees it; dated by the last of its COMMITs on required remotes."""
+    is_ready = _is_ready(save)
+    keys = ((name, save.ship(name, ZERO).commit_key or "") for name in required)
+    times = [dates[key] for key in keys if key in dates]
+    known = [at for at in times if at is not None]
+    forms = {ZERO} if save.is_present else set()
+    return Held(
+        item=Item(
+            key=str(save.id),
+            order=save.order,
+            pinned=save.is_pinned,
+            committed_at_seconds=max(known) if known and len(known) == len(times) else None,
+            score=score_of(view, save.save.best),
+        ),
+        forms=frozenset(forms | ({UNIVERSAL} if is_ready else set())),
+        standing=_ALONE if is_ready and save.stands_alone else frozenset(),
+    )
+
+
+def score_of(view: JobView, best: Best | None) -> float | None:
+    """Higher is better; None: no value of the job's metric is known."""
+    if best is None or best.metric != view.metric:
+        return None
+    return best.value if view.is_higher_better else -best.value
+
+
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """What each save is compared with."""
+
+    top: SaveView | None
+    newest_committed: Order | None
+    latest: str | None
+    resumed: str | None
+    """The tag that the trainer goes on from, until something that it saved since is committed."""
+    best: frozenset[str | None]
+    unread: frozenset[int]
+    intact: tuple[SaveView, ...]
+    """Newest first."""
+
+
+def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose: bool) -> tuple[str, ...]:
+    top, newest_committed = ground.top, ground.newest_committed
+    is_newer = newest_committed is None or save.order > newest_committed
+    why = (
+        (not is_committed and not is_loose, "not committed on every required remote"),
+        (not save.is_intact, "changed since it was sealed"),
+        (top is not None and save.id == top.id, "newest complete"),
+        (is_newer and not is_loose, "newer than the newest committed"),
+        (save.save.tag == ground.latest, "latest names it"),
+        (not save.is_adopted, "found at the first start (ckptd adopt)"),
+        (save.is_busy, "being read"),
+        (bool(save.has_unlisted), _unlisted(save) if save.has_unlisted else ""),
+        (
+            may_be_newest(save, ground.intact),
+            "nothing proves that it is not the newest (the next save will)",
+        ),
+        (_is_ahead(save, top), _ahead(save, top)),
+        (save.save.tag == ground.resumed, "resumed from, and nothing saved since is committed"),
+        (save.save.tag in ground.best, "best_model_checkpoint"),
+        (is_committed and save.id in ground.unread, "its COMMIT was not read yet, which names the best"),
+    )
+    return tuple(text for holds, text in why if holds)
+
+
+def _resumed(view: JobView) -> str | None:
+    word = view.resumed
+    if word is None:
+        return None
+    later = (s for s in view.saves if s.is_intact and not s.is_model_only and word.is_later(s.save))
+    return None if any(is_committed(view, save) for save in later) else word.tag
+
+
+def _unlisted(save: SaveView) -> str:
+    return f"holds files that no COMMIT lists: {', '.join(save.has_unlisted[:3])}"
+
+
+def best_here(view: JobView) -> str | None:
+    """What the newest save here calls the best so far; its own folder name, whatever the path (H37)."""
+    return best_named((s.order, s.save.best_checkpoint) for s in view.saves)
+
+
+def best_there(remote: RemoteView) -> str | None:
+    """What the newest COMMIT there calls the best: known to every node, though one has the trainer's word."""
+    return best_named((c.order, c.names_best) for c in remote.commits)
+
+
+def _unread(view: JobView, present: Sequence[SaveView]) -> frozenset[int]:
+    """Parts of saves over several nodes whose COMMITs were not read yet: these bring the trainer's word here.
+
+    Not waited for where the job file has the limit apply whatever the remote does.
+    """
+    parts = [s for s in present if s.save.is_part]
+    if not parts or view.unuploaded == "delete":
+        return frozenset()
+    read = {(r.name, c.key) for r in view.remotes if r.is_required for c in r.commits}
+    names = [r.name for r in view.remotes if r.is_required]
+    return frozenset(s.id for s in parts if not {(n, s.ship(n, ZERO).commit_key) for n in names} <= read)
+
+
+def may_be_newest(save: SaveView, newest_first: Sequence[SaveView]) -> bool:
+    """All that count as newer were found together with it, and what is known of their order contradicts."""
+    newer = takewhile(lambda s: s.order > save.order, newest_first)
+    doubts = (save.id in s.save.rivals or s.id in save.save.rivals for s in newer)
+    return next(doubts, False) and all(doubts)
+
+
+def _is_ahead(save: SaveView, top: SaveView | None) -> bool:
+    """At or above the newest complete step (H7, H10): never deleted, whatever its branch."""
+    return top is not None and save.id != top.id and save.save.step >= top.save.step
+
+
+def _ahead(save: SaveView, top: SaveView | None) -> str:
+    is_beside = top is not None and save.save.branch == top.save.branch
+    return "of the newest's step" if is_beside else "abandoned branch, the new one has not passed it"
+
+
+def commits_of(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:
+    """The COMMITs of its zero form on every required remote, and what lies beside them."""
+    refs: list[CommitRef] = []
+    for remote in view.remotes:
+        record = save.ship(remote.name, ZERO)
+        if remote.is_required and record.commit_key and record.commit_sha256:
+            refs.append(CommitRef(remote=remote.name, key=record.commit_key, sha256=record.commit_sha256))
+            refs += [CommitRef(remote=remote.name, key=s.key, sha256=s.sha256) for s in record.supplements]
+    return tuple(refs)

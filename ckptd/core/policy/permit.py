@@ -1,0 +1,152 @@
+"""The right to remove one checkpoint from the node, made by the planner alone (P1, H10).
+
+A permit names the folder by device and inode and every file by identity; it is valid for sixty seconds of
+monotonic time. `storage/local/fs.py` executes it and checks everything again. Two kinds: one rests on verified
+COMMITs of the very files, the other on a line of the job file that a person wrote (docs/adr/0095).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ckptd.core.policy.view import ZERO, ShipState
+
+if TYPE_CHECKING:
+    from ckptd.base.identity import FolderIdentity
+    from ckptd.core.model.save import Order, SealedFile
+    from ckptd.core.policy.retention import RetentionPolicy
+    from ckptd.core.policy.view import JobView, RemoteView, SaveView
+
+VALID_SECONDS = 60.0
+
+Unuploaded = Literal["keep", "thin", "delete"]
+"""What may become of a checkpoint that is not committed: nothing; it goes once a newer one of its branch is
+committed; the limit applies to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRef:
+    """A COMMIT that a permit rests on, freshly read from `remote`."""
+
+    remote: str
+    key: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeletePermit:
+    """Permission to remove the listed files of one folder, and the folder if nothing else is in it."""
+
+    tag: str
+    generation: int
+    folder: FolderIdentity
+    files: tuple[SealedFile, ...]
+    commits: tuple[CommitRef, ...]
+    issued_at_seconds: float
+    """Monotonic."""
+    reason: str
+    until_seconds: float | None = None
+    """Monotonic; of a shared directory, when the lease must have been read again."""
+
+    @property
+    def is_grounded(self) -> bool:
+        """It rests on COMMITs."""
+        return bool(self.commits)
+
+    def is_valid_at(self, now_seconds: float) -> bool:
+        """Within its sixty seconds."""
+        is_young = 0 <= now_seconds - self.issued_at_seconds <= VALID_SECONDS
+        return is_young and (self.until_seconds is None or now_seconds <= self.until_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptOutPermit(DeletePermit):
+    """Permission to remove a checkpoint that is not committed, because the job file says so.
+
+    With "thin" `commits` are those of the newer checkpoint that is safe; with "delete" there may be none.
+    """
+
+    unuploaded: Unuploaded
+
+    @property
+    def is_grounded(self) -> bool:
+        """The job file lets it go; thin only beside a newer one that is committed."""
+        return self.unuploaded == "delete" or (self.unuploaded == "thin" and bool(self.commits))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Which checkpoints may go before they are committed, where the job file says so (P1, docs/adr/0095).
+# Everything else that P5 protects stays protected; what each may rest on is said here once, for keeping,
+# pruning and shipping alike.
+
+
+def unheard(view: JobView) -> list[str]:
+    """Required remotes that were not observed since the start: what is pinned there is not known (P8).
+
+    While there are any, nothing goes that the job file alone lets go (adr/0129).
+    """
+    return [remote.name for remote in view.remotes if remote.is_required and not remote.was_heard]
+
+
+def newer_commits(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:
+    """COMMITs of the newest later save of its branch that every required remote holds; () if there is none.
+
+    By what the remotes showed and by what was committed since; the trainer may have removed the newer one.
+    """
+    required = [remote for remote in view.remotes if remote.is_required]
+    if not required:
+        return ()
+    held = [_later(view, remote, save) for remote in required]
+    common = set.intersection(*(set(one) for one in held))
+    if not common:
+        return ()
+    newest = max(common, key=lambda key: key[1])
+    return tuple(one[newest] for one in held)
+
+
+def _later(view: JobView, remote: RemoteView, save: SaveView) -> dict[tuple[str, Order], CommitRef]:
+    """COMMITs of later saves on one remote, by tag and order."""
+    after = save.order
+    told: dict[tuple[str, Order], CommitRef] = {}
+    for other in view.saves:
+        record = other.ship(remote.name, ZERO)
+        is_same_kind = other.is_model_only == save.is_model_only and other.save.branch == save.save.branch
+        if is_same_kind and other.order > after and record.state is ShipState.COMMITTED:
+            ref = CommitRef(
+                remote=remote.name, key=record.commit_key or "", sha256=record.commit_sha256 or ""
+            )
+            told[other.save.tag, other.order] = ref
+    seen = {
+        (c.tag, c.order): CommitRef(remote=remote.name, key=c.key, sha256=c.sha256)
+        for c in remote.commits
+        if c.form == ZERO
+        and c.is_model_only == save.is_model_only
+        and c.branch == save.save.branch
+        and c.order > after
+    }
+    return told | seen
+
+
+def may_go_uncommitted(view: JobView, save: SaveView) -> bool:
+    """The job file lets it go although it is not committed; P5 is not asked here."""
+    if view.unuploaded == "delete":
+        return True
+    return view.unuploaded == "thin" and bool(newer_commits(view, save))
+
+
+def loose_policy(view: JobView) -> RetentionPolicy:
+    """What keeps an uncommitted one that may go: under disk pressure not the limit, which counts commits.
+
+    Without pressure it stays within the limit for as long as the link may still take it. No ladder: what was
+    never committed does not age.
+    """
+    return loose_under(view.local_retention, view.unuploaded, is_short=view.disk.is_short)
+
+
+def loose_under(policy: RetentionPolicy, unuploaded: Unuploaded, *, is_short: bool) -> RetentionPolicy:
+    """The same of a disk that is only thought of."""
+    policy = policy.model_copy(update={"ladder": ()})
+    if unuploaded == "thin" and is_short and policy.save_total_limit is not None:
+        return policy.model_copy(update={"save_total_limit": 0})
+    return policy

@@ -1,0 +1,152 @@
+"""Which COMMITs of each remote stay, each with its reasons: one pure function of the remote's data (§5).
+
+Facts of this node (a save still here, what its trainer calls the best) only ever add reasons to keep, so that
+all nodes of a job let go the same set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ckptd.core.policy.local import best_here, best_there, score_of
+from ckptd.core.policy.retention import Fate, Held, Item, fates
+from ckptd.core.policy.view import SETTLED, WEIGHTS, ZERO
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptd.core.model.save import Order
+    from ckptd.core.policy.view import JobView, RemoteCommit, RemoteView
+
+
+TURN_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """All COMMITs of one save on one remote."""
+
+    commits: Mapping[str, RemoteCommit]
+    """By form."""
+    leader: RemoteCommit
+    """The COMMIT that says what the save is: of the ZeRO form where that is still there."""
+    order: Order
+
+    @property
+    def kind(self) -> str:
+        """resumable; model-only and weights-only are nothing to resume from."""
+        if self.leader.is_model_only:
+            return "model-only"
+        return "resumable" if any(form not in WEIGHTS for form in self.commits) else "weights-only"
+
+    def held(self, view: JobView) -> Held:
+        """As the policy sees it; dated by the earliest of its COMMITs, which is the ZeRO form's."""
+        times = (c.committed_at_seconds for c in self.commits.values())
+        lead = self.leader
+        by_form = (lead, *(self.commits[form] for form in sorted(self.commits)))
+        best = next((c.best for c in by_form if c.best is not None), None)
+        return Held(
+            item=Item(
+                key=f"{lead.tag}~g{lead.generation}",
+                order=self.order,
+                pinned=lead.tag in view.pinned_tags,
+                committed_at_seconds=min((at for at in times if at is not None), default=None),
+                score=score_of(view, best),
+            ),
+            forms=frozenset(self.commits),
+            standing=frozenset(form for form, c in self.commits.items() if c.stands_alone),
+        )
+
+
+def generations_of(remote: RemoteView) -> list[Generation]:
+    """What a remote holds, by save, oldest first."""
+    found: dict[tuple[str, int], dict[str, RemoteCommit]] = {}
+    for commit in remote.commits:
+        found.setdefault((commit.tag, commit.generation), {})[commit.form] = commit
+    leaders = [(commits, commits.get(ZERO) or next(iter(commits.values()))) for commits in found.values()]
+    return sorted((Generation(*pair, pair[1].order) for pair in leaders), key=lambda g: g.order)
+
+
+def is_configured_otherwise(view: JobView, remote: RemoteView) -> bool:
+    """The newest COMMIT of several nodes there was not made by nodes configured as this one alone (H12).
+
+    Such a node deletes nothing: by its own limits it might let go what the others keep.
+    """
+    shared = [c for c in remote.commits if c.form == ZERO]
+    newest = max(shared, key=lambda c: c.order, default=None)
+    if newest is None or len(newest.nodes) < 2 or not view.config_digest:
+        return False
+    return newest.config_digest != view.config_digest
+
+
+def to_retire(view: JobView, remote: RemoteView, fates: Mapping[tuple[str, str], Fate]) -> list[RemoteCommit]:
+    """What nothing keeps there, but for what it refused a short while ago and what is other nodes' turn."""
+    if not remote.retention.deletes or is_configured_otherwise(view, remote):
+        return []
+    gone = [c for c in remote.commits if not fates[remote.name, c.key].keeps]
+    if len(gone) == len(remote.commits):
+        return []
+    willing = (c for c in gone if (remote.name, c.sha256) not in view.not_to_retire)
+    return [c for c in willing if is_our_turn(view, remote.name, c)]
+
+
+def is_our_turn(view: JobView, remote: str, commit: RemoteCommit) -> bool:
+    """Whether this node lets a COMMIT of several go: one is drawn, the next a minute later, and so on.
+
+    Economy, never safety: each reads what it needs and finishes what another began (adr/0105). The one that
+    is drawn waits a minute too: what the others let go of their disks needs that COMMIT (P1), else it stays.
+    """
+    if len(commit.nodes) < 2 or not view.node or view.tenure is not None:
+        return True  # of a shared directory the lease says whose turn it is
+    earlier = _earlier(commit.sha256, commit.nodes, view.node)
+    since = view.due_since_seconds.get((remote, commit.key), view.now_seconds)
+    return view.now_seconds - since >= (earlier + 1) * TURN_SECONDS
+
+
+@lru_cache(maxsize=1024)
+def _earlier(sha256: str, nodes: frozenset[str], node: str) -> int:
+    """How many nodes are drawn before this one; of a COMMIT it never changes."""
+    ours = _draw(sha256, node)
+    return sum(1 for name in nodes if name != node and _draw(sha256, name) < ours)
+
+
+def _draw(sha256: str, node: str) -> str:
+    return hashlib.sha256(f"{sha256} {node}".encode()).hexdigest()
+
+
+def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
+    """(remote, COMMIT key) → what becomes of it."""
+    result: dict[tuple[str, str], Fate] = {}
+    present = [s for s in view.saves if s.is_present]
+    here = {(s.save.tag, s.order) for s in present}
+    newest_word = best_here(view)
+    for remote in view.remotes:
+        best = (newest_word, best_there(remote))
+        generations = generations_of(remote)
+        # orders may differ once the journal was lost, what a save is committed as does not
+        claimed = {s.ship(remote.name, ZERO).commit_key for s in present}
+        # what is not settled may turn out to be what a COMMIT of its tag lists (a note written over makes
+        # another save of the same shards), and what retention let go is never sent again (H16)
+        unsettled = {s.save.tag for s in present if s.ship(remote.name, ZERO).state not in SETTLED}
+        unclear = view.unsealed_tags | (unsettled if ZERO in remote.forms else set())
+        for is_model_only in (False, True):
+            mine = [g for g in generations if g.leader.is_model_only == is_model_only]
+            if not mine:
+                continue
+            held = [g.held(view) for g in mine]
+            by_policy = fates(held, remote.retention)
+            deletes = remote.retention.deletes
+            for one, generation in zip(held, mine, strict=True):
+                lead = generation.leader
+                more: tuple[str, ...] = ()
+                is_here = (lead.tag, lead.order) in here or lead.key in claimed
+                if (is_here or lead.tag in unclear) and deletes:
+                    more += ("still on this node",)
+                if lead.tag in best:
+                    more += ("best_model_checkpoint",)
+                for form, commit in generation.commits.items():
+                    result[remote.name, commit.key] = by_policy[one.item.key][form].kept_for(*more)
+    return result

@@ -1,0 +1,340 @@
+"""Which checkpoints a policy keeps, and why: a pure function of an ordered list (§5 *Retention*).
+
+Keeps join by union; every kept item carries its reasons, an item without one may go. The same function
+serves the node's disk and each remote, so that both explain themselves in the same words. Time is the time
+that COMMITs carry, never a clock (P9): a node whose clock jumps deletes nothing for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ckptd.base.identity import Model
+from ckptd.core.model.save import Order
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+
+# --- How a checkpoint ages on one tier: full, universal, weights, gone (docs/adr/0094) -------------------
+# What the other retention keys let go does not vanish at once but steps down. A fuller form goes only when the
+# rung's own form is there, so that nothing is left without a form before the rung that says "gone".
+
+GONE = "gone"
+RungForm = Literal["universal", "weights-fp32", "weights-bf16", "weights-fp16", "gone"]
+
+_FULLNESS = {"zero": 4, "universal": 3, "weights-fp32": 2, "weights-bf16": 1, "weights-fp16": 1, GONE: 0}
+
+
+def fullness(form: str) -> int:
+    """How much of a save a form holds: a form goes when one below it takes its place."""
+    return _FULLNESS[form]
+
+
+class Age(NamedTuple):
+    """How old a checkpoint is among those of its tier."""
+
+    newer: int
+    """Newer ones of its kind."""
+    seconds: float | None
+    """From its COMMIT to the newest one's; None: not known."""
+
+
+class Rung(Model):
+    """From a certain age on, only `form` and what is less than it stays. One of the two ages is set."""
+
+    form: RungForm
+    after_seconds: float | None = None
+    after_newer: int | None = None
+
+    def is_reached(self, age: Age) -> bool:
+        """An age that is not known reaches nothing."""
+        if self.after_newer is not None:
+            return age.newer >= self.after_newer
+        return (
+            age.seconds is not None and self.after_seconds is not None and age.seconds >= self.after_seconds
+        )
+
+    @property
+    def after(self) -> str:
+        """The age in words."""
+        return f"{self.after_newer} newer" if self.after_newer is not None else span(self.after_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What becomes of one form of one checkpoint."""
+
+    keeps: tuple[str, ...] = ()
+    """Why it stays; empty: it may go."""
+    goes: str = ""
+    """Why it may go."""
+    instead: str | None = None
+    """The form that must be there before it goes; None: nothing is meant to stay."""
+    awaits: str | None = None
+    """It stays for want of this form alone, as far as the policy goes."""
+
+    def kept_for(self, *more: str) -> Fate:
+        """With further reasons to stay."""
+        return replace(self, keeps=self.keeps + more) if more else self
+
+
+def step_down(
+    ladder: Sequence[Rung], age: Age, forms: Collection[str], standing: Collection[str], otherwise: str
+) -> dict[str, Fate]:
+    """The fate of each form of a checkpoint that no other key keeps.
+
+    `standing`: those of the forms that can be used without the others. The deepest rung reached whose form
+    stands counts; where none does, everything stays. `otherwise`: why it goes where there is no ladder.
+    """
+    if not ladder:
+        return dict.fromkeys(forms, Fate(goes=otherwise))
+    reached = [rung for rung in ladder if rung.is_reached(age)]
+    for rung in reversed(reached):
+        text = f"ladder: {rung.form} after {rung.after}"
+        if rung.form == GONE:
+            return dict.fromkeys(forms, Fate(goes=text))
+        if rung.form in standing:
+            least, goes, stays = fullness(rung.form), Fate(goes=text, instead=rung.form), Fate(keeps=(text,))
+            return {form: goes if fullness(form) > least else stays for form in forms}
+    why = f"whole until {ladder[0].after}" if not reached else f"no {reached[-1].form} form is here instead"
+    awaits = reached[-1].form if reached else None
+    return dict.fromkeys(forms, Fate(keeps=(f"ladder: {why}",), awaits=awaits))
+
+
+@cache
+def span(seconds: float | None) -> str:
+    """A duration as a job file says it."""
+    left = int(seconds or 0)
+    for unit, size in (("w", 604_800), ("d", 86_400), ("h", 3600), ("m", 60)):
+        if left >= size and left % size == 0:
+            return f"{left // size}{unit}"
+    return f"{left}s"
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+_MOST_GAPS = 4
+"""From one COMMIT to the next counts as at most that many times what is usual."""
+
+
+class Ephemeral(Model):
+    """A step that is no multiple of `every_steps` is ephemeral; of those the newest `keep` stay."""
+
+    every_steps: int
+    keep: int
+
+
+class RetentionPolicy(Model):
+    """Keys of `[local]` and `[[remote]]`; all unset: nothing is deleted."""
+
+    save_total_limit: int | None = None
+    keep_every_steps: int | None = None
+    keep_every_seconds: float | None = None
+    keep_within_seconds: float | None = None
+    keep_best: int | None = None
+    keep_steps: tuple[int, ...] = ()
+    ephemeral: Ephemeral | None = None
+    ladder: tuple[Rung, ...] = ()
+    """Oldest rung last; only for what the other keys let go."""
+
+    @property
+    def limits(self) -> bool:
+        """True when the policy lets permanent checkpoints go."""
+        spans = (
+            self.save_total_limit,
+            self.keep_every_steps,
+            self.keep_every_seconds,
+            self.keep_within_seconds,
+            self.keep_best,
+        )
+        return any(value is not None for value in spans) or bool(self.keep_steps)
+
+    @property
+    def deletes(self) -> bool:
+        """True when the policy lets anything go at all."""
+        return self.limits or self.ephemeral is not None
+
+    def is_ephemeral(self, step: int) -> bool:
+        """Thrown away after the next few."""
+        return self.ephemeral is not None and step % self.ephemeral.every_steps != 0
+
+    def keeps_step(self, step: int) -> bool:
+        """Whether its step alone keeps a checkpoint for ever."""
+        every = self.keep_every_steps
+        is_multiple = every is not None and step % every == 0 and not self.is_ephemeral(step)
+        return is_multiple or step in self.keep_steps
+
+    def lets_go(self, step: int) -> str:
+        """Why something goes that no key keeps."""
+        if self.ephemeral is not None and self.is_ephemeral(step):
+            return f"ephemeral: the newest {self.ephemeral.keep} stay"
+        limit = self.save_total_limit
+        return f"save_total_limit {limit}" if limit else "kept by no retention key"
+
+    def has_rung(self, form: str) -> bool:
+        """Whether something may one day be left in this form alone."""
+        return any(rung.form == form for rung in self.ladder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A committed checkpoint as the policy sees it."""
+
+    key: str
+    order: Order
+    pinned: bool = False
+    committed_at_seconds: float | None = None
+    """Unix time in its COMMIT; None: not known (yet), and every key that goes by time keeps it."""
+    score: float | None = None
+    """Of the job's metric, higher is better; None: none is known, and keep_best passes it over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A checkpoint with the forms that a tier holds of it."""
+
+    item: Item
+    forms: frozenset[str]
+    standing: frozenset[str]
+    """Those that can be used without the others."""
+
+
+def fates(held: Sequence[Held], policy: RetentionPolicy) -> dict[str, dict[str, Fate]]:
+    """What becomes of each form of each checkpoint: key → form → fate.
+
+    Whole ones (with their ZeRO form) are ranked among themselves; what has stepped down already takes the
+    place of none, and stays as well where the keys would keep it. The newest whole one stays whole.
+    """
+    whole = [one.item for one in held if "zero" in one.forms]
+    everything = [one.item for one in held]
+    reasons = keep_reasons(everything, policy)
+    if len(whole) < len(everything):
+        reasons |= keep_reasons(whole, policy)
+    ages = ages_of(everything) if policy.ladder else {}
+    found: dict[str, dict[str, Fate]] = {}
+    for one in held:
+        key = one.item.key
+        if reasons[key]:
+            found[key] = dict.fromkeys(one.forms, Fate(keeps=reasons[key]))
+        else:
+            step = one.item.order.step
+            # what is thrown away after the next few is not kept in a lesser form for years
+            ladder = () if policy.is_ephemeral(step) else policy.ladder
+            age = ages.get(key, Age(0, None))
+            found[key] = step_down(ladder, age, one.forms, one.standing, policy.lets_go(step))
+    return found
+
+
+def ages_of(items: Sequence[Item]) -> dict[str, Age]:
+    """How old each is among the others; without a date at least as old as the dated one after it."""
+    newest_first = sorted(items, key=lambda item: item.order, reverse=True)
+    known = _ages(newest_first)
+    ages: dict[str, Age] = {}
+    seconds: float | None = None
+    for newer, item in enumerate(newest_first):
+        seconds = known.get(item.key, seconds)
+        ages[item.key] = Age(newer, seconds)
+    return ages
+
+
+def keep_reasons(items: Sequence[Item], policy: RetentionPolicy) -> dict[str, tuple[str, ...]]:
+    """Reasons to keep, by key; an empty tuple means that the policy lets it go.
+
+    Newest is by (branch, step, save_seq), so a rewound run's new saves count before the abandoned ones (P9).
+    The newest item is always kept.
+    """
+    newest_first = sorted(items, key=lambda item: item.order, reverse=True)
+    reasons: dict[str, list[str]] = {item.key: [] for item in newest_first}
+    permanent = [item for item in newest_first if not policy.is_ephemeral(item.order.step)]
+    unlimited = _unlimited(policy)
+    for rank, item in enumerate(permanent, start=1):
+        reasons[item.key] += [*unlimited, *_permanent(item, rank, policy)]
+    for key in _spaced(permanent, policy):
+        reasons[key].append(f"keep_every {span(policy.keep_every_seconds)}")
+    if policy.ephemeral is not None:
+        ephemeral = [item for item in newest_first if policy.is_ephemeral(item.order.step)]
+        for rank, item in enumerate(ephemeral[: policy.ephemeral.keep], start=1):
+            reasons[item.key].append(f"ephemeral: {rank} of {policy.ephemeral.keep}")
+    scored = [item for item in newest_first if item.score is not None]
+    best_first = sorted(scored, key=lambda item: item.score or 0.0, reverse=True)
+    for rank, item in enumerate(best_first[: policy.keep_best or 0], start=1):
+        reasons[item.key].append(f"keep_best: {rank} of {policy.keep_best}")
+    ages = _ages(newest_first) if policy.keep_within_seconds is not None else {}
+    for item in newest_first:
+        reasons[item.key] += _any(item, policy, ages.get(item.key))
+    if newest_first:
+        reasons[newest_first[0].key].append("newest committed")
+    return {key: tuple(why) for key, why in reasons.items()}
+
+
+def _unlimited(policy: RetentionPolicy) -> tuple[str, ...]:
+    """Why every permanent checkpoint stays, where no key limits them."""
+    if not policy.deletes:
+        return ("nothing is deleted: no retention key is set",)
+    return () if policy.limits else ("permanent: only ephemeral ones are limited",)
+
+
+def _permanent(item: Item, rank: int, policy: RetentionPolicy) -> list[str]:
+    """The keys that count or divide permanent checkpoints."""
+    why: list[str] = []
+    if policy.save_total_limit is not None and rank <= policy.save_total_limit:
+        why.append(f"save_total_limit: {rank} of {policy.save_total_limit}")
+    if policy.keep_every_steps and item.order.step % policy.keep_every_steps == 0:
+        why.append(f"keep_every_steps {policy.keep_every_steps}")
+    return why
+
+
+def _any(item: Item, policy: RetentionPolicy, age_seconds: float | None) -> list[str]:
+    """The keys that name or date a checkpoint, whatever its kind."""
+    why: list[str] = []
+    within = policy.keep_within_seconds
+    if within is not None and age_seconds is None:
+        why.append("keep_within: the time of its COMMIT is not known")
+    elif within is not None and age_seconds is not None and age_seconds <= within:
+        why.append(f"keep_within {span(within)}")
+    if item.order.step in policy.keep_steps:
+        why.append(f"keep_steps {item.order.step}")
+    if item.pinned:
+        why.append("pinned")
+    return why
+
+
+def _ages(newest_first: Sequence[Item]) -> dict[str, float]:
+    """Seconds before the newest dated COMMIT, by key, as far as their times bear each other out (P9).
+
+    From one COMMIT to the next counts as at most a few times what the others took: a clock that jumped, or a
+    run that rested for a month, makes no older checkpoint old. A jump back counts as nothing.
+    """
+    dated = [(item.key, at) for item in newest_first if (at := item.committed_at_seconds) is not None]
+    gaps = [max(later - at, 0.0) for (_, later), (_, at) in itertools.pairwise(dated)]
+    ordered, middle = sorted(gaps), (len(gaps) - 2) // 2
+    ages: dict[str, float] = {}
+    age = 0.0
+    for (key, _), gap in zip(dated, (0.0, *gaps), strict=False):
+        # the lower median of the other gaps; one gap alone is borne out by none
+        usual = ordered[middle + (gap <= ordered[middle])] if len(gaps) > 1 else 0.0
+        age += min(gap, _MOST_GAPS * usual)
+        ages[key] = age
+    return ages
+
+
+def _spaced(newest_first: Sequence[Item], policy: RetentionPolicy) -> list[str]:
+    """Keys of one checkpoint of each span, the oldest first: what is kept never depends on newer ones.
+
+    A COMMIT that seems older than the one kept before it (a clock that was wrong) is kept as well.
+    """
+    span = policy.keep_every_seconds
+    if span is None:
+        return []
+    kept: list[str] = []
+    last: float | None = None
+    for item in reversed(newest_first):
+        at = item.committed_at_seconds
+        if at is None or last is None or not 0 <= at - last < span:
+            kept.append(item.key)
+            last = at if at is not None else last
+    return kept

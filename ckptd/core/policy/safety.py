@@ -1,0 +1,96 @@
+"""The newest checkpoint that is safe, in a COMMIT on every required remote as last observed, and what is here
+that would be lost with this node (P17, P2).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.core.model.save import Order
+from ckptd.core.policy.local import is_committed, may_be_newest, was_committed
+from ckptd.core.policy.view import ZERO
+
+if TYPE_CHECKING:
+    from ckptd.core.policy.view import JobView, RemoteCommit, SaveView
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Which of the checkpoints that were found at the first start are sent: `backfill` (H20, docs/adr/0155).
+# The newest of them is a guess where the run was rewound before the journal was begun: nobody saw it happen.
+# Whatever may be the newest is sent too.
+
+
+def to_ship(view: JobView, save: SaveView) -> bool:
+    """Of the saves found at the first start all, those that may be the newest, or none are shipped."""
+    if not save.was_found_first or save.is_adopted or view.backfill == "all":
+        return True
+    if view.backfill == "none":
+        return False
+    newest = view.newest_found.get(save.is_model_only)
+    if newest is None or save.order >= newest or is_in_doubt(view, save):
+        return True
+    # what was begun while it was in doubt is ended; but for a part: the other nodes may have had no doubt
+    is_part = save.save.is_part and save.is_intact
+    return save.is_busy or (save.is_held and not is_part)
+
+
+def is_in_doubt(view: JobView, save: SaveView) -> bool:
+    """The trainer's `latest` names it, or nothing proves that what counts as newer is."""
+    if not save.is_intact:
+        return False
+    return save.save.tag == view.latest or may_be_newest(save, view.intact[save.is_model_only])
+
+
+def unsent(view: JobView) -> tuple[str, ...]:
+    """Whole here, not committed, and left to `ckptd adopt`: newest first."""
+    required = [r.name for r in view.remotes if r.is_required]
+    whole = (s for kind in view.intact.values() for s in kind)
+    left = [s for s in whole if not to_ship(view, s) and not was_committed(s.ships, required)]
+    return tuple(s.save.tag for s in sorted(left, key=lambda s: s.order, reverse=True))
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+
+def newest_safe(view: JobView, below: Order | None = None) -> RemoteCommit | None:
+    """Its COMMIT on the first required remote; None: nothing is safe, or no remote is required."""
+    required = [r for r in view.remotes if r.is_required]
+    if not required:
+        return None
+    held = [
+        {(c.tag, c.order): c for c in r.commits if c.form == ZERO and not c.is_model_only} for r in required
+    ]
+    common = set.intersection(*(set(h) for h in held))
+    if below is not None:
+        common = {key for key in common if key[1] < below}
+    return held[0][max(common, key=_order)] if common else None
+
+
+def _order(key: tuple[str, Order]) -> Order:
+    return key[1]
+
+
+def exposed(view: JobView, safe: RemoteCommit | None) -> SaveView | None:
+    """The newest save of this node that is newer than the safe one, or may be; None: there is none.
+
+    Of the safe one's step too: a run that was rewound saves it again, with other weights. There this node's
+    own record decides: nodes may count the saves of a step unlike each other.
+    """
+    saves = (s for s in view.saves if not s.is_model_only and (s.is_intact or s.is_held or s.is_busy))
+    return max((s for s in saves if _is_newer(view, s, safe)), key=lambda s: s.order, default=None)
+
+
+def _is_newer(view: JobView, save: SaveView, safe: RemoteCommit | None) -> bool:
+    if safe is None or save.order[:2] > safe.order[:2]:
+        return True
+    if save.order > safe.order:
+        return not is_committed(view, save)
+    required = [r.name for r in view.remotes if r.is_required]
+    return is_in_doubt(view, save) and to_ship(view, save) and not was_committed(save.ships, required)
+
+
+def steps_at_risk(view: JobView, save: SaveView) -> int:
+    """What is gone if that save is: all since the newest safe one of a lower step in its branch."""
+    branch, step = save.order.branch, save.order.step
+    below = newest_safe(view, Order(branch, step, 0))
+    return max(1, step - (below.step if below is not None and below.branch == branch else 0))

@@ -1,0 +1,363 @@
+"""What the planner sees of one job: plain data gathered by the deciding thread before each turn.
+
+Nothing here is asked for during planning, so that the same view always gives the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from typing import TYPE_CHECKING
+
+from ckptd.base.identity import Model
+from ckptd.core.model.save import Best, Order, SealedFile, SealedSave
+from ckptd.core.policy.retention import RetentionPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptd.core.model.listing import Resumed
+    from ckptd.core.policy.drain import Drain
+    from ckptd.core.policy.permit import CommitRef, Unuploaded
+
+
+# --- The file system of save_dir as the planner sees it (docs/design.md P13) -----------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """The file system of save_dir, in bytes; `reserve_bytes` = next save × 1.1 + min_free (P13)."""
+
+    free_bytes: int
+    reserve_bytes: int
+    can_clone: bool
+    min_free_bytes: int = 0
+    free_files: int | None = None
+    """Inodes that are left; None: this file system has no such limit (btrfs)."""
+    reserve_files: int = 0
+    """Those of the next save."""
+
+    @property
+    def lacks_files(self) -> bool:
+        """The files of the next save would not fit, however many bytes are free."""
+        return self.free_files is not None and self.free_files < self.reserve_files
+
+    @property
+    def is_short(self) -> bool:
+        """The next save would not fit beside `min_free`: what is ours makes room (P13)."""
+        return self.free_bytes < self.reserve_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """A save in flight is larger than all before it, or others write here: half work of ours goes too."""
+        return self.free_bytes < self.min_free_bytes
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+ZERO = "zero"
+UNIVERSAL = "universal"
+WEIGHTS = ("weights-fp32", "weights-bf16", "weights-fp16")
+"""Forms that remotes alone hold: they never lie here (docs/adr/0093)."""
+
+
+class ShipState(StrEnum):
+    """Where one form of one save stands on one remote."""
+
+    NEW = "new"
+    SHIPPING = "shipping"
+    WAITING = "waiting"
+    """Shipped; other nodes' shards are missing."""
+    COMMITTED = "committed"
+    RETIRED = "retired"
+    """Was committed; remote retention let it go."""
+    FAILED = "failed"
+    REFUSED = "refused"
+
+
+SETTLED = (ShipState.COMMITTED, ShipState.RETIRED, ShipState.REFUSED)
+"""Nothing is left to do or to find out about it."""
+
+
+class SupplementRecord(Model):
+    """A SUPPLEMENT beside a COMMIT, and what it lists: (path, bytes, fingerprint)."""
+
+    key: str
+    sha256: str
+    files: tuple[tuple[str, int, str], ...]
+
+
+class ShipRecord(Model):
+    """Journal row: one form of one save on one remote."""
+
+    remote: str
+    form: str
+    state: ShipState = ShipState.NEW
+    generation: int | None = None
+    attempt: int = 1
+    commit_key: str | None = None
+    commit_sha256: str | None = None
+    tries: int = 0
+    retry_at_seconds: float = 0.0
+    """Monotonic; not stored."""
+    reason: str | None = None
+    hint: str = ""
+    """What to do about the reason."""
+    is_damaged: bool = False
+    """An upload found other bytes than were written, here or in what the remote holds to make a form of."""
+    unlisted: tuple[str, ...] = ()
+    """Files of the folder that the COMMIT does not list: they stay, and the folder with them (H8)."""
+    bytes_sent: int = 0
+    supplements: tuple[SupplementRecord, ...] = ()
+    """What is committed beside that COMMIT and lists a file of this folder."""
+
+
+class DerivedState(StrEnum):
+    """Where a derived form of a save stands on this node."""
+
+    NONE = "none"
+    CONVERTING = "converting"
+    READY = "ready"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+class DerivedRecord(Model):
+    """Journal row: a derived form of a save on this node."""
+
+    state: DerivedState = DerivedState.NONE
+    plan_sha256: str = ""
+    layout: str = ""
+    alignment: int = 0
+    is_cloned: bool = False
+    is_source_verified: bool = False
+    bytes: int = 0
+    tries: int = 0
+    lacks: int = 0
+    """How often this node's disk refused: that passes, and does not count as a try."""
+    retry_at_seconds: float = 0.0
+    """Monotonic; reset by a restart."""
+    reason: str | None = None
+    hint: str = ""
+
+
+_NOT_MADE = DerivedRecord()
+
+
+@cache
+def _new_record(remote: str, form: str) -> ShipRecord:
+    return ShipRecord(remote=remote, form=form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveView:
+    """A sealed save that this node holds or held."""
+
+    id: int
+    save: SealedSave
+    is_adopted: bool
+    """False: found at the first start and not adopted; never deleted (H20)."""
+    was_found_first: bool
+    is_intact: bool
+    """Every sealed file is still there with its identity."""
+    is_present: bool
+    """The folder is there at all."""
+    has_unlisted: tuple[str, ...] = ()
+    """Files in the folder that were not sealed (H8)."""
+    late: tuple[SealedFile, ...] = ()
+    """Files that appeared after it was sealed, as they are now."""
+    lacking: Mapping[str, tuple[SealedFile, ...]] = field(default_factory=dict)
+    """By remote that holds its COMMIT: files of the folder that neither that nor a supplement lists."""
+    added: tuple[SealedFile, ...] = ()
+    """Derived files that our `resume` put in: they go with the folder."""
+    is_held: bool = False
+    is_busy: bool = False
+    """Being read by a worker (shipped, converted, cloned)."""
+    is_pinned: bool = False
+    is_pruned: bool = False
+    """We let the folder go, under a permit; what was derived from it may stay (docs/adr/0094)."""
+    ships: Mapping[tuple[str, str], ShipRecord] = field(default_factory=dict)
+    universal: DerivedRecord = field(default_factory=DerivedRecord)
+    weights: Mapping[str, DerivedRecord] = field(default_factory=dict)
+    """By form; what is known of making them, for they lie nowhere here."""
+    order: Order = field(init=False, compare=False)
+    """Of the save; kept, for a plan of thousands asks a dozen times."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", self.save.order)
+
+    @property
+    def is_model_only(self) -> bool:
+        """Weights alone: kept apart from what can be resumed from."""
+        return self.save.grid.is_model_only
+
+    @property
+    def is_convertible(self) -> bool:
+        """All of its shards are here, and they are more than weights."""
+        return not self.save.grid.is_model_only and not self.save.is_part
+
+    @property
+    def stands_alone(self) -> bool:
+        """Its universal form loads without its other files: a trainer's own lie beside it (adr/0050)."""
+        return self.save.roots == ("",)
+
+    def derived(self, form: str) -> DerivedRecord:
+        """Where a derived form stands here."""
+        return self.universal if form == UNIVERSAL else self.weights.get(form) or _NOT_MADE
+
+    def ship(self, remote: str, form: str) -> ShipRecord:
+        """The record, or a new one."""
+        known = self.ships.get((remote, form))
+        return known if known is not None else _new_record(remote, form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteCommit:
+    """A COMMIT as the last observation showed it."""
+
+    tag: str
+    generation: int
+    form: str
+    branch: int
+    step: int
+    save_seq: int
+    key: str
+    sha256: str
+    is_model_only: bool = False
+    committed_at_seconds: float | None = None
+    """Unix time that the COMMIT carries; None: it carries none that can be read."""
+    best: Best | None = None
+    names_best: str | None = None
+    """The tag that its trainer called the best so far."""
+    stands_alone: bool = True
+    """It can be used when the other forms of its generation are gone."""
+    config_digest: str = ""
+    """Of all nodes whose manifests it rests on; empty: they disagree."""
+    nodes: frozenset[str] = frozenset()
+    """Whose manifests it rests on."""
+    order: Order = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", Order(self.branch, self.step, self.save_seq))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteView:
+    """One remote as last observed."""
+
+    name: str
+    is_required: bool
+    forms: tuple[str, ...]
+    is_attached: bool
+    """There, ours, observed, and not backing off."""
+    is_shipping: bool
+    """Its one mover (ship or retire) is busy, or left alone for a while."""
+    was_heard: bool = True
+    """Observed since the start: what people decided on other nodes before that is known."""
+    ships: str | None = None
+    """The form that the mover ships just now."""
+    ships_save: int | None = None
+    """Of which save."""
+    commits: tuple[RemoteCommit, ...] = ()
+    known_tags: frozenset[str] = frozenset()
+    """Tags with commits, tombstones or manifests: must be described before they are shipped."""
+    retention: RetentionPolicy = field(default_factory=RetentionPolicy)
+    retirements_left: int = 3
+    """Its own seat belt: each save brings one removal to each remote (adr/0127)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationAnswer:
+    """What `choose_generation` said of one save on one remote."""
+
+    generation: int
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """Fresh reads of the COMMITs of one save, on every required remote, all well."""
+
+    commits: tuple[CommitRef, ...]
+    at_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenure:
+    """A job on a shared directory, as the planner of one host sees it."""
+
+    holds_lease: bool
+    """Read back a short while ago by this host's monotonic clock, which a stopped process does not escape."""
+    until_seconds: float = 0.0
+    """Monotonic: after this nothing is deleted or converted before the lease is read again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """Everything the planner needs of one job."""
+
+    saves: tuple[SaveView, ...]
+    remotes: tuple[RemoteView, ...]
+    local_forms: tuple[str, ...]
+    local_retention: RetentionPolicy
+    backfill: str
+    latest: str | None
+    """Content of the trainer's pointer file."""
+    latest_universal: str | None
+    is_save_in_flight: bool
+    is_first_scan: bool
+    """Nothing is deleted in the first scan after a start."""
+    is_paused: bool
+    """A person paused the job: transfers, conversions and removals rest."""
+    may_delete: bool
+    """Rights proved (P19), same device as before, seat belt not reached."""
+    deletions_left: int
+    """The seat belt for this node's disk: checkpoints that may still go in this hour."""
+    disk: Disk
+    generations: Mapping[tuple[int, str, str], GenerationAnswer]
+    """(save id, remote, form) → generation, for saves whose tag the remote knows."""
+    confirmations: Mapping[int, Confirmation]
+    is_converting: bool
+    now_seconds: float
+    unuploaded: Unuploaded = "keep"
+    """What the job file says of checkpoints that are not committed (P1)."""
+    metric: str | None = None
+    """What keep_best compares."""
+    is_higher_better: bool = False
+    pinned_tags: frozenset[str] = frozenset()
+    """Whether a save of the tag is on this node or not."""
+    not_to_prune: frozenset[int] = frozenset()
+    """Ids of saves whose removal from this node failed a short while ago."""
+    not_to_supplement: frozenset[tuple[int, str]] = frozenset()
+    """(save id, remote) whose late files that remote did not take a short while ago, though it works."""
+    not_to_retire: frozenset[tuple[str, str]] = frozenset()
+    """(remote, digest) of COMMITs that the remote would not let go a short while ago."""
+    drain: Drain | None = None
+    """The node is about to go; comes before a pause."""
+    config_digest: str = ""
+    """Of what all nodes of the job must agree on; empty: not compared."""
+    node: str = ""
+    """This node's name."""
+    due_since_seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """(remote, COMMIT key) → since when nothing has kept it here; monotonic."""
+    tenure: Tenure | None = None
+    """save_dir is shared by hosts (adr/0110); None: it is this host's alone."""
+    resumed: Resumed | None = None
+    """What `resume` gave to the trainer last, whatever came of it since."""
+    unsealed_tags: frozenset[str] = frozenset()
+    """Checkpoints on this node of which nothing is known yet, as after the loss of the journal."""
+    newest_found: Mapping[bool, Order] = field(init=False, compare=False)
+    """The highest order found at the first start, of models alone (True) and of the others (False)."""
+    intact: Mapping[bool, tuple[SaveView, ...]] = field(init=False, compare=False)
+    """What lies here as it was sealed, newest first, by the same."""
+
+    def __post_init__(self) -> None:
+        newest: dict[bool, Order] = {}
+        for save in self.saves:  # once a view: of thousands, each is compared with it
+            if save.was_found_first:
+                newest[save.is_model_only] = max(save.order, newest.get(save.is_model_only, save.order))
+        object.__setattr__(self, "newest_found", newest)
+        whole = sorted((s for s in self.saves if s.is_intact), key=lambda s: s.order, reverse=True)
+        kinds = {kind: tuple(s for s in whole if s.is_model_only == kind) for kind in (False, True)}
+        object.__setattr__(self, "intact", kinds)

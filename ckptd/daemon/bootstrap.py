@@ -1,0 +1,423 @@
+"""What a job needs once before it acts: node id, settings of remotes, device (P1, P19)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import shlex
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.base import files
+from ckptd.base.identity import Model
+from ckptd.base.owned_dirs import lock as lock_if_possible
+from ckptd.base.owned_dirs import opened_ours, path_of
+from ckptd.core.model.listing import OURS
+from ckptd.core.policy.view import UNIVERSAL, WEIGHTS, DerivedState, ShipState
+from ckptd.daemon.actions.convert import found_universal
+from ckptd.daemon.actions.prune import finish, moved_back
+from ckptd.daemon.intake.clones import take_up_holds
+from ckptd.daemon.intake.initial_scan import Beginning, beginning
+from ckptd.daemon.state.state import HOUR_SECONDS
+from ckptd.daemon.uploads.duplicates import settle
+from ckptd.daemon.uploads.retire import take_up_belt
+from ckptd.daemon.uploads.shared_dir import own_state
+from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
+from ckptd.observe.logs import doing
+from ckptd.storage.local import fs
+from ckptd.storage.local.fs import ensure_ours
+from ckptd.storage.local.state_dir import NODE_ID, NODE_PLACE, prepare_state_dir, read_node_id, state_base
+from ckptd.storage.remote import messages as m
+from ckptd.storage.remote.coordination import NEXT_STEP, said_of
+from ckptd.storage.remote.messages import known_url
+from ckptd.storage.stores.access import access_of
+from ckptd.storage.stores.base import Abilities
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from ckptd.config.loader import LoadedConfig
+    from ckptd.config.schema import JobConfig, RemoteConfig
+    from ckptd.core.model.records import SaveRow
+    from ckptd.core.policy.view import DerivedRecord
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state.state import JobState
+    from ckptd.observe.audit import Audit
+    from ckptd.storage.journal.journal import Journal
+
+log = logging.getLogger("ckptd")
+
+_TOLD_SECONDS = 86_400.0
+"""How long after its first start a job says that another node writes under its name."""
+
+
+def must_wait(state_dir: Path, save_dir: Path) -> bool:
+    """Whether a job begins with its first checkpoint only: nothing of ours lies in save_dir until then (P11).
+
+    One whose save_dir was emptied goes on: what it has in the remotes and misses here is to be said.
+    """
+    if not state_dir.is_relative_to(save_dir):
+        return False
+    with contextlib.suppress(OSError), opened_ours(state_dir) as fd:
+        return files.stat_beneath(fd, "journal.db") is None
+    return True
+
+
+def is_default_state(state_dir: Path, save_dir: Path) -> bool:
+    """Whether the state directory lies in save_dir, or where ours does: it moves and goes with it."""
+    return state_dir.is_relative_to(save_dir) or state_dir == path_of(save_dir, f"{OURS}/state")
+
+
+def begun(
+    config: JobConfig, journal: Journal, state_dir: Path, save_dir_fd: int, here: frozenset[str]
+) -> Beginning:
+    """What lay in save_dir before us; `here`: its tags when this daemon first looked."""
+    save_dir, inode = config.save_dir, os.fstat(save_dir_fd).st_ino
+    holds_state = is_default_state(state_dir, save_dir)
+    return beginning(journal, str(save_dir), inode, here, holds_state=holds_state)
+
+
+def make_state(state_dir: Path, save_dir: Path, save_dir_fd: int) -> Path:
+    """Create the state directory; where ours lies is known only when the first checkpoint is there."""
+    inside = f"{OURS}/state"
+    if state_dir == save_dir / inside:
+        os.close(ensure_ours(save_dir_fd, inside))
+        return path_of(save_dir, inside)
+    prepare_state_dir(state_dir)
+    return state_dir
+
+
+def node_id_of(state_dir: Path, inode: int | None = None) -> str:
+    """The random id of this node, made once and kept in the state directory.
+
+    `inode`: of the save_dir in which the state lies. Where both were copied together, the copy gets an id of
+    its own: under one id two places would be taken for one, and both let into one remote.
+    """
+    with opened_ours(state_dir) as fd:
+        known = read_node_id(fd)
+        place = files.read_beneath(fd, NODE_PLACE, limit_bytes=64).decode() if _has_place(fd) else None
+        if known is None or (inode is not None and place not in (None, str(inode))):
+            known = secrets.token_hex(8)
+            files.write_atomic(fd, NODE_ID, known.encode())
+        if inode is not None and place != str(inode):
+            files.write_atomic(fd, NODE_PLACE, str(inode).encode())
+    return known
+
+
+def _has_place(state_dir_fd: int) -> bool:
+    return files.stat_beneath(state_dir_fd, NODE_PLACE) is not None
+
+
+def remote_settings(
+    config: JobConfig,
+    remote: RemoteConfig,
+    journal: Journal,
+    *,
+    node: str,
+    node_id: str,
+    apart_from: tuple[str, ...] = (),
+) -> m.RemoteSettings:
+    """What a remote's child is told: the job file's words, and the identity seen before (P2)."""
+    return m.RemoteSettings(
+        name=remote.name,
+        url=remote.url,
+        job=config.name,
+        job_id=journal.meta(f"job_id:{remote.name}"),
+        remote_id=journal.meta(f"remote_id:{remote.name}"),
+        known_url=known_url(journal.meta(f"abilities:{remote.name}")),
+        abilities=_abilities_of(journal, remote),
+        same_filesystem=remote.same_filesystem,
+        save_dir=str(config.save_dir),
+        apart_from=apart_from,
+        verify=remote.verify,
+        access=access_of(remote),
+        bytes_per_second=remote.bandwidth.at(time.time()),
+        node=node,
+        node_id=node_id,
+    )
+
+
+class _Known(Model):
+    """What a remote was seen to do, where, and which it was."""
+
+    url: str
+    remote_id: str
+    abilities: Abilities
+
+
+def _abilities_of(journal: Journal, remote: RemoteConfig) -> Abilities | None:
+    """Of that very remote, as it was attached last; None: it was not, or another version wrote that."""
+    text = journal.meta(f"abilities:{remote.name}")
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        known = _Known.model_validate_json(text)
+        if (known.url, known.remote_id) == (remote.url, journal.meta(f"remote_id:{remote.name}")):
+            return known.abilities
+    return None
+
+
+def on_attached(job: Job, name: str) -> Callable[[m.Attached], None]:
+    """What is kept of a remote that was proved to be ours, and no other one of the job."""
+
+    def attached(answer: m.Attached) -> None:
+        assert job.state is not None
+        if not settle(job, name, answer, job.state.journal):
+            return
+        if answer.living and not job.config.shared_fs:
+            text = said_of(answer.living, name, answer.identity.created)
+            job.problems.put("name-shared", name, text, NEXT_STEP, lasts_seconds=_TOLD_SECONDS)
+        job.job_id = answer.identity.job_id
+        job.state.journal.set_meta(f"job_id:{name}", answer.identity.job_id)
+        job.state.journal.set_meta(f"remote_id:{name}", answer.identity.remote_id)
+        where = job.links[name].settings.url
+        known = _Known(url=where, remote_id=answer.identity.remote_id, abilities=answer.abilities)
+        job.state.journal.set_meta(f"abilities:{name}", known.model_dump_json())
+        job.wake()
+
+    return attached
+
+
+def open_job(config: JobConfig, state_dir: Path) -> tuple[int, int] | None:
+    """Descriptors of save_dir and of what is locked: it, or of a shared one this host's state directory.
+
+    None: there is no such directory yet.
+
+    Raises:
+        LockHeld: another daemon owns it (75). ConfigError: the state of a shared one lies in there.
+    """
+    if not config.shared_fs:
+        fd = open_locked(str(config.save_dir))
+        return None if fd is None else (fd, fd)
+    lock = own_state(state_dir, config.save_dir)
+    fd = _open(str(config.save_dir))
+    if fd is None:
+        os.close(lock)
+        return None
+    try:
+        # beside other hosts' daemons; a command that wants save_dir alone finds that one runs
+        lock_if_possible(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        let_go(fd, lock)
+        msg = f"a daemon without shared_fs, or a command, owns {config.save_dir}"
+        raise LockHeld(msg) from error
+    return fd, lock
+
+
+def open_locked(save_dir: str) -> int | None:
+    """A descriptor of save_dir that holds its lock; None: there is no such directory yet.
+
+    Raises:
+        LockHeld: another daemon owns it (75).
+    """
+    fd = _open(save_dir)
+    if fd is None:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        hint = f"one daemon per save_dir; `{shlex.join(['ckptd', 'status', save_dir])}` shows it"
+        raise LockHeld(f"another daemon owns {save_dir}", hint=hint) from error
+    return fd
+
+
+def may_open_now(config: JobConfig, error: CkptdError) -> bool:
+    """Whether a job that did not open may be tried again: disks and rights heal; of a locked one only if no
+    other daemon owns save_dir now (of a shared one only a reload asks again).
+    """
+    if not isinstance(error, LockHeld):
+        return isinstance(error, StorageError | NotPermitted)
+    if config.shared_fs:
+        return False
+    try:
+        fd = open_locked(str(config.save_dir))
+    except CkptdError:
+        return False
+    if fd is not None:
+        let_go(fd, fd)
+    return True
+
+
+def await_matches(loaded: LoadedConfig, environ: Mapping[str, str]) -> None:
+    """At start: jobs that globs may bring later need a place for their state, and somebody to tell of them.
+
+    Raises:
+        ConfigError: there is none; the first that comes beside another would stop both.
+    """
+    if loaded.has_globs:
+        state_base(loaded.daemon.state_dir, environ, loaded.jobs_in_daemon)
+    for pattern in loaded.unmatched:
+        log.info("no directory matches %s yet; each that appears becomes a job", pattern)
+
+
+def let_go(fd: int, lock: int) -> None:
+    """Workers may hold duplicates for a moment longer; the lock must not outlive the job with them."""
+    for one in {fd, lock}:
+        lock_if_possible(one, fcntl.LOCK_UN)
+        os.close(one)
+
+
+def _open(save_dir: str) -> int | None:
+    try:
+        return os.open(save_dir, files.DIR_FLAGS)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise from_os_error(error, f"opening {save_dir}") from error
+
+
+def check_device(job: Job, state: JobState, save_dir_fd: int) -> None:
+    """Another device than before: perhaps the NVMe is not mounted; nothing is deleted (H30)."""
+    device = str(os.fstat(save_dir_fd).st_dev)
+    known = state.journal.meta("device")
+    if known is None:
+        state.journal.set_meta("device", device)
+    if known in (None, device):
+        job.problems.clear("device-changed", str(job.config.save_dir))
+    else:
+        job.problems.put(
+            "device-changed",
+            str(job.config.save_dir),
+            f"{job.config.save_dir} lies on another file system than before; nothing is deleted",
+            "is the NVMe mounted? if this is meant, delete the journal in the state directory",
+        )
+
+
+def is_still(path: Path, fd: int) -> bool:
+    """True while `path` names the open directory; an error other than "not there" changes nothing."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+# --- After a restart: what a crash left half done on this node is finished or taken back (P7) ------------
+# Runs once, in the deciding thread, before the first plan; everything it does is idempotent.
+
+PARTIAL_END = ".ckptd-partial"
+"""How the executor names a conversion that is not published yet."""
+MIRROR = "mirror."
+"""So begins the name of what planning reads of a remote's objects (`ckptd.convert.remote.derive`)."""
+
+
+def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
+    """After a restart: finish journalled prunes, move back what was renamed aside without one, tidy ours.
+
+    A prune whose intent is journalled rested on confirmed COMMITs, once: where nothing went yet it is taken
+    back and needs a fresh permit (adr/0153). What has lost a file is finished, as far as the sealed files lie
+    there, and never moved back (docs/design.md §5 *Permit*, adr/0163). What else lies below `_ckptd` in a
+    directory that is shared may be another host's work under way (adr/0110).
+    """
+    names = set(fs.trash_names(save_dir_fd))
+    for deletion in state.journal.open_deletions():
+        if deletion.trash in names:
+            names.discard(deletion.trash)
+            if moved_back(save_dir_fd, deletion.trash, deletion.intent, audit):
+                state.journal.end_deletion(deletion.id, done=False)
+                continue
+            if fs.is_whole_in_trash(save_dir_fd, deletion.trash, deletion.intent.files):
+                state.half_removed.add(deletion.id)
+                continue
+            tag = deletion.intent.tag
+            try:
+                finish(save_dir_fd, deletion)
+            except StorageError as error:
+                log.warning("pruning %s: %s", tag, error, extra=doing("prune", tag))
+                state.half_removed.add(deletion.id)
+                state.note_failure(f"pruning {tag}", error)
+                continue
+            state.journal.end_deletion(deletion.id, done=True)
+            state.journal.end_save(deletion.save_id, "pruned")
+            log.info("finished pruning %s", tag, extra=doing("prune", tag))
+        else:
+            row = state.rows.get(deletion.save_id)
+            # one that was saved again since, in part perhaps, is judged by what was sealed before (P4)
+            gone = row is not None and files.stat_beneath(save_dir_fd, row.save.tag) is None
+            state.journal.end_deletion(deletion.id, done=gone)
+            if gone:
+                state.journal.end_save(deletion.save_id, "pruned")
+    _take_up_again(state, save_dir_fd)
+    if not state.is_shared:
+        _tidy(state, save_dir_fd, audit, names)
+        take_up_holds(state, save_dir_fd)
+    state.load()
+    _take_up_belt(state)
+
+
+def _take_up_belt(state: JobState) -> None:
+    """The seat belt does not begin anew with each start: a daemon that starts again and again has one.
+
+    By a clock that jumps an hour counts as over, or, where it went back, as just begun.
+    """
+    now, unix = time.monotonic(), time.time()
+    sealed, pruned = state.journal.lately(unix - HOUR_SECONDS)
+    state.completed_at.extend(now - max(0.0, unix - at) for at in sealed)
+    state.deleted_at.extend(now - max(0.0, unix - at) for at in pruned)
+    take_up_belt(state)
+
+
+def _tidy(state: JobState, save_dir_fd: int, audit: Audit, names: set[str]) -> None:
+    fs.empty_our_trash(save_dir_fd)
+    for name in names:
+        if not fs.is_ours_in_trash(name):
+            tag = name.rsplit(".", 1)[0]
+            if fs.return_from_trash(save_dir_fd, name, tag):
+                audit.write(
+                    "trash", tag=tag, generation=0, form="zero", reason="moved back: no permit on record"
+                )
+                log.warning("%s was in the trash without a permit on record; moved back", tag)
+    _sweep_partials(state, save_dir_fd, audit)
+
+
+def _take_up_again(state: JobState, save_dir_fd: int) -> None:
+    """Conversions and uploads that the crash interrupted are open again; backoffs are over."""
+    for row in list(state.rows.values()):
+        for form, derived in {UNIVERSAL: row.derived, **row.weights}.items():
+            is_staged = form != UNIVERSAL and derived.state is DerivedState.READY
+            if is_staged or derived.state is DerivedState.CONVERTING:
+                made = None if is_staged or state.is_shared else _published(row, save_dir_fd)
+                none = derived.model_copy(update={"state": DerivedState.NONE})
+                state.put_derived(row.id, made or none, form)
+            elif derived.retry_at_seconds:
+                state.put_derived(row.id, derived.model_copy(update={"retry_at_seconds": 0.0}), form)
+    for save_id, records in list(state.ships.items()):
+        for record in list(records.values()):
+            if record.state is ShipState.SHIPPING:
+                state.put_ship(save_id, record.model_copy(update={"state": ShipState.NEW}))
+
+
+def _published(row: SaveRow, save_dir_fd: int) -> DerivedRecord | None:
+    """A form that was published when the crash came, and not noted."""
+    try:
+        return found_universal(save_dir_fd, row)
+    except (CkptdError, OSError) as error:
+        log.warning("the universal form of %s is looked for again: %s", row.save.tag, error)
+        return None
+
+
+def _sweep_partials(state: JobState, save_dir_fd: int, audit: Audit) -> None:
+    """Half conversions that nothing will continue: of saves that are gone, or whose form is there."""
+    over = (DerivedState.READY, DerivedState.REFUSED)
+    present = {
+        row.save.tag
+        for row in state.rows.values()
+        if row.state == "present" and row.derived.state not in over
+    }
+    for place in (f"{fs.DERIVED}/{UNIVERSAL}", fs.STAGING):
+        for name in fs.names_in(save_dir_fd, place):
+            is_partial = name.startswith(".") and name.endswith(PARTIAL_END)
+            is_mirror = place == fs.STAGING and name.startswith(MIRROR)
+            if is_mirror or (is_partial and name[1 : -len(PARTIAL_END)] not in present):
+                fs.remove_idle(save_dir_fd, place, name)
+    for form in WEIGHTS:  # as versions made them that shipped them from here
+        for name in fs.names_in(save_dir_fd, f"{fs.DERIVED}/{form}"):
+            why = "forms for remotes alone are not kept here"
+            audit.write("drop-derived", tag=name, generation=0, form=form, reason=why)
+            fs.remove_ours(save_dir_fd, f"{fs.DERIVED}/{form}", name)

@@ -1,0 +1,279 @@
+"""The next hours of a job, from its recent saves: feeds status and raises early alarms (docs/design.md P17).
+
+Decides nothing: what it says is for people, who alone can save less often or buy a faster link.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, cast
+
+from ckptd.config.quantities import show_bandwidth, show_seconds
+from ckptd.core.policy.blockers import adopting
+from ckptd.core.policy.capacity import (
+    Forecast,
+    Saved,
+    forecast,
+    ground_of,
+    pace_of,
+    play,
+    rotation_of,
+    summed,
+)
+from ckptd.core.policy.view import ZERO
+from ckptd.daemon.state.view_builder import unsealed
+from ckptd.daemon.uploads.session import STILL_SECONDS
+
+if TYPE_CHECKING:
+    from ckptd.core.model.manifest import SaveWindow
+    from ckptd.core.policy.capacity import Ground, Pace
+    from ckptd.core.policy.view import Disk, JobView
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state.state import JobState
+
+FULL_SOON_SAVES = 3
+LEAST_SAVES = 5
+"""Fewer tell no pace: the first ones of a run lie apart otherwise than the later ones."""
+RUNNING_SECONDS = 10.0
+"""An upload that has run for so long tells the speed of its link before it ends."""
+_ROWS = 200
+"""The latest ones tell how the trainer rotates."""
+_NO_LIMIT = 1 << 62
+
+FREES_FILES = "remove small files on this disk (df -i): it has room, and no inodes left for a save"
+_CURES = {
+    "keep_every_steps": "raise keep_every_steps",
+    "keep_every_seconds": "raise keep_every",
+    "keep_within_seconds": "shorten keep_within",
+    "keep_best": "lower keep_best",
+    "keep_steps": "shorten keep_steps",
+    "ephemeral": "raise every_steps or lower keep of ephemeral",
+    "ladder": "let the ladder end sooner",
+}
+_THIN_IS_NOT_ENOUGH = (
+    'unuploaded = "thin" is not enough here (none goes before a newer one is committed), "delete" is'
+)
+
+
+def link_speed(job: Job, state: JobState) -> float | None:
+    """Bytes per second of the slowest required remote, as last measured; None: nothing was sent yet."""
+    speeds = [
+        state.link_speeds.get(r.name) or running_speed(state, r.name, RUNNING_SECONDS)
+        for r in job.config.remotes
+        if r.required
+    ]
+    return min((speed for speed in speeds if speed), default=None)
+
+
+def running_speed(state: JobState, remote: str, least_seconds: float) -> float | None:
+    """What the upload of a ZeRO form under way has done so far: the first day has no finished one."""
+    now = time.monotonic()
+    for (_, name, form), moving in state.moving.items():
+        seconds, done = now - moving.started_seconds, moving.done_bytes - moving.start_bytes
+        if name == remote and form == ZERO and seconds >= least_seconds and done > 0:
+            return done / seconds
+    return None
+
+
+def outlook(job: Job, state: JobState) -> Forecast:
+    """What to expect of this job if the trainer goes on as it did, and those beside it on its disk."""
+    now = time.time()
+    ground = replace(_ground(job, state), others=_taken_by_others(job, now))
+    told = forecast(_saves(job, state), ground, now_seconds=now)
+    if job.view is not None and job.view.disk.lacks_files:
+        return replace(told, full_in_saves=0, full_in_seconds=0.0, lacks_files=True)
+    return told
+
+
+def _ground(job: Job, state: JobState) -> Ground:
+    assert job.view is not None
+    latest_rows = islice(reversed(state.rows.values()), _ROWS)
+    rests = _is_paused(job.view, state)
+    return ground_of(
+        job.view if rests == job.view.is_paused else replace(job.view, is_paused=rests),
+        _link(job, state),
+        _left_bytes(job.view, state),
+        written_bytes=_written_bytes(state),
+        unsealed=[(folder.tag, step, folder.total_bytes) for folder, _, step in unsealed(state)],
+        rotation=rotation_of(latest_rows),
+    )
+
+
+def _is_paused(view: JobView, state: JobState) -> bool:
+    """By a person; a host that stands by rests as well, and another one lets go meanwhile."""
+    return view.is_paused and not (state.sharer is not None and state.sharer.stands_by)
+
+
+def _beside(job: Job, now: float) -> list[tuple[Job, JobState, Pace]]:
+    """Other jobs of this daemon on the same disk, as far as they are looked at: those that go on saving."""
+    others = ((other, other.state) for other in cast("list[Job]", job.way.beside(job)))
+    looked_at = [(o, state) for o, state in others if state is not None and o.view is not None]
+    paces = [(other, state, pace_of(_saves(other, state), now)) for other, state in looked_at]
+    return [(other, state, pace) for other, state, pace in paces if pace is not None]
+
+
+def _taken_by_others(job: Job, now: float) -> tuple[tuple[float, int], ...]:
+    """What the coming saves of other jobs will have taken of the disk that this one counts on, by time."""
+    taken: list[tuple[float, int]] = []
+    for other, state, pace in _beside(job, now):
+        alone = replace(_ground(other, state), free_bytes=_NO_LIMIT)
+        taken = summed(taken, play(alone, pace).taken)
+    return tuple(taken)
+
+
+def _saves(job: Job, state: JobState) -> list[Saved]:
+    """All that are known; also those that wait for a remote's first answer to be sealed."""
+    settle, known = job.config.settle_seconds, state.rows.values()
+    saves = [
+        _saved(r.save.window, r.save.total_bytes, r.save.step, r.save.tag, r.seen_at, settle) for r in known
+    ]
+    for folder, window, step in unsealed(state):
+        quiet = state.quiet.get(folder.tag)
+        seen_at = quiet.first_seen_unix if quiet is not None else window.last / 1e9
+        saves.append(_saved(window, folder.total_bytes, step, folder.tag, seen_at, settle))
+    return saves
+
+
+def _saved(window: SaveWindow, size: int, step: int, tag: str, seen_at: float, settle: float) -> Saved:
+    """Written from its first sign to its last shard; what was found here later had been written before."""
+    last = window.last / 1e9
+    written = max(last - min(window.first / 1e9, seen_at), 0.0) + settle
+    return Saved(at_seconds=last, bytes=size, step=step, tag=tag, written_seconds=written)
+
+
+def _link(job: Job, state: JobState) -> float | None:
+    """What the forecast may count on: nothing of a remote that is away, or takes no upload.
+
+    One that was not measured since the start counts as fast enough: what is told then fills the disk in any
+    case, and the slowness of a link that nobody knows frightens nobody after each restart.
+    """
+    required = [job.links[remote.name] for remote in job.config.remotes if remote.required]
+    if not required or any(link.is_away or link.left_alone for link in required):
+        return None
+    return link_speed(job, state) or math.inf
+
+
+def _written_bytes(state: JobState) -> int:
+    """Of saves that are written just now: the disk has given that room, and it is no longer to be found."""
+    folders = state.listing.folders if state.listing is not None else ()
+    whole = {folder.tag for folder, _, _ in unsealed(state)}
+    return sum(folder.total_bytes for folder in folders if folder.tag in state.in_flight - whole)
+
+
+def _left_bytes(view: JobView, state: JobState) -> int | None:
+    """What the slowest required remote still has to take of the ZeRO form under way; None: there is none."""
+    keys = [
+        (r.ships_save, r.name, ZERO)
+        for r in view.remotes
+        if r.is_required and r.ships == ZERO and r.ships_save is not None
+    ]
+    moving = [state.moving[key] for key in keys if key in state.moving]
+    return max((one.total_bytes - one.done_bytes for one in moving), default=None)
+
+
+def see_outlook(job: Job, state: JobState) -> None:
+    """Alarms before something is lost: the disk will be full, the link is too slow, a save is overdue."""
+    if job.view is None:
+        return
+    told, speed = outlook(job, state), link_speed(job, state)
+    _see_full(job, state, told)
+    is_still = any(job.links[r.name].still_seconds >= STILL_SECONDS for r in job.config.remotes if r.required)
+    is_known = len(_saves(job, state)) >= LEAST_SAVES and not is_still
+    if told.save_steps_for_link is not None and speed is not None and is_known:
+        _see_slow(job, told, speed, told.save_steps_for_link)
+    if told.overdue_seconds is not None and told.save_every_seconds is not None and not state.in_flight:
+        usual = show_seconds(told.save_every_seconds)
+        late = show_seconds(told.overdue_seconds)
+        quiet = show_seconds(told.save_every_seconds + told.overdue_seconds)
+        text = f"no save for {quiet}, usually every {usual}"
+        job.problems.see(
+            "save-overdue", "saves", f"{text} ({late} late)", "has the run ended, or does it hang?"
+        )
+
+
+def shortage(disk: Disk) -> str:
+    """What the next save lacks on this disk, in words; else nothing."""
+    if disk.is_short:
+        free, need = disk.free_bytes / 1e9, disk.reserve_bytes / 1e9
+        return f"{free:.1f} GB free, the next save and min_free need {need:.1f} GB"
+    if disk.lacks_files:
+        return disk_files(disk)
+    return ""
+
+
+def disk_files(disk: Disk) -> str:
+    """In words."""
+    return f"{disk.free_files} inodes free, the next save needs {disk.reserve_files}"
+
+
+def to_adopt(job: Job) -> str:
+    """The first step on a disk that what was found at the first start holds; else nothing."""
+    return adopting(job.view) if job.view is not None else ""
+
+
+def _see_slow(job: Job, told: Forecast, speed: float, steps: int) -> None:
+    production, link = _measured(told.production_bytes_per_second or 0), _measured(speed)
+    text, how = f"production {production}, link {link}: ", job.config.unuploaded
+    full = "" if told.full_in_seconds is None else f", disk full in {show_seconds(told.full_in_seconds)}"
+    cure = f"save every {steps:,} steps, or make the link faster"
+    adopt = to_adopt(job)
+    if not job.config.local.policy.deletes:
+        text += f"uploads fall behind{full}"
+    elif how == "keep":
+        text += f"uploads fall behind{full}"
+        if adopt:
+            cure = adopt + cure
+        elif told.is_spared_by_thin:
+            cure += '; or set unuploaded = "thin": then not every save is uploaded'
+        else:
+            cure += f"; {_THIN_IS_NOT_ENOUGH}"
+    else:
+        text += f'not every save is uploaded (unuploaded = "{how}"){full}'
+        if full and adopt:
+            cure = adopt + cure
+        elif full and how == "thin":
+            cure += f"; {_THIN_IS_NOT_ENOUGH}"
+    job.problems.see("link-slow", "link", text, cure)
+
+
+def _measured(bytes_per_second: float) -> str:
+    """Two digits: what was measured wanders, and an alarm whose words change each turn is noise."""
+    return show_bandwidth(round(float(f"{bytes_per_second:.2g}"))).partition(" = ")[0]
+
+
+def _see_full(job: Job, state: JobState, told: Forecast) -> None:
+    saves, seconds = told.full_in_saves, told.full_in_seconds
+    if saves is None or seconds is None or saves > FULL_SOON_SAVES:
+        return
+    text = f"disk full in {saves} saves / {show_seconds(seconds)} at this pace"
+    if (beside := len(_beside(job, time.time()))) > 0:
+        text += f" and that of {beside} other job{'s' * (beside > 1)} on this disk"
+    cure, how = "free space, save less often, or make the link faster", job.config.unuploaded
+    adopt = to_adopt(job)
+    if told.lacks_files and job.view is not None:
+        text, cure = f"disk full: {disk_files(job.view.disk)}", FREES_FILES
+    elif not job.config.local.policy.deletes:
+        cure = "set save_total_limit in [local], free space, or save less often"
+    elif job.view is not None and _is_paused(job.view, state):
+        cure = "nothing is sent or removed while the job is paused: `ckptd unpause`, or free space"
+    elif adopt:  # no limit and no opt-out frees what was found here; adopted, it may be enough
+        cure = adopt + "free space, or save less often"
+    elif told.is_limit_too_high:
+        cure = "lower save_total_limit in [local], free space, or save less often"
+    elif told.kept_by:
+        cure = f"{_less(job, told.kept_by)} in [local], or free space"
+    elif how == "keep" and told.is_spared_by_thin:
+        cure += '; unuploaded = "thin" lets go what is older than a committed one'
+    elif how != "delete":
+        cure += f"; {_THIN_IS_NOT_ENOUGH}"
+    job.problems.see("disk-full-soon", "disk", text, cure)
+
+
+def _less(job: Job, keys: tuple[str, ...]) -> str:
+    """What lets these keys of the policy keep less; of ephemeral alone the others have no limit."""
+    if keys == ("ephemeral",) and not job.config.local.policy.limits:
+        return "set save_total_limit"
+    return ", ".join(_CURES[key] for key in keys)

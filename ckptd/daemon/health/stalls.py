@@ -1,0 +1,374 @@
+"""What does not leave this node, and what may not leave it or a remote: seen anew by each turn (P17).
+
+Apart from checks.py. Reads the job's memory only; a problem is over once what it was about is tried with
+success, is not wanted any more, or is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shlex
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.base.owned_dirs import path_of
+from ckptd.config.commands import command_for
+from ckptd.core.completeness.judge import State
+from ckptd.core.policy.blockers import blocked, blocked_there
+from ckptd.core.policy.remote import is_configured_otherwise
+from ckptd.core.policy.view import SETTLED, ZERO, ShipState
+from ckptd.daemon.uploads.requests import hold_name
+from ckptd.daemon.uploads.session import NEXT_STEP, STILL_SECONDS
+from ckptd.daemon.uploads.shared_dir import see_sharer
+from ckptd.storage.local import fs
+from ckptd.storage.local.probe import user
+
+if TYPE_CHECKING:
+    from ckptd.core.completeness.judge import Verdict
+    from ckptd.core.model.records import SaveRow
+    from ckptd.core.policy.actions import Plan
+    from ckptd.core.policy.view import JobView, ShipRecord
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state.state import JobState
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Saves that will never be safe as they are: never deleted by themselves (P5), so people must see what they
+# cost, and the command for each (H23).
+
+REMOVES = "removes it"
+_CUT_SHORT = (State.INCOMPLETE, State.TORN_RESAVE, State.SUSPECT)
+
+
+def unfinished(state: JobState) -> dict[str, int]:
+    """Tag → bytes in its folder, of incomplete, torn, doubtful and damaged saves, the largest first."""
+    tags = {tag for tag, verdict in state.verdicts.items() if verdict.state in _CUT_SHORT}
+    tags |= {row.save.tag for row in state.rows.values() if damage(state, row) is not None}
+    folders = state.listing.folders if state.listing else ()
+    sizes = dict.fromkeys(tags, 0) | {f.tag: f.total_bytes for f in folders if f.tag in tags}
+    return dict(sorted(sizes.items(), key=lambda row: (-row[1], row[0])))
+
+
+def damage(state: JobState, row: SaveRow) -> str | None:
+    """What is wrong with the bytes of a save that lies here; None: nothing that is known."""
+    records = state.ships.get(row.id, {}).values() if row.state == "present" else ()
+    wrong = (r for r in records if r.form == ZERO and (r.is_damaged or is_proven_damaged(r)))
+    return next((r.reason or "damaged" for r in wrong), None)
+
+
+def is_proven_damaged(record: ShipRecord) -> bool:
+    """Nothing else refuses a ZeRO form. Earlier releases wrote no more than this."""
+    return record.form == ZERO and record.state is ShipState.REFUSED
+
+
+def way_out(job: Job, state: JobState, tag: str) -> tuple[str, str]:
+    """The command for a folder that will never be safe as it is, and what that does."""
+    verdict, row = state.verdicts.get(tag), state.row_of_tag(tag)
+    if verdict is not None and verdict.state is State.SUSPECT:
+        return command_for(job.config, "accept", tag), "takes it as one save"
+    records = state.ships.get(row.id, {}).values() if row is not None else ()
+    if any(r.form == ZERO and r.state is ShipState.COMMITTED for r in records):
+        return command_for(job.config, "verify", tag, "--repair"), "puts it right"
+    return removal(job, tag), REMOVES
+
+
+def removal(job: Job, tag: str) -> str:
+    """The command for a person who has given it up."""
+    return command_for(job.config, "gc", "--incomplete", tag)
+
+
+def what_reads_it(reason: str) -> str:
+    """For what the disk refuses to give, or what was killed gave nobody: whole, for all that is known."""
+    me = user(os.geteuid())
+    is_denied = any(os.strerror(code) in reason for code in (errno.EACCES, errno.EPERM))
+    mend = (
+        f"give {me}, as whom ckptd runs, the right to read it"
+        if is_denied
+        else "see to this node's disk and memory"
+    )
+    return f"{mend}; tried again by itself, and not shipped until it can be read"
+
+
+def removal_of_hold(job: Job, name: str) -> str:
+    """For a person who wants the room of a hold that is no known save's."""
+    place = path_of(job.config.save_dir, f"{fs.HOLD}/{name}")
+    return f"rm -r {shlex.quote(str(place))}"
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+
+if TYPE_CHECKING:
+    from ckptd.config.schema import RemoteConfig
+    from ckptd.core.model.records import SaveRow
+    from ckptd.core.policy.view import ShipRecord
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state.problems import Problems, Severity
+    from ckptd.daemon.state.state import JobState
+
+MANY_TRIES = 3
+_REBUILT = "nothing to do: it was rebuilt from disk and remote"
+_TRIED_AGAIN = (ShipState.NEW, ShipState.SHIPPING)
+
+
+def see_stuck(job: Job, state: JobState) -> None:
+    """For as long as each turn sees them."""
+    see_uploads(job, state)
+    _see_late(job, state)
+    see_prunes(job.problems, state)
+    _see_retirements(job, state)
+    _see_holds(job, state)
+    _see_still(job)
+    _forget_stalls(job, state)
+    aside = state.journal.set_aside
+    if aside is not None and os.path.exists(aside):
+        text = f"an unreadable journal lies in {aside}"
+        job.problems.see("journal-set-aside", str(aside), text, _REBUILT)
+
+
+def see_uploads(job: Job, state: JobState) -> None:
+    """Of checkpoints that are here or held: what is damaged, and what failed again and again."""
+    remotes = {remote.name: remote for remote in job.config.remotes}
+    for save_id, records in state.ships.items():
+        row = state.rows.get(save_id)
+        if row is None or not (row.state == "present" or row.held):
+            continue
+        for record in records.values():
+            remote = remotes.get(record.remote)
+            if remote is None or record.form not in remote.forms or _is_past(state, remote, row, record):
+                continue
+            about = f"{row.save.tag} → {record.remote}"
+            text = f"{about}: {record.reason}"
+            is_damaged = record.is_damaged or is_proven_damaged(record)
+            if is_damaged and record.state in _TRIED_AGAIN:
+                job.problems.stays("source-damaged", about)
+            elif is_damaged:
+                job.problems.see("source-damaged", about, text, _cure(job, state, row, record))
+            elif record.tries >= MANY_TRIES and record.state is ShipState.FAILED:
+                job.problems.see("upload-failed", about, text, record.hint)
+            elif record.tries >= MANY_TRIES and record.state in _TRIED_AGAIN:
+                job.problems.stays("upload-failed", about)
+
+
+def _see_late(job: Job, state: JobState) -> None:
+    """Until they are committed or gone, or their save is."""
+    saves = {save.id: save for save in job.view.saves} if state.late_unsent and job.view is not None else {}
+    for (save_id, remote), unsent in list(state.late_unsent.items()):
+        save = saves.get(save_id)
+        if save is not None and save.lacking.get(remote):
+            job.problems.see("upload-failed", f"{unsent.about} (late)", unsent.text, unsent.hint)
+        else:
+            del state.late_unsent[save_id, remote]
+
+
+def _is_past(state: JobState, remote: RemoteConfig, row: SaveRow, record: ShipRecord) -> bool:
+    """Committed, by whomever; or a form that nothing will try again, since that remote has a newer save."""
+    if record.state in (ShipState.COMMITTED, ShipState.RETIRED):
+        return True
+    if record.form == ZERO or record.state is not ShipState.WAITING or remote.policy.has_rung(record.form):
+        return False
+    newer = (
+        r for r in state.rows.values() if r.save.order > row.save.order and not r.save.grid.is_model_only
+    )
+    return any(state.ship(one.id, record.remote, ZERO).state is ShipState.COMMITTED for one in newer)
+
+
+def _cure(job: Job, state: JobState, row: SaveRow, record: ShipRecord) -> str:
+    if record.form != ZERO:
+        return record.hint
+    if row.state != "present":
+        return f"ckptd never removes its last copy: {removal_of_hold(job, hold_name(row))}"
+    command, what = way_out(job, state, row.save.tag)
+    return f"{record.hint}; {command} {what}".removeprefix("; ")
+
+
+def see_prunes(problems: Problems, state: JobState) -> None:
+    """What may go and could not, unless somebody keeps it by now."""
+    for save_id, stays in list(state.prune_blocked.items()):
+        row = state.rows.get(save_id)
+        fate = state.plan.local_fates.get(save_id) if state.plan is not None else None
+        if row is None or row.state != "present" or (fate is not None and fate.keeps):
+            del state.prune_blocked[save_id]
+            continue
+        severity: Severity | None = "note" if stays.is_brief else None
+        tag = row.save.tag
+        problems.see("prune-blocked", tag, f"{tag} stays: {stays.text}", stays.hint, severity=severity)
+
+
+def _see_retirements(job: Job, state: JobState) -> None:
+    for (remote, sha256), refusal in list(state.retire_refused.items()):
+        if _is_wanted_gone(job, state, remote, sha256):
+            job.problems.see("retire-blocked", refusal.about, refusal.text, refusal.hint)
+        else:
+            del state.retire_refused[remote, sha256]
+
+
+def _is_wanted_gone(job: Job, state: JobState, remote: str, sha256: str) -> bool:
+    """The remote still holds it, and nothing keeps it there; as long as it is away, nobody knows."""
+    link = job.links.get(remote)
+    seen = link.observation if link is not None else None
+    if seen is None:
+        return link is not None
+    for stone in seen.retired:
+        if stone.commit_sha256 == sha256 and (stone.tag, stone.generation, stone.form) in seen.retiring:
+            return True
+    fates = state.plan.remote_fates if state.plan is not None else {}
+    found = [fates.get((remote, view.key)) for view in seen.commits if view.sha256 == sha256]
+    return any(fate is None or not fate.keeps for fate in found)
+
+
+def _see_holds(job: Job, state: JobState) -> None:
+    """Until what lost its hold is committed, or gone: then `vanished-uncommitted` tells."""
+    for save_id, text in list(state.holds_released.items()):
+        row = state.rows.get(save_id)
+        required = [remote.name for remote in job.config.remotes if remote.required]
+        is_safe = all(state.ship(save_id, name, ZERO).state in SETTLED for name in required)
+        if row is None or row.state != "present" or row.held or is_safe:
+            del state.holds_released[save_id]
+        else:
+            job.problems.see("hold-released", row.save.tag, text, "free space, or save less often")
+
+
+def _see_still(job: Job) -> None:
+    """Before it is cut (links.py): a note, for a flush may last so long."""
+    cut = {problem.about for problem in job.problems.all() if problem.code == "transfer-stalled"}
+    for link in job.links.values():
+        if link.name not in cut and (seconds := link.still_seconds) >= STILL_SECONDS:
+            waits = f"has not answered for {seconds // 10 * 10:.0f} s"
+            text = f"remote {link.name} {waits}: no byte of what is under way has moved"
+            job.problems.see("transfer-stalled", f"{link.name} (under way)", text, NEXT_STEP, severity="note")
+
+
+def _forget_stalls(job: Job, state: JobState) -> None:
+    """An upload that was cut goes on; where nothing is left to send or remove, no byte will ever move."""
+    busy = {
+        record.remote
+        for row in state.rows.values()
+        if row.state == "present" or row.held
+        for record in state.ships.get(row.id, {}).values()
+        if record.state in (ShipState.FAILED, *_TRIED_AGAIN)
+    }
+    busy |= {getattr(action, "remote", "") for action in state.plan.actions} if state.plan else set()
+    for link in job.links.values():
+        if not link.is_shipping and link.name not in busy:
+            job.problems.clear("transfer-stalled", link.name)
+
+
+# --- Early alarms of a turn: a shard that does not come, retention that is held up (P17) -----------------
+# Reads the job's memory only; raises problems, decides nothing. What needs patience is timed by our own
+# monotonic clock.
+
+LEAST_QUIET_SECONDS = 10.0
+_NOT_LATE = (State.LEFTOVER, State.COMPLETE)
+_NAME = re.compile(r"\((\S+\.pt)\)")
+
+
+def see_alarms(job: Job, state: JobState) -> None:
+    """For as long as each turn sees them."""
+    for tag, verdict in state.verdicts.items():
+        left = _patience_left_seconds(job, state, tag, verdict)
+        if left is not None and left <= 0:
+            _see_missing(job, state, tag, verdict)
+    _see_blocked(job, state)
+    see_sharer(job, state)
+    if job.view is not None:
+        _see_other_configurations(job, job.view)
+        _see_belts(job, job.view, state.plan)
+
+
+def _see_other_configurations(job: Job, view: JobView) -> None:
+    for remote in view.remotes:
+        if is_configured_otherwise(view, remote):
+            text = f"{remote.name}: nodes of this job are configured differently; this one deletes nothing"
+            cure = "give all nodes one job file; it ends with the next COMMIT of nodes that agree"
+            job.problems.see("config-differs", remote.name, text, cure)
+
+
+def _see_belts(job: Job, view: JobView, plan: Plan | None) -> None:
+    """A note: it goes on by itself."""
+    if plan is None:
+        return
+    for remote in view.remotes:
+        if (found := blocked_there(view, remote, plan.remote_fates)) is not None:
+            job.problems.see("retention-blocked", remote.name, found.text, found.next_step, severity="note")
+
+
+def waits_for_alarm(job: Job, state: JobState) -> bool:
+    """Time alone will raise one: such a job is not at rest."""
+    lefts = (_patience_left_seconds(job, state, tag, v) for tag, v in state.verdicts.items())
+    return state.blocked_since is not None or any(left is not None and left > 0 for left in lefts)
+
+
+def _patience_left_seconds(job: Job, state: JobState, tag: str, verdict: Verdict) -> float | None:
+    """Until a shard is late: nothing moved for longer than ranks ever lay apart.
+
+    None: none is missing, or a later save is whole.
+    """
+    if not verdict.missing or verdict.state in _NOT_LATE or state.listing is None:
+        return None
+    folder, quiet = next((f for f in state.listing.folders if f.tag == tag), None), state.quiet.get(tag)
+    if folder is None or quiet is None:
+        return None
+    written_ns = max((f.identity.mtime_ns for f in folder.shards), default=0)
+    if any(row.save.window.last > written_ns for row in state.rows.values()):
+        return None
+    patience = max(LEAST_QUIET_SECONDS, 3 * job.config.settle_seconds, 2 * state.widest_save_seconds)
+    return patience - (time.monotonic() - quiet.since_seconds)
+
+
+def _see_missing(job: Job, state: JobState, tag: str, verdict: Verdict) -> None:
+    first, more = verdict.missing[0], len(verdict.missing) - 1
+    text = f"{tag}: {first} is missing" + (f", and {more} more" if more else "")
+    where = _last_place(job, state, first)
+    same = [t for t, v in state.verdicts.items() if t != tag and v.missing == verdict.missing]
+    if same:
+        text += f", as in {same[-1]}: it is never written"
+        cure = "with node-local storage and tensor parallelism DeepSpeed leaves shards out: check its config"
+    else:
+        cure = "does that rank hang, or is its disk full? it is not committed before it is whole"
+    job.problems.see("shard-missing", tag, f"{text}; {where}" if where else text, cure)
+
+
+def _last_place(job: Job, state: JobState, missing: str) -> str:
+    """Which node wrote that shard in the newest save that is whole here."""
+    name = _NAME.search(missing)
+    rows = [row for row in state.rows.values() if row.state == "present"]
+    newest = max(rows, key=lambda row: row.save.order, default=None)
+    if name is None or newest is None:
+        return ""
+    is_ours = any(file.path.rpartition("/")[2].endswith(name[1]) for file in newest.save.files)
+    return (
+        f"in {newest.save.tag} node {job.node} wrote it" if is_ours else "no node is known to have written it"
+    )
+
+
+def _see_blocked(job: Job, state: JobState) -> None:
+    """Once the same thing has been in the way for its patience."""
+    found = blocked(job.view, state.plan.local_fates) if job.view is not None and state.plan else None
+    if found is None or state.is_first_scan:
+        state.blocked_since = None
+        return
+    now = time.monotonic()
+    if state.blocked_since is None or state.blocked_since[0] != found.what:
+        state.blocked_since = (found.what, now)
+    if now - state.blocked_since[1] >= found.patience_seconds:
+        job.problems.see("retention-blocked", "retention", found.text, found.next_step)
+    elif found.is_told_at_once:
+        job.problems.see("retention-blocked", "retention", found.text, found.next_step, severity="note")
+
+
+# --- Why a checkpoint is no longer on this node, in the words of whatever removed it (P17) ---------------
+
+
+def why_gone(state: JobState, row: SaveRow) -> str | None:
+    """None: it is here, was saved again, or the journal that knew is lost."""
+    if row.state == "vanished":
+        return "removed by somebody else"
+    if row.state != "pruned":
+        return None
+    # the journal's row names every file of the save: it is read once
+    if row.id not in state.why_pruned and (why := state.journal.why_pruned(row.id)) is not None:
+        state.why_pruned[row.id] = why
+    return state.why_pruned.get(row.id)

@@ -1,0 +1,343 @@
+"""The status of one job, computed from memory after each turn; asks nobody and decides nothing (P17)."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.config.commands import typed
+from ckptd.core.completeness.judge import State, Verdict
+from ckptd.core.policy.local import is_committed
+from ckptd.core.policy.local import newest as newest_save
+from ckptd.core.policy.remote import generations_of
+from ckptd.core.policy.retention import fullness
+from ckptd.core.policy.safety import exposed, newest_safe, steps_at_risk, to_ship
+from ckptd.core.policy.view import ZERO, DerivedState, ShipState
+from ckptd.daemon.health.capacity import link_speed, outlook
+from ckptd.daemon.health.checks import is_idle
+from ckptd.daemon.health.stalls import damage, unfinished, way_out, why_gone
+from ckptd.daemon.state.view_builder import next_save_bytes
+from ckptd.observe import status as st
+from ckptd.observe.status import rfc3339
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptd.core.model.listing import FolderListing
+    from ckptd.core.model.records import SaveRow
+    from ckptd.core.policy.capacity import Forecast
+    from ckptd.core.policy.view import RemoteCommit, ShipRecord
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state.state import JobState, ShipKey
+    from ckptd.daemon.uploads.session import RemoteLink
+
+    ShipTimes = Mapping[ShipKey, tuple[float | None, float | None]]
+
+_LEFT = "found at the first start: not sent (backfill); `ckptd adopt` sends and rotates it"
+SHOWN_ENDED = 20
+"""Pruned and vanished saves that status still shows."""
+
+
+def job_status(job: Job) -> st.JobStatus:
+    """What status.json says of a job."""
+    severities = {p.severity for p in job.problems.all()}
+    state: st.JobStateName = "ok"
+    state = "attention" if "attention" in severities else "behind" if "behind" in severities else state
+    paused = job.control.pause_status()
+    if job.phase != "active":
+        state = "waiting" if state == "ok" else state
+    elif paused is not None and state != "attention":
+        state = "paused"
+    base = {
+        "name": job.config.name,
+        "job_id": job.job_id,
+        "save_dir": str(job.config.save_dir),
+        "as_of": rfc3339(time.time()),
+        "opt_outs": job.config.opt_outs,
+        "paused": paused,
+        "remotes": tuple(_remote(job, link) for link in job.links.values()),
+        "problems": problems_of(job),
+    }
+    if job.state is None or job.view is None:
+        return st.JobStatus(**base, state=state)  # type: ignore[arg-type]
+    commit, newest = newest_safe(job.view), newest_save(job.view)
+    at_risk = exposed(job.view, commit)
+    # what stands still is only a note, for a flush may last so long: it calls nobody, but all is not well
+    is_waiting = is_idle(job) or any(p.code == "transfer-stalled" for p in job.problems.all())
+    if at_risk is not None and state == "ok" and is_waiting:
+        state = "behind"
+    told = outlook(job, job.state)
+    return st.JobStatus(
+        **base,  # type: ignore[arg-type]
+        state=state,
+        safe=_safe(job, commit) if commit is not None else None,
+        newest_complete=newest.save.tag if newest else None,
+        steps_at_risk=steps_at_risk(job.view, at_risk) if at_risk is not None else 0,
+        seconds_at_risk=_seconds_at_risk(job.state, commit),
+        disk=_disk(job, job.state, told),
+        production_bytes_per_second=told.production_bytes_per_second,
+        link_bytes_per_second=link_speed(job, job.state),
+        checkpoints=_checkpoints(job, job.state),
+        drain=job.control.drain_status(job, job.state),
+        making_way=job.control.makes_way(job),
+        shared=_shared(job),
+    )
+
+
+def problems_of(job: Job) -> tuple[st.ProblemStatus, ...]:
+    """What is open, in the words of this job."""
+    return tuple(
+        st.ProblemStatus(
+            code=p.code,
+            severity=p.severity,
+            since=rfc3339(p.since),
+            text=p.text,
+            next_step=typed(job.config, p.next_step),
+            about=p.about,
+        )
+        for p in job.problems.all()
+    )
+
+
+def _shared(job: Job) -> st.SharedStatus | None:
+    tenancy = job.nodes.tenancy
+    if tenancy is None:
+        return None
+    lease = tenancy.lease
+    return st.SharedStatus(
+        hosts=tuple(sorted(job.nodes.hosts)),
+        holds_lease=tenancy.holds(),
+        holder=lease.node if lease is not None else None,
+        epoch=lease.epoch if lease is not None else 0,
+    )
+
+
+def _remote(job: Job, link: RemoteLink) -> st.RemoteStatus:
+    """What the store was seen to do when it was attached."""
+    if link.attached is None:
+        return st.RemoteStatus(name=link.name, url=link.settings.url, attached=False)
+    can = link.attached.abilities
+    is_proved = link.settings.verify != "none" or can.checksum is not None
+    return st.RemoteStatus(
+        name=link.name,
+        url=link.settings.url,
+        attached=True,
+        create_only=can.create_only,
+        proof=can.proof if is_proved else "none",
+        resumable=can.resumable,
+        notes=can.notes,
+        held=_held(job, link.name),
+    )
+
+
+def _held(job: Job, name: str) -> tuple[st.HeldStatus, ...]:
+    """Every checkpoint of a remote with keep or delete, and why, as the last plan had it."""
+    if job.state is None or job.state.plan is None or job.view is None:
+        return ()
+    remote = next(r for r in job.view.remotes if r.name == name)
+    fates = job.state.plan.remote_fates
+    found = []
+    for generation in reversed(generations_of(remote)):
+        mine = {form: fates[name, c.key] for form, c in generation.commits.items()}
+        stay = [form for form, fate in mine.items() if fate.keeps]
+        why = [text for fate in mine.values() for text in (fate.keeps or (fate.goes,))]
+        lead = generation.leader
+        found.append(
+            st.HeldStatus(
+                tag=lead.tag,
+                generation=lead.generation,
+                branch=lead.branch,
+                step=lead.step,
+                forms=tuple(sorted(mine, key=fullness, reverse=True)),
+                verdict="delete" if not stay else "keep" if len(stay) == len(mine) else "step-down",
+                why=tuple(dict.fromkeys(why)),
+                leaves=tuple(sorted(stay, key=fullness, reverse=True)),
+                kind=generation.kind,
+            )
+        )
+    return tuple(found)
+
+
+def _safe(job: Job, commit: RemoteCommit) -> st.SafeStatus:
+    """The newest checkpoint that every required remote was last seen to hold (P17: never without P2)."""
+    assert job.view is not None
+    at = commit.committed_at_seconds
+    seen = job.links[next(r.name for r in job.view.remotes if r.is_required)].observation
+    said = {v.key: v.commit.committed_at for v in seen.commits} if seen and at is not None else {}
+    return st.SafeStatus(
+        tag=commit.tag,
+        generation=commit.generation,
+        branch=commit.branch,
+        step=commit.step,
+        committed_at=said.get(commit.key, ""),
+        age_seconds=round(max(0.0, time.time() - at), 1) if at is not None else 0.0,
+    )
+
+
+def _seconds_at_risk(state: JobState, safe: RemoteCommit | None) -> float | None:
+    """Training time since the safe save was written: what a lost node would cost."""
+    if safe is None:
+        return None
+    rows = [r for r in state.rows.values() if (r.save.tag, *r.save.order[:2]) == (safe.tag, *safe.order[:2])]
+    row = max(rows, key=lambda r: (r.save.order == safe.order, r.id), default=None)
+    written_at = safe.committed_at_seconds if row is None else row.save.window.last / 1e9
+    return None if written_at is None else round(max(0.0, time.time() - written_at), 1)
+
+
+def _disk(job: Job, state: JobState, told: Forecast) -> st.DiskStatus:
+    assert job.view is not None
+    return st.DiskStatus(
+        free_bytes=job.view.disk.free_bytes,
+        next_save_bytes=next_save_bytes(state),
+        full_in_saves=told.full_in_saves,
+        full_in_seconds=None if told.full_in_seconds is None else round(told.full_in_seconds, 1),
+        unfinished_bytes=sum(unfinished(state).values()),
+    )
+
+
+def _checkpoints(job: Job, state: JobState) -> tuple[st.CheckpointStatus, ...]:
+    rows = sorted(state.rows.values(), key=lambda r: r.save.order, reverse=True)
+    shown = [r for r in rows if r.state == "present" or r.held]
+    ended = [r for r in rows if not r.held and r.state in ("pruned", "vanished", "superseded")]
+    times = state.journal.ship_times()
+    assert job.view is not None
+    view = job.view
+    left = frozenset(s.id for s in view.saves if not to_ship(view, s) and not is_committed(view, s))
+    sealed = [_sealed(job, state, row, times, row.id in left) for row in [*shown, *ended[:SHOWN_ENDED]]]
+    sealed_tags = {r.save.tag for r in shown}
+    folders = {f.tag: f for f in state.listing.folders} if state.listing is not None else {}
+    cut_short = unfinished(state)
+    open_ones = [
+        _unsealed(
+            job, tag, verdict, folders.get(tag), way_out(job, state, tag)[0] if tag in cut_short else None
+        )
+        for tag, verdict in state.verdicts.items()
+        if verdict.state is not State.COMPLETE or tag not in sealed_tags
+    ]
+    return (*open_ones, *sealed)
+
+
+def _unsealed(
+    job: Job, tag: str, verdict: Verdict, folder: FolderListing | None, next_step: str | None
+) -> st.CheckpointStatus:
+    assert job.state is not None
+    quiet = job.state.quiet.get(tag)
+    return st.CheckpointStatus(
+        tag=tag,
+        generation=None,
+        branch=None,
+        step=verdict.step,
+        state="sealing" if verdict.state is State.COMPLETE else str(verdict.state),
+        reason=verdict.reason,
+        bytes=folder.total_bytes if folder else 0,
+        next_step=next_step,
+        local=st.LocalStatus(
+            present=True,
+            universal="none",
+            held=False,
+            seen_at=rfc3339(quiet.first_seen_unix) if quiet else None,
+        ),
+        keep=(f"{verdict.state}: never deleted",),
+        kind="model-only" if folder is not None and folder.is_model_only else "resumable",
+    )
+
+
+def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes, is_left: bool) -> st.CheckpointStatus:
+    assert job.view is not None
+    save = row.save
+    records = state.ships.get(row.id, {})
+    remotes: dict[str, dict[str, st.FormStatus]] = {}
+    for remote in job.view.remotes:
+        remotes[remote.name] = {
+            form: st.FormStatus(state="none")
+            if is_left and (remote.name, form) not in records
+            else _form(
+                state,
+                row,
+                records.get((remote.name, form)),
+                (row.id, remote.name, form),
+                times,
+                stands_still=job.links[remote.name].stands_still,
+            )
+            for form in remote.forms
+        }
+    required = [r.name for r in job.view.remotes if r.is_required]
+    zero = [state.ship(row.id, name, ZERO) for name in required]
+    fate = state.plan.local_fates.get(row.id) if state.plan else None
+    damaged = damage(state, row)
+    return st.CheckpointStatus(
+        tag=save.tag,
+        generation=max((r.generation or 1 for r in zero), default=None),
+        branch=save.branch,
+        step=save.step,
+        state=_state(row, zero),
+        bytes=save.total_bytes,
+        reason=damaged
+        or (typed(job.config, _LEFT) if is_left and row.state == "present" else why_gone(state, row)),
+        next_step=None if damaged is None else way_out(job, state, save.tag)[0],
+        local=st.LocalStatus(
+            present=row.state == "present",
+            universal=str(row.derived.state),
+            held=row.held,
+            seen_at=rfc3339(row.seen_at),
+            complete_at=rfc3339(row.sealed_at),
+            ended_at=rfc3339(row.ended_at) if row.ended_at else None,
+        ),
+        remotes=remotes,
+        keep=fate.keeps if fate is not None else (),
+        goes=fate.goes if fate is not None and not fate.keeps else None,
+        pinned=save.tag in job.knowledge.pins,
+        kind="model-only" if save.grid.is_model_only else "resumable",
+        complete_for=_complete_for(row, records),
+    )
+
+
+def _complete_for(row: SaveRow, records: Mapping[tuple[str, str], ShipRecord]) -> str:
+    """A part is complete for the job once a COMMIT covers it."""
+    is_done = any(r.form == ZERO and r.state is ShipState.COMMITTED for r in records.values())
+    return "node" if row.save.is_part and not is_done else "job"
+
+
+def _state(row: SaveRow, zero: list[ShipRecord]) -> str:
+    if row.state != "present":
+        return row.state
+    if zero and all(r.state is ShipState.COMMITTED for r in zero):
+        return "committed"
+    if any(r.state is ShipState.SHIPPING for r in zero):
+        return "uploading"
+    refused = [r for r in zero if r.state in (ShipState.REFUSED, ShipState.RETIRED, ShipState.WAITING)]
+    return str(refused[0].state) if refused else "complete"
+
+
+def _form(
+    state: JobState,
+    row: SaveRow,
+    record: ShipRecord | None,
+    key: ShipKey,
+    times: ShipTimes,
+    *,
+    stands_still: bool,
+) -> st.FormStatus:
+    if record is None:
+        is_here = row.state == "present" or row.held
+        ready = is_here if key[2] == ZERO else row.derived_of(key[2]).state is DerivedState.READY
+        return st.FormStatus(state="waiting" if ready else "none")
+    moving = state.moving.get(key)
+    eta = None
+    if moving and moving.done_bytes > moving.start_bytes and not stands_still:
+        speed = (moving.done_bytes - moving.start_bytes) / max(
+            1e-3, time.monotonic() - moving.started_seconds
+        )
+        eta = round((moving.total_bytes - moving.done_bytes) / speed, 1)
+    started, ended = times.get(key, (None, None))
+    return st.FormStatus(
+        state=str(record.state),
+        bytes_done=moving.done_bytes if moving else 0,
+        bytes_total=moving.total_bytes if moving else 0,
+        eta_seconds=eta,
+        commit_sha256=record.commit_sha256,
+        generation=record.generation,
+        reason=record.reason,
+        started_at=rfc3339(started) if started else None,
+        ended_at=rfc3339(ended) if ended and record.state is ShipState.COMMITTED else None,
+    )

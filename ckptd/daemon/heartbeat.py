@@ -1,0 +1,122 @@
+"""What this node says of itself in its heartbeat: its status, in durations of its own clock."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from typing import TYPE_CHECKING
+
+from ckptd import __version__
+from ckptd.config.schema import config_digest
+from ckptd.core.model.heartbeat import Heartbeat, NewestSave, SafeSave
+from ckptd.core.model.manifest import cells_of
+from ckptd.core.policy.local import newest as newest_save
+from ckptd.daemon.health.status import job_status
+from ckptd.daemon.uploads.peers import Nodes
+from ckptd.daemon.uploads.shared_dir import Tenancy
+from ckptd.observe.status import rfc3339
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptd.core.model.save import SealedSave
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state.state import JobState
+
+LAST_WORD_SECONDS = 10.0
+"""How long a stop waits for remotes to take the last heartbeat: one of them may hang."""
+
+
+def nodes_of(job: Job, state: JobState, node_id: str) -> Nodes:
+    """The other nodes of a job."""
+    digest = config_digest(job.config)
+    tenancy = Tenancy(job.config) if job.config.shared_fs else None
+    state.is_shared = tenancy is not None
+    if tenancy is not None:
+        job.chores.signals.holds = tenancy.holds
+    return Nodes(
+        state,
+        job.links,
+        lambda: heartbeat_of(job, node_id),
+        digest,
+        os.environ,
+        job.wake,
+        tenancy,
+        job.config.shared_takeover_seconds,
+    )
+
+
+def heartbeat_of(job: Job, node_id: str) -> Heartbeat:
+    """As of now; `job_id` is the remote's and filled in by whoever sends it."""
+    status = job_status(job)
+    newest = newest_save(job.view) if job.view is not None else None
+    cells = sorted(cells_of(newest.save.files)) if newest is not None else []
+    safe = status.safe
+    return Heartbeat(
+        job_id=job.job_id or "",
+        job=job.config.name,
+        node=job.node,
+        node_id=node_id,
+        config_digest=config_digest(job.config),
+        ckptd_version=__version__,
+        as_of=rfc3339(time.time()),
+        state=status.state,
+        ranks=tuple(sorted({cell.d for cell in cells})),
+        shards=tuple(cells),
+        newest=_newest(newest.save) if newest is not None else None,
+        run_id=state.run_id if (state := job.state) is not None else None,
+        host=job.runs.place.host,
+        user=job.runs.place.user,
+        save_dir=job.runs.place.save_dir,
+        safe=None
+        if safe is None
+        else SafeSave(
+            tag=safe.tag,
+            branch=safe.branch,
+            step=safe.step,
+            seconds_at_risk=status.seconds_at_risk or 0.0,
+        ),
+    )
+
+
+def say_ended(
+    jobs: Sequence[Job],
+    results: queue.SimpleQueue[Callable[[], None]],
+    call: Callable[[Callable[[], None]], None],
+    settle: Callable[[], None],
+    not_now: Callable[[], None],
+) -> None:
+    """These jobs end in order: their remotes hear it from this daemon, not by its silence.
+
+    `settle` lets remotes begin that wait for a place. `not_now`: a result that waits until this is over, for
+    it changes which jobs there are (a reload).
+    """
+    active = [job for job in jobs if job.state is not None]
+    for job in active:
+        call(job.nodes.say_ended)
+    links = [link for job in active for link in job.links.values()]
+    until = time.monotonic() + LAST_WORD_SECONDS
+    later = []
+    while any(link.beat_order is not None for link in links):
+        call(settle)
+        try:
+            result = results.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            break
+        if result == not_now:
+            later.append(result)
+        else:
+            call(result)
+    for result in later:
+        results.put(result)
+
+
+def _newest(save: SealedSave) -> NewestSave:
+    return NewestSave(
+        tag=save.tag,
+        branch=save.branch,
+        step=save.step,
+        written_seconds_ago=round(max(0.0, time.time() - save.window.last / 1e9), 1),
+        last_seconds=save.window.last // 10**9,
+    )

@@ -1,0 +1,307 @@
+"""What people decided (pin, accept, adopt): files of the state directory and objects of the remotes (P8).
+
+Pins of other nodes lie in the remotes alone, so the journal mirrors them: they hold while those are away. It
+never ends a pin that a file here or a remote tells of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckptd.base import files, names
+from ckptd.base.names import decode_name
+from ckptd.base.owned_dirs import opened_ours
+from ckptd.core.model import manifest as mf
+from ckptd.core.model.decision import PINS, Decision, lacking, newest_words
+from ckptd.errors import CkptdError, DamagedError, RefusedError, RemoteNotOurs, RemoteUnreachable
+from ckptd.storage.child.slots import error_of
+from ckptd.storage.remote import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+    from pathlib import Path
+
+    from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.storage.journal.journal import Journal
+
+log = logging.getLogger("ckptd.decisions")
+
+DECISIONS = "decisions"
+_DECISION_LIMIT_BYTES = 16 << 20
+_SETTLED_NS = 2_000_000_000
+"""A folder that changed later than this before it was read may change again under the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Own:
+    """Decision files of a state directory, by name."""
+
+    read: Mapping[str, Decision]
+    named: Mapping[str, Decision]
+    """Pins whose files cannot be read: their names say the tag."""
+    unread: Mapping[str, OSError]
+    """What may be readable later (no free descriptor, an I/O error)."""
+
+    @property
+    def all(self) -> tuple[Decision, ...]:
+        return (*self.named.values(), *self.read.values())
+
+
+def read_decisions(state_dir: Path, kinds: Collection[str] | None = None) -> list[Decision]:
+    """Decision files of the state directory; of `kinds` alone, where given.
+
+    What no ckptd wrote is left out; of a pin that cannot be read the name counts.
+
+    Raises:
+        OSError: the folder, or another file in it, cannot be read.
+    """
+    own = _read(state_dir, kinds)
+    for error in (error for name, error in own.unread.items() if name not in own.named):
+        raise error
+    return list(own.all)
+
+
+def _read(
+    state_dir: Path, kinds: Collection[str] | None = None, known: Mapping[str, Decision] | None = None
+) -> _Own:
+    """Read them; a file that cannot be read now, and could before, says what it said then: none changes.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    read: dict[str, Decision] = {}
+    named: dict[str, Decision] = {}
+    unread: dict[str, OSError] = {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), opened_ours(state_dir / DECISIONS) as fd:
+        for name in sorted(os.listdir(fd)):
+            is_one = name.endswith(".json") and not name.startswith(".")
+            if not is_one or (kinds is not None and name.partition("~")[0] not in kinds):
+                continue
+            try:
+                data = files.read_beneath(fd, name, limit_bytes=_DECISION_LIMIT_BYTES)
+                read[name] = mf.parse(Decision, data, name)
+            except FileNotFoundError:
+                continue
+            except (CkptdError, OSError) as error:
+                if isinstance(error, OSError):
+                    unread[name] = error
+                if known is not None and name in known:
+                    read[name] = known[name]
+                elif (pin := _named_pin(name)) is not None:
+                    named[name] = pin
+    return _Own(read=read, named=named, unread=unread)
+
+
+def _named_pin(name: str) -> Decision | None:
+    """What the name of a pin's file says of it; None: of another decision."""
+    kind, _, rest = name.removesuffix(".json").partition("~")
+    tag, _, serial = rest.rpartition("~")
+    if kind != "pin" or not tag:
+        return None
+    return Decision(kind="pin", tag=decode_name(tag), serial=int(serial) if serial.isdecimal() else 0)
+
+
+def write_decision(state_dir: Path, decision: Decision) -> None:
+    """Put a decision into the state directory, durable when it returns."""
+    name = f"{decision.kind}~{names.encode_name(decision.tag)}~{decision.serial}.json"
+    with opened_ours(state_dir) as state_fd:
+        os.close(files.open_dir_beneath(state_fd, DECISIONS, create_mode=0o777, is_durable=True))
+        with files.opened_dir(DECISIONS, state_fd) as fd:
+            files.write_atomic(fd, name, mf.to_bytes(decision))
+
+
+def pinned_tags(decisions: Iterable[Decision]) -> frozenset[str]:
+    """Tags whose newest pin or unpin is a pin."""
+    return frozenset(tag for tag, decision in newest_words(decisions).items() if decision.kind == "pin")
+
+
+def _is_to_publish(decision: Decision) -> bool:
+    """A first start of a release that noted no directory would count for any of that node's name."""
+    return decision.kind != "first-start" or bool(decision.place)
+
+
+class Decisions:
+    """Those of one job, as last read."""
+
+    def __init__(self, journal: Journal, state_dir: Path) -> None:
+        self.known: tuple[Decision, ...] = ()
+        """Of own files and of remotes that are there."""
+        self._journal = journal
+        self._state_dir = state_dir
+        self._kept = newest_words(journal.decisions())
+        self._own = _Own(read={}, named={}, unread={})
+        self._read_as_of_ns: int | None = None
+
+    def refresh(self, seen: list[Decision]) -> bool:
+        """Read own files again, beside what remotes showed; whether anything changed.
+
+        Raises:
+            OSError: own files cannot be listed.
+        """
+        self._keep(seen)
+        self._read_own()
+        told = [*self._own.named.values(), *seen, *self._own.read.values()]
+        known = {(d.kind, d.tag, d.serial): d for d in told}
+        before, self.known = self.known, tuple(sorted(known.values(), key=lambda d: d.serial))
+        return self.known != before
+
+    def _keep(self, seen: list[Decision]) -> None:
+        """Pins alone: what lets something go (adopt, accept) counts where it can be read."""
+        for tag, decision in newest_words(seen).items():
+            old = self._kept.get(tag)
+            if old is None or old.serial < decision.serial:
+                self._journal.put_decision(decision)
+                self._kept = {**self._kept, tag: decision}  # another thread may read
+
+    def _read_own(self) -> None:
+        """Read the state directory's when the folder has changed or may just be changing, and again for as
+        long as a file of it could not be read.
+        """
+        try:
+            changed_ns = (self._state_dir / DECISIONS).stat().st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            self._own, self._read_as_of_ns = _Own(read={}, named={}, unread={}), None
+            return
+        if changed_ns != self._read_as_of_ns:
+            own = _read(self._state_dir, known=self._own.read)
+            is_settled = not own.unread and time.time_ns() - changed_ns > _SETTLED_NS
+            self._own, self._read_as_of_ns = own, changed_ns if is_settled else None
+
+    @property
+    def pins(self) -> frozenset[str]:
+        """Pinned tags."""
+        return self._pins(self.known)
+
+    def is_pinned(self, tag: str) -> bool:
+        """Whether it is now, or may be: a pin may have come since the last turn (any thread)."""
+        try:
+            own = _read(self._state_dir, known=self._own.read)
+        except OSError as error:
+            log.warning("%s counts as pinned: decisions cannot be read: %s", tag, error)
+            return True
+        if own.all != self._own.all:
+            self._read_as_of_ns = None  # whatever the folder's time says
+        return tag in self._pins((*self.known, *own.all))
+
+    @property
+    def words(self) -> tuple[Decision, ...]:
+        """What every remote is to have: the newest pin or unpin of each tag, whoever said it, and what else
+        this state directory holds. What lets something go (adopt, accept) is published where it was said.
+        """
+        pins = self.pins
+        newest = newest_words([*self._kept.values(), *self.known]).values()
+        # an unpin that the journal alone has ends no pin, there either
+        words = [word for word in newest if (word.kind == "pin") == (word.tag in pins)]
+        # a name does not say who pinned it, and when
+        words = [word for word in words if word not in self._own.named.values()]
+        return (*words, *(d for d in self._own.read.values() if d.kind not in PINS and _is_to_publish(d)))
+
+    def _pins(self, known: tuple[Decision, ...]) -> frozenset[str]:
+        # the journal alone ends no pin: a remote that was made anew may count its serials from lower ones
+        return pinned_tags(known) | pinned_tags([*self._kept.values(), *known])
+
+    @property
+    def accepted(self) -> frozenset[tuple[tuple[str, str], ...]]:
+        """Fingerprint sets that a person accepted."""
+        return frozenset(d.fingerprints for d in self.known if d.kind == "accept")
+
+
+# --- Decisions that a remote lacks are published there again (P8, adr/0165) ------------------------------
+# `ckptd pin` puts its word into the remotes of that moment. One that is added later, or that was put back from
+# a snapshot, has it only from here: nodes that know nothing but that remote would let the checkpoint go (P5).
+
+_AGAIN_SECONDS = 60.0
+"""A store that lists late does not show at once what was put there."""
+_GONE = (RemoteUnreachable, RemoteNotOurs)
+_OF_ONE = (DamagedError, RefusedError)
+"""What the remote holds on one subject cannot be read: the others are published all the same."""
+
+
+@dataclass
+class _Told:
+    """What was done about one remote."""
+
+    basis: tuple[tuple[Decision, ...], tuple[Decision, ...]] = ((), ())
+    """What was compared: words that are known here, decisions that it showed."""
+    lacks: tuple[Decision, ...] = ()
+    left: list[Decision] = field(default_factory=list)
+    """To be ordered, the first is under way."""
+    asked: tuple[Decision, ...] = ()
+    """All that was ordered then."""
+    looked_at_seconds: float | None = None
+    """The look after which it was last asked: once for each."""
+    done: tuple[Decision, ...] = ()
+    """Durable there, as it said `done_at_seconds`."""
+    done_at_seconds: float = 0.0
+
+
+class Telling:
+    """Of one job; every method is called in the deciding thread."""
+
+    def __init__(self, state: JobState, links: Mapping[str, RemoteLink], wake: Callable[[], None]) -> None:
+        self._state = state
+        self._links = links
+        self._wake = wake
+        self._told = {name: _Told() for name in links}
+
+    def turn(self, words: tuple[Decision, ...]) -> None:
+        """Compare with what each remote showed last, and order what it lacks: one at a time, once a look."""
+        for name, link in self._links.items():
+            told, seen = self._told.setdefault(name, _Told()), link.observation
+            if seen is None:
+                continue  # nothing is retired from it either
+            if (basis := (words, seen.decisions)) != told.basis:
+                told.basis, told.lacks = basis, lacking(*basis)
+            if not told.lacks:
+                self._state.untold.discard(name)
+                self._state.problems.clear("decision-unpublished", name)
+                continue
+            self._state.untold.add(name)
+            if self._is_due(link, told):
+                told.asked, told.left = told.lacks, list(told.lacks)
+                told.looked_at_seconds = link.observed_at_seconds
+                self._order(link, told)
+
+    def _is_due(self, link: RemoteLink, told: _Told) -> bool:
+        if told.left or not link.is_ready or told.looked_at_seconds == link.observed_at_seconds:
+            return False
+        return told.lacks != told.done or time.monotonic() - told.done_at_seconds >= _AGAIN_SECONDS
+
+    def _order(self, link: RemoteLink, told: _Told) -> None:
+        link.order(m.Record(decision=told.left[0]), partial(self._recorded, link, told))
+
+    def _recorded(self, link: RemoteLink, told: _Told, answer: m.Answer) -> None:
+        word = told.left.pop(0)
+        if isinstance(answer, m.Failed):
+            error = error_of(answer)
+            self._not_recorded(link, word, error)
+            if not isinstance(error, _OF_ONE):
+                told.left.clear()
+                return
+        else:
+            log.info("%s %s is known to %s too", word.kind, word.tag, link.name)
+        if told.left:
+            self._order(link, told)
+            return
+        # what could not be read there is asked again after `_AGAIN_SECONDS`: each look would be too often
+        told.done, told.done_at_seconds = told.asked, time.monotonic()
+        link.changed()
+        link.observe()
+        self._wake()
+
+    def _not_recorded(self, link: RemoteLink, word: Decision, error: CkptdError) -> None:
+        log.warning("%s %s is not published to %s: %s", word.kind, word.tag, link.name, error)
+        if isinstance(error, _GONE):
+            link.trouble(error)
+            return
+        text = f"{link.name} lacks what was decided ({word.kind} {word.tag}): {error.message}"
+        next_step = error.hint or "it is tried again at the next look"
+        self._state.problems.put("decision-unpublished", link.name, text, next_step)
+        self._wake()

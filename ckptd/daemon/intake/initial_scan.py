@@ -1,0 +1,184 @@
+"""What lay in save_dir before us: when this daemon first looked, and when the first one did (H20, adr/0157).
+
+The first start is settled once every remote has answered. That may take days and restarts; what was saved
+meanwhile was not found.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptd.core.model.decision import Decision
+from ckptd.core.policy.view import ZERO
+from ckptd.daemon.intake.decisions import read_decisions, write_decision
+from ckptd.storage.journal.schema import AT_BEGIN
+from ckptd.storage.local.run_file import place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from ckptd.core.model.listing import SaveDirListing
+    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.storage.journal.journal import Journal
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Tags, with and without a complete checkpoint below them."""
+
+    now: frozenset[str]
+    """There when this daemon first looked."""
+    first: frozenset[str]
+    """There when the journal was begun over this very directory."""
+    place: str = ""
+    """Of this directory, as a `first-start` notes it."""
+    holds_state: bool = False
+    """The state directory lies in it, moves and goes with it: what that has noted is of this directory."""
+    since_ns: int = field(default=1 << 63, compare=False)
+    """When the journal was begun over it (Unix); what is decided later on this node is of it."""
+
+    def is_of_here(self, decision: Decision) -> bool:
+        """Whether a recorded first start was over this directory; not over another of that node's name."""
+        return decision.place in ("", self.place)
+
+
+class FirstLook:
+    """What lay in save_dir when this daemon first looked: what the trainer saved before us."""
+
+    def __init__(self) -> None:
+        self._born_ns = time.time_ns()
+        self._is_awaited = False
+        self._tags: frozenset[str] | None = None
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """There already; none before it was looked at."""
+        return self._tags or frozenset()
+
+    def awaits(self) -> None:
+        """save_dir is missing, or another directory than the one that was looked at (adr/0159)."""
+        self._tags, self._is_awaited = None, True
+
+    def look(self, listing: SaveDirListing) -> bool:
+        """Settle it, once; whether this was that look.
+
+        In a directory that was awaited what was written since this daemon began is the trainer's new save.
+        """
+        if self._tags is not None:
+            return False
+        folders = listing.folders
+        if self._is_awaited:
+            born = self._born_ns
+            folders = tuple(f for f in folders if any(file.identity.mtime_ns < born for file in f.files))
+        self._tags = frozenset(folder.tag for folder in folders)
+        return True
+
+
+def beginning(
+    journal: Journal, save_dir: str, inode: int, now: frozenset[str], *, holds_state: bool = False
+) -> Beginning:
+    """What the journal noted; else what is noted now: a new journal, one of a release that noted nothing, or
+    another directory than before, of which nothing is known.
+    """
+    text = journal.meta(AT_BEGIN)
+    known: Mapping[str, object] = json.loads(text) if text is not None else {}
+    where = {"save_dir": save_dir, "inode": inode}
+    place = place_of(save_dir, inode)
+    tags, now_ns = known.get("tags"), time.time_ns()
+    if not isinstance(tags, list) or any(known.get(key) != value for key, value in where.items()):
+        journal.set_meta(AT_BEGIN, json.dumps(where | {"tags": sorted(now), "since_ns": now_ns}))
+        return Beginning(now, now, place, holds_state, now_ns)
+    since_ns = known.get("since_ns")
+    since_ns = since_ns if isinstance(since_ns, int) else now_ns  # noted by a release without it
+    return Beginning(now, frozenset(tags), place, holds_state, since_ns)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The first start of a daemon over a directory: a decision on what is not rotated until it is adopted (H20).
+# The state directory and every remote have it, so that neither a lost journal nor a lost state directory is a
+# first start. It is of one directory: another of the same node's name has a first start of its own (adr/0159).
+
+
+class FirstStart:
+    """That of one job; settled once every remote was heard, or where it is recorded already."""
+
+    def __init__(
+        self,
+        beginning: Beginning,
+        state_dir: Path,
+        links: Mapping[str, RemoteLink],
+        node: str,
+        wake: Callable[[], None],
+    ) -> None:
+        self._beginning = beginning
+        self._state_dir = state_dir
+        self._links = links
+        self._node = node
+        self._wake = wake
+        self._settled: Decision | None = None
+
+    def settled(self, *, has_heard_all: bool) -> Decision | None:
+        """The decision; None: a remote may have it and has not answered.
+
+        Raises:
+            OSError: it may be recorded here, and that cannot be read now.
+        """
+        if self._settled is None:
+            self._settled = self._recorded_here()
+        if self._settled is None and has_heard_all:
+            self._settled = self._recorded_in_remote() or self._record()
+        return self._settled
+
+    def is_meant(self, adopt: Decision) -> bool:
+        """Whether an `adopt` was said after this first start: one before it was of another."""
+        return self._settled is not None and adopt.at not in self._settled.adopted
+
+    def had_commit(self, tag: str) -> bool:
+        """Whether a remote had a COMMIT of that name when the first start was recorded."""
+        return self._settled is not None and tag in self._settled.committed
+
+    def _recorded_here(self) -> Decision | None:
+        recorded = read_decisions(self._state_dir, ("first-start",))
+        return self._newest(recorded, is_any_place=self._beginning.holds_state)
+
+    def _recorded_in_remote(self) -> Decision | None:
+        seen = [link.observation for link in self._links.values() if link.observation is not None]
+        newest = self._newest(d for one in seen for d in one.decisions if d.by == self._node)
+        if newest is not None:
+            write_decision(self._state_dir, newest)
+        return newest
+
+    def _newest(self, decisions: Iterable[Decision], *, is_any_place: bool = False) -> Decision | None:
+        starts = [decision for decision in decisions if decision.kind == "first-start"]
+        here = [one for one in starts if is_any_place or self._beginning.is_of_here(one)]
+        return max(here, key=lambda decision: decision.serial, default=None)
+
+    def _record(self) -> Decision:
+        seen = [link.observation for link in self._links.values() if link.observation is not None]
+        own = read_decisions(self._state_dir, ("adopt",))
+        known = [*own, *(d for one in seen for d in one.decisions)]
+        # said here while remotes were waited for: of what is recorded now
+        meant = {one.at for one in own if one.serial > self._beginning.since_ns}
+        committed = {
+            view.commit.tag
+            for one in seen
+            for view in one.commits
+            if not view.disputed and view.commit.form == ZERO
+        }
+        decision = Decision(
+            kind="first-start",
+            tag="*",
+            tags=tuple(sorted(self._beginning.first)),
+            committed=tuple(sorted(self._beginning.first & committed)),
+            place=self._beginning.place,
+            adopted=tuple(sorted({one.at for one in known if one.kind == "adopt" and one.at} - meant)),
+            by=self._node,
+            serial=time.time_ns(),
+        )
+        write_decision(self._state_dir, decision)
+        self._wake()  # the next turn publishes it
+        return decision

@@ -1,0 +1,365 @@
+"""What a job knows beyond its own disk: decisions, first start, orders recorded in remotes (P8, H20).
+
+A save that a COMMIT lists already is recognised by its fingerprints and keeps its order (H49).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ckptd.core.completeness.sealing import shards_of
+from ckptd.core.model.coverage import is_after, order_of
+from ckptd.core.model.generation import (
+    Already,
+    GenerationChoice,
+    Retired,
+    Use,
+    choose_derived,
+    choose_generation,
+)
+from ckptd.core.model.save import Order
+from ckptd.core.policy.view import ZERO, GenerationAnswer, ShipState
+from ckptd.daemon.intake.decisions import Decisions, Telling
+from ckptd.daemon.intake.initial_scan import FirstStart
+from ckptd.daemon.state.remote_sync import (
+    adopt_commits,
+    committed_shards,
+    forget_gone,
+    is_written_down,
+    learn_forms,
+    named_in,
+    notice_lost,
+    unreadable_in,
+)
+from ckptd.daemon.uploads.commit_wait import hear_of_parts
+from ckptd.daemon.uploads.shared_dir import look_for_sharer
+from ckptd.storage.journal.history import ANY_TAG
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from ckptd.core.completeness.judge import Verdict
+    from ckptd.core.model.listing import FolderListing
+    from ckptd.core.model.records import SaveRow
+    from ckptd.core.model.save import SealedSave
+    from ckptd.daemon.intake.initial_scan import Beginning
+    from ckptd.daemon.intake.runs import Ready, Runs
+    from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.uploads.session import RemoteLink
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What sealing asks of whoever knows the remotes: an interface, so that intake knows no remote itself.
+
+
+class Recogniser:
+    """Asks the remotes whether they know a save already; None from `order_of` means "not known yet"."""
+
+    def is_run_settled(self, ready: list[tuple[FolderListing, Verdict]]) -> bool:
+        """Whether it is known of which run they are."""
+        raise NotImplementedError
+
+    def may_seal(self, tag: str) -> bool:
+        """False while a remote that may know the tag has not been asked."""
+        raise NotImplementedError
+
+    def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
+        """The order that a COMMIT recorded for exactly this content."""
+        raise NotImplementedError
+
+    def original(
+        self, tag: str, fingerprints: tuple[tuple[str, str], ...], shards: frozenset[tuple[str, str]]
+    ) -> Order | None:
+        """The highest order of a save that has just these shards under another name."""
+        raise NotImplementedError
+
+    def highest(self) -> Order | None:
+        """The highest order of any COMMIT."""
+        raise NotImplementedError
+
+    def may_precede(self, written_ns: int, order: Order) -> bool:
+        """Whether what was written then may be older than the save that has a COMMIT of that order."""
+        raise NotImplementedError
+
+    def found_first(self) -> frozenset[str] | None:
+        """Tags found at the first start; None: it is not settled yet whether this is one."""
+        raise NotImplementedError
+
+    def came_back(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> bool:
+        """Found at the first start, and committed before it as just this: `resume` brought it."""
+        raise NotImplementedError
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+log = logging.getLogger("ckptd.knowledge")
+
+_OPEN = (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
+
+
+class Knowledge(Recogniser):
+    """The `Recogniser` of one job: asks `links`, remembers in `state` and the state directory."""
+
+    def __init__(
+        self,
+        state: JobState,
+        state_dir: Path,
+        links: Mapping[str, RemoteLink],
+        node: str,
+        beginning: Beginning,
+        save_spread_seconds: float,
+        forms: Mapping[str, tuple[str, ...]],
+        wake: Callable[[], None],
+    ) -> None:
+        self._state = state
+        self._state_dir = state_dir
+        self._links = links
+        self._save_spread_seconds = save_spread_seconds
+        self._forms = forms
+        self._wake = wake
+        self._beginning = beginning
+        self._first = FirstStart(beginning, state_dir, links, node, wake)
+        self._decisions = Decisions(state.journal, state_dir)
+        self._telling = Telling(state, links, wake)
+        self.runs: Runs | None = None
+        """None: save_dir is of one run (a state that no job runs on)."""
+
+    @property
+    def has_heard_all(self) -> bool:
+        """Every remote has been observed since the start; of two that are one place the first."""
+        return all(link.observation is not None or link.is_twin for link in self._links.values())
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """The journal knows all that remotes knew when it was begun: one may be away from here on."""
+        return self._state.journal.meta("rebuilt") == "1"
+
+    @property
+    def _goes_on_without(self) -> bool:
+        """Another directory under a journal that knows its remotes: one that is away holds nothing up."""
+        links = self._links.values()
+        return self.is_rebuilt and all(one.observation or one.is_twin or one.is_away for one in links)
+
+    def refresh(self) -> bool:
+        """Read decisions again: own files, and what the last observations showed; whether any is new.
+
+        What a remote lacks of them is published there again (adr/0165).
+        """
+        seen = {name: link.observation for name, link in self._links.items() if link.observation is not None}
+        self._state.heard |= seen.keys()
+        has_news = self._decisions.refresh([d for one in seen.values() for d in one.decisions])
+        self._telling.turn(self._decisions.words)
+        return has_news
+
+    @property
+    def pins(self) -> frozenset[str]:
+        """Pinned tags."""
+        return self._decisions.pins
+
+    def is_pinned(self, tag: str) -> bool:
+        """Whether it is now: a pin may have come since the last turn (any thread)."""
+        return self._decisions.is_pinned(tag)
+
+    @property
+    def accepted(self) -> frozenset[tuple[tuple[str, str], ...]]:
+        """Fingerprint sets that a person accepted."""
+        return self._decisions.accepted
+
+    def adopt(self) -> None:
+        """Apply adopt decisions to the journal."""
+        for decision in self._decisions.known:
+            if decision.kind == "adopt" and self._first.is_meant(decision):
+                tags = None if decision.tag == "*" else [decision.tag, *decision.tags]
+                rows = self._state.rows.values()
+                if any(not r.adopted and (tags is None or r.save.tag in tags) for r in rows):
+                    self._state.journal.set_adopted(tags)
+                    self._state.load()
+
+    # --- Recogniser ------------------------------------------------------------------------------------
+
+    def is_run_settled(self, ready: Ready) -> bool:
+        """By what stands in save_dir, else once every remote was heard."""
+        if self.runs is None:
+            return True
+        has_heard_all = self.has_heard_all or self._goes_on_without
+        return self.runs.is_settled(ready, has_heard_all=has_heard_all)
+
+    def turn_of_runs(self) -> None:
+        """Look at the run's word, and claim it where something is to be sent."""
+        if self.runs is not None:
+            self.runs.turn(has_heard_all=self.has_heard_all or self._goes_on_without)
+
+    def may_seal(self, tag: str) -> bool:
+        """All remotes observed once (a new journal), and asked about a tag that they know and we do not."""
+        if not self.is_rebuilt and not self.has_heard_all:
+            return False
+        if any(row.save.tag == tag for row in self._state.rows.values()):
+            return True
+        unasked = [
+            link
+            for link in self._links.values()
+            if link.observation is not None and tag in link.known_tags() and tag not in link.tag_views
+        ]
+        for link in unasked:
+            if link.is_ready:
+                link.describe(tag, self._wake)
+        return not unasked
+
+    def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
+        """The order in a committed manifest that lists exactly these shards, or that they had here before."""
+        if (here := self._state.past_order(tag, fingerprints)) is not None:
+            return here
+        wanted = set(fingerprints)
+        listed = (row for link in self._links.values() for row in self._listed(link, tag))
+        return next((order for shards, order in listed if shards and shards <= wanted), None)
+
+    def original(
+        self, tag: str, fingerprints: tuple[tuple[str, str], ...], shards: frozenset[tuple[str, str]]
+    ) -> Order | None:
+        """Of a row here, one that was let go, or a committed manifest that was read: nothing is asked."""
+        if not shards:
+            return None
+        rows = (row.save for row in self._state.rows.values() if row.save.tag != tag)
+        orders = [save.order for save in rows if shards_of(save) == shards]
+        for link in self._links.values():
+            others = (one for one in link.tag_views if one != tag)
+            orders += [order for one in others for held, order in self._listed(link, one) if held == shards]
+        past = self._state.journal.past_order(ANY_TAG, fingerprints)
+        return max([*orders, *([past] if past is not None else [])], default=None)
+
+    def _listed(self, link: RemoteLink, tag: str) -> Iterator[tuple[frozenset[tuple[str, str]], Order]]:
+        """Shards and order of each committed manifest of a tag that was read, of this run."""
+        run_id = self._state.run_id
+        found = committed_shards(link, tag)
+        return ((shards, order) for shards, order, run in found if run_id in (None, run))
+
+    def highest(self) -> Order | None:
+        """The highest order of any COMMIT or tombstone."""
+        seen = [link.observation for link in self._links.values() if link.observation]
+        orders = [order_of(view.commit) for one in seen for view in one.commits]
+        orders += [Order(stone.branch, stone.step, stone.save_seq) for one in seen for stone in one.retired]
+        return max(orders, default=None)
+
+    def may_precede(self, written_ns: int, order: Order) -> bool:
+        """By save windows, which names of manifests tell; nodes' clocks agree to `save_spread`."""
+        seen = [link.observation for link in self._links.values() if link.observation]
+        commits = [v.commit for one in seen for v in one.commits if order_of(v.commit) == order]
+        spread_seconds = self._save_spread_seconds
+        return any(not is_after(written_ns, commit, spread_seconds) for commit in commits)
+
+    def found_first(self) -> frozenset[str] | None:
+        """Tags found at the first start, recorded as a decision: a lost journal is not a first start."""
+        first = self._first.settled(has_heard_all=self.has_heard_all or self._goes_on_without)
+        if first is None:
+            return None
+        # not when they were heard: before what was found is sealed one may be away, and its answer with it
+        is_heard = self.has_heard_all and not self.is_rebuilt
+        if is_heard and is_written_down(self._state, self._links.values(), self.highest()):
+            self._state.journal.set_meta("rebuilt", "1")
+        return frozenset(first.tags)
+
+    def came_back(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> bool:
+        """What was found had a COMMIT before this first start, of just this content."""
+        return self._first.had_commit(tag) and self.known_order(tag, fingerprints) is not None
+
+    # --- generations -----------------------------------------------------------------------------------
+
+    def choose_generations(self) -> None:
+        """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
+        for name, link in self._links.items():
+            self._hear_of_commits(name, link)
+            hear_of_parts(self._state, name, link.observation)
+            look_for_sharer(self._state, link, self._beginning.now)
+        for name, link in self._links.items():
+            notice_lost(self._state, link, self._forms[name])
+        for row in list(self._state.rows.values()):
+            if row.state == "present" or row.held:
+                for name, link in self._links.items():
+                    forms = self._forms[name]
+                    for form in (ZERO,) if ZERO in forms else forms:
+                        self._choose_generation(row, link, form)
+        adopt_commits(self._state, self._links.values())
+        forget_gone(self._state, self._links.values())
+
+    def _choose_generation(self, row: SaveRow, link: RemoteLink, form: str) -> None:
+        state, key = self._state, (row.id, link.name, form)
+        record = state.ship(*key)
+        if record.state not in _OPEN or key in state.generations:
+            return
+        match choice := self._choose(row.save, link, form):
+            case Use(generation=g):
+                state.generations[key] = GenerationAnswer(generation=g, attempt=record.attempt)
+            case Already() as already:
+                found = {
+                    "state": ShipState.COMMITTED,
+                    "generation": already.generation,
+                    "commit_key": already.commit_key,
+                    "commit_sha256": already.commit_sha256,
+                    "unlisted": already.unlisted,
+                }
+                state.put_ship(row.id, record.model_copy(update=found))
+                link.changed()  # the observation may be older than that COMMIT
+                log.info("%s (%s) is committed on %s already; nothing is sent", row.save.tag, form, link.name)
+            case Retired(generation=g):
+                update = {"state": ShipState.RETIRED, "generation": g}
+                state.put_ship(row.id, record.model_copy(update=update))
+        if isinstance(choice, Already | Retired):
+            link.tag_views.pop(row.save.tag, None)  # no upload of ours ends it: that of another node was it
+
+    def _hear_of_commits(self, name: str, link: RemoteLink) -> None:
+        """What other nodes did: the COMMIT that a part waits for, or the end of one that counted (H1)."""
+        state, seen = self._state, link.observation
+        commits = seen.commits if seen is not None else ()
+        made = {(v.commit.tag, v.commit.generation) for v in commits if v.commit.form == ZERO}
+        disputed = {v.sha256: v.key for v in commits if v.disputed}
+        learn_forms(state, name, self._forms[name], commits)
+        update: dict[str, object]
+        for row in state.rows.values():
+            if row.state != "present" and not row.held:
+                continue
+            record = state.ship(row.id, name, ZERO)
+            if record.state is ShipState.COMMITTED and record.commit_sha256 in disputed:
+                reason = f"{disputed[record.commit_sha256]} is disputed"
+                log.error("%s: %s; it is shipped again", row.save.tag, reason)
+                gone = {"commit_key": None, "commit_sha256": None}
+                update = {"state": ShipState.NEW, **gone, "reason": reason}
+            elif record.state is ShipState.WAITING and record.retry_at_seconds:
+                if (row.save.tag, record.generation) not in made:
+                    continue
+                update = {"retry_at_seconds": 0.0}
+            else:
+                continue
+            state.put_ship(row.id, record.model_copy(update=update))
+            link.tag_views.pop(row.save.tag, None)
+
+    def _choose(self, save: SealedSave, link: RemoteLink, form: str) -> GenerationChoice | None:
+        """The choice on what the link was told of the tag; None while it was not asked."""
+        if save.tag not in link.tag_views or link.settings.job_id is None:
+            return None
+        manifests, commits = link.seen(save.tag)
+        view = link.tag_views[save.tag]
+        retired, unreadable = view.retired, unreadable_in(view, form)
+        if form != ZERO:
+            return choose_derived(
+                save,
+                form,
+                manifests=manifests,
+                commits=commits,
+                tombstones=retired,
+                unreadable=unreadable,
+                job_id=link.settings.job_id,
+                run_id=self._state.run_id,
+            )
+        return choose_generation(
+            save,
+            link.settings.job_id,
+            manifests=manifests,
+            commits=commits,
+            tombstones=retired,
+            save_spread_seconds=self._save_spread_seconds,
+            named=named_in(view),
+            unreadable=unreadable,
+            run_id=self._state.run_id,
+        )

@@ -1,0 +1,340 @@
+"""From a listing to sealed saves: quietness, inspection, verdicts, flushing, order (docs/design.md §3).
+
+A folder is judged each turn from what is on disk now; a complete one is flushed by a worker, looked at
+again, and only then sealed: identities, fingerprints, (branch, step, save_seq).
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.core.completeness.judge import Context, State, Verdict, judge
+from ckptd.core.completeness.sealing import (
+    best_checkpoint_of,
+    memory_of,
+    refreshed,
+    same_files,
+    sealed_extra,
+    sealed_file,
+    shards_of,
+)
+from ckptd.core.model.save import SealedSave
+from ckptd.daemon.intake.clones import forget_lost_holds, settle_holds
+from ckptd.daemon.intake.inspection import Reading
+from ckptd.daemon.intake.known_saves import Recogniser
+from ckptd.daemon.intake.ordering import Ordering, written_ns
+from ckptd.daemon.intake.trainer_metrics import Metrics
+from ckptd.daemon.state.state import JobState, Quiet
+from ckptd.daemon.uploads.late_files import Late
+from ckptd.observe.logs import doing
+from ckptd.storage.local.scan import OpenWriters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.config.schema import JobConfig
+    from ckptd.core.completeness.markers import Spread
+    from ckptd.core.model.layouts import Grid
+    from ckptd.core.model.listing import FolderListing, SaveDirListing
+    from ckptd.core.model.manifest import SaveWindow
+    from ckptd.core.model.records import SaveRow
+    from ckptd.daemon.resources.workers import OneJobs
+
+log = logging.getLogger("ckptd.intake")
+
+IN_FLIGHT_SECONDS = 60.0
+
+
+class Intake:
+    """Judges folders and seals saves of one job."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        state: JobState,
+        workers: OneJobs,
+        recogniser: Recogniser,
+        wake: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._state = state
+        self._recogniser = recogniser
+        self._reading = Reading(config, state, workers, wake)
+        self.spread: Callable[[str], Spread | None] = lambda _: None
+        """What is known of other nodes' parts of a tag."""
+        self._asked_at: dict[str, float] = {}  # durable ones that a remote was asked about
+        self._compared: dict[str, tuple[FolderListing, SealedSave, bool]] = {}
+        """Tag → what was compared last, and whether the folder still is that save."""
+        self._grids: frozenset[tuple[int, int, int]] = frozenset()
+        """(dp, mm_count, zero_stage) of what was sealed before this look."""
+        self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
+        self.metrics = Metrics(config, state)
+        self._writers = OpenWriters(str(config.save_dir))
+        self.late = Late(config, state, workers, self._writers, wake)
+        self._ordering = Ordering(state, recogniser, self._is_sealed)
+
+    def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
+        """Judge every folder of a fresh listing, inspect and flush what is due, seal what is durable."""
+        state = self._state
+        self._refuse_closed(listing)
+        state.listing = listing
+        self._ordering.look(listing, now_seconds)
+        tags = {folder.tag for folder in listing.folders}
+        for gone in set(state.quiet) - tags:
+            del state.quiet[gone]
+            state.verdicts.pop(gone, None)
+            state.facts.pop(gone, None)
+            self._compared.pop(gone, None)
+            self._reading.forget(gone)
+        grids = (row.save.grid for row in state.rows.values())
+        self._grids = frozenset((grid.dp, grid.mm_count, grid.zero_stage) for grid in grids)
+        ready: list[tuple[FolderListing, Verdict]] = []
+        for folder in listing.folders:
+            verdict = self._judge(folder, now_seconds)
+            state.verdicts[folder.tag] = verdict
+            self._reading.inspect(folder, verdict.needs, now_seconds)
+            if verdict.state is State.COMPLETE and not self._is_sealed(folder):
+                if self._reading.flushed.get(folder.tag) == folder.digest:
+                    ready.append((folder, verdict))
+                else:
+                    self._reading.flush(folder, save_dir_fd)
+        self.metrics.look(save_dir_fd)
+        self._seal(ready)
+        settle_holds(state, save_dir_fd)
+        forget_lost_holds(state, save_dir_fd)
+        self.late.look(listing, save_dir_fd, now_seconds)
+        state.in_flight = frozenset(
+            folder.tag
+            for folder in listing.folders
+            if not self._is_sealed(folder)
+            and state.verdicts[folder.tag].state is not State.LEFTOVER
+            and self._reading.flushed.get(folder.tag) != folder.digest
+            and self._recently_changed(folder, now_seconds)
+        )
+
+    def _refuse_closed(self, listing: SaveDirListing) -> None:
+        """A checkpoint of ours that may not be entered any more has not vanished: it is waited for.
+
+        Raises:
+            PermissionError: there is one.
+        """
+        present = {row.save.tag for row in self._state.rows.values() if row.state == "present"}
+        for tag in present.intersection(listing.closed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), tag)
+
+    def next_due_seconds(self, now_seconds: float) -> float:
+        """How long until a folder may have become quiet."""
+        settle = self._config.settle_seconds
+        waits = [
+            settle - (now_seconds - quiet.since_seconds)
+            for tag, quiet in self._state.quiet.items()
+            if now_seconds - quiet.since_seconds < settle
+        ]
+        reads = self._reading.seconds_to_read(now_seconds)
+        return max(0.05, min([*waits, *reads, self.metrics.seconds_to_look(now_seconds), 60.0]))
+
+    def is_due(self, now_seconds: float) -> bool:
+        """What a disk refused or a metric that came late is due, however seldom else a job at rest looks."""
+        waits = [*self._reading.seconds_to_read(now_seconds), self.metrics.seconds_to_look(now_seconds)]
+        return any(wait <= 0 for wait in waits)
+
+    # --- verdicts --------------------------------------------------------------------------------------
+
+    def _judge(self, folder: FolderListing, now_seconds: float) -> Verdict:
+        quiet = self._state.quiet.get(folder.tag)
+        if quiet is None or quiet.digest != folder.digest:
+            first = quiet.first_seen_unix if quiet else time.time()
+            if quiet is not None and self._reading.flushed.get(folder.tag) == quiet.digest:
+                first = time.time()
+            quiet = Quiet(digest=folder.digest, since_seconds=now_seconds, first_seen_unix=first)
+            self._state.quiet[folder.tag] = quiet
+            self._state.facts.pop(folder.tag, None)
+        if self._is_sealed(folder):
+            self._state.facts.pop(folder.tag, None)  # the journal has them; a sealed save needs none
+            row = self._state.row_of_tag(folder.tag)
+            assert row is not None
+            return Verdict(
+                state=State.COMPLETE,
+                grid=row.save.grid,
+                step=row.save.step,
+                writer=row.save.writer,
+                window=row.save.window,
+            )
+        facts = self._state.facts.get(folder.tag)
+        if facts is None:
+            facts = self._state.facts[folder.tag] = self._reading.known_facts(folder)
+        context = Context(
+            settle_seconds=self._config.settle_seconds,
+            quiet_seconds=now_seconds - quiet.since_seconds,
+            is_in_flight=self._recently_changed(folder, now_seconds),
+            save_spread_seconds=self._config.save_spread_seconds,
+            widest_save_seconds=self._state.widest_save_seconds,
+            accepted=self.accepted,
+            known_grids=self._grids,
+            spread=self.spread(folder.tag),
+        )
+        verdict = judge(folder, facts, memory_of(self._state.row_of_tag(folder.tag), folder, facts), context)
+        lost = self._reading.lost(folder)
+        if lost is None or verdict.state not in (State.COMPLETE, State.INCOMPLETE, State.TORN_RESAVE):
+            return verdict
+        # whole but for what lies beside its shards, or nobody knows
+        state = State.INCOMPLETE if verdict.state is State.COMPLETE else verdict.state
+        return Verdict(state=state, reason=lost, is_unread=True)
+
+    def _recently_changed(self, folder: FolderListing, now_seconds: float) -> bool:
+        quiet = self._state.quiet[folder.tag]
+        limit = max(IN_FLIGHT_SECONDS, 3 * self._config.settle_seconds)
+        if now_seconds - quiet.since_seconds < limit:
+            return True
+        return self._writers.has(folder.tag, now_seconds - quiet.since_seconds)
+
+    def _is_sealed(self, folder: FolderListing) -> bool:
+        row = self._state.row_of_tag(folder.tag)
+        if row is None:
+            return False
+        known = self._compared.get(folder.tag)
+        if known is None or known[0] is not folder or known[1] is not row.save:
+            known = self._compared[folder.tag] = (folder, row.save, same_files(row.save, folder))
+        return known[2]
+
+    # --- sealing ---------------------------------------------------------------------------------------
+
+    def _seal(self, ready: list[tuple[FolderListing, Verdict]]) -> None:
+        """Seal durable saves in step order, once it is known whether a remote has them already (P8)."""
+        if not self._recogniser.is_run_settled(ready):
+            return
+        found_first = self._recogniser.found_first()
+        if found_first is None:
+            return
+        due = {folder.tag for folder, _ in ready}
+        may_seal = {tag: self._recogniser.may_seal(tag) for tag in due}
+        waits_for = [t for t in found_first if not may_seal.get(t, not self._is_undecided(t))]
+        now = {tag for tag in due if may_seal[tag]}
+        self._asked_at = {t: self._asked_at.get(t, time.monotonic()) for t in due - now} if now else {}
+        for folder, verdict in self._ordering.ranked(ready):
+            if folder.tag in found_first and waits_for:
+                continue
+            if folder.tag not in now or self._waits_for_older(folder, now):
+                continue
+            row = self._state.row_of_tag(folder.tag)
+            same = refreshed(row.save, folder, self._state.facts.get(folder.tag, {})) if row else None
+            if row is not None and same is not None:
+                self._state.journal.replace_sealed(row.id, same)
+                self._state.reload(row.id)
+                self._state.forget_damage(row.id)
+                continue
+            assert verdict.grid is not None and verdict.window is not None and verdict.step is not None
+            if row is not None and row.save.is_part and self._grows(row, folder, verdict):
+                continue
+            self._seal_one(folder, verdict, verdict.grid, verdict.window, verdict.step, found_first)
+
+    def _waits_for_older(self, folder: FolderListing, due: set[str]) -> bool:
+        """One written before, or of a lower step, is about to be sealed: later it would be a rewind."""
+        mine, step = written_ns(folder), self._state.verdicts[folder.tag].step or 0
+        for other in self._state.listing.folders if self._state.listing else ():
+            verdict = self._state.verdicts.get(other.tag)
+            if verdict is None or verdict.state not in (State.UNKNOWN, State.COMPLETE) or other.tag in due:
+                continue
+            since = max(self._state.quiet[other.tag].since_seconds, self._asked_at.get(other.tag, 0.0))
+            is_older = written_ns(other) < mine or verdict.step is None or verdict.step < step
+            if time.monotonic() - since < IN_FLIGHT_SECONDS and is_older and not self._is_sealed(other):
+                return True
+        return False
+
+    def _is_undecided(self, tag: str) -> bool:
+        """Found at the first start and not judged to its end: `backfill` needs to know the newest of all."""
+        verdict = self._state.verdicts.get(tag)
+        if verdict is None or self._state.row_of_tag(tag) is not None:
+            return False
+        return verdict.state in (State.UNKNOWN, State.COMPLETE)
+
+    def _seal_one(
+        self,
+        folder: FolderListing,
+        verdict: Verdict,
+        grid: Grid,
+        window: SaveWindow,
+        step: int,
+        found_first: frozenset[str],
+    ) -> None:
+        state = self._state
+        facts = state.facts[folder.tag]
+        sealed = tuple(sealed_file(f, facts[f.path], folder, verdict.stale) for f in folder.own)
+        is_new_tag = not any(row.save.tag == folder.tag for row in state.rows.values())
+        order = self._ordering.order_of(folder, step, sealed, is_new_tag=is_new_tag)
+        extras = tuple(f for f in (state.listing.extras if state.listing else ()) if self._is_extra(f.path))
+        save = SealedSave(
+            tag=folder.tag,
+            folder=folder.folder,
+            files=sealed,
+            extras=tuple(sealed_extra(f) for f in extras),
+            grid=grid,
+            branch=order.branch,
+            step=order.step,
+            save_seq=order.save_seq,
+            window=window,
+            writer=verdict.writer,
+            optimizer_step=verdict.optimizer_step,
+            roots=folder.roots,
+            empty=folder.empty,
+            is_part=bool(verdict.missing),
+            best=self.metrics.best_of(folder.tag, state.facts[folder.tag], step),
+            best_checkpoint=best_checkpoint_of(state.facts[folder.tag]),
+            beside=self._ordering.beside(folder.tag),
+            rivals=self._ordering.rivals(folder, order),
+        )
+        again = self._found_before(save)
+        was_found = folder.tag in found_first and is_new_tag
+        fingerprints = tuple(sorted((f.path, f.fingerprint) for f in sealed))
+        is_old = was_found and not self._recogniser.came_back(folder.tag, fingerprints)
+        is_first = is_old or again is not None
+        adopted = not is_first or self._config.backfill == "all" or (again is not None and again.adopted)
+        before = state.row_of_tag(folder.tag)
+        save_id = state.journal.add_save(
+            save, found_first=is_first, adopted=adopted, seen_at=state.quiet[folder.tag].first_seen_unix
+        )
+        state.reload(save_id, *([before.id] if before is not None else []))
+        state.tidy(time.monotonic())
+        state.completed_at.append(time.monotonic())
+        log.info(
+            "%s complete: step %d, branch %d, %.1f MB, %s",
+            folder.tag,
+            order.step,
+            order.branch,
+            save.total_bytes / 1e6,
+            grid.proof
+            + (f"; of this node, {len(verdict.missing)} shards are others'" if save.is_part else ""),
+            extra=doing("complete", folder.tag),
+        )
+
+    def _grows(self, row: SaveRow, folder: FolderListing, verdict: Verdict) -> bool:
+        """A part of which more shards came: the same save, whose manifest gets another revision (H27)."""
+        now = {f.path: f.identity for f in folder.own}
+        if any(now.get(f.path) != f.identity for f in row.save.files) or verdict.window is None:
+            return False
+        facts = self._state.facts[folder.tag]
+        sealed = tuple(sealed_file(f, facts[f.path], folder, verdict.stale) for f in folder.own)
+        update = {
+            "files": sealed,
+            "empty": folder.empty,
+            "window": verdict.window,
+            "is_part": bool(verdict.missing),
+        }
+        self._state.grow(row.id, row.save.model_copy(update=update))
+        log.info("%s grew to %d files", folder.tag, len(sealed))
+        return True
+
+    def _found_before(self, save: SealedSave) -> SaveRow | None:
+        """The row of the same shards, found at the first start: a note beside them makes no save of ours."""
+        same = shards_of(save)
+        rows = (row for row in self._state.rows.values() if row.found_first and row.save.tag == save.tag)
+        return next((row for row in rows if shards_of(row.save) == same), None)
+
+    def _is_extra(self, name: str) -> bool:
+        patterns = self._config.extra
+        return patterns is None or any(fnmatch.fnmatch(name, p) for p in patterns)

@@ -1,0 +1,67 @@
+"""Say which checkpoints in save_dir nothing protects: links, not followed (P15), and what is no ZeRO
+checkpoint of the job (P17).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ckptd.base.names import shown
+from ckptd.core.model.unprotected import told
+from ckptd.storage.local.scan import scan
+
+if TYPE_CHECKING:
+    from ckptd.core.model.listing import SaveDirListing
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state.problems import Problem, Severity
+
+log = logging.getLogger("ckptd.job")
+
+_NEXT_STEP = (
+    "ckptd follows no links below save_dir; move the folder itself into save_dir, or make save_dir the place "
+    "where it lies"
+)
+
+
+def look(job: Job, save_dir_fd: int) -> SaveDirListing:
+    """List save_dir, and say what in it is not protected."""
+    before = job.state.listing if job.state is not None else None
+    listing = scan(save_dir_fd, job.config.trainer, before)
+    seen = {path.partition("/")[0]: path for path in listing.linked}
+    for problem in job.problems.all():
+        if problem.code == "linked-save" and problem.about not in seen:
+            job.problems.clear("linked-save", problem.about)
+    for tag, path in seen.items():
+        is_newest = listing.is_at_risk(tag)
+        names = " (latest names it)" if tag == listing.latest else ""
+        what = "a link" if path == tag else f"made of links ({path})"
+        text = f"{tag}{names} is {what}: it is not watched, and nothing of it is sent"
+        job.problems.put("linked-save", tag, text, _NEXT_STEP, severity="attention" if is_newest else "note")
+    _see_unprotected(job, listing)
+    return listing
+
+
+def _see_unprotected(job: Job, listing: SaveDirListing) -> None:
+    """Say it for as long as it lies there: a job that finds nothing else would wait for ever."""
+    tags = [folder.tag for folder in listing.folders if not folder.is_model_only]
+    said = told(listing.unprotected, str(job.config.save_dir), listing.latest, tags)
+    for one in said:
+        severity: Severity = "attention" if one.is_urgent else "note"
+        if not any((p.code, p.about) == ("unprotected-save", shown(one.about)) for p in job.problems.all()):
+            log.warning("%s; %s", one.text, one.next_step)
+        job.problems.put("unprotected-save", one.about, one.text, one.next_step, severity=severity)
+    # of a folder that had to be read to be known each turn says it anew
+    about = {shown(one.about) for one in said} | {folder.tag for folder in listing.folders}
+    for problem in job.problems.all():
+        if problem.code == "unprotected-save" and problem.about not in about:
+            job.problems.clear("unprotected-save", problem.about)
+
+
+def linked_here(job: Job) -> tuple[str, ...]:
+    """Checkpoints at risk that nothing will commit."""
+    return tuple(problem.about for problem in job.problems.all() if _is_alarm(problem))
+
+
+def _is_alarm(problem: Problem) -> bool:
+    return problem.code in ("linked-save", "unprotected-save") and problem.lasting == "attention"

@@ -1,0 +1,237 @@
+"""What all jobs of a daemon share: uploads at once, one conversion at a time, bandwidth, memory (P11, P12).
+
+The limits are those of `ckptd.toml`, and what `ckptd.budget` makes of them. First come, first served; a job
+that does not ask again in its next turn loses its place. Everything here is called in the deciding thread, so
+nothing needs a lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from ckptd.config.budget import Division, divide, shortage
+from ckptd.daemon.resources.disk_yield import Way
+from ckptd.storage.child.slots import Places
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+
+    from ckptd.config.schema import DaemonConfig
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.uploads.session import RemoteLink
+
+log = logging.getLogger("ckptd")
+
+CONVERSIONS = 1
+"""At once in the whole daemon: it may use what the memory budget leaves."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    wake: Callable[[], None]
+    has_asked: bool = True
+
+
+class Slots:
+    """At most `count` of something at once, as of now; `in_use` says how many there are."""
+
+    def __init__(self, count: Callable[[], int], in_use: Callable[[], int]) -> None:
+        self._count = count
+        self._in_use = in_use
+        self._waiting: dict[Hashable, _Waiting] = {}
+
+    def may_start(self, who: Hashable, wake: Callable[[], None]) -> bool:
+        """Whether `who` may start one now; else it waits in line, and `wake` is called when it may."""
+        ahead = list(self._waiting)
+        place = ahead.index(who) if who in self._waiting else len(ahead)
+        if self._in_use() + place < self._count():
+            self._waiting.pop(who, None)
+            return True
+        self._waiting[who] = _Waiting(wake)
+        return False
+
+    def begin_turn(self, mine: Iterable[Hashable]) -> None:
+        """A turn of whoever these belong to begins: who wants to stay in line asks again in it."""
+        for who in mine:
+            if who in self._waiting:
+                self._waiting[who].has_asked = False
+
+    def end_turn(self, mine: Iterable[Hashable]) -> None:
+        """Who did not ask again leaves the line."""
+        for who in mine:
+            if who in self._waiting and not self._waiting[who].has_asked:
+                del self._waiting[who]
+
+    def leave(self, mine: Iterable[Hashable]) -> None:
+        """These wait no more, whatever they asked for: nobody stands behind them for ever."""
+        for who in mine:
+            self._waiting.pop(who, None)
+
+    def call(self) -> None:
+        """Wake those whose turn it is."""
+        free = self._count() - self._in_use()
+        for waiting in list(self._waiting.values())[: max(free, 0)]:
+            waiting.wake()
+
+
+class Totals:
+    """The shared limits of a daemon; `links` are those of all its jobs, `converting` how many convert.
+
+    `remotes`: the URLs of each job's remotes, as configured: the budget is divided for all of them.
+    """
+
+    def __init__(
+        self,
+        daemon: DaemonConfig,
+        links: Callable[[], Sequence[RemoteLink]],
+        converting: Callable[[], int],
+        *,
+        remotes: Callable[[], Sequence[Sequence[str]]],
+        unix: Callable[[], float] = time.time,
+    ) -> None:
+        self._links = links
+        self._remotes = remotes
+        self._unix = unix
+        self.uploads = Slots(lambda: self.division.uploads, lambda: sum(link.is_shipping for link in links()))
+        self.conversions = Slots(lambda: CONVERSIONS, converting)
+        self.places = Places(lambda: self.division.children)
+        self.way = Way()
+        self._told: tuple[str, str] | None = None
+        self.change(daemon)
+
+    def change(self, daemon: DaemonConfig) -> None:
+        """Other limits, from now on."""
+        self._max_uploads = daemon.max_uploads
+        self._bandwidth = daemon.bandwidth
+        self.memory_bytes = daemon.memory_budget_bytes(psutil.virtual_memory().total)
+        """Of the whole process tree."""
+
+    @property
+    def division(self) -> Division:
+        """Shares of the budget for the jobs that there are now."""
+        return divide(self.memory_bytes, self._remotes(), self._max_uploads)
+
+    @property
+    def takes_turns(self) -> bool:
+        """The budget has no room for a child of each remote: a look may cost the start of one."""
+        return self.division.children < sum(map(len, self._remotes()))
+
+    def conversion_bytes(self) -> int:
+        """What a conversion may use: what the daemon and the remotes' children leave of the budget."""
+        return self.division.conversion_bytes
+
+    def begin_turn(self, mine: Sequence[Hashable]) -> None:
+        """A turn of a job begins: who of it waits in line must ask again."""
+        for slots in (self.uploads, self.conversions):
+            slots.begin_turn(mine)
+
+    def end_turn(self, mine: Sequence[Hashable]) -> None:
+        """Who did not ask again leaves the line."""
+        for slots in (self.uploads, self.conversions):
+            slots.end_turn(mine)
+
+    def leave(self, mine: Sequence[Hashable]) -> None:
+        """A job ends, or its turn failed: who of it waits in line leaves it."""
+        for slots in (self.uploads, self.conversions):
+            slots.leave(mine)
+
+    def settle(self) -> None:
+        """After all turns: share the bandwidth among those who ship, and wake who may start."""
+        self.share()
+        self.places.settle()
+        self.uploads.call()
+        self.conversions.call()
+
+    def tell(self, jobs: Sequence[Job]) -> None:
+        """A budget that these jobs cannot keep to is a problem of each of them, for as long as it is."""
+        found = shortage(self.division, self.memory_bytes)
+        if found is not None and found != self._told:
+            log.error("%s; %s", *found)
+        self._told = found
+        for job in jobs:
+            if found is None:
+                job.problems.clear("memory-short", "memory_budget")
+            else:
+                job.problems.put("memory-short", "memory_budget", *found)
+
+    def share(self, starting: RemoteLink | None = None) -> None:
+        """Tell those who ship their part; who is about to start hears it before its first byte.
+
+        Timetables are read anew each time: a limit that begins now holds with the next turn.
+        """
+        now = self._unix()
+        active = [link for link in self._links() if link.is_shipping or link is starting]
+        rates = shares(self._bandwidth.at(now), {link: link.bandwidth.at(now) for link in active})
+        for link, rate in rates.items():
+            link.limit(rate)
+
+
+def shares(total: int | None, limits: Mapping[RemoteLink, int | None]) -> dict[RemoteLink, int | None]:
+    """Bytes per second for each transfer: equal parts of `total`; what a slower remote cannot use goes on.
+
+    `limits`: a remote's own bandwidth, None for none. The sum never exceeds `total`.
+    """
+    if total is None:
+        return dict(limits)
+    found: dict[RemoteLink, int | None] = {}
+    left_bytes, left = total, len(limits)
+    for link, limit in sorted(limits.items(), key=lambda pair: pair[1] if pair[1] is not None else total):
+        part = left_bytes // left
+        rate = max(1, part if limit is None else min(part, limit))
+        found[link] = rate
+        left_bytes, left = left_bytes - rate, left - 1
+    return found
+
+
+# --- The daemon's own memory: what a burst of work took goes back, for the RAM is the trainer's (P12) ----
+
+_M_ARENA_MAX = -8
+_ARENAS = 2
+
+
+def keep_small() -> None:
+    """Before the first thread: few arenas, else each keeps what its threads once needed (glibc alone)."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+def give_back() -> None:
+    """Hand free pages back to the kernel (glibc alone)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, no search for cycles: a plan makes none, and with many records a search costs as much as it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def tree_bytes() -> int:
+    """Resident bytes of this process and its children."""
+    process = psutil.Process(os.getpid())
+    total = 0
+    for one in [process, *process.children(recursive=True)]:
+        try:
+            total += one.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total

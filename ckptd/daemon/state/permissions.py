@@ -1,0 +1,87 @@
+"""May anything be deleted in this save_dir? Proved again and again: rights and mounts change (P19).
+
+What cannot be proved costs removals alone: what is complete is shipped all the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.errors import CkptdError, NotPermitted
+from ckptd.storage.local import probe
+
+if TYPE_CHECKING:
+    from ckptd.daemon.job import Job
+    from ckptd.daemon.state.state import JobState
+
+AGAIN_SECONDS = 60.0
+SOON_SECONDS = 5.0
+"""When something that should have gone could not."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Rights:
+    """Of one job over one save_dir, since it was opened; called in the deciding thread.
+
+    `is_missing`: the last proof failed, and the next turn tries again.
+    """
+
+    def __init__(self, mark: str = "") -> None:
+        self.mark = mark or probe.new_mark()
+        self.are_held = self.is_missing = False
+        self._proved_at_seconds = -math.inf
+        self._clones_are_known = False
+
+    def prove(self, job: Job, state: JobState, save_dir_fd: int) -> None:
+        """When there is something to keep, on the file system that it was on; what failed, at each turn."""
+        about = str(job.config.save_dir)
+        if not state.rows or state.journal.meta("device") != str(os.fstat(save_dir_fd).st_dev):
+            self.are_held = False
+            return
+        now = time.monotonic()
+        has_failed = any(not stays.is_brief for stays in state.prune_blocked.values())
+        due_seconds = SOON_SECONDS if has_failed else AGAIN_SECONDS
+        if self.are_held and now - self._proved_at_seconds < due_seconds:
+            return
+        try:
+            prove(save_dir_fd, about, self.mark)
+            if not self.are_held or not self._clones_are_known:
+                can = can_clone(save_dir_fd, self.mark)
+                self._clones_are_known, state.can_clone = can is not None, bool(can)
+        except (NotPermitted, OSError) as error:
+            text = error.message if isinstance(error, CkptdError) else f"{about}: {error.strerror}"
+            is_mount = isinstance(error, OSError) and error.errno == errno.EROFS
+            hint = "mount it writable again" if is_mount else "run ckptd as the training user"
+            hint = error.hint if isinstance(error, CkptdError) else f"{hint}; nothing is deleted"
+            job.problems.put("no-rights", about, text, hint)
+            self.are_held, self.is_missing = False, True
+            return
+        if self.is_missing:
+            state.prune_blocked.clear()  # what failed for want of rights goes at once
+        self.are_held, self.is_missing, self._proved_at_seconds = True, False, now
+        job.problems.clear("no-rights", about)
+
+
+def prove(save_dir_fd: int, about: str, mark: str) -> None:
+    """Raises NotPermitted, or OSError as the kernel says."""
+    try:
+        probe.prove_rights(save_dir_fd, about, mark)
+    except OSError as error:
+        # no room to create anything is no want of rights: what goes makes room
+        if error.errno not in _NO_ROOM:
+            raise
+        probe.ask_kernel(save_dir_fd, about)
+
+
+def can_clone(save_dir_fd: int, mark: str) -> bool | None:
+    """Whether extents can be shared here; None: not known, without room for two small files."""
+    try:
+        return probe.can_clone(save_dir_fd, mark)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        return None

@@ -1,0 +1,287 @@
+"""What a remote knows of a tag or of a save, in core's words: messages in, core's data out."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ckptd.core.completeness.judge import State
+from ckptd.core.completeness.missing import Part
+from ckptd.core.completeness.peer_evidence import Told
+from ckptd.core.model.coverage import order_of
+from ckptd.core.model.generation import SeenCommit, SeenManifest
+from ckptd.core.model.layouts import Role, is_in_roots, layout_of
+from ckptd.core.model.runs import run_of
+from ckptd.core.model.save import Order, mark_of_manifest
+from ckptd.core.policy.view import ZERO, ShipState
+from ckptd.storage.remote.documents import stem_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ckptd.core.model.manifest import Commit, ManifestName, NodeManifest
+    from ckptd.core.model.save import SealedSave
+    from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.storage.remote.messages import CommitView, Observation, TagView
+
+log = logging.getLogger("ckptd.knowledge")
+
+_BESIDE = (Role.SIDE, Role.EXTRA)
+_CLAIMED_OR_OPEN = (ShipState.COMMITTED, ShipState.NEW, ShipState.WAITING, ShipState.FAILED)
+_GONE, _DISPUTED = "its COMMIT is gone", "its COMMIT is disputed"
+_WILL_SEAL = (State.SAVING, State.RESAVING, State.UNKNOWN, State.COMPLETE)
+
+
+def is_written_down(state: JobState, links: Iterable[RemoteLink], highest: Order | None) -> bool:
+    """Whether the journal has what the remotes tell of order: no save here of a tag that they know is yet to
+    be sealed, and one that was is as new as any there (`highest`).
+    """
+    known = frozenset[str]().union(*(link.known_tags() for link in links))
+    for folder in state.listing.folders if state.listing is not None else ():
+        verdict = state.verdicts.get(folder.tag)
+        is_open = folder.tag in known and state.row_of_tag(folder.tag) is None
+        if is_open and (verdict is None or verdict.state in _WILL_SEAL):
+            return False
+    return highest is None or any(row.save.order >= highest for row in state.rows.values())
+
+
+def commits_in(seen: Observation | None) -> dict[tuple[str | None, str | None], Commit]:
+    """(key, digest) → COMMIT."""
+    return {} if seen is None else {(v.key, v.sha256): v.commit for v in seen.commits}
+
+
+def order_by_commits(own: Order, told: Sequence[Order | None]) -> Order:
+    """The order of a save, given those of its COMMITs; None: a remote has not told.
+
+    The COMMIT's, whichever is higher. A node whose daemon was down while the run was rewound sealed its part
+    as of the old branch; one that does not know a checkpoint that was restored took it for a rewind. What
+    every node keeps follows the COMMITs alone (P9, adr/0105). Of several the highest counts, so an order is
+    lowered only once all have told.
+
+    >>> order_by_commits(Order(7, 90, 1), [Order(5, 90, 7)]), order_by_commits(Order(7, 90, 1), [None])
+    (Order(branch=5, step=90, save_seq=7), Order(branch=7, step=90, save_seq=1))
+    """
+    known = [order for order in told if order is not None]
+    return max(known if known and len(known) == len(told) else [*known, own])
+
+
+def as_committed(save: SealedSave, told: Sequence[Commit | None]) -> SealedSave:
+    """A save as its COMMITs have it: its order, the value of its metric, what its trainer calls the best.
+
+    One node has trainer_state.json; by its COMMIT the others know what it says (docs/adr/0130).
+    """
+    commits = [commit for commit in told if commit is not None]
+    order = order_by_commits(save.order, [None if c is None else order_of(c) for c in told])
+    best = next((c.best for c in commits if c.best is not None), save.best)
+    named = next((c.names_best for c in commits if c.names_best), save.best_checkpoint)
+    if (order, best, named) == (save.order, save.best, save.best_checkpoint):
+        return save
+    return save.model_copy(update={**order._asdict(), "best": best, "best_checkpoint": named})
+
+
+def adopt_commits(state: JobState, links: Iterable[RemoteLink]) -> None:
+    """Let each save here count as its COMMITs say."""
+    commits = {link.name: commits_in(link.observation) for link in links}
+    for row in list(state.rows.values()):
+        records = (state.ship(row.id, remote, ZERO) for remote in commits)
+        told = [
+            commits[record.remote].get((record.commit_key, record.commit_sha256))
+            for record in records
+            if record.state is ShipState.COMMITTED
+        ]
+        save = as_committed(row.save, told) if told else row.save
+        if save is not row.save:
+            state.journal.replace_sealed(row.id, save)
+            state.reload(row.id)
+
+
+def forget_gone(state: JobState, links: Iterable[RemoteLink]) -> None:
+    """What was read of tags of which nothing is here any more: it tells of every file of every node (P12)."""
+    if state.listing is None:
+        return
+    tags = {folder.tag for folder in state.listing.folders}
+    tags |= {row.save.tag for row in state.rows.values() if row.state == "present" or row.held}
+    for link in links:
+        for tag in link.tag_views.keys() - tags:
+            del link.tag_views[tag]
+
+
+def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Sequence[CommitView]) -> None:
+    """Forms that another node made of a save that none has whole (adr/0118); what was begun here is ended by
+    its own order, which also sweeps."""
+    parts = [row for row in state.rows.values() if row.save.is_part]
+    there = {stem_of(v.commit): v for v in commits if v.commit.form != ZERO and not v.disputed}
+    for row in parts if there else ():
+        zero = state.ship(row.id, remote, ZERO)
+        for form in forms if zero.state is ShipState.COMMITTED else ():
+            view = there.get((row.save.tag, zero.generation or 0, form))
+            record = state.ship(row.id, remote, form)
+            is_open = record.state in (ShipState.NEW, ShipState.WAITING, ShipState.FAILED)
+            if view is None or not is_open or row.derived_of(form).plan_sha256:
+                continue
+            update = {
+                "state": ShipState.COMMITTED,
+                "generation": view.commit.generation,
+                "commit_key": view.key,
+                "commit_sha256": view.sha256,
+                "reason": None,
+                "hint": "",
+                "is_damaged": False,
+            }
+            state.put_ship(row.id, record.model_copy(update=update))
+
+
+def notice_lost(state: JobState, link: RemoteLink, forms: Sequence[str]) -> None:
+    """COMMITs that somebody removed from a remote or disputed, or that cannot be read: nothing is called safe
+    on their account (P17). `forms`: what the remote takes.
+
+    A form of what a ZeRO form holds follows it: it is looked at once that is committed again.
+    """
+    seen = link.observation
+    if seen is None or not link.is_current:
+        return
+    listed: dict[tuple[str | None, str | None], bool] = {
+        (view.key, view.sha256): view.disputed for view in seen.commits
+    }
+    # what lies in the trash, whole, goes by these records alone (adr/0153)
+    half = {one.save_id for one in state.journal.open_deletions()} if state.half_removed else set()
+    for row in [r for r in state.rows.values() if r.state == "present" or r.held or r.id in half]:
+        records = [r for r in state.ships.get(row.id, {}).values() if r.remote == link.name]
+        for record in sorted(records, key=lambda r: r.form != ZERO):
+            where = (row.save.tag, record.generation or 0, record.form)
+            if record.form != ZERO and where in seen.retired_beside and record.state in _CLAIMED_OR_OPEN:
+                state.put_ship(row.id, record.model_copy(update={"state": ShipState.RETIRED}))
+                continue
+            proof = (record.commit_key, record.commit_sha256)
+            # a lesser form shares its generation with the ZeRO form, and could not be sent again
+            is_disputed = listed.get(proof, False) and record.form == ZERO
+            if record.state is not ShipState.COMMITTED or (proof in listed and not is_disputed):
+                continue
+            zero = state.ship(row.id, link.name, ZERO)
+            if record.form != ZERO and ZERO in forms and zero.state is not ShipState.COMMITTED:
+                continue
+            lost = _DISPUTED if is_disputed else _GONE
+            reason = "its COMMIT cannot be read" if where in seen.unreadable else lost
+            about = (row.save.tag, record.form, link.name, reason)
+            log.error("%s (%s) on %s: %s; it is looked for again", *about)
+            state.lose_commit(row.id, link.name, reason, record.form)
+            link.tag_views.pop(row.save.tag, None)
+
+
+def unreadable_in(view: TagView, form: str) -> frozenset[int]:
+    """Generations whose COMMIT or tombstone of that form cannot be read."""
+    return frozenset(generation for _, generation, one in view.unreadable if one == form)
+
+
+def named_in(view: TagView) -> list[tuple[int, ManifestName]]:
+    """(generation, name) of manifests of the ZeRO form that were not read."""
+    return [(one.generation, one.name) for one in view.named if one.form == ZERO]
+
+
+def told_in(view: TagView) -> tuple[Told, ...]:
+    """What each generation of the ZeRO form proves to a node without model states.
+
+    Of one that is settled, what its COMMIT lists.
+    """
+    settled = {v.commit.generation for v in view.commits if v.commit.form == ZERO}
+    settled |= {stone.generation for stone in view.retired if stone.form == ZERO}
+    members: dict[int, list[NodeManifest]] = {}
+    for seen in view.manifests:
+        generation = seen.manifest.generation
+        if seen.manifest.form == ZERO and (seen.committed or generation not in settled):
+            members.setdefault(generation, []).append(seen.manifest)
+    named = named_in(view)
+    return tuple(
+        _told(
+            read,
+            tuple(name for g, name in named if g == generation),
+            is_settled=generation in settled,
+        )
+        for generation, read in sorted(members.items())
+    )
+
+
+def _told(read: Sequence[NodeManifest], named: tuple[ManifestName, ...], *, is_settled: bool) -> Told:
+    """By the word of one that has model states, where there is one."""
+    first = next((m for m in read if any(f.role is Role.MODEL for f in m.files)), read[0])
+    rows = frozenset((f.path, f.bytes, f.fingerprint) for m in read for f in m.files)
+    return Told(
+        grid=first.grid,
+        step=first.step,
+        node=first.node,
+        optimizer_step=first.optimizer_step,
+        marks=tuple(mark_of_manifest(m) for m in read),
+        named=named,
+        listed=rows if is_settled else None,
+    )
+
+
+def parts_in(view: TagView) -> tuple[Part, ...]:
+    """Parts of the ZeRO form, read or by their names, in generations that may still get a COMMIT.
+
+    What a disputed one held its nodes send again, as another.
+    """
+    taken = {v.commit.generation for v in view.commits if v.commit.form == ZERO}
+    taken |= {stone.generation for stone in view.retired if stone.form == ZERO}
+    read = [
+        (m.generation, m.node, m.save_window.last // 10**9)
+        for m in (v.manifest for v in view.manifests)
+        if m.form == ZERO
+    ]
+    read += [(generation, name.node, name.last_seconds) for generation, name in named_in(view)]
+    return tuple(
+        Part(node=node, generation=generation, last_seconds=last)
+        for generation, node, last in sorted(set(read))
+        if generation not in taken
+    )
+
+
+def committed_shards(link: RemoteLink, tag: str) -> Iterator[tuple[frozenset[tuple[str, str]], Order, str]]:
+    """Shards, order and run of each committed manifest of a tag that was read, whichever run it is of."""
+    for seen in link.seen(tag)[0]:
+        found = seen.manifest
+        if not seen.committed or seen.form != ZERO:
+            continue
+        mine = [f for f in found.files if f.role not in _BESIDE and f.replica_of is None]
+        roots = layout_of(tag, (f.path for f in mine))[1]
+        shards = frozenset((f.path, f.fingerprint) for f in mine if is_in_roots(f.path, roots))
+        yield shards, Order(found.branch, found.step, found.save_seq), run_of(found, found.job_id)
+
+
+def of_run(seen: Observation, run_id: str) -> Observation:
+    """What one run has there. Names of tags, open generations and decisions are of all runs."""
+    job_id = seen.identity.job_id
+    stones = tuple(stone for stone in seen.retired if run_of(stone, job_id) == run_id)
+    others = {stem_of(stone) for stone in seen.retired} - {stem_of(stone) for stone in stones}
+    update = {
+        "commits": tuple(v for v in seen.commits if run_of(v.commit, job_id) == run_id),
+        "supplements": tuple(v for v in seen.supplements if run_of(v.commit, job_id) == run_id),
+        "retired": stones,
+        "retiring": tuple(where for where in seen.retiring if where not in others),
+    }
+    return seen.model_copy(update=update)
+
+
+def seen_in(view: TagView) -> tuple[list[SeenManifest], list[SeenCommit]]:
+    """Manifests and COMMITs of a tag."""
+    manifests = [
+        SeenManifest(
+            generation=v.manifest.generation,
+            form=v.manifest.form,
+            manifest=v.manifest,
+            committed=v.committed,
+        )
+        for v in view.manifests
+    ]
+    commits = [
+        SeenCommit(
+            generation=v.commit.generation,
+            form=v.commit.form,
+            key=v.key,
+            sha256=v.sha256,
+            disputed=v.disputed,
+        )
+        for v in view.commits
+    ]
+    return manifests, commits

@@ -1,0 +1,327 @@
+"""Gathers the planner's view of a job from memory, journal mirror and observations; asks nobody anything."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.base.extents import free_bytes
+from ckptd.core.completeness.judge import State
+from ckptd.core.completeness.sealing import sealed_extra
+from ckptd.core.model.listing import read_word
+from ckptd.core.model.manifest import node_in
+from ckptd.core.policy.blockers import lacking, late_now
+from ckptd.core.policy.planner import plan
+from ckptd.core.policy.view import (
+    ZERO,
+    DerivedState,
+    Disk,
+    JobView,
+    RemoteCommit,
+    RemoteView,
+    SaveView,
+    ShipRecord,
+    ShipState,
+)
+from ckptd.daemon.resources.limits import uncollected
+from ckptd.daemon.state.state import HOUR_SECONDS, unsent_lately
+from ckptd.daemon.uploads.retire import since_when
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptd.config.schema import JobConfig, RemoteConfig
+    from ckptd.core.model.listing import FolderListing, ListedFile
+    from ckptd.core.model.manifest import SaveWindow
+    from ckptd.core.model.records import SaveRow
+    from ckptd.core.model.save import SealedFile
+    from ckptd.core.policy.actions import Plan
+    from ckptd.core.policy.drain import Drain
+    from ckptd.core.policy.view import Tenure
+    from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.storage.remote.messages import CommitView
+
+NEXT_SAVE_FACTOR = 1.1
+_NEW = ShipRecord(remote="", form=ZERO)
+_MOST_PLANNED = 10_000
+_PLANNED: dict[str, RemoteCommit] = {}
+
+
+def unsealed(state: JobState) -> list[tuple[FolderListing, SaveWindow, int]]:
+    """Complete checkpoints without a row yet, oldest first: (folder, when it was written, step).
+
+    Nothing is sealed before every remote has answered once, and the disk fills all the same.
+    """
+    found = []
+    for folder in state.listing.folders if state.listing is not None else ():
+        verdict = state.verdicts.get(folder.tag)
+        if verdict is None or verdict.state is not State.COMPLETE or verdict.window is None:
+            continue
+        if state.row_of_tag(folder.tag) is None:
+            found.append((folder, verdict.window, verdict.step or 0))
+    return sorted(found, key=lambda one: one[1].last)
+
+
+def next_save_bytes(state: JobState) -> int:
+    """What the next save needs: the largest of the last five, and a tenth (P13)."""
+    sizes = [*state.recent_sizes_bytes(), *(folder.total_bytes for folder, _, _ in unsealed(state))]
+    return int(max(sizes[-5:], default=0) * NEXT_SAVE_FACTOR)
+
+
+def next_save_files(state: JobState) -> int:
+    """Files and folders of the next save: the most of the last five."""
+    rows = sorted(state.rows.values(), key=lambda row: row.id)[-5:]
+    counts = [len(row.save.files) + 1 for row in rows]
+    counts += [len(folder.files) + 1 for folder, _, _ in unsealed(state)]
+    return max(counts[-5:], default=0)
+
+
+def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
+    """Free bytes of save_dir's file system and P13's line."""
+    total = os.fstatvfs(save_dir_fd)
+    min_free = config.local.min_free.of(total.f_blocks * total.f_frsize)
+    return Disk(
+        free_bytes=free_bytes(save_dir_fd),
+        reserve_bytes=next_save_bytes(state) + min_free,
+        min_free_bytes=min_free,
+        can_clone=state.can_clone,
+        free_files=total.f_favail if total.f_files > 0 else None,
+        reserve_files=next_save_files(state),
+    )
+
+
+def build_view(
+    config: JobConfig,
+    state: JobState,
+    links: Mapping[str, RemoteLink],
+    save_dir_fd: int,
+    *,
+    pins: frozenset[str],
+    may_delete: bool,
+    is_paused: bool = False,
+    drain: Drain | None = None,
+    tenure: Tenure | None = None,
+) -> JobView:
+    """The view of this turn."""
+    assert state.listing is not None
+    _forget_past_hour(state)
+    folders = {f.tag: f for f in state.listing.folders}
+    retention = config.local.policy
+    return JobView(
+        saves=tuple(
+            _save(config, state, row, folders.get(row.save.tag), pins)
+            for row in state.rows.values()
+            if row.state == "present" or row.held or _has_derived(row)
+        ),
+        remotes=tuple(
+            _remote(state, remote, links[remote.name], _retirements_left(config, state, remote))
+            for remote in config.remotes
+        ),
+        local_forms=config.local.forms,
+        local_retention=retention,
+        backfill=config.backfill,
+        unuploaded=config.unuploaded,
+        metric=config.metric,
+        is_higher_better=config.is_higher_better,
+        latest=state.listing.latest,
+        latest_universal=state.listing.latest_universal,
+        resumed=read_word(state.listing.resumed),
+        is_save_in_flight=bool(state.in_flight),
+        is_first_scan=state.is_first_scan,
+        is_paused=is_paused,
+        drain=drain,
+        tenure=tenure,
+        may_delete=may_delete,
+        deletions_left=_left(state, len(state.deleted_at), retention.save_total_limit),
+        pinned_tags=pins,
+        config_digest=state.config_digest,
+        node=next((link.settings.node for link in links.values()), ""),
+        due_since_seconds=_since_when(state),
+        not_to_prune=state.blocked_lately(),
+        not_to_supplement=unsent_lately(state.late_unsent),
+        not_to_retire=state.refused_lately() | of_untold(state, links),
+        unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),
+        disk=disk_of(config, state, save_dir_fd),
+        generations=state.generations,
+        confirmations=state.confirmations,
+        is_converting=state.converting is not None,
+        now_seconds=time.monotonic(),
+    )
+
+
+def of_untold(state: JobState, links: Mapping[str, RemoteLink]) -> frozenset[tuple[str, str]]:
+    """All COMMITs of remotes that a decision is yet to be published to."""
+    seen = [(name, links[name].observation) for name in state.untold if name in links]
+    return frozenset((name, view.sha256) for name, one in seen if one is not None for view in one.commits)
+
+
+def _since_when(state: JobState) -> dict[tuple[str, str], float]:
+    """As the last plan had it."""
+    fates = state.plan.remote_fates if state.plan is not None else {}
+    state.due_since_seconds = since_when(state.due_since_seconds, fates, time.monotonic())
+    return state.due_since_seconds
+
+
+def folders_to_watch(state: JobState) -> list[str]:
+    """Folders being written, and the newest: a trainer with a constant name saves into it again.
+
+    With the folders in them that hold the shards: watches are not recursive.
+    """
+    newest = max((r for r in state.rows.values() if r.state == "present"), key=lambda r: r.id, default=None)
+    tags = state.in_flight | ({newest.save.tag} if newest else frozenset())
+    return [
+        f"{folder.tag}/{root}".rstrip("/")
+        for folder in (state.listing.folders if state.listing else ())
+        if folder.tag in tags
+        for root in {"", *folder.roots}
+    ]
+
+
+def _left(state: JobState, done: int, limit: int | None) -> int:
+    """The seat belt: deletions in any hour ≤ saves completed in it + max(3, 2 × save_total_limit)."""
+    return len(state.completed_at) + max(3, 2 * (limit or 0)) - done
+
+
+def _forget_past_hour(state: JobState) -> None:
+    begin = time.monotonic() - HOUR_SECONDS
+    for times in (state.deleted_at, state.completed_at):
+        while times and times[0] < begin:
+            times.popleft()
+    state.retired_at = {key: at for key, at in state.retired_at.items() if at >= begin}
+
+
+def _retirements_left(config: JobConfig, state: JobState, remote: RemoteConfig) -> int:
+    """Of a remote that is called otherwise now, and of an older journal without names, each counts here."""
+    others = {other.name for other in config.remotes} - {remote.name}
+    done = sum(name not in others for name, _ in state.retired_at)
+    return _left(state, done, remote.policy.save_total_limit)
+
+
+def _save(
+    config: JobConfig, state: JobState, row: SaveRow, folder: FolderListing | None, pins: frozenset[str]
+) -> SaveView:
+    ships = state.ships.get(row.id, {})
+    basis = (row, folder, tuple(ships.values()), state.busy[row.id] > 0, row.save.tag in pins)
+    known = state.views.get(row.id)
+    if known is not None and len(known[0]) == len(basis) and _same(known[0], basis):
+        return known[1]
+    made = _fresh(config, state, row, folder, pins)
+    state.views[row.id] = (basis, made)
+    return made
+
+
+def _has_derived(row: SaveRow) -> bool:
+    return row.derived.state is DerivedState.READY
+
+
+def _same(known: tuple[object, ...], basis: tuple[object, ...]) -> bool:
+    """By identity where it is the same object, else by value: most saves are as they were."""
+    return all(a is b or a == b for a, b in zip(known, basis, strict=True))
+
+
+def _fresh(
+    config: JobConfig, state: JobState, row: SaveRow, folder: FolderListing | None, pins: frozenset[str]
+) -> SaveView:
+    now = {f.path: f.identity for f in folder.files} if folder else {}
+    is_mine = row.state == "present" and folder is not None
+    is_intact = (
+        is_mine
+        and folder is not None
+        and folder.folder == row.save.folder
+        and all(now.get(f.path) == f.identity for f in row.save.files)
+    )
+    added: tuple[ListedFile, ...] = folder.added if is_mine and folder is not None else ()
+    late: tuple[SealedFile, ...] = late_now(row.save, now) if is_mine else ()
+    sealed = {f.path for f in (*row.save.files, *late)} | {f.path for f in added}
+    unlisted = [path for path in now if path not in sealed] if is_mine else []
+    if is_mine and folder is not None:
+        unlisted += folder.irregular
+    ships = state.ships.get(row.id, {})
+    names = [remote.name for remote in config.remotes if ZERO in remote.forms]
+    lacks: dict[str, tuple[SealedFile, ...]] = {
+        name: lacking(row.save, ships.get((name, ZERO)) or _NEW, late) for name in names
+    }
+    required = [remote.name for remote in config.remotes if remote.required]
+    unlisted += [file.path for name in required for file in lacks[name] if file.path in now]
+    return SaveView(
+        id=row.id,
+        save=row.save,
+        is_adopted=row.adopted or config.backfill == "all",
+        was_found_first=row.found_first,
+        is_intact=is_intact,
+        is_present=is_mine,
+        has_unlisted=tuple(dict.fromkeys(unlisted)),
+        late=late,
+        lacking={name: lacks[name] for name in names if _is_committed(ships.get((name, ZERO)))},
+        added=tuple(sealed_extra(f) for f in added),
+        is_held=row.held,
+        is_busy=state.busy[row.id] > 0,
+        is_pinned=row.save.tag in pins,
+        # a folder that is gone, and the look did not call it vanished: whoever prunes it has not said so yet
+        is_pruned=row.state == "pruned" or (row.state == "present" and folder is None),
+        ships=ships,
+        universal=row.derived,
+        weights=row.weights,
+    )
+
+
+def _is_committed(record: ShipRecord | None) -> bool:
+    return record is not None and record.state is ShipState.COMMITTED
+
+
+def as_planned(view: CommitView) -> RemoteCommit:
+    """A COMMIT in the planner's words; it never changes, so what was made of it is kept."""
+    known = _PLANNED.get(view.sha256)
+    if known is None or known.key != view.key:
+        if len(_PLANNED) >= _MOST_PLANNED:
+            _PLANNED.clear()
+        known = _PLANNED[view.sha256] = _planned(view)
+    return known
+
+
+def _planned(view: CommitView) -> RemoteCommit:
+    commit = view.commit
+    return RemoteCommit(
+        tag=commit.tag,
+        generation=commit.generation,
+        form=commit.form,
+        branch=commit.branch,
+        step=commit.step,
+        save_seq=commit.save_seq,
+        key=view.key,
+        sha256=view.sha256,
+        is_model_only=commit.grid.is_model_only,
+        committed_at_seconds=commit.committed_at_seconds,
+        best=commit.best,
+        names_best=commit.names_best,
+        stands_alone=commit.stands_alone,
+        config_digest=commit.config_digest,
+        nodes=frozenset(node_in(ref.key) for ref in commit.manifests),
+    )
+
+
+def _remote(state: JobState, config: RemoteConfig, link: RemoteLink, retirements_left: int) -> RemoteView:
+    seen = link.observation
+    commits = () if seen is None else tuple(as_planned(v) for v in seen.commits if not v.disputed)
+    return RemoteView(
+        name=link.name,
+        is_required=config.required,
+        forms=config.forms,
+        is_attached=link.is_ready and not link.others,
+        was_heard=link.name in state.heard,
+        is_shipping=link.is_shipping or link.seconds_to_move > 0 or not link.is_claimed,
+        ships=link.ships,
+        ships_save=next((key[0] for key in state.moving if key[1] == link.name), None),
+        commits=commits,
+        known_tags=link.known_tags(),
+        retention=config.policy,
+        retirements_left=retirements_left,
+    )
+
+
+def planned(view: JobView) -> Plan:
+    """The plan of one view."""
+    with uncollected():
+        return plan(view)

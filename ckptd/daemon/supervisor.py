@@ -1,0 +1,114 @@
+"""A job whose own disk refuses begins again, as after a crash, until it works (docs/adr/0097, P7, P17).
+
+When a statement of the journal or a call in the deciding thread fails, what the job holds in memory may say
+more than the journal does. Nothing of it is trusted then: the job is closed and opened anew from journal,
+disk and remotes, which is what every restart does. On a full disk a reserve of ours makes the room for that,
+and nothing is waited for (reserve.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from ckptd.daemon.resources.reserve import Reserve
+from ckptd.errors import CkptdError, JournalDamaged, NotPermitted, StorageError, from_os_error
+from ckptd.observe import logs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.daemon.job import Job
+
+log = logging.getLogger("ckptd.job")
+
+AGAIN_SECONDS = 10.0
+INTERNAL_SECONDS = 3600.0
+
+
+class Patience:
+    """One job's; `is_patient` False: it ends with the error instead (`--once`)."""
+
+    def __init__(self, job: Job, post: Callable[[Callable[[], None]], None], *, is_patient: bool) -> None:
+        self._job = job
+        self._post = post
+        self.reserve = Reserve(job.problems, job.config.save_dir)
+        self._is_patient = is_patient
+        self._again_at_seconds = 0.0
+        self._ending: CkptdError | None = None
+        """What a job without patience ends with at its next turn."""
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the job is opened again; 0 when it may be now."""
+        return max(0.0, self._again_at_seconds - time.monotonic())
+
+    def turn(self, call: Callable[[], None]) -> None:
+        """Make the job's turn.
+
+        Raises:
+            CkptdError, OSError: what no patience helps against, or there is none.
+        """
+        self.guard(call)
+        if self._ending is not None:
+            raise self._ending
+
+    def guard(self, call: Callable[[], None]) -> None:
+        """Make a call of the deciding thread for this job; after a lack the job begins again, or ends.
+
+        Raises:
+            CkptdError: what no patience helps against.
+        """
+        if self._ending is not None:
+            return
+        try:
+            with logs.about(self._job.config.name):
+                call()
+        except (StorageError, NotPermitted, OSError, RuntimeError) as error:
+            told = error if isinstance(error, CkptdError) else _in_words(error)
+            if told is None:
+                raise
+            if self._is_patient:
+                self._begin_again(told)
+            else:
+                self._ending = told
+                self._job.wake()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have a call made in the deciding thread, guarded (any thread)."""
+        self._post(lambda: self.guard(call))
+
+    def works(self) -> None:
+        """A turn went through."""
+        self._job.problems.clear("job-interrupted", self._job.config.name)
+
+    def _begin_again(self, error: CkptdError) -> None:
+        job = self._job
+        wait_seconds = 0.0 if self.reserve.helps(error, job.state_dir) else AGAIN_SECONDS
+        log.error("job %s begins again in %.0f s: %s", job.config.name, wait_seconds, error)
+        hint = error.hint or "tried again by itself; if it lasts, see to the disk of the state directory"
+        job.problems.put("job-interrupted", job.config.name, error.message, hint)
+        if isinstance(error, JournalDamaged) and job.state is not None:
+            job.state.journal.give_up()
+        self._again_at_seconds = time.monotonic() + wait_seconds
+        job.close()
+        job.needs_turn = wait_seconds == 0.0
+
+
+def _in_words(error: OSError | RuntimeError) -> CkptdError | None:
+    """None: a defect, no lack of anything."""
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        return from_os_error(error, f"working on this node{where}")
+    if "new thread" in str(error):
+        hint = "raise the limit of processes and threads (ulimit -u, TasksMax=, pids.max)"
+        return StorageError(f"this process may have no more threads ({error})", hint=hint)
+    return None
+
+
+def say_internal(job: Job, error: Exception) -> None:
+    """A defect, which no patience mends; what its end looks like nobody knows, so an hour after the last."""
+    text = f"a defect of ckptd: {type(error).__name__}: {error}"
+    next_step = "the log has the trace; please report it"
+    job.problems.put("internal", type(error).__name__, text, next_step, lasts_seconds=INTERNAL_SECONDS)

@@ -1,0 +1,76 @@
+"""Two remotes of a job that are one directory or one bucket are one copy, not two (P1, P2; docs/adr/0166).
+
+A copy of a remote keeps its identity, and so does a second mount or URL of it; which of the two it is, the
+device and inode of the root tell, or when the identity of a bucket was created, as its own child sees it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.errors import CkptdError, RemoteNotOurs, RemoteUnreachable
+from ckptd.storage.remote.attach import NEXT_STEP, are_one, one_place
+from ckptd.storage.stores.open import directory_path
+
+if TYPE_CHECKING:
+    from ckptd.daemon.job import Job
+    from ckptd.storage.journal.journal import Journal
+    from ckptd.storage.remote.messages import Attached
+
+AWAY_NEXT_STEP = "bring that one back; if it is gone for good, remove it from the job file"
+
+
+def settle(job: Job, name: str, answer: Attached, journal: Journal) -> bool:
+    """Let go of the later one of two that are one place; False: it is the one that answered just now.
+
+    Nothing is retired from a remote that is not attached, and what it holds proves nothing.
+    """
+    names = list(job.links)
+    for other in names:
+        if other == name:
+            continue
+        before = names.index(other) < names.index(name)
+        error = _verdict(job, name, other, answer, journal, is_earlier=before)
+        if error is not None:
+            _let_go(job, name if before else other, error, journal)
+        if error is not None and before:
+            return False
+    job.links[name].is_twin = False
+    if answer.place is not None:
+        journal.set_meta(f"place:{name}", answer.place)
+    return True
+
+
+def _verdict(
+    job: Job, name: str, other: str, answer: Attached, journal: Journal, *, is_earlier: bool
+) -> CkptdError | None:
+    """Why the later one of `name`, which answered, and `other` is not attached; None: they are two."""
+    mine, theirs = job.links[name].settings.url, job.links[other].settings.url
+    there = job.links[other].attached
+    if there is not None:
+        if not are_one(answer, there):
+            return None
+        words = one_place(mine, other, theirs) if is_earlier else one_place(theirs, name, mine)
+        return RemoteNotOurs(words, hint=NEXT_STEP)
+    is_alike = journal.meta(f"remote_id:{other}") == answer.identity.remote_id
+    if not is_earlier or not is_alike or answer.place is None:
+        return None
+    if directory_path(mine) is None or directory_path(theirs) is None:
+        return None
+    # devices are numbered anew by each boot, inodes are not
+    known = journal.meta(f"place:{other}")
+    if known is not None and known.partition(":")[2] != answer.place.partition(":")[2]:
+        return None
+    words = (
+        f"{mine} shows the identity of remote {other} ({theirs}), which has not answered: perhaps one copy"
+    )
+    return RemoteUnreachable(words, hint=AWAY_NEXT_STEP)
+
+
+def _let_go(job: Job, name: str, error: CkptdError, journal: Journal) -> None:
+    """What the link learned by this answer is not its own."""
+    link = job.links[name]
+    known = {key: journal.meta(f"{key}:{name}") for key in ("job_id", "remote_id")}
+    link.settings = link.settings.model_copy(update=known)
+    link.is_twin = isinstance(error, RemoteNotOurs)
+    link.trouble(error)

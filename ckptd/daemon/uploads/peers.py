@@ -1,0 +1,260 @@
+"""The job's other nodes, as far as one knows: heartbeats, and whether a save is spread over several (§5).
+
+Words and economy. What is committed follows from manifests alone, what is deleted from COMMITs alone; a node
+that is thought to be there, or dead, changes when a part is sent and what status says, never what is safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ckptd.core.completeness.markers import Spread, role_of
+from ckptd.core.model.heartbeat import BEAT_SECONDS, SeenNode
+from ckptd.core.model.layouts import Role
+from ckptd.core.model.manifest import cells_of
+from ckptd.core.policy.leases import living
+from ckptd.core.policy.view import ZERO
+from ckptd.daemon.state.remote_sync import told_in
+from ckptd.storage.remote import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ckptd.core.completeness.peer_evidence import Told
+    from ckptd.core.model.heartbeat import Heartbeat
+    from ckptd.core.model.manifest import Commit
+    from ckptd.core.policy.view import Tenure
+    from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.shared_dir import Tenancy
+
+log = logging.getLogger("ckptd.nodes")
+
+LOOK_SECONDS = 5.0
+"""Between looks for other nodes while a save here cannot be explained without them."""
+LONGEST_SECONDS = 60.0
+"""The same, once a folder has lain there for ten times as long."""
+SPREAD_SECONDS = 600.0
+"""A node that was heard of within this is one that trains with us."""
+NODE_COUNTS = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+NO_BEAT = ("hf://",)
+"""Remotes that keep every version of every object for ever."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Heard:
+    nodes: tuple[SeenNode, ...] = ()
+    at_seconds: float = 0.0
+
+
+class Nodes:
+    """One job's; every method is called in the deciding thread."""
+
+    def __init__(
+        self,
+        state: JobState,
+        links: Mapping[str, RemoteLink],
+        heartbeat: Callable[[], Heartbeat],
+        config_digest: str,
+        environ: Mapping[str, str],
+        wake: Callable[[], None],
+        tenancy: Tenancy | None = None,
+        takeover_seconds: float = 3 * BEAT_SECONDS,
+    ) -> None:
+        self._state = state
+        self._links = links
+        self._heartbeat = heartbeat
+        self._digest = config_digest
+        self._node = next((link.settings.node for link in links.values()), "")
+        self._wake = wake
+        self.tenancy = tenancy
+        """Of a directory that hosts share."""
+        self._takeover_seconds = takeover_seconds
+        """A node that is silent for so long is replaced where it makes a form of a spread save (adr/0118)."""
+        self._is_told = any(
+            environ.get(name, "1").isdigit() and int(environ.get(name, "1")) > 1 for name in NODE_COUNTS
+        )
+        self._heard: dict[str, _Heard] = {}
+        self._beat_at: dict[str, float] = {}
+        self._looked_at: dict[str, float] = {}
+        self._asked_at: dict[str, float] = {}
+        self.on_sharers: Callable[[str, tuple[SeenNode, ...]], object] = lambda _remote, _seen: None
+        """Told of daemons over other directories."""
+
+    # --- heartbeats ------------------------------------------------------------------------------------
+
+    def turn(self, now_seconds: float) -> None:
+        """Beat where it is due; look where a save cannot be explained."""
+        for name, link in self._links.items():
+            if link.attached is None or link.beat_order is not None or link.settings.job_id is None:
+                continue
+            is_due = now_seconds - self._beat_at.get(name, -BEAT_SECONDS) >= self.beat_seconds
+            if is_due and takes_beats(link):
+                self._beat_at[name] = now_seconds
+                heartbeat = self._heartbeat().model_copy(update={"job_id": link.settings.job_id})
+                self._send(name, link, heartbeat)
+            elif self._is_in_doubt and now_seconds - self._looked_at.get(name, 0.0) >= LOOK_SECONDS:
+                self._send(name, link, None)
+
+    def say_ended(self) -> None:
+        """The last heartbeat, where one can be written; no lease is asked for any more."""
+        for link in self._links.values():
+            if link.attached is not None and link.settings.job_id is not None and takes_beats(link):
+                last = {"job_id": link.settings.job_id, "ended": True}
+                beat = m.Beat(heartbeat=self._heartbeat().model_copy(update=last), node=link.settings.node)
+                link.beat_order = link.order(beat, lambda _: None)
+
+    def _send(self, name: str, link: RemoteLink, heartbeat: Heartbeat | None) -> None:
+        asked_at = self._looked_at[name] = time.monotonic()
+        waits = bool(self._state.waiting)
+        tenancy = self.tenancy if self.tenancy is not None and self.tenancy.remote == name else None
+
+        def heard(answer: m.Answer) -> None:
+            if isinstance(answer, m.Beats):
+                before, hosts = self.is_spread, self.hosts
+                self._heard[name] = _Heard(nodes=answer.nodes, at_seconds=time.monotonic())
+                self.on_sharers(name, answer.sharers)
+                is_news = tenancy is not None and tenancy.heard(answer.lease, asked_at)
+                if is_news or self.is_spread != before or self.hosts != hosts:
+                    self._wake()
+            else:
+                log.debug("heartbeat on %s: %s", name, answer)
+
+        beat = m.Beat(
+            heartbeat=heartbeat,
+            node=link.settings.node,
+            reads_all=waits,
+            takeover_seconds=tenancy.takeover_seconds if tenancy is not None else None,
+        )
+        link.beat_order = link.order(beat, heard)
+
+    @property
+    def tenure(self) -> Tenure | None:
+        """For the planner; None: save_dir is this host's alone."""
+        return None if self.tenancy is None else self.tenancy.view
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Who share the directory and live, this one included; none where it is this host's alone."""
+        if self.tenancy is None:
+            return frozenset()
+        return living(self._node, self.others, self.tenancy.takeover_seconds)
+
+    @property
+    def beat_seconds(self) -> float:
+        """Between heartbeats."""
+        if self.tenancy is None:
+            return min(BEAT_SECONDS, self._takeover_seconds / 3)
+        return self.tenancy.beat_seconds(BEAT_SECONDS)
+
+    @property
+    def _is_in_doubt(self) -> bool:
+        """Shards lack, and nobody but us is known."""
+        is_lacking = any(v.missing for v in self._state.verdicts.values()) or bool(self._without_model())
+        return is_lacking and not self.is_spread and self.tenancy is None
+
+    @property
+    def others(self) -> tuple[SeenNode, ...]:
+        """Other nodes by name, each as it was heard of last, ages as of now."""
+        found: dict[str, SeenNode] = {}
+        for heard in self._heard.values():
+            since = time.monotonic() - heard.at_seconds
+            for seen in (one for one in heard.nodes if self._is_of_run(one)):
+                age = None if seen.seconds_ago is None else seen.seconds_ago + since
+                known = found.get(seen.node)
+                if known is None or (age or 0.0) < (known.seconds_ago or 0.0):
+                    found[seen.node] = seen.model_copy(update={"seconds_ago": age})
+        return tuple(found[name] for name in sorted(found))
+
+    def _is_of_run(self, seen: SeenNode) -> bool:
+        """Another run's node is none of this job's; who has not told of its run may be."""
+        run_id, theirs = self._state.run_id, seen.heartbeat.run_id if seen.heartbeat is not None else None
+        return run_id is None or theirs in (None, run_id)
+
+    # --- what follows ----------------------------------------------------------------------------------
+
+    @property
+    def is_spread(self) -> bool:
+        """The job runs on several nodes: by Slurm's word, those heard of lately, or its newest COMMIT."""
+        if self._is_told or any(
+            seen.seconds_ago is not None and seen.seconds_ago < SPREAD_SECONDS for seen in self.others
+        ):
+            return True
+        newest = self._newest_commit()
+        return newest is not None and len(newest.manifests) > 1
+
+    def spread(self, tag: str) -> Spread | None:
+        """For the verdict on one folder; None: all of it should lie here, as where hosts share it."""
+        if not self.is_spread or self.tenancy is not None:
+            return None
+        parts = [row for row in self._state.rows.values() if row.save.is_part]
+        newest = max(parts, key=lambda row: row.save.order, default=None)
+        spread = Spread(usual=cells_of(newest.save.files) if newest is not None else frozenset())
+        return replace(spread, told=self._told(tag)) if tag in self._without_model() else spread
+
+    def _without_model(self) -> frozenset[str]:
+        """Folders with optimizer shards and no model states, as nodes without rank 0 have them."""
+        listing = self._state.listing
+        return frozenset(
+            folder.tag
+            for folder in (listing.folders if listing else ())
+            if (roles := {role_of(file.path) for file in folder.shards}) and roles == {Role.OPTIM}
+        )
+
+    def _told(self, tag: str) -> tuple[Told, ...]:
+        """What manifests of the tag prove; asked for again as long as nothing of it is taken."""
+        quiet, verdict = self._state.quiet.get(tag), self._state.verdicts.get(tag)
+        since = quiet.since_seconds if quiet is not None else 0.0
+        # what was told before the last shard was written may be of the save before
+        is_old = self._asked_at.get(tag, -LONGEST_SECONDS) <= since
+        if is_old or verdict is None or verdict.grid is None:
+            is_old = not self._ask(tag, since, drops=is_old) and is_old
+        views = (link.tag_views.get(tag) for link in self._links.values())
+        return () if is_old else tuple(told for view in views if view is not None for told in told_in(view))
+
+    def _ask(self, tag: str, since: float, *, drops: bool) -> bool:
+        """Ask for the tag's manifests, ever more seldom; False: it is not due."""
+        now = time.monotonic()
+        pause_seconds = min(max(LOOK_SECONDS, (now - since) / 10), LONGEST_SECONDS)
+        if now - self._asked_at.get(tag, -LONGEST_SECONDS) < pause_seconds:
+            return False
+        self._asked_at[tag] = now
+        for link in self._links.values():
+            if drops:
+                link.tag_views.pop(tag, None)
+            if link.attached is not None:
+                link.describe(tag, self._wake)
+        return True
+
+    def _newest_commit(self) -> Commit | None:
+        commits = [
+            view.commit
+            for link in self._links.values()
+            if link.observation
+            for view in link.observation.commits
+            if view.commit.form == ZERO and not view.disputed
+        ]
+        return max(commits, key=lambda c: (c.branch, c.step, c.save_seq), default=None)
+
+    def differing(self) -> tuple[str, ...]:
+        """Nodes that said lately that their job file tells another thing of what is kept (H12).
+
+        What COMMITs tell of it is in core/policy/blockers.py; this one is known before the next COMMIT.
+        """
+        found = {
+            seen.node
+            for seen in self.others
+            if seen.heartbeat is not None
+            and seen.seconds_ago is not None
+            and seen.seconds_ago < SPREAD_SECONDS
+            and seen.heartbeat.config_digest != self._digest
+        }
+        return tuple(sorted(found))
+
+
+def takes_beats(link: RemoteLink) -> bool:
+    """Whether heartbeats are written to a remote."""
+    return not link.settings.url.startswith(NO_BEAT)

@@ -1,0 +1,223 @@
+"""Remote retention as the deciding thread orders it: audited first, refused removals left alone (§5).
+
+A crash between tombstone, COMMIT and objects is finished by the next start (P7); what a remote refuses to
+let go is a problem with a next step, not a failure of the remote.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import zlib
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckptd.core.model.manifest import commit_key, node_in
+from ckptd.core.policy.remote import TURN_SECONDS
+from ckptd.core.policy.view import ZERO, ShipState
+from ckptd.errors import (
+    CommitConflict,
+    DamagedError,
+    NotFoundError,
+    NotPermitted,
+    RefusedError,
+    SourceChanged,
+)
+from ckptd.observe.logs import doing
+from ckptd.storage.child.slots import error_of
+from ckptd.storage.remote import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ckptd.config.schema import JobConfig
+    from ckptd.core.model.manifest import Headstone
+    from ckptd.core.policy.actions import Retire
+    from ckptd.core.policy.retention import Fate
+    from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.errors import CkptdError
+    from ckptd.observe.audit import Audit
+
+log = logging.getLogger("ckptd.retire")
+
+_NOT_ITS_FAULT = (RefusedError, DamagedError, CommitConflict, NotFoundError, NotPermitted)
+"""The remote works and takes uploads; what was asked of it cannot be done as things are."""
+_LATELY = "retired-lately"
+"""In the journal: COMMITs ("digest remote") that were asked to go within the hour, and when (unix)."""
+
+
+def patience_seconds(seen: m.Observation, node: str) -> float:
+    """How long a removal that is under way is left to whoever began it: of several nodes he may be at it."""
+    several = any(_is_of_several([ref.key for ref in view.commit.manifests]) for view in seen.commits)
+    return (1 + zlib.crc32(node.encode()) % 10) * TURN_SECONDS if several else 0.0
+
+
+def _is_of_several(manifests: Sequence[str]) -> bool:
+    # of a thousand nodes the second says it
+    return any(node_in(key) != node_in(manifests[0]) for key in manifests)
+
+
+def since_when(
+    known: dict[tuple[str, str], float], fates: Mapping[tuple[str, str], Fate], now_seconds: float
+) -> dict[tuple[str, str], float]:
+    """(remote, COMMIT key) → since when nothing has kept it."""
+    return {at: known.get(at, now_seconds) for at, fate in fates.items() if not fate.keeps}
+
+
+def _count(state: JobState, remote: str, commit_sha256: str) -> None:
+    """The seat belt of that remote: once for all tries of one removal, and before the first."""
+    if (remote, commit_sha256) in state.retired_at or ("", commit_sha256) in state.retired_at:
+        return
+    now, unix = time.monotonic(), time.time()
+    counted = {**state.retired_at, (remote, commit_sha256): now}
+    lately = {f"{sha256} {name}": unix - (now - at) for (name, sha256), at in counted.items()}
+    state.journal.set_meta(_LATELY, json.dumps(lately))
+    state.retired_at = counted
+
+
+def take_up_belt(state: JobState) -> None:
+    """What went from remotes in the hour before a start counts after it (adr/0147).
+
+    An older journal has digests alone: each counts for every remote.
+    """
+    now, unix = time.monotonic(), time.time()
+    lately: dict[str, float] = json.loads(state.journal.meta(_LATELY) or "{}")
+    for key, at in lately.items():
+        sha256, _, remote = key.partition(" ")
+        state.retired_at[remote, sha256] = now - max(0.0, unix - at)
+
+
+class Retiring:
+    """The removals of one job from its remotes."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        state: JobState,
+        links: Mapping[str, RemoteLink],
+        audit: Audit,
+        wake: Callable[[], None],
+    ) -> None:
+        self._takes_zero = {remote.name: ZERO in remote.forms for remote in config.remotes}
+        self._state = state
+        self._links = links
+        self._audit = audit
+        self._wake = wake
+
+    def retire(self, action: Retire) -> None:
+        """Tombstone, COMMIT, objects."""
+        link, commit, instead = self._links[action.remote], action.commit, action.instead
+        rests_on = [commit] if instead is None else [commit, instead]
+        self._audit.write(
+            "retire",
+            tag=commit.tag,
+            generation=commit.generation,
+            form=commit.form,
+            reason=action.reason,
+            commits=[(c.key, c.sha256) for c in rests_on],
+        )
+        if commit.form == ZERO or not self._takes_zero[action.remote]:
+            _count(self._state, action.remote, commit.sha256)
+        order = m.Retire(
+            tag=commit.tag,
+            generation=commit.generation,
+            form=commit.form,
+            reason=action.reason,
+            commit_sha256=commit.sha256,
+            instead=None if instead is None else (instead.form, instead.sha256),
+            counted=action.counted,
+        )
+        link.ship_order = link.order(order, partial(self._retired, action))
+        log.info(
+            "%s (%s) retired from %s: %s",
+            commit.tag,
+            commit.form,
+            action.remote,
+            action.reason,
+            extra=doing("retire", commit.tag),
+        )
+
+    def _retired(self, action: Retire, answer: m.Answer) -> None:
+        link, commit, state = self._links[action.remote], action.commit, self._state
+        about = _about(link, commit.tag, commit.form)
+        if isinstance(answer, m.Failed):
+            self._not_retired(link, about, commit.sha256, error_of(answer))
+            return
+        link.forget_commit(commit.key)
+        for save_id, records in list(state.ships.items()):
+            for record in list(records.values()):
+                if record.remote == action.remote and record.commit_sha256 == commit.sha256:
+                    state.put_ship(save_id, record.model_copy(update={"state": ShipState.RETIRED}))
+        link.tag_views.pop(commit.tag, None)
+        state.retire_refused.pop((link.name, commit.sha256), None)
+        self._gone(link)
+
+    def _gone(self, link: RemoteLink) -> None:
+        link.observe()
+        self._wake()
+
+    def _not_retired(self, link: RemoteLink, about: str, sha256: str, error: CkptdError) -> None:
+        if isinstance(error, _NOT_ITS_FAULT):
+            log.warning("%s stays: %s", about, error)
+            self._state.refused_to_retire(sha256, link.name, about, error)
+        elif not isinstance(error, SourceChanged):
+            link.move_failed(error)
+        # else: it made way, and goes on when its turn comes again
+        link.observe()
+        self._wake()
+
+    def finish(self, *, rests: bool) -> None:
+        """Removals that a crash cut short: the tombstone is there, the rest goes now (P7).
+
+        Called when the turn's uploads have their remotes: what sends comes before what removes.
+        """
+        for link in () if rests else self._links.values():
+            seen = link.observation
+            if seen is None or not link.may_move or link.name in self._state.untold:
+                continue
+            stone = next((t for t in seen.retired if self._is_to_finish(link, seen, t)), None)
+            if stone is not None:
+                self._finish(link, stone)
+
+    def _is_to_finish(self, link: RemoteLink, seen: m.Observation, stone: Headstone) -> bool:
+        stem = (stone.tag, stone.generation, stone.form)
+        if stem not in seen.retiring:
+            return False
+        if (link.name, stone.commit_sha256) in self._state.refused_lately():
+            return False
+        now = time.monotonic()
+        since = self._state.retiring_since_seconds.setdefault((link.name, stem), now)
+        return now - since >= patience_seconds(seen, link.settings.node)
+
+    def _finish(self, link: RemoteLink, stone: Headstone) -> None:
+        tag, generation, form = stone.tag, stone.generation, stone.form
+        self._audit.write(
+            "retire",
+            tag=tag,
+            generation=generation,
+            form=form,
+            reason=f"what was cut short is finished: {stone.reason}",
+            commits=[(commit_key(tag, generation, form), stone.commit_sha256)],
+        )
+        order = m.Retire(
+            tag=tag,
+            generation=generation,
+            form=form,
+            reason=stone.reason,
+            commit_sha256=stone.commit_sha256,
+        )
+        link.ship_order = link.order(order, partial(self._finished, link, stone))
+
+    def _finished(self, link: RemoteLink, stone: Headstone, answer: m.Answer) -> None:
+        about = _about(link, stone.tag, stone.form)
+        if isinstance(answer, m.Failed):
+            self._not_retired(link, about, stone.commit_sha256, error_of(answer))
+        else:
+            self._state.retire_refused.pop((link.name, stone.commit_sha256), None)
+            self._gone(link)
+
+
+def _about(link: RemoteLink, tag: str, form: str) -> str:
+    return f"{tag} ({form}) of {link.name}"

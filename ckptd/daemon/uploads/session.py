@@ -1,0 +1,463 @@
+"""One remote as the deciding thread sees it: attached or not, last observation, orders under way, backoff.
+
+What a remote holds reaches the thread only as a dated observation from the remote's child process; a child
+that hangs or dies costs this remote, nothing else (docs/design.md §3, §5).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import TYPE_CHECKING
+
+from ckptd import errors
+from ckptd.base.retry import Asking, Breaker
+from ckptd.config.quantities import constant, shown_remote
+from ckptd.daemon.state.remote_sync import of_run, seen_in
+from ckptd.storage.child.slots import Process, error_of
+from ckptd.storage.remote import messages as m
+from ckptd.storage.remote.messages import Moving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.base.retry import LeftAlone
+    from ckptd.config.quantities import Timetable
+    from ckptd.core.model.generation import SeenCommit, SeenManifest
+    from ckptd.core.model.runs import Place
+    from ckptd.daemon.state.problems import Code, Problems
+    from ckptd.storage.child.slots import Places
+    from ckptd.storage.remote.messages import ObjectDone
+
+
+# --- When an upload that stands still is cut, and what shows that uploads work again (docs/adr/0090) -----
+
+IDLE_SECONDS = 60.0
+"""An upload of which no byte moved for so long is cut and goes on with a new child."""
+MOST_PATIENCE = 16
+"""Each cut doubles that time, up to so many times, until an upload is finished."""
+STILL_SECONDS = 10.0
+"""Said for so long an upload of which no byte moved: a link that is slow moves some."""
+NEXT_STEP = "it accepts and then hangs: look at the server, the mount, the network in between"
+
+
+class Standstill:
+    """One remote's uploads."""
+
+    def __init__(self) -> None:
+        self._patience = 1
+        self._durable: dict[str, int] = {}
+        self.is_cut = False
+        """Nothing more is durable there since an upload was cut."""
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long nothing may move."""
+        return IDLE_SECONDS * self._patience
+
+    def cut(self) -> None:
+        """What is slow in large steps (a flush, a driver's block) must not be cut for ever."""
+        self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self.is_cut = True
+
+    def ended(self, *, is_done: bool) -> None:
+        """An upload or removal ended."""
+        self._durable = {}
+        if is_done:
+            self._patience = 1
+
+    def is_durable(self, event: Moving | ObjectDone) -> bool:
+        """More is durable than before: only that is a sign that uploads work, not what a buffer took."""
+        if not isinstance(event, Moving):
+            return True
+        before = self._durable.setdefault(event.key, event.flushed_bytes)
+        self._durable[event.key] = max(before, event.flushed_bytes)
+        return event.flushed_bytes > before
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What a remote that fails is told as (docs/operations.md), and for how long after the last failure (P17).
+
+FULL_SECONDS = 180.0
+"""An upload that found no room is tried again every minute: no longer than that after the last one."""
+_FULL_STEP = "free space there, or set or lower its keep_last and `ckptd reload`; nothing local is deleted"
+
+
+def tell(problems: Problems, name: str, error: errors.CkptdError, *, lacks_room: bool) -> Code:
+    """Raise the remote's problem; which it is. `lacks_room`: for an upload, while looks are answered."""
+    code: Code = "remote-unreachable"
+    if isinstance(error, errors.RemoteNotOurs | errors.ConfigError):
+        code = "remote-not-ours"
+    elif isinstance(error, errors.DocumentDamaged):
+        code = "remote-damaged"
+    elif isinstance(error, errors.NoSpaceError | errors.NotPermitted):
+        code = "remote-full" if isinstance(error, errors.NoSpaceError) else "remote-denied"
+    hint = _FULL_STEP if code == "remote-full" else error.hint
+    seconds = FULL_SECONDS if lacks_room else math.inf
+    problems.put(code, name, f"{name}: {error.message}", hint, lasts_seconds=seconds)
+    return code
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+log = logging.getLogger("ckptd.remote")
+
+OBSERVE_SECONDS = 10.0
+AT_REST_SECONDS = 60.0
+STALLED_SECONDS = 120.0
+
+
+class RemoteLink:
+    """See the module's first lines. All methods are called in the deciding thread."""
+
+    def __init__(
+        self,
+        settings: m.RemoteSettings,
+        problems: Problems,
+        post: Callable[[Callable[[], None]], None],
+        on_attached: Callable[[m.Attached], None],
+        wake: Callable[[], None],
+        bandwidth: Timetable | None = None,
+        places: Places | None = None,
+    ) -> None:
+        self.name, self._shown = settings.name, shown_remote(settings.name, settings.url)
+        self.settings = settings
+        self.bandwidth = bandwidth or constant(settings.bytes_per_second)
+        """The remote's own limit."""
+        self.attached: m.Attached | None = None
+        self.is_away = self.is_twin = False
+        """It was asked in vain, at a start nobody knows yet; it is another one's directory (twins.py)."""
+        self.seen_all: m.Observation | None = None  # what the remote holds, of all runs
+        self._own: m.Observation | None = None
+        self.run_id: str | None = None  # None: all runs are one; "": it is not known yet
+        self.is_claimed = True  # this place may send there, for its run
+        self.others: tuple[Place, ...] = ()  # who saves there instead
+        self.observed_at_seconds = 0.0
+        self.is_current = False
+        """Nothing that we know of changed the remote since its observation was asked for."""
+        self.tag_views: dict[str, m.TagView] = {}
+        self.ship_order: int | None = None
+        """The order of the mover (ship or retire) that is under way."""
+        self.ships: str | None = None
+        """The form that it ships."""
+        self.makes_way = False
+        """It was cancelled for a ZeRO form that waits."""
+        self.scrub_order: int | None = None
+        """A slow reading that is under way; anything else comes first."""
+        self.beat_order: int | None = None
+        self._problems = problems
+        self._post = post
+        self._on_attached = on_attached
+        self._wake = wake
+        self._client = Process(settings, self._deliver, places)
+        self._open: dict[int, Callable[[m.Answer], None]] = {}
+        self._answering = Breaker()
+        self._moving = Breaker()
+        """Apart: a remote that answers every look and takes no upload is left alone with uploads."""
+        self._lacks_room = False
+        """The last upload or removal found none: looks that are answered do not mean that it is over."""
+        self._standstill = Standstill()
+        self._is_asking = self._is_regular_look = False
+        self._knows_what_child_said = True
+        """False: the last observation came too late to count, so "unchanged" since then means nothing."""
+        self._asked_at_seconds = 0.0
+        self._changed_at_seconds = 0.0
+        """When our own mover last changed the remote: an observation asked for earlier is out of date."""
+        self._describing = Asking()
+        self._fraction = 1.0
+        self.bytes_per_second = settings.bytes_per_second
+        """The limit that holds now; None: there is none."""
+
+    # --- state -----------------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """There, ours, observed, and not backing off."""
+        return self.attached is not None and self.observation is not None and not self._answering.seconds_left
+
+    @property
+    def is_shipping(self) -> bool:
+        """The mover is busy."""
+        return self.ship_order is not None
+
+    @property
+    def still_seconds(self) -> float:
+        """How long no byte has moved of the upload or removal under way; 0 when there is none."""
+        return self._client.idle_seconds(self.ship_order) if self.ship_order is not None else 0.0
+
+    @property
+    def is_moving(self) -> bool:
+        """An upload or removal is under way, and bytes of it move."""
+        return self.is_shipping and self.still_seconds < STILL_SECONDS
+
+    @property
+    def stands_still(self) -> bool:
+        """An upload or removal is under way, and no byte of it moves."""
+        return self.is_shipping and not self.is_moving
+
+    @property
+    def is_stalled(self) -> bool:
+        """An upload was cut since no byte moved; nothing is durable since then, and nothing moves now."""
+        return self._standstill.is_cut and not self.is_moving
+
+    @property
+    def may_move(self) -> bool:
+        """It is there, its mover is free, and uploads and removals did not fail too often just now."""
+        return self.is_ready and not self.is_shipping and not self.seconds_to_move
+
+    @property
+    def open_orders(self) -> int:
+        """Orders without an answer yet, but for the regular look and the slow reading."""
+        is_look = self._is_asking and self.attached is not None and self._is_regular_look
+        is_in_vain = is_look and self._asked_at_seconds >= self._changed_at_seconds
+        return len(self._open) - is_in_vain - sum(x is not None for x in (self.scrub_order, self.beat_order))
+
+    def seconds_to_retry(self) -> float:
+        """How long the backoff lasts; 0 when there is none."""
+        return self._answering.seconds_left
+
+    @property
+    def seconds_to_move(self) -> float:
+        """How long no upload is tried because the last ones failed; 0 when one may be."""
+        return self._moving.seconds_left if self._moving.left_alone else 0.0
+
+    @property
+    def seconds_to_wake(self) -> float:
+        """Until something is tried again; 0 when nothing waits."""
+        return self._answering.seconds_left or self.seconds_to_move or self._describing.seconds_left
+
+    @property
+    def left_alone(self) -> LeftAlone | None:
+        """What failed so often that it is tried but seldom."""
+        return self._answering.left_alone or self._moving.left_alone
+
+    # --- turn ------------------------------------------------------------------------------------------
+
+    def turn(self, now_seconds: float, *, is_at_rest: bool = False) -> None:
+        """Attach or observe when due, seldom while the job is at rest; restart a child that gives no sign."""
+        if self._is_cut() or self._is_asking or self._answering.seconds_left:
+            return
+        due_seconds = AT_REST_SECONDS if is_at_rest else OBSERVE_SECONDS
+        if self.attached is None:
+            self._is_asking = True
+            self.order(m.Attach(settings=self.settings), self._attached)
+        elif self.observation is None or now_seconds - self.observed_at_seconds >= due_seconds:
+            self.observe()
+            self._is_regular_look = self.observation is not None
+
+    def _is_cut(self) -> bool:
+        """What hangs is ended with its child: nothing else ends a call on a dead mount, or in a library."""
+        limit = self._standstill.limit_seconds
+        if self.ship_order is not None and self._client.idle_seconds(self.ship_order) > limit:
+            reason = f"no byte moved for {limit:.0f} s"
+            text = f"{self.name}: {reason}, so the transfer was cut; it goes on anew"
+            self._problems.put("transfer-stalled", self.name, text, NEXT_STEP)
+            self._standstill.cut()
+        elif self._client.silent_seconds(self.ship_order) > STALLED_SECONDS:
+            reason = f"no sign of life for {STALLED_SECONDS:.0f} s"
+        else:
+            return False
+        log.warning("%s: %s, its child is restarted", self._shown, reason)
+        self._client.abandon(reason)
+        return True
+
+    def bind(self, run_id: str) -> None:
+        """From here on the remote holds what this run committed there."""
+        if run_id != self.run_id:
+            self.run_id = run_id
+            self.others = ()
+            self.observation = self.seen_all
+
+    @property
+    def observation(self) -> m.Observation | None:
+        """What it holds of this job's run: all else is nobody's to count, keep or remove here (adr/0185)."""
+        return self._own
+
+    @observation.setter
+    def observation(self, seen: m.Observation | None) -> None:
+        """What was seen there, of all runs."""
+        self.seen_all = self._own = seen
+        if seen is not None and self.run_id is not None:
+            self._own = of_run(seen, self.run_id)
+
+    def propose_job_id(self, job_id: str | None) -> None:
+        """What the job is called on its other remotes, for a remote that is new."""
+        if job_id is not None and self.settings.job_id is None:
+            self.settings = self.settings.model_copy(update={"proposed_job_id": job_id})
+
+    def observe(self) -> None:
+        """Ask for a fresh observation unless one is under way."""
+        if not self._is_asking and self.attached is not None:
+            self._is_asking, self._is_regular_look = True, False
+            self._asked_at_seconds = time.monotonic()
+            may_be_same = self.observation is not None and self._knows_what_child_said
+            self.order(m.Observe(only_changed=may_be_same), self._observed)
+
+    def describe(self, tag: str, then: Callable[[], None]) -> None:
+        """Read every manifest of a tag into `tag_views`."""
+        if not self._describing.begin(tag):
+            return
+
+        def done(answer: m.Answer) -> None:
+            self._describing.end(tag, is_done=isinstance(answer, m.TagView))
+            if isinstance(answer, m.TagView):
+                self.tag_views[tag] = answer
+            elif isinstance(answer, m.Failed):
+                self.trouble(error_of(answer))
+            then()
+
+        self.order(m.Describe(tag=tag), done)
+
+    def order(self, order: m.Order, on_answer: Callable[[m.Answer], None]) -> int:
+        """Send an order; every event and the final answer reach `on_answer` in the deciding thread."""
+        order_id = self._client.submit(order)
+        self._open[order_id] = on_answer
+        return order_id
+
+    def pace(self, fraction: float) -> None:
+        """Move at a fraction of the allowed speed while a save is in flight (P11)."""
+        if fraction != self._fraction:
+            self._fraction = fraction
+            self._client.pace(fraction, self.bytes_per_second)
+
+    def limit(self, bytes_per_second: int | None) -> None:
+        """Move at most at this speed: the remote's own, or its share of the daemon's (None: no limit)."""
+        if bytes_per_second != self.bytes_per_second:
+            self.bytes_per_second = bytes_per_second
+            self._client.pace(self._fraction, bytes_per_second)
+
+    def cancel_ship(self) -> None:
+        """End the mover's order at its next window; what is durable stays for the next attempt."""
+        if self.ship_order is not None and not self.makes_way:
+            self.makes_way = True
+            self._client.cancel(self.ship_order)
+
+    def cancel_scrub(self) -> None:
+        """End the slow reading at its next step."""
+        if self.scrub_order is not None:
+            self._client.cancel(self.scrub_order)
+
+    def close(self) -> None:
+        """End the child; answers that are on their way concern nobody any more."""
+        self._client.close()
+        self._open.clear()
+
+    # --- answers ---------------------------------------------------------------------------------------
+
+    def _deliver(self, order_id: int, answer: m.Answer) -> None:
+        """In the client's reader thread: hand over to the deciding thread."""
+        self._post(lambda: self._dispatch(order_id, answer))
+
+    def _dispatch(self, order_id: int, answer: m.Answer) -> None:
+        handler = self._open.get(order_id)
+        if handler is None:
+            return
+        if isinstance(answer, m.EVENTS):
+            if isinstance(answer, m.Moving | m.ObjectDone) and self._standstill.is_durable(answer):
+                self._moves()
+        else:
+            del self._open[order_id]
+            self._client.ended()
+            self.scrub_order = None if self.scrub_order == order_id else self.scrub_order
+            self.beat_order = None if self.beat_order == order_id else self.beat_order
+            if self.ship_order == order_id:
+                self.ship_order = None
+                self.changed()
+                is_done = not isinstance(answer, m.Failed)
+                self._standstill.ended(is_done=is_done)
+                if is_done:
+                    self._moves()
+        handler(answer)
+
+    def changed(self) -> None:
+        """What the last observation says is out of date."""
+        self._changed_at_seconds, self.is_current = time.monotonic(), False
+
+    def _attached(self, answer: m.Answer) -> None:
+        self._is_asking = False
+        if isinstance(answer, m.Attached):
+            can = answer.abilities
+            if not can.create_only and (self.attached is None or self.attached.abilities != can):
+                log.warning("%s: only one node may write there: %s", self._shown, "; ".join(can.notes))
+            self.attached, self.is_away = answer, False
+            seen = {"remote_id": answer.identity.remote_id, "job_id": answer.identity.job_id}
+            self.settings = self.settings.model_copy(update={**seen, "abilities": can})
+            self._on_attached(answer)
+            self.observe()
+        elif isinstance(answer, m.Failed):
+            self.trouble(error_of(answer))
+
+    def _observed(self, answer: m.Answer) -> None:
+        self._is_asking = False
+        is_late = self._asked_at_seconds < self._changed_at_seconds
+        if isinstance(answer, m.Observation):
+            self._knows_what_child_said = self.is_current = not is_late
+        if isinstance(answer, m.Observation | m.Unchanged) and is_late:
+            self.observe()
+        elif isinstance(answer, m.Unchanged) and self.seen_all is not None:
+            self.observed_at_seconds, self.is_current = time.monotonic(), True
+            self.observation = self.seen_all.model_copy(update={"free_bytes": answer.free_bytes})
+            self.well()
+        elif isinstance(answer, m.Observation):
+            self.observation = answer
+            self.observed_at_seconds = time.monotonic()
+            self.well()
+            self._wake()
+        elif isinstance(answer, m.Failed):
+            self.trouble(error_of(answer))
+
+    def _moves(self) -> None:
+        """An upload or removal works."""
+        self._lacks_room = self._standstill.is_cut = False
+        self._problems.clear("transfer-stalled", self.name)
+        if self._moving.succeeded():
+            self._wake()
+
+    def well(self) -> None:
+        """The remote answered: forget the backoff and its problems."""
+        if self._answering.succeeded():
+            self._wake()
+        for code in ("remote-unreachable", "remote-not-ours", "remote-denied", "remote-full"):
+            if code != "remote-full" or not self._lacks_room:
+                self._problems.clear(code, self.name)
+        if self.observation is not None and not self.observation.damaged:
+            self._problems.clear("remote-damaged", self.name)
+
+    def move_failed(self, error: errors.CkptdError, *, is_answering: bool = False) -> None:
+        """An upload or removal failed for a reason that lies with the remote."""
+        self._moving.failed(error.message)
+        self._lacks_room = isinstance(error, errors.NoSpaceError)
+        if not is_answering:
+            self.trouble(error)
+
+    def trouble(self, error: errors.CkptdError) -> None:
+        """The remote failed: say so, back off; an unreachable or foreign one must attach anew (P2)."""
+        self._answering.failed(error.message)
+        code = tell(self._problems, self.name, error, lacks_room=self._lacks_room)
+        if code not in ("remote-full", "remote-denied"):
+            self.attached, self.observation, self.is_away = None, None, True
+        log.warning("%s: %s", self._shown, error)
+        self._wake()
+
+    def forget_commit(self, key: str) -> None:
+        """A COMMIT was retired: do not plan on it until the next observation."""
+        seen = self.seen_all
+        if seen is not None:
+            left = tuple(v for v in seen.commits if v.key != key)
+            self.observation = seen.model_copy(update={"commits": left})
+
+    # --- what the planner needs ------------------------------------------------------------------------
+
+    def seen(self, tag: str) -> tuple[list[SeenManifest], list[SeenCommit]]:
+        """Manifests and COMMITs of a tag in the words of `choose_generation`."""
+        view = self.tag_views.get(tag)
+        return ([], []) if view is None else seen_in(view)
+
+    def known_tags(self) -> frozenset[str]:
+        """Tags that the remote holds anything of."""
+        seen = self.seen_all
+        if seen is None:
+            return frozenset()
+        tags = {tag for tag, _, _ in (*seen.uncommitted, *seen.unreadable)}
+        return frozenset(tags).union(seen.retired_tags, (v.commit.tag for v in seen.commits))

@@ -1,0 +1,141 @@
+"""Optimizers other than Adam: what has no universal form, and what the stock loaders make of the rest.
+
+Conversion carries every per-element state under its own name; but DeepSpeed's loaders read less than a
+folder may hold, and whoever resumes should know before they do (docs/formats.md §5.1, docs/adr/0080).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptd.core.model.loaders import stage3_loader_word
+from ckptd.errors import RefusedError
+from ckptd.formats.torchfile.values import Inert, Tensor
+from ckptd.formats.zero.facts import as_dict, states_of
+
+if TYPE_CHECKING:
+    from ckptd.formats.zero.save import Save
+    from ckptd.formats.zero.shards import OptimShard, Source
+
+STAGE3_READS = ("exp_avg", "exp_avg_sq")
+"""The stage 3 loader reads these two names beside fp32, and `state[0]["step"]`."""
+
+DRIFT_THERE = (
+    ", and there with FusedAdam, CPUAdam or one sub-group (it counts each step of a torch optimizer once "
+    "per sub-group)"
+)
+"""What is added where the loader of the release that saved reads no sub-groups, and a newer one miscounts."""
+
+
+def refuse_unknown_layout(base: dict[Any, Any], source: Source) -> None:
+    """Refuse optimizers whose state is not one value per element of the rank's flat partition.
+
+    Raises:
+        RefusedError: Muon. At stages 1 and 2 it keeps the momentum of whole matrices on every rank that
+            holds a piece of them (docs/formats.md §3.2), and no stage of the stock loader reads it back.
+            States of which no group is a dictionary: left out, the run would go on without its moments.
+    """
+    states = base.get("state")
+    groups_of = list(states_of(base).values())
+    if not isinstance(states, dict | list | None) or (
+        groups_of and not any(isinstance(state, dict) for state in groups_of)
+    ):
+        raise RefusedError(
+            f"{source.path} keeps its optimizer's state in a form that ckptd does not know",
+            hint="the ZeRO form is safe all the same",
+        )
+    groups = base.get("param_groups")
+    for group in groups if isinstance(groups, list) else []:
+        if as_dict(group).get("use_muon") is True:
+            raise RefusedError(
+                f"{source.path} is of the Muon optimizer, whose momentum has no universal form",
+                hint="resume it on the number of ranks that saved it; the ZeRO form is safe all the same",
+            )
+
+
+def notes(save: Save) -> tuple[str, ...]:
+    """Sentences about what a resumed run will find; empty for a whole save of Adam and its like."""
+    found: list[str] = []
+    groups = [group for row in save.cells for cell in row for group in cell.shards[0].groups]
+    lacking = sorted({name for group in groups for name in STAGE3_READS if name not in group.states})
+    stepless = not any("step" in group.scalars for group in groups)
+    if lacking or stepless:
+        words = [*lacking, *(["step"] if stepless else [])]
+        found.append(
+            f"loads in stages 1 and 2; DeepSpeed's stage 3 loader wants {', '.join(words)} "
+            "of every parameter, which this optimizer does not keep"
+        )
+    others = sorted({name for group in groups for name in group.states} - {"fp32", *STAGE3_READS})
+    if others and not (lacking or stepless):
+        found.append(f"DeepSpeed's stage 3 loader leaves {', '.join(others)} unread")
+    numbers = sorted({name for group in groups for name in group.scalars} - {"step"})
+    if numbers:
+        found.append(
+            f"{', '.join(numbers)} (one number per group) begins anew: DeepSpeed's loaders take none but step"
+        )
+    steps = [group.scalars.get("step") for group in save.cells[0][0].shards[0].groups]
+    unread = stage3_loader_word(save.ds_version, len(steps)) if save.stage >= 3 else None
+    drifts = save.stage >= 3 and len(steps) > 1 and all(isinstance(step, Tensor) for step in steps)
+    if unread is not None:
+        found.append(unread + (DRIFT_THERE if drifts else ""))
+    elif drifts:
+        found.append(
+            f"saved in {len(steps)} sub-groups: DeepSpeed's stage 3 loader counts each step of a torch "
+            "optimizer once per sub-group; one parameter group and a larger sub_group_size, FusedAdam, "
+            "CPUAdam and stages 1 and 2 go on rightly (docs/formats.md §5.1)"
+        )
+    if save.stage >= 3 and save.dp > 1 and len(save.model_sources) == save.pp * save.tp:
+        found.append(
+            "model states of rank 0 alone were saved, which suffices to resume from the universal form in "
+            "DeepSpeed since PR 7599"
+        )
+        if save.rank0_model.facts.frozen_parameters:
+            found.append(
+                "frozen parameters of the other ranks are not in this save: load them from the base model"
+            )
+    return tuple(found)
+
+
+def stray_setting(one: dict[Any, Any], other: dict[Any, Any]) -> tuple[str, Any, Any] | None:
+    """A plain setting of the parameter groups or the loss scaler in which two ranks of a save differ.
+
+    A learning rate or a loss scaler's count moves with every step, which tells two saves apart even where
+    the optimizer keeps no step. Values that are no plain numbers or texts are not compared.
+
+    Returns:
+        (its name, the value of `one`, the value of `other`); None when they agree.
+    """
+    mine, theirs = _settings(one), _settings(other)
+    for key in mine:
+        if key in theirs and mine[key] != theirs[key]:
+            return key, mine[key], theirs[key]
+    return None
+
+
+def _settings(root: dict[Any, Any]) -> dict[str, Any]:
+    inner = as_dict(root.get("optimizer_state_dict"))
+    base = as_dict(inner.get("base_optimizer_state") or inner.get("optimizer_state_dict"))
+    groups = base.get("param_groups")
+    found: dict[str, Any] = {}
+    for g, group in enumerate(groups if isinstance(groups, list) else []):
+        found |= {f"param_groups[{g}] {k}": v for k, v in as_dict(group).items() if _is_plain(v)}
+    scaler = inner.get("loss_scaler")
+    if isinstance(scaler, Inert):
+        found |= {f"loss_scaler {k}": v for k, v in as_dict(scaler.state).items() if _is_plain(v)}
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) and value == value
+
+
+def numbers_of(state: dict[Any, Any], shard: OptimShard) -> dict[str, Any]:
+    """The step, and other states that are one number, of the first group of rank 0 that keeps a step.
+
+    A group whose parameters never had a gradient has no state; the loader takes one step for all.
+    """
+    found = next((as_dict(s) for s in state.values() if "step" in as_dict(s)), None)
+    if found is None:
+        found = as_dict(next(iter(state.values()), None))
+    names = {name for group in shard.groups for name in group.scalars}
+    return {key: value for key, value in found.items() if key in names}

@@ -1,0 +1,163 @@
+"""A complete, consistent save: its grid of model-parallel ranks, and its parameters across them.
+
+A cell is one model-parallel rank (pipeline stage × tensor rank) with the optimizer shards of all its
+data-parallel ranks; a parameter belongs to one stage and has one shard per tensor rank (docs/formats.md §1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptd.errors import RefusedError
+from ckptd.formats.zero import stage3, stage12
+from ckptd.formats.zero.experts import NO_EXPERTS, Experts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptd.formats.zero.parameters import Parameter
+    from ckptd.formats.zero.shards import Opened, OptimShard, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A source file as it was when it was read; `identity` = dev, ino, size, mtime_ns, ctime_ns."""
+
+    path: str
+    role: str
+    size_bytes: int
+    identity: tuple[int, int, int, int, int]
+    fingerprint: str
+
+
+@dataclass(slots=True)
+class Cell:
+    """One model-parallel rank; `shards` in ascending data-parallel rank, `model` of the lowest of them.
+
+    `frozen`: pieces of the frozen parameters, per data-parallel rank at stage 3 (for weights alone).
+    """
+
+    pp: int
+    tp: int
+    model: Opened
+    shapes: stage12.Shapes
+    shards: list[OptimShard]
+    frozen: list[Fragments] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments:
+    """One rank's pieces of all frozen parameters, name → (byte offset, elements, dtype)."""
+
+    source: int
+    pieces: dict[str, tuple[int, int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """State dictionary of pipeline layer `number` on tensor rank `tp`, or of one expert (no number)."""
+
+    number: int | None
+    tp: int
+    opened: Opened
+
+
+@dataclass(slots=True)
+class Save:
+    """Everything that conversion needs of a save. `cells[pp][tp]`; degrees by what metadata say."""
+
+    stage: int
+    dp: int
+    ds_version: str
+    global_steps: int | None
+    optimizer_step: int | None
+    cells: list[list[Cell]]
+    rank0_optim: Opened
+    model_sources: list[Source]
+    reads: list[Read] = field(default_factory=list)
+    experts: Experts = NO_EXPERTS
+    layers: list[Layer] = field(default_factory=list)
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stages."""
+        return len(self.cells)
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks."""
+        return len(self.cells[0])
+
+    @property
+    def rank0_model(self) -> Opened:
+        """Model states of the first rank."""
+        return self.cells[0][0].model
+
+    @property
+    def models(self) -> list[Opened]:
+        """Model states of every model-parallel rank, in the order of their number."""
+        return [cell.model for row in self.cells for cell in row]
+
+    @property
+    def universal_info(self) -> dict[Any, Any] | None:
+        """`universal_checkpoint_info` of the model states; None when the trainer wrote none."""
+        info = self.rank0_model.root.get("universal_checkpoint_info")
+        return info if isinstance(info, dict) else None
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters, each counted once."""
+        return len({name for row in self.cells for cell in row for group in cell.shapes for name in group})
+
+    @property
+    def state_names(self) -> list[str]:
+        """Names of all optimizer states, "fp32" first."""
+        names: dict[str, None] = {}
+        for row in self.cells:
+            for cell in row:
+                names |= dict.fromkeys(stage12.state_names(cell.shards))
+        return list(names)
+
+    def parameters(self, only: str | None = None) -> Iterator[list[Parameter]]:
+        """Each parameter's shards, one per tensor rank; `only`: just that state's ranges.
+
+        A parameter that several pipeline stages hold (tied, replicated) comes from the first of them.
+
+        Raises:
+            DamagedError, RefusedError: the shards do not cover the parameters, or contradict each other.
+        """
+        seen: dict[str, list[tuple[int, ...]]] = {}
+        for row in self.cells:
+            for ranks in _together([self._read(cell, only) for cell in row]):
+                name, shapes = ranks[0].name, [rank.shape for rank in ranks]
+                if self.pp > 1:
+                    if seen.setdefault(name, shapes) != shapes:
+                        raise RefusedError(f"{name} has other shapes on a later pipeline stage")
+                    if seen[name] is not shapes:
+                        continue
+                yield ranks
+
+    def _read(self, cell: Cell, only: str | None) -> Iterator[Parameter]:
+        if self.stage >= 3:
+            return stage3.parameters(cell.shards, cell.shapes, only)
+        return stage12.parameters(cell.shards, cell.shapes, only, self.experts)
+
+
+def _together(streams: list[Iterator[Parameter]]) -> Iterator[list[Parameter]]:
+    """Shards of one parameter from every tensor rank, in the first rank's order."""
+    waiting: list[dict[str, Parameter]] = [{} for _ in streams]
+    for first in streams[0]:
+        ranks = [first]
+        for tp in range(1, len(streams)):
+            while first.name not in waiting[tp]:
+                other = next(streams[tp], None)
+                if other is None:
+                    raise RefusedError(f"{first.name} is on tensor rank 0 and not on rank {tp}")
+                waiting[tp][other.name] = other
+            ranks.append(waiting[tp].pop(first.name))
+        yield ranks
+    for tp in range(1, len(streams)):
+        left = next(iter(waiting[tp]), None) or next((p.name for p in streams[tp]), None)
+        if left is not None:
+            raise RefusedError(f"{left} is on tensor rank {tp} and not on rank 0")

@@ -1,0 +1,167 @@
+"""Shards of one save, opened by the restricted unpickler and cut down to what conversion needs.
+
+A shard's pickle is dropped as soon as its offsets are known, so that memory follows the number of
+fragments and not the number of ranks times the size of a pickle (docs/formats.md §2, P12).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptd.errors import RefusedError
+from ckptd.formats.torchfile.archive import Directory
+from ckptd.formats.torchfile.fingerprint import fingerprint, tensor_fingerprint
+from ckptd.formats.torchfile.legacy import read_archive
+from ckptd.formats.torchfile.unpickler import unpickle
+from ckptd.formats.torchfile.values import Tensor
+from ckptd.formats.zero.facts import RawFacts, shard_facts, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file to read from; `index` is its number in the plan."""
+
+    index: int
+    path: str
+    role: str
+    d: int | None
+    mm: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A shard as read: `root` is the unpickled value."""
+
+    source: Source
+    size_bytes: int
+    identity: tuple[int, int, int, int, int]
+    fingerprint: str
+    tensor_fingerprint: str
+    directory: Directory
+    facts: RawFacts
+    root: dict[Any, Any]
+    pickle: bytes
+    """SHA-256 of data.pkl."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A flat, contiguous 1-D buffer in a source file: byte offset, elements, dtype name."""
+
+    source: int
+    offset: int
+    numel: int
+    dtype: str
+    item_bytes: int
+
+
+@dataclass(slots=True)
+class ShardGroup:
+    """One optimizer group (stage ≤ 2) or sub-group (stage 3) of one rank.
+
+    `states` maps "fp32" and the optimizer's own names to buffers; `scalars` its other state (the step);
+    `mapping` is (name, start, numel) in elements, stage ≤ 2 only; paddings in elements.
+    """
+
+    states: dict[str, Flat]
+    scalars: dict[str, Any]
+    mapping: list[tuple[str, int, int]] = field(default_factory=list)
+    padding: int = 0
+    alignment_padding: int = 0
+
+
+@dataclass(slots=True)
+class OptimShard:
+    """One rank's optimizer shard, without its pickle."""
+
+    source: Source
+    groups: list[ShardGroup]
+
+
+def open_shard(fd: int, source: Source, like: Opened | None = None) -> Opened:
+    """Read directory, fingerprint and pickle of the shard open at `fd`.
+
+    With `like`, a shard whose pickle and records (place and size) are the same shares its value and facts:
+    the model states of a thousand stage 3 ranks say the same a thousand times.
+
+    Raises:
+        RefusedError: an archive that is no DeepSpeed shard.
+        TornArchiveError: truncated or garbled.
+    """
+    status = os.fstat(fd)
+    directory = read_archive(fd, source.path)
+    record = directory.records["data.pkl"]
+    data = os.pread(fd, record.size, record.offset)
+    digest = hashlib.sha256(data).digest()
+    if like is not None and like.pickle == digest and _places(directory) == _places(like.directory):
+        root, facts = like.root, like.facts
+    else:
+        value = unpickle(data, source.path, directory)
+        if not isinstance(value, dict):
+            kind = type(value).__name__
+            raise RefusedError(f"{source.path} is no DeepSpeed shard (its pickle is a {kind})")
+        root, facts = value, shard_facts(value, fd)
+    return Opened(
+        source=source,
+        size_bytes=status.st_size,
+        identity=(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns),
+        fingerprint=fingerprint(fd, directory),
+        tensor_fingerprint=tensor_fingerprint(fd, directory),
+        directory=directory,
+        facts=facts,
+        root=root,
+        pickle=digest,
+    )
+
+
+def _places(directory: Directory) -> list[tuple[str, int, int]]:
+    return [(record.name, record.offset, record.size) for record in directory.storages()]
+
+
+def flat(value: Any, source: Source, what: str) -> Flat:
+    """`value` as a flat buffer.
+
+    Raises:
+        RefusedError: it is no tensor, or not contiguous.
+    """
+    if not isinstance(value, Tensor) or not value.contiguous:
+        raise RefusedError(
+            f"{source.path}: {what} is no flat tensor",
+            hint="NVMe-offloaded or swapped state is not in the shard; the ZeRO form is safe all the same",
+        )
+    return Flat(source.index, value.byte_offset, value.numel, value.dtype, value.item_bytes)
+
+
+def split_state(
+    state: dict[Any, Any], fp32: Flat, source: Source, where: str, padding: int = 0
+) -> tuple[dict[str, Flat], dict[str, Any]]:
+    """Sort one group's optimizer state into flat buffers and scalars (a step is 0-d or a number).
+
+    A buffer has one value per element of `fp32`, and may have `padding` elements more.
+
+    Raises:
+        RefusedError: a state that is neither (factored moments, for example).
+    """
+    buffers: dict[str, Flat] = {"fp32": fp32}
+    scalars: dict[str, Any] = {}
+    for key, value in state.items():
+        name = str(key)
+        if isinstance(value, Tensor) and value.shape != () and 0 <= value.numel - fp32.numel <= padding:
+            if not name.isidentifier() or name in ("fp32", "step"):
+                raise RefusedError(f"{source.path}: an optimizer state is called {shown(name)}")
+            buffers[name] = flat(value, source, f"{where} state {name}")
+        elif value is None or (isinstance(value, bool | int | float | str | Tensor) and _is_scalar(value)):
+            scalars[name] = value
+        else:
+            raise RefusedError(
+                f"{source.path}: {where} optimizer state {name} is not one value per parameter element",
+                hint="this optimizer's state has no universal form; the ZeRO form is safe all the same",
+            )
+    return buffers, scalars
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.numel == 1

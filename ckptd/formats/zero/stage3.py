@@ -1,0 +1,120 @@
+"""Stage 3: fragments by arithmetic, `ceil(numel / dp)` elements per parameter and rank (formats.md §2.2).
+
+There are no mappings: in sub-group s of every rank the parameters lie in the order of `param_shapes[s]`,
+each padded inside itself to the same length on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptd.errors import DamagedError, RefusedError
+from ckptd.formats.zero.facts import as_dict, numel, states_of
+from ckptd.formats.zero.optimizers import refuse_unknown_layout
+from ckptd.formats.zero.parameters import Parameter, Piece, StateRanges
+from ckptd.formats.zero.shards import Opened, OptimShard, ShardGroup, flat, split_state
+from ckptd.formats.zero.stage12 import Shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def cut(opened: Opened, *, masters_only: bool = False) -> OptimShard:
+    """Keep of an opened optimizer shard only offsets; `masters_only` as in stages 1 and 2.
+
+    Raises:
+        RefusedError: AutoEP partitions, missing or swapped-out state.
+    """
+    source, inner = opened.source, as_dict(opened.root.get("optimizer_state_dict"))
+    if inner.get("ds_zero_partition_groups"):
+        raise RefusedError(
+            f"{source.path} holds AutoEP expert partitions, which ckptd does not convert yet",
+            hint="the ZeRO form is safe all the same",
+        )
+    fp32_groups, base = inner.get("fp32_flat_groups"), inner.get("optimizer_state_dict")
+    if not isinstance(fp32_groups, list) or not (isinstance(base, dict) or masters_only):
+        raise RefusedError(f"{source.path} lacks its fp32 partitions or its optimizer state")
+    if not masters_only:
+        refuse_unknown_layout(as_dict(base), source)
+    states = {} if masters_only else states_of(base)
+    groups: list[ShardGroup] = []
+    for s, tensor in enumerate(fp32_groups):
+        fp32 = flat(tensor, source, f"fp32 partition of sub-group {s}")
+        buffers, scalars = split_state(as_dict(states.get(s)), fp32, source, f"sub-group {s}")
+        groups.append(ShardGroup(buffers, scalars))
+    return OptimShard(source, groups)
+
+
+def check_coverage(shards: list[OptimShard], shapes: Shapes) -> None:
+    """Every buffer of every rank has exactly the length that the shapes demand.
+
+    Raises:
+        DamagedError, RefusedError: otherwise.
+    """
+    dp = len(shards)
+    lengths = [sum(-(-(numel(shape) or 0) // dp) for shape in group.values()) for group in shapes]
+    for shard in shards:
+        if len(shard.groups) != len(shapes):
+            raise DamagedError(
+                f"{shard.source.path} has {len(shard.groups)} sub-groups, param_shapes has {len(shapes)}"
+            )
+        for s, wanted in enumerate(lengths):
+            if set(shard.groups[s].states) != set(shards[0].groups[s].states):
+                raise RefusedError(
+                    f"{shard.source.path} has other optimizer states than rank 0 in sub-group {s}"
+                )
+            for key, buffer in shard.groups[s].states.items():
+                if buffer.dtype != shards[0].groups[s].states[key].dtype:
+                    raise RefusedError(f"{shard.source.path} stores {key} in another type than rank 0")
+                if buffer.numel == 0 < wanted:
+                    raise RefusedError(
+                        f"{shard.source.path}: {key} of sub-group {s} holds no element: "
+                        "the optimizer state was offloaded to NVMe (offloaded_tensors/)",
+                        hint="the ZeRO form is safe all the same",
+                    )
+                if buffer.numel != wanted:
+                    raise DamagedError(
+                        f"{shard.source.path}: {key} of sub-group {s} holds {buffer.numel} elements, "
+                        f"the parameters need {wanted}"
+                    )
+
+
+def parameters(shards: list[OptimShard], shapes: Shapes, only: str | None = None) -> Iterator[Parameter]:
+    """Parameters in the order of `shapes`; `shards` in ascending rank; `only`: just that state's ranges.
+
+    Raises:
+        DamagedError, RefusedError: see `check_coverage`.
+    """
+    check_coverage(shards, shapes)
+    for s, group_shapes in enumerate(shapes):
+        offset = 0
+        for name, shape in group_shapes.items():
+            share = -(-(numel(shape) or 0) // len(shards))
+            yield _parameter(name, shape, shards, s, offset, share, only)
+            offset += share
+
+
+def _parameter(
+    name: str,
+    shape: tuple[int, ...],
+    shards: list[OptimShard],
+    s: int,
+    offset: int,
+    share: int,
+    only: str | None,
+) -> Parameter:
+    total = numel(shape) or 0
+    states: list[StateRanges] = []
+    for key, reference in shards[0].groups[s].states.items():
+        if only not in (None, key):
+            continue
+        pieces: list[Piece] = []
+        for rank, shard in enumerate(shards):
+            length = max(0, min(share, total - rank * share))
+            if length:
+                buffer = shard.groups[s].states[key]
+                begin = buffer.offset + offset * buffer.item_bytes
+                pieces.append(Piece(buffer.source, begin, length * buffer.item_bytes))
+        states.append(StateRanges(key, reference.dtype, reference.item_bytes, tuple(pieces)))
+    first = shards[0]
+    return Parameter(name, tuple(shape), tuple(states), first.groups[s].scalars, first.source.index)

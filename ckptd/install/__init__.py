@@ -1,1 +1,0 @@
-"""Installing ckptd as a service of systemd, and taking it away again."""

@@ -1,1 +1,0 @@
-"""The node's disk: listing, hints, deletion with a permit."""

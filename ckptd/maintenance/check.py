@@ -1,0 +1,501 @@
+"""What `ckptd check` proves of a job: rights on the node, remotes and their abilities, the children (P19).
+
+A remote is asked through its own child process, so that a dead mount costs a time-out and not the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from ckptd import errors
+from ckptd.base import files
+from ckptd.base.humanize import ago
+from ckptd.base.owned_dirs import lies_in_save_dir
+from ckptd.config.budget import MIB, divide, shortage
+from ckptd.config.commands import this_node
+from ckptd.config.quantities import show_bytes, shown_remote
+from ckptd.convert.engine.inspect import inspect_files, probe_restrictions
+from ckptd.core.completeness.judge import STAGE_0, Context, judge
+from ckptd.core.model.layouts import Role, parse_shard_name
+from ckptd.core.model.runs import short
+from ckptd.core.model.unprotected import KNOWN_ALONE
+from ckptd.core.policy.view import ZERO
+from ckptd.errors import (
+    CkptdError,
+    ConfigError,
+    LockHeld,
+    NotPermitted,
+    RefusedError,
+    RemoteNotOurs,
+    RemoteUnreachable,
+    from_os_error,
+)
+from ckptd.recover.select.owner import owner_of
+from ckptd.recover.select.runs import held_by
+from ckptd.storage.child.client import RemoteClient
+from ckptd.storage.local.probe import Finding, failed, probe_save_dir
+from ckptd.storage.local.run_file import host_name
+from ckptd.storage.local.scan import scan
+from ckptd.storage.local.state_dir import filesystem_type, is_network, state_base, state_dir_of
+from ckptd.storage.remote.attach import NEXT_STEP, are_one, one_place
+from ckptd.storage.remote.coordination import NEXT_STEP as IS_OWN_RUN
+from ckptd.storage.remote.coordination import said_of
+from ckptd.storage.remote.documents import IDENTITY_KEY
+from ckptd.storage.remote.messages import Attach, Attached, Failed, RemoteSettings
+from ckptd.storage.stores.access import access_of, credentials_path
+from ckptd.storage.stores.open import is_s3
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ckptd.config.schema import DaemonConfig, JobConfig, RemoteConfig
+    from ckptd.core.model.heartbeat import SeenNode
+    from ckptd.recover.select.owner import Owner
+    from ckptd.storage.remote.messages import Answer
+    from ckptd.storage.stores.access import Access
+    from ckptd.storage.stores.base import Abilities
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A remote's settings and what its store was seen to do, as rows of words for `ckptd check` (adr/0089).
+
+_PROOFS = {
+    "store-checksum": "store-checksum: the store computes CRC64NVME, keeps it and refuses a wrong one",
+    "part-etags": "part-etags: its ETags are the MD5s of what arrived, compared with what was sent",
+    "read-back": "read-back: each object is read again and compared",
+}
+
+
+def settings_rows(remote: RemoteConfig, access: Access) -> tuple[tuple[str, str], ...]:
+    """What the job file says of the way there; never a secret, only where secrets lie."""
+    if not is_s3(remote.url):
+        return ()
+    if access.signs_payload:
+        saved = "" if access.sign_payload else "; sign_payload = false saves some 3 CPU-seconds per GB"
+        signed = f"signed with SHA-256{saved}"
+    elif access.is_tls:
+        signed = "not signed: TLS protects them"
+    else:
+        signed = "not signed: plain http"
+    rows = [(key, value) for key, value in access.shown() if key != "sign_payload"]
+    return (*rows, ("bodies", signed))
+
+
+def abilities_rows(can: Abilities, *, is_read_back: bool) -> tuple[tuple[str, str], ...]:
+    """What the probe saw."""
+    proof = _PROOFS[can.proof] if is_read_back or can.checksum else 'none: verify = "none"'
+    rows = [
+        ("create-only", "enforced by the store" if can.create_only else "looked at first, read again after"),
+        ("proof", proof),
+        ("a part that changed on its way", _guard(can)),
+        ("an upload that was cut short", "goes on" if can.resumable else "starts over"),
+    ]
+    if can.part_etags or can.content_md5 or can.checksum or can.complete_only_absent:
+        joins = "refused by the store" if can.complete_only_absent else "looked for first"
+        rows.append(("joining parts over an object", joins))
+    return tuple(rows)
+
+
+def _guard(can: Abilities) -> str:
+    if can.checksum:
+        return f"refused by the store ({can.checksum})"
+    if can.part_etags:
+        return "seen in the part's ETag, sent again at once"
+    if can.content_md5:
+        return "refused by the store (Content-MD5)"
+    return "found when the object is read back"
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+REMOTE_SECONDS = 30.0
+_CHECK_NODE_ID = "check"
+_WANTED_RESTRICTIONS = ("rlimits", "no-new-privs", "no-network")
+
+
+def check_job(
+    job: JobConfig,
+    daemon: DaemonConfig,
+    environ: Mapping[str, str],
+    *,
+    jobs_in_daemon: int = 1,
+    writes: bool = True,
+    init_remote: bool = False,
+) -> Iterator[Finding]:
+    """Findings, in the order of a table; nothing that was made stays but, with `init_remote`, remote.json."""
+    yield from probe_save_dir(job.save_dir, job.local.min_free, writes=writes, trainer=job.trainer)
+    yield from _stage_0(job)
+    yield _state(job, daemon, environ, jobs_in_daemon)
+    if job.shared_fs:
+        yield _shared(job, _state_dir(job, daemon, environ, jobs_in_daemon))
+    owner = owner_of(job, _state_dir(job, daemon, environ, jobs_in_daemon))
+    seen: dict[str, Attached] = {}
+    for remote in job.remotes:
+        yield from _remote(job, remote, owner, seen, writes=writes, init_remote=init_remote)
+        if ZERO not in remote.forms and not job.shared_fs:
+            yield _without_zero(remote)
+    yield _children()
+
+
+def _stage_0(job: JobConfig) -> Iterator[Finding]:
+    """Name the newest checkpoint where it is one without ZeRO, which its names alone do not tell."""
+    try:
+        with files.opened_dir(job.save_dir) as fd:
+            listing = scan(fd, job.trainer)
+    except OSError:
+        return  # told already
+    for folder in listing.folders:
+        has_optimizer = any(
+            named.role is Role.OPTIM for f in folder.shards if (named := parse_shard_name(f.name))
+        )
+        if folder.is_model_only or has_optimizer or not listing.is_at_risk(folder.tag):
+            continue
+        with contextlib.suppress(CkptdError):
+            read = inspect_files(job.save_dir / folder.tag, [f.path for f in folder.shards])
+            verdict = judge(folder, {row.path: row for row in read}, None, _at_rest(job))
+            if verdict.reason == STAGE_0:
+                text = f"{folder.tag} is {STAGE_0}: nothing of it is sent"
+                yield failed("layout", RefusedError(text, hint=KNOWN_ALONE))
+
+
+def _at_rest(job: JobConfig) -> Context:
+    """The view of a folder that nobody writes in."""
+    return Context(
+        settle_seconds=job.settle_seconds,
+        quiet_seconds=job.settle_seconds,
+        is_in_flight=False,
+        save_spread_seconds=job.save_spread_seconds,
+        is_to_send=False,
+    )
+
+
+def check_glob(daemon: DaemonConfig, environ: Mapping[str, str]) -> Finding:
+    """Of a glob in save_dir that stands for no directory yet: its jobs will need a place for their state."""
+    try:
+        state_base(daemon.state_dir, environ, 2)
+    except CkptdError as error:
+        return failed("state", error)
+    text = "no directory matches yet; each that appears becomes a job (nothing can be proved until then)"
+    return Finding(what="save_dir", verdict="note", text=text)
+
+
+def check_memory(jobs: Sequence[JobConfig], daemon: DaemonConfig) -> Finding | None:
+    """Whether `memory_budget` suffices for all jobs of a daemon (P12); None: nothing waits for want of it."""
+    budget_bytes = daemon.memory_budget_bytes(psutil.virtual_memory().total)
+    remotes = [[remote.url for remote in job.remotes] for job in jobs]
+    shares = divide(budget_bytes, remotes, daemon.max_uploads)
+    if (found := shortage(shares, budget_bytes)) is not None:
+        return failed("memory", ConfigError(found[0], hint=found[1]))
+    if budget_bytes >= shares.roomy_bytes:
+        return None
+    budget, roomy = (f"{-(-count // MIB)}MiB" for count in (budget_bytes, shares.roomy_bytes))
+    count = sum(map(len, remotes))
+    text = f"{budget}: at once {shares.uploads} uploads, and {shares.children} of {count} remotes"
+    hint = f'with memory_budget = "{roomy}" none waits for want of it'
+    return Finding(what="memory", verdict="note", text=text, hint=hint)
+
+
+def _shared(job: JobConfig, state_dir: Path | None) -> Finding:
+    if state_dir is not None and lies_in_save_dir(state_dir, job.save_dir):
+        hint = "set state_dir in ckptd.toml to a directory on this host's own disk"
+        return failed("shared", ConfigError(f"state_dir {state_dir} lies in the shared save_dir", hint=hint))
+    meets = next(shown_remote(r.name, r.url) for r in job.remotes if r.required)
+    text = f"files are divided by name among the hosts; the lease in {meets} says who deletes and converts; "
+    text += f"a host silent for {job.shared_takeover_seconds:.0f} s is replaced (`ckptd status` names them)"
+    return Finding(what="shared", verdict="ok", text=text)
+
+
+def _state_dir(
+    job: JobConfig, daemon: DaemonConfig, environ: Mapping[str, str], jobs_in_daemon: int
+) -> Path | None:
+    with contextlib.suppress(CkptdError, OSError):
+        return state_dir_of(job.save_dir, job.name, daemon.state_dir, environ, jobs_in_daemon=jobs_in_daemon)
+    return None
+
+
+def _state(job: JobConfig, daemon: DaemonConfig, environ: Mapping[str, str], jobs_in_daemon: int) -> Finding:
+    try:
+        place = state_dir_of(job.save_dir, job.name, daemon.state_dir, environ, jobs_in_daemon=jobs_in_daemon)
+    except CkptdError as error:
+        return failed("state", error)
+    except OSError as error:
+        return failed("state", from_os_error(error, f"looking for {error.filename}"))
+    existing = next(path for path in (place, *place.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return failed("state", errors.NotPermitted(f"{place}: {existing} cannot be written"))
+    kind = filesystem_type(existing)
+    if is_network(kind):
+        hint = "set state_dir in ckptd.toml to a directory on a local disk"
+        return Finding(what="state", verdict="note", text=f"{place} is on {kind}", hint=hint)
+    return Finding(what="state", verdict="ok", text=f"{place} ({kind or 'unknown'} file system)")
+
+
+def _remote(
+    job: JobConfig,
+    remote: RemoteConfig,
+    owner: Owner,
+    seen: dict[str, Attached],
+    *,
+    writes: bool,
+    init_remote: bool,
+) -> Iterator[Finding]:
+    what, access = shown_remote(remote.name, remote.url), access_of(remote)
+    if not writes:
+        rows = settings_rows(remote, access)
+        yield Finding(what=what, verdict="note", text=f"{remote.url}: not tried (--no-probe)", rows=rows)
+        return
+    settings = RemoteSettings(
+        name=remote.name,
+        url=remote.url,
+        job=job.name,
+        job_id=owner.job_ids.get(remote.name),
+        proposed_job_id=_job_id(owner, seen),
+        remote_id=owner.remote_ids.get(remote.name),
+        known_url=owner.urls.get(remote.name),
+        may_initialise=init_remote,
+        same_filesystem=remote.same_filesystem,
+        save_dir=str(job.save_dir),
+        verify=remote.verify,
+        access=access,
+        bytes_per_second=remote.bandwidth.at(time.time()),
+        node=job.node_name or this_node(os.environ),
+        node_id=_CHECK_NODE_ID,
+        asks_who_lives=True,
+    )
+    answer = attach_once(settings, REMOTE_SECONDS)
+    if isinstance(answer, CkptdError):
+        yield _absent(what, remote, owner, answer)
+        return
+    if (error := _twin(job, remote, answer, seen)) is not None:
+        yield failed(what, error)
+        return
+    seen[remote.name] = answer
+    yield from _who_writes(what, job, remote, owner, answer)
+    made = "made this job's remote" if answer.initialised else f"is job {answer.identity.job}'s"
+    free = f", {show_bytes(answer.free_bytes)} free" if answer.free_bytes is not None else ""
+    text = f"{remote.url} is there, {made} (id {answer.identity.remote_id[:8]}), can be written{free}"
+    yield Finding(what=what, verdict="ok", text=text)
+    can = answer.abilities
+    exclusive = "create-only writes are enforced" if can.create_only else "no create-only writes"
+    is_read_back = remote.verify != "none"
+    proof = can.proof if is_read_back or can.checksum else "nothing"
+    notes = "".join(f"; {note}" for note in can.notes)
+    text = f"{exclusive}; verified by {proof}; bandwidth {remote.bandwidth.shown(time.time())}{notes}"
+    hint = "" if can.create_only else "only one node may write there (P10)"
+    if job.shared_fs and not can.create_only:
+        yield failed("shared", RefusedError(f"{remote.url}: {exclusive}", hint=f"{hint}: no shared_fs"))
+    rows = (*settings_rows(remote, access), *abilities_rows(can, is_read_back=is_read_back))
+    yield Finding(what=what, verdict="ok" if can.create_only else "note", text=text, hint=hint, rows=rows)
+
+
+def _job_id(owner: Owner, seen: Mapping[str, Attached]) -> str | None:
+    """The job's id by a remote that it has already: one that is made now gets no other."""
+    known = (*(answer.identity.job_id for answer in seen.values()), *owner.job_ids.values())
+    return next(iter(known), None)
+
+
+def _who_writes(
+    what: str, job: JobConfig, remote: RemoteConfig, owner: Owner, answer: Attached
+) -> Iterator[Finding]:
+    """Who else writes there: another run that lives is a fault, before this one has sent anything."""
+    if job.shared_fs:
+        return
+    here = (host_name(), str(job.save_dir))
+    held, newest = held_by(job.save_dir), answer.newest
+    unnamed: list[SeenNode] = []
+    for seen in answer.living:
+        beat = seen.heartbeat
+        if beat is None or not beat.save_dir:
+            unnamed.append(seen)
+            continue
+        if (beat.host, beat.save_dir) == here or beat.run_id == held is not None:
+            continue
+        if held is None and (newest is None or not newest.is_whole or newest.run_id != beat.run_id):
+            unnamed.append(seen)  # perhaps another node of this very run, which has not begun here
+            continue
+        whose = f"{beat.user}@{beat.host}:{beat.save_dir}"
+        run = f"run {short(beat.run_id)}" if beat.run_id is not None else "another run"
+        heard = ago(seen.seconds_ago or 0.0)
+        msg = f"{whose} saves {run} to {remote.url} under the name {job.name}, heard of {heard} ago"
+        hint = 'only one of two runs sends there: give this one name = "…" and a url of its own'
+        yield failed(what, LockHeld(msg, hint=hint))
+    own = job.node_name or this_node(os.environ)
+    others = [seen for seen in unnamed if seen.node != own]
+    if others and remote.name not in owner.job_ids:
+        text = said_of(others, remote.url, answer.identity.created)
+        yield Finding(what=what, verdict="note", text=text, hint=IS_OWN_RUN)
+
+
+def _twin(
+    job: JobConfig, remote: RemoteConfig, answer: Attached, seen: Mapping[str, Attached]
+) -> ConfigError | None:
+    """The same directory under two paths is one copy (docs/adr/0166)."""
+    for other in job.remotes:
+        if other.name in seen and are_one(seen[other.name], answer):
+            return ConfigError(one_place(remote.url, other.name, other.url), hint=NEXT_STEP)
+    return None
+
+
+def _without_zero(remote: RemoteConfig) -> Finding:
+    text = (
+        f"takes no ZeRO form: {', '.join(remote.forms)} of saves that lie whole on a node, nothing of saves "
+    )
+    text += "that are spread over the disks of several"
+    hint = 'several nodes with disks of their own: list "zero" among its forms, the others are made of it'
+    return Finding(what=shown_remote(remote.name, remote.url), verdict="note", text=text, hint=hint)
+
+
+def _absent(what: str, remote: RemoteConfig, owner: Owner, error: CkptdError) -> Finding:
+    """A place that could become the remote is no failure before the first start.
+
+    The remote's child looked at the place (`attach`): no path of a remote is touched here (docs/adr/0182).
+    """
+    is_new = isinstance(error, RemoteNotOurs) and remote.name not in owner.remote_ids
+    if is_new and (f"has no {IDENTITY_KEY}" in error.message or error.message.endswith(" is not there")):
+        text = f"{remote.url} is not initialised yet; `ckptd run` or `ckptd check --init-remote` does it"
+        return Finding(what=what, verdict="note", text=text)
+    return failed(what, error)
+
+
+def _children() -> Finding:
+    try:
+        held = probe_restrictions()
+    except CkptdError as error:
+        return failed("children", error)
+    missing = [name for name in _WANTED_RESTRICTIONS if name not in held]
+    text = f"readers of pickles run with: {', '.join(held) or 'nothing'}"
+    if missing:
+        hint = (
+            "this kernel gives an ordinary user no network namespace; the inert unpickler holds all the same"
+        )
+        return Finding(
+            what="children", verdict="note", text=f"{text}; without {', '.join(missing)}", hint=hint
+        )
+    return Finding(what="children", verdict="ok", text=text)
+
+
+def attach_once(settings: RemoteSettings, timeout_seconds: float) -> Attached | CkptdError:
+    """Attach to a remote in a child of its own and let go again; errors are returned."""
+    answered = threading.Event()
+    answers: list[Answer] = []
+
+    def on_answer(_: int, answer: Answer) -> None:
+        answers.append(answer)
+        answered.set()
+
+    client = RemoteClient(settings, on_answer, has_stderr=False)
+    try:
+        client.submit(Attach(settings=settings))
+        if not answered.wait(timeout_seconds):
+            msg = f"{settings.url} did not answer within {timeout_seconds:.0f} s"
+            return RemoteUnreachable(msg, hint="is the server up? a hard mount waits for ever")
+    finally:
+        client.close()
+    answer = answers[0]
+    if isinstance(answer, Attached):
+        return answer
+    if isinstance(answer, Failed):
+        kind = getattr(errors, answer.error, errors.RemoteError)
+        return kind(answer.message, hint=answer.hint)
+    return errors.RemoteError(f"{settings.url} answered with {answer.kind}")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Whether what ckptd.toml names beside the jobs can be used: who is told ([notify]), where metrics go.
+# An alarm that nobody hears is found out when it was needed. Nothing is sent and no program is run here.
+
+_PROGRAMS = ("command", "on_complete", "on_committed", "on_converted", "on_pruned", "on_problem")
+_URL_LIMIT_BYTES = 4096
+
+
+def check_outlets(daemon: DaemonConfig, *, writes: bool) -> Iterator[Finding]:
+    """A finding for each place, program and page that is set; with `writes` a port is opened for a moment."""
+    notify = daemon.notify
+    for key, place in (("webhook", notify.webhook), ("heartbeat", notify.heartbeat)):
+        if place is not None and place.startswith("file:"):
+            yield _url_in(key, place.removeprefix("file:"))
+    for key in _PROGRAMS:
+        argv: tuple[str, ...] = getattr(notify, key)
+        if argv:
+            yield _program(key, argv[0])
+    if daemon.metrics is not None:
+        yield _folder(daemon.metrics) if daemon.metrics.startswith("/") else _port(daemon.metrics, writes)
+
+
+def _url_in(key: str, given: str) -> Finding:
+    """The URL is a secret: it is looked at and never shown (P15)."""
+    if not given.startswith("/") and not os.environ.get("CREDENTIALS_DIRECTORY"):
+        return Finding(
+            what=key, verdict="note", text=f"{given} is a credential that systemd gives the service"
+        )
+    try:
+        path = credentials_path(given)
+        with open(path, "rb") as source:
+            is_url = source.read(_URL_LIMIT_BYTES).strip().startswith((b"http://", b"https://"))
+    except CkptdError as error:
+        return failed(key, error)
+    except OSError as error:
+        return failed(key, _wrong(error, f"reading {error.filename}"))
+    if not is_url:
+        return failed(key, ConfigError(f"{path} holds no URL", hint="one line: https://…"))
+    return Finding(what=key, verdict="ok", text=f"{path} holds a URL (nothing was sent)")
+
+
+def _program(key: str, path: str) -> Finding:
+    try:
+        is_file = stat.S_ISREG(os.stat(path).st_mode)
+    except OSError as error:
+        return failed(key, _wrong(error, f"looking at {path}"))
+    if not is_file or not os.access(path, os.X_OK, effective_ids=True):
+        return failed(key, NotPermitted(f"{path} cannot be run", hint=f"chmod +x {path}, or correct {key}"))
+    return Finding(what=key, verdict="ok", text=f"{path} can be run (it was not)")
+
+
+def _folder(path: str) -> Finding:
+    folder = os.path.dirname(path)
+    if not os.path.isdir(folder):
+        return failed("metrics", ConfigError(f"{folder} is no directory", hint="make it, or correct metrics"))
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        hint = "let the user that ckptd runs as write there"
+        return failed("metrics", NotPermitted(f"{folder} cannot be written", hint=hint))
+    return Finding(what="metrics", verdict="ok", text=f"{folder} can be written")
+
+
+def _port(where: str, writes: bool) -> Finding:
+    if not writes:
+        return Finding(what="metrics", verdict="note", text=f"{where}: not tried (--no-probe)")
+    host, _, port = where.rpartition(":")
+    try:
+        found = socket.getaddrinfo(
+            host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(address)
+            one.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            text = f"{where} is in use: by the daemon itself, if it runs"
+            return Finding(what="metrics", verdict="note", text=text)
+        return failed("metrics", _wrong(error, f"opening {where}"))
+    return Finding(what="metrics", verdict="ok", text=f"{where} can be opened")
+
+
+def _wrong(error: OSError, what: str) -> CkptdError:
+    """What is not there is a wrong name in the file."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | socket.gaierror):
+        return ConfigError(f"{what}: {error.strerror}", hint="make it, or correct ckptd.toml")
+    wrong = from_os_error(error, what)
+    wrong.hint = "let the user that ckptd runs as use it" if isinstance(wrong, NotPermitted) else wrong.hint
+    return wrong

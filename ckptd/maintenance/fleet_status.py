@@ -1,0 +1,396 @@
+"""A whole job as its remote knows it: what is safe, which nodes are alive, which saves lack whose shards.
+
+The data of `ckptd status URL`: from COMMITs, node manifests and heartbeats, from anywhere. Ages are by the
+store's own times; what is by other clocks says so (`clock`). Safe is what a COMMIT proves, heartbeats tell.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ckptd.base.humanize import ago, ranks_in_words
+from ckptd.base.names import decode_name
+from ckptd.core.model.coverage import order_of
+from ckptd.core.model.heartbeat import DEAD_SECONDS, SeenNode
+from ckptd.core.model.runs import run_of, short
+from ckptd.core.policy.view import ZERO
+from ckptd.maintenance.listing import listed_run
+from ckptd.maintenance.uncommitted import Safe, opened
+from ckptd.recover.select.runs import Runs
+from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.stores.base import store_now_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence, Set
+
+    from ckptd.core.model.heartbeat import Heartbeat
+    from ckptd.core.model.manifest import Commit, NodeManifest
+    from ckptd.maintenance.listing import ListedRun
+    from ckptd.maintenance.uncommitted import OpenRow
+    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.storage.remote.messages import CommitView
+    from ckptd.storage.stores.base import Store
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What the rows of a whole job come to: alive, over or behind, and the training that is at risk; in words.
+# Pure; part of `ckptd status URL` (`jobwide.py` reads what there is).
+
+
+def is_alive(row: NodeRow) -> bool:
+    """It was heard of lately, and goes on."""
+    return row.heard_seconds_ago is not None and not (row.is_dead or row.has_ended)
+
+
+def ended_seconds_ago(rows: Sequence[NodeRow]) -> float | None:
+    """Since the last node ended, where all of them did."""
+    ages = [row.heard_seconds_ago for row in rows if row.has_ended and row.heard_seconds_ago is not None]
+    return min(ages) if ages and len(ages) == len(rows) else None
+
+
+def newest_step(rows: Sequence[NodeRow], seen: Sequence[SeenNode], opened: Sequence[OpenRow]) -> int | None:
+    """Of the newest save that is known, which after a rewind is not the one of the most steps."""
+    names = {row.node for row in rows}
+    saves = [save_of(one) for one in seen if one.node in names]
+    saves += [(row.branch, row.step) for row in opened]
+    known = [save for save in saves if save is not None]
+    return max(known)[1] if known else None
+
+
+def save_of(one: SeenNode) -> tuple[int, int] | None:
+    """(branch, step) of the newest save that is complete for a node."""
+    newest = one.heartbeat.newest if one.heartbeat is not None else None
+    return None if newest is None else (newest.branch, newest.step)
+
+
+def present(seen: Sequence[SeenNode], seconds_ago: float, nodes: Set[str]) -> frozenset[str]:
+    """Nodes that were there when a COMMIT was made so long ago, or since: those it rests on, who was alive.
+
+    Alive is, as everywhere, who was heard of in the five minutes before: the last minute of a node is not
+    told, and clocks may be off.
+    """
+    lately = seconds_ago + DEAD_SECONDS
+    return frozenset(
+        one.node for one in seen if one.node in nodes or one.seconds_ago is None or one.seconds_ago <= lately
+    )
+
+
+def is_ahead(one: SeenNode, safe: SafeRow, there: Set[str]) -> bool:
+    """A node that was there when the safe save was committed has a newer one: alive, ended or dead.
+
+    Who left before that COMMIT had its save passed by: the run went on without it.
+    """
+    newest = save_of(one)
+    return newest is not None and newest > (safe.branch, safe.step) and one.node in there
+
+
+def silent(row: NodeRow, ahead: Set[str]) -> str:
+    """What a person is told of a node that has died; `ahead`: nodes with a newer save than the safe one."""
+    clock = "" if row.is_store_time else " (by the nodes' own clocks)"
+    text = f"node {row.node} has not been heard of for {ago(row.heard_seconds_ago or 0.0)}{clock}"
+    if row.node not in ahead:
+        return text
+    step = f"its newest save, step {row.newest_step}, is not committed"
+    return f"{text}; {step}: start ckptd there again, else the run goes back"
+
+
+def seconds_at_risk(safe: SafeRow | None, seen: Sequence[SeenNode], ended: float | None) -> float | None:
+    """Since the safe save was written, by the nodes that said so of that very save; else since its COMMIT.
+
+    Nothing is trained on a node that has ended.
+    """
+    if safe is None:
+        return None
+    told = [
+        one.heartbeat.safe.seconds_at_risk + (0.0 if one.has_ended else one.seconds_ago or 0.0)
+        for one in seen
+        if one.heartbeat is not None
+        and one.heartbeat.safe is not None
+        and (one.heartbeat.safe.tag, one.heartbeat.safe.step) == (safe.tag, safe.step)
+    ]
+    return max([*told, safe.age_seconds - (ended or 0.0), 0.0])
+
+
+def headline(
+    verdict: Verdict, safe: SafeRow | None, alive: int, expected: int, risk: float | None, newest: int | None
+) -> str:
+    """The first line, of a job that goes on."""
+    nodes = f"{alive}/{expected} nodes"
+    if safe is None:
+        return f"NOT SAFE: nothing is committed yet; {nodes}"
+    text = f"{verdict.upper()}: step {safe.step} committed {ago(safe.age_seconds)} ago, {nodes}"
+    behind = f", step {newest} is not committed yet" if verdict == "behind" and newest is not None else ""
+    return f"{text}{behind}, {ago(risk or 0.0)} of training at risk"
+
+
+def headline_of_end(
+    verdict: Verdict, safe: SafeRow | None, ended: float, risk: float | None, newest: int | None
+) -> str:
+    """The same of a job whose daemons were all stopped in order."""
+    when = f"ended {ago(ended)} ago"
+    if safe is None:
+        return f"NOT SAFE: {when}, nothing is committed"
+    if verdict == "safe":
+        return f"SAFE: {when}, newest step {safe.step} committed"
+    return (
+        f"BEHIND: {when}, step {newest} is not committed, step {safe.step} is, "
+        f"{ago(risk or 0.0)} of training at risk"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+SCHEMA_VERSION = 1
+SKEW_SECONDS = 5.0
+
+Verdict = Literal["safe", "behind", "not-safe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafeRow:
+    """The newest committed save that a run can go on from. Ages in seconds."""
+
+    tag: str
+    generation: int
+    branch: int
+    step: int
+    committed_at: str
+    age_seconds: float
+    commit_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRow:
+    """One node; `heard_seconds_ago` None: only its manifests are known."""
+
+    node: str
+    node_id: str | None
+    heard_seconds_ago: float | None
+    is_store_time: bool
+    is_dead: bool
+    """Not heard of for a while, and it did not say that it ends."""
+    has_ended: bool
+    """Its daemon was stopped in order when it was heard of last."""
+    state: str
+    """What its daemon last said: ok, behind, attention, waiting, paused; ended; unknown."""
+    newest_step: int | None
+    newest_tag: str | None
+    ranks: str
+    ckptd_version: str | None
+    config_digest: str | None
+    is_in_safe: bool
+    """The safe COMMIT rests on a manifest of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobwideStatus:
+    """Everything that is shown; `seconds_at_risk`: training since the safe save was written."""
+
+    url: str
+    job: str
+    job_id: str
+    verdict: Verdict
+    headline: str
+    safe: SafeRow | None
+    nodes_alive: int
+    nodes_expected: int
+    seconds_at_risk: float | None
+    newest_step: int | None
+    ended_seconds_ago: float | None
+    """Since the last of all nodes ended in order; None: the job goes on, or some node fell silent."""
+    run_id: str | None = None
+    """The newest run, of which all this is; None: nothing says that there is one."""
+    runs: tuple[ListedRun, ...] = ()
+    nodes: tuple[NodeRow, ...] = ()
+    uncommitted: tuple[OpenRow, ...] = ()
+    problems: tuple[str, ...] = ()
+    clock: Literal["store", "reader", "nodes"] = "store"
+    """By whose time ages are: the store's; this machine's, compared with the store's times; the nodes'."""
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def exit_code(self) -> int:
+        """0 safe · 1 a person is needed · 3 behind (docs/contract.md)."""
+        if self.verdict == "not-safe" or self.problems:
+            return 1
+        return 3 if self.verdict == "behind" else 0
+
+
+class Jobwide:
+    """One look at one remote."""
+
+    def __init__(self, sight: RemoteSight) -> None:
+        runs = Runs([sight])
+        self._run_id = runs.views[0].run_id if runs.views else None
+        self._runs = tuple(map(listed_run, runs.views))
+        self._sight = sight if self._run_id is None else runs.only(sight, self._run_id)
+        self._store: Store = sight.store
+        self._problems: list[str] = []
+        self._clock: Literal["store", "reader", "nodes"] = "store"
+
+    def look(self) -> JobwideStatus:
+        """Read what there is; the remote was seen a moment ago (`sight`).
+
+        Raises:
+            RemoteError: it stopped answering.
+        """
+        seen = self._nodes()
+        commits = [
+            view
+            for view in self._sight.commits
+            if view.commit.form == ZERO and not view.commit.grid.is_model_only
+        ]
+        safe = commits[-1] if commits else None
+        shown = _safe(safe, self._age_of(safe)) if safe is not None else None
+        beyond: Safe | None = None
+        ahead: Set[str] = frozenset()
+        if safe is not None and shown is not None:
+            there = present(seen, shown.age_seconds, _nodes_of(safe.commit))
+            ahead = frozenset(one.node for one in seen if is_ahead(one, shown, there))
+            beyond = Safe(order=order_of(safe.commit), seconds_ago=shown.age_seconds, there=there)
+        uncommitted = self._sight.observation.uncommitted
+        found = opened(self._store, uncommitted, beyond, seen, self._now_seconds, self._is_of_run)
+        self._problems += found.problems
+        rows = _rows(seen, safe, ahead)
+        newest = newest_step(rows, seen, found.rows)
+        ended = ended_seconds_ago(rows)
+        self._see_nodes(rows, ahead)
+        identity = self._sight.observation.identity
+        verdict: Verdict = "not-safe" if shown is None else "behind" if found.rows or ahead else "safe"
+        alive = sum(map(is_alive, rows))
+        risk = seconds_at_risk(shown, seen, ended)
+        return JobwideStatus(
+            url=self._sight.url,
+            job=identity.job,
+            job_id=identity.job_id,
+            verdict=verdict,
+            headline=headline_of_end(verdict, shown, ended, risk, newest)
+            if ended is not None
+            else headline(verdict, shown, alive, len(rows), risk, newest),
+            safe=shown,
+            nodes_alive=alive,
+            nodes_expected=len(rows),
+            seconds_at_risk=None if risk is None else round(risk, 1),
+            newest_step=newest,
+            ended_seconds_ago=ended,
+            run_id=self._run_id,
+            runs=self._runs,
+            nodes=rows,
+            uncommitted=found.rows,
+            problems=tuple(self._problems),
+            clock=self._clock,
+        )
+
+    # --- nodes -----------------------------------------------------------------------------------------
+
+    def _nodes(self) -> tuple[SeenNode, ...]:
+        """Every heartbeat; ages by the store's present where it tells it, else by this machine's clock."""
+        now = store_now_seconds(self._store)
+        if now is None:
+            self._clock, now = "reader", time.time()
+        beats = Heartbeats(self._store)
+        found = beats.others("", reads_all=True, now_seconds=now)
+        if any(not seen.is_store_time for seen in found):
+            self._clock = "nodes"
+        ahead = beats.newest_seconds - now
+        if ahead > SKEW_SECONDS:
+            self._problems.append(
+                f"this machine's clock is {ago(ahead)} behind the store's: ages are from its newest object on"
+            )
+        self._now_seconds = max(now, beats.newest_seconds)
+        return self._without_others(found)
+
+    def _is_of_run(self, document: NodeManifest | Heartbeat) -> bool:
+        job_id = self._sight.observation.identity.job_id
+        return self._run_id is None or run_of(document, job_id) == self._run_id
+
+    def _without_others(self, seen: Sequence[SeenNode]) -> tuple[SeenNode, ...]:
+        """Nodes of this run; one of another run that lives is a problem."""
+        own: list[SeenNode] = []
+        for one in seen:
+            beat = one.heartbeat
+            if beat is None or beat.run_id is None or self._is_of_run(beat):
+                own.append(one)
+            elif not one.is_dead and beat.newest is not None:
+                whose = f"{beat.user}@{beat.host}:{beat.save_dir} saves another run ({short(beat.run_id)})"
+                heard = ago(one.seconds_ago or 0.0)
+                self._problems.append(
+                    f"{whose} under this name, heard of {heard} ago: nothing of it is sent here; "
+                    "it needs a name and a url of its own"
+                )
+        return tuple(own)
+
+    def _see_nodes(self, rows: Sequence[NodeRow], ahead: Set[str]) -> None:
+        self._problems += [silent(row, ahead) for row in rows if row.is_dead]
+        digests: dict[str, list[str]] = {}
+        for row in rows:
+            if row.config_digest is not None and is_alive(row):
+                digests.setdefault(row.config_digest, []).append(row.node)
+        if len(digests) > 1:
+            fewest = min(digests.values(), key=lambda nodes: (len(nodes), nodes))
+            names = ", ".join(fewest[:5])
+            self._problems.append(
+                f"{names} has another configuration than the other nodes: nothing is deleted"
+            )
+
+    # --- saves -----------------------------------------------------------------------------------------
+
+    def _age_of(self, view: CommitView) -> float:
+        """Of a COMMIT, by the store's time of the object."""
+        info = self._store.stat(view.key)
+        if info is not None and info.mtime_ns:
+            return max(0.0, self._now_seconds - info.mtime_ns / 1e9)
+        self._clock = "nodes"
+        at = view.commit.committed_at_seconds
+        return max(0.0, self._now_seconds - at) if at is not None else 0.0
+
+
+def _rows(seen: Sequence[SeenNode], safe: CommitView | None, ahead: Set[str]) -> tuple[NodeRow, ...]:
+    """Nodes of the safe COMMIT and those that are alive, or went on after it; who left before it is nobody's
+    loss."""
+    shipped = _nodes_of(safe.commit) if safe is not None else set()
+    known = {one.node: one for one in seen}
+    names = shipped | {one.node for one in seen if safe is None or not one.is_dead} | ahead
+    return tuple(_row(name, known.get(name), is_in_safe=name in shipped) for name in sorted(names))
+
+
+def _nodes_of(commit: Commit) -> set[str]:
+    """Names of the nodes whose manifests a COMMIT rests on: they stand in the keys."""
+    names = (ref.key.rsplit("/", 1)[-1].partition("~")[0] for ref in commit.manifests)
+    return {decode_name(name) for name in names if name}
+
+
+def _row(name: str, seen: SeenNode | None, *, is_in_safe: bool) -> NodeRow:
+    beat = seen.heartbeat if seen is not None else None
+    age = seen.seconds_ago if seen is not None else None
+    has_ended = seen is not None and seen.has_ended
+    return NodeRow(
+        node=name,
+        node_id=beat.node_id if beat else None,
+        heard_seconds_ago=None if age is None else round(age, 1),
+        is_store_time=seen is None or seen.is_store_time,
+        is_dead=age is not None and age > DEAD_SECONDS and not has_ended,
+        has_ended=has_ended,
+        state="ended" if has_ended else beat.state if beat else "unknown",
+        newest_step=beat.newest.step if beat and beat.newest else None,
+        newest_tag=beat.newest.tag if beat and beat.newest else None,
+        ranks=ranks_in_words(beat.ranks) if beat else "",
+        ckptd_version=beat.ckptd_version if beat else None,
+        config_digest=beat.config_digest if beat else None,
+        is_in_safe=is_in_safe,
+    )
+
+
+def _safe(view: CommitView, age_seconds: float) -> SafeRow:
+    commit = view.commit
+    return SafeRow(
+        tag=commit.tag,
+        generation=commit.generation,
+        branch=commit.branch,
+        step=commit.step,
+        committed_at=commit.committed_at,
+        age_seconds=round(age_seconds, 1),
+        commit_sha256=view.sha256,
+    )

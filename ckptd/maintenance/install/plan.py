@@ -1,0 +1,299 @@
+"""What install-service and uninstall-service would do, as data; nothing is executed here.
+
+Reads the units that are there: what bears no mark of ours is never overwritten nor removed, and the slice's
+limit is the sum of all instances'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pwd
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptd.base.owned_dirs import OURS
+from ckptd.base.process import must_answer
+from ckptd.config.commands import user_name
+from ckptd.config.quantities import url_path
+from ckptd.errors import NotFoundError, NotPermitted, TargetExists
+from ckptd.maintenance.install import units
+from ckptd.maintenance.install.units import DROP_IN, SLICE, SYSTEM, USER, DropIn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ckptd.config.loader import LoadedConfig
+    from ckptd.config.schema import JobConfig
+
+SYSTEM_UNITS = Path("/etc/systemd/system")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where: `folder` holds the units; `user` is the training user, None in a user's own manager."""
+
+    folder: Path
+    user: str | None
+    root: Path = Path("/")
+    """Of the file system installed into; another than / is not running: nothing is started."""
+
+    @property
+    def service(self) -> str:
+        """Name of the instance."""
+        return USER if self.user is None else SYSTEM.replace("@", f"@{self.user}")
+
+    @property
+    def unit(self) -> Path:
+        """The unit's file."""
+        return self.folder / (USER if self.user is None else SYSTEM)
+
+    @property
+    def drop_in(self) -> Path:
+        """The drop-in of this instance."""
+        return self.folder / f"{self.service}.d" / DROP_IN
+
+    @property
+    def systemctl(self) -> tuple[str, ...]:
+        """How its manager is asked."""
+        if self.user is None:
+            return ("systemctl", "--user")
+        return ("systemctl",) if self.root == Path("/") else ("systemctl", f"--root={self.root}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """A file with that text, and the folders above it."""
+
+    path: Path
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakeFolder:
+    """A folder that job files are put into."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remove:
+    """A file of ours, and its folder when that is empty then."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A program; `may_fail`: what it would undo may be undone already."""
+
+    argv: tuple[str, ...]
+    may_fail: bool = False
+
+
+Step = Write | MakeFolder | Remove | Command
+
+
+def install_steps(
+    target: Target, drop_in: DropIn, program: tuple[str, ...], config_dir: Path, *, starts: bool
+) -> tuple[Step, ...]:
+    """Units, drop-in, a place for job files; then systemd is told.
+
+    Raises:
+        TargetExists: a unit of that name is not ours.
+        RefusedError: a path that no unit can name.
+    """
+    is_live = target.root == Path("/")
+    others = sum(_limits(target))
+    written = (
+        Write(path=target.unit, text=units.unit(target.unit.name, program)),
+        Write(path=target.folder / SLICE, text=units.slice_unit(others + drop_in.memory_max_bytes)),
+        Write(path=target.drop_in, text=drop_in.text),
+    )
+    for step in written:
+        if _text(step.path) not in (None, "") and not units.is_ours(_text(step.path) or ""):
+            raise TargetExists(
+                f"{step.path} was not written by ckptd", hint="move it away, or keep it and install nothing"
+            )
+    steps: list[Step] = [*written, MakeFolder(path=config_dir / "jobs.d")]
+    if is_live:
+        steps.append(Command(argv=(*target.systemctl, "daemon-reload")))
+    steps.append(Command(argv=(*target.systemctl, "enable", target.service)))
+    if is_live and starts:
+        steps.append(Command(argv=(*target.systemctl, "restart", target.service)))
+    return tuple(steps)
+
+
+def uninstall_steps(target: Target) -> tuple[Step, ...]:
+    """Stop, disable, remove what is ours; unit and slice go with the last instance.
+
+    Raises:
+        NotFoundError: that instance is not installed.
+    """
+    if _text(target.drop_in) is None:
+        msg = f"{target.service} is not installed ({target.drop_in} is not there)"
+        raise NotFoundError(msg, hint="name the user it was installed for: --run-as USER, or --user")
+    is_live = target.root == Path("/")
+    stop = ("--now",) if is_live else ()
+    steps: list[Step] = [Command(argv=(*target.systemctl, "disable", *stop, target.service), may_fail=True)]
+    limits = _limits(target)
+    doomed = [target.drop_in]
+    if limits:
+        steps.append(Write(path=target.folder / SLICE, text=units.slice_unit(sum(limits))))
+    else:
+        doomed += [target.unit, target.folder / SLICE]
+    steps += [Remove(path=path) for path in doomed if units.is_ours(_text(path) or "")]
+    if is_live:
+        steps.append(Command(argv=(*target.systemctl, "daemon-reload")))
+    return tuple(steps)
+
+
+def _limits(target: Target) -> tuple[int, ...]:
+    """MemoryMax of the other instances in that folder, in bytes."""
+    found = target.folder.glob(f"ckptd*.service.d/{DROP_IN}")
+    others = [text for path in found if path != target.drop_in and (text := _text(path))]
+    return tuple(units.memory_max_of(text) for text in others if units.is_ours(text))
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+# --- Which directories the daemon of a configuration writes: what `ReadWritePaths` must cover (H32) ------
+# A directory that is not there yet stands for its nearest parent, since a service sees it only if it was
+# writable when the service started.
+
+
+def writable_paths(loaded: LoadedConfig) -> tuple[str, ...]:
+    """Absolute directories, none below another: save_dirs, directory remotes, state_dir."""
+    wanted = [path for job in loaded.jobs for path in _of_job(job)]
+    wanted += [_present(Path(pattern)) for pattern in loaded.glob_roots]
+    if loaded.daemon.state_dir is not None:
+        wanted.append(_present(loaded.daemon.state_dir))
+    return _least(wanted)
+
+
+def uncovered(wanted: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
+    """Those of `wanted` that lie below none of `allowed`."""
+    return tuple(path for path in wanted if not any(_covers(place, path) for place in allowed))
+
+
+def _of_job(job: JobConfig) -> Iterable[Path]:
+    yield _present(job.save_dir)
+    beside = job.save_dir.parent / f"{OURS}.{job.save_dir.name}"
+    if job.trainer == "accelerate" or beside.is_dir():
+        yield _present(job.save_dir.parent)
+    for remote in job.remotes:
+        place = url_path(remote.url)
+        if place is not None:
+            must_answer(str(place))
+            yield _present(place)
+
+
+def _present(path: Path) -> Path:
+    return next(p for p in (path, *path.parents) if p.is_dir())
+
+
+def _least(paths: Iterable[Path]) -> tuple[str, ...]:
+    chosen: list[str] = []
+    for path in sorted({os.path.realpath(p) for p in paths}):
+        if not any(_covers(place, path) for place in chosen):
+            chosen.append(path)
+    return tuple(chosen)
+
+
+def _covers(place: str, path: str) -> bool:
+    return path == place or path.startswith(place.rstrip("/") + "/")
+
+
+# --- Whether an installed service may write what its job files name now; `ckptd check` tells (H32) -------
+
+_CONFIG = Path("/etc/ckptd")
+
+
+def service_paths(
+    loaded: LoadedConfig, config_dir: Path, units_dir: Path = SYSTEM_UNITS
+) -> tuple[Target, tuple[str, ...]] | None:
+    """The service of that configuration, and the paths it may not write; None: none is installed.
+
+    A service in a user's own systemd may write what the user may.
+    """
+    user = config_dir.name if config_dir.parent == _CONFIG else user_name()
+    for drop_in in sorted(units_dir.glob(f"{SYSTEM.replace('@', '@*')}.d/{DROP_IN}")):
+        with contextlib.suppress(OSError):
+            if units.config_dir_of(drop_in.read_text(errors="replace")) == str(config_dir.absolute()):
+                user = drop_in.parent.name.partition("@")[2].removesuffix(".service.d")
+    target = Target(folder=units_dir, user=user)
+    try:
+        text = target.drop_in.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    if not units.is_ours(text):
+        return None
+    return target, uncovered(writable_paths(loaded), units.paths_of(text))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Whether the user who trains can run what the service is to start: systemd says it late, and not in words.
+# An interpreter below /root, or in another user's home, is run by nobody else. Worse: where its own library
+# cannot be reached the loader takes the system's of another release, and ssl fails once a store is asked.
+
+IMPORTS = ("-c", "import ssl, ckptd.daemon.loop")
+"""What a daemon needs of its interpreter and packages; an interpreter of another release lacks some."""
+_SECONDS = 60
+_ELSEWHERE = "install ckptd where that user can read it, for example in /opt/ckptd"
+
+
+def check_runs(command: Sequence[str], user: str) -> None:
+    """Run it as that user; asked of root alone, and of no user but another.
+
+    Raises:
+        NotPermitted: it cannot be run, or ends with an error.
+    """
+    account = pwd.getpwnam(user)
+    if os.geteuid() != 0 or account.pw_uid == 0:
+        return
+    try:
+        # a session of its own: what that user's interpreter loads gets no hold of root's terminal
+        child = subprocess.Popen(
+            command,
+            user=account.pw_uid,
+            group=account.pw_gid,
+            extra_groups=os.getgrouplist(user, account.pw_gid),
+            cwd="/",
+            env={"PATH": os.defpath},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        if error.errno == errno.EPERM:
+            msg = f"this process may not become {user}, as whom {command[0]} was to be tried"
+            raise NotPermitted(msg, hint="install the service where root may do that") from error
+        raise NotPermitted(f"{user} cannot run {command[0]}: {error.strerror}", hint=_ELSEWHERE) from error
+    reason = _reason(child)
+    if reason is not None:
+        raise NotPermitted(f"{user} cannot run {command[0]}: {reason}", hint=_ELSEWHERE)
+
+
+def _reason(child: subprocess.Popen[str]) -> str | None:
+    """The last line of what it says if it fails; None: it ended well."""
+    with child:
+        try:
+            said = child.communicate(timeout=_SECONDS)[1]
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            return f"no end after {_SECONDS} s"
+    lines = said.strip().splitlines() or [f"it ends with {child.returncode}"]
+    return lines[-1] if child.returncode else None

@@ -1,0 +1,452 @@
+"""`ckptd verify --repair`: what verifying found is put right from intact bytes elsewhere (P1, P2; adr/0091).
+
+A bad or absent file of a folder in save_dir comes from a remote, a bad or absent object from save_dir or
+another remote. What counts as intact is CRC64 equal to the manifest's; nothing intact is ever touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckptd.base import extents, files
+from ckptd.base.owned_dirs import lock, opened_ours
+from ckptd.config.quantities import show_bytes
+from ckptd.errors import (
+    CkptdError,
+    DamagedError,
+    LockHeld,
+    NoSpaceError,
+    NothingCommitted,
+    RefusedError,
+    from_os_error,
+)
+from ckptd.maintenance.verify import Verifier
+from ckptd.recover.execute import one_at_a_time
+from ckptd.recover.files import (
+    HERE,
+    LocalFiles,
+    Mended,
+    Mender,
+    Wanted,
+    drop_fetched,
+    is_same_file,
+    opened_save_dir,
+)
+from ckptd.recover.resume import reserve_bytes
+from ckptd.recover.select.verify_result import VerifiedRemote, exit_code
+from ckptd.storage.remote.repair import Resender, StoreSource
+from ckptd.storage.stores.rate_limit import Pacer
+from ckptd.storage.stores.sources import FileSource, PacedSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from ckptd.config.schema import JobConfig
+    from ckptd.core.model.manifest import ManifestFile
+    from ckptd.observe.audit import Audit
+    from ckptd.recover.files import LocalFault, LostFolder
+    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.verify_result import BadObject
+    from ckptd.storage.remote.messages import CommitView
+    from ckptd.storage.stores.base import Source, Store
+
+
+class Repair:
+    """One call. `remotes`: all that answer, in the job file's order; `audit` may be None in a dry run."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        remotes: Sequence[RemoteSight],
+        wanted: Wanted,
+        *,
+        node_id: str | None,
+        audit: Audit | None,
+        unfinished: Unfinished,
+        say: Callable[[str], None],
+        on_progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        self._job = job
+        self._remotes = remotes
+        self._wanted = wanted
+        self._node_id = node_id
+        self._audit = audit
+        self._unfinished = unfinished
+        self._say = say
+        self._on_progress = on_progress
+        self._local: LocalFiles | None = None
+        self._fd = -1
+        self.verified: list[VerifiedRemote] = []
+        self.rows: list[Mended] = []
+
+    def run(self) -> None:
+        """Verify, compare, put right; fills `verified` (as found) and `rows`.
+
+        Raises:
+            NothingCommitted, NotFoundError: no remote holds a COMMIT (4), or none of that tag (66).
+        """
+        found = self._verify()
+        fd = opened_save_dir(self._job.save_dir)
+        self._fd = -1 if fd is None else fd
+        try:
+            if fd is not None:
+                self._local = LocalFiles(self._job.save_dir, fd, self._node_id, self._say)
+                if self._wanted.here:
+                    self._mend_here(*self._local.faults(self._remotes, self._wanted.tag))
+            for remote, bad in found:
+                resender = self._resender(remote)
+                self.rows += [self._put_right(remote, resender, one) for one in bad]
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def exit_code(self) -> int:
+        """0: nothing was damaged, or all is repaired; 65: damage is left; else why nothing more was done."""
+        left = [row for row in self.rows if row.outcome == "left"]
+        if self._wanted.dry_run:
+            return DamagedError.exit_code if self.rows else exit_code(self.verified)
+        repaired = {(row.where, row.key) for row in self.rows if row.outcome == "repaired"}
+        codes = {row.code for row in left}
+        for remote in self.verified:
+            codes |= {DamagedError.exit_code} if remote.problems else set()
+            for row in remote.commits:
+                if row.verdict in ("damaged", "unreadable"):
+                    keys = [d for d in row.differences if (remote.name, d.key) not in repaired]
+                    codes |= {one.code for one in keys}
+        for code in (DamagedError.exit_code, LockHeld.exit_code):
+            if code in codes:
+                return code
+        return max(codes, default=0)
+
+    # --- looking ---------------------------------------------------------------------------------------
+
+    def _verify(self) -> list[tuple[RemoteSight, list[BadObject]]]:
+        found = []
+        nothing: CkptdError | None = None
+        for remote in self._remotes:
+            if remote.name not in self._wanted.targets:
+                continue
+            verifier = Verifier(remote, read=self._wanted.read, on_progress=self._on_progress)
+            try:
+                self.verified.append(verifier.run(self._wanted.tag))
+            except NothingCommitted as error:
+                nothing = error
+                continue
+            found.append((remote, verifier.bad))
+        if nothing is not None and not found:
+            raise nothing
+        return found
+
+    # --- here ------------------------------------------------------------------------------------------
+
+    def _mend_here(self, faults: Sequence[LocalFault], lost: Sequence[LostFolder]) -> None:
+        if self._wanted.dry_run or not (faults or lost):
+            self.rows += [self._row_here(f, outcome="left" if f.left else "planned") for f in faults]
+            self.rows += [_row_of_folder(f, outcome="left" if f.left else "planned") for f in lost]
+            return
+        try:
+            with self._locked(faults):
+                drop_fetched(self._fd)
+                for tag in dict.fromkeys(fault.tag for fault in faults):
+                    self._mend_folder([fault for fault in faults if fault.tag == tag])
+                self.rows += [self._make_folder(one) for one in lost]
+        except (LockHeld, NoSpaceError) as error:
+            self.rows += [self._left_here(fault, error) for fault in faults]
+            self.rows += [_row_of_folder(one, outcome="left", error=error) for one in lost]
+
+    def _make_folder(self, lost: LostFolder) -> Mended:
+        """Make an empty folder of a save again, with the mode of the checkpoint's own folder."""
+        if lost.left is not None:
+            refused = RefusedError(lost.left, hint="call it again when it is quiet")
+            return _row_of_folder(lost, outcome="left", error=refused)
+        try:
+            with files.opened_dir(lost.tag, self._fd) as folder:
+                status = os.fstat(folder)
+                files.make_folders(folder, [lost.path], mode=stat.S_IMODE(status.st_mode) & 0o777)
+                # trainers that rotate go by the time of the folder
+                os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
+        except (CkptdError, OSError) as error:
+            known = error if isinstance(error, CkptdError) else from_os_error(error, f"making {lost.path}")
+            return _row_of_folder(lost, outcome="left", error=known)
+        row = _row_of_folder(lost, outcome="repaired")
+        self._note(row, lost.copy.view)
+        return row
+
+    @contextlib.contextmanager
+    def _locked(self, faults: Sequence[LocalFault]) -> Iterator[None]:
+        """As `restore`: shared with other recoveries, never beside a daemon, which may be pruning."""
+        try:
+            lock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            msg = f"a daemon owns {self._job.save_dir}"
+            hint = "stop it for the repair; the trainer may go on, what it writes in now is left alone"
+            raise LockHeld(msg, hint=hint) from error
+        try:
+            needed = sum(fault.file.bytes for fault in faults)
+            reserve = reserve_bytes(self._fd, self._job, [fault.copies[0].bytes for fault in faults])
+            if extents.free_bytes(self._fd) - needed < reserve:
+                msg = f"{self._job.save_dir} has no room for {show_bytes(needed)} more"
+                raise NoSpaceError(msg)
+            with one_at_a_time(self._fd):
+                yield
+        finally:
+            lock(self._fd, fcntl.LOCK_UN)
+
+    def _mend_folder(self, faults: Sequence[LocalFault]) -> None:
+        first = faults[0]
+        mender = Mender(self._fd, first.tag, first.copies, first.seen, self._on_progress)
+        for fault in faults:
+            if fault.left is not None:
+                refused = RefusedError(fault.left, hint="call it again when it is quiet")
+                self.rows.append(self._left_here(fault, refused))
+                continue
+            try:
+                source = mender.put_back(fault.file)
+            except CkptdError as error:
+                self.rows.append(self._left_here(fault, error))
+                continue
+            assert self._local is not None
+            self._local.is_good_now(fault.tag, fault.file)
+            row = self._row_here(fault, outcome="repaired", source=source)
+            self._note(row, fault.copies[0].view)
+            self.rows.append(row)
+        mender.end()
+
+    def _left_here(self, fault: LocalFault, error: CkptdError) -> Mended:
+        return self._row_here(fault, outcome="left", reason=str(error), code=error.exit_code)
+
+    def _row_here(
+        self, fault: LocalFault, *, outcome: str, source: str | None = None, reason: str = "", code: int = 0
+    ) -> Mended:
+        commit = fault.copies[0].view.commit
+        if source is None:
+            held = [c for c in fault.copies if any(is_same_file(f, fault.file) for f in c.files)]
+            source = held[0].remote.name if held else None
+        return Mended(
+            where=HERE,
+            tag=fault.tag,
+            generation=commit.generation,
+            form=commit.form,
+            key=f"{fault.tag}/{fault.file.path}",
+            bytes=fault.file.bytes,
+            damage="other bytes" if fault.is_there else "absent",
+            source=source,
+            outcome=outcome,
+            reason=reason or (fault.left or ""),
+            code=code,
+        )
+
+    # --- in a remote -----------------------------------------------------------------------------------
+
+    def _resender(self, remote: RemoteSight) -> Resender:
+        return Resender(
+            remote.store,
+            remote.observation.identity,
+            lambda key, token: self._unfinished.note(remote.name, key, token),
+            lambda key, done, total: self._tell(f"{remote.name}: {key}", done, total),
+        )
+
+    def _put_right(self, remote: RemoteSight, resender: Resender, bad: BadObject) -> Mended:
+        name, last = None, ""
+        for name, opened in self._sources(remote, bad, resender):
+            if self._wanted.dry_run:
+                return self._row(remote, bad, source=name, outcome="planned")
+            try:
+                with opened() as open_source:
+                    was_bad = resender.put_right(bad.view, bad.file, self._paced(remote.name, open_source))
+            except (CkptdError, OSError) as error:
+                last = f"from {name}: {error}"
+                self._say(f"{remote.name}: {bad.file.key}: {last}")
+                continue
+            if not was_bad:
+                why = "read again it is as it was committed; nothing was sent"
+                return self._row(remote, bad, source=None, outcome="repaired", reason=why)
+            row = self._row(remote, bad, source=name, outcome="repaired")
+            self._note(row, bad.view)
+            return row
+        reason = last or "its bytes lie intact nowhere that is known"
+        return self._row(remote, bad, source=name, outcome="left", reason=reason, code=DamagedError.exit_code)
+
+    def _paced(self, name: str, open_source: Callable[[], Source]) -> Callable[[], Source]:
+        """No faster than the job file lets this remote be written to."""
+        now = time.time()
+        pacer = Pacer(next((r.bandwidth.at(now) for r in self._job.remotes if r.name == name), None))
+        return lambda: PacedSource(open_source(), pacer, lambda: None)
+
+    def _sources(
+        self, remote: RemoteSight, bad: BadObject, resender: Resender
+    ) -> Iterator[tuple[str, Callable[[], contextlib.AbstractContextManager[Callable[[], Source]]]]]:
+        """Where the committed bytes may lie: the node first, then other remotes, then an earlier repair's."""
+        commit, file = bad.view.commit, bad.file
+        path = self._local.find(commit.tag, commit.form, file) if self._local is not None else None
+        if path is not None:
+            yield f"{HERE} ({path})", partial(self._from_here, path)
+        for other in self._remotes:
+            if other.name != remote.name:
+                same = self._same_in(other, bad)
+                if same is not None:
+                    yield other.name, partial(_from_remote, other, same)
+        spare = resender.spare_of(file)
+        if spare is not None:
+            yield "an earlier repair", partial(_from_remote, remote, spare)
+
+    @contextlib.contextmanager
+    def _from_here(self, path: str) -> Iterator[Callable[[], Source]]:
+        with files.reading(self._fd, path) as fd:
+            yield lambda: FileSource(fd, path)
+
+    def _same_in(self, other: RemoteSight, bad: BadObject) -> ManifestFile | None:
+        """The object of another remote that its own COMMIT of this tag says to be the same bytes."""
+        for view in other.commits:
+            commit = view.commit
+            if (commit.tag, commit.form) != (bad.view.commit.tag, bad.view.commit.form):
+                continue
+            for listed in (other.manifests, other.supplements):
+                with contextlib.suppress(CkptdError):
+                    for file in (file for manifest in listed(commit) for file in manifest.files):
+                        if is_same_file(file, bad.file) and _is_stored(other, file):
+                            return file
+        return None
+
+    def _row(
+        self,
+        remote: RemoteSight,
+        bad: BadObject,
+        *,
+        source: str | None,
+        outcome: str,
+        reason: str = "",
+        code: int = 0,
+    ) -> Mended:
+        commit = bad.view.commit
+        return Mended(
+            where=remote.name,
+            tag=commit.tag,
+            generation=commit.generation,
+            form=commit.form,
+            key=bad.file.key,
+            bytes=bad.file.bytes,
+            damage=f"expected {bad.difference.expected}, found {bad.difference.found}",
+            source=source,
+            outcome="left" if outcome == "planned" and source is None else outcome,
+            reason=reason,
+            code=code,
+        )
+
+    def _note(self, row: Mended, view: CommitView) -> None:
+        if self._audit is not None:
+            self._audit.write(
+                "repair",
+                tag=row.tag,
+                generation=row.generation,
+                form=row.form,
+                reason=f"{row.where}: {row.damage}; from {row.source}",
+                commits=[(view.key, view.sha256)],
+                files=[(row.key, row.bytes)],
+            )
+
+    def _tell(self, what: str, done: int, total: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(what, done, total)
+
+
+def _row_of_folder(lost: LostFolder, *, outcome: str, error: CkptdError | None = None) -> Mended:
+    commit = lost.copy.view.commit
+    return Mended(
+        where=HERE,
+        tag=lost.tag,
+        generation=commit.generation,
+        form=commit.form,
+        key=f"{lost.tag}/{lost.path}/",
+        bytes=0,
+        damage="an empty folder of the save is absent",
+        source=lost.copy.remote.name,
+        outcome=outcome,
+        reason=str(error) if error is not None else lost.left or "",
+        code=error.exit_code if error is not None else 0,
+    )
+
+
+@contextlib.contextmanager
+def _from_remote(remote: RemoteSight, file: ManifestFile) -> Iterator[Callable[[], Source]]:
+    yield lambda: StoreSource(remote.store, file)
+
+
+def _is_stored(remote: RemoteSight, file: ManifestFile) -> bool:
+    info = remote.store.stat(file.key)
+    return info is not None and info.bytes == file.bytes
+
+
+# --- Uploads that a killed `verify --repair` leaves on a server: their ids, kept until they are over -----
+# Only what is noted here is ever aborted by the next repair or `ckptd gc`, of which one is at work at a time.
+
+NAME = "repair-uploads.json"
+
+
+class Unfinished:
+    """The notes of one job, in its state directory; None: nothing is kept (no state directory)."""
+
+    def __init__(self, state_dir: Path | None) -> None:
+        self._dir = state_dir
+        self._open = {(remote, key): token for remote, key, token in self._read()}
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While no other repair or `gc` of this job is at work on this node: flock on the state directory.
+
+        Raises:
+            LockHeld: one is; what it has under way must not be taken for what it left.
+        """
+        if self._dir is None:
+            yield
+            return
+        with files.opened_dir(self._dir) as fd:
+            try:
+                lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                msg = f"a repair or `ckptd gc` is at work with {self._dir}"
+                raise LockHeld(msg, hint="call it again when that is done") from error
+            self._open = {(remote, key): token for remote, key, token in self._read()}
+            yield
+
+    def of(self, remote: str) -> list[tuple[str, str]]:
+        """(key, token) of uploads to a remote that nobody goes on with."""
+        return [(key, token) for (name, key), token in self._open.items() if name == remote]
+
+    def note(self, remote: str, key: str, token: str) -> None:
+        """An upload began (or goes on under another id); token "": it is over."""
+        if token:
+            self._open[remote, key] = token
+        elif self._open.pop((remote, key), None) is None:
+            return
+        self._write()
+
+    def give_up(self, remote: str, store: Store) -> int:
+        """Abort what is noted of a remote; how many there were."""
+        left = self.of(remote)
+        for key, token in left:
+            store.discard(key, token)
+            self.note(remote, key, "")
+        return len(left)
+
+    def _read(self) -> Iterable[tuple[str, str, str]]:
+        try:
+            rows = json.loads((self._dir / NAME).read_bytes()) if self._dir is not None else []
+            return [(str(remote), str(key), str(token)) for remote, key, token in rows]
+        except (OSError, ValueError, TypeError):
+            return []
+
+    def _write(self) -> None:
+        if self._dir is None:
+            return
+        rows = [[remote, key, token] for (remote, key), token in sorted(self._open.items())]
+        with opened_ours(self._dir) as fd:
+            files.write_atomic(fd, NAME, json.dumps(rows).encode())

@@ -1,0 +1,290 @@
+"""`ckptd remove`: what ckptd put on a node goes, and nothing else: never a trainer's file (P1, P5, P11).
+
+First a plan of everything that lies there, then its execution: what no remote is known to have is named, and
+without a person's word nothing at all goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ckptd.base import files
+from ckptd.base.owned_dirs import lock, opened_ours, path_of
+from ckptd.config.commands import command_for
+from ckptd.core.model.listing import OURS, RESUMED
+from ckptd.core.model.runs import RUN_FILE
+from ckptd.core.policy.view import UNIVERSAL, ZERO, DerivedState, ShipState
+from ckptd.errors import LockHeld, RefusedError
+from ckptd.recover.execute import one_at_a_time
+from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local import clones, fs
+from ckptd.storage.local.scan import scan_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from ckptd.config.schema import JobConfig
+    from ckptd.core.model.records import SaveRow
+    from ckptd.core.policy.view import ShipRecord
+
+Fate = Literal["goes", "only here", "stays"]
+
+POINTER = "latest_universal"
+_MADE = f"{fs.DERIVED}/{UNIVERSAL}"
+_STATE_FILES = (
+    "journal.db",
+    "status.json",
+    "audit.jsonl",
+    "node_id",
+    "job.json",
+    "repair-uploads.json",
+    "reserve",
+)
+_STATE_FOLDERS = ("decisions", "control")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One thing of ours on the node; `folder` and `name`: where, below save_dir or in the state directory."""
+
+    folder: str
+    name: str
+    bytes: int
+    fate: Fate
+    why: str
+
+    @property
+    def path(self) -> str:
+        """For people."""
+        return f"{self.folder}/{self.name}" if self.folder else self.name
+
+
+class Removal:
+    """One job's. Opened, it holds save_dir's lock until `close`.
+
+    Raises:
+        LockHeld: a daemon runs (75).
+    """
+
+    def __init__(self, job: JobConfig, state_dir: Path | None) -> None:
+        self._job = job
+        self._state_dir = state_dir
+        self._fd: int | None = None
+        with contextlib.suppress(FileNotFoundError):
+            self._fd = os.open(job.save_dir, files.DIR_FLAGS)
+        if self._fd is not None:
+            try:
+                lock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(self._fd)
+                msg = f"a daemon owns {job.save_dir}"
+                raise LockHeld(msg, hint="stop it first; it would make all of it again") from error
+
+    def close(self) -> None:
+        """Let the lock go."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    # --- the plan --------------------------------------------------------------------------------------
+
+    def plan(self) -> list[Piece]:
+        """Everything that ckptd put here, and what becomes of it."""
+        return [*self._below_save_dir(), *self._state()]
+
+    def _below_save_dir(self) -> Iterator[Piece]:
+        fd = self._fd
+        if fd is None:
+            return
+        rows, ships = self._known()
+        yield from self._holds(fd, rows, ships)
+        by_tag = {row.save.tag: row for row in rows.values() if row.derived.state is DerivedState.READY}
+        for name in fs.names_in(fd, _MADE):
+            yield self._piece(_MADE, name, *self._made(fd, by_tag.get(name), ships))
+        for name in fs.names_in(fd, f"{fs.DERIVED}/accelerate"):
+            yield self._piece(f"{fs.DERIVED}/accelerate", name, "goes", "made again by `ckptd resume`")
+        for name in fs.names_in(fd, fs.STAGING):
+            yield self._piece(fs.STAGING, name, "goes", "half-done work")
+        for name in fs.names_in(fd, fs.TRASH):
+            is_ours = fs.is_ours_in_trash(name)
+            why = "half-removed" if is_ours else "a folder of the trainer's whose removal was cut short"
+            yield self._piece(fs.TRASH, name, "goes" if is_ours else "stays", why)
+        for name in fs.names_in(fd, fs.ASIDE):
+            removes = command_for(self._job, "gc", "--aside")
+            why = f"it was in the way of a resume or repair: {removes} removes it"
+            yield self._piece(fs.ASIDE, name, "stays", why)
+        for name, why in ((RESUMED, "what was resumed from last"), (RUN_FILE, "which run this is")):
+            if name in fs.names_in(fd, OURS):
+                yield Piece(folder=OURS, name=name, bytes=0, fate="goes", why=why)
+        if self._pointer(fd).startswith(f"{OURS}/"):
+            yield Piece(folder="", name=POINTER, bytes=0, fate="goes", why="it names a form of ckptd's")
+
+    def _holds(
+        self, fd: int, rows: Mapping[int, SaveRow], ships: Mapping[int, Mapping[tuple[str, str], ShipRecord]]
+    ) -> Iterator[Piece]:
+        """The word beside a hold goes with it; alone it is nothing to keep."""
+        names = set(fs.names_in(fd, fs.HOLD))
+        words = {clones.about_name(name) for name in names}
+        for name in sorted(names - words):
+            row = rows.get(_id_of(name))
+            is_its = row is not None and name == f"{row.save.tag}.{row.id}"  # not another journal's
+            if _id_of(clones.hold_of(name)) >= 0 and clones.hold_of(name) != name:
+                yield self._piece(fs.HOLD, name, "goes", "noted of a hold that is gone")
+            else:
+                yield self._piece(fs.HOLD, name, *self._hold(row if is_its else None, ships))
+
+    def _piece(self, folder: str, name: str, fate: Fate, why: str) -> Piece:
+        assert self._fd is not None
+        size = 0
+        with contextlib.suppress(OSError):
+            listing = scan_folder(self._fd, f"{folder}/{name}")
+            size = sum(file.identity.size_bytes for file in listing.files) if listing is not None else 0
+        return Piece(folder=folder, name=name, bytes=size, fate=fate, why=why)
+
+    def _known(self) -> tuple[dict[int, SaveRow], Mapping[int, Mapping[tuple[str, str], ShipRecord]]]:
+        """What the journal says; without one nothing is known to be committed."""
+        path = self._state_dir / "journal.db" if self._state_dir is not None else None
+        if path is None or not path.exists():
+            return {}, {}
+        journal = Journal(path)
+        try:
+            return {row.id: row for row in journal.saves()}, journal.ships()
+        finally:
+            journal.close()
+
+    def _hold(
+        self, row: SaveRow | None, ships: Mapping[int, Mapping[tuple[str, str], ShipRecord]]
+    ) -> tuple[Fate, str]:
+        if row is None:
+            return "only here", "no journal knows of which save it is"
+        if self._is_committed(ships.get(row.id, {}), ZERO):
+            return "goes", "its save is committed"
+        return "only here", f"{row.save.tag} is not committed"
+
+    def _made(
+        self, fd: int, row: SaveRow | None, ships: Mapping[int, Mapping[tuple[str, str], ShipRecord]]
+    ) -> tuple[Fate, str]:
+        if row is not None and fs.folder_is_intact(fd, row.save.tag, row.save.files):
+            return "goes", "made of what lies in save_dir"
+        records = ships.get(row.id, {}) if row is not None else {}
+        if any(self._is_committed(records, form) for form in (UNIVERSAL, ZERO)):
+            return "goes", "its save is committed"
+        return "only here", "its shards are gone, and it is not known to be committed"
+
+    def _is_committed(self, records: Mapping[tuple[str, str], ShipRecord], form: str) -> bool:
+        names = [remote.name for remote in self._job.remotes if remote.required]
+        done = [
+            (r := records.get((name, form))) is not None and r.state is ShipState.COMMITTED for name in names
+        ]
+        return bool(names) and all(done)
+
+    def _pointer(self, fd: int) -> str:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return files.read_beneath(fd, POINTER, limit_bytes=4096).decode()
+        return ""
+
+    def _state(self) -> Iterator[Piece]:
+        place = self._state_dir
+        if place is None or not place.is_dir():
+            return
+        for name in sorted(os.listdir(place)):
+            is_ours = name in _STATE_FOLDERS or name.startswith(_STATE_FILES)
+            size = (place / name).lstat().st_size
+            why = "state" if is_ours else "not made by ckptd"
+            yield Piece(
+                folder=str(place), name=name, bytes=size, fate="goes" if is_ours else "stays", why=why
+            )
+
+    # --- carrying it out -------------------------------------------------------------------------------
+
+    def refuse_what_is_only_here(self, pieces: list[Piece]) -> None:
+        """What a removal begins with; a dry run ends with it.
+
+        Raises:
+            RefusedError: something lies only here (65).
+        """
+        alone = [piece for piece in pieces if piece.fate == "only here"]
+        if alone:
+            names = "; ".join(f"{piece.path}: {piece.why}" for piece in alone)
+            hint = f"{command_for(self._job, 'drain')} commits it; --uncommitted removes it for good"
+            raise RefusedError(f"nothing was removed, for this is nowhere else: {names}", hint=hint)
+
+    def carry_out(self, pieces: list[Piece], *, with_uncommitted: bool) -> list[Piece]:
+        """Remove what goes; what was removed.
+
+        Raises:
+            RefusedError: something lies only here, and nobody said that it may go; nothing was removed.
+        """
+        if not with_uncommitted:
+            self.refuse_what_is_only_here(pieces)
+        going = [piece for piece in pieces if piece.fate != "stays"]
+        fd = self._fd
+        if fd is not None and path_of(self._job.save_dir, OURS).exists():
+            with one_at_a_time(fd):
+                for piece in going:
+                    if piece.folder.startswith(f"{OURS}/"):
+                        self._remove_ours(fd, piece)
+                    elif piece.folder == OURS:
+                        with (
+                            fs.closing(fs.ensure_ours(fd, OURS)) as ours,
+                            contextlib.suppress(IsADirectoryError),
+                        ):
+                            files.remove_file(ours, piece.name)
+                if any(piece.name == POINTER for piece in going):
+                    fs.point_latest_universal(fd, None)
+        self._remove_state([piece for piece in going if piece.folder == str(self._state_dir)])
+        if fd is not None:
+            self._remove_folders(fd)
+        return going
+
+    def _remove_ours(self, fd: int, piece: Piece) -> None:
+        if piece.folder == fs.TRASH:
+            fs.empty_our_trash(fd)
+        elif piece.folder == fs.HOLD:
+            clones.release(fd, clones.hold_of(piece.name))
+        else:
+            fs.remove_ours(fd, piece.folder, piece.name)
+
+    def _remove_state(self, pieces: list[Piece]) -> None:
+        place = self._state_dir
+        if place is None or not pieces:
+            return
+        with opened_ours(place) as state_fd:
+            for piece in pieces:
+                if piece.name in _STATE_FOLDERS:
+                    files.remove_tree(state_fd, piece.name)
+                else:
+                    files.remove_file(state_fd, piece.name)
+        with contextlib.suppress(OSError):
+            place.rmdir()
+
+    def _remove_folders(self, fd: int) -> None:
+        """What is empty by now; a folder in which something stays is left with it."""
+        place = path_of(self._job.save_dir, OURS)
+        below = (
+            "derived/universal",
+            "derived/accelerate",
+            "derived",
+            "hold",
+            "aside",
+            "trash",
+            "staging",
+            "state",
+        )
+        for name in below:
+            with contextlib.suppress(OSError):
+                (place / name).rmdir()
+        with contextlib.suppress(OSError):
+            place.rmdir()
+        files.fsync_dir(fd)
+
+
+def _id_of(name: str) -> int:
+    """The save that a hold's name ends with; -1: it is no name of ours."""
+    number = name.rpartition(".")[2]
+    return int(number) if number.isdecimal() else -1

@@ -1,1 +1,0 @@
-"""The whole job for real on one machine, judged by something that is not ckptd."""

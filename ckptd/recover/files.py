@@ -1,0 +1,559 @@
+"""What of a committed form lies in a folder already: every file compared by size and CRC64 (P2).
+
+A second `restore` fetches only what is missing or bad. A folder under the same name that is another save is
+never mixed with this one: shards of two saves load without a warning and train wrongly (docs/design.md §3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ckptd.base import extents, files
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.core.model.coverage import order_of
+from ckptd.core.model.layouts import Role
+from ckptd.core.model.listing import OURS
+from ckptd.errors import (
+    CkptdError,
+    DamagedError,
+    NotPermitted,
+    RefusedError,
+    RemoteError,
+    StorageError,
+    TargetExists,
+)
+from ckptd.recover.fetch import BUFFER_BYTES, PARALLEL, Fetcher
+from ckptd.recover.select.choose import Copy, Nodes
+from ckptd.recover.select.copies import DESCRIPTION, ZERO, of_node
+from ckptd.recover.select.steps import name_of_extra
+from ckptd.storage.local.fs import ASIDE, STAGING, ensure_ours, names_in, remove_ours
+from ckptd.storage.local.scan import has_open_writer, scan_folder
+from ckptd.storage.stores.checksums import crc64, to_hex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from ckptd.base.identity import FileIdentity
+    from ckptd.core.model.manifest import ManifestFile
+    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.verify_result import Slice
+
+_SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """`is_there`: the folder exists and is this save. `lacking`: absent from it, or other bytes."""
+
+    is_there: bool
+    lacking: tuple[ManifestFile, ...]
+
+
+def look_into(root: Path, dir_fd: int, target: str, whole: Copy, wanted: Copy) -> Held:
+    """Compare `target` below `root` (open as `dir_fd`) with what is wanted of the form `whole`.
+
+    Raises:
+        TargetExists: there is something else under that name (73).
+    """
+    try:
+        folder = files.open_dir_beneath(dir_fd, target)
+    except FileNotFoundError:
+        return Held(is_there=False, lacking=wanted.files)
+    except (NotADirectoryError, RefusedError) as error:
+        msg = f"{root / target} is there and is no folder of its own"
+        raise TargetExists(msg) from error
+    try:
+        known = {file.path: file for file in whole.files}
+        present = [file for file in known.values() if _is_something(folder, file.path)]
+        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="compare") as pool:
+            found = dict(
+                zip(
+                    (f.path for f in present), pool.map(lambda f: same_bytes(folder, f), present), strict=True
+                )
+            )
+    finally:
+        os.close(folder)
+    if not _is_this_save(root / target, whole, found):
+        commit = whole.view.commit
+        msg = f"{root / target} is there and is not the {commit.form} form of {commit.tag} that was committed"
+        raise TargetExists(msg)
+    return Held(is_there=True, lacking=tuple(f for f in wanted.files if not found.get(f.path, False)))
+
+
+def _is_this_save(folder: Path, whole: Copy, found: Mapping[str, bool]) -> bool:
+    """Whether a folder with these files (path → as committed) is the save, perhaps with bad files in it.
+
+    A shard whose bytes differ is a bad copy if it cannot be read or bears the committed fingerprint; a whole
+    archive with another one is another save. A universal form is known by its `ckptd.json`.
+    """
+    if whole.view.commit.form != ZERO:
+        top = [same for path, same in found.items() if "/" not in path]
+        return found.get(DESCRIPTION, any(top) or not found)
+    shards = {f.path: f.fingerprint for f in whole.files if f.role in _SHARDS and f.path in found}
+    if not shards:
+        return all(found.values())
+    other = [path for path in shards if not found[path]]
+    same_save = len(other) < len(shards)
+    for row in inspect_files(folder, other):
+        if row.fingerprint and row.fingerprint != shards[row.path]:
+            return False
+        same_save = same_save or bool(row.fingerprint)
+    return same_save
+
+
+def _is_something(folder: int, path: str) -> bool:
+    try:
+        return files.stat_beneath(folder, path) is not None
+    except RefusedError:
+        return True
+
+
+def same_bytes(folder: int, file: ManifestFile) -> bool:
+    """Same size and same CRC64; pages are dropped after reading."""
+    try:
+        fd = files.open_beneath(folder, file.path)
+    except (OSError, RefusedError):
+        return False
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != file.bytes:
+            return False
+        crc = offset = 0
+        while data := os.pread(fd, BUFFER_BYTES, offset):
+            crc = crc64(data, crc)
+            extents.drop_pages(fd, offset, len(data))
+            offset += len(data)
+        return to_hex(crc) == file.checksums.crc64nvme
+    finally:
+        os.close(fd)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Putting committed files back into a checkpoint folder of save_dir: fetched beside, swapped in (adr/0091).
+# At every instant a name holds the old bytes or the committed ones; the bad file ends up in `_ckptd/aside/`.
+
+Seen = Mapping[str, "FileIdentity"]
+"""The files of a folder by path."""
+QUIET_SECONDS = 60.0
+FETCHED = "repair."
+_NOT_SWAPPED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+
+
+def unrest(save_dir: str, save_dir_fd: int, tag: str) -> str | None:
+    """Why a folder is better left alone now: somebody writes in it, or removes it; None: it is quiet."""
+    listing = scan_folder(save_dir_fd, tag)
+    if listing is None:
+        return "it vanished"
+    with files.opened_dir(tag, save_dir_fd) as fd:
+        newest_ns = max([os.fstat(fd).st_mtime_ns, *(f.identity.mtime_ns for f in listing.files)])
+    if time.time() - newest_ns / 1e9 < QUIET_SECONDS:
+        return f"it changed less than {QUIET_SECONDS:.0f} s ago"
+    return "it is being written" if has_open_writer(save_dir, tag) else None
+
+
+def seen_in(save_dir_fd: int, tag: str) -> Seen:
+    """Identities of the files of a folder, by path; nothing where it is not there."""
+    listing = scan_folder(save_dir_fd, tag)
+    return {} if listing is None else {file.path: file.identity for file in listing.files}
+
+
+class Mender:
+    """Mends one tag's folder; the caller holds the locks. `copies`: the same save on each remote; `seen`: the
+    folder when it was found to be that save."""
+
+    def __init__(
+        self,
+        save_dir_fd: int,
+        tag: str,
+        copies: Sequence[Copy],
+        seen: Seen,
+        on_progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        self._seen = seen
+        self._fd = save_dir_fd
+        self._tag = tag
+        self._copies = copies
+        self._on_progress = on_progress
+        self._staging = f"{FETCHED}{copies[0].view.sha256[:16]}"
+
+    def put_back(self, file: ManifestFile) -> str:
+        """Fetch one file from the first remote that holds its committed bytes, and swap it in.
+
+        Returns the remote's name.
+
+        Raises:
+            DamagedError: no remote holds those bytes.
+            RefusedError: somebody wrote in the folder since it was compared; nothing was changed.
+            RemoteError, NotPermitted, StorageError: what the last remote that was asked said.
+        """
+        self._refuse_if_changed()
+        copy = self._fetch(file)
+        # fetching takes its time, and the trainer may have saved this tag again: never a mix of two saves
+        self._refuse_if_changed()
+        try:
+            self._swap(file)
+        except OSError as error:
+            msg = f"{self._tag}/{file.path}: {error.strerror}"
+            raise StorageError(msg) from error
+        self._seen = seen_in(self._fd, self._tag)
+        return copy.remote.name
+
+    def end(self) -> None:
+        """Remove what was staged."""
+        remove_ours(self._fd, STAGING, self._staging)
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    def _refuse_if_changed(self) -> None:
+        if seen_in(self._fd, self._tag) != self._seen:
+            msg = f"{self._tag} was written in since it was compared"
+            raise RefusedError(msg, hint="call it again when it is quiet")
+
+    def _fetch(self, file: ManifestFile) -> Copy:
+        last: CkptdError = DamagedError(f"no remote holds {self._tag}/{file.path} as it was committed")
+        staging = ensure_ours(self._fd, f"{STAGING}/{self._staging}")
+        try:
+            for copy in self._copies:
+                same = [f for f in copy.files if is_same_file(f, file)]
+                if not same:
+                    continue
+                try:
+                    Fetcher(replace(copy, files=(same[0],)), staging, self._told(copy, file)).run()
+                except (DamagedError, RemoteError, NotPermitted, StorageError) as error:
+                    last = error
+                else:
+                    return copy
+        finally:
+            os.close(staging)
+        raise last
+
+    def _told(self, copy: Copy, file: ManifestFile) -> Callable[[int, int], None] | None:
+        tell, what = self._on_progress, f"{copy.remote.name}: {self._tag}/{file.path}"
+        return (lambda done, total: tell(what, done, total)) if tell else None
+
+    def _swap(self, file: ManifestFile) -> None:
+        head, _, base = file.path.rpartition("/")
+        with contextlib.ExitStack() as closing:
+
+            def opened(fd: int) -> int:
+                closing.callback(os.close, fd)
+                return fd
+
+            staging = opened(files.open_dir_beneath(self._fd, f"{STAGING}/{self._staging}"))
+            source = opened(files.open_dir_beneath(staging, head)) if head else staging
+            folder = opened(files.open_dir_beneath(self._fd, self._tag))
+            status = os.fstat(folder)
+            mode = stat.S_IMODE(status.st_mode) & 0o777
+            into = opened(files.open_dir_beneath(folder, head, create_mode=mode)) if head else folder
+            _own_like(source, base, status)
+            with _times_kept(folder, into):
+                if files.stat_beneath(into, base) is None:
+                    files.rename_new(source, base, into, base)
+                else:
+                    self._aside(source, into, base)
+                files.fsync_dir(into)
+                files.fsync_dir(source)
+
+    def _aside(self, source: int, into: int, base: str) -> None:
+        """The good file goes to the aside under a name of its own, then the two are swapped."""
+        aside = ensure_ours(self._fd, ASIDE)
+        try:
+            name = _renamed(source, base, aside, f"{self._tag}.{base}")
+            try:
+                files.rename_exchange(aside, name, into, base)
+            except OSError as error:
+                if error.errno not in _NOT_SWAPPED:
+                    raise
+                # a file system that cannot swap: for a moment the name is free
+                _renamed(into, base, aside, f"{self._tag}.{base}")
+                files.rename_new(aside, name, into, base)
+            files.fsync_dir(aside)
+        finally:
+            os.close(aside)
+
+
+def is_same_file(one: ManifestFile, other: ManifestFile) -> bool:
+    """Two manifests speak of the same content under the same path."""
+    return (one.path, one.bytes, one.checksums) == (other.path, other.bytes, other.checksums)
+
+
+def drop_fetched(save_dir_fd: int) -> None:
+    """Remove what killed repairs staged; the caller holds `one_at_a_time`."""
+    for name in names_in(save_dir_fd, STAGING):
+        if name.startswith(FETCHED):
+            remove_ours(save_dir_fd, STAGING, name)
+
+
+def _renamed(source: int, base: str, aside: int, label: str) -> str:
+    """Rename to the first free `label.<n>`; returns it."""
+    for number in range(1, 1_000_000):
+        name = f"{label}.{number}"
+        with contextlib.suppress(FileExistsError):
+            files.rename_new(source, base, aside, name)
+            return name
+    msg = f"{ASIDE} holds too many files of {label}"
+    raise RefusedError(msg, hint="`ckptd gc JOB --aside` removes what was moved aside")
+
+
+def _own_like(source: int, base: str, folder: os.stat_result) -> None:
+    """Root mends for the trainer: the file belongs to whom its folder belongs to."""
+    if os.geteuid() == 0:
+        os.chown(base, folder.st_uid, folder.st_gid, dir_fd=source, follow_symlinks=False)
+
+
+@contextlib.contextmanager
+def _times_kept(*folders: int) -> Iterator[None]:
+    """Trainers rotate by the times of folders."""
+    times = [(fd, os.fstat(fd)) for fd in dict.fromkeys(folders)]
+    yield
+    for fd, status in times:
+        os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+# --- What of committed checkpoints lies intact or damaged in save_dir, by size and CRC64 (adr/0091) ------
+
+_COMPARED = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT, Role.WEIGHTS)
+_DERIVED = f"{OURS}/derived/universal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFault:
+    """One file of a committed save that is absent from its folder here, or other bytes."""
+
+    tag: str
+    file: ManifestFile
+    copies: tuple[Copy, ...]
+    """The very save on each remote that holds it."""
+    is_there: bool
+    seen: Seen
+    """Every file of the folder as it was before the first of them was compared."""
+    left: str | None = None
+    """Why it is not mended; None: it may be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostFolder:
+    """An empty folder of a committed save that is absent here; NVMe offload loads no save without it."""
+
+    tag: str
+    path: str
+    copy: Copy
+    left: str | None = None
+    """As in `LocalFault`."""
+
+
+class LocalFiles:
+    """save_dir as a source of intact bytes, and what in it is damaged. `node_id`: whose files ours are."""
+
+    def __init__(self, save_dir: Path, fd: int, node_id: str | None, say: Callable[[str], None]) -> None:
+        self._save_dir = save_dir
+        self._fd = fd
+        self._node_id = node_id
+        self._say = say
+        self._good: dict[tuple[str, str], bool] = {}
+
+    def find(self, tag: str, form: str, file: ManifestFile) -> str | None:
+        """Path below save_dir of a file with exactly those bytes; None: there is none."""
+        for path in _candidates(tag, form, file):
+            mark = (path, file.checksums.crc64nvme)
+            if mark not in self._good:
+                self._good[mark] = same_bytes(self._fd, file.model_copy(update={"path": path}))
+            if self._good[mark]:
+                return path
+        return None
+
+    def is_good_now(self, tag: str, file: ManifestFile) -> None:
+        """It was mended."""
+        self._good[f"{tag}/{file.path}", file.checksums.crc64nvme] = True
+
+    def faults(
+        self, remotes: Sequence[RemoteSight], tag: str | None
+    ) -> tuple[list[LocalFault], list[LostFolder]]:
+        """Damaged files and lost folders of committed saves whose folder is here; oldest checkpoint first.
+
+        A folder that holds another save than the newest committed one of its tag is left alone, and so are
+        files beside the shards that somebody changed on purpose (another time or size).
+        """
+        found: list[LocalFault] = []
+        folders: list[LostFolder] = []
+        for name, copies in _newest_by_tag(remotes, tag, self._say).items():
+            status = files.stat_beneath(self._fd, name)
+            if status is None:
+                continue
+            whole = self._ours(copies[0], name)
+            seen = seen_in(self._fd, name)
+            held = self._lacking(name, whole)
+            if held is None:
+                self._say(f"{name}: the folder here is another save than the committed one; left alone")
+                continue
+            lacking = [file for file in held if self._is_damage(name, file)]
+            lost = self._lost(name, copies[0])
+            if not lacking and not lost:
+                continue
+            reason = unrest(str(self._save_dir), self._fd, name)
+            same = (whole, *(other for other in copies[1:] if _is_of_save(other, whole)))
+            found += [
+                LocalFault(
+                    tag=name,
+                    file=file,
+                    copies=same,
+                    is_there=self._is_there(name, file),
+                    seen=seen,
+                    left=reason,
+                )
+                for file in lacking
+            ]
+            folders += [LostFolder(tag=name, path=path, copy=whole, left=reason) for path in lost]
+        return found, folders
+
+    def _lost(self, tag: str, copy: Copy) -> list[str]:
+        """The empty folders of this node's part of a save that are not there."""
+        is_alone = len(copy.manifests) == 1
+        mine = (m for m in copy.manifests if is_alone or m.node_id == self._node_id)
+        paths = {path for manifest in mine for path in manifest.empty_folders}
+        return sorted(path for path in paths if files.stat_beneath(self._fd, f"{tag}/{path}") is None)
+
+    def _lacking(self, tag: str, whole: Copy) -> list[ManifestFile] | None:
+        """What of a committed save is bad or absent here; None: the folder is another save.
+
+        Where fingerprints tell nothing any more (rot in a zip directory), sizes and times do: whoever saves
+        again changes the time of what it writes.
+        """
+        try:
+            return list(look_into(self._save_dir, self._fd, tag, whole, whole).lacking)
+        except TargetExists:
+            lacking = []
+        try:
+            for file in whole.files:
+                path = f"{tag}/{file.path}"
+                status = files.stat_beneath(self._fd, path)
+                is_same = status is None or (status.st_size, status.st_mtime_ns) == (
+                    file.bytes,
+                    file.mtime_ns,
+                )
+                if file.role in _COMPARED and not is_same:
+                    return None
+                if status is None or not same_bytes(self._fd, file.model_copy(update={"path": path})):
+                    lacking.append(file)
+        except (CkptdError, OSError):
+            return None
+        return lacking
+
+    def _is_there(self, tag: str, file: ManifestFile) -> bool:
+        return files.stat_beneath(self._fd, f"{tag}/{file.path}") is not None
+
+    def _is_damage(self, tag: str, file: ManifestFile) -> bool:
+        if file.role in _COMPARED:
+            return True
+        status = files.stat_beneath(self._fd, f"{tag}/{file.path}")
+        if status is None or (status.st_size, status.st_mtime_ns) == (file.bytes, file.mtime_ns):
+            return True
+        self._say(f"{tag}/{file.path} was changed since the save; left alone")
+        return False
+
+    def _ours(self, copy: Copy, tag: str) -> Copy:
+        """What of a copy this node wrote; where that is not known, what is here of it."""
+        whole = of_node(copy, Nodes())
+        if len(copy.manifests) == 1:
+            return whole
+        mine = tuple(m for m in copy.manifests if m.node_id == self._node_id)
+        if mine:
+            return of_node(replace(copy, manifests=mine), Nodes())
+        here = tuple(file for file in whole.files if self._is_there(tag, file))
+        return replace(whole, files=here)
+
+
+def _candidates(tag: str, form: str, file: ManifestFile) -> Iterable[str]:
+    if file.role is Role.EXTRA:
+        return [name_of_extra(file)]
+    if form == ZERO:
+        return [f"{tag}/{file.path}"]
+    below = file.path.partition("/")[2]
+    return [f"{_DERIVED}/{tag}/{path}" for path in (file.path, below) if path]
+
+
+def _newest_by_tag(
+    remotes: Sequence[RemoteSight], tag: str | None, say: Callable[[str], None]
+) -> dict[str, list[Copy]]:
+    """The newest committed save of each tag, on every remote that holds it."""
+    views = [
+        (order_of(view.commit), view.commit.generation, remote, view)
+        for remote in remotes
+        for view in remote.commits
+        if view.commit.form == ZERO and tag in (None, view.commit.tag)
+    ]
+    newest = {view.commit.tag: order for order, _, _, view in sorted(views, key=lambda row: row[:2])}
+    found: dict[str, list[Copy]] = {}
+    for order, _, remote, view in sorted(views, key=lambda row: row[:2]):
+        name = view.commit.tag
+        if order != newest[name]:
+            continue
+        try:
+            copy = of_node(
+                Copy(remote=remote, view=view, manifests=remote.manifests(view.commit), files=()), Nodes()
+            )
+        except CkptdError as error:
+            say(f"{remote.name}: {name}: {error.message}")
+            continue
+        others = [c for c in found.get(name, []) if c.remote.name != remote.name]
+        found[name] = [*others, copy]
+    return found
+
+
+def _is_of_save(other: Copy, whole: Copy) -> bool:
+    """Whether a copy holds the same content, file by file."""
+    theirs = {file.path: file for file in other.files}
+    return all(
+        f.path in theirs and is_same_file(theirs[f.path], f) for f in whole.files if f.role in _COMPARED
+    )
+
+
+def opened_save_dir(path: Path) -> int | None:
+    """A descriptor of save_dir; None where there is none."""
+    try:
+        return os.open(path, files.DIR_FLAGS)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+# --- What a repair is asked for, and what it says of each damaged file -----------------------------------
+
+HERE = "here"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mended:
+    """One damaged file. `where`: a remote's name, or `here`; `source`: where intact bytes lie (None: nowhere
+    that is known); `outcome`: planned, repaired, or left, with the reason and the exit code it stands for."""
+
+    where: str
+    tag: str
+    generation: int
+    form: str
+    key: str
+    bytes: int
+    damage: str
+    source: str | None
+    outcome: str
+    reason: str = ""
+    code: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be repaired: `targets`: names of remotes; `here`: save_dir as well."""
+
+    targets: frozenset[str]
+    here: bool = True
+    tag: str | None = None
+    read: Slice | None = None
+    dry_run: bool = False

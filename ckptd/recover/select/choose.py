@@ -1,0 +1,352 @@
+"""Which checkpoint to resume from: the newest in (branch, step) that is complete here or committed (P9, H54).
+
+Pure. A local folder that is the very save of a COMMIT has that COMMIT's order; of others `standing.py` says
+where they stand. Clocks are never asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckptd.core.model.coverage import order_of
+from ckptd.core.model.layouts import Role, Trainer, layout_of
+from ckptd.core.model.manifest import ManifestFile
+from ckptd.core.model.save import Order
+from ckptd.errors import (
+    CkptdError,
+    DamagedError,
+    NotPermitted,
+    RemoteError,
+    StorageError,
+    UsageError,
+)
+from ckptd.recover.select.copies import (
+    UNIVERSAL,
+    ZERO,
+    is_held,
+    is_made_from,
+    of_node,
+    stands_alone,
+)
+from ckptd.recover.select.local_order import Memory, standing_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from ckptd.core.model.layouts import Grid
+    from ckptd.core.model.manifest import NodeManifest
+    from ckptd.recover.select.inventory import LocalSight, RemoteSight
+    from ckptd.storage.remote.messages import CommitView
+
+NEWEST_READ = 5
+"""Committed saves that are read: one to take, the others for the room that the next save needs (P13)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A committed copy of one form on one remote, with what of it is wanted on this node."""
+
+    remote: RemoteSight
+    view: CommitView
+    manifests: tuple[NodeManifest, ...]
+    files: tuple[ManifestFile, ...]
+    """Without extras; distinct paths."""
+    extras: tuple[ManifestFile, ...] = ()
+    late: tuple[ManifestFile, ...] = ()
+    """What came after its COMMIT, of all nodes."""
+    is_all_for_each: bool = False
+    """Every node of several wants all of it: which ranks run where is not known (docs/adr/0133)."""
+
+    @property
+    def all_for_each(self) -> str | None:
+        """What is said where every node is given all of it."""
+        words = f"all shards of {self.view.commit.tag} are wanted on each node"
+        why = (
+            "nodes that saved unlike numbers of ranks, or not in order, do not tell which ranks run where now"
+        )
+        return f"{words}: {why}" if self.is_all_for_each else None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of `files`."""
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def empty_folders(self) -> tuple[str, ...]:
+        """Folders of the save with nothing in them, of all nodes."""
+        found = {path for manifest in self.manifests for path in manifest.empty_folders}
+        return tuple(sorted(found))
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprint by path, of all nodes' files without extras."""
+        return {f.path: f.fingerprint for m in self.manifests for f in m.files if f.role is not Role.EXTRA}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One save that may be resumed from."""
+
+    tag: str
+    order: Order
+    grid: Grid
+    local: LocalSight | None = None
+    """The folder in save_dir, when it is whole and this very save."""
+    copies: tuple[Copy, ...] = ()
+    universals: tuple[Copy, ...] = ()
+
+    @property
+    def layout(self) -> tuple[Trainer, tuple[str, ...]]:
+        """Whose folder it is, and where in it the shards lie."""
+        if self.local is not None:
+            return self.local.listing.trainer, self.local.listing.roots
+        whole = self.copies or self.universals
+        return layout_of(self.tag, (file.path for file in whole[0].files))
+
+    @property
+    def is_committed(self) -> bool:
+        """On at least one remote."""
+        return bool(self.copies or self.universals)
+
+    @property
+    def is_universal_alone(self) -> bool:
+        """Its ZeRO form is nowhere any more."""
+        return self.local is None and not self.copies
+
+    @property
+    def saved_world_size(self) -> int:
+        """Ranks that wrote it."""
+        return self.grid.dp * self.grid.mm_count
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprint by path of the ZeRO form."""
+        if self.copies:
+            return self.copies[0].fingerprints
+        if self.local is not None:
+            return self.local.fingerprints
+        sources = [m.source for copy in self.universals[:1] for m in copy.manifests if m.source is not None]
+        return dict(sources[0].fingerprints) if sources else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """How many nodes resume together, and which one this is."""
+
+    count: int = 1
+    rank: int = 0
+    world_size: int | None = None
+    """Ranks of the coming run; None: as many as saved it."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not 0 <= self.rank < self.count:
+            msg = f"--node-rank {self.rank} is not one of --nnodes {self.count}"
+            raise UsageError(msg, hint="ranks count from 0")
+
+    def is_share(self, saved_ranks: int) -> bool:
+        """Whether one node of several resumes with as many ranks as saved: another number wants all files."""
+        return self.count > 1 and self.world_size in (None, saved_ranks)
+
+    def ranks(self, saved_ranks: int) -> range | None:
+        """The ranks that run on this node; None: not as many on each, or all files are wanted."""
+        if not self.is_share(saved_ranks) or saved_ranks % self.count:
+            return None
+        each = saved_ranks // self.count
+        return range(self.rank * each, (self.rank + 1) * each)
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """Candidates, newest first, and what was noticed on the way."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    lost: dict[str, CkptdError] = field(default_factory=dict)
+    """Remotes that stopped answering, or refused, while their manifests were read."""
+
+
+def choose(
+    local: Sequence[LocalSight],
+    remotes: Sequence[RemoteSight],
+    memory: Memory,
+    nodes: Nodes,
+    *,
+    damaged: frozenset[tuple[str, str]] = frozenset(),
+    tag: str | None = None,
+) -> Choice:
+    """Candidates, newest first: of what is committed the newest, those of `tag`, and all that lies here;
+    `damaged`: (remote, digest of a COMMIT) whose bytes are bad."""
+    choice = Choice()
+    wanted = Wanted(tags=frozenset({tag or "", *(sight.tag for sight in local)}))
+    committed = committed_saves(remotes, nodes, damaged, choice, wanted)
+    matched: set[str] = set()
+    for index, candidate in enumerate(committed):
+        here = next((sight for sight in local if sight.tag == candidate.tag), None)
+        if here is not None and here.tag not in matched and _is_here(here, candidate):
+            committed[index] = replace(candidate, local=here)
+            matched.add(here.tag)
+    known = list(_every_order(remotes))
+    if nodes.count == 1:
+        rest = [s for s in local if s.is_complete and not s.listing.is_model_only and s.tag not in matched]
+        for sight in sorted(rest, key=lambda sight: sight.verdict.step or 0):
+            own = partial(_is_own, memory, choice)
+            stands = standing_of(sight.tag, sight.verdict.step or 0, known, remotes, memory, own)
+            known.append(stands.order)
+            if stands.doubt is not None and sight.tag != tag:
+                choice.notes.append(stands.doubt)
+            grid = sight.verdict.grid
+            assert grid is not None
+            committed.append(Candidate(tag=sight.tag, order=stands.order, grid=grid, local=sight))
+    choice.candidates = sorted(committed, key=lambda c: (c.order, c.is_committed), reverse=True)
+    return choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which saves need to be read of a remote that may hold thousands: the newest, and those of some tags."""
+
+    most: int = NEWEST_READ
+    """So many of the newest that are usable."""
+    tags: frozenset[str] = frozenset()
+    """All saves of these."""
+    is_usable: Callable[[Candidate], bool] = lambda _: True
+
+
+def committed_saves(
+    remotes: Sequence[RemoteSight],
+    nodes: Nodes,
+    damaged: frozenset[tuple[str, str]],
+    choice: Choice,
+    wanted: Wanted,
+    *,
+    model: str | None = None,
+) -> list[Candidate]:
+    """One candidate per (tag, order) wanted, newest first, with every remote that holds its ZeRO form.
+
+    Where a ladder left the universal form alone, that is enough (adr/0094). A model alone is none, but for
+    the one asked for by its tag (`model`).
+    """
+    saves = views_by_save(remotes, (ZERO, UNIVERSAL))
+    found: list[Candidate] = []
+    left = wanted.most
+    for order, tag in sorted(saves, reverse=True):
+        if left <= 0 and tag not in wanted.tags:
+            continue
+        copies = readable_copies(saves[order, tag], nodes, damaged, choice)
+        candidate = _candidate(order, tag, copies, may_be_model=tag == model)
+        if candidate is not None:
+            found.append(candidate)
+            left -= wanted.is_usable(candidate)
+    return found
+
+
+def _candidate(order: Order, tag: str, copies: Sequence[Copy], *, may_be_model: bool) -> Candidate | None:
+    found: Candidate | None = None
+    for copy in copies:
+        commit = copy.view.commit
+        if commit.form == ZERO and (may_be_model or not commit.grid.is_model_only):
+            found = found or Candidate(tag=tag, order=order, grid=commit.grid)
+            found = replace(found, copies=(*found.copies, copy))
+    for copy in copies:
+        if copy.view.commit.form != UNIVERSAL:
+            continue
+        if found is None:
+            if stands_alone(copy):
+                found = Candidate(tag=tag, order=order, grid=copy.view.commit.grid, universals=(copy,))
+        elif is_made_from(copy, found.fingerprints):
+            found = replace(found, universals=(*found.universals, copy))
+    return found
+
+
+def committed_weights(
+    remotes: Sequence[RemoteSight],
+    form: str,
+    tag: str | None,
+    damaged: frozenset[tuple[str, str]],
+    lost: dict[str, CkptdError],
+) -> list[Candidate]:
+    """The newest weights (of a tag): from copies of that form alone, whatever else is left of their save."""
+    saves = views_by_save(remotes, (form,))
+    for order, one in sorted(saves, reverse=True):
+        if tag not in (None, one):
+            continue
+        copies = readable_copies(saves[order, one], Nodes(), damaged, Choice(lost=lost))
+        found = [
+            Candidate(tag=one, order=order, grid=copy.view.commit.grid, universals=(copy,))
+            for copy in copies
+            if stands_alone(copy)
+        ]
+        if found:
+            return found
+    return []
+
+
+def views_by_save(
+    remotes: Sequence[RemoteSight], forms: Collection[str]
+) -> dict[tuple[Order, str], list[tuple[RemoteSight, CommitView]]]:
+    """COMMITs of some forms by (order, tag), in the remotes' order.
+
+    Of several generations of one save only the newest counts: an older one is being superseded.
+    """
+    found: dict[tuple[Order, str], list[tuple[RemoteSight, CommitView]]] = {}
+    for remote in remotes:
+        newest: dict[tuple[str, str, Order], CommitView] = {}
+        for view in remote.commits:
+            if view.commit.form in forms:
+                newest[view.commit.tag, view.commit.form, order_of(view.commit)] = view
+        for (tag, _, order), view in newest.items():
+            found.setdefault((order, tag), []).append((remote, view))
+    return found
+
+
+def readable_copies(
+    views: Iterable[tuple[RemoteSight, CommitView]],
+    nodes: Nodes,
+    damaged: frozenset[tuple[str, str]],
+    choice: Choice,
+) -> list[Copy]:
+    """Every copy whose documents are as they should be; `choice` hears of the others."""
+    copies: list[Copy] = []
+    for remote, view in views:
+        if (remote.name, view.sha256) in damaged or remote.name in choice.lost:
+            continue
+        try:
+            copies.append(_copy(remote, view, nodes, choice.notes))
+        except DamagedError as error:
+            choice.notes.append(
+                f"{view.commit.tag} ({view.commit.form}) on {remote.name} is damaged: {error.message}"
+            )
+        except (RemoteError, NotPermitted, StorageError) as error:
+            choice.lost[remote.name] = error
+    return copies
+
+
+def _copy(remote: RemoteSight, view: CommitView, nodes: Nodes, notes: list[str]) -> Copy:
+    manifests = remote.manifests(view.commit)
+    late, note = remote.late(view.commit, manifests)
+    notes += [note] if note else []
+    return of_node(Copy(remote=remote, view=view, manifests=manifests, files=(), late=late), nodes)
+
+
+def _is_here(here: LocalSight, candidate: Candidate) -> bool:
+    """The folder is the whole save of a candidate; of a universal form alone: what that was made from."""
+    if candidate.copies:
+        return is_held(here, candidate.copies[0])
+    ours, marks = here.fingerprints, candidate.fingerprints
+    return here.is_complete and bool(marks) and all(ours.get(path) == mark for path, mark in marks.items())
+
+
+def _is_own(memory: Memory, choice: Choice, remote: RemoteSight, view: CommitView) -> bool:
+    try:
+        return memory.is_own(view, lambda: remote.manifests(view.commit))
+    except DamagedError:
+        return False
+    except (RemoteError, NotPermitted, StorageError) as error:
+        choice.lost[remote.name] = error
+        return False
+
+
+def _every_order(remotes: Sequence[RemoteSight]) -> Iterable[Order]:
+    return (order_of(view.commit) for remote in remotes for view in remote.commits)

@@ -1,0 +1,280 @@
+"""What can be resumed from, as it is now: the folders in save_dir and the COMMITs of each remote.
+
+Neither the daemon's journal nor its status is needed: save_dir may have been emptied a minute ago, the
+daemon may run or be dead. Local folders are judged by the daemon's own rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ckptd.base.names import tag_problem
+from ckptd.base.owned_dirs import opened_ours
+from ckptd.core.completeness.judge import Context, State, Verdict, judge, step_of
+from ckptd.core.model.manifest import side_key, stem
+from ckptd.core.model.save import Order
+from ckptd.core.policy.leases import shares_folder
+from ckptd.core.policy.view import WEIGHTS
+from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs, StorageError
+from ckptd.recover.select.local_order import Memory
+from ckptd.recover.select.manifest_check import distrust, path_problem
+from ckptd.storage.local.scan import scan, written_folders
+from ckptd.storage.local.state_dir import read_node_id
+from ckptd.storage.remote.documents import IDENTITY_KEY, stem_of
+from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.apart import open_apart
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from ckptd.config.schema import JobConfig
+    from ckptd.core.model.facts import FileFacts
+    from ckptd.core.model.listing import FolderListing, SaveDirListing
+    from ckptd.core.model.manifest import Commit, ManifestFile, NodeManifest
+    from ckptd.recover.select.owner import Owner
+    from ckptd.storage.remote.messages import CommitView, Observation
+    from ckptd.storage.stores.base import Store
+
+_DEFAULT = Access()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSight:
+    """One remote: what it holds that counts (undisputed, not retired; P3)."""
+
+    name: str
+    url: str
+    store: Store
+    observation: Observation
+    commits: tuple[CommitView, ...]
+    access: Access = _DEFAULT
+
+    def manifests(self, commit: Commit) -> tuple[NodeManifest, ...]:
+        """The manifests of a COMMIT, digests checked.
+
+        Raises:
+            DamagedError: one is gone, another, or not to be believed (P15).
+        """
+        found = tuple(manifests_of(self.store, commit))
+        problem = distrust(self.observation.identity, commit, found)
+        if problem is not None:
+            raise DamagedError(problem, hint="it was changed in the remote; an older checkpoint is taken")
+        return found
+
+    def late(
+        self, commit: Commit, manifests: Sequence[NodeManifest]
+    ) -> tuple[tuple[ManifestFile, ...], str | None]:
+        """What SUPPLEMENTs beside a COMMIT list, of one path the last; a note, where they cannot be believed.
+
+        A note that came late is worth less than the checkpoint.
+        """
+        found: dict[str, ManifestFile] = {}
+        try:
+            supplements = self.supplements(commit)
+            # hosts that divide one folder send its late files for each other
+            is_shared = bool(supplements) and any(self.store.list(shares_folder(*stem_of(commit))))
+            found = {
+                file.path: file
+                for manifest in supplements
+                for file in manifest.files
+                if is_shared or not _is_anothers(file.path, manifest, manifests)
+            }
+            paths = {file.path: file for manifest in manifests for file in manifest.files} | found
+            problem = path_problem(paths.values())
+        except DamagedError as error:
+            problem = error.message
+        if problem is not None:
+            return (), f"{commit.tag} on {self.name}, without what came after its COMMIT: {problem}"
+        return tuple(found.values()), None
+
+    def supplements(self, commit: Commit) -> tuple[NodeManifest, ...]:
+        """The manifests of the SUPPLEMENTs beside a COMMIT, in order.
+
+        Raises:
+            DamagedError: as `manifests`, of one of them.
+        """
+        mine = (v for v in self.observation.supplements if stem_of(v.commit) == stem_of(commit))
+        return tuple(manifest for view in mine for manifest in self.manifests(view.commit))
+
+
+def _is_anothers(path: str, late: NodeManifest, manifests: Sequence[NodeManifest]) -> bool:
+    """Nodes may have files of one name and unlike content: the one in the COMMIT counts, not the last."""
+    own = [m for m in manifests if late.node_id == m.node_id or late.node == m.node]
+    mine = [file for manifest in own for file in manifest.files if file.path == path]
+    if mine:
+        return all(file.replica_of is not None for file in mine)
+    is_listed = any(file.path == path for manifest in manifests for file in manifest.files)
+    return is_listed and len({manifest.node_id for manifest in manifests}) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSight:
+    """One checkpoint folder in save_dir with its verdict."""
+
+    listing: FolderListing
+    verdict: Verdict
+    facts: Mapping[str, FileFacts]
+    is_open: bool = False
+    """A process that we may see holds one of its files open for writing."""
+    unread: StorageError | None = None
+    """The disk did not give one of its files: what is not whole now may be whole when it does."""
+
+    @property
+    def tag(self) -> str:
+        """Name of the folder."""
+        return self.listing.tag
+
+    @property
+    def is_complete(self) -> bool:
+        """A whole save, readable to its end."""
+        return self.verdict.state is State.COMPLETE
+
+    @property
+    def step(self) -> int | None:
+        """Its step, also where the save is not whole."""
+        if self.verdict.step is not None:
+            return self.verdict.step
+        return step_of(self.tag, self.facts)[0]
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprint by path."""
+        return {path: facts.fingerprint for path, facts in self.facts.items()}
+
+
+def look_at_remote(
+    name: str, url: str, owner: Owner | None, access: Access = _DEFAULT, *, is_tolerant: bool = False
+) -> RemoteSight:
+    """Read a remote; `owner`: whose it must be (None: anybody's); `is_tolerant`: as `read_remote`.
+
+    Raises:
+        RemoteUnreachable, RemoteNotOurs: it is not there, or not this job's (69).
+    """
+    store = open_apart(name, url, access)
+    try:
+        observation = read_remote(store, is_tolerant=is_tolerant)
+    except RemoteNotOurs as error:
+        if IDENTITY_KEY not in error.message:
+            raise
+        hint = "is it mounted? before the very first start: `ckptd check --init-remote`, or start `ckptd run`"
+        raise RemoteNotOurs(error.message, hint=hint) from error
+    if owner is not None:
+        owner.must_own(name, url, observation.identity)
+    return RemoteSight(
+        name=name,
+        url=url,
+        store=store,
+        observation=observation,
+        commits=live_commits(observation),
+        access=access,
+    )
+
+
+def forms_alone(remotes: Sequence[RemoteSight]) -> dict[str, set[str]]:
+    """Tags of which nothing is left but weights, with the forms of those: no resume points (adr/0094)."""
+    forms: dict[str, set[str]] = {}
+    for remote in remotes:
+        for view in remote.commits:
+            forms.setdefault(view.commit.tag, set()).add(view.commit.form)
+    return {tag: held for tag, held in forms.items() if held <= set(WEIGHTS)}
+
+
+def is_gone(store: Store, view: CommitView) -> bool:
+    """Whether a COMMIT that was seen has been retired since, or is being retired."""
+    stone = side_key("retired", stem(*stem_of(view.commit)))
+    return store.get(view.key) is None or store.get(stone) is not None
+
+
+def look_locally(
+    save_dir: Path, save_dir_fd: int, job: JobConfig, remotes: Sequence[RemoteSight]
+) -> tuple[SaveDirListing, tuple[LocalSight, ...]]:
+    """Scan save_dir, inspect every file in restricted children, judge every folder."""
+    listing = scan(save_dir_fd)
+    accepted = frozenset(
+        decision.fingerprints
+        for remote in remotes
+        for decision in remote.observation.decisions
+        if decision.kind == "accept"
+    )
+    grids = frozenset(
+        (view.commit.grid.dp, view.commit.grid.mm_count, view.commit.grid.zero_stage)
+        for remote in remotes
+        for view in remote.commits
+    )
+    found: list[LocalSight] = []
+    for folder in listing.folders:
+        newest_ns = max((f.identity.mtime_ns for f in folder.files), default=0)
+        context = Context(
+            settle_seconds=job.settle_seconds,
+            quiet_seconds=max(job.settle_seconds, time.time() - newest_ns / 1e9),
+            is_in_flight=False,
+            save_spread_seconds=job.save_spread_seconds,
+            accepted=accepted,
+            known_grids=grids,
+            is_to_send=False,
+        )
+        rows, unread = _read(save_dir / folder.tag, [f.path for f in folder.files])
+        facts = {row.path: row for row in rows}
+        found.append(
+            LocalSight(
+                listing=folder,
+                verdict=judge(folder, facts, None, context),
+                facts=facts,
+                is_open=False,
+                unread=unread,
+            )
+        )
+    written = written_folders(str(save_dir)) if found else frozenset()
+    return listing, tuple(replace(one, is_open=one.listing.tag in written) for one in found)
+
+
+def _read(folder: Path, paths: Sequence[str]) -> tuple[list[FileFacts], StorageError | None]:
+    # what looks at a remote alone loads no conversions
+    from ckptd.convert.engine.inspect import inspect_files
+
+    try:
+        return inspect_files(folder, paths, is_final=False), None
+    except StorageError as error:
+        return inspect_files(folder, paths), error
+
+
+def memory_of(job: JobConfig, state_dir: Path | None, node: str) -> Memory:
+    """What this node knows of its saves: its name, its id and the daemon's last status, never needed."""
+    if state_dir is None:
+        return Memory(node=node, is_shared=job.shared_fs)
+    known = Memory(node=node, node_id=_node_id(state_dir), is_shared=job.shared_fs)
+    try:
+        status = json.loads((state_dir / "status.json").read_bytes())
+        rows = [
+            row
+            for one in status["jobs"]
+            if one["save_dir"] == str(job.save_dir)
+            for row in one["checkpoints"]
+        ]
+        here = (row for row in rows if isinstance(row.get("branch"), int) and row["local"]["present"])
+        orders = {
+            str(row["tag"]): Order(row["branch"], row["step"], int(row.get("save_seq") or 0))
+            for row in here
+            if row["step"] is not None
+        }
+        # a tag that no remote takes says nothing of the bytes
+        refused = frozenset(
+            tag for row in rows if row.get("state") == "refused" and not tag_problem(tag := str(row["tag"]))
+        )
+        forms = [form for row in rows for by in row.get("remotes", {}).values() for form in by.values()]
+        commits = frozenset(str(form["commit_sha256"]) for form in forms if form.get("commit_sha256"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, CkptdError):
+        return known
+    return replace(known, orders=orders, commits=commits, refused=refused)
+
+
+def _node_id(state_dir: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError, CkptdError), opened_ours(state_dir) as fd:
+        return read_node_id(fd)
+    return None

@@ -1,0 +1,94 @@
+"""Where a complete folder here that no COMMIT holds stands among all saves (docs/adr/0030).
+
+Pure. A rewind is never guessed. A tag whose COMMIT has other content was saved again here, later, only if
+that COMMIT and all above it are this node's own: the job may have gone on elsewhere under the same names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptd.core.completeness.order import next_order, rebuilt_order
+from ckptd.core.model.coverage import order_of
+from ckptd.core.model.save import Order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ckptd.core.model.manifest import NodeManifest
+    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.storage.remote.messages import CommitView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What this node knows of its saves, none of it needed: its name and id, the daemon's last status."""
+
+    orders: Mapping[str, Order] = field(default_factory=dict)
+    """Tag → the order that the daemon gave to the folder here."""
+    commits: frozenset[str] = frozenset()
+    """Digests of COMMITs that the daemon knew as those of saves here."""
+    refused: frozenset[str] = frozenset()
+    """Tags of folders here that the daemon would not send: a byte may be wrong."""
+    node: str = ""
+    node_id: str | None = None
+    """None: not known, and nothing is this node's by its name alone, which another disk may bear too."""
+    is_shared: bool = False
+    """All nodes have this one save_dir: whatever was committed came from it."""
+
+    def is_own(self, view: CommitView, manifests: Callable[[], Iterable[NodeManifest]]) -> bool:
+        """Whether a COMMIT is of a save that lay here; `manifests`: asked where the name alone would tell."""
+        if self.is_shared or view.sha256 in self.commits:
+            return True
+        if self.node_id is None or view.commit.committed_by != self.node:
+            return False
+        return any(manifest.node_id == self.node_id for manifest in manifests())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """The order of a folder; `doubt`: why one that may be the newest does not count as it."""
+
+    order: Order
+    doubt: str | None = None
+
+
+def standing_of(
+    tag: str,
+    step: int,
+    known: Sequence[Order],
+    remotes: Sequence[RemoteSight],
+    memory: Memory,
+    is_own: Callable[[RemoteSight, CommitView], bool],
+) -> Standing:
+    """Of a complete folder here at `step`; `known`: every order known by now; `is_own`: of a save from here.
+
+    The daemon's word where it is of this content; behind everything known, where the tag was saved again here
+    or no rewind is in question; else below what was committed later, be it elsewhere.
+    """
+    highest = max(known, default=None)
+    views = [view for remote in remotes for view in remote.commits]
+    same_tag = [view for view in views if view.commit.tag == tag]
+    newest = max((order_of(view.commit) for view in same_tag), default=Order(0, 0, 0))
+    hint = memory.orders.get(tag)
+    if hint is not None and hint.step == step and hint > newest:
+        return Standing(order=hint)
+    if not same_tag or highest is None:
+        return Standing(order=Order(highest.branch if highest else 1, step, 0))
+    later = [(remote, v) for remote in remotes for v in remote.commits if order_of(v.commit) >= newest]
+    if step >= highest.step or all(is_own(remote, view) for remote, view in later):
+        return Standing(order=next_order(step, highest))
+    return _doubtful(tag, step, highest, [view for _, view in later])
+
+
+def _doubtful(tag: str, step: int, highest: Order, later: Sequence[CommitView]) -> Standing:
+    """`later`: the newest COMMIT of the tag, and all above it."""
+    top = max(later, key=lambda view: order_of(view.commit)).commit
+    said = f"nothing proves that {tag} here is newer than {top.tag} (step {top.step}) of {top.committed_by}"
+    same = [order_of(v.commit) for v in later if v.commit.tag == tag and v.commit.step == step]
+    if not same:
+        return Standing(order=rebuilt_order(step, highest), doubt=f"{said}: that one comes first")
+    # before its own COMMIT, so that whoever asks for the tag gets what lies here
+    order = Order(max(same).branch, step, max(same).save_seq + 1)
+    return Standing(order=order, doubt=f"{said}: that one comes first (`--tag {tag}` takes what is here)")

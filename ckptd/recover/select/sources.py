@@ -1,0 +1,199 @@
+"""Where a command reads: the remotes of a job or one URL, which of them answer, which copies are bad.
+
+`list`, `verify`, `restore` and `resume` mean the same by JOB, URL and --remote; a remote that fails
+half-way is left out and the next one is asked (P18).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptd.base.owned_dirs import is_numbered_tag
+from ckptd.base.process import must_answer
+from ckptd.config.loader import remote_from_arguments
+from ckptd.config.quantities import shown_remote
+from ckptd.core.model.layouts import Trainer
+from ckptd.errors import (
+    CkptdError,
+    DamagedError,
+    NoSpaceError,
+    NotFoundError,
+    NotPermitted,
+    RemoteError,
+    SourceChanged,
+    StorageError,
+)
+from ckptd.recover.select.inventory import is_gone, look_at_remote
+from ckptd.recover.select.named import job_named, no_remote
+from ckptd.recover.select.owner import owner_of, state_dir_hint
+from ckptd.recover.select.steps import Convert, ConvertFrom, Fetch, RestoreExtras
+from ckptd.storage.stores.access import access_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ckptd.config.schema import JobConfig, RemoteConfig
+    from ckptd.recover.select.choose import Copy
+    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.owner import Owner
+    from ckptd.recover.select.runs import Runs
+    from ckptd.recover.select.steps import Step
+
+
+_OF_A_REMOTE = (RemoteError, NotPermitted, StorageError)
+"""What makes the next remote be asked; a fault of this node is met again there, and said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """What JOB|URL names: remotes, whose they must be (None: anybody's), and the job where there is one."""
+
+    remotes: tuple[RemoteConfig, ...]
+    owner: Owner | None
+    job: JobConfig | None = None
+
+
+def where_of(
+    job: str, environ: Mapping[str, str], *, only: str | None = None, config_dir: Path | None = None
+) -> Where:
+    """A URL, a directory with `_ckptd/remote.json`, or a job; `only`: one remote of it by name.
+
+    Raises:
+        NotFoundError: no such job, it has no remote, or none of that name (66).
+    """
+    if "://" not in job and "/" in job:
+        must_answer(job)
+    if "://" in job or (Path(job) / "_ckptd" / "remote.json").is_file():
+        url = job if "://" in job else str(Path(job).absolute())
+        return Where(remotes=named((remote_from_arguments(url, environ),), only), owner=None)
+    found = job_named(job, environ, config_dir=config_dir)
+    if found.remotes:
+        owner = owner_of(found, state_dir_hint(found, environ, config_dir))
+        return Where(remotes=named(found.remotes, only), owner=owner, job=found)
+    if not found.save_dir.exists():
+        remote = remote_from_arguments(str(found.save_dir), environ)
+        return Where(remotes=named((remote,), only), owner=None)
+    raise no_remote(found)
+
+
+def said_of(name: str, url: str, text: str) -> str:
+    """A line about a remote; a URL that the text names already is not said twice."""
+    shown = shown_remote(name, url)
+    return text if shown == url and url in text else f"{shown}: {text}"
+
+
+def named(remotes: Sequence[RemoteConfig], only: str | None) -> tuple[RemoteConfig, ...]:
+    """All remotes, or the one called `only`.
+
+    Raises:
+        NotFoundError: none is called so.
+    """
+    chosen = tuple(remote for remote in remotes if only in (None, remote.name))
+    if not chosen and only is not None:
+        names = ", ".join(remote.name for remote in remotes) or "none"
+        msg = f"there is no remote {only!r} (known: {names})"
+        raise NotFoundError(msg, hint="--remote takes a name of the job file")
+    return chosen
+
+
+@dataclass(slots=True, kw_only=True)
+class Sources:
+    """The remotes that answer, the errors of the others, and (remote, COMMIT digest) of bad copies."""
+
+    say: Callable[[str], None]
+    remotes: list[RemoteSight] = field(default_factory=list)
+    absent: list[CkptdError] = field(default_factory=list)
+    damaged: set[tuple[str, str]] = field(default_factory=set)
+    run_id: str | None = None
+    """The one run whose checkpoints are offered, once `take` has said so."""
+    _asked: dict[str, tuple[RemoteConfig, Owner | None]] = field(default_factory=dict)
+    _runs: Runs | None = None
+
+    def look(self, remotes: Sequence[RemoteConfig], owner: Owner | None) -> None:
+        """Read each remote; one that is not there is said and left out."""
+        for remote in remotes:
+            self._asked[remote.name] = (remote, owner)
+            try:
+                sight = look_at_remote(remote.name, remote.url, owner, access_of(remote))
+            except CkptdError as error:
+                self.absent.append(error)
+                self.say(said_of(remote.name, remote.url, str(error)))
+            else:
+                self.remotes.append(sight)
+                for text in sight.observation.damaged:
+                    self.say(said_of(remote.name, remote.url, text))
+
+    def take(self, runs: Runs, run_id: str | None) -> None:
+        """From now on only what one run committed is there; None: nothing is."""
+        self._runs, self.run_id = runs, run_id
+        self.remotes = [runs.only(remote, run_id) for remote in self.remotes]
+
+    def said_of_others(self) -> str:
+        """What other runs hold in the remotes, and what takes it; empty where there are none."""
+        return self._runs.said_of_others(self.run_id) if self._runs is not None else ""
+
+    def said_of_tag(self, tag: str) -> str:
+        """Which other run has a checkpoint of that name, and what takes it; empty where none has."""
+        return self._runs.said_of_tag(tag, self.run_id) if self._runs is not None else ""
+
+    def is_numbered(self) -> bool:
+        """A remote knows this save_dir as one that Accelerate names itself: nothing of ours goes into it."""
+        numbered = [
+            (remote, view.commit)
+            for remote in self.remotes
+            for view in remote.commits[-1:]
+            if is_numbered_tag(view.commit.tag)
+        ]
+        with contextlib.suppress(DamagedError):
+            return any(
+                manifest.writer.trainer == Trainer.ACCELERATE
+                for remote, commit in numbered
+                for manifest in remote.manifests(commit)
+            )
+        return True
+
+    def drop(self, name: str, error: CkptdError) -> None:
+        """A remote failed half-way: it is asked no more."""
+        self.remotes = [remote for remote in self.remotes if remote.name != name]
+        self.absent.append(error)
+        others = ", ".join(remote.name for remote in self.remotes)
+        going = f"going on with {others}" if others else "no other is left"
+        self.say(said_of(name, self._asked[name][0].url, f"{error.message}; {going}"))
+
+    def _look_again(self, copy: Copy) -> None:
+        """A COMMIT that retention removed meanwhile is no damage, and what was seen then is history."""
+        remote, owner = self._asked[copy.remote.name]
+        try:
+            if not is_gone(copy.remote.store, copy.view):
+                return
+            sight = look_at_remote(remote.name, remote.url, owner, access_of(remote))
+        except CkptdError as error:
+            self.drop(remote.name, error)
+        else:
+            sight = sight if self._runs is None else self._runs.only(sight, self.run_id)
+            self.remotes = [sight if old.name == remote.name else old for old in self.remotes]
+            text = f"{copy.view.commit.tag} was retired meanwhile; looked again"
+            self.say(said_of(remote.name, remote.url, text))
+
+    def give_up_on(self, step: Step | None, steps: Sequence[Step], error: CkptdError) -> bool:
+        """Leave out the copy or the remote that made `step` fail; False when that is not its fault.
+
+        A conversion that fails on bytes just fetched is the fault of what was fetched.
+        """
+        if isinstance(step, Fetch | RestoreExtras | ConvertFrom):
+            # what is read by ranges and is gone or another object all at once was changed in the remote
+            if isinstance(error, DamagedError | SourceChanged):
+                self.damaged.add((step.copy.remote.name, step.copy.view.sha256))
+                self._look_again(step.copy)
+                return True
+            if isinstance(error, _OF_A_REMOTE) and not isinstance(error, NoSpaceError):
+                self.drop(step.copy.remote.name, error)
+                return True
+        fetched = [s for s in steps if isinstance(s, Fetch)]
+        if isinstance(step, Convert) and isinstance(error, DamagedError) and fetched:
+            self.damaged |= {(s.copy.remote.name, s.copy.view.sha256) for s in fetched}
+            return True
+        return False

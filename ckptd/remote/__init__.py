@@ -1,1 +1,0 @@
-"""Remotes: the store contract, directories, transfer, commit (docs/design.md §5)."""

@@ -1,0 +1,158 @@
+"""A remote's own process, `python -m ckptd.storage.child.child [WINDOW_BYTES [MODULE]]`: orders in, answers out.
+
+It exists because a call on a dead hard mount cannot be interrupted: then this process hangs and the daemon
+does not. It ends with its parent or at end of input; being killed at any instant loses nothing.
+MODULE makes forms while they are sent (adr/0113): it is another part's, and loaded when it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from ckptd.errors import UsageError
+from ckptd.storage.child.service import Service
+from ckptd.storage.remote.messages import (
+    ANSWER_LINE,
+    LONG_ORDERS,
+    ORDER_LINE,
+    AnswerLine,
+    Attach,
+    Cancel,
+    Failed,
+    Pace,
+)
+from ckptd.storage.remote.transfer import sealed
+from ckptd.storage.stores.open import WINDOW_BYTES
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from types import FrameType
+
+    from ckptd.storage.remote.messages import Answer, OrderLine, ShipOrder
+    from ckptd.storage.remote.transfer import Control, OpenOrigin, Origin
+    from ckptd.storage.stores.base import Store
+
+_PR_SET_PDEATHSIG = 1
+_EX_SOFTWARE = 70
+_NICE = 10
+
+
+class _Output:
+    """Answers as whole lines on a descriptor of their own, from any thread."""
+
+    def __init__(self) -> None:
+        self._fd = os.dup(1)
+        os.set_inheritable(self._fd, False)
+        # whatever else prints goes to stderr, never between two answers
+        os.dup2(2, 1)
+        self._lock = threading.Lock()
+
+    def emit(self, order_id: int, answer: Answer) -> None:
+        """Write one line; the end of the reader is the end of this process."""
+        data = ANSWER_LINE.dump_json(AnswerLine(id=order_id, answer=answer)) + b"\n"
+        with self._lock:
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(self._fd, view) :]
+            except BrokenPipeError:
+                os._exit(0)
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    end_with_parent()
+    threading.excepthook = _end_by_bug
+    output = _Output()
+    window_bytes = int(sys.argv[1]) if len(sys.argv) > 1 else WINDOW_BYTES
+    making = sys.argv[2] if len(sys.argv) > 2 else None
+    service = Service(output.emit, window_bytes=window_bytes, open_origin=partial(_opened, making))
+    long_orders: queue.SimpleQueue[OrderLine] = queue.SimpleQueue()
+    short_orders: queue.SimpleQueue[OrderLine] = queue.SimpleQueue()
+    for name, orders in (("long", long_orders), ("short", short_orders)):
+        threading.Thread(target=_work, args=(service, orders), name=name, daemon=True).start()
+    for raw in sys.stdin.buffer:
+        line = _parse(raw, output)
+        if line is None:
+            continue
+        if isinstance(line.order, Pace | Cancel):
+            service.steer(line.order)
+        elif isinstance(line.order, LONG_ORDERS):
+            long_orders.put(line)
+        else:
+            if isinstance(line.order, Attach):
+                service.expect(line.order.settings)
+            short_orders.put(line)
+    # nothing to clean up: what is half done is resumed or sent again (P7)
+    os._exit(0)
+
+
+def _opened(
+    making: str | None, order: ShipOrder, root: int, control: Control, store: Store
+) -> AbstractContextManager[Origin]:
+    """Where an order's bytes come from: files that lie here, or a form that `making` makes."""
+    if order.making is None:
+        return sealed(order, root, control, store)
+    if making is None:
+        msg = "this child makes no forms"
+        raise UsageError(msg, hint="it is a bug: please report it")
+    opened: OpenOrigin = importlib.import_module(making).opened
+    return opened(order, root, control, store)
+
+
+def _work(service: Service, orders: queue.SimpleQueue[OrderLine]) -> None:
+    while True:
+        line = orders.get()
+        service.carry_out(line.id, line.order)
+
+
+def _parse(raw: bytes, output: _Output) -> OrderLine | None:
+    try:
+        return ORDER_LINE.validate_json(raw)
+    except ValidationError as error:
+        sys.stderr.write(f"ckptd.storage.child.child: not an order: {error}\n")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        order_id = int(json.loads(raw)["id"])
+        output.emit(order_id, Failed(error="UsageError", message="not an order that this child knows"))
+    return None
+
+
+def _end_by_bug(args: threading.ExceptHookArgs) -> None:
+    """A bug ends the process: the daemon sees it, fails the open orders and starts another one."""
+    traceback.print_exception(args.exc_type, args.exc_value, args.exc_traceback)
+    sys.stderr.flush()
+    os._exit(_EX_SOFTWARE)
+
+
+def end_with_parent() -> None:
+    """Die with the parent process, not with the thread of it that started us; leave Ctrl-C to it."""
+    parent = os.getppid()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        if os.getppid() != parent:
+            os._exit(0)
+
+    signal.signal(signal.SIGUSR1, on_signal)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+    if os.getppid() != parent:
+        os._exit(0)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""What a remote's child process does with an order, apart from the process around it (docs/design.md §3).
+
+It holds no state that matters: the attached remote, found again when lost; the pace; which orders were
+cancelled. Every failure of the tree becomes a `Failed` answer, anything else is a bug and ends the process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptd import errors
+from ckptd.errors import CkptdError, RemoteError, RemoteNotOurs, from_os_error
+from ckptd.storage.remote.attach import attach
+from ckptd.storage.remote.commit import Ground, ship, supplement
+from ckptd.storage.remote.coordination import Heartbeats, hold_lease, remove_stale_temporaries
+from ckptd.storage.remote.documents import DocumentCache
+from ckptd.storage.remote.messages import (
+    Alive,
+    Attach,
+    Attached,
+    Beat,
+    Beats,
+    Cancel,
+    Claimed,
+    ClaimRun,
+    Confirm,
+    Describe,
+    Discard,
+    Done,
+    Failed,
+    Moving,
+    ObjectDone,
+    Observation,
+    Observe,
+    Pace,
+    Point,
+    Record,
+    RemoteSettings,
+    Retire,
+    Scrub,
+    ShipOrder,
+    Shipped,
+    ShipResult,
+    Unchanged,
+    known,
+)
+from ckptd.storage.remote.observe import confirm, describe, observe, point, publish, still_ours
+from ckptd.storage.remote.repair import scrub
+from ckptd.storage.remote.retire import retire
+from ckptd.storage.remote.runs import claim_run
+from ckptd.storage.remote.transfer import Control, sealed
+from ckptd.storage.stores.base import Progress
+from ckptd.storage.stores.open import WINDOW_BYTES, open_store
+from ckptd.storage.stores.rate_limit import Cancelled, Pacer
+from ckptd.storage.stores.retrying import Motion, WatchedPacer, watched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.storage.remote.messages import Answer, Order, Planned
+    from ckptd.storage.remote.transfer import OpenOrigin
+    from ckptd.storage.stores.base import Store
+
+_EVENT_SECONDS = 0.2
+_SIGN_SECONDS = 1.0
+
+
+class Service:
+    """Carries out orders on one remote; `emit(order id, answer)` is called from several threads."""
+
+    def __init__(
+        self,
+        emit: Callable[[int, Answer], None],
+        *,
+        window_bytes: int = WINDOW_BYTES,
+        open_origin: OpenOrigin = sealed,
+    ) -> None:
+        self._emit = emit
+        self._window_bytes = window_bytes
+        self._open_origin = open_origin
+        self._pacer = Pacer()
+        self._settings: RemoteSettings | None = None
+        self._ground: Ground | None = None
+        self._lock = threading.Lock()
+        self._cancelled: set[int] = set()
+        self._documents = DocumentCache()
+        self._observed: Observation | None = None
+        self._beats: Heartbeats | None = None
+        self._claimed: dict[str, str] = {}  # the run of a claim → the run under which it was accepted
+        self._is_tidied = False
+
+    def expect(self, settings: RemoteSettings) -> None:
+        """An order to attach was read: what is read after it means that remote, whichever thread is first."""
+        self._settings, self._ground, self._observed = settings, None, None
+        self._pacer.set_rate(settings.bytes_per_second)
+
+    def steer(self, order: Pace | Cancel) -> None:
+        """Change the pace, or cancel an order that runs or waits; at once, from the reading thread."""
+        if isinstance(order, Pace):
+            self._pacer.set_fraction(order.fraction)
+            self._pacer.set_rate(order.bytes_per_second)
+        else:
+            self._cancelled.add(order.order_id)
+
+    def carry_out(self, order_id: int, order: Order) -> None:
+        """Do it and emit the answer that ends it."""
+        try:
+            answer = self._answer(order_id, order)
+        except CkptdError as error:
+            if isinstance(error, RemoteError):
+                # the mount may be another one by now: the next order proves it again
+                self._ground = None
+            answer = _failed(error)
+        except OSError as error:
+            answer = _failed(from_os_error(error, f"remote {self._settings.url if self._settings else '?'}"))
+        self._cancelled.discard(order_id)
+        self._emit(order_id, answer)
+
+    def _answer(self, order_id: int, order: Order) -> Answer:
+        if isinstance(order, Attach):
+            with self._lock:
+                return self._attach(order.settings)
+        reporter = _Reporter(order_id, self._emit, self._cancelled)
+        found = self._attached()
+        ground = replace(found, store=watched(found.store, reporter.heard))
+        if isinstance(order, Observe):
+            return self._observe(ground, order)
+        if isinstance(order, Describe):
+            node = self._settings.node if self._settings else None
+            return describe(ground.store, order.tag, ground.identity, node=node, manifests=ground.manifests)
+        if isinstance(order, Confirm):
+            return confirm(ground.store, order.commits, ground.identity)
+        if isinstance(order, ClaimRun):
+            still_ours(ground.store, ground.identity)
+            return self._claim(ground, order)
+        if isinstance(order, Beat):
+            return self._beat(found, order)
+        if isinstance(order, ShipOrder):
+            return self._ship(ground, order, reporter.control(self._pacer))
+        if isinstance(order, Scrub):
+            return scrub(ground, order, reporter.control(self._pacer).pacer, reporter.check)
+        if isinstance(order, Retire):
+            retire(ground, order, reporter.check)
+        else:
+            _note(ground, order)
+        return Done()
+
+    def _observe(self, ground: Ground, order: Observe) -> Observation | Unchanged:
+        """What the remote holds, or that it is as it was."""
+        seen = observe(ground.store, ground.identity, self._documents)
+        bare = seen.model_copy(update={"free_bytes": None})
+        before, self._observed = self._observed, bare
+        is_same = order.only_changed and bare == before
+        # a put of a process that died may arrive after a newer one; at the second look, for a COMMIT that was
+        # made a moment ago is about to be pointed at, and a late listing may not show it yet
+        is_wrong = before is not None and not (before.is_pointing or seen.is_pointing)
+        if is_wrong and ground.abilities.create_only:
+            with suppress(CkptdError):  # of a remote that may only be read
+                point(ground.store, self._documents)
+        return Unchanged(free_bytes=seen.free_bytes) if is_same else seen
+
+    def _claim(self, ground: Ground, order: ClaimRun) -> Claimed:
+        def beat(run_id: str) -> None:
+            self._claimed[order.claim.run_id] = run_id
+            if order.heartbeat is not None:
+                said = {"run_id": run_id, "job_id": ground.identity.job_id}
+                self._heartbeats(ground).put(order.heartbeat.model_copy(update=said))
+
+        return Claimed(run=claim_run(ground.store, order.claim, ground.identity.job_id, beat))
+
+    def _heartbeats(self, ground: Ground) -> Heartbeats:
+        if self._beats is None or self._beats.store is not ground.store:
+            self._beats = Heartbeats(ground.store)
+        return self._beats
+
+    def _beat(self, ground: Ground, order: Beat) -> Beats:
+        """Write ours and look at the others'."""
+        still_ours(ground.store, ground.identity)
+        self._beats = self._heartbeats(ground)
+        if (said := order.heartbeat) is not None:
+            # one that was ordered before the daemon heard of its claim tells of no other run
+            run_id = self._claimed.get(said.run_id or "", said.run_id)
+            self._beats.put(said.model_copy(update={"run_id": run_id}))
+        nodes = self._beats.others(order.node, reads_all=order.reads_all)
+        lease, beat = None, order.heartbeat
+        if order.takeover_seconds is not None and beat is not None:
+            # after our heartbeat: who looks for a silent holder from now on finds us alive
+            lease = hold_lease(
+                ground.store, beat.job_id, beat.node, beat.node_id, nodes, order.takeover_seconds
+            )
+        sharers = self._beats.elsewhere(beat) if beat is not None else ()
+        return Beats(nodes=nodes, sharers=sharers, lease=lease)
+
+    def _ship(self, ground: Ground, order: ShipOrder, control: Control) -> ShipResult:
+        if order.supplement_to is not None:
+            return supplement(ground, order, control)
+        return ship(ground, order, control, self._open_origin)
+
+    def _attach(self, settings: RemoteSettings) -> Attached:
+        """Prove the remote and remember it; the lock is held."""
+        store = open_store(
+            settings.url,
+            access=settings.access,
+            owner=settings.node_id,
+            read_back=settings.verify != "none",
+            window_bytes=self._window_bytes,
+        )
+        self._settings, self._ground = settings, None
+        found = attach(store, settings)
+        self._tidy(store)
+        self._settings = known(settings, found)
+        self._ground = Ground(
+            store=store, abilities=found.abilities, identity=found.identity, documents=self._documents
+        )
+        return found
+
+    def _tidy(self, store: Store) -> None:
+        """Once: remove what an earlier process of this node left; failing keeps nobody from attaching."""
+        if self._is_tidied:
+            return
+        with suppress(CkptdError, OSError):
+            remove_stale_temporaries(store)
+            self._is_tidied = True
+
+    def _attached(self) -> Ground:
+        ground = self._ground
+        if ground is not None:
+            return ground
+        with self._lock:
+            if self._ground is None:
+                if self._settings is None:
+                    msg = "the remote was not attached"
+                    raise RemoteNotOurs(msg, hint="attach comes first")
+                self._attach(self._settings)
+            assert self._ground is not None
+            return self._ground
+
+
+class _Reporter:
+    """Events of one order: each flushed window, else one every 0.2 s, and a sign of life every second.
+
+    Each says how long nothing has moved: a request that is repeated in vain is life, and no motion.
+    """
+
+    def __init__(self, order_id: int, emit: Callable[[int, Answer], None], cancelled: set[int]) -> None:
+        self._id = order_id
+        self._emit = emit
+        self._cancelled = cancelled
+        self._at = time.monotonic()
+        self._flushed: dict[str, tuple[int, str]] = {}
+        self._motion = Motion()
+
+    def control(self, pacer: Pacer) -> Control:
+        """What a transfer needs."""
+        return Control(
+            pacer=WatchedPacer(pacer, self._motion),
+            check=self.check,
+            on_moving=self._on_moving,
+            on_done=self._on_done,
+            on_planned=self._send,
+        )
+
+    def heard(self) -> None:
+        """The store answered."""
+        self._motion.moved()
+        self._give_sign()
+
+    def check(self) -> None:
+        """Raise `Cancelled` when the daemon wants that; give a sign of life when it has been quiet."""
+        if self._id in self._cancelled:
+            msg = "the transfer was cancelled"
+            raise Cancelled(msg, hint="it goes on where it stopped when it is ordered again")
+        self._give_sign()
+
+    def _give_sign(self) -> None:
+        if time.monotonic() - self._at >= _SIGN_SECONDS:
+            self._send(Alive(idle_seconds=self._motion.idle_seconds))
+
+    def _on_moving(self, key: str, total_bytes: int, progress: Progress) -> None:
+        self._motion.advanced(key, progress.done_bytes)
+        flushed = (progress.flushed_bytes, progress.token)
+        is_known = flushed == self._flushed.get(key, (0, ""))
+        if is_known and time.monotonic() - self._at < _EVENT_SECONDS:
+            return
+        self._flushed[key] = flushed
+        self._send(
+            Moving(
+                key=key,
+                done_bytes=progress.done_bytes,
+                total_bytes=total_bytes,
+                flushed_bytes=progress.flushed_bytes,
+                crc64=progress.crc64,
+                token=progress.token,
+                idle_seconds=self._motion.idle_seconds,
+            )
+        )
+
+    def _on_done(self, shipped: Shipped) -> None:
+        self._flushed.pop(shipped.key, None)
+        self._send(ObjectDone(object=shipped))
+
+    def _send(self, event: Moving | ObjectDone | Planned | Alive) -> None:
+        self._at = time.monotonic()
+        self._emit(self._id, event)
+
+
+def _note(ground: Ground, order: Order) -> None:
+    """Small changes: a person's word, the pointers, uploads that nobody goes on with."""
+    if isinstance(order, Record):
+        publish(ground.store, order.decision, ground.identity)
+    elif isinstance(order, Discard):
+        still_ours(ground.store, ground.identity)
+        for key, token in order.uploads:
+            ground.store.discard(key, token)
+    elif isinstance(order, Point):
+        still_ours(ground.store, ground.identity)
+        point(ground.store)
+
+
+def _failed(error: CkptdError) -> Failed:
+    """The answer to an order that failed, named by the nearest class of the public tree."""
+    name = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
+    return Failed(error=name, message=error.message, hint=error.hint)

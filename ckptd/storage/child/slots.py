@@ -1,0 +1,185 @@
+"""The process of one remote, which also makes what it sends (docs/adr/0093, 0113).
+
+One for everything: two of them would each hold Python, the messages and the S3 library. What making a form
+takes is loaded with the first order that makes one, and goes with the process, which is ended after it.
+Where `memory_budget` has no room for a process of every remote, orders wait for a place (docs/adr/0135).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Protocol
+
+from ckptd import errors
+from ckptd.storage.child.client import RemoteClient
+from ckptd.storage.remote.messages import Planned, ShipOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.storage.remote import messages as m
+
+
+# ---------------------------------------------------------------------------------------------------------
+# How many remotes' children live at once: as many as `memory_budget` has room for (docs/adr/0135, P12).
+# Where there is room for all, each lasts. Where there is not, one that has nothing to do makes room for the
+# next in line, whose orders wait until then. Everything here is called in the deciding thread.
+
+
+class Guest(Protocol):
+    """Whoever has a child."""
+
+    def make_room(self) -> bool:
+        """End the child if it has nothing to do; whether it is gone."""
+
+    def begin(self) -> None:
+        """Its turn has come: it has a place."""
+
+
+class Places:
+    """First come, first served; `count` may change at any time, and nobody is sent away from an order."""
+
+    def __init__(self, count: Callable[[], int] = lambda: sys.maxsize) -> None:
+        self._count = count
+        self._here: list[Guest] = []
+        self._waiting: list[Guest] = []
+
+    @property
+    def is_crowded(self) -> bool:
+        """Somebody waits."""
+        return bool(self._waiting)
+
+    def take(self, who: Guest) -> bool:
+        """Whether `who` has a place; else it waits in line, and `begin` is called when it has."""
+        if who not in self._here and who not in self._waiting:
+            self._waiting.append(who)
+            self._admit(but=who)
+        return who in self._here
+
+    def leave(self, who: Guest) -> None:
+        """It neither has a place nor waits for one any more."""
+        self._here = [one for one in self._here if one is not who]
+        self._waiting = [one for one in self._waiting if one is not who]
+
+    def settle(self) -> None:
+        """After all turns: whose turn is over makes room, and those who wait begin."""
+        self._admit()
+
+    def _admit(self, but: Guest | None = None) -> None:
+        count = self._count()
+        self._make_room(count)
+        while self._waiting:
+            self._make_room(count - 1)
+            if len(self._here) >= count:
+                return
+            who = self._waiting.pop(0)
+            self._here.append(who)
+            if who is not but:
+                who.begin()
+
+    def _make_room(self, most: int) -> None:
+        """The last that came goes first: those before it last, instead of all being started again in turn."""
+        for one in reversed(self._here.copy()):
+            if len(self._here) <= most:
+                return
+            if one.make_room():
+                self._here.remove(one)
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+MAKING = "ckptd.convert.remote.derive"
+
+
+class Process:
+    """As `RemoteClient`; every method is called in the deciding thread."""
+
+    def __init__(
+        self,
+        settings: m.RemoteSettings,
+        on_answer: Callable[[int, m.Answer], None],
+        places: Places | None = None,
+    ) -> None:
+        self._places = places or Places()
+        self._has_made = False
+        self._held: dict[int, m.Order] = {}
+        """Orders that wait for a place; the child has none of them."""
+        self._cancelled: set[int] = set()
+
+        def heard(order_id: int, answer: m.Answer) -> None:
+            self._has_made |= isinstance(answer, Planned)
+            on_answer(order_id, answer)
+
+        self._child = RemoteClient(settings, heard, making=MAKING)
+
+    @property
+    def pid(self) -> int | None:
+        """None when there is none."""
+        return self._child.pid
+
+    def submit(self, order: m.Order) -> int:
+        """Queue an order."""
+        # one that may end with "another node makes it" counts once it is planned
+        self._has_made |= isinstance(order, ShipOrder) and order.making is not None and not order.making.zero
+        order_id = self._child.new_id()
+        self._held[order_id] = order
+        if self._places.take(self):
+            self.begin()
+        return order_id
+
+    def begin(self) -> None:
+        """It has a place: what waited goes to the child."""
+        for order_id, order in list(self._held.items()):
+            self._child.submit(order, order_id)
+            del self._held[order_id]  # one that no child could be started for is held until the next
+        for order_id in self._cancelled:
+            self._child.cancel(order_id)
+        self._cancelled.clear()
+
+    def make_room(self) -> bool:
+        """End the child if it has nothing to do; whether there is none."""
+        is_gone = self._child.end_idle()
+        self._has_made &= not is_gone
+        return is_gone
+
+    def ended(self) -> None:
+        """An order has its last answer: the memory of a form that was made is given back."""
+        if self._has_made:
+            self.make_room()
+
+    def pace(self, fraction: float, bytes_per_second: int | None) -> None:
+        """See `RemoteClient.pace`."""
+        self._child.pace(fraction, bytes_per_second)
+
+    def cancel(self, order_id: int) -> None:
+        """See `RemoteClient.cancel`; an order that waits is cancelled once its child can say so."""
+        if order_id in self._held:
+            self._cancelled.add(order_id)
+        else:
+            self._child.cancel(order_id)
+
+    def idle_seconds(self, order_id: int) -> float:
+        """See `RemoteClient.idle_seconds`."""
+        return self._child.idle_seconds(order_id)
+
+    def silent_seconds(self, but: int | None) -> float:
+        """See `RemoteClient.silent_seconds`."""
+        return self._child.silent_seconds(but)
+
+    def abandon(self, reason: str) -> None:
+        """Kill what hangs, and fail every order."""
+        self._child.abandon(reason)
+
+    def close(self) -> None:
+        """End it; open orders get no answer any more."""
+        self._held.clear()
+        self._places.leave(self)
+        self._child.close()
+
+
+def error_of(failed: m.Failed) -> errors.CkptdError:
+    """The error of the tree that a child reported by class name."""
+    kind = getattr(errors, failed.error, errors.RemoteError)
+    if not (isinstance(kind, type) and issubclass(kind, errors.CkptdError)):
+        kind = errors.RemoteError
+    return kind(failed.message, hint=failed.hint)

@@ -1,0 +1,586 @@
+"""Shipping one save and committing it by coverage (docs/design.md §5, docs/adr/0021; P2, P3, P4, P10).
+
+Order of operations, each of which may be the last before a crash: objects → verification of each → every
+source identity again → node manifest → (any node) COMMIT, created once → read back → pointers. A COMMIT is
+never replaced; what cannot join it goes to the next generation.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from ckptd.base import files
+from ckptd.base.names import ROOT
+from ckptd.core.model import coverage
+from ckptd.core.model.coverage import KnownManifest, build_commit
+from ckptd.core.model.layouts import Role, place_of
+from ckptd.core.model.manifest import (
+    Dispute,
+    absent_by_names,
+    commit_key,
+    manifest_key,
+    named_conflict,
+    node_in,
+    sha256_of,
+    side_key,
+    stem,
+    to_bytes,
+)
+from ckptd.core.model.save import mark_of_manifest
+from ckptd.core.policy.view import ZERO
+from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChanged, from_os_error
+from ckptd.storage.remote import derive_attempts
+from ckptd.storage.remote.coordination import lacking, leave_to_owner, take_share, tensors, tensors_of
+from ckptd.storage.remote.documents import (
+    DocumentCache,
+    ManifestCache,
+    Seen,
+    look,
+    manifests_of_commit,
+    number_of,
+    read_commit,
+    read_generation,
+    read_supplements,
+    stem_of,
+)
+from ckptd.storage.remote.manifest_index import Listed, as_listed, in_the_way, withdraw
+from ckptd.storage.remote.messages import CommitView, ShipResult, SupplementView
+from ckptd.storage.remote.observe import point, still_ours
+from ckptd.storage.remote.transfer import CannotBeMade, Transfer, changed, sealed
+from ckptd.storage.stores.base import settled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckptd.core.model.layouts import NamedShard
+    from ckptd.core.model.manifest import ManifestFile, NodeManifest, RemoteIdentity
+    from ckptd.storage.remote.documents import Stem
+    from ckptd.storage.remote.messages import ShipFile, ShipOrder
+    from ckptd.storage.remote.transfer import Carried, Control, OpenOrigin, Origin
+    from ckptd.storage.stores.base import Abilities, Store
+
+
+# --- How an attempt to commit ends while other nodes' parts have not come, or once others committed ------
+
+MOST_NAMED = 4096
+"""Missing shards that an answer names: what is missing of more is said in words."""
+
+
+def waiting(
+    why: tuple[str, str], ours: KnownManifest, carried: Carried, absent: tuple[NamedShard, ...]
+) -> ShipResult:
+    """Shipped and listed, not committed; `why`: reason and next step."""
+    return ShipResult(
+        outcome="waiting",
+        reason=why[0],
+        hint=why[1],
+        missing=absent[:MOST_NAMED],
+        manifest_key=ours.key,
+        manifest_sha256=ours.sha256,
+        bytes_sent=carried.bytes_sent,
+        bytes_skipped=carried.bytes_skipped,
+    )
+
+
+def as_others_committed(whole: ShipOrder, commit: CommitView, members: Iterable[KnownManifest]) -> ShipResult:
+    """Committed by others: our files are listed all the same (replicas), or are not needed for it.
+
+    `whole`: the order with all its files; `members`: the manifests that the COMMIT rests on.
+    """
+    known = tuple(members)
+    held = tensors_of(known)
+    rows = {(file.path, file.bytes, file.fingerprint) for one in known for file in one.manifest.files}
+    absent = [
+        f
+        for f in whole.files
+        # of what has no tensors, or is nobody's shard, the content counts
+        if ((f.path, f.bytes, f.fingerprint) not in rows if _is_side(f) else tensors(f) not in held)
+    ]
+    if whole.takeover_seconds is not None:  # what lies beside a shared folder is sent by one host
+        absent = [f for f in absent if not f.is_extra]
+    words = f"committed by other nodes without {', '.join(f.path for f in absent[:3])}"
+    is_conflict = any(file.role not in (Role.SIDE, Role.EXTRA) for file in absent)
+    return ShipResult(
+        outcome="conflict" if is_conflict else "committed",
+        reason=words if absent else None,
+        commit=commit,
+        unlisted=tuple(f.path for f in absent if not f.is_extra),
+    )
+
+
+def _is_side(file: ShipFile) -> bool:
+    return file.role is Role.SIDE and file.identity is not None
+
+
+def left_out(whole: ShipOrder, ours: NodeManifest) -> tuple[str, ...]:
+    """Side files of ours in whose place our own manifest lists another content: an earlier one, or a node's.
+
+    What the object's name held was listed already, and is never replaced; ours is in no COMMIT (adr/0021).
+    """
+    listed = {file.path: (file.bytes, file.fingerprint) for file in ours.files}
+    return tuple(
+        file.path
+        for file in whole.files
+        if (file.role, whole.manifest.form) == (Role.SIDE, ZERO)
+        and listed.get(file.path, (file.bytes, file.fingerprint)) != (file.bytes, file.fingerprint)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What a remote was seen to be when it was attached."""
+
+    store: Store
+    abilities: Abilities
+    identity: RemoteIdentity
+    manifests: ManifestCache = field(default_factory=ManifestCache)
+    """What never changes and was read before."""
+    documents: DocumentCache = field(default_factory=DocumentCache)
+
+
+def ship(ground: Ground, order: ShipOrder, control: Control, open_origin: OpenOrigin = sealed) -> ShipResult:
+    """Ship one form of one save and commit it if the manifests of its generation cover the grid.
+
+    Outcomes: committed; waiting (other nodes' shards are missing); conflict (this generation holds another
+    save: choose again); refused (there is no such form of it); damaged (an object that it is made of is).
+    Repeating an order is always right and sends nothing twice.
+
+    Raises:
+        SourceChanged, DamagedError, VerifyError: see `Transfer.run`.
+        RefusedError: another node writes to a store without create-only writes (P10).
+        RemoteError: as the store.
+    """
+    still_ours(ground.store, ground.identity)
+    one_writer(ground, order)
+    taken = derive_attempts.take(ground, order)
+    if isinstance(taken, ShipResult):
+        return taken
+    root = open_root(order.root)
+    try:
+        shipping = _Shipping(ground, taken, control, root)
+        return derive_attempts.made(ground, taken, lambda: shipping.run(open_origin))
+    finally:
+        os.close(root)
+
+
+def open_root(path: str) -> int:
+    try:
+        return os.open(path, files.DIR_FLAGS)
+    except FileNotFoundError as error:
+        msg = f"{path} is gone"
+        raise SourceChanged(msg, hint="nothing to ship from; the next turn looks again") from error
+    except OSError as error:
+        raise from_os_error(error, f"opening {path}") from error
+
+
+class _Shipping:
+    def __init__(self, ground: Ground, order: ShipOrder, control: Control, root: int) -> None:
+        self._ground, self._store, self._identity = ground, ground.store, ground.identity
+        self._order = self._whole = order
+        self._control = control
+        self._root = root
+        self._where = stem_of(order.manifest)
+
+    def run(self, open_origin: OpenOrigin) -> ShipResult:
+        seen = self._look()
+        reason = self._conflict(seen)
+        if reason is None and self._store.get(side_key("retired", stem(*self._where))) is not None:
+            reason = f"generation {self._where[1]} of {self._where[0]} was retired"
+        if reason is not None:
+            return ShipResult(outcome="conflict", reason=reason)
+        commit = read_commit(self._store, self._where)
+        if commit is not None:
+            return self._beside(commit, seen.read)
+        if derive_attempts.place_is_taken(self._ground, self._where, self._order.manifest.folder):
+            reason = f"a ZeRO form lists objects in {self._order.manifest.folder} under this form's names"
+            return ShipResult(outcome="conflict", reason=reason)  # the next attempt has its own folder
+        self._order = leave_to_owner(self._order, lambda: self._look(is_all=True).read)
+        self._order = take_share(self._store, self._order, lambda: self._look(is_all=True).read)
+        if not self._order.files and (rest := lacking(self._whole, self._look(is_all=True).read)):
+            return ShipResult(outcome="waiting", reason=coverage.missing_words(rest, seen.read))
+        try:
+            with open_origin(self._order, self._root, self._control, self._store) as origin:
+                return self._carry(origin, seen)
+        except CommitConflict as error:
+            return ShipResult(outcome="conflict", reason=error.message)
+        except CannotBeMade as error:
+            return ShipResult(outcome="refused", reason=error.message, hint=error.hint)
+
+    def _look(
+        self, ours: KnownManifest | None = None, *, is_all: bool = False, commit: CommitView | None = None
+    ) -> Seen:
+        node, cache = None if is_all else self._order.manifest.node, self._ground.manifests
+        return look(self._store, self._where, cache, node=node, ours=ours, commit=commit)
+
+    def _carry(self, origin: Origin, seen: Seen) -> ShipResult:
+        self._order = origin.order
+        listed = Listed(self._store, self._order.manifest, seen, self._ground.manifests)
+        carried = Transfer(self._store, origin, self._root, listed, self._control).run()
+        # P4: a manifest speaks of one save, so nothing may have changed while the last file was sent
+        origin.recheck()
+        # P2: hours went by; another job may have taken the remote over, or another disk may be mounted there
+        still_ours(self._store, self._identity)
+        # another save may have been listed meanwhile: ours beside it would spoil the generation for both
+        seen = self._look()
+        reason = self._conflict(seen)
+        if reason is not None:
+            return ShipResult(outcome="conflict", reason=reason)
+        ours = self._put_manifest(carried.files, seen.read)
+        return self._commit(ours, carried)
+
+    def _conflict(self, seen: Seen) -> str | None:
+        ours = self._order.manifest.model_copy(update={"files": self._expected_files()})
+        spread_seconds = self._order.save_spread_seconds
+        read = coverage.conflict(ours, seen.read, save_spread_seconds=spread_seconds)
+        mark = mark_of_manifest(ours)
+        return read or named_conflict(mark, seen.named, save_spread_seconds=spread_seconds)
+
+    def _expected_files(self) -> tuple[ManifestFile, ...]:
+        """The files as the manifest will list them, as far as comparing saves needs them."""
+        return tuple(as_listed(f, f.bytes, "", f.fingerprint, "none") for f in self._order.files)
+
+    # --- a COMMIT is there already ----------------------------------------------------------------------
+
+    def _beside(
+        self, commit: CommitView, listed: tuple[KnownManifest, ...], carried: Carried | None = None
+    ) -> ShipResult:
+        """The generation is committed: with our manifest, without it, or disputed."""
+        settled(self._store, commit.key)
+        refs = {ref.sha256 for ref in commit.commit.manifests}
+        members = [known for known in listed if known.sha256 in refs]
+        mine = next(iter(self._own(members)), None)
+        if commit.disputed:
+            return ShipResult(outcome="conflict", reason=f"{commit.key} is disputed", commit=commit)
+        if mine is None or self._whole.takeover_seconds is not None:  # all of them; a listing may be late
+            members = [k for k in self._look(is_all=True, commit=commit).read if k.sha256 in refs]
+            mine = next(iter(self._own(members)), None)
+        if mine is None or self._whole.takeover_seconds is not None:
+            found = as_others_committed(self._whole, commit, members)
+            if mine is None or found.outcome != "committed":
+                return found
+            return self._joined(commit, mine, carried).model_copy(update={"unlisted": found.unlisted})
+        if not self._lists_our_files(mine):
+            reason = f"{commit.key} is committed with another save of this node"
+            return ShipResult(outcome="conflict", reason=reason, commit=commit)
+        return self._joined(commit, mine, None)
+
+    def _joined(self, commit: CommitView, mine: KnownManifest, carried: Carried | None) -> ShipResult:
+        """Our manifest is in the COMMIT: dispute it if files were written again while other nodes joined."""
+        if len(commit.commit.manifests) > 1:
+            rewritten = self._rewritten()
+            if rewritten is not None:
+                self._dispute(commit, rewritten)
+                return ShipResult(outcome="conflict", reason=rewritten, commit=None)
+        point(self._store, self._ground.documents)
+        return ShipResult(
+            outcome="committed",
+            commit=commit,
+            manifest_key=mine.key,
+            manifest_sha256=mine.sha256,
+            unlisted=left_out(self._whole, mine.manifest),
+            bytes_sent=carried.bytes_sent if carried else 0,
+            bytes_skipped=carried.bytes_skipped if carried else sum(f.bytes for f in self._order.files),
+        )
+
+    def _rewritten(self) -> str | None:
+        """A file that is there with another identity; one that is gone was deleted, not saved again."""
+        reasons = (changed(self._root, f.source, f.identity, f.path) for f in self._order.files)
+        return next((reason for reason in reasons if reason and not reason.endswith("vanished")), None)
+
+    def _dispute(self, commit: CommitView, reason: str) -> None:
+        tag, generation, form = self._where
+        dispute = Dispute(
+            tag=tag,
+            generation=generation,
+            form=form,
+            commit_sha256=commit.sha256,
+            node=self._order.manifest.node,
+            reason=reason,
+            at=now_utc(),
+        )
+        self._store.put_if_absent(side_key("disputes", stem(*self._where)), to_bytes(dispute))
+        point(self._store, self._ground.documents)
+
+    # --- manifest and COMMIT ----------------------------------------------------------------------------
+
+    def _own(self, listed: Iterable[KnownManifest]) -> list[KnownManifest]:
+        return [known for known in listed if known.manifest.node_id == self._order.manifest.node_id]
+
+    def _lists_our_files(self, known: KnownManifest) -> bool:
+        """A derived form may differ in bytes, as another version laid it out, never in its source."""
+        if self._order.manifest.source is not None and known.manifest.source is not None:
+            return known.manifest.source.fingerprints == self._order.manifest.source.fingerprints
+        rows = {(file.path, file.bytes, file.fingerprint) for file in known.manifest.files}
+        taken = {(f.path, f.tensor_fingerprint) for f in known.manifest.files if f.replica_of is not None}
+        taken |= set(known.manifest.replicas)
+        return all(
+            (file.path, file.bytes, file.fingerprint) in rows
+            or (file.path, file.tensor_fingerprint or "") in taken
+            for file in self._order.files
+            if file.identity is not None
+        )
+
+    def _put_manifest(
+        self, carried: tuple[ManifestFile, ...], listed: tuple[KnownManifest, ...]
+    ) -> KnownManifest:
+        """Create the node manifest; an earlier one that says the same is used again."""
+        own = sorted(self._own(listed), key=lambda known: known.manifest.revision)
+        manifest = self._order.manifest.model_copy(update={"files": carried})
+        if own:
+            last = own[-1]
+            same = {"revision": last.manifest.revision, "attempt": last.manifest.attempt}
+            if manifest.model_copy(update=same) == last.manifest:
+                settled(self._store, last.key)
+                return last
+            manifest = manifest.model_copy(update={"revision": last.manifest.revision + 1})
+        data = to_bytes(manifest)
+        sha256 = sha256_of(data)
+        key = manifest_key(manifest, sha256)
+        if not self._store.put_if_absent(key, data) and self._store.get(key) != data:
+            msg = f"{self._store.url} holds other bytes under {key}"
+            raise RemoteError(msg, hint="something else writes there; see `ckptd check`")
+        return KnownManifest(key=key, sha256=sha256, manifest=manifest)
+
+    def _commit(self, ours: KnownManifest, carried: Carried) -> ShipResult:
+        withdraw(self._store, ours.manifest)
+        seen = self._look(ours)
+        if seen.named:
+            commit = read_commit(self._store, self._where)
+            if commit is not None:
+                return self._ended(commit, ours, carried)
+            read = (ours.manifest, *(known.manifest for known in seen.read))
+            return waiting((seen.words, ""), ours, carried, absent_by_names(seen.named, read))
+        listed = seen.read
+        members = self._members(ours, listed)
+        reason = coverage.contradiction(members, save_spread_seconds=self._order.save_spread_seconds)
+        if all(known.sha256 != ours.sha256 for known in members):
+            # a request of a daemon that died may arrive late; its manifest is of objects that ours replaced
+            reason = f"another manifest of {ours.manifest.node} came between"
+        if reason is not None:
+            return ShipResult(outcome="conflict", reason=reason)
+        missing = coverage.missing(members, self._where[2]) or lacking(self._whole, members)
+        existing = read_commit(self._store, self._where)
+        waits = (
+            (coverage.missing_words(missing, members), "")
+            if missing
+            else in_the_way(self._store, ours.manifest, listed)
+        )
+        if waits is not None and existing is None:
+            return waiting(waits, ours, carried, coverage.absent(members) if missing else ())
+        if existing is None:
+            # two that began at once saw nobody: what the other listed since must not join ours
+            one_writer(self._ground, self._order)
+        return self._ended(existing or self._create(members), ours, carried)
+
+    def _ended(self, commit: CommitView, ours: KnownManifest, carried: Carried) -> ShipResult:
+        is_ours = any(ref.sha256 == ours.sha256 for ref in commit.commit.manifests)
+        if is_ours and not commit.disputed and self._whole.takeover_seconds is None:
+            return self._joined(commit, ours, carried)
+        return self._beside(commit, self._look(ours).read, carried)
+
+    def _members(self, ours: KnownManifest, listed: tuple[KnownManifest, ...]) -> tuple[KnownManifest, ...]:
+        """What a COMMIT would rest on; a derived form is whole in one manifest."""
+        if self._where[2] != "zero":
+            return (ours,)
+        return coverage.newest_revisions({known.key: known for known in (*listed, ours)}.values())
+
+    def _create(self, members: tuple[KnownManifest, ...]) -> CommitView:
+        """Create COMMIT, or find that another node did; either way what is read back counts (P3).
+
+        Raises:
+            RemoteError: it is not there although it was created, or holds other bytes.
+        """
+        document = coverage.build_commit(
+            members,
+            committed_by=self._order.manifest.node,
+            committed_at=now_utc(),
+            config_digest=self._order.manifest.config_digest,
+        )
+        data = to_bytes(document)
+        key = commit_key(*self._where)
+        created = self._store.put_if_absent(key, data)
+        found = read_commit(self._store, self._where)
+        if found is None or (created and found.sha256 != sha256_of(data)):
+            msg = f"{self._store.url} does not give back {key} as it was created"
+            raise RemoteError(
+                msg, hint="the store lies or another writer ignores create-only; see `ckptd check`"
+            )
+        return found
+
+
+def one_writer(ground: Ground, order: ShipOrder) -> None:
+    """On a store that enforces no create-only write only one node may ever write (P10)."""
+    if ground.abilities.create_only:
+        return
+    node = order.manifest.node
+    for info in ground.store.list(f"{ROOT}/nodes/"):
+        other = node_in(info.key)
+        if other != node:
+            msg = f"{ground.store.url} enforces no create-only write and node {other} writes there too"
+            cure = f'if this is that node under another name: node_name = "{other}" in the job file'
+            raise RefusedError(msg, hint=f"one node per such store, nothing is committed by this one; {cure}")
+
+
+def now_utc() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Files that appeared in a folder after its COMMIT, committed beside it (docs/design.md P1, docs/adr/0102).
+# A trainer writes its README late, a user drops the result of an evaluation: what no COMMIT lists would keep
+# the folder on the node for ever. Objects → verification → manifest → SUPPLEMENT k, created once; the COMMIT
+# stays as it is. Readers that know no supplements lack these files and nothing else.
+
+_TRIES = 100
+
+
+def supplement(ground: Ground, order: ShipOrder, control: Control) -> ShipResult:
+    """Ship files beside the COMMIT that `order.supplement_to` quotes, and create a SUPPLEMENT over them.
+
+    Outcomes: committed (what lies there already is not sent again); conflict: that COMMIT does not count.
+
+    Raises:
+        SourceChanged, VerifyError, CommitConflict: see `Transfer.run`; nothing of the order counts.
+        RefusedError: another node writes to a store without create-only writes (P10).
+        RemoteError: as the store.
+    """
+    still_ours(ground.store, ground.identity)
+    one_writer(ground, order)
+    root = open_root(order.root)
+    try:
+        return _Supplementing(ground, order, control, root).run()
+    finally:
+        os.close(root)
+
+
+class _Supplementing:
+    def __init__(self, ground: Ground, order: ShipOrder, control: Control, root: int) -> None:
+        self._ground = ground
+        self._store = ground.store
+        self._order = order
+        self._control = control
+        self._root = root
+        self._where: Stem = stem_of(order.manifest)
+
+    def run(self) -> ShipResult:
+        base = self._base()
+        if base is None:
+            return self._no_base()
+        before = self._listing(base)
+        held = {row for view in before for row in view.files}
+        absent = [file for file in self._order.files if _row(file) not in held]
+        if not absent:
+            return self._result(base, before, 0, sum(file.bytes for file in self._order.files))
+        seen = look(self._store, self._where, self._ground.manifests, node=None)
+        listed = seen.read
+        order = self._order.model_copy(update={"files": tuple(self._placed(f, base, listed) for f in absent)})
+        with sealed(order, self._root, self._control, self._store) as origin:
+            known = Listed(self._store, order.manifest, seen, self._ground.manifests)
+            carried = Transfer(self._store, origin, self._root, known, self._control).run()
+            # P4: what is listed is what the files hold now
+            origin.recheck()
+        still_ours(self._store, self._ground.identity)
+        ours = self._put_manifest(carried.files)
+        withdraw(self._store, ours.manifest)
+        if self._base() is None:
+            return self._no_base()
+        # what was created counts, whatever a list shows of it
+        made = self._create(ours)
+        return self._result(base, [*before, made], carried.bytes_sent, carried.bytes_skipped)
+
+    def _base(self) -> CommitView | None:
+        """The COMMIT, if it counts and is the one that is meant."""
+        commit = read_commit(self._store, self._where)
+        if commit is None or commit.disputed or commit.sha256 != self._order.supplement_to:
+            return None
+        is_retired = self._store.get(side_key("retired", stem(*self._where))) is not None
+        return None if is_retired else commit
+
+    def _no_base(self) -> ShipResult:
+        return ShipResult(outcome="conflict", reason=f"the COMMIT of {self._where[0]} is another one now")
+
+    def _listing(self, base: CommitView) -> list[SupplementView]:
+        """The COMMIT and its SUPPLEMENTs, each with what it lists."""
+        views = []
+        for view in (base, *read_supplements(self._store, self._where)):
+            settled(self._store, view.key)
+            rows = {
+                (file.path, file.bytes, file.fingerprint)
+                for known in manifests_of_commit(self._store, view.commit)
+                for file in known.manifest.files
+            }
+            views.append(SupplementView(key=view.key, sha256=view.sha256, files=tuple(sorted(rows))))
+        return views
+
+    def _result(self, base: CommitView, views: list[SupplementView], sent: int, skipped: int) -> ShipResult:
+        wanted = {_row(file) for file in self._order.files}
+        return ShipResult(
+            outcome="committed",
+            commit=base,
+            bytes_sent=sent,
+            bytes_skipped=skipped,
+            supplements=tuple(view for view in views if wanted & set(view.files)),
+        )
+
+    def _placed(self, file: ShipFile, base: CommitView, listed: tuple[KnownManifest, ...]) -> ShipFile:
+        """Its own place in the folder, unless another content or another node may take that."""
+        ours = [k.sha256 for k in listed if k.manifest.node_id == self._order.manifest.node_id]
+        is_ours_alone = all(ref.sha256 in ours for ref in base.commit.manifests)
+        taken = {entry.key for known in listed for entry in known.manifest.files}
+        folder, is_taken = base.commit.folder, True
+        if is_ours_alone and f"{folder}/{file.path}" not in taken:
+            # a list may be out of date: what lies there may be listed, and is never replaced
+            held = self._store.stat(f"{folder}/{file.path}")
+            is_taken = held is not None and not held.bytes == file.bytes == 0
+        key = place_of(folder, file.path, file.fingerprint, file.bytes, is_taken=is_taken)
+        return file.model_copy(update={"key": key})
+
+    def _put_manifest(self, carried: tuple[ManifestFile, ...]) -> KnownManifest:
+        own = [
+            known.manifest.revision
+            for known in read_generation(self._store, self._where)
+            if known.manifest.node_id == self._order.manifest.node_id
+        ]
+        update = {"files": carried, "revision": max(own, default=0) + 1}
+        manifest: NodeManifest = self._order.manifest.model_copy(update=update)
+        data = to_bytes(manifest)
+        key = manifest_key(manifest, sha256_of(data))
+        self._put(key, data)
+        return KnownManifest(key=key, sha256=sha256_of(data), manifest=manifest)
+
+    def _put(self, key: str, data: bytes) -> bool:
+        """Create it; True when it is there with these bytes."""
+        self._store.put_if_absent(key, data)
+        found = self._store.get(key)
+        if found is None:
+            msg = f"{self._store.url} does not give back {key} as it was created"
+            raise RemoteError(msg, hint="the store lies or another writer removes there; see `ckptd check`")
+        return found == data
+
+    def _create(self, ours: KnownManifest) -> SupplementView:
+        """SUPPLEMENT k, the first that nobody has; read back."""
+        document = build_commit(
+            (ours,),
+            committed_by=self._order.manifest.node,
+            committed_at=now_utc(),
+            config_digest=self._order.manifest.config_digest,
+        )
+        data = to_bytes(document)
+        last = max((number_of(view) for view in read_supplements(self._store, self._where)), default=0)
+        for number in range(last + 1, last + 1 + _TRIES):
+            key = commit_key(*self._where, number)
+            if self._put(key, data):
+                rows = {(file.path, file.bytes, file.fingerprint) for file in ours.manifest.files}
+                return SupplementView(key=key, sha256=sha256_of(data), files=tuple(sorted(rows)))
+        msg = f"{self._store.url} changes faster than a supplement of {self._where[0]} can be put there"
+        raise RemoteError(msg, hint="something else writes there; see `ckptd check`")
+
+
+def _row(file: ShipFile) -> tuple[str, int, str]:
+    return file.path, file.bytes, file.fingerprint

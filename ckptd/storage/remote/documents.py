@@ -1,0 +1,482 @@
+"""Reading what lies under `_ckptd/` in a remote: COMMITs, manifests, tombstones, disputes, decisions.
+
+Readers go COMMIT → manifest → objects and check each digest on the way (docs/contract.md). A document that
+cannot be read is named and skipped; one of a higher major stops everything (`RefusedError`).
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeVar
+
+from ckptd.base.names import ROOT
+from ckptd.core.model.coverage import KnownManifest
+from ckptd.core.model.decision import Decision
+from ckptd.core.model.manifest import (
+    AnyDocument,
+    Commit,
+    Headstone,
+    Lease,
+    ManifestName,
+    NodeManifest,
+    RemoteIdentity,
+    commit_key,
+    may_cover,
+    name_in,
+    parse,
+    parse_stem,
+    sha256_of,
+    side_key,
+    stem,
+)
+from ckptd.core.policy.blockers import supplement_of
+from ckptd.errors import CkptdError, DamagedError, DocumentDamaged
+from ckptd.storage.remote.messages import CommitView
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckptd.base.identity import Model
+    from ckptd.storage.stores.base import ObjectInfo, Store
+
+IDENTITY_KEY = f"{ROOT}/remote.json"
+LEASES = f"{ROOT}/leases/"
+_TRIES = 3
+_AFTER_SLASH = chr(ord("/") + 1)
+"""What begins with it comes right after a folder's contents."""
+Stone = TypeVar("Stone", bound=Headstone)
+Stem = tuple[str, int, str]
+"""(tag, generation, form)."""
+
+
+@dataclass(slots=True)
+class Documents:
+    """What was read; `damaged` names what could not be."""
+
+    commits: list[CommitView] = field(default_factory=list)
+    stones: dict[Stem, ObjectInfo] = field(default_factory=dict)
+    """Tombstones, which their names tell: thousands in a long run, read only where more is asked."""
+    disputed: set[Stem] = field(default_factory=set)
+    decisions: list[Decision] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    unreadable: set[Stem] = field(default_factory=set)
+    """COMMITs among them: what they commit is not known, and their generations are taken."""
+    supplements: list[CommitView] = field(default_factory=list)
+    skip: tuple[type[CkptdError], ...] = (DamagedError,)
+
+    def live(self) -> list[CommitView]:
+        """COMMITs that exist for consumers: undisputed, and without a tombstone (P3)."""
+        return [v for v in self.commits if not v.disputed and stem_of(v.commit) not in self.stones]
+
+
+def stem_of(document: Commit | NodeManifest | Headstone | Lease) -> Stem:
+    """(tag, generation, form) of a document."""
+    return document.tag, document.generation, document.form
+
+
+@lru_cache(maxsize=8192)
+def stem_of_key(key: str) -> Stem | None:
+    """(tag, generation, form) that a key under `_ckptd/` speaks of; None: a supplement, a foreign name."""
+    parts = key.split("/")
+    return parse_stem(parts[2].removesuffix(".json")) if len(parts) > 2 else None
+
+
+def read_identity(store: Store) -> RemoteIdentity | None:
+    """`remote.json`, or None."""
+    data = store.get(IDENTITY_KEY)
+    return None if data is None else parse(RemoteIdentity, data, IDENTITY_KEY)
+
+
+def read_commit(store: Store, where: Stem) -> CommitView | None:
+    """The COMMIT of one generation of one form, fresh, with its dispute; None when there is none."""
+    key = commit_key(*where)
+    data = store.get(key)
+    if data is None:
+        return None
+    commit = parse(Commit, data, key)
+    disputed = store.get(side_key("disputes", stem(*where))) is not None
+    return CommitView(key=key, sha256=sha256_of(data), commit=commit, disputed=disputed)
+
+
+class DocumentCache:
+    """Documents that were read, by key, size and time: they are created once and never changed (contract).
+
+    Which there are is listed each time; what a permit rests on is read afresh.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[ObjectInfo, tuple[Model, str]]] = {}
+        self._asked: set[str] = set()
+
+    def get(self, store: Store, info: ObjectInfo, kind: type[AnyDocument]) -> tuple[AnyDocument, str] | None:
+        """The document and its digest; None when it is gone.
+
+        Raises:
+            DocumentDamaged, RefusedError: it cannot be read.
+        """
+        self._asked.add(info.key)
+        held = self._held.get(info.key)
+        if held is not None and held[0] == info and isinstance(held[1][0], kind):
+            return held[1][0], held[1][1]
+        data = store.get(info.key)
+        if data is None:
+            return None
+        found = parse(kind, data, info.key), sha256_of(data)
+        if info.mtime_ns:
+            self._held[info.key] = (info, found)
+        return found
+
+    def forget_unasked(self) -> None:
+        """Let go of what nobody asked for since the last call: COMMITs that were retired (P12)."""
+        for key in self._held.keys() - self._asked:
+            self._held.pop(key, None)
+        self._asked.clear()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+def read_commits(
+    store: Store,
+    only_tag: str | None = None,
+    *,
+    cache: DocumentCache | None = None,
+    skip: tuple[type[CkptdError], ...] = (DamagedError,),
+) -> Documents:
+    """Every COMMIT and the names of tombstones (of one tag); what fails with one of `skip` is named and left
+    out."""
+    cache = DocumentCache() if cache is None else cache
+    found = Documents(skip=skip)
+    tries = 1
+    # what is gone when it is read was retired, and what came instead of it may not have been listed
+    while _read_commits(store, found, only_tag, cache) and tries < _TRIES:
+        found, tries = Documents(skip=skip), tries + 1
+    found.commits.sort(key=lambda view: view.key)
+    found.supplements.sort(key=number_of)
+    return found
+
+
+def number_of(view: CommitView) -> int:
+    """k of a SUPPLEMENT."""
+    late = supplement_of(view.key)
+    return late[3] if late is not None else 0
+
+
+def _read_commits(store: Store, found: Documents, only_tag: str | None, cache: DocumentCache) -> bool:
+    """One pass; True when something that was listed is gone."""
+    is_gone = False
+    # tombstones first: read after the COMMITs, they could name all of those, and not what came instead
+    for info in store.list(f"{ROOT}/retired/"):
+        where = stem_of_key(info.key)
+        if where is not None and only_tag in (None, where[0]):
+            found.stones[where] = info
+    disputes = (stem_of_key(info.key) for info in store.list(f"{ROOT}/disputes/"))
+    found.disputed |= {where for where in disputes if where is not None}
+    for info in store.list(f"{ROOT}/commits/"):
+        late = supplement_of(info.key)
+        where = late[:3] if late is not None else stem_of_key(info.key)
+        if where is None or only_tag not in (None, where[0]):
+            continue
+        try:
+            read = cache.get(store, info, Commit)
+        except found.skip as error:
+            found.damaged.append(error.message)
+            if late is None:
+                found.unreadable.add(where)
+            continue
+        is_gone = is_gone or read is None
+        if read is not None:
+            commit, digest = read
+            view = CommitView(key=info.key, sha256=digest, commit=commit, disputed=where in found.disputed)
+            (found.commits if late is None else found.supplements).append(view)
+    return is_gone
+
+
+def read_stones(
+    store: Store,
+    found: Documents,
+    wheres: Iterable[Stem],
+    kind: type[Stone],
+    cache: DocumentCache | None = None,
+) -> list[Stone]:
+    """Those tombstones, as much of each as `kind` says; what cannot be read is named in `found`."""
+    cache = DocumentCache() if cache is None else cache
+    stones: list[Stone] = []
+    for where in sorted(wheres):
+        _collect(store, found.stones[where], kind, stones, found, cache)
+    return stones
+
+
+def read_decisions(store: Store, found: Documents, cache: DocumentCache | None = None) -> None:
+    """Add every decision and pin, in order of serial."""
+    cache = DocumentCache() if cache is None else cache
+    for folder in ("decisions", "pins"):
+        for info in store.list(f"{ROOT}/{folder}/"):
+            _collect(store, info, Decision, found.decisions, found, cache)
+    found.decisions.sort(key=lambda d: (d.serial, d.kind, d.tag))
+
+
+def _collect(
+    store: Store,
+    info: ObjectInfo,
+    kind: type[AnyDocument],
+    into: list[AnyDocument],
+    found: Documents,
+    cache: DocumentCache,
+) -> None:
+    try:
+        read = cache.get(store, info, kind)
+    except found.skip as error:
+        found.damaged.append(error.message)
+        return
+    if read is not None:
+        into.append(read[0])
+
+
+def manifest_folder(where: Stem) -> str:
+    """Where the manifests of one generation of one form lie; ends with `/`."""
+    return f"{ROOT}/nodes/{stem(*where)}/"
+
+
+def lease_folder(where: Stem) -> str:
+    """Where nodes say that they replace objects of one generation of one form; ends with `/`."""
+    return f"{LEASES}{stem(*where)}/"
+
+
+def read_manifest(
+    store: Store, key: str, sha256: str | None = None, ours: KnownManifest | None = None
+) -> KnownManifest | None:
+    """One manifest; None when absent. `ours`: one that is known already, and is not taken apart again.
+
+    Raises:
+        DocumentDamaged: it is not what its name or `sha256` says.
+    """
+    data = store.get(key)
+    if data is None:
+        return None
+    found = sha256_of(data)
+    named = key.rsplit("~", 1)[-1].removesuffix(".json")
+    if (sha256 is not None and found != sha256) or not found.startswith(named):
+        msg = f"{key} is not the manifest that its name and COMMIT promise (SHA-256 {found})"
+        raise DocumentDamaged(
+            msg, hint="it was changed in the remote; restore falls back to an older checkpoint"
+        )
+    if ours is not None and (ours.key, ours.sha256) == (key, found):
+        return ours
+    return KnownManifest(key=key, sha256=found, manifest=parse(NodeManifest, data, key))
+
+
+def read_generation(
+    store: Store, where: Stem, damaged: list[str] | None = None, ours: KnownManifest | None = None
+) -> tuple[KnownManifest, ...]:
+    """Every readable manifest of one generation of one form, all revisions, by key; `ours` as above."""
+    found = []
+    for info in store.list(manifest_folder(where)):
+        try:
+            known = read_manifest(store, info.key, ours=ours)
+        except DamagedError as error:
+            if damaged is not None:
+                damaged.append(error.message)
+            continue
+        if known is not None and stem_of(known.manifest) == where:
+            found.append(known)
+    return tuple(sorted(found, key=lambda known: known.key))
+
+
+def manifests_of_commit(store: Store, commit: Commit) -> tuple[KnownManifest, ...]:
+    """The manifests that a COMMIT rests on, digests checked.
+
+    Raises:
+        DocumentDamaged: one is absent or another than the COMMIT quotes.
+    """
+    found = []
+    for ref in commit.manifests:
+        known = read_manifest(store, ref.key, ref.sha256)
+        if known is None:
+            msg = f"{ref.key}, which the COMMIT of {commit.tag} rests on, is gone"
+            raise DocumentDamaged(msg, hint="this checkpoint cannot be restored; use an older one")
+        found.append(known)
+    return tuple(found)
+
+
+def read_supplements(store: Store, where: Stem) -> list[CommitView]:
+    """The SUPPLEMENTs of one COMMIT, fresh, in order."""
+    found = []
+    for info in store.list(f"{ROOT}/commits/"):
+        late = supplement_of(info.key)
+        data = store.get(info.key) if late is not None and late[:3] == where else None
+        if data is not None:
+            commit = parse(Commit, data, info.key)
+            found.append(CommitView(key=info.key, sha256=sha256_of(data), commit=commit))
+    return sorted(found, key=number_of)
+
+
+def manifest_keys(store: Store) -> dict[Stem, list[str]]:
+    """Keys of all node manifests, by generation."""
+    found: dict[Stem, list[str]] = {}
+    place = f"{ROOT}/nodes/"
+    keys = sorted([info.key for info in store.list(place)])
+    begin = 0
+    # thousands of nodes have their files in few folders: names are taken apart once for each folder
+    while begin < len(keys):
+        folder = keys[begin].rpartition("/")[0]
+        # what a stranger left beside the folders belongs to none, and ends where it begins
+        is_beside = len(folder) < len(place)
+        end = begin + 1 if is_beside else bisect.bisect_left(keys, folder + _AFTER_SLASH, begin)
+        where = None if is_beside else stem_of_key(folder + "/")
+        if where is not None:
+            found.setdefault(where, []).extend(keys[begin:end])
+        begin = end
+    return found
+
+
+def generations_with_manifests(store: Store) -> set[Stem]:
+    """(tag, generation, form) of everything that has a node manifest."""
+    return set(manifest_keys(store))
+
+
+def committed_digests(commits: Iterable[CommitView]) -> set[str]:
+    """SHA-256 of every manifest that a COMMIT lists."""
+    return {ref.sha256 for view in commits for ref in view.commit.manifests}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Which manifests of a generation are read: all of a few, of many only where a COMMIT may rest on them.
+# Manifests never change, and their names hold their digests: what was read once is not fetched again. That one
+# is there still is told by each listing (docs/adr/0105).
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckptd.core.model.coverage import KnownManifest
+    from ckptd.storage.remote.messages import CommitView
+    from ckptd.storage.stores.base import Store
+
+FEW = 8
+"""So many manifests are read at each look, so that status can name the shards that are missing."""
+_MOST_FILES = 100_000
+"""Rows of manifests that are remembered, of about 1 kB each; more are read again (P12)."""
+
+
+class ManifestCache:
+    """Manifests that were read, by key."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, KnownManifest] = {}
+        self._files = 0
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._held
+
+    def get(self, store: Store, key: str, ours: KnownManifest | None = None) -> KnownManifest | None:
+        """The manifest; None when it is gone before it was read.
+
+        Raises:
+            DamagedError: it is not what its name says.
+        """
+        found = self._held.get(key)
+        if found is None:
+            found = read_manifest(store, key, ours=ours)
+            if found is not None:
+                self._keep(found)
+        return found
+
+    def _keep(self, known: KnownManifest) -> None:
+        self._files += len(known.manifest.files) + 1
+        if self._files > _MOST_FILES:
+            self._held.clear()
+            self._files = len(known.manifest.files) + 1
+        self._held[known.key] = known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """The manifests of one generation of one form, as one listing told of them."""
+
+    read: tuple[KnownManifest, ...]
+    named: tuple[ManifestName, ...] = ()
+    """Those that were not read: the generation is not covered yet."""
+    damaged: tuple[str, ...] = ()
+
+    @property
+    def likely(self) -> ManifestName | None:
+        """Who most likely lists what several nodes have."""
+        return min(self.named, key=lambda name: (name.low, name.node), default=None)
+
+    @property
+    def words(self) -> str:
+        """How far the others are."""
+        names = [*self.named, *(n for known in self.read if (n := name_in(known.key)) is not None)]
+        have, want = sum(name.have for name in names), max(name.want for name in names)
+        nodes = len({name.node for name in names})
+        return (
+            f"waiting for {max(want - have, 0)} of {want} optimizer shards; {nodes} nodes shipped their part"
+        )
+
+
+def look(
+    store: Store,
+    where: Stem,
+    cache: ManifestCache,
+    *,
+    node: str | None,
+    ours: KnownManifest | None = None,
+    commit: CommitView | None = None,
+    reads_one: bool = False,
+) -> Seen:
+    """List a generation and read what needs to be read; `node` None: all.
+
+    Of many: our own node's, those whose names say nothing, and all once their shards may cover the grid;
+    not of those that are committed. What `commit` names is there, whether or not a late listing tells it yet.
+    `reads_one`: at least one, whosesoever, for who cannot prove the grid (docs/adr/0150).
+    """
+    listed = {info.key for info in store.list(manifest_folder(where))}
+    told = {ref.key for ref in commit.commit.manifests} if commit is not None else set()
+    names = {key: name_in(key) for key in listed | told}
+    known = [name for name in names.values() if name is not None]
+    is_settled = commit is not None and not commit.disputed
+    is_all = node is None or len(names) <= FEW or (may_cover(known) and not is_settled)
+    wanted = {key for key, name in names.items() if is_all or name is None or name.node == node}
+    read, damaged = read_keys(store, where, wanted & listed, cache, ours)
+    if wanted - listed:  # read afresh: no listing says that they are there still
+        more, worse = read_keys(store, where, wanted - listed, ManifestCache(), ours)
+        read, damaged = (*read, *more), (*damaged, *worse)
+    if reads_one and not read:
+        read, worse = _one_of(store, where, (names.keys() & listed) - wanted, cache)
+        damaged = (*damaged, *worse)
+    taken = wanted | {one.key for one in read}
+    left = () if is_all else tuple(n for key, n in names.items() if n is not None and key not in taken)
+    return Seen(read=read, named=left, damaged=damaged)
+
+
+def _one_of(
+    store: Store, where: Stem, keys: Iterable[str], cache: ManifestCache
+) -> tuple[tuple[KnownManifest, ...], tuple[str, ...]]:
+    """One that was read before, else that of the lowest rank, which most likely lists model states."""
+    damaged: tuple[str, ...] = ()
+    known = [(key not in cache, name.low, key) for key in keys if (name := name_in(key)) is not None]
+    for _, _, key in sorted(known)[:FEW]:
+        read, worse = read_keys(store, where, [key], cache)
+        if read:
+            return read, damaged
+        damaged = (*damaged, *worse)
+    return (), damaged
+
+
+def read_keys(
+    store: Store, where: Stem, keys: Iterable[str], cache: ManifestCache, ours: KnownManifest | None = None
+) -> tuple[tuple[KnownManifest, ...], tuple[str, ...]]:
+    """The readable ones of those manifests, by key, and why others are not."""
+    found, damaged = [], []
+    for key in sorted(keys):
+        try:
+            one = cache.get(store, key, ours)
+        except DamagedError as error:
+            damaged.append(error.message)
+            continue
+        if one is not None and stem_of(one.manifest) == where:
+            found.append(one)
+    return tuple(found), tuple(damaged)

@@ -1,0 +1,422 @@
+"""What the deciding thread asks of a remote: observe, describe, confirm, point, record (docs/design.md §5).
+
+Each is one pass of fresh reads; nothing is remembered between two calls, so that a remote that changed
+hands or lost its identity is noticed at the next question (P2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Literal
+
+from ckptd.base.names import ROOT, encode_name
+from ckptd.core.model.coverage import choose_pointers, order_of
+from ckptd.core.model.decision import PINS, Decision, lacking
+from ckptd.core.model.manifest import (
+    Commit,
+    Headstone,
+    RemoteIdentity,
+    Tombstone,
+    may_cover,
+    name_in,
+    parse,
+    sha256_of,
+    side_key,
+    stem,
+    to_bytes,
+)
+from ckptd.core.model.runs import pointed_at
+from ckptd.core.policy.blockers import supplement_of
+from ckptd.errors import CkptdError, DamagedError, NotPermitted, RemoteNotOurs, StorageError
+from ckptd.storage.remote.documents import (
+    IDENTITY_KEY,
+    DocumentCache,
+    ManifestCache,
+    Seen,
+    committed_digests,
+    generations_with_manifests,
+    look,
+    manifest_keys,
+    manifests_of_commit,
+    read_commits,
+    read_decisions,
+    read_identity,
+    read_stones,
+    stem_of,
+    stem_of_key,
+)
+from ckptd.storage.remote.messages import (
+    CommitView,
+    Confirmed,
+    ManifestView,
+    NamedManifest,
+    Observation,
+    TagView,
+)
+from ckptd.storage.remote.runs import read_runs
+from ckptd.storage.stores.base import settled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptd.core.model.manifest import NodeManifest
+    from ckptd.core.model.runs import Row
+    from ckptd.storage.remote.documents import Documents, Stem
+    from ckptd.storage.stores.base import ObjectInfo, Store
+
+_POINTER_TRIES = 3
+_SERIAL_TRIES = 20
+_MOST_KNOWN = 1024
+_whole: dict[bytes, bool] = {}
+"""Digests of listings that were looked at, in this process."""
+
+
+def still_ours(store: Store, identity: RemoteIdentity | None) -> RemoteIdentity:
+    """Read `remote.json` afresh.
+
+    Raises:
+        RemoteNotOurs: it is gone, or another than `identity` (None: any is fine).
+    """
+    found = read_identity(store)
+    if found is None:
+        msg = f"{store.url} has no {IDENTITY_KEY}"
+        raise RemoteNotOurs(msg, hint="not mounted, or emptied? see `ckptd check`")
+    if identity is not None and (found.remote_id, found.job_id) != (identity.remote_id, identity.job_id):
+        msg = f"{store.url} belongs to job {found.job} ({found.job_id}) now"
+        hint = "another share is mounted there, or the job was taken over"
+        if found.job == identity.job:
+            msg = f"{store.url} is not the remote that it was: its {IDENTITY_KEY} was made again"
+            hint = "another share is mounted there? else stop the daemon, `ckptd takeover JOB`"
+        raise RemoteNotOurs(msg, hint=hint)
+    return found
+
+
+def observe(
+    store: Store,
+    identity: RemoteIdentity | None = None,
+    cache: DocumentCache | None = None,
+    *,
+    skip: tuple[type[CkptdError], ...] = (DamagedError,),
+) -> Observation:
+    """Everything the deciding thread needs to know of a remote, in one dated observation; documents that fail
+    with one of `skip` are named in `damaged`."""
+    found_identity = still_ours(store, identity)
+    found = read_commits(store, cache=cache, skip=skip)
+    read_decisions(store, found, cache)
+    listed = manifest_keys(store)
+    with_manifests = listed.keys()
+    committed = {stem_of(view.commit) for view in found.commits}
+    retired = _stones_that_matter(store, found, with_manifests | committed, cache)
+    rows = _rows(store, found, cache)
+    wanted = choose_pointers(pointed_at(rows, [view.commit for view in found.live()]))
+    pointers = _pointer(store, "latest"), _pointer(store, "latest_universal")
+    saves = {where[:2] for where in committed}
+    open_stones = {stem_of(stone) for stone in retired} & (with_manifests | committed)
+    uncommitted = sorted(with_manifests - committed - found.stones.keys())
+    if cache is not None:
+        cache.forget_unasked()
+    return Observation(
+        identity=found_identity,
+        commits=tuple(found.commits),
+        retired=tuple(retired),
+        retired_tags=tuple(sorted({where[0] for where in found.stones})),
+        retired_beside=tuple(sorted(where for where in found.stones if where[:2] in saves)),
+        unreadable=tuple(sorted(found.unreadable)),
+        decisions=tuple(found.decisions),
+        uncommitted=tuple(uncommitted),
+        listed_whole=tuple(where for where in uncommitted if _is_whole(listed[where])),
+        retiring=tuple(sorted(open_stones)),
+        latest=pointers[0],
+        latest_universal=pointers[1],
+        is_pointing=bool(found.damaged) or pointers == (wanted.latest, wanted.latest_universal),
+        damaged=tuple(found.damaged),
+        supplements=tuple(found.supplements),
+        free_bytes=store.free_bytes(),
+        rows=rows,
+    )
+
+
+def _rows(store: Store, found: Documents, cache: DocumentCache | None) -> tuple[Row, ...]:
+    """Which runs there are; what cannot be read is named in `found`."""
+    try:
+        return read_runs(store, cache)
+    except found.skip as error:
+        found.damaged.append(error.message)
+        return ()
+
+
+def _is_whole(keys: Sequence[str]) -> bool:
+    """Once for each listing of a generation; known by digest, since a thousand nodes have long listings."""
+    digest = blake2b("\0".join(keys).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    found = _whole.get(digest)
+    if found is None:
+        if len(_whole) >= _MOST_KNOWN:
+            _whole.clear()
+        found = _whole[digest] = may_cover([name for key in keys if (name := name_in(key)) is not None])
+    return found
+
+
+def _stones_that_matter(
+    store: Store, found: Documents, left: set[Stem], cache: DocumentCache | None
+) -> list[Headstone]:
+    """Tombstones of removals that are under way, and of disputed COMMITs: no other can be the highest order,
+    because a COMMIT that counted went only while a higher one stood (P5). That is not relied on where a
+    document is unreadable, or nothing counts.
+    """
+    is_doubtful = bool(found.damaged) or not found.live()
+    wanted = found.stones.keys() if is_doubtful else found.stones.keys() & (left | found.disputed)
+    return read_stones(store, found, wanted, Headstone, cache)
+
+
+def describe(
+    store: Store,
+    tag: str,
+    identity: RemoteIdentity | None = None,
+    *,
+    node: str | None = None,
+    manifests: ManifestCache | None = None,
+) -> TagView:
+    """COMMITs, tombstones and manifests of one tag: all of them, or what `node` needs of many."""
+    cache = ManifestCache() if manifests is None else manifests
+    still_ours(store, identity)
+    found = read_commits(store, only_tag=tag)
+    if found.commits:
+        settled(store, found.commits[0].key)
+    digests = committed_digests(found.commits)
+    views = {stem_of(view.commit): view for view in found.commits}
+    stems = {where for where in generations_with_manifests(store) if where[0] == tag} | views.keys()
+    seen = {where: _needed(store, where, node, cache, views.get(where)) for where in sorted(stems)}
+    stones = read_stones(store, found, found.stones, Tombstone)
+    unreadable = found.unreadable | (found.stones.keys() - {stem_of(stone) for stone in stones})
+    return TagView(
+        tag=tag,
+        manifests=tuple(
+            ManifestView(
+                key=known.key,
+                sha256=known.sha256,
+                manifest=known.manifest,
+                committed=known.sha256 in digests,
+            )
+            for one in seen.values()
+            for known in one.read
+        ),
+        named=tuple(
+            NamedManifest(generation=where[1], form=where[2], name=name)
+            for where, one in seen.items()
+            for name in one.named
+        ),
+        commits=tuple(found.commits),
+        retired=tuple(stones),
+        unreadable=tuple(sorted(unreadable)),
+    )
+
+
+def _needed(
+    store: Store, where: Stem, node: str | None, cache: ManifestCache, commit: CommitView | None
+) -> Seen:
+    """What a node asks of a generation: is it of our save, and of a committed one, does it list our files?
+
+    One that is open may tell a node without model states which save this is.
+    """
+    seen = look(store, where, cache, node=node, commit=commit, reads_one=commit is None)
+    is_counted = commit is not None and not commit.disputed
+    is_strange = is_counted and all(known.manifest.node != node for known in seen.read)
+    return look(store, where, cache, node=None, commit=commit) if is_strange and seen.named else seen
+
+
+def confirm(
+    store: Store, commits: tuple[tuple[str, str], ...], identity: RemoteIdentity | None = None
+) -> Confirmed:
+    """Each COMMIT is there, with that digest, undisputed and without a tombstone: read afresh (P1, H10)."""
+    still_ours(store, identity)
+    if not commits:
+        return Confirmed(ok=False, reason="no COMMIT was named")
+    for key, sha256 in commits:
+        data = store.get(key)
+        if data is None:
+            return Confirmed(ok=False, reason=f"{key} is gone")
+        if sha256_of(data) != sha256:
+            return Confirmed(ok=False, reason=f"{key} is another COMMIT now")
+        late = supplement_of(key)
+        where = late[:3] if late is not None else stem_of_key(key)
+        if where is None:
+            continue
+        if store.get(side_key("disputes", stem(*where))) is not None:
+            return Confirmed(ok=False, reason=f"{key} is disputed")
+        if store.get(side_key("retired", stem(*where))) is not None:
+            return Confirmed(ok=False, reason=f"{key} is being retired")
+        settled(store, key)
+    return Confirmed(ok=True)
+
+
+def point(store: Store, cache: DocumentCache | None = None) -> None:
+    """Let the pointers name what they should, re-read until they do (another node may move them too; P6).
+
+    `cache`: COMMITs that were read before; which there are is listed each time.
+    """
+    for _ in range(_POINTER_TRIES):
+        live = [view.commit for view in read_commits(store, cache=cache).live()]
+        wanted = choose_pointers(pointed_at(read_runs(store, cache), live))
+        changed = _set(store, "latest", wanted.latest)
+        if not _set(store, "latest_universal", wanted.latest_universal) and not changed:
+            return
+
+
+def _set(store: Store, key: str, name: str | None) -> bool:
+    found = _pointer(store, key)
+    if name is None:
+        if found is None:
+            return False
+        store.delete(key)
+        return True
+    if found == name:
+        return False
+    store.put(key, name.encode())
+    return True
+
+
+def _pointer(store: Store, name: str) -> str | None:
+    """Content of a pointer; None where there is none, or something else bears its name."""
+    try:
+        data = store.get(name)
+    except DamagedError:
+        return None
+    return None if data is None else data.decode(errors="replace").strip()
+
+
+def record(store: Store, decision: Decision, identity: RemoteIdentity | None = None) -> Decision:
+    """Put a person's decision in the remote, create-only, as the newest of its subject (P8).
+
+    Returns it as it stands there: its serial is raised above every other of the same subject (pin and unpin
+    are one subject); saying the same thing twice changes nothing, but for `adopt`.
+    """
+    still_ours(store, identity)
+    for _ in range(_SERIAL_TRIES):
+        newest = _newest(store, decision)
+        # an adopt is of the first starts before it: said again, it means those since
+        is_new = decision.kind == "adopt"
+        if not is_new and newest is not None and newest.model_copy(update=_of(decision)) == decision:
+            return newest
+        if newest is not None and newest.serial >= decision.serial:
+            decision = decision.model_copy(update={"serial": newest.serial + 1})
+        if store.put_if_absent(_key_of(decision), to_bytes(decision)):
+            return decision
+    raise _changes_too_fast(store, decision)
+
+
+def publish(store: Store, decision: Decision, identity: RemoteIdentity | None = None) -> None:
+    """Put what was decided before in a remote that lacks it, create-only (P8, adr/0165).
+
+    Unlike `record`, it overrides nothing: a pin or unpin keeps its serial, so that a newer word counts.
+    """
+    still_ours(store, identity)
+    for _ in range(_SERIAL_TRIES):
+        if not lacking([decision], _of_subject(store, decision)):
+            return
+        key, data = _key_of(decision), to_bytes(decision)
+        if store.put_if_absent(key, data) or decision.kind in PINS or store.get(key) == data:
+            return
+        decision = decision.model_copy(update={"serial": decision.serial + 1})
+    raise _changes_too_fast(store, decision)
+
+
+def _changes_too_fast(store: Store, decision: Decision) -> RemoteNotOurs:
+    msg = f"{store.url} changes faster than a decision on {decision.tag} can be put there"
+    return RemoteNotOurs(msg, hint="something else writes there; see `ckptd check`")
+
+
+def _folder_of(decision: Decision) -> Literal["pins", "decisions"]:
+    return "pins" if decision.kind in PINS else "decisions"
+
+
+def _key_of(decision: Decision) -> str:
+    name = f"{decision.kind}~{encode_name(decision.tag)}~{decision.serial}"
+    return side_key(_folder_of(decision), name)
+
+
+def _of(decision: Decision) -> dict[str, object]:
+    """What may differ between two ways of saying the same."""
+    return {"serial": decision.serial, "at": decision.at, "by": decision.by}
+
+
+def _newest(store: Store, decision: Decision) -> Decision | None:
+    return max(_of_subject(store, decision), key=lambda held: held.serial, default=None)
+
+
+def _of_subject(store: Store, decision: Decision) -> list[Decision]:
+    """What the remote holds on the same subject; of others the names alone are read."""
+    kinds = PINS if decision.kind in PINS else (decision.kind,)
+    found: list[Decision] = []
+    for info in store.list(f"{ROOT}/{_folder_of(decision)}/"):
+        kind, _, rest = info.key.rsplit("/", 1)[1].removesuffix(".json").partition("~")
+        if kind not in kinds or rest.rpartition("~")[0] != encode_name(decision.tag):
+            continue
+        data = store.get(info.key)
+        if data is not None:
+            found.append(parse(Decision, data, info.key))
+    return found
+
+
+def is_pinned(store: Store, tag: str) -> bool:
+    """True when the newest pin or unpin of the tag in the remote is a pin."""
+    newest = _newest(store, Decision(kind="pin", tag=tag))
+    return newest is not None and newest.kind == "pin"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Read-only view of a remote for commands that run without the daemon: list, resume, restore, verify.
+# Writes nothing, initialises nothing; a remote that is not there raises, a remote without commits is an answer.
+
+UNREADABLE = (DamagedError, NotPermitted, StorageError)
+"""What one document may fail with where the others are still wanted (`verify`)."""
+
+
+def read_remote(
+    store: Store, identity: RemoteIdentity | None = None, *, is_tolerant: bool = False
+) -> Observation:
+    """What the remote holds now; `is_tolerant`: also where rights or the disk forbid reading one document.
+
+    Raises:
+        RemoteNotOurs: it has no `remote.json` ("not mounted?"), or another than `identity`.
+        RemoteUnreachable: it is not there.
+    """
+    skip: tuple[type[CkptdError], ...] = UNREADABLE if is_tolerant else (DamagedError,)
+    found = still_ours(store, identity)  # an unmounted place is named as such before it is listed
+    return observe(store, found, cache=_fetched(store), skip=skip)
+
+
+def _fetched(store: Store) -> DocumentCache:
+    """COMMITs and tombstones, many at a time: each costs a round trip. What fails is read again, in turn."""
+    cache = DocumentCache()
+
+    def fetch(info: ObjectInfo, kind: type[Commit] | type[Tombstone]) -> None:
+        with contextlib.suppress(CkptdError):
+            cache.get(store, info, kind)
+
+    if store.lanes > 1:
+        kinds: tuple[tuple[str, type[Commit] | type[Tombstone]], ...]
+        kinds = ((f"{ROOT}/retired/", Tombstone), (f"{ROOT}/commits/", Commit))
+        with ThreadPoolExecutor(store.lanes, thread_name_prefix="documents") as pool:
+            for prefix, kind in kinds:
+                for info in list(store.list(prefix)):
+                    pool.submit(fetch, info, kind)
+    return cache
+
+
+def live_commits(observation: Observation) -> tuple[CommitView, ...]:
+    """COMMITs that exist for consumers (undisputed, not being retired), oldest first (P3, P9)."""
+    gone = {(stone.tag, stone.generation, stone.form) for stone in observation.retired}
+    live = [v for v in observation.commits if not v.disputed and stem_of(v.commit) not in gone]
+    return tuple(sorted(live, key=lambda view: (order_of(view.commit), view.commit.generation)))
+
+
+def manifests_of(store: Store, commit: Commit | CommitView) -> list[NodeManifest]:
+    """The manifests that a COMMIT rests on, digests checked.
+
+    Raises:
+        DamagedError: one is absent or another than the COMMIT quotes.
+    """
+    document = commit if isinstance(commit, Commit) else commit.commit
+    return [known.manifest for known in manifests_of_commit(store, document)]

@@ -1,0 +1,626 @@
+"""The byte part of an order: every file read once, sent, verified, its identity watched (P2, P4).
+
+What an earlier attempt finished is skipped, what it left half done goes on, what lies in the remote already
+is compared instead of sent; nothing that any manifest lists is ever replaced. Large files go in order, each
+verified behind the next upload; small ones beside them in lanes, as many as the store likes (adr/0088).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Protocol, cast
+
+from ckptd.base import extents, files
+from ckptd.core.model.layouts import Role
+from ckptd.core.model.manifest import sha256_of
+from ckptd.core.model.swapped_tensors import BY_LOCAL_RANK, is_state
+from ckptd.errors import (
+    CommitConflict,
+    DamagedError,
+    RefusedError,
+    SourceChanged,
+    TargetExists,
+    VerifyError,
+    from_os_error,
+)
+from ckptd.storage.remote.manifest_index import as_listed
+from ckptd.storage.remote.messages import Shipped
+from ckptd.storage.stores.base import Progress, Resume, settled
+from ckptd.storage.stores.checksums import crc64, from_hex, to_hex
+from ckptd.storage.stores.parallel import Lanes
+from ckptd.storage.stores.rate_limit import Cancelled
+from ckptd.storage.stores.sources import (
+    CheckedSource,
+    FileSource,
+    MemorySource,
+    PacedSource,
+    crc64_of,
+    records_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+    from contextlib import AbstractContextManager
+
+    from ckptd.base.identity import FileIdentity
+    from ckptd.core.model.manifest import ManifestFile, Proof
+    from ckptd.storage.remote.manifest_index import Listed
+    from ckptd.storage.remote.messages import PartlyShipped, Planned, ShipFile, ShipOrder
+    from ckptd.storage.stores.base import Source, Store
+    from ckptd.storage.stores.rate_limit import Pacer
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Small files beside a checkpoint (tokenizers, configurations): read whole, the same before and after.
+# They are not sealed like shards, so that their content alone decides what was shipped.
+
+EXTRA_LIMIT_BYTES = 16 << 20
+
+
+def read_whole(root: int, file: ShipFile) -> tuple[bytes, MemorySource]:
+    """A small file beside the checkpoint, whole, the same before and after it was read.
+
+    Raises:
+        SourceChanged: it is gone or being written.
+        RefusedError: it is larger than 16 MiB.
+    """
+    with files.reading(root, file.source) as fd:
+        before = os.fstat(fd)
+        try:
+            cached = extents.cached_runs(fd, before.st_size)
+            data = files.pread_all(fd, limit_bytes=EXTRA_LIMIT_BYTES)
+            extents.drop_pages_but(fd, cached, 0, len(data))
+        except OSError as error:
+            raise from_os_error(error, f"reading {file.path}") from error
+        after = os.fstat(fd)
+    if files.identity_of(before) != files.identity_of(after) or len(data) != after.st_size:
+        msg = f"{file.path} is being written"
+        raise SourceChanged(msg, hint="the next turn looks again")
+    mode = stat.S_IMODE(after.st_mode)
+    return data, MemorySource(data, mode=mode, folder_mode=folder_mode(root, file.source), gid=after.st_gid)
+
+
+def inline(file: ShipFile) -> tuple[bytes, MemorySource]:
+    data = (file.inline or "").encode()
+    return data, MemorySource(data, mode=file.mode, folder_mode=0o755, gid=None)
+
+
+def folder_mode(root: int, source: str) -> int:
+    """Permission bits of the folder that `source` lies in."""
+    return mode_of_folder(root, source.rpartition("/")[0])
+
+
+def mode_of_folder(root: int, parent: str) -> int:
+    """The same by the folder's own name; "": the root."""
+    status = files.stat_beneath(root, parent) if parent else os.fstat(root)
+    return stat.S_IMODE(status.st_mode) if status is not None else 0o700
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Small files of one lane, several on their way at a time, their answers waited for in order (adr/0101).
+# A lane that waits for each answer costs a thread per file on its way, and threads of Python stand in each
+# other's way. What a store offers for it (`flights`, `begin`) is optional; without it lanes do the same.
+
+SMALL_BYTES = 8 << 20
+"""What is sent beside others; larger files go in order, one after the other."""
+_SMALL_EXTRA_BYTES = 1 << 20
+"""The same for a file that is held in memory."""
+FLYING_LANES = 2
+TINY_BYTES = 1 << 20
+"""What may fly."""
+_MOST_BYTES = 4 << 20
+"""Held by one lane: a file stays in memory until its answer came."""
+
+
+class Started(Protocol):
+    """An object on its way."""
+
+    def end(self, on_progress: Callable[[Progress], None]) -> int:
+        """As `Store.upload` ends."""
+        ...
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more; whether it arrived is found out by who sends it again."""
+        ...
+
+
+def is_small(file: ShipFile) -> bool:
+    """Whether it goes beside others."""
+    return file.bytes <= (_SMALL_EXTRA_BYTES if file.is_extra and file.inline is None else SMALL_BYTES)
+
+
+class _Offers(Protocol):
+    """A store that can do so."""
+
+    def begin(self, key: str, source: Source) -> Started | None:
+        """Read and send; None where that is not possible now."""
+        ...
+
+
+def flights(store: Store) -> int:
+    """How many small objects one lane may have on their way; 0: the store offers no such thing now."""
+    return int(getattr(store, "flights", 0))
+
+
+def overlap(store: Store) -> int:
+    """How many large objects may be under way at a time, the parts of the first one before the others'."""
+    return int(getattr(store, "overlap", 1))
+
+
+def begin(store: Store, key: str, source: Source) -> Started | None:
+    """Read and send a small object where nothing lies; None: `upload` it."""
+    return cast("_Offers", store).begin(key, source)
+
+
+class Fleet:
+    """How flying lanes work: `begin` a file (None: leave it to `otherwise`), `end` it when its turn comes."""
+
+    def __init__(
+        self,
+        store: Store,
+        begin: Callable[[ShipFile], Started | None],
+        end: Callable[[ShipFile, Started], None],
+        otherwise: Callable[[ShipFile], None],
+    ) -> None:
+        self._store = store
+        self._begin = begin
+        self._end = end
+        self._otherwise = otherwise
+
+    def ship(self, files: deque[ShipFile]) -> None:
+        """One lane: takes from `files`, which it shares with others, until there is none."""
+        under_way: deque[tuple[ShipFile, Started]] = deque()
+        held_bytes, most = 0, flights(self._store)
+        try:
+            while (file := next_of(files)) is not None:
+                started = self._begin(file)
+                if started is None:
+                    self._otherwise(file)
+                    continue
+                under_way.append((file, started))
+                held_bytes += file.bytes
+                while len(under_way) > most or held_bytes > _MOST_BYTES:
+                    oldest = under_way.popleft()
+                    held_bytes -= oldest[0].bytes
+                    self._end(*oldest)
+            while under_way:
+                self._end(*under_way.popleft())
+        finally:
+            for _file, started in under_way:
+                started.abandon()
+
+
+def next_of(files: deque[ShipFile]) -> ShipFile | None:
+    """The next of what several threads share; None: there is none."""
+    try:
+        return files.popleft()
+    except IndexError:
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+_BESIDE = (Role.SIDE, Role.EXTRA)
+_AGAIN = "this attempt is dropped; the next turn looks again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """How a transfer is steered and what it reports to.
+
+    `check` raises `Cancelled` to stop; `on_moving(key, total_bytes, progress)`, `on_done(object)` and
+    `on_planned(what)` tell.
+    """
+
+    pacer: Pacer
+    check: Callable[[], None]
+    on_moving: Callable[[str, int, Progress], None]
+    on_done: Callable[[Shipped], None]
+    on_planned: Callable[[Planned], None] = lambda _: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """The files as they lie in the remote, verified, in the order given; bytes sent and not sent."""
+
+    files: tuple[ManifestFile, ...]
+    bytes_sent: int
+    bytes_skipped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    file: ShipFile
+    bytes: int
+    crc: int
+    fingerprint: str
+
+
+class Transfer:
+    """One order's objects on one store; `listed`: what the generation's manifests say of them already."""
+
+    def __init__(self, store: Store, origin: Origin, root: int, listed: Listed, control: Control) -> None:
+        self._store = store
+        self._origin = origin
+        self._order = order = origin.order
+        self._root = root
+        self._control = control
+        self._shipped = {entry.key: entry for entry in order.shipped}
+        self._partly: dict[str, PartlyShipped] = {entry.key: entry for entry in order.partly}
+        self._listed = listed
+        self._results: dict[str, ManifestFile] = {}
+        self._held: dict[str, int] | None = None
+        self._lanes = Lanes()
+        self._lock = threading.Lock()
+        self._sent = 0
+        self._skipped = 0
+
+    def run(self) -> Carried:
+        """Ship and verify every file.
+
+        Raises:
+            SourceChanged: a file is not the one that was sealed (P4), or the order was cancelled.
+            DamagedError: a record's CRC32 is not what `torch.save` wrote; nothing of the file was shipped.
+            VerifyError: the remote holds other bytes than were sent.
+            CommitConflict: another save's object lies under that key and a manifest lists it.
+        """
+        lanes = min(self._store.lanes, self._origin.most_lanes)
+        beside = self._store.lanes > 1
+        small = [file for file in self._order.files if beside and is_small(file)]
+        large = deque(file for file in self._order.files if not (beside and is_small(file)))
+        if len(small) > 1:
+            folder = f"{self._order.manifest.folder}/"
+            self._held = {info.key: info.bytes for info in self._store.list(folder)}
+        flying = deque(file for file in small if self._may_fly(file))
+        if flying:
+            keys = {file.key for file in flying}
+            small, lanes = [file for file in small if file.key not in keys], max(1, lanes - FLYING_LANES)
+        ways = min(overlap(self._store), self._origin.most_lanes, len(large))
+        with ThreadPoolExecutor(lanes + FLYING_LANES + ways, "lane") as pool:
+            fleet = Fleet(self._store, self._begin, self._end, self._ship_beside)
+            for _ in range(FLYING_LANES if flying else 0):
+                pool.submit(self._lanes.begin([flying], fleet.ship))
+            lane = self._lanes.begin(small, self._ship_beside)
+            for _ in range(min(lanes, len(small))):
+                pool.submit(lane)
+            for _ in range(ways - 1):
+                pool.submit(self._lanes.begin([large], self._ship_in_order))
+            self._lanes.begin([large], self._ship_in_order)()
+        self._lanes.settle()
+        return Carried(
+            files=tuple(self._results[file.key] for file in self._order.files),
+            bytes_sent=self._sent,
+            bytes_skipped=self._skipped,
+        )
+
+    def _ship_in_order(self, files: deque[ShipFile]) -> None:
+        """One way: takes from `files`, which it may share with another, until there is none."""
+        with ThreadPoolExecutor(1, "verify") as verifier:
+            waiting: Future[None] | None = None
+            while (file := next_of(files)) is not None:
+                self._check()
+                sent = self._ship(file)
+                # one copy is read back while the next is sent; never more, so that memory stays flat
+                if waiting is not None:
+                    waiting.result()
+                waiting = verifier.submit(self._verify, sent) if sent is not None else None
+            if waiting is not None:
+                waiting.result()
+
+    def _ship_beside(self, file: ShipFile) -> None:
+        self._check()
+        sent = self._ship(file)
+        if sent is not None:
+            self._verify(sent)
+
+    def _may_fly(self, file: ShipFile) -> bool:
+        """A small sealed file that no earlier attempt began and of which nothing lies there."""
+        is_begun = file.key in self._shipped or file.key in self._partly
+        if file.is_extra or is_begun or file.bytes > TINY_BYTES or self._origin.most_lanes < FLYING_LANES:
+            return False
+        return flights(self._store) > 0 and self._held is not None and self._held_bytes(file) is None
+
+    def _begin(self, file: ShipFile) -> Started | None:
+        """Read and send; None: it is to be sent the usual way."""
+        self._check()
+        with self._origin.opened(file) as source:
+            paced = PacedSource(source, self._control.pacer, self._check)
+            started = begin(self._store, file.key, paced)
+        with self._lock:
+            self._sent += paced.read_bytes
+        if started is not None and self._origin.why_changed(file) is not None:
+            started.abandon()
+            raise SourceChanged(f"{file.path} was written while it was shipped", hint=_AGAIN)
+        return started
+
+    def _end(self, file: ShipFile, started: Started) -> None:
+        """Wait for its answer; what another put there meanwhile is compared."""
+        try:
+            crc = started.end(lambda done: self._tell_whole(file, file.bytes, done))
+        except TargetExists:
+            self._ship_beside(file)
+            return
+        self._verify(_Sent(file=file, bytes=file.bytes, crc=crc, fingerprint=file.fingerprint))
+
+    def _check(self) -> None:
+        """Raise when another lane failed, or the daemon wants an end."""
+        self._lanes.check()
+        self._control.check()
+
+    # --- one file ---------------------------------------------------------------------------------------
+
+    def _ship(self, file: ShipFile) -> _Sent | None:
+        """Send one file; None when it lies there already, verified."""
+        if file.is_extra:
+            return self._ship_extra(file)
+        if self._take_record(file, None, file.fingerprint):
+            return None
+        with self._origin.opened(file) as source:
+            sent = self._settle(file, source, file.fingerprint)
+        if self._origin.why_changed(file) is not None:
+            self._store.discard(file.key)
+            msg = f"{file.path} was written while it was shipped"
+            raise SourceChanged(msg, hint=_AGAIN)
+        return sent
+
+    def _ship_extra(self, file: ShipFile) -> _Sent | None:
+        data, source = inline(file) if file.inline is not None else read_whole(self._root, file)
+        fingerprint = sha256_of(data)
+        if self._take_record(file, crc64(data), fingerprint):
+            return None
+        return self._settle(file, source, fingerprint)
+
+    def _take_record(self, file: ShipFile, crc: int | None, fingerprint: str) -> bool:
+        """Use what an earlier attempt finished, if it is still there with that size (and CRC, when known)."""
+        record = self._shipped.get(file.key)
+        if record is None or (crc is not None and from_hex(record.crc64nvme) != crc):
+            return False
+        if self._held_bytes(file) != record.bytes or (crc is None and record.bytes != file.bytes):
+            return False
+        self._keep(file, record.bytes, record.crc64nvme, record.proof, fingerprint)
+        self._skip(record.bytes)
+        return True
+
+    def _held_bytes(self, file: ShipFile) -> int | None:
+        """Size of what lies under the key; of small files as it was when the order began.
+
+        Should another object have come since, the upload of a small one refuses to replace it.
+        """
+        folder = f"{self._order.manifest.folder}/"
+        if self._held is not None and is_small(file) and file.key.startswith(folder):
+            return self._held.get(file.key)
+        info = self._store.stat(file.key)
+        return None if info is None else info.bytes
+
+    def _settle(self, file: ShipFile, source: Source, fingerprint: str) -> _Sent | None:
+        """Compare what lies under the key, else send."""
+        held = self._held_bytes(file)
+        if held is not None:
+            if self._compare(file, source, fingerprint, held):
+                return None
+            if self._origin.why_changed(file) is not None:
+                raise SourceChanged(f"{file.path} was written while it was compared", hint=_AGAIN)
+            # comparing may take hours: what another node listed meanwhile is never removed
+            if self._listed.find(file.key) is not None and self._compare(file, source, fingerprint, held):
+                return None
+            self._store.delete(file.key)
+        try:
+            return self._upload(file, source, fingerprint)
+        except TargetExists:
+            info = self._store.stat(file.key)
+            if info is not None and self._compare(file, source, fingerprint, info.bytes):
+                return None
+            raise
+
+    def _compare(self, file: ShipFile, source: Source, fingerprint: str, held_bytes: int) -> bool:
+        """True when the object under the key is this file, or another node's replica of it.
+
+        Raises:
+            CommitConflict: a manifest lists that object and it is neither.
+        """
+        listed = self._listed.find(file.key)
+        crc: int | None = None
+        if held_bytes == source.size_bytes:
+            paced = PacedSource(source, self._control.pacer, self._check)
+            crc = crc64_of(paced, 0, source.size_bytes, drops=True)
+        if listed is None:
+            return crc is not None and self._verified_in_place(file, source, crc, fingerprint)
+        known, entry = listed
+        if crc is not None and to_hex(crc) == entry.checksums.crc64nvme:
+            self._keep(file, entry.bytes, entry.checksums.crc64nvme, entry.proof, fingerprint)
+        elif is_state(file.path):
+            msg = f"{file.key} holds other tensors, which {known.manifest.node} listed: {BY_LOCAL_RANK}"
+            raise CommitConflict(msg, hint="what DeepSpeed saves so can be committed of one node alone")
+        elif file.role in _BESIDE or file.tensor_fingerprint in {entry.tensor_fingerprint} - {None}:
+            owner = known.manifest.node
+            is_own = known.manifest.node_id == self._order.manifest.node_id
+            replica_of = entry.replica_of or (None if is_own else owner)
+            self._results[file.key] = entry.model_copy(update={"replica_of": replica_of})
+        else:
+            msg = f"{file.key} holds another save's bytes, listed by {known.key}"
+            raise CommitConflict(msg, hint="the next attempt takes the next generation")
+        self._skip(held_bytes)
+        return True
+
+    def _verified_in_place(self, file: ShipFile, source: Source, crc: int, fingerprint: str) -> bool:
+        try:
+            proof = self._store.verify(file.key, source.size_bytes, crc, self._while_verifying)
+            settled(self._store, file.key)
+        except VerifyError:
+            return False
+        self._keep(file, source.size_bytes, to_hex(crc), proof, fingerprint)
+        self._skip(source.size_bytes)
+        return True
+
+    def _upload(self, file: ShipFile, source: Source, fingerprint: str) -> _Sent:
+        partly = self._partly.pop(file.key, None)
+        resume = (
+            Resume(flushed_bytes=partly.flushed_bytes, crc64=partly.crc64, token=partly.token)
+            if partly
+            else None
+        )
+        if resume is not None and isinstance(source, CheckedSource):
+            source.go_on(resume.flushed_bytes, self._check)
+        paced = PacedSource(source, self._control.pacer, self._check)
+        is_whole = self._store.lanes > 1 and is_small(file)
+        is_noted = resume is not None
+
+        def moving(progress: Progress) -> None:
+            nonlocal is_noted
+            if is_whole and not progress.token:
+                self._tell_whole(file, source.size_bytes, progress)
+                return
+            is_noted = is_noted or progress.flushed_bytes > 0 or progress.token != ""
+            self._control.on_moving(file.key, source.size_bytes, progress)
+
+        try:
+            crc = self._store.upload(file.key, paced, resume=resume, on_progress=moving)
+        except (DamagedError, SourceChanged) as error:
+            # what the journal notes is gone on with when it is ordered again
+            if not (isinstance(error, Cancelled) and is_noted):
+                self._store.discard(file.key)
+            raise
+        finally:
+            with self._lock:
+                self._sent += paced.read_bytes
+        return _Sent(file=file, bytes=source.size_bytes, crc=crc, fingerprint=fingerprint)
+
+    def _tell_whole(self, file: ShipFile, size_bytes: int, progress: Progress) -> None:
+        """What is sent again in a moment needs no row in the journal."""
+        self._control.on_moving(file.key, size_bytes, replace(progress, flushed_bytes=0, crc64=0))
+
+    def _verify(self, sent: _Sent) -> None:
+        file = sent.file
+        try:
+            proof = self._store.verify(file.key, sent.bytes, sent.crc, self._while_verifying)
+        except VerifyError:
+            # another save of another node may have taken the key and listed it
+            if self._listed.find(file.key) is None:
+                self._store.delete(file.key)
+            raise
+        self._keep(file, sent.bytes, to_hex(sent.crc), proof, sent.fingerprint)
+
+    def _while_verifying(self, _done_bytes: int) -> None:
+        self._control.pacer.breathe(self._check)
+
+    def _skip(self, count_bytes: int) -> None:
+        with self._lock:
+            self._skipped += count_bytes
+
+    def _keep(self, file: ShipFile, size: int, crc: str, proof: str, fingerprint: str) -> None:
+        entry = as_listed(file, size, crc, fingerprint, cast("Proof", proof))
+        self._results[file.key] = entry
+        self._control.on_done(Shipped(key=file.key, bytes=size, crc64nvme=crc, proof=entry.proof))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Where the bytes of an order to ship come from: sealed files of this node, or what is made while it is sent.
+# A transfer knows origins alone. What makes a derived form out of shards stands higher (`ckptd.convert.remote.derive`,
+# docs/adr/0093) and is handed in.
+
+_FOLDERS = 64
+_SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)
+
+
+class CannotBeMade(RefusedError):
+    """The form does not exist for this save: no attempt will make it, and its ZeRO form is none the worse."""
+
+
+class Origin(Protocol):
+    """The source of one order."""
+
+    @property
+    def order(self) -> ShipOrder:
+        """The order with all its files: of a form that is made they are known once it is planned."""
+        ...
+
+    @property
+    def most_lanes(self) -> int:
+        """How many of them may be read at a time (P12)."""
+        ...
+
+    def opened(self, file: ShipFile) -> AbstractContextManager[Source]:
+        """One of these files, to be read."""
+        ...
+
+    def why_changed(self, file: ShipFile) -> str | None:
+        """Why it is not what it was when the order was given; None when it is."""
+        ...
+
+    def recheck(self) -> None:
+        """All that was read is what it was.
+
+        Raises:
+            SourceChanged: something is not (P4).
+        """
+        ...
+
+
+if TYPE_CHECKING:
+    OpenOrigin = Callable[[ShipOrder, int, Control, Store], AbstractContextManager[Origin]]
+    """From an order and the open folder that its sources are relative to, or the store that holds them."""
+
+
+class Sealed:
+    """Files as they were sealed: opened by identity, the CRC32s of records compared while they are read."""
+
+    most_lanes = 64
+
+    def __init__(self, order: ShipOrder, root: int) -> None:
+        self.order = order
+        self._root = root
+        # thousands of small files have few folders, and each look walks down to one
+        self._mode_of_folder = lru_cache(_FOLDERS)(partial(mode_of_folder, root))
+
+    @contextmanager
+    def opened(self, file: ShipFile) -> Iterator[Source]:
+        """See `Origin`."""
+        with files.reading(self._root, file.source, file.identity) as fd:
+            mode = self._mode_of_folder(file.source.rpartition("/")[0])
+            inner = FileSource(fd, file.path, folder_mode=mode)
+            try:
+                is_shard = file.role in _SHARDS
+                records = records_of(fd, file.path, is_shard=is_shard) if file.check_zip_crc else []
+                yield CheckedSource(inner, records, file.path) if records else inner
+            finally:
+                inner.drop_all()
+
+    def why_changed(self, file: ShipFile) -> str | None:
+        """See `Origin`."""
+        return changed(self._root, file.source, file.identity, file.path)
+
+    def recheck(self) -> None:
+        """See `Origin`."""
+        for file in self.order.files:
+            reason = self.why_changed(file)
+            if reason is not None:
+                raise SourceChanged(reason, hint="this attempt is dropped; the next turn looks again")
+
+
+@contextmanager
+def sealed(order: ShipOrder, root: int, _control: Control, _store: Store) -> Iterator[Origin]:
+    """The origin of an order whose files lie here."""
+    if order.making is not None:
+        msg = f"this process makes no {order.manifest.form} forms"
+        raise RefusedError(msg, hint="a defect of ckptd: it sends what lies here")
+    yield Sealed(order, root)
+
+
+def changed(root: int, source: str, identity: FileIdentity | None, name: str) -> str | None:
+    """Why a file is not the sealed one any more; None when it is (and of extras, which are not sealed)."""
+    if identity is None:
+        return None
+    status = files.stat_beneath(root, source)
+    if status is None:
+        return f"{name} vanished"
+    if files.identity_of(status) != identity:
+        return f"{name} was written since it was sealed"
+    return None

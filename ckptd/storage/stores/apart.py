@@ -1,0 +1,395 @@
+"""A directory remote, read and written by a process of its own on behalf of a command (docs/adr/0182).
+
+A call on a dead hard mount does not return, and no signal ends it. So a command never touches the path of a
+remote: this store passes each call to a child, `python -m ckptd.storage.stores.apart FD PATH OWNER
+WINDOW_BYTES`, waits for a
+limited time, and then raises `RemoteUnreachable`; the child is killed, and left behind where even that does
+not end it. Each thread that calls has a socket of its own to the child.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from ckptd import errors
+from ckptd.base import process
+from ckptd.config.quantities import shown_remote
+from ckptd.errors import CkptdError, RemoteUnreachable
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.open import WINDOW_BYTES, clean_environment, directory_path, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+    from ckptd.storage.stores.base import Abilities, ObjectInfo, Progress, Resume, Source, Store
+
+_BATCH = 500
+_BATCH_SECONDS = 1.0
+_DEFAULT = Access()
+
+
+def open_apart(
+    name: str, url: str, access: Access = _DEFAULT, *, owner: str = "", window_bytes: int = WINDOW_BYTES
+) -> Store:
+    """Return the store of a remote for a command; a directory is served by a process of its own.
+
+    `owner`: the node id whose half uploads and temporaries are meant, where a command removes them;
+    `window_bytes`: as `open_store`.
+
+    Raises:
+        ConfigError: as `open_store`.
+    """
+    path = directory_path(url)
+    if path is None:
+        return open_store(url, access=access, owner=owner, window_bytes=window_bytes)
+    return ApartStore(name, url, str(path), owner=owner, window_bytes=window_bytes)
+
+
+class ApartStore:
+    """The `Store` of a directory, each call of which ends within a limit."""
+
+    def __init__(
+        self, name: str, url: str, path: str, *, owner: str = "", window_bytes: int = WINDOW_BYTES
+    ) -> None:
+        self._shown, self._owner = shown_remote(name, url), owner
+        self._window_bytes = window_bytes
+        self._url, self._path = url, path
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._free: list[Connection] = []
+        self._gone: RemoteUnreachable | None = None
+        self._is_said = False
+
+    @property
+    def url(self) -> str:
+        """The path."""
+        return self._path
+
+    @property
+    def lanes(self) -> int:
+        """As many as the directory's own store moves at a time."""
+        from ckptd.storage.stores.directory import LANES
+
+        return LANES
+
+    def probe(self) -> Abilities:
+        """See `Store.probe`."""
+        found: Abilities = self._call("probe")
+        return found
+
+    def get(self, key: str) -> bytes | None:
+        """See `Store.get`."""
+        found: bytes | None = self._call("get", key)
+        return found
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `Store.put`."""
+        self._call("put", key, data)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """See `Store.put_if_absent`."""
+        return bool(self._call("put_if_absent", key, data))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """See `Store.list`."""
+        for batch in self._frames("list", prefix):
+            yield from batch
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """See `Store.stat`."""
+        found: ObjectInfo | None = self._call("stat", key)
+        return found
+
+    def read_at(self, key: str, offset: int, length: int) -> bytes:
+        """See `Store.read_at`."""
+        found: bytes = self._call("read_at", key, offset, length)
+        return found
+
+    def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
+        """See `Store.stream`."""
+        return self._frames("stream", key, offset, length)
+
+    def upload(
+        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+    ) -> int:
+        """See `Store.upload`; the child asks for each piece of the source, which is read here."""
+        facts = (source.size_bytes, source.mode, source.folder_mode, source.gid)
+        frames = self._frames("upload", key, facts, resume)
+        with contextlib.closing(frames):
+            frame = next(frames)
+            while not isinstance(frame, int):
+                reply: bytes | None = None
+                match frame:
+                    case ("read", offset, length):
+                        reply = _read(source, offset, length)
+                    case ("drop", offset, length):
+                        source.drop(offset, length)
+                    case _:
+                        on_progress(frame)
+                frame = frames.send(reply)
+            next(frames, None)
+            return frame
+
+    def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
+        """See `Store.verify`."""
+        proof = ""
+        for frame in self._frames("verify", key, size_bytes, crc64):
+            if isinstance(frame, int):
+                on_progress(frame)
+            else:
+                proof = frame
+        return proof
+
+    def discard(self, key: str, token: str = "") -> None:
+        """See `Store.discard`."""
+        self._call("discard", key, token)
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        self._call("delete", key)
+
+    def flush_name(self, key: str) -> None:
+        """See `settled` in ckptd/storage/stores/base.py."""
+        self._call("flush_name", key)
+
+    def stale_temporaries(self, now_seconds: float) -> tuple[ObjectInfo, ...]:
+        """See `DirectoryStore.stale_temporaries`."""
+        found: tuple[ObjectInfo, ...] = self._call("stale_temporaries", now_seconds)
+        return found
+
+    def partial_bytes(self, key: str) -> int:
+        """See `DirectoryStore.partial_bytes`."""
+        found: int = self._call("partial_bytes", key)
+        return found
+
+    def free_bytes(self) -> int | None:
+        """See `Store.free_bytes`."""
+        found: int | None = self._call("free_bytes")
+        return found
+
+    # --- inside -----------------------------------------------------------------------------------------
+
+    def _call(self, verb: str, *arguments: Any) -> Any:
+        return next(self._frames(verb, *arguments))
+
+    def _frames(self, verb: str, *arguments: Any) -> Generator[Any, bytes | None, None]:
+        """Send a call and yield what comes back; the next frame is asked for when this one was taken.
+
+        What is sent into the generator is the answer to a frame that asks for bytes.
+        """
+        lane = self._lane()
+        is_whole = False
+        try:
+            lane.send((verb, arguments))
+            while True:
+                kind, value = self._answer(lane)
+                if kind == "end":
+                    is_whole = True
+                    return
+                if kind == "error":
+                    is_whole = True
+                    raise _rebuilt(*value)
+                reply = yield value
+                lane.send(True if reply is None else reply)
+        except (EOFError, OSError) as error:
+            if isinstance(error, OSError) and is_whole:
+                raise
+            raise self._lost(f"{self._shown}: the process that reads it ended") from error
+        finally:
+            self._put_back(lane, is_whole=is_whole)
+
+    def _answer(self, lane: Connection) -> tuple[str, Any]:
+        begun = time.monotonic()
+        if not lane.poll(process.SAID_SECONDS):
+            self._say()
+            if not lane.poll(max(0.0, process.LIMIT_SECONDS - (time.monotonic() - begun))):
+                text = f"{self._shown} ({self._url})" if self._shown != self._url else self._url
+                raise self._lost(f"{text} did not answer within {process.LIMIT_SECONDS:.0f} s")
+        frame: tuple[str, Any] = lane.recv()
+        return frame
+
+    def _say(self) -> None:
+        with self._lock:
+            is_said, self._is_said = self._is_said, True
+        if not is_said:
+            process.say_waiting(self._shown)
+
+    def _lost(self, text: str) -> RemoteUnreachable:
+        """End the child; each later call fails at once."""
+        with self._lock:
+            if self._gone is None:
+                self._gone = RemoteUnreachable(text, hint=process.NOT_ANSWERING)
+            if self._child is not None:
+                self._child.kill()
+            return RemoteUnreachable(self._gone.message, hint=self._gone.hint)
+
+    def _lane(self) -> Connection:
+        with self._lock:
+            if self._gone is not None:
+                raise RemoteUnreachable(self._gone.message, hint=self._gone.hint)
+            if self._free:
+                return self._free.pop()
+            if self._control is None:
+                self._start()
+            assert self._control is not None
+            mine, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                except OSError:
+                    mine.close()
+                    raise
+            return Connection(mine.detach())
+
+    def _put_back(self, lane: Connection, *, is_whole: bool) -> None:
+        # an iterator that was left half-way: the child sees the end of its socket
+        with self._lock:
+            if is_whole and self._gone is None:
+                self._free.append(lane)
+                return
+        lane.close()
+
+    def _start(self) -> None:
+        """Start the child; none of our streams stays open in one that cannot be ended."""
+        mine, theirs = socket.socketpair()
+        with theirs:
+            self._child = process.spawn(
+                [
+                    *(sys.executable, "-m", "ckptd.storage.stores.apart", str(theirs.fileno())),
+                    *(self._path, self._owner, str(self._window_bytes)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=clean_environment(self._url),
+                cwd="/",
+            )
+        self._control = mine
+
+
+def _read(source: Source, offset: int, length: int) -> bytes:
+    buffer = bytearray(length)
+    return bytes(buffer[: source.read_into(offset, memoryview(buffer))])
+
+
+def _rebuilt(kind: str, message: str, hint: str, number: int | None) -> Exception:
+    if number is not None:
+        return OSError(number, message)
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, CkptdError):
+        return found(message, hint=hint)
+    return errors.StorageError(f"{kind}: {message}", hint="it is a bug: please report it")
+
+
+# --- the child -------------------------------------------------------------------------------------------
+
+
+class _FarSource:
+    """A source that lies with the parent; `Source` for the directory's own store."""
+
+    def __init__(self, lane: Connection, facts: tuple[int, int, int, int | None]) -> None:
+        self._lane = lane
+        self.size_bytes, self.mode, self.folder_mode, self.gid = facts
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """See `Source.read_into`."""
+        data = self._ask(("read", offset, len(buffer)))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def drop(self, offset: int, length: int) -> None:
+        """See `Source.drop`."""
+        self._ask(("drop", offset, length))
+
+    def tell(self, progress: Progress) -> None:
+        """Pass on how far the object is."""
+        self._ask(progress)
+
+    def _ask(self, frame: object) -> bytes:
+        self._lane.send(("value", frame))
+        answer: bytes = self._lane.recv()
+        return answer
+
+
+def main() -> None:
+    """Serve the directory until the parent's end of the control socket is closed."""
+    from ckptd.storage.child.child import end_with_parent
+
+    end_with_parent()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    store = open_store(sys.argv[2], owner=sys.argv[3], window_bytes=int(sys.argv[4]))
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            os._exit(0)
+        for fd in array.array("i", descriptors):
+            threading.Thread(target=_serve, args=(Connection(fd), store), daemon=True).start()
+
+
+def _serve(lane: Connection, store: Store) -> None:
+    """Carry out the calls of one thread, one after another."""
+    with contextlib.suppress(EOFError, OSError), lane:
+        while True:
+            verb, arguments = lane.recv()
+            try:
+                for value in _carried_out(store, verb, arguments, lane):
+                    lane.send(("value", value))
+                    lane.recv()
+            except CkptdError as error:
+                lane.send(("error", (type(error).__name__, error.message, error.hint, None)))
+            except OSError as error:
+                lane.send(("error", ("OSError", str(error.strerror or error), "", error.errno or 5)))
+            except Exception as error:  # noqa: BLE001 - the parent says what went wrong here
+                lane.send(("error", (type(error).__name__, str(error), "", None)))
+            else:
+                lane.send(("end", None))
+
+
+def _carried_out(store: Store, verb: str, arguments: Any, lane: Connection) -> Iterator[Any]:
+    if verb == "list":
+        found = iter(store.list(*arguments))
+        while batch := _batch(found):
+            yield batch
+    elif verb == "stream":
+        yield from store.stream(*arguments)
+    elif verb == "verify":
+
+        def moving(done: int) -> None:
+            lane.send(("value", done))
+            lane.recv()
+
+        key, size_bytes, crc64 = arguments
+        yield store.verify(key, size_bytes, crc64, moving)
+    elif verb == "upload":
+        key, facts, resume = arguments
+        source = _FarSource(lane, facts)
+        yield store.upload(key, source, resume=resume, on_progress=source.tell)
+    else:
+        yield getattr(store, verb)(*arguments)
+
+
+def _batch(found: Iterator[ObjectInfo]) -> list[ObjectInfo]:
+    """Return the next few objects, fewer where they come slowly."""
+    end = time.monotonic() + _BATCH_SECONDS
+    batch: list[ObjectInfo] = []
+    for info in itertools.islice(found, _BATCH):
+        batch.append(info)
+        if time.monotonic() > end:
+            break
+    return batch
+
+
+if __name__ == "__main__":
+    main()

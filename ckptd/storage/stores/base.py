@@ -1,0 +1,234 @@
+"""The store contract: the few verbs that every remote offers, and what may be relied on (docs/design.md §5).
+
+A key is `/`-separated, relative to the remote's root. Verbs are idempotent; an operation whose answer was
+lost is neither done nor failed and is resolved by reading. What a store cannot do is data
+(`Abilities`), never an `if` on its kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckptd.errors import CkptdError, DocumentDamaged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+DOCUMENT_LIMIT_BYTES = 64 << 20
+"""What `get` reads at most: a document of a checkpoint of a million files is smaller."""
+
+
+def too_large(key: str) -> DocumentDamaged:
+    """What `get` raises for more: one bad object must not keep others from being read (P18)."""
+    return DocumentDamaged(f"{key} is no document: it holds more than {DOCUMENT_LIMIT_BYTES} bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """One stored object: key relative to the root, bytes, and mtime (unix nanoseconds, 0 unknown)."""
+
+    key: str
+    bytes: int
+    mtime_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What a store was seen to do when it was probed."""
+
+    create_only: bool
+    """`put_if_absent` is enforced by the store, also between two writers (P10)."""
+    checksum: str | None
+    """A checksum that the store keeps *and* enforces; None: uploads are read back."""
+    resumable: bool
+    rename: bool = False
+    complete_only_absent: bool = False
+    """Joining the parts of an upload over an object that appeared meanwhile is refused by the store."""
+    part_etags: bool = False
+    """The ETag of a part is the MD5 of what arrived: a part that changed on its way is found at once."""
+    joined_etags: bool = False
+    """So is that of a whole object, of joined parts the MD5 of their MD5s: a proof (adr/0089)."""
+    trailers: bool = False
+    """That checksum may stand behind the body and is compared there: each byte is read once (adr/0101)."""
+    content_md5: bool = False
+    """A body that does not fit its Content-MD5 is refused."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def proof(self) -> str:
+        """What an upload is verified by, as manifests name it."""
+        return "store-checksum" if self.checksum else "part-etags" if self.joined_etags else "read-back"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """How far an earlier attempt at one object got: bytes flushed, and the CRC64NVME of those bytes."""
+
+    flushed_bytes: int = 0
+    crc64: int = 0
+    token: str = ""
+    """The store's own words for finding that attempt again (S3: part size and upload id)."""
+
+
+class Source(Protocol):
+    """Where an upload reads: one file, sequentially, its identity checked by the caller before and after."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size in bytes."""
+        ...
+
+    @property
+    def mode(self) -> int:
+        """Permission bits of the source: the copy never gets more (P15)."""
+        ...
+
+    @property
+    def folder_mode(self) -> int:
+        """Permission bits of the source's folder, for folders that are made for the copy."""
+        ...
+
+    @property
+    def gid(self) -> int | None:
+        """Group of the source; None: leave the store's own."""
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Read at `offset` into `buffer`; may read less than fits; 0 at the end.
+
+        Raises:
+            DamagedError: the bytes are not those that were saved.
+            SourceChanged: the transfer was cancelled or the source changed.
+        """
+        ...
+
+    def drop(self, offset: int, length: int) -> None:
+        """The range was shipped: its cached pages are no longer needed (P12)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Called while an object moves: bytes of this object done so far, and how far they are durable."""
+
+    done_bytes: int
+    flushed_bytes: int
+    crc64: int
+    token: str = ""
+
+
+class Store(Protocol):
+    """One remote root.
+
+    Every method raises `RemoteUnreachable` when the remote does not answer, `NotPermitted` for rights or
+    credentials, `NoSpaceError` when it is full, `StorageError` when it fails; anything else is a bug. All
+    may be called from several threads.
+    """
+
+    @property
+    def url(self) -> str:
+        """As configured, for messages; never with credentials."""
+        ...
+
+    @property
+    def lanes(self) -> int:
+        """How many small objects may move at a time; 1: in order, in the thread that asked."""
+        ...
+
+    def probe(self) -> Abilities:
+        """Find out what the store can do, by doing it with a small object of ours that is removed again."""
+        ...
+
+    def get(self, key: str) -> bytes | None:
+        """A small object, whole; None when absent. Always a fresh read."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace a small object; durable when it returns; never half visible."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Create a small object; False when it exists, which is never changed (P3)."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects whose key starts with `prefix` (a folder, ends with `/`), unordered, recursive."""
+        ...
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """Size of an object; None when absent."""
+        ...
+
+    def read_at(self, key: str, offset: int, length: int) -> bytes:
+        """A range of an object, fresh from the store where it can tell; FileNotFoundError when absent."""
+        ...
+
+    def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
+        """As `read_at`, in chunks of a few MiB at most; FileNotFoundError at the first."""
+        ...
+
+    def upload(
+        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+    ) -> int:
+        """Move one object; durable when it returns; returns the CRC64NVME of the bytes *as read*.
+
+        Not verified yet: that is `verify`. `on_progress` and the source may raise to stop; what is flushed
+        can be resumed, or given up with `discard`.
+
+        Raises:
+            TargetExists: the key appeared meanwhile (another node's replica); nothing was replaced.
+        """
+        ...
+
+    def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
+        """Prove that the store holds those bytes (P2); returns the proof's name for the manifest.
+
+        Raises:
+            VerifyError: it does not. Nothing was changed: what lies there may be another node's.
+        """
+        ...
+
+    def discard(self, key: str, token: str = "") -> None:
+        """Give up a partial upload of ours of that key; none is fine. Never touches the object itself.
+
+        `token`: of an attempt of an earlier process, as its progress told.
+        """
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; gone already is fine."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Room that the store reports; None where it cannot tell."""
+        ...
+
+
+def settled(store: Store, key: str) -> None:
+    """What was found under a key, and not put there just now, is made as durable as if it had been.
+
+    Whoever put it may have been killed in between. Only directories know a difference (`flush_name`).
+    """
+    flush = getattr(store, "flush_name", None)
+    if flush is not None:
+        flush(key)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What time it is for a store, where it says so: ages of its objects are by that clock, not by a reader's.
+
+
+def store_now_seconds(store: Store) -> float | None:
+    """Unix time as the store's answers carry it (S3: `Date`, whole seconds); None: it tells none."""
+    client: Any = getattr(store, "client", None)
+    if not hasattr(client, "head_bucket"):
+        return None
+    found: Any = store
+    with contextlib.suppress(CkptdError, ValueError, KeyError, TypeError):
+        with found.asking("reading its clock"):
+            answer = client.head_bucket(Bucket=found.bucket)
+        return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+    return None

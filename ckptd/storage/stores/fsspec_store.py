@@ -1,0 +1,491 @@
+"""Files on a server (SFTP) or in a service that fsspec knows, as a store (docs/adr/0042).
+
+The rules of the contract over a `Drive`: uploads become visible whole and replace nothing, each is read back
+and compared, small verbs are tried again on a new connection, whatever fails is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import secrets
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from ckptd.base import files
+from ckptd.errors import CkptdError, RemoteUnreachable, SourceChanged, TargetExists, VerifyError
+from ckptd.storage.stores.base import Abilities, ObjectInfo, Progress
+from ckptd.storage.stores.checksums import crc64 as crc64_of
+from ckptd.storage.stores.directory import is_ours
+from ckptd.storage.stores.retrying import briefly
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from ckptd.storage.stores.base import Resume, Source
+
+
+# --- The seam between a store of remote files and what speaks a protocol: SFTP, or a driver of fsspec ----
+# `FilesStore` (fsspec_store.py) holds the rules of the contract; a `Drive` is one connection that does what the
+# rules ask, by absolute path. Drives come from a pool, because none is used by two threads at a time.
+
+PARTIAL_PREFIX = ".ckptd-part-"
+TEMPORARY_PREFIX = ".ckptd-tmp-"
+CONNECTIONS = 8
+
+
+class ConnectionLost(RemoteUnreachable):
+    """A connection that worked broke: one more try on a new one may do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One name in a folder, or a file that was looked at; bytes, mtime in unix nanoseconds (0 unknown)."""
+
+    name: str
+    is_folder: bool
+    bytes: int
+    mtime_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rights:
+    """What a copy may get at most: permission bits of the file and of a new folder for it, and the group."""
+
+    mode: int
+    folder_mode: int
+    gid: int | None
+
+
+class Reader(Protocol):
+    """An open file."""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """A range; shorter at the end."""
+        ...
+
+
+class Sink(Protocol):
+    """A file being written; invisible under its own name until `finish`."""
+
+    def write(self, data: memoryview) -> None:
+        """Append."""
+        ...
+
+    def flush(self) -> bool:
+        """Make what was written durable; False where only `finish` can."""
+        ...
+
+    def finish(self) -> bool:
+        """Durable and visible; False when the name is taken: that is never replaced, ours is gone."""
+        ...
+
+    def abandon(self) -> None:
+        """Stop; what can be continued stays, all else goes. Raises nothing."""
+        ...
+
+
+class Drive(Protocol):
+    """One connection. Raises what its library raises; `explain` says it in words of the tree."""
+
+    def probe(self, path: str) -> Abilities:
+        """Find out by creating, replacing and removing `path`."""
+        ...
+
+    def look(self, path: str) -> Entry | None:
+        """A regular file; None when there is none."""
+        ...
+
+    def entries(self, folder: str) -> list[Entry]:
+        """Names in a folder, files and folders only; none when it is not there."""
+        ...
+
+    def get(self, path: str) -> bytes | None:
+        """A small file, whole; None when absent."""
+        ...
+
+    def reading(self, path: str) -> AbstractContextManager[Reader]:
+        """Open for ranges; FileNotFoundError."""
+        ...
+
+    def put(self, path: str, data: bytes) -> None:
+        """Create or replace a small file, never half visible."""
+        ...
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Create a small file; False when it exists."""
+        ...
+
+    def sink(self, path: str, partial: str, rights: Rights, resume_bytes: int) -> tuple[Sink, int]:
+        """Begin to write; with `resume_bytes` go on there where that much is kept: (sink, offset)."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Remove a file; gone is fine."""
+        ...
+
+    def remove_folder(self, path: str) -> bool:
+        """Remove a folder if it is empty; False when it stays."""
+        ...
+
+    def free_bytes(self, path: str) -> int | None:
+        """Room there; None where nobody tells."""
+        ...
+
+    def explain(self, error: Exception, what: str) -> Exception:
+        """What was raised, as an error of the tree; a bug as it is."""
+        ...
+
+    @property
+    def is_usable(self) -> bool:
+        """False after the connection broke or an answer is missing."""
+        ...
+
+    def close(self) -> None:
+        """End the connection; raises nothing."""
+        ...
+
+
+class Pool:
+    """At most `CONNECTIONS` drives, opened when needed, each used by one thread at a time."""
+
+    def __init__(self, connect: Callable[[], Drive]) -> None:
+        self._connect = connect
+        self._room = threading.BoundedSemaphore(CONNECTIONS)
+        self._lock = threading.Lock()
+        self._idle: list[Drive] = []
+
+    @contextmanager
+    def use(self) -> Iterator[Drive]:
+        """A drive for the block; what broke is closed, and what idled beside it as well."""
+        with self._room:
+            with self._lock:
+                drive = self._idle.pop() if self._idle else None
+            drive = drive or self._connect()
+            try:
+                yield drive
+            finally:
+                gone: list[Drive] = []
+                with self._lock:
+                    if drive.is_usable:
+                        self._idle.append(drive)
+                    else:
+                        gone, self._idle = [drive, *self._idle], []
+                for each in gone:
+                    each.close()
+
+    def close(self) -> None:
+        """End the connections that nobody uses."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for drive in idle:
+            drive.close()
+
+
+@contextmanager
+def explained(drive: Drive, what: str) -> Iterator[None]:
+    """Calls to the drive in the block fail in words of the tree."""
+    try:
+        yield
+    except CkptdError:
+        raise
+    except Exception as error:
+        named = drive.explain(error, what)
+        if named is error:
+            raise
+        raise named from error
+
+
+def quietly(action: Callable[[], object]) -> None:
+    """Clean up after a failure that is being raised already."""
+    with suppress(Exception):
+        action()
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+WINDOW_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 20
+_READ_BYTES = 4 << 20
+
+T = TypeVar("T")
+
+
+class FilesStore:
+    """Store on a folder of a server or a prefix of a service; `owner` keeps two nodes' partials apart.
+
+    Raises (everywhere): RemoteUnreachable (no answer, connection lost), RemoteNotOurs (unknown host key),
+    NotPermitted (keys, rights), NoSpaceError, StorageError (the rest), RefusedError (unsafe names).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        root: str,
+        connect: Callable[[], Drive],
+        *,
+        owner: str = "",
+        read_back: bool = True,
+        window_bytes: int = WINDOW_BYTES,
+        lanes: int = 1,
+    ) -> None:
+        self._url = url
+        self._lanes = lanes
+        self._root = root.rstrip("/")
+        self._pool = Pool(connect)
+        self._owner = owner
+        self._read_back = read_back
+        self._window_bytes = window_bytes
+
+    @property
+    def url(self) -> str:
+        """As configured; secrets are refused there."""
+        return self._url
+
+    def close(self) -> None:
+        """End idle connections."""
+        self._pool.close()
+
+    # --- small objects ---------------------------------------------------------------------------------
+
+    @property
+    def lanes(self) -> int:
+        """As many as leave a connection for reading back and one for short questions."""
+        return self._lanes
+
+    def probe(self) -> Abilities:
+        """Find out what the server does, by a small object of ours that is removed again."""
+        path = self._path(f"_ckptd/probe~{secrets.token_hex(8)}")
+        found = self._call("trying what the server can do", lambda drive: drive.probe(path))
+        if self._read_back:
+            return found
+        notes = (*found.notes, "copies are not read back (verify = none)")
+        return Abilities(
+            create_only=found.create_only,
+            checksum=None,
+            resumable=found.resumable,
+            rename=found.rename,
+            notes=notes,
+        )
+
+    def get(self, key: str) -> bytes | None:
+        """A small object, whole; None when absent."""
+        path = self._path(key)
+        return self._call(f"reading {key}", lambda drive: drive.get(path))
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace a small object."""
+        path = self._path(key)
+        self._call(f"writing {key}", lambda drive: drive.put(path, data))
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Create a small object; False when it exists (P3). An answer that was lost is looked up."""
+        path = self._path(key)
+        asked = 0
+
+        def create(drive: Drive) -> bool:
+            nonlocal asked
+            asked += 1
+            return drive.create(path, data) or (asked > 1 and drive.get(path) == data)
+
+        return self._call(f"creating {key}", create)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects below the folder `prefix` ("" = all), without our temporaries and partial uploads.
+
+        Folder by folder: a walk that leaves out what it cannot read would hide commits.
+        """
+        base = prefix.rstrip("/")
+        folders = [base]
+        while folders:
+            folder = folders.pop()
+            path = self._path(folder) if folder else self._root
+
+            def ask(drive: Drive, path: str = path) -> list[Entry]:
+                return drive.entries(path)
+
+            for entry in self._call(f"listing {folder or 'the root'}", ask):
+                key = f"{folder}/{entry.name}" if folder else entry.name
+                if is_ours(entry.name):
+                    continue
+                if entry.is_folder:
+                    folders.append(key)
+                else:
+                    yield ObjectInfo(key=key, bytes=entry.bytes, mtime_ns=entry.mtime_ns)
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """Size and time of an object; None when absent."""
+        path = self._path(key)
+        found = self._call(f"looking at {key}", lambda drive: drive.look(path))
+        return None if found is None else ObjectInfo(key=key, bytes=found.bytes, mtime_ns=found.mtime_ns)
+
+    def read_at(self, key: str, offset: int, length: int) -> bytes:
+        """A range of an object; shorter at its end."""
+        path = self._path(key)
+
+        def read(drive: Drive) -> bytes | None:
+            try:
+                with drive.reading(path) as reader:
+                    return reader.read(offset, length)
+            except FileNotFoundError:
+                return None
+
+        data = self._call(f"reading {key} at {offset}", read)
+        if data is None:
+            msg = f"{key} is not in {self._url}"
+            raise FileNotFoundError(msg)
+        return data
+
+    def delete(self, key: str) -> None:
+        """Remove an object, then the folders that became empty (never those of `_ckptd` itself)."""
+        path = self._path(key)
+
+        def remove(drive: Drive) -> None:
+            drive.remove(path)
+            self._prune(drive, key)
+
+        self._call(f"removing {key}", remove)
+
+    def free_bytes(self) -> int | None:
+        """Room that the server reports."""
+        return self._call("asking for free space", lambda drive: drive.free_bytes(self._root))
+
+    def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
+        """A range in pieces; each may come over another connection."""
+        while length > 0 and (data := self.read_at(key, offset, min(_READ_BYTES, length))):
+            yield data
+            offset, length = offset + len(data), length - len(data)
+
+    # --- data ------------------------------------------------------------------------------------------
+
+    def upload(
+        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+    ) -> int:
+        """Write beside the name (services: into an unfinished upload), then give it the name."""
+        path, what = self._path(key), f"writing {key}"
+        rights = Rights(mode=source.mode, folder_mode=source.folder_mode, gid=source.gid)
+        wanted = resume.flushed_bytes if resume is not None else 0
+        with self._pool.use() as drive:
+            with explained(drive, what):
+                if drive.look(path) is not None:
+                    drive.remove(self._partial(key))
+                    raise _taken(key)
+                sink, start = drive.sink(path, self._partial(key), rights, wanted)
+            try:
+                crc = resume.crc64 if resume is not None and start else 0
+                crc = self._pump(drive, sink, key, source, start, crc, on_progress)
+                with explained(drive, what):
+                    is_new = sink.finish()
+            except BaseException:
+                sink.abandon()
+                raise
+        if not is_new:
+            raise _taken(key)
+        size = source.size_bytes
+        on_progress(Progress(done_bytes=size, flushed_bytes=size, crc64=crc))
+        return crc
+
+    def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
+        """Read the copy in ranges and compare; nothing is changed."""
+        found = self.stat(key)
+        if found is None:
+            msg = f"{key} is not in {self._url} after it was sent"
+            raise VerifyError(msg, hint="ckptd sends it again")
+        crc = self._read_crc(key, on_progress) if self._read_back and found.bytes == size_bytes else crc64
+        if (found.bytes, crc) == (size_bytes, crc64):
+            return "read-back" if self._read_back else "none"
+        msg = (
+            f"{key}: the copy in {self._url} has {found.bytes} bytes and CRC64 {crc:016x}, "
+            f"sent were {size_bytes} and {crc64:016x}"
+        )
+        raise VerifyError(msg, hint="ckptd sends it again")
+
+    def discard(self, key: str, token: str = "") -> None:  # noqa: ARG002
+        """Remove our partial file of that key."""
+        partial = self._partial(key)
+
+        def remove(drive: Drive) -> None:
+            drive.remove(partial)
+            self._prune(drive, key)
+
+        self._call(f"discarding the partial upload of {key}", remove)
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    def _call(self, what: str, action: Callable[[Drive], T]) -> T:
+        """Do it; a connection that broke meanwhile is replaced and it is done again (every verb may be)."""
+
+        def once() -> T:
+            with self._pool.use() as drive, explained(drive, what):
+                return action(drive)
+
+        return briefly(once, ConnectionLost)()
+
+    def _path(self, key: str) -> str:
+        files.check_relative(key)
+        return f"{self._root}/{key}"
+
+    def _partial(self, key: str) -> str:
+        """Beside the object, of our own name: two nodes and two keys never share one."""
+        folder, _, _ = self._path(key).rpartition("/")
+        digest = hashlib.sha256(f"{self._owner}\0{key}".encode()).hexdigest()
+        return f"{folder}/{PARTIAL_PREFIX}{digest[:24]}"
+
+    def _prune(self, drive: Drive, key: str) -> None:
+        """Remove the folders of a removed key that are empty now; another node may need those of `_ckptd`."""
+        parts = key.split("/")[:-1]
+        least = 2 if parts and parts[0] == "_ckptd" else 0
+        for depth in range(len(parts), least, -1):
+            if not drive.remove_folder("/".join([self._root, *parts[:depth]])):
+                return
+
+    def _pump(
+        self,
+        drive: Drive,
+        sink: Sink,
+        key: str,
+        source: Source,
+        start: int,
+        crc: int,
+        on_progress: Callable[[Progress], None],
+    ) -> int:
+        """From the source into the sink; the CRC64NVME of all bytes as read."""
+        view = memoryview(mmap.mmap(-1, min(_CHUNK_BYTES, self._window_bytes)))
+        size, done, window = source.size_bytes, start, start
+        flushed, flushed_crc = start, crc
+        while done < size:
+            count = source.read_into(done, view[: min(len(view), size - done)])
+            if count == 0:
+                msg = f"the source ended {size - done} bytes early"
+                raise SourceChanged(msg, hint="the trainer cut it; the next turn looks again")
+            with explained(drive, f"writing {key} at {done}"):
+                sink.write(view[:count])
+            crc = crc64_of(view[:count], crc)
+            done += count
+            if done - window >= self._window_bytes or done == size:
+                with explained(drive, f"flushing {key}"):
+                    if sink.flush():
+                        flushed, flushed_crc = done, crc
+                source.drop(window, done - window)
+                window = done
+            on_progress(Progress(done_bytes=done, flushed_bytes=flushed, crc64=flushed_crc))
+        return crc
+
+    def _read_crc(self, key: str, on_progress: Callable[[int], None]) -> int:
+        """CRC64NVME of the copy as it comes back."""
+        path, what = self._path(key), f"reading {key} back"
+        crc = done = 0
+        with self._pool.use() as drive, explained(drive, what), drive.reading(path) as reader:
+            while data := reader.read(done, _READ_BYTES):
+                crc = crc64_of(data, crc)
+                done += len(data)
+                on_progress(done)
+        return crc
+
+
+def _taken(key: str) -> TargetExists:
+    msg = f"{key} appeared while it was sent"
+    return TargetExists(msg, hint="another node shipped it; ckptd compares")

@@ -1,0 +1,107 @@
+"""From a URL to a store: the one place that knows which kinds of remote this version speaks to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+import ckptd
+from ckptd.config.schemes import scheme_of
+from ckptd.errors import ConfigError
+from ckptd.storage.stores.access import Access
+
+if TYPE_CHECKING:
+    from ckptd.storage.stores.base import Store
+
+WINDOW_BYTES = 64 << 20
+_DEFAULT = Access()
+
+
+def directory_path(url: str) -> Path | None:
+    """The path of a directory remote (`/path` or `file:///path`); None for every other kind."""
+    if url.startswith("file://"):
+        parts = urlsplit(url)
+        return Path(unquote(parts.path)) if parts.netloc in ("", "localhost") else None
+    return Path(url) if url.startswith("/") else None
+
+
+def is_s3(url: str) -> bool:
+    """True for what the S3 store speaks to."""
+    return url.startswith("s3://")
+
+
+def open_store(
+    url: str,
+    *,
+    access: Access = _DEFAULT,
+    owner: str = "",
+    read_back: bool = True,
+    window_bytes: int = WINDOW_BYTES,
+) -> Store:
+    """The store of a remote; touches nothing yet.
+
+    `owner` (a node id) keeps the partial uploads of two nodes apart; `window_bytes` is how much a directory
+    or an SFTP server is sent between two flushes.
+
+    Raises:
+        ConfigError: a kind of URL that no installed package speaks, or a relative path.
+    """
+    path = directory_path(url)
+    if path is not None:
+        from ckptd.storage.stores.directory import DirectoryStore
+        from ckptd.storage.stores.retrying import tried_again
+
+        return tried_again(
+            DirectoryStore(str(path), owner=owner, read_back=read_back, window_bytes=window_bytes)
+        )
+    if is_s3(url):
+        from ckptd.storage.stores.s3.store import S3Store
+
+        return S3Store(url, access, owner=owner, read_back=read_back)
+    if "://" in url:
+        from ckptd.storage.stores.fsspec_protocol import open_files
+
+        return open_files(url, access, owner=owner, read_back=read_back, window_bytes=window_bytes)
+    msg = f"url {url!r} is no absolute path"
+    raise ConfigError(msg, hint="write the whole path, e.g. /mnt/nas/llama-7b")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What a remote's processes may know of the environment: credentials of their own remotes alone (P15).
+# Apart from the client because conversions and commands start such processes too.
+
+
+_PASSED_ON = ("PATH", "LANG")
+FOR_SERVERS = (
+    "HOME",
+    "CREDENTIALS_DIRECTORY",
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
+_ADDED = {
+    "PYDANTIC_DISABLE_PLUGINS": "__all__",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "1048576",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+}
+"""No third-party code at start; one heap, of which large blocks are given back: it spares memory (P12)."""
+
+
+def clean_environment(*urls: str) -> dict[str, str]:
+    """What a child may know: where programs and this package lie; credentials only of its own remotes.
+
+    The usual AWS chain, ssh-agent and the drivers of fsspec read variables and files of the user, so a child
+    gets those of its schemes; nothing secret passes through a message, a log or the journal (P15; adr/0040).
+    """
+    wanted = [name for name in os.environ if name in _PASSED_ON]
+    for url in urls:
+        if directory_path(url) is None:
+            prefixes = ("AWS_",) if is_s3(url) else scheme_of(url).variables
+            wanted += [n for n in os.environ if n.startswith(prefixes) or n in FOR_SERVERS]
+    environment = _ADDED | {name: os.environ[name] for name in wanted}
+    package = str(Path(ckptd.__file__).resolve().parent.parent)
+    inherited = os.environ.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join([package, inherited] if inherited else [package])
+    return environment

@@ -1,0 +1,411 @@
+"""The parts of one upload, several in flight: each streamed and hashed by itself, told in order (adr/0088).
+
+What is told as durable is the parts from the first one on without a gap, so that the journal needs one
+number and one CRC; parts that were done out of order are found again by list_parts.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from ckptd.errors import SourceChanged, TargetExists
+from ckptd.storage.stores.base import Progress
+from ckptd.storage.stores.checksums import crc64_combined
+from ckptd.storage.stores.parallel import Lanes
+from ckptd.storage.stores.s3 import client as sc
+from ckptd.storage.stores.s3.body import STEP_BYTES, Body, Held, SourceStopped
+from ckptd.storage.stores.s3.proof import CHANGED, bare, changed, guard
+from ckptd.storage.stores.sources import crc64_of, peek
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.storage.stores.base import Source
+    from ckptd.storage.stores.parallel import Turns
+    from ckptd.storage.stores.s3.store import S3Store
+
+
+# --- Where an upload is cut into parts: at borders that somebody chose, and evenly between them ----------
+# Without borders all parts but the last have one size. With borders each stretch between two of them is cut by
+# itself, so that a part never holds bytes from both sides of one (docs/adr/0111). Pure.
+
+LEAST_PART_BYTES = 5 << 20
+"""Of every part but the last: what S3 asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The parts of an upload of `size_bytes`, numbered from 1."""
+
+    size_bytes: int
+    part_bytes: int
+    borders: tuple[int, ...] = ()
+    """Ascending, at least `LEAST_PART_BYTES` apart."""
+
+    @property
+    def parts(self) -> int:
+        """How many there are."""
+        return len(_ends(self)) if self.borders else -(-self.size_bytes // self.part_bytes)
+
+    def range_of(self, number: int) -> tuple[int, int]:
+        """Offset and length of a part."""
+        if self.borders:
+            ends = _ends(self)
+            begin = ends[number - 2] if number > 1 else 0
+            return begin, ends[number - 1] - begin
+        begin = (number - 1) * self.part_bytes
+        return begin, min(self.part_bytes, self.size_bytes - begin)
+
+    @property
+    def text(self) -> str:
+        """In a token; no colon."""
+        return f"{self.part_bytes}" + (f"@{','.join(map(str, self.borders))}" if self.borders else "")
+
+
+def parsed(text: str, size_bytes: int) -> Cuts | None:
+    """What `Cuts.text` says; None: it is none of that size's."""
+    size, _, rest = text.partition("@")
+    words = rest.split(",") if rest else []
+    if not size.isdecimal() or int(size) == 0 or not all(word.isdecimal() for word in words):
+        return None
+    borders = tuple(map(int, words))
+    stretches = list(pairwise((0, *borders, size_bytes)))
+    return Cuts(size_bytes, int(size), borders) if all(a < b for a, b in stretches) or not words else None
+
+
+@lru_cache(maxsize=256)
+def _ends(cuts: Cuts) -> tuple[int, ...]:
+    found: list[int] = []
+    for begin, end in pairwise((0, *cuts.borders, cuts.size_bytes)):
+        length = end - begin
+        count = max(1, min(-(-length // cuts.part_bytes), length // LEAST_PART_BYTES))
+        found += [begin + length * n // count for n in range(1, count + 1)]
+    return tuple(found)
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+PARTS_AT_ONCE = 4
+"""Parts in flight on one remote; those of the object that was begun first go first (docs/adr/0123)."""
+ROOM = 8
+"""Parts, and whole objects of more than 1 MiB, in flight on one remote: what bounds the memory."""
+_TRIES = 3
+
+
+@dataclass(slots=True)
+class Upload:
+    """A multipart upload of ours: its id and sizes, the parts that the server holds, by number.
+
+    `crcs`: of the parts behind the first gap; `done_bytes` and `crc`: all parts before it.
+    """
+
+    upload_id: str
+    part_bytes: int
+    size_bytes: int
+    borders: tuple[int, ...] = ()
+    etags: dict[int, str] = field(default_factory=dict)
+    crcs: dict[int, int] = field(default_factory=dict)
+    md5s: dict[int, bytes] = field(default_factory=dict)
+    """Of the parts that this process sent."""
+    done_parts: int = 0
+    done_bytes: int = 0
+    crc: int = 0
+
+    @property
+    def token(self) -> str:
+        """What a restart needs to find it again."""
+        return f"{self.cuts.text}:{self.upload_id}"
+
+    @property
+    def cuts(self) -> Cuts:
+        """Where its parts begin and end."""
+        return Cuts(self.size_bytes, self.part_bytes, self.borders)
+
+    @property
+    def parts(self) -> int:
+        """How many there will be."""
+        return self.cuts.parts
+
+    def range_of(self, number: int) -> tuple[int, int]:
+        """Offset and length of a part."""
+        return self.cuts.range_of(number)
+
+    def close_gap(self) -> None:
+        """Count the parts that follow without a gap."""
+        while (crc := self.crcs.pop(self.done_parts + 1, None)) is not None:
+            self.done_parts += 1
+            _, length = self.range_of(self.done_parts)
+            self.crc = crc64_combined(self.crc, crc, length)
+            self.done_bytes += length
+
+    def progress(self, moving_bytes: int = 0) -> Progress:
+        """What is durable, and how much of the object moved: whole parts, and what is on its way."""
+        held = sum(self.range_of(number)[1] for number in self.crcs)
+        return Progress(
+            done_bytes=self.done_bytes + held + moving_bytes,
+            flushed_bytes=self.done_bytes,
+            crc64=self.crc,
+            token=self.token,
+        )
+
+
+class Sending:
+    """Sends what the server does not hold of one upload."""
+
+    def __init__(
+        self,
+        store: S3Store,
+        key: str,
+        source: Source,
+        upload: Upload,
+        room: threading.Semaphore,
+        turns: Turns,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._source = source
+        self._upload = upload
+        self._room = room
+        self._place = turns.following()
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._lanes = Lanes()
+        self._moving: dict[int, int] = {}
+
+    def run(self) -> None:
+        """All parts, the first ones first.
+
+        Raises:
+            BaseException: what the first part that failed raised; the others have stopped by then.
+        """
+        upload = self._upload
+        missing = [n for n in range(1, upload.parts + 1) if n not in upload.etags]
+        self._lanes.run(min(PARTS_AT_ONCE, len(missing)), missing, self._send, name="part")
+
+    def _send(self, number: int) -> None:
+        begin, length = self._upload.range_of(number)
+        told = _Told(self._source, lambda end: self._moved(number, end - begin))
+        request = {"UploadId": self._upload.upload_id, "PartNumber": number}
+        with self._place(), self._room:
+            sent = send_range(self._store, self._key, told, (begin, length), request)
+        self._source.drop(begin, length)
+        with self._lock:
+            upload = self._upload
+            self._moving.pop(number, None)
+            upload.etags[number], upload.crcs[number] = sent.etag, sent.crc
+            if sent.md5 is not None:
+                upload.md5s[number] = sent.md5
+            upload.close_gap()
+            self._tell()
+
+    def _moved(self, number: int, count: int) -> None:
+        self._lanes.check()
+        with self._lock:
+            self._moving[number] = count
+            self._tell()
+
+    def _tell(self) -> None:
+        """The lock is held: what is told as durable never goes back."""
+        self._on_progress(self._upload.progress(sum(self._moving.values())))
+
+
+class _Told:
+    """A source that reports where each step that was read ended."""
+
+    def __init__(self, inner: Source, tell: Callable[[int], None]) -> None:
+        self.inner = inner
+        self._tell = tell
+        self.size_bytes: int = inner.size_bytes
+        self.mode: int = inner.mode
+        self.folder_mode: int = inner.folder_mode
+        self.gid: int | None = inner.gid
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Read, then tell."""
+        count = self.inner.read_into(offset, buffer)
+        self._tell(offset + count)
+        return count
+
+    def peek_into(self, offset: int, buffer: memoryview) -> int:
+        """Read what will be read, and told, again."""
+        return peek(self.inner)(offset, buffer)
+
+    def drop(self, offset: int, length: int) -> None:
+        """As the inner source."""
+        self.inner.drop(offset, length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What became of a range: the server's answer, CRC64 and, where an ETag may prove it, MD5 as read."""
+
+    answer: dict[str, Any]
+    crc: int
+    md5: bytes | None
+
+    @property
+    def etag(self) -> str:
+        """The server's name for what arrived."""
+        return str(self.answer.get("ETag", ""))
+
+
+def send_range(
+    store: S3Store, key: str, source: Source, span: tuple[int, int], request: dict[str, Any]
+) -> Sent:
+    """Send (offset, length) of the source as a part (`PartNumber` in the request) or as the whole object.
+
+    Where the server enforces a checksum it gets one behind the body; where it takes none there, in the
+    header, for which the range is hashed first. At most 1 MiB goes from memory: for a file botocore asks
+    the server first whether it will take it, a round trip more.
+
+    Raises:
+        VerifyError: it arrived changed; a part three times.
+        TargetExists: the object is there already.
+    """
+    offset, length = span
+    if length <= STEP_BYTES:
+        return send_held(store, key, held_of(store, source, offset, length), request)
+    sent = _send_once_read(store, key, source, span, request)
+    if sent is not None:
+        return sent
+    number, can = request.get("PartNumber"), store.abilities
+    inner = source.inner if isinstance(source, _Told) else source
+    known = crc64_of(inner, offset, length, is_read_again=True) if can.checksum else None
+    checked = {"ChecksumCRC64NVME": encoded(known)} if known is not None else {}
+    for _ in range(_TRIES if number else 1):
+        body = Body(source, offset, length, known, wants_md5=store.wants_md5)
+        try:
+            answer = _ask(store, key, body, request | checked | guard(can, body.content_md5))
+        except SourceStopped as stopped:
+            raise stopped.error from None
+        if answer is None:
+            continue
+        sent = _sent(answer, body, inner, span)
+        if _is_intact(store, sent, number):
+            return sent
+    raise changed(_name(key, number), f" {_TRIES} times" if number else "")
+
+
+def held_of(store: S3Store, source: Source, offset: int, length: int) -> Held:
+    """A small range in memory, hashed."""
+    return Held(_read(source, offset, length), wants_md5=store.wants_md5)
+
+
+def send_held(store: S3Store, key: str, held: Held, request: dict[str, Any]) -> Sent:
+    """The same for what lies in memory."""
+    number = request.get("PartNumber")
+    arguments = request | arguments_of(store, held)
+    known = _told_directly(store, key, held, arguments)
+    if known is not None and _is_intact(store, known, number):
+        return known
+    for _ in range(_TRIES if number else 1):
+        answer = _ask(store, key, held, arguments)
+        if answer is None:
+            continue
+        sent = Sent(answer=answer, crc=held.crc, md5=held.md5)
+        if _is_intact(store, sent, number):
+            return sent
+    raise changed(_name(key, number), f" {_TRIES} times" if number else "")
+
+
+def _told_directly(store: S3Store, key: str, held: Held, arguments: dict[str, Any]) -> Sent | None:
+    """The short way; None: the other one."""
+    if store.direct is None:
+        return None
+    with store.asking(f"writing {_name(key, arguments.get('PartNumber'))}"):
+        flight = store.direct.begin(key, arguments, held.data)
+        answer = flight.end() if flight is not None else None
+    return None if answer is None else Sent(answer=answer, crc=held.crc, md5=held.md5)
+
+
+def arguments_of(store: S3Store, held: Held) -> dict[str, str]:
+    """The checksum that goes along with a small range."""
+    checked = {"ChecksumCRC64NVME": encoded(held.crc)} if store.abilities.checksum else {}
+    return checked | guard(store.abilities, held.content_md5)
+
+
+def _send_once_read(
+    store: S3Store, key: str, source: Source, span: tuple[int, int], request: dict[str, Any]
+) -> Sent | None:
+    """The short way, on which the range is read once; None: it is to be sent the other way.
+
+    A server that enforces a checksum compares it with what arrived, wherever it stands.
+    """
+    can, direct = store.abilities, store.direct
+    offset, length = span
+    is_guarded = can.content_md5 and not can.checksum and not can.part_etags
+    if direct is None or not direct.streams or is_guarded or (can.checksum and not can.trailers):
+        return None
+    body = Body(source, offset, length, wants_md5=store.wants_md5)
+    number = request.get("PartNumber")
+    with store.asking(f"writing {_name(key, number)}"):
+        try:
+            answer = direct.stream(key, request, body, with_trailer=can.checksum is not None)
+        except SourceStopped as stopped:
+            raise stopped.error from None
+    if answer is None or not body.is_whole:
+        return None
+    sent = Sent(answer=answer, crc=body.crc, md5=body.md5)
+    told = answer.get("ChecksumCRC64NVME")
+    is_same = told is None or not can.checksum or told == encoded(sent.crc)
+    return sent if is_same and _is_intact(store, sent, number) else None
+
+
+def _ask(store: S3Store, key: str, body: Body | Held, arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """By botocore's client, which tries again; None: the server received other bytes."""
+    number = arguments.get("PartNumber")
+    with store.asking(f"writing {_name(key, number)}"):
+        try:
+            send = store.client.upload_part if number else store.client.put_object
+            content = body if isinstance(body, Body) else body.data
+            return dict(send(**store.place(key), **arguments, Body=content))
+        except store.client.exceptions.ClientError as error:
+            if sc.code_of(error) in sc.TAKEN:
+                raise taken(key) from error
+            if sc.code_of(error) not in CHANGED:
+                raise
+            return None
+
+
+def _sent(answer: dict[str, Any], body: Body, inner: Source, span: tuple[int, int]) -> Sent:
+    crc = body.crc if body.is_whole else crc64_of(inner, *span)
+    return Sent(answer=answer, crc=crc, md5=body.md5)
+
+
+def _is_intact(store: S3Store, sent: Sent, number: int | None) -> bool:
+    """Where ETags are MD5s, whether a part arrived as it was read; an object is looked at as a whole."""
+    is_shown = bool(number) and store.abilities.part_etags and sent.md5 is not None
+    return not is_shown or bare(sent.etag) == (sent.md5 or b"").hex()
+
+
+def _name(key: str, number: int | None) -> str:
+    return f"part {number} of {key}" if number else key
+
+
+def _read(source: Source, offset: int, length: int) -> bytearray:
+    """A small range, whole."""
+    data, done = bytearray(length), 0
+    with memoryview(data) as view:
+        while done < length:
+            count = source.read_into(offset + done, view[done:])
+            if count == 0:
+                msg = f"the source ended after {offset + done} bytes"
+                raise SourceChanged(msg, hint="this attempt is dropped; the next turn looks again")
+            done += count
+    return data
+
+
+def taken(key: str) -> TargetExists:
+    """Another object lies there already."""
+    return TargetExists(f"{key} appeared while it was sent", hint="another node shipped it; ckptd compares")
+
+
+def encoded(crc: int) -> str:
+    """As in S3's headers."""
+    return base64.b64encode(crc.to_bytes(8)).decode()

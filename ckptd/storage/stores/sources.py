@@ -1,0 +1,415 @@
+"""What an upload reads: a sealed file by descriptor, bytes in memory, and two decorators.
+
+`CheckedSource` compares the CRC32s that `torch.save` left in the zip directory in the same pass, so that a
+bit that flipped since the save is found before it is shipped; `PacedSource` limits the speed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import stat
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from isal import isal_zlib
+
+from ckptd.base import extents
+from ckptd.errors import DamagedError, RefusedError, TornArchiveError, from_os_error
+from ckptd.formats.torchfile.archive import Framing, frame, read_directory
+from ckptd.storage.stores.checksums import crc32_combined, crc64
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ckptd.formats.torchfile.archive import Record
+    from ckptd.storage.stores.base import Source
+    from ckptd.storage.stores.rate_limit import Pacer
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The CRC of a range whose bytes pass in any order, in several threads: CRCs of adjoining stretches combine.
+# What passes again counts once: the parts of an upload are hashed, sent, and sent again.
+
+_Stretch = tuple[int, int, int]
+"""Begin, end, CRC."""
+
+
+class Stretches:
+    """What has passed of one range. `lock` may be shared by many of them: nothing is hashed under it."""
+
+    __slots__ = ("_combined", "_crc", "_held", "_lock")
+
+    def __init__(
+        self,
+        crc: Callable[[memoryview], int],
+        combined: Callable[[int, int, int], int],
+        lock: threading.Lock,
+    ) -> None:
+        self._crc = crc
+        self._combined = combined
+        self._lock = lock
+        self._held: list[_Stretch] = []
+
+    def feed(self, offset: int, data: memoryview) -> int:
+        """Take `data`, which lies at `offset`; how much of it was new, in bytes."""
+        count = 0
+        for begin, end in self.gaps(offset, offset + len(data)):
+            count += self._add((begin, end, self._crc(data[begin - offset : end - offset])))
+        return count
+
+    def take(self, offset: int, length: int, crc: int) -> None:
+        """What passed elsewhere, with its CRC; left where some of it passed here."""
+        if length and self.gaps(offset, offset + length) == [(offset, offset + length)]:
+            self._add((offset, offset + length, crc))
+
+    @property
+    def passed(self) -> int:
+        """How many bytes have."""
+        with self._lock:
+            return sum(end - begin for begin, end, _ in self._held)
+
+    def crc_of(self, begin: int, end: int) -> int | None:
+        """CRC of exactly this range; None while some of it has not passed."""
+        with self._lock:
+            held = self._held[0] if self._held else None
+        return held[2] if held is not None and held[:2] == (begin, end) else None
+
+    def gaps(self, first: int, last: int) -> list[tuple[int, int]]:
+        """What of that range has not passed."""
+        gaps = []
+        with self._lock:
+            for begin, end, _ in self._held:
+                if first < begin and first < last:
+                    gaps.append((first, min(begin, last)))
+                first = max(first, end)
+        return [*gaps, (first, last)] if first < last else gaps
+
+    def _add(self, stretch: _Stretch) -> int:
+        """Join a stretch to its neighbours; 0 when another thread brought the same meanwhile."""
+        with self._lock:
+            held = self._held
+            at = bisect.bisect_left(held, stretch)
+            before = held[at - 1][1] if at else stretch[0]
+            after = held[at][0] if at < len(held) else stretch[1]
+            if before > stretch[0] or after < stretch[1]:
+                return 0
+            held.insert(at, stretch)
+            for left in (at, at - 1):
+                if 0 <= left < len(held) - 1 and held[left][1] == held[left + 1][0]:
+                    (begin, _, crc), (second, end, more) = held[left : left + 2]
+                    held[left : left + 2] = [(begin, end, self._combined(crc, more, end - second))]
+        return stretch[1] - stretch[0]
+
+
+# --- The CRC32s that `torch.save` left in an archive, compared as its bytes pass, in whatever order ------
+# A record is compared once all of it passed; of one that was right nothing is kept. CRC 0 proves nothing.
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ckptd.formats.torchfile.archive import Record
+
+
+@dataclass(frozen=True, slots=True)
+class WrongRecord:
+    """A record whose bytes are not those that `torch.save` wrote; `crc`: what they come to."""
+
+    record: Record
+    crc: int
+
+    def __str__(self) -> str:
+        return f"record {self.record.name} has CRC {self.crc:08x}, torch.save wrote {self.record.crc:08x}"
+
+
+class RecordSums:
+    """Of one archive; what passes again counts once."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._records = sorted((r for r in records if r.crc != 0 and r.size > 0), key=lambda r: r.offset)
+        self._lock, self._hashing = threading.Lock(), threading.Lock()
+        self._open: dict[int, Stretches] = {}
+        self._right = bytearray(len(self._records))
+        self._wrong: dict[int, WrongRecord] = {}
+        self._asked: set[int] = set()
+        self.is_telling = True
+        """All that was asked for lies in records that have a CRC."""
+
+    def feed(self, offset: int, data: memoryview) -> WrongRecord | None:
+        """Take `data`, which lies at `offset`; the first record in it that is known to be wrong."""
+        end, found = offset + len(data), None
+        for index in self._within(offset, end):
+            record = self._records[index]
+            first, last = max(record.offset, offset), min(_end(record), end)
+            wrong = self._feed(index, first, data[first - offset : last - offset])
+            found = found or wrong
+        return found
+
+    def _feed(self, index: int, first: int, data: memoryview) -> WrongRecord | None:
+        record = self._records[index]
+        with self._lock:
+            if self._right[index] or index in self._wrong:
+                return self._wrong.get(index)
+            passed = self._open.get(index)
+            if passed is None:
+                passed = self._open[index] = Stretches(isal_zlib.crc32, crc32_combined, self._hashing)
+        passed.feed(first, data)
+        crc = passed.crc_of(record.offset, _end(record))
+        if crc is None:
+            return None
+        with self._lock:
+            self._open.pop(index, None)
+            if crc != record.crc:
+                self._wrong[index] = WrongRecord(record, crc)
+            else:
+                self._right[index] = True
+            return self._wrong.get(index)
+
+    def ask(self, offset: int, nbytes: int) -> None:
+        """That range is used: its records are to be proven."""
+        end, covered = offset + nbytes, 0
+        for index in self._within(offset, end):
+            record = self._records[index]
+            covered += min(_end(record), end) - max(record.offset, offset)
+            self._asked.add(index)
+        self.is_telling &= covered == nbytes
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """What has not passed of the records that were asked for, as (begin, end)."""
+        found = []
+        for index in sorted(self._asked):
+            record = self._records[index]
+            if not self._right[index] and index not in self._wrong:
+                passed = self._open.get(index)
+                whole = [(record.offset, _end(record))]
+                found += passed.gaps(*whole[0]) if passed is not None else whole
+        return found
+
+    @property
+    def wrong(self) -> WrongRecord | None:
+        """Of the records that were asked for, the first that is."""
+        return next((self._wrong[index] for index in sorted(self._asked & self._wrong.keys())), None)
+
+    def beginning(self, offset: int) -> int:
+        """Where the record begins that `offset` lies within; `offset` itself where there is none."""
+        index = bisect.bisect_right(self._records, offset, key=_end)
+        return min(self._records[index].offset, offset) if index < len(self._records) else offset
+
+    def _within(self, offset: int, end: int) -> Iterator[int]:
+        index = bisect.bisect_right(self._records, offset, key=_end)
+        while index < len(self._records) and self._records[index].offset < end:
+            yield index
+            index += 1
+
+
+def _end(record: Record) -> int:
+    return record.offset + record.size
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+_REREAD_BYTES = 1 << 20
+
+
+class FileSource:
+    """An open regular file; `name` is for messages. The caller owns the descriptor.
+
+    What was cached before is noted at once, so that `drop` leaves those pages to whoever brought them in.
+    """
+
+    def __init__(self, fd: int, name: str, *, folder_mode: int = 0o755) -> None:
+        status = os.fstat(fd)
+        self._fd = fd
+        self._name = name
+        self.size_bytes: int = status.st_size
+        self.mode: int = stat.S_IMODE(status.st_mode)
+        self.gid: int | None = status.st_gid
+        self.folder_mode = folder_mode
+        self._cached = extents.cached_runs(fd, status.st_size)
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Read at `offset`; StorageError when the local disk fails."""
+        try:
+            return os.preadv(self._fd, [buffer], offset)
+        except OSError as error:
+            raise from_os_error(error, f"reading {self._name} at {offset}") from error
+
+    def drop(self, offset: int, length: int) -> None:
+        """Forget the pages of the range that were not cached before."""
+        extents.drop_pages_but(self._fd, self._cached, offset, length)
+
+    def drop_all(self) -> None:
+        """As `drop`, of the whole file: what was read ahead, or looked at on the way, goes as well."""
+        self.drop(0, self.size_bytes)
+
+
+class MemorySource:
+    """A small file that was read whole."""
+
+    def __init__(self, data: bytes, *, mode: int, folder_mode: int, gid: int | None) -> None:
+        self._data = data
+        self.size_bytes: int = len(data)
+        self.mode = mode
+        self.folder_mode = folder_mode
+        self.gid = gid
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Copy out of memory."""
+        part = self._data[offset : offset + len(buffer)]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def drop(self, offset: int, length: int) -> None:
+        """Nothing is cached."""
+
+
+class CheckedSource:
+    """Compares each record's CRC32 when its last byte was read; records with CRC 0 prove nothing.
+
+    Ranges may be read in any order and by several threads: the CRCs of adjoining pieces combine. What is
+    read again counts once.
+    """
+
+    def __init__(self, inner: Source, records: Iterable[Record], name: str) -> None:
+        self._inner = inner
+        self._name = name
+        self._sums = RecordSums(records)
+        self.size_bytes: int = inner.size_bytes
+        self.mode: int = inner.mode
+        self.folder_mode: int = inner.folder_mode
+        self.gid: int | None = inner.gid
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Read and check.
+
+        Raises:
+            DamagedError: a record's bytes are not those that `torch.save` wrote.
+        """
+        count = self._inner.read_into(offset, buffer)
+        self._feed(offset, buffer[:count])
+        return count
+
+    def drop(self, offset: int, length: int) -> None:
+        """As the file."""
+        self._inner.drop(offset, length)
+
+    def peek_into(self, offset: int, buffer: memoryview) -> int:
+        """Read what will be read, and checked, again."""
+        return peek(self._inner)(offset, buffer)
+
+    def go_on(self, offset: int, check: Callable[[], None] = lambda: None) -> None:
+        """The bytes before were read by an earlier attempt: read the beginning of a record that goes on.
+
+        `check` is called at each step and may raise.
+        """
+        begin = self._sums.beginning(offset)
+        view = memoryview(bytearray(_REREAD_BYTES))
+        while begin < offset and (count := self.read_into(begin, view[: min(len(view), offset - begin)])):
+            self._inner.drop(begin, count)
+            begin += count
+            check()
+
+    def _feed(self, offset: int, data: memoryview) -> None:
+        wrong = self._sums.feed(offset, data)
+        if wrong is not None:
+            hint = "bits flipped on the local disk since the save; nothing was shipped"
+            raise DamagedError(f"{self._name}: {wrong}", hint=hint)
+
+
+class PacedSource:
+    """Reads no faster than the pacer allows, and stops when `check` raises."""
+
+    def __init__(self, inner: Source, pacer: Pacer, check: Callable[[], None]) -> None:
+        self._inner = inner
+        self.read_bytes = 0
+        self._pacer = pacer
+        self._check = check
+        self._lock = threading.Lock()
+        self.size_bytes: int = inner.size_bytes
+        self.mode: int = inner.mode
+        self.folder_mode: int = inner.folder_mode
+        self.gid: int | None = inner.gid
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Wait, then read at most one step."""
+        room = self._pacer.chunk_bytes(len(buffer))
+        self._pacer.take(room, self._check)
+        count = self._inner.read_into(offset, buffer[:room])
+        # what is made on the way comes in small pieces
+        self._pacer.give_back(room - count)
+        with self._lock:
+            self.read_bytes += count
+        return count
+
+    def peek_into(self, offset: int, buffer: memoryview) -> int:
+        """Read what will be read again: not paced, not counted, its CRCs are left for that time."""
+        self._check()
+        return peek(self._inner)(offset, buffer)
+
+    def look_into(self, offset: int, buffer: memoryview) -> int:
+        """Read what is hashed and not sent: it costs no bandwidth."""
+        self._pacer.breathe(self._check)
+        return self._inner.read_into(offset, buffer)
+
+    def drop(self, offset: int, length: int) -> None:
+        """As the inner source."""
+        self._inner.drop(offset, length)
+
+
+def peek(source: Source) -> Callable[[int, memoryview], int]:
+    """How a source reads what it will be asked for again; by `read_into` where it makes no difference."""
+    found: Callable[[int, memoryview], int] = getattr(source, "peek_into", source.read_into)
+    return found
+
+
+def crc64_of(
+    source: Source,
+    offset: int,
+    length: int,
+    *,
+    is_read_again: bool = False,
+    drops: bool = False,
+    also: Callable[[memoryview], None] | None = None,
+) -> int:
+    """CRC64NVME of a range that is not sent, or later; of less where the source ends early.
+
+    `is_read_again`: it will be sent, and its records' CRCs compared then. `also` gets the bytes too.
+    """
+    read = peek(source) if is_read_again else source.read_into
+    if not is_read_again and isinstance(source, PacedSource):
+        read = source.look_into
+    view = memoryview(bytearray(min(_REREAD_BYTES, max(length, 1))))
+    end, crc = offset + length, 0
+    while offset < end and (count := read(offset, view[: min(len(view), end - offset)])):
+        crc = crc64(view[:count], crc)
+        if also is not None:
+            also(view[:count])
+        if drops:
+            source.drop(offset, count)
+        offset += count
+    return crc
+
+
+def records_of(fd: int, name: str, *, is_shard: bool) -> list[Record]:
+    """The records of a `torch.save` archive, empty for other files.
+
+    Raises:
+        TornArchiveError: a shard whose zip directory is not whole.
+    """
+    try:
+        framing = frame(fd, expected=is_shard)
+        if is_shard and framing in (Framing.TORN, Framing.EMPTY):
+            raise TornArchiveError(f"{name} is no torch.save archive any more")
+        if framing is not Framing.ZIP:
+            return []
+        return list(read_directory(fd, name).records.values())
+    except RefusedError:
+        return []
+    except TornArchiveError:
+        # a side file may be any zip; a shard was judged a whole archive when it was sealed
+        if is_shard:
+            raise
+        return []

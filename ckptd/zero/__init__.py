@@ -1,1 +1,0 @@
-"""Which bytes of which rank make which parameter (docs/formats.md §2, §4)."""
