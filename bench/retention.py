@@ -13,11 +13,11 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.core.model.save import Best
 from ckptd.core.policy.local import keep_local
 from ckptd.core.policy.remote import keep_remote
 from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
-from ckptd.core.policy.view import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.state.view_builder import planned
 from tests.unit.core_views import job_view, remote_commit, save_view, sealed
 

@@ -16,7 +16,8 @@ from bench import sparse
 from ckptd import __version__
 from ckptd.base import files
 from ckptd.core.model.layouts import Grid, Role, ShardKey, parse_shard_name
-from ckptd.core.model.manifest import NodeManifest, SaveWindow, folder_name, sha256_of
+from ckptd.core.model.manifest import NodeManifest, folder_name, sha256_of
+from ckptd.core.model.save import SaveWindow
 from ckptd.storage.remote.messages import ShipFile, ShipOrder
 from tests.real import REPOSITORY
 

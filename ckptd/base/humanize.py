@@ -42,3 +42,7 @@ def ago(seconds: float) -> str:
         if seconds < limit:
             return f"{max(0.0, seconds) / size:.0f} {unit}"
     return f"{seconds / 86_400:.0f} d"
+
+
+NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
+"""Of a job, a remote and a node."""

@@ -20,6 +20,12 @@ from ckptd.errors import RemoteUnreachable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+import ctypes
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType
+
 SAID_SECONDS = 5.0
 """After this long without an answer a command says on stderr which remote or path it waits for."""
 LIMIT_SECONDS = 30.0
@@ -76,3 +82,26 @@ def say_waiting(shown: str) -> None:
     text = f"{shown} has not answered for {SAID_SECONDS:.0f} s; waiting for it {LIMIT_SECONDS:.0f} s at most"
     sys.stderr.write(f"ckptd: {text}\n")
     sys.stderr.flush()
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+_NICE = 10
+
+
+def end_with_parent() -> None:
+    """Die with the parent process, not with the thread of it that started us; leave Ctrl-C to it."""
+    parent = os.getppid()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        if os.getppid() != parent:
+            os._exit(0)
+
+    signal.signal(signal.SIGUSR1, on_signal)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+    if os.getppid() != parent:
+        os._exit(0)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)

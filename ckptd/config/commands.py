@@ -13,6 +13,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptd.base.humanize import NAME_CHARACTERS
 from ckptd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig
 
-NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
-"""Of a job, a remote and a node."""
 HOSTNAME = "hostname"
 _SLURM = ("SLURM_", "SLURMD_")
 _KEPT = {"dir"}

@@ -16,8 +16,8 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, Strict, TypeAdapter, ValidationError
 
+from ckptd.base.humanize import NAME_CHARACTERS
 from ckptd.base.identity import Model
-from ckptd.config.commands import NAME_CHARACTERS
 from ckptd.config.schemes import url_fault
 from ckptd.errors import ConfigError
 

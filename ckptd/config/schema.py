@@ -47,7 +47,7 @@ from ckptd.config.schemes import scheme_of
 from ckptd.config.section import Section, key
 from ckptd.config.section import key as _key
 from ckptd.config.section import required as _required
-from ckptd.core.policy.permit import Unuploaded
+from ckptd.core.policy.view import Unuploaded
 
 # ---------------------------------------------------------------------------------------------------------
 # `[notify]` of ckptd.toml: who is told what, and how; URLs that are secrets stay out of the file (P15).

@@ -16,7 +16,7 @@ from ckptd.base.identity import Model
 from ckptd.base.owned_dirs import lock as lock_if_possible
 from ckptd.base.owned_dirs import opened_ours, path_of
 from ckptd.core.model.listing import OURS
-from ckptd.core.policy.view import UNIVERSAL, WEIGHTS, DerivedState, ShipState
+from ckptd.core.model.records import UNIVERSAL, WEIGHTS, DerivedState, ShipState
 from ckptd.daemon.actions.convert import found_universal
 from ckptd.daemon.actions.prune import finish, moved_back
 from ckptd.daemon.intake.clones import take_up_holds
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.loader import LoadedConfig
     from ckptd.config.schema import JobConfig, RemoteConfig
-    from ckptd.core.model.records import SaveRow
-    from ckptd.core.policy.view import DerivedRecord
+    from ckptd.core.model.records import DerivedRecord, SaveRow
     from ckptd.daemon.job import Job
     from ckptd.daemon.state.state import JobState
     from ckptd.observe.audit import Audit

@@ -25,11 +25,12 @@ from ckptd.config.budget import MIB, divide, shortage
 from ckptd.config.commands import this_node
 from ckptd.config.quantities import show_bytes, shown_remote
 from ckptd.convert.engine.inspect import inspect_files, probe_restrictions
-from ckptd.core.completeness.judge import STAGE_0, Context, judge
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import STAGE_0, judge
 from ckptd.core.model.layouts import Role, parse_shard_name
+from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import short
 from ckptd.core.model.unprotected import KNOWN_ALONE
-from ckptd.core.policy.view import ZERO
 from ckptd.errors import (
     CkptdError,
     ConfigError,

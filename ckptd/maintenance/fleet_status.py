@@ -14,10 +14,10 @@ from ckptd.base.humanize import ago, ranks_in_words
 from ckptd.base.names import decode_name
 from ckptd.core.model.coverage import order_of
 from ckptd.core.model.heartbeat import DEAD_SECONDS, SeenNode
+from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import run_of, short
-from ckptd.core.policy.view import ZERO
 from ckptd.maintenance.listing import listed_run
-from ckptd.maintenance.uncommitted import Safe, opened
+from ckptd.maintenance.uncommitted import Safe, opened, save_of
 from ckptd.recover.select.runs import Runs
 from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.stores.base import store_now_seconds
@@ -57,12 +57,6 @@ def newest_step(rows: Sequence[NodeRow], seen: Sequence[SeenNode], opened: Seque
     saves += [(row.branch, row.step) for row in opened]
     known = [save for save in saves if save is not None]
     return max(known)[1] if known else None
-
-
-def save_of(one: SeenNode) -> tuple[int, int] | None:
-    """(branch, step) of the newest save that is complete for a node."""
-    newest = one.heartbeat.newest if one.heartbeat is not None else None
-    return None if newest is None else (newest.branch, newest.step)
 
 
 def present(seen: Sequence[SeenNode], seconds_ago: float, nodes: Set[str]) -> frozenset[str]:

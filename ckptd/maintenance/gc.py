@@ -21,7 +21,8 @@ from ckptd.config.quantities import show_bytes
 from ckptd.convert.engine.inspect import inspect_files
 from ckptd.convert.engine.staging import partial_name
 from ckptd.convert.remote.uploader import NOTE, Note, read_note, write_note
-from ckptd.core.completeness.judge import Context, State, judge
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import State, judge
 from ckptd.core.completeness.sealing import same_files
 from ckptd.core.model.heartbeat import DEAD_SECONDS
 from ckptd.core.model.runs import short

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from ckptd.core.model.records import WEIGHTS
 from ckptd.core.model.runs import run_of
-from ckptd.core.policy.view import WEIGHTS
 from ckptd.recover.select.runs import runs_in
 from ckptd.storage.remote.documents import stem_of
 

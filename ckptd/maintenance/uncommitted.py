@@ -13,9 +13,8 @@ from ckptd.core.completeness.missing import OpenSave, Part, late
 from ckptd.core.model import coverage
 from ckptd.core.model.heartbeat import DEAD_SECONDS
 from ckptd.core.model.manifest import name_in
+from ckptd.core.model.records import ZERO
 from ckptd.core.model.save import Order
-from ckptd.core.policy.view import ZERO
-from ckptd.maintenance.fleet_status import save_of
 from ckptd.storage.remote.documents import read_generation, stem_of_key
 
 if TYPE_CHECKING:
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import Store
 
     Members = tuple[KnownManifest, ...]
+
+from ckptd.core.model.heartbeat import SeenNode
 
 MOST_OPEN = 3
 """Uncommitted saves that are looked into, the last that were saved."""
@@ -207,3 +208,9 @@ def _saved_at(store: Store, wanted: set[Stem]) -> dict[Stem, tuple[int, int]]:
             saved, came = found.get(where, (0, 0))
             found[where] = max(saved, name.last_seconds if name else 0), max(came, info.mtime_ns)
     return found
+
+
+def save_of(one: SeenNode) -> tuple[int, int] | None:
+    """(branch, step) of the newest save that is complete for a node."""
+    newest = one.heartbeat.newest if one.heartbeat is not None else None
+    return None if newest is None else (newest.branch, newest.step)

@@ -16,8 +16,8 @@ from ckptd.base import files
 from ckptd.base.owned_dirs import lock, opened_ours, path_of
 from ckptd.config.commands import command_for
 from ckptd.core.model.listing import OURS, RESUMED
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.core.model.runs import RUN_FILE
-from ckptd.core.policy.view import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.errors import LockHeld, RefusedError
 from ckptd.recover.execute import one_at_a_time
 from ckptd.storage.journal.journal import Journal
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.config.schema import JobConfig
-    from ckptd.core.model.records import SaveRow
-    from ckptd.core.policy.view import ShipRecord
+    from ckptd.core.model.records import SaveRow, ShipRecord
 
 Fate = Literal["goes", "only here", "stays"]
 

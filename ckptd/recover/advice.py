@@ -14,7 +14,7 @@ from ckptd.base import files
 from ckptd.convert.engine.inspect import inspect_files
 from ckptd.core.model.layouts import Role, Trainer, parse_shard_name, universal_name
 from ckptd.core.model.loaders import stage3_loader_word
-from ckptd.core.policy.view import WEIGHTS
+from ckptd.core.model.records import WEIGHTS
 from ckptd.errors import CkptdError
 from ckptd.recover.select.copies import DESCRIPTION, UNIVERSAL
 from ckptd.recover.select.steps import DERIVED_ACCELERATE, DERIVED_UNIVERSAL

@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 
     from ckptd.convert.options import ConvertProgress
     from ckptd.core.model.listing import SaveDirListing
-    from ckptd.recover.select.choose import Candidate, Copy
+    from ckptd.recover.select.choose import Candidate
+    from ckptd.recover.select.copies import Copy
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckptd.core.model.manifest import ManifestFile
-    from ckptd.recover.select.choose import Copy
+    from ckptd.recover.select.copies import Copy
     from ckptd.storage.stores.base import Store
 
 BUFFER_BYTES = 8 << 20

@@ -31,8 +31,7 @@ from ckptd.errors import (
     TargetExists,
 )
 from ckptd.recover.fetch import BUFFER_BYTES, PARALLEL, Fetcher
-from ckptd.recover.select.choose import Copy, Nodes
-from ckptd.recover.select.copies import DESCRIPTION, ZERO, of_node
+from ckptd.recover.select.copies import DESCRIPTION, ZERO, Copy, Nodes, of_node
 from ckptd.recover.select.steps import name_of_extra
 from ckptd.storage.local.fs import ASIDE, STAGING, ensure_ours, names_in, remove_ours
 from ckptd.storage.local.scan import has_open_writer, scan_folder

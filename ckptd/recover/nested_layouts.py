@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckptd.core.model.listing import SaveDirListing
-    from ckptd.recover.select.choose import Candidate, Copy
+    from ckptd.recover.select.choose import Candidate
+    from ckptd.recover.select.copies import Copy
     from ckptd.recover.select.steps import Step
 
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.save import Order
-    from ckptd.recover.select.choose import Candidate, Nodes
+    from ckptd.recover.select.choose import Candidate
+    from ckptd.recover.select.copies import Nodes
     from ckptd.recover.select.inventory import RemoteSight
     from ckptd.recover.select.sources import Sources
     from ckptd.storage.remote.messages import CommitView

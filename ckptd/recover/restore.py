@@ -19,7 +19,7 @@ from ckptd.base import files
 from ckptd.base.owned_dirs import lock, path_of
 from ckptd.config.commands import command_for
 from ckptd.core.model.coverage import order_of
-from ckptd.core.policy.view import WEIGHTS
+from ckptd.core.model.records import WEIGHTS
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -36,8 +36,8 @@ from ckptd.recover.execute import Execution, drop_leftovers, one_at_a_time
 from ckptd.recover.files import Held, look_into
 from ckptd.recover.restore_plan import Wish, make_restore_plan
 from ckptd.recover.resume import Resumed, reserve_bytes
-from ckptd.recover.select.choose import Candidate, Choice, Nodes, Wanted, committed_saves, committed_weights
-from ckptd.recover.select.copies import UNIVERSAL, ZERO
+from ckptd.recover.select.choose import Candidate, Choice, Wanted, committed_saves, committed_weights
+from ckptd.recover.select.copies import UNIVERSAL, ZERO, Nodes
 from ckptd.recover.select.inventory import forms_alone
 from ckptd.recover.select.runs import Runs, held_by
 from ckptd.recover.select.sources import Sources
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.save import Order
     from ckptd.recover.plan import ResumePlan
-    from ckptd.recover.select.choose import Copy
+    from ckptd.recover.select.copies import Copy
     from ckptd.recover.select.sources import Where
 
 _NEAREST = 5

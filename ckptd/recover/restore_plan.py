@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ckptd.core.model.layouts import BY_NAME, Trainer, universal_name
-from ckptd.core.policy.view import WEIGHTS
+from ckptd.core.model.records import WEIGHTS
 from ckptd.errors import RefusedError, TargetExists, UsageError
 from ckptd.recover.nested_layouts import beside_shards, pointer_in, the_root, unreplaced, within, without_form
 from ckptd.recover.plan import ResumePlan, needs_universal
-from ckptd.recover.select.choose import Candidate, Copy, Nodes
-from ckptd.recover.select.copies import UNIVERSAL, ZERO, of_node, of_ranks
+from ckptd.recover.select.choose import Candidate
+from ckptd.recover.select.copies import UNIVERSAL, ZERO, Copy, Nodes, of_node, of_ranks
 from ckptd.recover.select.steps import (
     DERIVED_ACCELERATE,
     DERIVED_UNIVERSAL,

@@ -40,7 +40,8 @@ from ckptd.recover.advice import (
 from ckptd.recover.execute import Execution, leave_word, one_at_a_time
 from ckptd.recover.pinned import OneSave
 from ckptd.recover.plan import ResumePlan, make_plan
-from ckptd.recover.select.choose import NEWEST_READ, Candidate, Choice, Nodes, choose
+from ckptd.recover.select.choose import NEWEST_READ, Candidate, Choice, choose
+from ckptd.recover.select.copies import Nodes
 from ckptd.recover.select.damage import damage_in
 from ckptd.recover.select.inventory import LocalSight, forms_alone, look_locally, memory_of
 from ckptd.recover.select.owner import owner_of
@@ -53,8 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ckptd.config.schema import JobConfig
-    from ckptd.recover.select.inventory import RemoteSight
-    from ckptd.recover.select.local_order import Memory
+    from ckptd.recover.select.inventory import Memory, RemoteSight
     from ckptd.recover.select.runs import Chosen
 
 NEXT_SAVE_FACTOR = 1.1

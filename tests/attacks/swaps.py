@@ -24,7 +24,8 @@ import pytest
 from ckptd.base import files
 from ckptd.core.model.layouts import Role
 from ckptd.core.model.save import SealedFile
-from ckptd.core.policy.permit import CommitRef, DeletePermit
+from ckptd.core.policy.permit import DeletePermit
+from ckptd.core.policy.view import CommitRef
 from ckptd.storage.local.scan import scan_folder
 
 TAG = "global_step1"

@@ -20,7 +20,8 @@ import pytest
 from ckptd.base import files
 from ckptd.convert.engine import inspect, inspect_child
 from ckptd.convert.engine.inspect import inspect_files
-from ckptd.core.completeness.judge import Context, State, Verdict, judge
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import State, Verdict, judge
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.listing import FolderListing
 from ckptd.errors import CkptdError, DamagedError, TornArchiveError

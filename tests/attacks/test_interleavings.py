@@ -19,7 +19,8 @@ import pytest
 from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.convert.engine.inspect import inspect_files
 from ckptd.core.completeness import judge as lifecycle
-from ckptd.core.completeness.judge import Context, Memory, State, judge
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import Memory, State, judge
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.listing import FolderListing, ListedFile
 from tests.attacks.figures import note

@@ -20,7 +20,7 @@ import pytest
 
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
-from ckptd.core.policy.view import UNIVERSAL
+from ckptd.core.model.records import UNIVERSAL
 from ckptd.errors import CkptdError
 from tests import stock
 from tests.real import REPOSITORY, TAG, Recipe, Resume, expect, losses_of, prepare, resume, save_dir_of

@@ -20,8 +20,8 @@ from ckptd.core.model import coverage
 from ckptd.core.model.generation import Already, SeenCommit, SeenManifest, Use, choose_generation
 from ckptd.errors import CkptdError
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.commit import Ground, ship
-from ckptd.storage.remote.observe import describe, live_commits, manifests_of, observe
+from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.observe import AttachedRemote, describe, live_commits, manifests_of, observe
 from ckptd.storage.stores.checksums import crc64, to_hex
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node, ground_of
@@ -215,7 +215,7 @@ class Actor:
         if isinstance(choice, Already):
             return
         assert isinstance(choice, Use)
-        ground = Ground(store=store, abilities=self.shared.probe(), identity=identity)
+        ground = AttachedRemote(store=store, abilities=self.shared.probe(), identity=identity)
         order = self.node.order(save, generation=choice.generation)
         # words that tell saves apart, no archives
         files = tuple(file.model_copy(update={"check_zip_crc": False}) for file in order.files)

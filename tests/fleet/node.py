@@ -19,29 +19,19 @@ from ckptd.core.completeness.markers import replicas
 from ckptd.core.completeness.order import next_order, sealing_order
 from ckptd.core.model.generation import Already, Retired, Use, choose_generation
 from ckptd.core.model.layouts import Grid, Role, parse_shard_name
-from ckptd.core.model.manifest import NodeManifest, SaveWindow, Writer, folder_name, sha256_of
-from ckptd.core.model.save import Order, SealedFile, SealedSave
+from ckptd.core.model.manifest import NodeManifest, folder_name, sha256_of
+from ckptd.core.model.records import ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.core.model.save import Order, SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.core.policy import actions as act
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.remote import TURN_SECONDS
 from ckptd.core.policy.retention import RetentionPolicy
-from ckptd.core.policy.view import (
-    ZERO,
-    Confirmation,
-    DerivedRecord,
-    DerivedState,
-    Disk,
-    GenerationAnswer,
-    JobView,
-    RemoteView,
-    SaveView,
-    ShipRecord,
-    ShipState,
-)
-from ckptd.daemon.state.remote_sync import as_committed, commits_in, named_in, of_run, seen_in
-from ckptd.daemon.state.view_builder import as_planned
+from ckptd.core.policy.view import Confirmation, Disk, GenerationAnswer, JobView, RemoteView, SaveView
+from ckptd.daemon.state.remote_sync import as_committed, commits_in, named_in
+from ckptd.daemon.state.view_builder import as_planned, since_when
 from ckptd.daemon.uploads.commit_wait import told_of_parts, waiting_on
-from ckptd.daemon.uploads.retire import patience_seconds, since_when
+from ckptd.daemon.uploads.retire import patience_seconds
+from ckptd.daemon.uploads.session import of_run, seen_in
 from ckptd.daemon.uploads.uploads import STEP_IN_SECONDS
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.storage.remote import commit, observe, retire
@@ -60,7 +50,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from ckptd.core.model.manifest import Commit, RemoteIdentity
-    from ckptd.daemon.uploads.commit_wait import Waiting
+    from ckptd.daemon.state.state import Waiting
     from ckptd.storage.remote.documents import Stem
     from ckptd.storage.remote.messages import Observation, TagView
     from ckptd.storage.stores.base import Store
@@ -211,7 +201,7 @@ class Daemon:
         """How often an observation comes too late to be planned on."""
         self.late_prunes = LATE_PRUNES
         self.store = FleetStore(remote, network, chance, counts)
-        self.ground = commit.Ground(store=self.store, abilities=ABILITIES, identity=identity)  # type: ignore[arg-type]
+        self.ground = observe.AttachedRemote(store=self.store, abilities=ABILITIES, identity=identity)  # type: ignore[arg-type]
         self.cache = DocumentCache()
         self.observation: Observation | None = None
         """Of its run alone, as `daemon/uploads/session.py` has it."""

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from ckptd.core.policy.view import ShipState
+from ckptd.core.model.records import ShipState
 from tests.fleet import directed, node
 from tests.fleet.__main__ import shape_of
 from tests.fleet.cost import measure

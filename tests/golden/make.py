@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ckptd.base import files
 from ckptd.core.model.layouts import Grid, Role
-from ckptd.core.model.manifest import FORMAT, SaveWindow, Writer
-from ckptd.core.model.save import SealedFile, SealedSave
+from ckptd.core.model.manifest import FORMAT
+from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.journal.schema import SCHEMA
 from ckptd.storage.local.scan import scan_folder

@@ -16,9 +16,10 @@ from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.core.model import manifest as documents_of
 from ckptd.core.model.generation import GenerationChoice, choose_generation
 from ckptd.core.model.layouts import Grid, parse_shard_name
-from ckptd.core.model.manifest import NodeManifest, RemoteIdentity, SaveWindow, Writer, folder_name
-from ckptd.core.model.save import SealedFile, SealedSave
-from ckptd.daemon.state.remote_sync import named_in, seen_in
+from ckptd.core.model.manifest import NodeManifest, RemoteIdentity, folder_name
+from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
+from ckptd.daemon.state.remote_sync import named_in
+from ckptd.daemon.uploads.session import seen_in
 from ckptd.errors import SourceChanged, TargetExists, VerifyError
 from ckptd.storage.remote import commit, documents, observe, retire
 from ckptd.storage.remote.messages import ShipFile, ShipOrder

@@ -191,9 +191,9 @@ class World:
                 return "restored", min(numbers) if len(numbers) == 1 else MIXED
         return ("gone", 0) if found else ("restored", NOTHING)
 
-    def _ground(self, io: Io) -> commit.Ground:
+    def _ground(self, io: Io) -> observe.AttachedRemote:
         abilities = Abilities(create_only=self.rules.is_create_only, checksum=None, resumable=True)
-        return commit.Ground(store=StepStore(io), abilities=abilities, identity=IDENTITY)  # type: ignore[arg-type]
+        return observe.AttachedRemote(store=StepStore(io), abilities=abilities, identity=IDENTITY)  # type: ignore[arg-type]
 
     def _next(self, index: int, actor: Actor) -> tuple[Hashable, ...] | None:
         """What an idle slot begins."""

@@ -10,11 +10,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState
 from ckptd.core.policy.actions import Action, DropDerived, PointUniversal
-from ckptd.core.policy.permit import Unuploaded
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
-from ckptd.core.policy.view import UNIVERSAL, ZERO, DerivedState, Disk, JobView, SaveView
+from ckptd.core.policy.view import Disk, JobView, SaveView, Unuploaded
 from tests.model.world import Remote, World, order_of
 
 CHUNKS = 8

@@ -23,14 +23,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from ckptd.core.model.records import ZERO, DerivedState, ShipState
 from ckptd.core.policy import deletion, planner, retention
 from ckptd.core.policy import local as keeping
 from ckptd.core.policy.actions import Action, Prune, Retire
 from ckptd.core.policy.local import keep_local
-from ckptd.core.policy.permit import OptOutPermit, Unuploaded
+from ckptd.core.policy.permit import OptOutPermit
 from ckptd.core.policy.remote import keep_remote
 from ckptd.core.policy.retention import Fate, RetentionPolicy, Rung
-from ckptd.core.policy.view import ZERO, DerivedState, ShipState
+from ckptd.core.policy.view import Unuploaded
 from tests.model.world import Remote, World, order_of
 
 LIMITS = st.one_of(st.none(), st.integers(1, 3))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ckptd.core.completeness.order import next_order
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.core.model.save import Order, SealedSave
 from ckptd.core.policy.actions import (
     Action,
@@ -26,23 +27,18 @@ from ckptd.core.policy.actions import (
     StopConverting,
     Supplement,
 )
-from ckptd.core.policy.permit import CommitRef, Unuploaded
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.core.policy.view import (
-    UNIVERSAL,
-    ZERO,
+    CommitRef,
     Confirmation,
-    DerivedRecord,
-    DerivedState,
     Disk,
     GenerationAnswer,
     JobView,
     RemoteCommit,
     RemoteView,
     SaveView,
-    ShipRecord,
-    ShipState,
+    Unuploaded,
 )
 from tests.unit.core_views import sealed
 

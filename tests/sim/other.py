@@ -20,7 +20,6 @@ from ckptd.core.model.manifest import (
     ManifestFile,
     ManifestRef,
     NodeManifest,
-    SaveWindow,
     commit_key,
     folder_name,
     manifest_key,
@@ -28,6 +27,7 @@ from ckptd.core.model.manifest import (
     to_bytes,
 )
 from ckptd.core.model.runs import RUN_FILE_PATH, Claim
+from ckptd.core.model.save import SaveWindow
 from ckptd.errors import RemoteUnreachable
 from ckptd.storage.remote.documents import read_identity
 from ckptd.storage.remote.runs import append_run, claim_run

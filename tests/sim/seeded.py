@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ckptd.base import files
+from ckptd.core.model.records import ZERO, ShipState
 from ckptd.core.model.save import Order
 from ckptd.core.policy import local, planner, remote, retention
 from ckptd.core.policy.actions import Hold
-from ckptd.core.policy.view import ZERO, ShipState
 from ckptd.daemon import bootstrap
 from ckptd.daemon.intake import clones as holds
 from ckptd.daemon.intake import known_saves, ordering

@@ -19,7 +19,7 @@ import pytest
 from ckptd.base import files, names
 from ckptd.cli.daemon.wait import judged
 from ckptd.core.model.decision import Decision
-from ckptd.core.policy.view import ZERO, ShipState
+from ckptd.core.model.records import ZERO, ShipState
 from ckptd.daemon.actions.control import drained_words, unsent_here
 from ckptd.daemon.bootstrap import make_state
 from ckptd.daemon.health.checks import exit_code

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckptd.config.schema import DaemonConfig, JobConfig
 from ckptd.core.model.decision import Decision
+from ckptd.core.model.records import ZERO, ShipState
 from ckptd.core.policy.blockers import tried_again
-from ckptd.core.policy.view import ZERO, ShipState
 from ckptd.daemon.health.checks import exit_code, is_idle
 from ckptd.daemon.intake.decisions import write_decision
 from ckptd.daemon.job import Job
@@ -42,7 +42,7 @@ from tests.stores.memory import MemoryStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckptd.core.policy.view import ShipRecord
+    from ckptd.core.model.records import ShipRecord
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteLink
     from ckptd.storage.local.watch import OnHint

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import files
 from ckptd.core.model.layouts import Grid, Role, ShardKey, parse_shard_name
-from ckptd.core.model.manifest import NodeManifest, SaveWindow, Writer, folder_name
-from ckptd.core.model.save import SealedFile, SealedSave
+from ckptd.core.model.manifest import NodeManifest, folder_name
+from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.formats.torchfile.archive import Framing, frame, read_directory
 from ckptd.formats.torchfile.fingerprint import fingerprint
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.commit import Ground, ship
+from ckptd.storage.remote.commit import ship
 from ckptd.storage.remote.messages import RemoteSettings, ShipFile, ShipOrder, Shipped
+from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.transfer import Control
 from ckptd.storage.stores.rate_limit import Pacer
 
@@ -173,11 +174,11 @@ class Node:
     def shipped(self) -> tuple[Shipped, ...]:
         return tuple(event for event in self.events if isinstance(event, Shipped))
 
-    def attached(self, store: Store, **more: object) -> Ground:
+    def attached(self, store: Store, **more: object) -> AttachedRemote:
         found = attach(store, self.settings(store.url, job_id=JOB_ID, **more))
         return ground_of(store, found)
 
-    def ship(self, ground: Ground, order: ShipOrder) -> ShipResult:
+    def ship(self, ground: AttachedRemote, order: ShipOrder) -> ShipResult:
         return ship(ground, order, self.control())
 
     def rewrite(self, name: str, data: bytes) -> None:
@@ -190,8 +191,8 @@ class Node:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
 
 
-def ground_of(store: Store, found: Attached) -> Ground:
-    return Ground(store=store, abilities=found.abilities, identity=found.identity)
+def ground_of(store: Store, found: Attached) -> AttachedRemote:
+    return AttachedRemote(store=store, abilities=found.abilities, identity=found.identity)
 
 
 def _fingerprint(path: Path) -> str:

@@ -21,7 +21,7 @@ from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.remote import derive
 from ckptd.core.model.manifest import folder_name
-from ckptd.core.policy.view import UNIVERSAL
+from ckptd.core.model.records import UNIVERSAL
 from ckptd.errors import (
     ConfigError,
     NoSpaceError,

@@ -7,24 +7,10 @@ from typing import Any
 
 from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.core.model.layouts import Grid, Role, ShardKey
-from ckptd.core.model.manifest import SaveWindow, Writer
-from ckptd.core.model.save import SealedFile, SealedSave
-from ckptd.core.policy.permit import CommitRef
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.core.policy.retention import RetentionPolicy
-from ckptd.core.policy.view import (
-    UNIVERSAL,
-    ZERO,
-    Confirmation,
-    DerivedRecord,
-    DerivedState,
-    Disk,
-    JobView,
-    RemoteCommit,
-    RemoteView,
-    SaveView,
-    ShipRecord,
-    ShipState,
-)
+from ckptd.core.policy.view import CommitRef, Confirmation, Disk, JobView, RemoteCommit, RemoteView, SaveView
 
 NAS = "nas"
 

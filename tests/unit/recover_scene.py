@@ -17,16 +17,18 @@ from ckptd.convert.engine.inspect import inspect_files
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.core.model.layouts import Grid, Role, ShardKey
-from ckptd.core.model.manifest import DerivedSource, NodeManifest, SaveWindow, folder_name
+from ckptd.core.model.manifest import DerivedSource, NodeManifest, folder_name
+from ckptd.core.model.save import SaveWindow
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.formats.torchfile.archive import read_directory
 from ckptd.recover.resume import Resume, Resumed, ResumeOptions
-from ckptd.recover.select.choose import Nodes
+from ckptd.recover.select.copies import Nodes
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.commit import Ground, ship
+from ckptd.storage.remote.commit import ship
 from ckptd.storage.remote.messages import RemoteSettings, Retire, ShipFile, ShipOrder, ShipResult
+from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.remote.transfer import Control
 from ckptd.storage.stores.base import Abilities
@@ -112,7 +114,7 @@ class Scene:
         shard.write_bytes(data)
         os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
 
-    def ground(self) -> Ground:
+    def ground(self) -> AttachedRemote:
         """The remote, attached as the daemon would."""
         settings = RemoteSettings(
             name="nas",
@@ -125,7 +127,7 @@ class Scene:
         )
         store = open_store(str(self.nas))
         found = attach(store, settings)
-        return Ground(
+        return AttachedRemote(
             store=store,
             abilities=Abilities(create_only=True, checksum=None, resumable=True),
             identity=found.identity,

@@ -11,7 +11,7 @@ import pytest
 from ckptd.recover.restore import Restore, RestoreOptions
 from ckptd.recover.restore_plan import Wish
 from ckptd.recover.resume import Resumed
-from ckptd.recover.select.choose import Nodes
+from ckptd.recover.select.copies import Nodes
 from ckptd.recover.select.sources import Where, where_of
 from tests.unit.recover_scene import Scene
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.policy.view import ZERO
+from ckptd.core.model.records import ZERO
 from ckptd.daemon.intake.decisions import read_decisions
 from ckptd.daemon.intake.initial_scan import Beginning, beginning
 from ckptd.daemon.intake.known_saves import Knowledge

@@ -7,22 +7,12 @@ from typing import Any
 
 import pytest
 
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.core.policy import actions as a
-from ckptd.core.policy.drain import Drain
 from ckptd.core.policy.leases import attempt_folder, attempts_folder
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy, Rung
-from ckptd.core.policy.view import (
-    UNIVERSAL,
-    ZERO,
-    DerivedRecord,
-    DerivedState,
-    JobView,
-    RemoteView,
-    SaveView,
-    ShipRecord,
-    ShipState,
-)
+from ckptd.core.policy.view import Drain, JobView, RemoteView, SaveView
 from ckptd.daemon.health.checks import see_gets_nothing
 from ckptd.daemon.state.problems import Problems
 from tests.unit.core_views import NAS, committed_record, job_view, remote_commit, save_view, sealed

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from ckptd.core.model.records import ZERO
 from ckptd.core.policy.actions import ReleaseHold, Ship
 from ckptd.core.policy.planner import open_saves, plan
 from ckptd.core.policy.safety import exposed, newest_safe, steps_at_risk, to_ship, unsent
-from ckptd.core.policy.view import ZERO, JobView, SaveView
+from ckptd.core.policy.view import JobView, SaveView
 from tests.unit.core_views import NAS, committed_record, job_view, save_view, sealed
 
 

@@ -10,20 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.cli.daemon.drain import not_begun, reasons
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.core.policy import actions as a
 from ckptd.core.policy.derived_forms import PRESSURE
-from ckptd.core.policy.drain import COMMIT_SECONDS, Drain
+from ckptd.core.policy.drain import COMMIT_SECONDS
 from ckptd.core.policy.planner import plan
-from ckptd.core.policy.view import (
-    UNIVERSAL,
-    ZERO,
-    DerivedRecord,
-    DerivedState,
-    Disk,
-    RemoteView,
-    ShipRecord,
-    ShipState,
-)
+from ckptd.core.policy.view import Disk, Drain, RemoteView
 from tests.unit.core_views import NAS, job_view, save_view, sealed
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ckptd.base.identity import FileIdentity, FolderIdentity
-from ckptd.core.completeness.judge import Context, State, Verdict, judge
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import State, Verdict, judge
 from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
 from ckptd.core.model.layouts import Trainer, parse_shard_name
 from ckptd.core.model.listing import FolderListing, ListedFile

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from ckptd.core.model.records import ZERO, DerivedRecord, DerivedState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.capacity import Forecast, Ground, Piece, Saved, forecast, ground_of
 from ckptd.core.policy.retention import RetentionPolicy
-from ckptd.core.policy.view import ZERO, DerivedRecord, DerivedState
 from tests.model.disk import CHUNKS, DiskWorld, Scenario, drawn, live
 from tests.unit.core_views import job_view, resized, save_view, sealed
 

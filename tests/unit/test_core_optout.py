@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ckptd.core.policy.actions import AskConfirmation, Hold, Prune, ReleaseHold, Ship
-from ckptd.core.policy.permit import CommitRef, DeletePermit, OptOutPermit
+from ckptd.core.policy.permit import DeletePermit, OptOutPermit
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import Ephemeral, RetentionPolicy
-from ckptd.core.policy.view import Confirmation, Disk, JobView, SaveView
+from ckptd.core.policy.view import CommitRef, Confirmation, Disk, JobView, SaveView
 from tests.unit.core_views import NAS, job_view, key_of, remote_commit, save_view, sealed
 
 SHORT = Disk(free_bytes=10, reserve_bytes=1000, can_clone=False)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ckptd.core.completeness.order import next_order
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.actions import (
     AskConfirmation,
@@ -27,19 +28,7 @@ from ckptd.core.policy.actions import (
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.core.policy.safety import to_ship
-from ckptd.core.policy.view import (
-    UNIVERSAL,
-    ZERO,
-    DerivedRecord,
-    DerivedState,
-    Disk,
-    GenerationAnswer,
-    JobView,
-    RemoteView,
-    SaveView,
-    ShipRecord,
-    ShipState,
-)
+from ckptd.core.policy.view import Disk, GenerationAnswer, JobView, RemoteView, SaveView
 from tests.unit.core_views import (
     NAS,
     committed_record,

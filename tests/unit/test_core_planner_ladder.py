@@ -5,18 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipState
 from ckptd.core.policy.actions import DropDerived, Prune, Retire, Ship
 from ckptd.core.policy.derived_forms import to_derive
 from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
-from ckptd.core.policy.view import (
-    UNIVERSAL,
-    ZERO,
-    DerivedRecord,
-    DerivedState,
-    JobView,
-    RemoteView,
-    ShipState,
-)
+from ckptd.core.policy.view import JobView, RemoteView
 from tests.unit.core_views import NAS, committed_record, job_view, remote_commit, save_view, sealed
 from tests.unit.test_core_planner import of
 

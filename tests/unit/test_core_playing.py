@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.core.model.manifest import SaveWindow
-from ckptd.core.model.save import Order
+from ckptd.core.model.records import UNIVERSAL, ZERO
+from ckptd.core.model.save import Order, SaveWindow
 from ckptd.core.policy import capacity
 from ckptd.core.policy.capacity import (
     LEAST_SAVES,
@@ -28,7 +28,7 @@ from ckptd.core.policy.capacity import (
     summed,
 )
 from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
-from ckptd.core.policy.view import UNIVERSAL, ZERO, Disk
+from ckptd.core.policy.view import Disk
 from tests.unit.core_views import job_view, resized, save_view, sealed
 
 EVERY = 600.0

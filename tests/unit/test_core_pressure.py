@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.core.policy.actions import (
     Convert,
     DropDerived,
@@ -18,7 +19,7 @@ from ckptd.core.policy.actions import (
 from ckptd.core.policy.blockers import blocked
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
-from ckptd.core.policy.view import UNIVERSAL, DerivedRecord, DerivedState, Disk, JobView, SaveView
+from ckptd.core.policy.view import Disk, JobView, SaveView
 from tests.unit.core_views import job_view, save_view, sealed
 
 ROOMY = Disk(free_bytes=10_000, reserve_bytes=1000, can_clone=True)

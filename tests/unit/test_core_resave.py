@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from ckptd.base.identity import FileIdentity, FolderIdentity
-from ckptd.core.completeness.judge import Context, Memory, State, Verdict, judge
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import Memory, State, Verdict, judge
 from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
 from ckptd.core.model.layouts import Trainer, parse_shard_name
 from ckptd.core.model.listing import FolderListing, ListedFile
+from ckptd.core.model.records import DerivedRecord, DerivedState
 from ckptd.core.policy.actions import DropDerived, PointUniversal
 from ckptd.core.policy.planner import plan
-from ckptd.core.policy.view import DerivedRecord, DerivedState
 from tests.stores.scene import MODEL, OPTIM
 from tests.unit.core_views import job_view, save_view, sealed
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.model.save import Order
 from ckptd.core.policy.local import keep_local
 from ckptd.core.policy.remote import keep_remote
 from ckptd.core.policy.retention import Ephemeral, Item, RetentionPolicy, keep_reasons
-from ckptd.core.policy.view import UNIVERSAL, ZERO
 from tests.unit.core_views import NAS, committed_record, job_view, remote_commit, save_view, sealed
 
 ITEMS = st.lists(

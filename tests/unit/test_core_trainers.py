@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import pytest
 
 from ckptd.base.identity import FileIdentity, FolderIdentity
-from ckptd.core.completeness.judge import Context, Memory, State, judge
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import Memory, State, judge
 from ckptd.core.model.facts import Archive, FileFacts, TrainerFacts
 from ckptd.core.model.layouts import Trainer, added_by_us, layout_of, missing_weights
 from ckptd.core.model.listing import FolderListing, ListedFile

@@ -7,18 +7,11 @@ from typing import Any
 
 import pytest
 
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.core.policy.blockers import tried_again
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
-from ckptd.core.policy.view import (
-    UNIVERSAL,
-    ZERO,
-    DerivedRecord,
-    DerivedState,
-    JobView,
-    ShipRecord,
-    ShipState,
-)
+from ckptd.core.policy.view import JobView
 from tests.unit.core_views import NAS, committed_record, job_view, save_view, sealed
 
 FAILED = ShipRecord(remote=NAS, form=ZERO, state=ShipState.FAILED, tries=2, retry_at_seconds=1e9)

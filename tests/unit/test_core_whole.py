@@ -9,8 +9,8 @@ import pytest
 
 from ckptd.base import files
 from ckptd.base.identity import FileIdentity, FolderIdentity
-from ckptd.core.completeness.judge import Context, State, Verdict, judge
-from ckptd.core.completeness.markers import Spread
+from ckptd.core.completeness.grid import Context, Spread
+from ckptd.core.completeness.judge import State, Verdict, judge
 from ckptd.core.completeness.sealing import sealed_file
 from ckptd.core.model.facts import REVISION, Archive, FileFacts, ShardFacts
 from ckptd.core.model.layouts import Role, Trainer, parse_shard_name

@@ -15,7 +15,8 @@ from ckptd.base import files
 from ckptd.base.identity import FolderIdentity
 from ckptd.config.quantities import show_bytes
 from ckptd.convert.engine.inspect import inspect_files
-from ckptd.core.completeness.judge import Context, State, Verdict, judge
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import State, Verdict, judge
 from ckptd.core.completeness.sealing import sealed_file
 from ckptd.core.model.layouts import Trainer
 from ckptd.core.model.listing import FolderListing, SaveDirListing

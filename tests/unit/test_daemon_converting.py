@@ -14,8 +14,7 @@ from ckptd.convert.engine.inspect import inspect_files
 from ckptd.convert.engine.staging import partial_name
 from ckptd.convert.options import ConvertOptions
 from ckptd.core.completeness.sealing import sealed_file
-from ckptd.core.model.records import SaveRow
-from ckptd.core.policy.view import DerivedRecord, DerivedState
+from ckptd.core.model.records import DerivedRecord, DerivedState, SaveRow
 from ckptd.daemon.actions.convert import PLACE, Signals, make_universal
 from ckptd.daemon.bootstrap import recover
 from ckptd.daemon.state.problems import Problems

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from ckptd.core.model.manifest import Commit, ManifestRef
-from ckptd.core.model.records import ObjectRow
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ObjectRow, ShipRecord, ShipState
 from ckptd.core.policy.actions import MakeWay, Ship
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
-from ckptd.core.policy.view import UNIVERSAL, ZERO, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.health.checks import see_conversions
 from ckptd.daemon.health.stalls import see_uploads
 from ckptd.daemon.state.problems import Problems

@@ -10,8 +10,8 @@ import pytest
 from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.core.model.listing import FolderListing, ListedFile, SaveDirListing
 from ckptd.core.model.manifest import Commit, ManifestRef
+from ckptd.core.model.records import ZERO, ShipRecord, ShipState
 from ckptd.core.model.save import Order
-from ckptd.core.policy.view import ZERO, ShipRecord, ShipState
 from ckptd.daemon.intake.initial_scan import Beginning
 from ckptd.daemon.intake.known_saves import Knowledge, Recogniser
 from ckptd.daemon.intake.ordering import Ordering

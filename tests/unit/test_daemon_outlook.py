@@ -16,10 +16,10 @@ from ckptd.base.retry import LeftAlone
 from ckptd.config.schema import LocalConfig
 from ckptd.core.completeness.judge import State, Verdict
 from ckptd.core.model.listing import FolderListing, ListedFile, SaveDirListing
-from ckptd.core.model.manifest import SaveWindow
-from ckptd.core.model.save import Order
+from ckptd.core.model.records import ZERO
+from ckptd.core.model.save import Order, SaveWindow
 from ckptd.core.policy.retention import Ephemeral, RetentionPolicy
-from ckptd.core.policy.view import ZERO, Disk
+from ckptd.core.policy.view import Disk
 from ckptd.daemon.health.capacity import link_speed, outlook, see_outlook
 from ckptd.daemon.resources.disk_yield import Way
 from ckptd.daemon.state.problems import Problems

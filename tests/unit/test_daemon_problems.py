@@ -14,9 +14,9 @@ import pytest
 from ckptd.base import files
 from ckptd.core.completeness.judge import State, Verdict
 from ckptd.core.model.manifest import Tombstone
+from ckptd.core.model.records import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.core.policy.actions import Plan
 from ckptd.core.policy.retention import Fate, RetentionPolicy, Rung
-from ckptd.core.policy.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon.actions.control import Control, stalled_drain
 from ckptd.daemon.health.stalls import see_stuck, unfinished, way_out
 from ckptd.daemon.intake.clones import forget_lost_holds

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from ckptd.base import files
+from ckptd.core.model.records import ZERO, ShipState
 from ckptd.core.policy.actions import Ship
-from ckptd.core.policy.view import ZERO, ShipState
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads.requests import hold_name
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ckptd.storage.remote.commit import Ground
+    from ckptd.storage.remote.observe import AttachedRemote
 
 
 class _OneByOne(DirectoryStore):
@@ -50,7 +50,7 @@ class Resent:
         self.node = Node(tmp_path / "save", tag="last")
         self.nas = tmp_path / "nas"
         self.nas.mkdir()
-        self.ground: Ground = self.node.attached(
+        self.ground: AttachedRemote = self.node.attached(
             _OneByOne(str(self.nas), owner="id-n0", window_bytes=1 << 20)
         )
         self.state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ckptd.config.loader import job_from_arguments
+from ckptd.core.model.records import UNIVERSAL
 from ckptd.core.policy.actions import Retire
-from ckptd.core.policy.view import UNIVERSAL
 from ckptd.daemon.state import view_builder
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState

@@ -11,11 +11,19 @@ import pytest
 from ckptd.base import files
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.listing import SaveDirListing
-from ckptd.core.model.records import DeletionIntent, SaveRow
+from ckptd.core.model.records import (
+    UNIVERSAL,
+    ZERO,
+    DeletionIntent,
+    DerivedRecord,
+    DerivedState,
+    SaveRow,
+    ShipRecord,
+    ShipState,
+)
 from ckptd.core.policy.actions import Convert, Ship
 from ckptd.core.policy.derived_forms import MAX_CONVERSION_TRIES
 from ckptd.core.policy.planner import plan
-from ckptd.core.policy.view import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.daemon.actions.local import Chores
 from ckptd.daemon.bootstrap import recover
 from ckptd.daemon.health.checks import see_conversions

@@ -16,9 +16,9 @@ from ckptd.base.identity import FolderIdentity
 from ckptd.config.loader import job_from_arguments
 from ckptd.core.completeness.judge import State, Verdict
 from ckptd.core.model.listing import FolderListing, ListedFile, SaveDirListing
-from ckptd.core.model.manifest import SaveWindow
-from ckptd.core.model.records import SaveState
-from ckptd.core.policy.view import DerivedRecord, JobView
+from ckptd.core.model.records import DerivedRecord, SaveState
+from ckptd.core.model.save import SaveWindow
+from ckptd.core.policy.view import JobView
 from ckptd.daemon.job import Job
 from ckptd.daemon.state import view_builder
 from ckptd.daemon.state.problems import Problems

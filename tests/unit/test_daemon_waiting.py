@@ -19,15 +19,15 @@ from ckptd.core.model.decision import Decision
 from ckptd.core.model.layouts import NamedShard, Role, ShardKey
 from ckptd.core.model.listing import FolderListing, SaveDirListing
 from ckptd.core.model.manifest import NodeManifest, manifest_key, name_in, sha256_of, to_bytes
+from ckptd.core.model.records import ZERO, ShipRecord, ShipState
 from ckptd.core.policy.planner import plan
-from ckptd.core.policy.view import ZERO, ShipRecord, ShipState
 from ckptd.daemon.intake.decisions import DECISIONS, write_decision
 from ckptd.daemon.intake.initial_scan import Beginning
 from ckptd.daemon.intake.known_saves import Knowledge
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.remote_sync import is_written_down, parts_in
-from ckptd.daemon.state.state import JobState
-from ckptd.daemon.uploads.commit_wait import Waiting, see_waiting, waiting_on
+from ckptd.daemon.state.state import JobState, Waiting
+from ckptd.daemon.uploads.commit_wait import see_waiting, waiting_on
 from ckptd.errors import NotPermitted
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import messages as m

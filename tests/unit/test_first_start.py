@@ -17,7 +17,7 @@ import pytest
 
 from ckptd.core.model.decision import Decision
 from ckptd.core.model.listing import SaveDirListing
-from ckptd.core.policy.view import ZERO
+from ckptd.core.model.records import ZERO
 from ckptd.daemon.intake.decisions import read_decisions, write_decision
 from ckptd.daemon.intake.initial_scan import FirstLook, beginning
 from ckptd.daemon.intake.known_saves import Knowledge

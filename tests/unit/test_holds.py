@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.base import files
+from ckptd.core.model.records import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.core.model.save import SealedSave
-from ckptd.core.policy.view import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon.intake.clones import settle_holds, take_up_holds
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState

@@ -17,7 +17,8 @@ import pytest
 from ckptd.base import files
 from ckptd.convert.engine import children, inspect, inspect_child
 from ckptd.convert.engine.inspect import MAX_DEATHS, inspect_files
-from ckptd.core.completeness.judge import Context, State, Verdict, judge
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import State, Verdict, judge
 from ckptd.core.model.facts import Archive
 from ckptd.daemon.health.stalls import what_reads_it
 from ckptd.daemon.intake.inspection import TRIES, Reading

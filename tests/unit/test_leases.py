@@ -13,8 +13,8 @@ from ckptd.core.model.manifest import Lease, lease_key, to_bytes
 from ckptd.errors import RefusedError
 from ckptd.maintenance.gc import Collector
 from ckptd.recover.select.inventory import RemoteSight
-from ckptd.storage.remote.commit import Ground, ship
-from ckptd.storage.remote.observe import live_commits, read_remote
+from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.observe import AttachedRemote, live_commits, read_remote
 from ckptd.storage.remote.repair import compare, lapse, leases_of
 from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores.memory import MemoryStore
@@ -40,7 +40,7 @@ class Pair:
             node.write({"notes.json": mark * 40})
         self.key = f"{self.first.tag}/notes.json"
         self.store = MemoryStore()
-        self.ground: Ground = second.attached(self.store)
+        self.ground: AttachedRemote = second.attached(self.store)
         self.done: list[str] = []
 
         def dies(event: Shipped) -> None:

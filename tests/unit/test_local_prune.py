@@ -17,10 +17,10 @@ import pytest
 
 from ckptd.base import files, names
 from ckptd.core.model.layouts import Grid, Role
-from ckptd.core.model.manifest import SaveWindow, Writer
 from ckptd.core.model.records import DeletionIntent
-from ckptd.core.model.save import SealedFile, SealedSave
-from ckptd.core.policy.permit import CommitRef, DeletePermit
+from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
+from ckptd.core.policy.permit import DeletePermit
+from ckptd.core.policy.view import CommitRef
 from ckptd.daemon.actions.prune import Pruner
 from ckptd.daemon.bootstrap import recover
 from ckptd.daemon.state.state import JobState

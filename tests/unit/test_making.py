@@ -15,7 +15,7 @@ from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.remote import derive
 from ckptd.core.model.manifest import DerivedSource, folder_name
-from ckptd.core.policy.view import UNIVERSAL
+from ckptd.core.model.records import UNIVERSAL
 from ckptd.errors import DamagedError, SourceChanged
 from ckptd.storage.remote.commit import ship
 from ckptd.storage.remote.documents import read_commit, read_generation
@@ -30,8 +30,8 @@ from tests.unit.synthetic import write_stage12
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.storage.remote.commit import Ground
     from ckptd.storage.remote.messages import ShipResult
+    from ckptd.storage.remote.observe import AttachedRemote
 
 GROUPS: list[dict[str, tuple[int, ...]]] = [
     {"embed.weight": (64, 16), "norm.weight": (16,)},
@@ -53,7 +53,7 @@ class Scene:
         self.staging = tmp_path / "staging"
         self.staging.mkdir(parents=True)
         self.store = MemoryStore()
-        self.ground: Ground = self.node.attached(self.store)
+        self.ground: AttachedRemote = self.node.attached(self.store)
 
     def order(self, form: str, shipped: tuple[Shipped, ...] = (), **changes: object) -> ShipOrder:
         save = self.node.sealed()

@@ -19,8 +19,8 @@ from ckptd.convert.options import ConvertOptions
 from ckptd.convert.remote import derive
 from ckptd.core.model.heartbeat import Heartbeat, heartbeat_key
 from ckptd.core.model.manifest import DerivedSource, commit_key, manifest_key, sha256_of, to_bytes
+from ckptd.core.model.records import UNIVERSAL
 from ckptd.core.policy.leases import Attempt, attempts_folder, numbered
-from ckptd.core.policy.view import UNIVERSAL
 from ckptd.errors import SourceChanged
 from ckptd.storage.remote.commit import ship
 from ckptd.storage.remote.coordination import Heartbeats
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ckptd.storage.remote.commit import Ground
     from ckptd.storage.remote.messages import ShipOrder, ShipResult
+    from ckptd.storage.remote.observe import AttachedRemote
 
 GROUPS: list[dict[str, tuple[int, ...]]] = [
     {"embed.weight": (640, 160), "norm.weight": (160,)},
@@ -97,7 +97,7 @@ class Spread:
         for path in self.whole.iterdir():
             owner = self.nodes["n1" if "pp_rank_1_" in path.name else "n0"]
             shutil.copyfile(path, owner.save_dir / self.tag / path.name)
-        self.grounds: dict[str, Ground] = {n: self.nodes[n].attached(self.stores[n]) for n in NAMES}
+        self.grounds: dict[str, AttachedRemote] = {n: self.nodes[n].attached(self.stores[n]) for n in NAMES}
         for name in ("n0", "n1"):
             node = self.nodes[name]
             node.ship(self.grounds[name], node.order(node.sealed()))

@@ -14,17 +14,17 @@ from ckptd.core.model.manifest import (
     Checksums,
     ManifestFile,
     NodeManifest,
-    SaveWindow,
     Tombstone,
     absent_by_names,
     commit_key,
     manifest_key,
+    mark_of_manifest,
     may_cover,
     name_in,
     named_conflict,
     node_in,
 )
-from ckptd.core.model.save import SealedSave, mark_of_manifest
+from ckptd.core.model.save import SaveWindow, SealedSave
 from ckptd.core.policy.actions import Prune, Retire
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.remote import TURN_SECONDS, is_our_turn

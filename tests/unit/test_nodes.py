@@ -11,8 +11,9 @@ import pytest
 from ckptd.base.humanize import ranks_in_words
 from ckptd.config.commands import this_node
 from ckptd.config.loader import load_job
-from ckptd.core.completeness.judge import Context, Memory, State, Verdict, judge
-from ckptd.core.completeness.markers import Spread, replicas
+from ckptd.core.completeness.grid import Context, Spread
+from ckptd.core.completeness.judge import Memory, State, Verdict, judge
+from ckptd.core.completeness.markers import replicas
 from ckptd.core.completeness.missing import INCOMPLETE_SECONDS, SLOW_SECONDS, Lost, OpenSave, Part, late
 from ckptd.core.completeness.peer_evidence import Told
 from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
@@ -20,7 +21,7 @@ from ckptd.core.model.heartbeat import Heartbeat, NewestSave, SeenNode, heartbea
 from ckptd.core.model.layouts import Grid, NamedShard, Role, ShardKey, parse_shard_name
 from ckptd.core.model.manifest import Cell, sha256_of, to_bytes
 from ckptd.errors import ConfigError
-from ckptd.recover.select.choose import Nodes
+from ckptd.recover.select.copies import Nodes
 from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.memory import MemoryStore

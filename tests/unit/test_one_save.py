@@ -13,7 +13,7 @@ import pytest
 from ckptd.config.schema import RemoteConfig
 from ckptd.errors import DamagedError, NotFoundError, RefusedError, RemoteError
 from ckptd.recover.resume import Resume, ResumeOptions
-from ckptd.recover.select.choose import Nodes
+from ckptd.recover.select.copies import Nodes
 from tests.unit.recover_scene import Scene
 
 if TYPE_CHECKING:

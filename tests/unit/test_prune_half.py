@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.base import files
+from ckptd.core.model.records import ShipState
 from ckptd.core.model.save import SealedFile
-from ckptd.core.policy.view import ShipState
 from ckptd.errors import StorageError
 from ckptd.storage.local import fs
 from ckptd.storage.local.fs import is_as_sealed

@@ -9,14 +9,14 @@ import pytest
 
 from ckptd.base import files
 from ckptd.convert.engine.inspect import inspect_files
-from ckptd.core.completeness.judge import Context, State, judge
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import State, judge
 from ckptd.core.completeness.sealing import memory_of, sealed_file
 from ckptd.core.model.facts import FileFacts
 from ckptd.core.model.layouts import Grid
 from ckptd.core.model.listing import FolderListing
-from ckptd.core.model.manifest import SaveWindow, Writer
 from ckptd.core.model.records import DeletionIntent
-from ckptd.core.model.save import SealedSave
+from ckptd.core.model.save import SaveWindow, SealedSave, Writer
 from ckptd.daemon.bootstrap import recover
 from ckptd.daemon.state.state import JobState
 from ckptd.observe.audit import Audit

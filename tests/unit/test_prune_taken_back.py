@@ -15,9 +15,9 @@ from typing import Any, cast
 import pytest
 
 from ckptd.base import files, owned_dirs
+from ckptd.core.model.records import ZERO, ShipRecord, ShipState
 from ckptd.core.model.save import SealedFile
 from ckptd.core.policy.actions import Prune
-from ckptd.core.policy.view import ZERO, ShipRecord, ShipState
 from ckptd.daemon.actions.prune import TIDY_SECONDS
 from ckptd.daemon.bootstrap import recover
 from ckptd.daemon.state.remote_sync import notice_lost

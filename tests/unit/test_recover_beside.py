@@ -14,9 +14,8 @@ import pytest
 from ckptd.base import files
 from ckptd.core.model.layouts import Role
 from ckptd.core.model.manifest import sha256_of
-from ckptd.core.model.records import SaveRow
+from ckptd.core.model.records import DerivedRecord, SaveRow
 from ckptd.core.policy.actions import Ship
-from ckptd.core.policy.view import DerivedRecord
 from ckptd.daemon.uploads.requests import files_to_ship
 from ckptd.errors import TargetExists
 from ckptd.maintenance.verify import Verifier

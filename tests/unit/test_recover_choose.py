@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.recover.select.choose import NEWEST_READ, Choice, Nodes, Wanted, choose, committed_saves
-from ckptd.recover.select.inventory import RemoteSight
-from ckptd.recover.select.local_order import Memory
+from ckptd.recover.select.choose import NEWEST_READ, Choice, Wanted, choose, committed_saves
+from ckptd.recover.select.copies import Nodes
+from ckptd.recover.select.inventory import Memory, RemoteSight
 from ckptd.storage.remote.observe import live_commits, read_remote
 from tests.stores.counting import CountingStore
 from tests.stores.scene import Node

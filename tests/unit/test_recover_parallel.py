@@ -11,8 +11,7 @@ from ckptd.core.model.coverage import KnownManifest, build_commit
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Grid, Role, ShardKey, parse_shard_name
 from ckptd.core.model.manifest import Cell, Checksums, ManifestFile, NodeManifest, Topology, manifest_key
-from ckptd.recover.select.choose import Copy, Nodes
-from ckptd.recover.select.copies import is_held, of_node
+from ckptd.recover.select.copies import Copy, Nodes, is_held, of_node
 from ckptd.recover.select.inventory import LocalSight
 from ckptd.storage.remote.messages import CommitView
 from tests.unit.test_core_resave import listed

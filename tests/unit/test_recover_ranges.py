@@ -13,7 +13,7 @@ import pytest
 from ckptd.errors import DamagedError, RemoteUnreachable
 from ckptd.recover import fetch
 from ckptd.recover.fetch import Fetcher, read_through
-from ckptd.recover.select.choose import Copy
+from ckptd.recover.select.copies import Copy
 from ckptd.recover.select.inventory import RemoteSight
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
 from ckptd.storage.stores.checksums import crc64

@@ -22,7 +22,7 @@ from ckptd.errors import (
     RemoteUnreachable,
     StorageError,
 )
-from ckptd.recover.select.choose import Nodes
+from ckptd.recover.select.copies import Nodes
 from tests.unit.recover_scene import EXTRA, Scene, scene
 from tests.unit.refusing import refuse
 from tests.unit.synthetic import write_stage12

@@ -166,8 +166,8 @@ def test_model_parallel_degrees_are_the_scripts_choice(scene: Scene) -> None:
     scene.save(5)
     with files.opened_dir(scene.save_dir) as fd:
         listing, local = look_locally(scene.save_dir, fd, scene.job(remote=False), [])
-    from ckptd.recover.select.choose import Nodes
-    from ckptd.recover.select.local_order import Memory
+    from ckptd.recover.select.copies import Nodes
+    from ckptd.recover.select.inventory import Memory
 
     best = choose(local, [], Memory(), Nodes()).candidates[0]
     wide = replace(best, grid=best.grid.model_copy(update={"mm_count": 2}))

@@ -17,12 +17,11 @@ from ckptd.core.model.manifest import (
     DerivedSource,
     ManifestFile,
     NodeManifest,
-    SaveWindow,
     Tombstone,
     sha256_of,
     to_bytes,
 )
-from ckptd.core.model.save import Best, agree, differs, mark_of_save
+from ckptd.core.model.save import Best, SaveWindow, agree, differs, mark_of_save
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import pytest
 from ckptd.core.model.manifest import Dispute, side_key, stem, to_bytes
 from ckptd.errors import RefusedError
 from ckptd.storage.remote import observe
-from ckptd.storage.remote.commit import Ground
 from ckptd.storage.remote.messages import CommitView, Retire
+from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.retire import retire
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import Node
@@ -25,7 +25,7 @@ FOLDER = "global_step10_universal"
 class Ladder:
     """global_step10 with both forms, global_step20 with its ZeRO form."""
 
-    ground: Ground
+    ground: AttachedRemote
     store: MemoryStore
     zero: CommitView
     universal: CommitView
@@ -42,7 +42,7 @@ class Ladder:
             commit_sha256=view.sha256,
             instead=None if gone else (self.universal.commit.form, self.universal.sha256),
         )
-        ground = Ground(
+        ground = AttachedRemote(
             store=store or self.store, abilities=self.ground.abilities, identity=self.ground.identity
         )
         retire(ground, order, lambda: None)

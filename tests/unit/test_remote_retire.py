@@ -25,8 +25,8 @@ from ckptd.core.model.manifest import (
 from ckptd.errors import CommitConflict, NotFoundError, RefusedError
 from ckptd.storage.remote import observe
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.commit import Ground
 from ckptd.storage.remote.messages import Retire
+from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.base import Abilities
 from tests.stores.counting import CountingStore
@@ -76,7 +76,7 @@ def store() -> MemoryStore:
 
 def commit_three(
     tmp_path: Path, store: MemoryStore, best: str | None = None
-) -> tuple[Ground, list[CommitView]]:
+) -> tuple[AttachedRemote, list[CommitView]]:
     node = Node(tmp_path / "save")
     views = []
     ground = node.attached(store)
@@ -115,13 +115,13 @@ def test_killed_between_any_two_changes_and_repeated(tmp_path: Path, store: Memo
     before = dict(store.objects)
     finished = MemoryStore(objects=dict(before))
     retire(
-        Ground(store=finished, abilities=ground.abilities, identity=ground.identity),
+        AttachedRemote(store=finished, abilities=ground.abilities, identity=ground.identity),
         order_for(views[0]),
         lambda: None,
     )
     for changes in itertools.count():
         dying = Dying(dict(before), changes)
-        cut = Ground(store=dying, abilities=ground.abilities, identity=ground.identity)
+        cut = AttachedRemote(store=dying, abilities=ground.abilities, identity=ground.identity)
         try:
             retire(cut, order_for(views[0]), lambda: None)
         except Killed:
@@ -137,7 +137,7 @@ def test_killed_between_any_two_changes_and_repeated(tmp_path: Path, store: Memo
         if seen.retired_tags and after.objects != finished.objects:
             assert seen.retiring == (("global_step10", 1, "zero"),)
         retire(
-            Ground(store=after, abilities=ground.abilities, identity=ground.identity),
+            AttachedRemote(store=after, abilities=ground.abilities, identity=ground.identity),
             order_for(views[0]),
             lambda: None,
         )
@@ -353,10 +353,10 @@ def test_keys_in_strange_folders_are_looked_for_everywhere(tmp_path: Path) -> No
     assert [key for key in store.objects if key.startswith("global_step30/")]
 
 
-def attached(store: MemoryStore) -> Ground:
+def attached(store: MemoryStore) -> AttachedRemote:
     """A process that was just started."""
     abilities = Abilities(create_only=True, checksum=None, resumable=True)
-    return Ground(store=store, abilities=abilities, identity=observe.still_ours(store, None))
+    return AttachedRemote(store=store, abilities=abilities, identity=observe.still_ours(store, None))
 
 
 def copy_commit(store: MemoryStore, view: CommitView, tag: str, folder: str | None = None) -> None:

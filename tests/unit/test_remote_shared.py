@@ -22,8 +22,8 @@ from tests.stores.scene import JOB_ID, Node
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.storage.remote.commit import Ground
     from ckptd.storage.remote.messages import ShipResult
+    from ckptd.storage.remote.observe import AttachedRemote
 
 TAKEOVER_SECONDS = 30.0
 NAMES = ("n0", "n1", "n2")
@@ -40,7 +40,7 @@ class Shared:
         first.write_all()
         self.tag = first.tag
         self.files = {path.name: path.stat().st_size for path in (first.save_dir / first.tag).iterdir()}
-        self.grounds: dict[str, Ground] = {
+        self.grounds: dict[str, AttachedRemote] = {
             name: host.attached(DirectoryStore(str(self.nas), owner=f"id-{name}", window_bytes=1 << 20))
             for name, host in self.hosts.items()
         }

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ckptd.storage.remote.commit import Ground
+    from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import ObjectInfo
 
 
@@ -54,11 +54,13 @@ def nas(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def ground(node: Node, nas: Path) -> Ground:
+def ground(node: Node, nas: Path) -> AttachedRemote:
     return node.attached(DirectoryStore(str(nas), owner="id-n0", window_bytes=1 << 20))
 
 
-def test_a_save_lands_as_the_trainer_wrote_it_and_is_committed(node: Node, nas: Path, ground: Ground) -> None:
+def test_a_save_lands_as_the_trainer_wrote_it_and_is_committed(
+    node: Node, nas: Path, ground: AttachedRemote
+) -> None:
     (node.save_dir / "tokenizer.json").write_bytes(b"{}")
     result = node.ship(ground, node.order(node.sealed(), extras=("tokenizer.json",)))
     assert result.outcome == "committed"
@@ -184,7 +186,7 @@ def test_a_manifest_of_a_dead_daemon_that_comes_late_is_not_committed(node: Node
     assert not live_commits(read_remote(store))
 
 
-def test_shipping_again_sends_nothing(node: Node, ground: Ground) -> None:
+def test_shipping_again_sends_nothing(node: Node, ground: AttachedRemote) -> None:
     order = node.order(node.sealed())
     first = node.ship(ground, order)
     again = node.ship(ground, order)
@@ -192,7 +194,7 @@ def test_shipping_again_sends_nothing(node: Node, ground: Ground) -> None:
     assert again.manifest_sha256 == first.manifest_sha256
 
 
-def test_what_lies_there_already_is_compared_not_sent(node: Node, nas: Path, ground: Ground) -> None:
+def test_what_lies_there_already_is_compared_not_sent(node: Node, nas: Path, ground: AttachedRemote) -> None:
     order = node.order(node.sealed())
     (nas / node.tag).mkdir()
     for name in (MODEL, OPTIM.format(d=0)):
@@ -207,7 +209,7 @@ def test_what_lies_there_already_is_compared_not_sent(node: Node, nas: Path, gro
 
 
 def test_records_of_an_earlier_attempt_are_used_while_the_object_is_there(
-    node: Node, nas: Path, ground: Ground
+    node: Node, nas: Path, ground: AttachedRemote
 ) -> None:
     order = node.order(node.sealed())
     node.ship(ground, order)
@@ -219,7 +221,9 @@ def test_records_of_an_earlier_attempt_are_used_while_the_object_is_there(
     assert result.bytes_sent == (node.save_dir / node.tag / MODEL).stat().st_size
 
 
-def test_a_file_written_since_it_was_sealed_stops_everything(node: Node, nas: Path, ground: Ground) -> None:
+def test_a_file_written_since_it_was_sealed_stops_everything(
+    node: Node, nas: Path, ground: AttachedRemote
+) -> None:
     save = node.sealed()
     node.rewrite(OPTIM.format(d=1), archive(b"other"))
     with pytest.raises(SourceChanged, match="written since"):
@@ -229,7 +233,7 @@ def test_a_file_written_since_it_was_sealed_stops_everything(node: Node, nas: Pa
 
 
 def test_a_file_written_while_the_last_one_is_sent_stops_the_commit(
-    node: Node, nas: Path, ground: Ground
+    node: Node, nas: Path, ground: AttachedRemote
 ) -> None:
     order = node.order(node.sealed())
     node.write({MODEL: archive(b"again" * 2000)})
@@ -254,7 +258,7 @@ def test_a_file_written_while_the_last_one_is_sent_stops_the_commit(
 
 @pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
 def test_a_bit_that_flipped_since_the_save_is_found_and_nothing_of_the_file_is_shipped(
-    node: Node, nas: Path, ground: Ground, at: float
+    node: Node, nas: Path, ground: AttachedRemote, at: float
 ) -> None:
     name = OPTIM.format(d=0)
     node.write({name: archive(os.urandom(300_000), records=8)})
@@ -269,7 +273,7 @@ def test_a_bit_that_flipped_since_the_save_is_found_and_nothing_of_the_file_is_s
 
 
 def test_a_copy_that_differs_is_removed_and_not_committed(
-    node: Node, nas: Path, ground: Ground, monkeypatch: pytest.MonkeyPatch
+    node: Node, nas: Path, ground: AttachedRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ckptd.storage.stores.directory import publish
 
@@ -286,7 +290,7 @@ def test_a_copy_that_differs_is_removed_and_not_committed(
     assert not list((nas / "_ckptd").glob("commits/*"))
 
 
-def test_a_remote_that_lost_its_identity_gets_nothing(node: Node, nas: Path, ground: Ground) -> None:
+def test_a_remote_that_lost_its_identity_gets_nothing(node: Node, nas: Path, ground: AttachedRemote) -> None:
     (nas / "_ckptd/remote.json").unlink()
     with pytest.raises(RemoteNotOurs, match=r"remote\.json"):
         node.ship(ground, node.order(node.sealed()))
@@ -295,7 +299,7 @@ def test_a_remote_that_lost_its_identity_gets_nothing(node: Node, nas: Path, gro
 
 @pytest.mark.parametrize("cut", [b"", b'{"format":"1.0"'])
 def test_a_commit_that_cannot_be_read_stays_as_it_is(
-    node: Node, nas: Path, ground: Ground, cut: bytes
+    node: Node, nas: Path, ground: AttachedRemote, cut: bytes
 ) -> None:
     """That says nothing of the save that is sent, and its generation is nobody's any more."""
     order = node.order(node.sealed())
@@ -312,7 +316,9 @@ def test_a_commit_that_cannot_be_read_stays_as_it_is(
     assert node.ship(ground, node.order(node.sealed(), generation=2)).outcome == "committed"
 
 
-def test_a_tombstone_that_cannot_be_read_keeps_its_generation(node: Node, nas: Path, ground: Ground) -> None:
+def test_a_tombstone_that_cannot_be_read_keeps_its_generation(
+    node: Node, nas: Path, ground: AttachedRemote
+) -> None:
     stone = nas / "_ckptd/retired/global_step5~g3~zero.json"
     stone.parent.mkdir(parents=True, exist_ok=True)
     stone.write_bytes(b"{")
@@ -321,7 +327,7 @@ def test_a_tombstone_that_cannot_be_read_keeps_its_generation(node: Node, nas: P
 
 
 def test_an_identity_that_cannot_be_read_says_nothing_of_the_save(
-    node: Node, nas: Path, ground: Ground
+    node: Node, nas: Path, ground: AttachedRemote
 ) -> None:
     (nas / "_ckptd/remote.json").write_bytes(b"")
     with pytest.raises(DocumentDamaged, match=r"remote\.json"):
@@ -330,7 +336,7 @@ def test_an_identity_that_cannot_be_read_says_nothing_of_the_save(
 
 
 def test_a_remote_that_changed_hands_while_files_were_sent_gets_no_manifest(
-    node: Node, nas: Path, ground: Ground
+    node: Node, nas: Path, ground: AttachedRemote
 ) -> None:
     """Hours go by between the first look and the manifest: another share may be mounted there then (P2)."""
     identity, other = nas / "_ckptd/remote.json", nas / "other"
@@ -497,13 +503,15 @@ def test_a_second_node_commits_nothing_on_a_store_without_create_only(tmp_path: 
     assert b.ship(b.attached(store), order.model_copy(update={"manifest": as_told})).outcome == "committed"
 
 
-def test_extras_that_are_too_large_are_refused(node: Node, ground: Ground) -> None:
+def test_extras_that_are_too_large_are_refused(node: Node, ground: AttachedRemote) -> None:
     (node.save_dir / "big").write_bytes(b"x" * ((16 << 20) + 1))
     with pytest.raises(RefusedError):
         node.ship(ground, node.order(node.sealed(), extras=("big",)))
 
 
-def test_an_extra_that_changed_between_attempts_is_sent_anew(node: Node, nas: Path, ground: Ground) -> None:
+def test_an_extra_that_changed_between_attempts_is_sent_anew(
+    node: Node, nas: Path, ground: AttachedRemote
+) -> None:
     (node.save_dir / "t.json").write_bytes(b"one")
     save = node.sealed()
     order = node.order(save, extras=("t.json",))

@@ -33,7 +33,7 @@ from tests.unit.restore_scene import TAG
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.storage.remote.commit import Ground
+    from ckptd.storage.remote.observe import AttachedRemote
 
 X1 = "_ckptd/commits/global_step5~g1~zero~x1.json"
 
@@ -67,7 +67,7 @@ class Scene:
         self.store = MemoryStore()
         self.node = Node(root / "save")
         self.node.write_all()
-        self.ground: Ground = self.node.attached(self.store)
+        self.ground: AttachedRemote = self.node.attached(self.store)
         self.commit = self.node.ship(self.ground, self.node.order(self.node.sealed())).commit
         assert self.commit is not None
 

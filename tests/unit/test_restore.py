@@ -23,7 +23,7 @@ from ckptd.errors import (
 )
 from ckptd.recover.restore import RestoreOptions
 from ckptd.recover.restore_plan import Wish, show_ranks
-from ckptd.recover.select.choose import Nodes
+from ckptd.recover.select.copies import Nodes
 from ckptd.recover.select.owner import Owner
 from ckptd.recover.select.sources import Where, where_of
 from tests.unit.legacy_files import as_legacy

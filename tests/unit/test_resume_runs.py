@@ -12,7 +12,7 @@ import pytest
 
 from ckptd.core.model.runs import short
 from ckptd.errors import LockHeld, NotFoundError, NothingCommitted, RefusedError, UsageError
-from ckptd.recover.select.choose import Nodes
+from ckptd.recover.select.copies import Nodes
 from tests.unit.recover_scene import Scene
 from tests.unit.run_scene import Pair, Run, X, Y, pair
 from tests.unit.test_recover_commands import ckptd

@@ -9,7 +9,7 @@ import pytest
 from ckptd.core.model.generation import Already, Use, choose_generation
 from ckptd.core.model.manifest import NodeManifest, Tombstone, parse
 from ckptd.core.model.runs import Claim
-from ckptd.daemon.state.remote_sync import of_run, seen_in
+from ckptd.daemon.uploads.session import of_run, seen_in
 from ckptd.errors import RefusedError
 from ckptd.storage.remote.documents import read_commits
 from ckptd.storage.remote.messages import Retire, ShipOrder

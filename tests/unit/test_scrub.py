@@ -17,9 +17,9 @@ from ckptd.daemon.uploads.scrub import Scrubber
 from ckptd.daemon.uploads.session import RemoteLink
 from ckptd.errors import StorageError
 from ckptd.storage.journal.journal import Journal
-from ckptd.storage.remote.commit import Ground
 from ckptd.storage.remote.documents import read_commits
 from ckptd.storage.remote.messages import Answer, RemoteSettings, Scrub, Scrubbed
+from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.repair import scrub
 from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.directory import DirectoryStore
@@ -38,9 +38,9 @@ def piece(scene: RepairScene, tag: str = TAG, **more: object) -> Scrub:
     return Scrub.model_validate(values)
 
 
-def ground(scene: RepairScene) -> Ground:
+def ground(scene: RepairScene) -> AttachedRemote:
     """The remote as the child holds it."""
-    return Ground(
+    return AttachedRemote(
         store=open_store(str(scene.nas)),
         abilities=Abilities(create_only=True, checksum=None, resumable=True),
         identity=scene.ground().identity,

@@ -13,9 +13,8 @@ from ckptd.convert.engine.inspect import inspect_files
 from ckptd.core.completeness.sealing import memory_of, refreshed, same_files, sealed_file
 from ckptd.core.model.facts import FileFacts
 from ckptd.core.model.listing import FolderListing
-from ckptd.core.model.records import SaveRow
+from ckptd.core.model.records import DerivedRecord, SaveRow
 from ckptd.core.model.save import SealedSave
-from ckptd.core.policy.view import DerivedRecord
 from ckptd.storage.local.scan import scan_folder
 from tests.stores.scene import Node
 from tests.unit.recover_scene import Scene

@@ -18,7 +18,7 @@ import pytest
 from ckptd.config.loader import job_from_arguments
 from ckptd.core.model.decision import Decision, lacking
 from ckptd.core.model.manifest import Headstone
-from ckptd.core.policy.view import ZERO
+from ckptd.core.model.records import ZERO
 from ckptd.daemon.intake.decisions import write_decision
 from ckptd.daemon.intake.initial_scan import Beginning
 from ckptd.daemon.intake.known_saves import Knowledge

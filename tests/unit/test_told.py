@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.base import files
-from ckptd.core.completeness.judge import Context, Memory, State, Verdict, judge
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import Memory, State, Verdict, judge
 from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
 from ckptd.core.model.generation import Already, Use, choose_generation
 from ckptd.core.model.listing import FolderListing, ListedFile
-from ckptd.daemon.state.remote_sync import named_in, seen_in, told_in
+from ckptd.daemon.state.remote_sync import named_in, told_in
 from ckptd.daemon.uploads import peers as daemon_nodes
 from ckptd.daemon.uploads.peers import LONGEST_SECONDS, LOOK_SECONDS, Nodes
+from ckptd.daemon.uploads.session import seen_in
 from ckptd.storage.remote.documents import FEW, ManifestCache
 from ckptd.storage.remote.observe import describe
 from ckptd.storage.stores.directory import DirectoryStore

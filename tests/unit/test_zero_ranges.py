@@ -18,8 +18,7 @@ from ckptd.convert.universal import UniversalLayout, choose_layout
 from ckptd.core.model.layouts import parse_shard_name
 from ckptd.errors import CkptdError, DamagedError, RefusedError
 from ckptd.formats.torchfile.values import Tensor
-from ckptd.formats.zero.optimizers import notes
-from ckptd.formats.zero.save import Save
+from ckptd.formats.zero.save import Save, notes
 from ckptd.formats.zero.shards import Source
 from ckptd.formats.zero.survey import Surveyor
 from tests.unit.reading import load, tensor_bytes

@@ -19,7 +19,8 @@ from ckptd.cli.output import cell, cells
 from ckptd.convert.adapters import ADAPTER_FILE
 from ckptd.convert.engine.inspect import inspect_files
 from ckptd.convert.weights import read_names
-from ckptd.core.completeness.judge import Context, State, judge
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import State, judge
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Grid, Role
 from ckptd.core.model.listing import FolderListing, ListedFile

@@ -56,7 +56,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.cli.output import answer, progress_bar, say, says_when_stopped
         from ckptd.recover.restore import Restore, RestoreOptions
         from ckptd.recover.restore_plan import Wish
-        from ckptd.recover.select.choose import Nodes
+        from ckptd.recover.select.copies import Nodes
         from ckptd.recover.select.sources import where_of
 
         _must_be_a_directory_here(to)

@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.cli.output import answer, progress_bar, say, says_when_stopped
         from ckptd.recover.resume import Resume, ResumeOptions
-        from ckptd.recover.select.choose import Nodes
+        from ckptd.recover.select.copies import Nodes
         from ckptd.recover.select.owner import state_dir_hint
 
         environ = dict(os.environ)

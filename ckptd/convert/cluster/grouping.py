@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING
 
+from ckptd.convert.cluster.locality import Item
 from ckptd.convert.parts import Literal, Part, Range, decode, ranges_of
 from ckptd.convert.plan import MAX_LINE_BYTES, Header, PlanReader, Trailer
 from ckptd.convert.reader import pieces
@@ -28,16 +29,6 @@ MOST_FILES = 256
 MOST_LINE_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
 """What is made of a part that begins in the middle of an arranged piece is made from its beginning."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """A line of the plan: an output under all of its names, or (no names) a comparison."""
-
-    offset: int
-    line_bytes: int
-    nbytes: int
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,18 @@ from ckptd.storage.stores.s3.parts import LEAST_PART_BYTES, Cuts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ckptd.convert.cluster.grouping import Item
     from ckptd.convert.parts import Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A line of the plan: an output under all of its names, or (no names) a comparison."""
+
+    offset: int
+    line_bytes: int
+    nbytes: int
+    names: tuple[str, ...]
+
 
 Home = frozenset[str]
 ANYWHERE: Home = frozenset()

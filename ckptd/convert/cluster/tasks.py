@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ckptd.convert.cluster.attempt_log import Note
-    from ckptd.convert.cluster.grouping import Index, Item, Wanted
-    from ckptd.convert.cluster.locality import Home
+    from ckptd.convert.cluster.grouping import Index, Wanted
+    from ckptd.convert.cluster.locality import Home, Item
     from ckptd.convert.cluster.messages import Job
     from ckptd.convert.parts import Part
     from ckptd.storage.stores.base import Store

@@ -31,8 +31,7 @@ from ckptd.errors import CkptdError, RefusedError, from_os_error
 from ckptd.formats.torchfile.fingerprint import fingerprint
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES, MirrorFd
 from ckptd.formats.zero import round_robin
-from ckptd.formats.zero.optimizers import notes
-from ckptd.formats.zero.save import Read
+from ckptd.formats.zero.save import Read, notes
 from ckptd.formats.zero.shards import Source
 from ckptd.formats.zero.survey import SAFE, Surveyor
 

@@ -49,7 +49,7 @@ from ckptd.storage.stores.open import clean_environment
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from ckptd.recover.select.choose import Copy
+    from ckptd.recover.select.copies import Copy
     from ckptd.storage.stores.base import Store
 
 _MIRROR = "source"

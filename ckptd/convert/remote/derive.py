@@ -26,7 +26,7 @@ from ckptd.convert.remote.uploader import PartsSource
 from ckptd.convert.sources import Sources
 from ckptd.core.model.coverage import objects_of
 from ckptd.core.model.layouts import Role, parse_shard_name
-from ckptd.core.policy.view import UNIVERSAL, ZERO
+from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.errors import BehindError, DamagedError, NeedsWholeFiles, RefusedError, SourceChanged, UsageError
 from ckptd.formats.torchfile.archive import Framing, frame, read_directory
 from ckptd.formats.torchfile.fingerprint import fingerprint

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from ckptd.core.model.manifest import ManifestFile
-    from ckptd.recover.select.choose import Copy
+    from ckptd.recover.select.copies import Copy
     from ckptd.recover.select.inventory import RemoteSight
     from ckptd.storage.stores.base import ObjectInfo, Store
 

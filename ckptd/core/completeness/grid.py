@@ -10,7 +10,51 @@ from ckptd.core.model.layouts import Grid, NamedShard, Role, parse_shard_name
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckptd.core.completeness.judge import Context
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.core.completeness.peer_evidence import Told
+
+if TYPE_CHECKING:
+    from ckptd.core.completeness.peer_evidence import Told
+    from ckptd.core.model.manifest import Cell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A job over several nodes, as one of them sees it: what is not here may be on another's disk."""
+
+    usual: frozenset[Cell] = frozenset()
+    """Whose shards this node held of its last save."""
+    told: tuple[Told, ...] = ()
+    """What manifests of the tag prove, of whichever save; for a node without model states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Everything beside the folder that a verdict needs.
+
+    `quiet_seconds`: since when no identity changed, by our monotonic clock; `is_in_flight`: changed less than
+    max(60 s, 3 × settle) ago or held open for writing; `widest_save_seconds`: widest window seen in this job.
+    """
+
+    settle_seconds: float
+    quiet_seconds: float
+    is_in_flight: bool
+    save_spread_seconds: float
+    widest_save_seconds: float = 0.0
+    accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
+    """Fingerprint sets of saves that a person accepted."""
+    known_grids: frozenset[tuple[int, int, int]] = frozenset()
+    """(dp, mm_count, stage) proven earlier in this job (H28)."""
+    run_id: str | None = None
+    spread: Spread | None = None
+    """The job runs on several nodes; None: all of a save lies here."""
+    told: Told | None = None
+    """What is taken of what `spread` tells."""
+    is_to_send: bool = True
+    """False: what the folder is called does not matter; a save that no remote takes may still be whole."""
 
 
 def named(path: str) -> NamedShard:

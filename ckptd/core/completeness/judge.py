@@ -12,9 +12,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ckptd.base.names import tag_problem
-from ckptd.core.completeness.grid import expert_notes, known, named, prove_grid, two_saves
-from ckptd.core.completeness.markers import Spread, judge_marks, may_be_elsewhere, out_of_order
-from ckptd.core.completeness.peer_evidence import Told, told_of
+from ckptd.core.completeness.grid import Context, expert_notes, known, named, prove_grid, two_saves
+from ckptd.core.completeness.markers import judge_marks, may_be_elsewhere, out_of_order
+from ckptd.core.completeness.peer_evidence import told_of
 from ckptd.core.completeness.stale_files import WrittenShard, stale_layout
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import (
@@ -27,7 +27,7 @@ from ckptd.core.model.layouts import (
     parse_shard_name,
     step_of_folder,
 )
-from ckptd.core.model.manifest import SaveWindow, Writer
+from ckptd.core.model.save import SaveWindow, Writer
 from ckptd.core.model.swapped_tensors import lacking
 
 if TYPE_CHECKING:
@@ -63,32 +63,6 @@ class Memory:
     shards: Mapping[str, FileIdentity]
     is_part: bool = False
     """It was one node's part of a save, which may grow."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """Everything beside the folder that a verdict needs.
-
-    `quiet_seconds`: since when no identity changed, by our monotonic clock; `is_in_flight`: changed less than
-    max(60 s, 3 × settle) ago or held open for writing; `widest_save_seconds`: widest window seen in this job.
-    """
-
-    settle_seconds: float
-    quiet_seconds: float
-    is_in_flight: bool
-    save_spread_seconds: float
-    widest_save_seconds: float = 0.0
-    accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
-    """Fingerprint sets of saves that a person accepted."""
-    known_grids: frozenset[tuple[int, int, int]] = frozenset()
-    """(dp, mm_count, stage) proven earlier in this job (H28)."""
-    run_id: str | None = None
-    spread: Spread | None = None
-    """The job runs on several nodes; None: all of a save lies here."""
-    told: Told | None = None
-    """What is taken of what `spread` tells."""
-    is_to_send: bool = True
-    """False: what the folder is called does not matter; a save that no remote takes may still be whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

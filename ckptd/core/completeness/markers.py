@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.core.completeness.grid import named
+from ckptd.core.completeness.grid import Spread, named
 from ckptd.core.model.layouts import (
     TRAINER_STATE,
     NamedShard,
@@ -24,11 +24,9 @@ from ckptd.core.model.manifest import cells_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ckptd.core.completeness.peer_evidence import Told
     from ckptd.core.model.facts import FileFacts
     from ckptd.core.model.layouts import Grid
     from ckptd.core.model.listing import FolderListing
-    from ckptd.core.model.manifest import Cell
     from ckptd.core.model.save import SealedSave
 
 PATIENCE_SECONDS = 600.0
@@ -92,16 +90,6 @@ def judge_marks(
 # A node's part of a save: the shards that its ranks wrote; others lie on other nodes' disks (H27, H29).
 # "Complete for this node" is never more than that: a part is shipped as a node manifest, which grows by
 # revisions until the union over nodes covers the proven grid. Nothing here decides on a COMMIT or a deletion.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """A job over several nodes, as one of them sees it: what is not here may be on another's disk."""
-
-    usual: frozenset[Cell] = frozenset()
-    """Whose shards this node held of its last save."""
-    told: tuple[Told, ...] = ()
-    """What manifests of the tag prove, of whichever save; for a node without model states."""
 
 
 def may_be_elsewhere(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.layouts import Grid, parse_shard_name
-from ckptd.core.model.manifest import ManifestName, SaveWindow, named_conflict
-from ckptd.core.model.save import SaveMark, differs
+from ckptd.core.model.manifest import ManifestName, named_conflict
+from ckptd.core.model.save import SaveMark, SaveWindow, differs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.layouts import Grid, NamedShard, Role, absent_ranks, missing_shards
-from ckptd.core.model.manifest import Commit, ManifestFile, ManifestRef, NodeManifest, name_in
-from ckptd.core.model.save import Order, agree, differs, mark_of_manifest
+from ckptd.core.model.manifest import (
+    Commit,
+    ManifestFile,
+    ManifestRef,
+    NodeManifest,
+    mark_of_manifest,
+    name_in,
+)
+from ckptd.core.model.save import Order, agree, differs
 from ckptd.core.model.swapped_tensors import BY_LOCAL_RANK, is_state_folder
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.layouts import Role
-from ckptd.core.model.manifest import named_conflict
+from ckptd.core.model.manifest import mark_of_manifest, named_conflict
 from ckptd.core.model.runs import run_of
-from ckptd.core.model.save import differs, mark_of_manifest, mark_of_save
+from ckptd.core.model.save import differs, mark_of_save
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -20,7 +20,7 @@ from pydantic import FailFast, Field, ValidationError
 from ckptd.base.identity import Model
 from ckptd.base.names import ROOT, decode_name, encode_name
 from ckptd.core.model.layouts import Grid, NamedShard, Role, ShardKey, universal_name
-from ckptd.core.model.save import Best
+from ckptd.core.model.save import Best, SaveWindow, Writer
 from ckptd.errors import DocumentDamaged, RefusedError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.save import SealedFile
 
+from ckptd.core.model.save import SaveMark, _tensors
 
 # --- Which rank of a run wrote which shard, as DeepSpeed's own topology numbers them (docs/adr/0133) -----
 # A shard's name tells two numbers, D and MM; its data-parallel rank alone tells no node, since pipeline stages
@@ -297,24 +298,6 @@ class RemoteIdentity(Document):
     """RFC 3339, UTC."""
 
 
-class SaveWindow(Model):
-    """Least and greatest mtime of a save's shards, unix time in nanoseconds, by the node's clock."""
-
-    first: int
-    last: int
-
-
-class Writer(Model):
-    """Who wrote the save."""
-
-    trainer: str = "deepspeed"
-    engine: str | None = None
-    ds_version: str | None = None
-    zero_stage: int | None = None
-    dtype: str | None = None
-    optimizer: str | None = None
-
-
 class DerivedSource(Model):
     """What a derived form was made from (H15)."""
 
@@ -577,3 +560,24 @@ def lease_key(manifest: NodeManifest) -> str:
 def side_key(kind: Literal["retired", "disputes", "pins", "decisions"], name: str) -> str:
     """Key of a tombstone, dispute, pin or decision."""
     return f"{ROOT}/{kind}/{name}.json"
+
+
+def mark_of_manifest(manifest: NodeManifest) -> SaveMark:
+    """The mark of a node manifest in the remote."""
+    return SaveMark(
+        run_id=manifest.run_id or manifest.job_id,
+        step=manifest.step,
+        grid=(manifest.grid.dp, manifest.grid.mm_count, manifest.grid.zero_stage),
+        ds_version=manifest.writer.ds_version,
+        window=manifest.save_window,
+        tensors=tuple(
+            sorted(
+                {
+                    *_tensors(
+                        (f.path, f.tensor_fingerprint or f.fingerprint, f.role) for f in manifest.files
+                    ),
+                    *manifest.replicas,
+                }
+            )
+        ),
+    )

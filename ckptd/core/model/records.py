@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Literal
 
 from pydantic import Field
@@ -9,7 +10,96 @@ from pydantic import Field
 from ckptd.base.identity import FolderIdentity, Model
 from ckptd.core.model.manifest import Proof
 from ckptd.core.model.save import SealedFile, SealedSave
-from ckptd.core.policy.view import UNIVERSAL, DerivedRecord
+
+ZERO = "zero"
+
+
+UNIVERSAL = "universal"
+
+
+WEIGHTS = ("weights-fp32", "weights-bf16", "weights-fp16")
+"""Forms that remotes alone hold: they never lie here (docs/adr/0093)."""
+
+
+class ShipState(StrEnum):
+    """Where one form of one save stands on one remote."""
+
+    NEW = "new"
+    SHIPPING = "shipping"
+    WAITING = "waiting"
+    """Shipped; other nodes' shards are missing."""
+    COMMITTED = "committed"
+    RETIRED = "retired"
+    """Was committed; remote retention let it go."""
+    FAILED = "failed"
+    REFUSED = "refused"
+
+
+SETTLED = (ShipState.COMMITTED, ShipState.RETIRED, ShipState.REFUSED)
+"""Nothing is left to do or to find out about it."""
+
+
+class SupplementRecord(Model):
+    """A SUPPLEMENT beside a COMMIT, and what it lists: (path, bytes, fingerprint)."""
+
+    key: str
+    sha256: str
+    files: tuple[tuple[str, int, str], ...]
+
+
+class ShipRecord(Model):
+    """Journal row: one form of one save on one remote."""
+
+    remote: str
+    form: str
+    state: ShipState = ShipState.NEW
+    generation: int | None = None
+    attempt: int = 1
+    commit_key: str | None = None
+    commit_sha256: str | None = None
+    tries: int = 0
+    retry_at_seconds: float = 0.0
+    """Monotonic; not stored."""
+    reason: str | None = None
+    hint: str = ""
+    """What to do about the reason."""
+    is_damaged: bool = False
+    """An upload found other bytes than were written, here or in what the remote holds to make a form of."""
+    unlisted: tuple[str, ...] = ()
+    """Files of the folder that the COMMIT does not list: they stay, and the folder with them (H8)."""
+    bytes_sent: int = 0
+    supplements: tuple[SupplementRecord, ...] = ()
+    """What is committed beside that COMMIT and lists a file of this folder."""
+
+
+class DerivedState(StrEnum):
+    """Where a derived form of a save stands on this node."""
+
+    NONE = "none"
+    CONVERTING = "converting"
+    READY = "ready"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+class DerivedRecord(Model):
+    """Journal row: a derived form of a save on this node."""
+
+    state: DerivedState = DerivedState.NONE
+    plan_sha256: str = ""
+    layout: str = ""
+    alignment: int = 0
+    is_cloned: bool = False
+    is_source_verified: bool = False
+    bytes: int = 0
+    tries: int = 0
+    lacks: int = 0
+    """How often this node's disk refused: that passes, and does not count as a try."""
+    retry_at_seconds: float = 0.0
+    """Monotonic; reset by a restart."""
+    reason: str | None = None
+    hint: str = ""
+
 
 SaveState = Literal["present", "superseded", "vanished", "pruned"]
 

@@ -10,12 +10,27 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptd.base.identity import FileIdentity, FolderIdentity, Model
 from ckptd.core.model.layouts import Grid, Role, ShardKey
-from ckptd.core.model.manifest import SaveWindow, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ckptd.core.model.manifest import NodeManifest
+
+class SaveWindow(Model):
+    """Least and greatest mtime of a save's shards, unix time in nanoseconds, by the node's clock."""
+
+    first: int
+    last: int
+
+
+class Writer(Model):
+    """Who wrote the save."""
+
+    trainer: str = "deepspeed"
+    engine: str | None = None
+    ds_version: str | None = None
+    zero_stage: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
 
 
 # --- Which checkpoint is the best: the trainer's word, carried by COMMITs to every node (§5, H37) --------
@@ -137,27 +152,6 @@ def mark_of_save(save: SealedSave) -> SaveMark:
         ds_version=save.writer.ds_version,
         window=save.window,
         tensors=_tensors((f.path, f.tensor_fingerprint or f.fingerprint, f.role) for f in save.files),
-    )
-
-
-def mark_of_manifest(manifest: NodeManifest) -> SaveMark:
-    """The mark of a node manifest in the remote."""
-    return SaveMark(
-        run_id=manifest.run_id or manifest.job_id,
-        step=manifest.step,
-        grid=(manifest.grid.dp, manifest.grid.mm_count, manifest.grid.zero_stage),
-        ds_version=manifest.writer.ds_version,
-        window=manifest.save_window,
-        tensors=tuple(
-            sorted(
-                {
-                    *_tensors(
-                        (f.path, f.tensor_fingerprint or f.fingerprint, f.role) for f in manifest.files
-                    ),
-                    *manifest.replicas,
-                }
-            )
-        ),
     )
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptd.core.model.save import SealedFile
-    from ckptd.core.policy.permit import CommitRef, DeletePermit
+    from ckptd.core.policy.permit import DeletePermit
     from ckptd.core.policy.retention import Fate
-    from ckptd.core.policy.view import RemoteCommit
+    from ckptd.core.policy.view import CommitRef, RemoteCommit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.manifest import parse_stem
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.core.policy.deletion import victims
 from ckptd.core.policy.derived_forms import is_open, is_streamed, stays_for_want_of, to_derive
 from ckptd.core.policy.local import is_committed
@@ -19,16 +20,16 @@ from ckptd.core.policy.planner import let_go
 from ckptd.core.policy.remote import is_configured_otherwise, to_retire
 from ckptd.core.policy.retention import GONE
 from ckptd.core.policy.safety import to_ship
-from ckptd.core.policy.view import UNIVERSAL, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sized
 
     from ckptd.base.identity import FileIdentity
     from ckptd.core.model.listing import FolderListing, ListedFile
+    from ckptd.core.model.records import ShipRecord
     from ckptd.core.model.save import SealedFile, SealedSave
     from ckptd.core.policy.retention import Fate
-    from ckptd.core.policy.view import JobView, RemoteView, SaveView, ShipRecord
+    from ckptd.core.policy.view import JobView, RemoteView, SaveView
 
 SOON_SECONDS = 120.0
 LONG_SECONDS = 900.0

@@ -16,20 +16,19 @@ from itertools import count, pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.local import best_here, dates_of, is_committed, score_of
 from ckptd.core.policy.permit import loose_under, unheard
 from ckptd.core.policy.remote import is_configured_otherwise
 from ckptd.core.policy.retention import Held, Item, RetentionPolicy, fates
 from ckptd.core.policy.safety import to_ship
-from ckptd.core.policy.view import UNIVERSAL, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ckptd.core.model.records import SaveRow
-    from ckptd.core.policy.permit import Unuploaded
-    from ckptd.core.policy.view import JobView, SaveView
+    from ckptd.core.policy.view import JobView, SaveView, Unuploaded
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.core.model.records import ZERO
 from ckptd.core.policy.actions import Action, AskConfirmation, Prune
 from ckptd.core.policy.local import commits_of, is_committed
 from ckptd.core.policy.permit import DeletePermit, OptOutPermit, newer_commits, unheard
 from ckptd.core.policy.remote import is_configured_otherwise
-from ckptd.core.policy.view import ZERO
 
 if TYPE_CHECKING:
-    from ckptd.core.policy.permit import CommitRef
     from ckptd.core.policy.retention import Fate
-    from ckptd.core.policy.view import JobView, SaveView
+    from ckptd.core.policy.view import CommitRef, JobView, SaveView
 
 CONFIRMATION_SECONDS = 20.0
 """A confirmation older than this is asked for again, so that a permit made from it is young."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.listing import OURS
+from ckptd.core.model.records import SETTLED, UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.actions import Action, DropDerived, PointUniversal
 from ckptd.core.policy.leases import is_made_afar
 from ckptd.core.policy.retention import Fate
-from ckptd.core.policy.view import SETTLED, UNIVERSAL, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
+    from ckptd.core.model.records import DerivedRecord
     from ckptd.core.policy.local import LocalFates
-    from ckptd.core.policy.view import DerivedRecord, JobView, RemoteView, SaveView
+    from ckptd.core.policy.view import JobView, RemoteView, SaveView
 
 MAX_CONVERSION_TRIES = 3
 PRESSURE = "disk pressure (P13)"

@@ -5,40 +5,19 @@ A committed older checkpoint is worth more than most of a newer one: what fits c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.core.policy.view import WEIGHTS, ZERO
+from ckptd.core.model.records import WEIGHTS, ZERO
+from ckptd.core.policy.view import Drain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ckptd.core.policy.view import JobView, RemoteView, SaveView
 
 COMMIT_SECONDS = 2.0
 """Manifest, COMMIT and pointer after the last byte."""
-BEGUN_FACTOR = 1.25
-"""What is under way stays while it would be late by no more than this: an estimate wanders."""
-WEIGHTS_SHARE = {"weights-fp32": 1 / 3, "weights-bf16": 1 / 6, "weights-fp16": 1 / 6}
-"""Bytes of a model beside those of its ZeRO form, at most: masters and two moments in fp32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drain:
-    """What the planner sees of a drain."""
-
-    seconds_left: float
-    speeds: Mapping[str, float] = field(default_factory=dict)
-    """Remote → bytes per second, as last measured; a remote of which nothing is known is missing."""
-    left_bytes: Mapping[tuple[int, str, str], int] = field(default_factory=dict)
-    """(save id, remote, form) → bytes that are still to be sent, where it was begun."""
-
-    def needs_seconds(self, remote: RemoteView, save: SaveView, form: str) -> float:
-        """At the speed of the link, which must be known; what is under way is given some patience."""
-        whole = save.save.total_bytes * WEIGHTS_SHARE.get(form, 1.0)
-        seconds = self.left_bytes.get((save.id, remote.name, form), whole) / self.speeds[remote.name]
-        is_begun = (remote.ships_save, remote.ships) == (save.id, form)
-        return seconds / BEGUN_FACTOR if is_begun else seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from ckptd.base.identity import Model
 from ckptd.base.names import ROOT
 from ckptd.core.model.manifest import Document, folder_name, stem
+from ckptd.core.model.records import ZERO
 from ckptd.core.policy import actions as a
-from ckptd.core.policy.view import ZERO
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.core.model.save import best_named
-from ckptd.core.policy.permit import CommitRef, loose_policy, may_go_uncommitted
+from ckptd.core.policy.permit import loose_policy, may_go_uncommitted
 from ckptd.core.policy.retention import Fate, Held, Item, fates
-from ckptd.core.policy.view import UNIVERSAL, ZERO, DerivedState, ShipState
+from ckptd.core.policy.view import CommitRef
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ckptd.core.model.records import ShipRecord
     from ckptd.core.model.save import Best, Order
-    from ckptd.core.policy.view import JobView, RemoteView, SaveView, ShipRecord
+    from ckptd.core.policy.view import JobView, RemoteView, SaveView
 
 
 _ALONE = frozenset({UNIVERSAL})

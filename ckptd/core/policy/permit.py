@@ -8,9 +8,10 @@ COMMITs of the very files, the other on a line of the job file that a person wro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from ckptd.core.policy.view import ZERO, ShipState
+from ckptd.core.model.records import ZERO, ShipState
+from ckptd.core.policy.view import CommitRef, Unuploaded
 
 if TYPE_CHECKING:
     from ckptd.base.identity import FolderIdentity
@@ -19,19 +20,6 @@ if TYPE_CHECKING:
     from ckptd.core.policy.view import JobView, RemoteView, SaveView
 
 VALID_SECONDS = 60.0
-
-Unuploaded = Literal["keep", "thin", "delete"]
-"""What may become of a checkpoint that is not committed: nothing; it goes once a newer one of its branch is
-committed; the limit applies to it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitRef:
-    """A COMMIT that a permit rests on, freshly read from `remote`."""
-
-    remote: str
-    key: str
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.core.model.records import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
 from ckptd.core.policy.actions import (
     Action,
     Convert,
@@ -41,15 +42,14 @@ from ckptd.core.policy.local import is_committed, keep_local, was_committed
 from ckptd.core.policy.permit import unheard
 from ckptd.core.policy.remote import keep_remote, to_retire
 from ckptd.core.policy.safety import to_ship
-from ckptd.core.policy.view import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptd.core.policy.drain import Course, Drain
+    from ckptd.core.policy.drain import Course
     from ckptd.core.policy.local import LocalFates
     from ckptd.core.policy.retention import Fate
-    from ckptd.core.policy.view import JobView, RemoteCommit, RemoteView, SaveView
+    from ckptd.core.policy.view import Drain, JobView, RemoteCommit, RemoteView, SaveView
 
 _COMMITTED = "committed"
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ckptd.core.model.records import SETTLED, WEIGHTS, ZERO
 from ckptd.core.policy.local import best_here, best_there, score_of
 from ckptd.core.policy.retention import Fate, Held, Item, fates
-from ckptd.core.policy.view import SETTLED, WEIGHTS, ZERO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

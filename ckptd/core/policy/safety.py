@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.core.model.records import ZERO
 from ckptd.core.model.save import Order
 from ckptd.core.policy.local import is_committed, may_be_newest, was_committed
-from ckptd.core.policy.view import ZERO
 
 if TYPE_CHECKING:
     from ckptd.core.policy.view import JobView, RemoteCommit, SaveView

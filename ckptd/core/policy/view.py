@@ -6,11 +6,10 @@ Nothing here is asked for during planning, so that the same view always gives th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ckptd.base.identity import Model
+from ckptd.core.model.records import UNIVERSAL, DerivedRecord, ShipRecord
 from ckptd.core.model.save import Best, Order, SealedFile, SealedSave
 from ckptd.core.policy.retention import RetentionPolicy
 
@@ -18,8 +17,51 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckptd.core.model.listing import Resumed
-    from ckptd.core.policy.drain import Drain
-    from ckptd.core.policy.permit import CommitRef, Unuploaded
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+from typing import Literal
+
+BEGUN_FACTOR = 1.25
+"""What is under way stays while it would be late by no more than this: an estimate wanders."""
+
+
+WEIGHTS_SHARE = {"weights-fp32": 1 / 3, "weights-bf16": 1 / 6, "weights-fp16": 1 / 6}
+"""Bytes of a model beside those of its ZeRO form, at most: masters and two moments in fp32."""
+
+Unuploaded = Literal["keep", "thin", "delete"]
+"""What may become of a checkpoint that is not committed: nothing; it goes once a newer one of its branch is
+committed; the limit applies to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRef:
+    """A COMMIT that a permit rests on, freshly read from `remote`."""
+
+    remote: str
+    key: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """What the planner sees of a drain."""
+
+    seconds_left: float
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    """Remote → bytes per second, as last measured; a remote of which nothing is known is missing."""
+    left_bytes: Mapping[tuple[int, str, str], int] = field(default_factory=dict)
+    """(save id, remote, form) → bytes that are still to be sent, where it was begun."""
+
+    def needs_seconds(self, remote: RemoteView, save: SaveView, form: str) -> float:
+        """At the speed of the link, which must be known; what is under way is given some patience."""
+        whole = save.save.total_bytes * WEIGHTS_SHARE.get(form, 1.0)
+        seconds = self.left_bytes.get((save.id, remote.name, form), whole) / self.speeds[remote.name]
+        is_begun = (remote.ships_save, remote.ships) == (save.id, form)
+        return seconds / BEGUN_FACTOR if is_begun else seconds
 
 
 # --- The file system of save_dir as the planner sees it (docs/design.md P13) -----------------------------
@@ -55,91 +97,6 @@ class Disk:
 
 
 # ---------------------------------------------------------------------------------------------------------
-
-ZERO = "zero"
-UNIVERSAL = "universal"
-WEIGHTS = ("weights-fp32", "weights-bf16", "weights-fp16")
-"""Forms that remotes alone hold: they never lie here (docs/adr/0093)."""
-
-
-class ShipState(StrEnum):
-    """Where one form of one save stands on one remote."""
-
-    NEW = "new"
-    SHIPPING = "shipping"
-    WAITING = "waiting"
-    """Shipped; other nodes' shards are missing."""
-    COMMITTED = "committed"
-    RETIRED = "retired"
-    """Was committed; remote retention let it go."""
-    FAILED = "failed"
-    REFUSED = "refused"
-
-
-SETTLED = (ShipState.COMMITTED, ShipState.RETIRED, ShipState.REFUSED)
-"""Nothing is left to do or to find out about it."""
-
-
-class SupplementRecord(Model):
-    """A SUPPLEMENT beside a COMMIT, and what it lists: (path, bytes, fingerprint)."""
-
-    key: str
-    sha256: str
-    files: tuple[tuple[str, int, str], ...]
-
-
-class ShipRecord(Model):
-    """Journal row: one form of one save on one remote."""
-
-    remote: str
-    form: str
-    state: ShipState = ShipState.NEW
-    generation: int | None = None
-    attempt: int = 1
-    commit_key: str | None = None
-    commit_sha256: str | None = None
-    tries: int = 0
-    retry_at_seconds: float = 0.0
-    """Monotonic; not stored."""
-    reason: str | None = None
-    hint: str = ""
-    """What to do about the reason."""
-    is_damaged: bool = False
-    """An upload found other bytes than were written, here or in what the remote holds to make a form of."""
-    unlisted: tuple[str, ...] = ()
-    """Files of the folder that the COMMIT does not list: they stay, and the folder with them (H8)."""
-    bytes_sent: int = 0
-    supplements: tuple[SupplementRecord, ...] = ()
-    """What is committed beside that COMMIT and lists a file of this folder."""
-
-
-class DerivedState(StrEnum):
-    """Where a derived form of a save stands on this node."""
-
-    NONE = "none"
-    CONVERTING = "converting"
-    READY = "ready"
-    REFUSED = "refused"
-    FAILED = "failed"
-
-
-class DerivedRecord(Model):
-    """Journal row: a derived form of a save on this node."""
-
-    state: DerivedState = DerivedState.NONE
-    plan_sha256: str = ""
-    layout: str = ""
-    alignment: int = 0
-    is_cloned: bool = False
-    is_source_verified: bool = False
-    bytes: int = 0
-    tries: int = 0
-    lacks: int = 0
-    """How often this node's disk refused: that passes, and does not count as a try."""
-    retry_at_seconds: float = 0.0
-    """Monotonic; reset by a restart."""
-    reason: str | None = None
-    hint: str = ""
 
 
 _NOT_MADE = DerivedRecord()

@@ -17,13 +17,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ckptd.base import files
 from ckptd.base.owned_dirs import opened_ours
 from ckptd.core.completeness.judge import State
-from ckptd.core.policy.drain import Drain
+from ckptd.core.model.records import SETTLED, ZERO, ShipState
 from ckptd.core.policy.planner import open_saves
 from ckptd.core.policy.safety import unsent
-from ckptd.core.policy.view import SETTLED, ZERO, ShipState
-from ckptd.daemon.health.capacity import running_speed
+from ckptd.core.policy.view import Drain
 from ckptd.daemon.intake.symlinked import linked_here
 from ckptd.daemon.uploads.session import STILL_SECONDS
+from ckptd.daemon.uploads.uploads import running_speed
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.observe.status import DrainStatus, PauseStatus, all_committed, rfc3339
 

@@ -15,7 +15,7 @@ from ckptd.base.owned_dirs import path_of
 from ckptd.convert import options as convert_options
 from ckptd.convert.engine import supervisor
 from ckptd.convert.engine.staging import partial_name
-from ckptd.core.policy.view import UNIVERSAL, DerivedRecord, DerivedState
+from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.errors import BehindError, NoSpaceError, RefusedError, SourceChanged
 from ckptd.storage.local import fs
 from ckptd.storage.local.derived import describe

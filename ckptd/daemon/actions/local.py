@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckptd.base.retry import backoff_seconds, changed_seconds
 from ckptd.convert import options as convert_options
 from ckptd.convert.engine.staging import partial_name
-from ckptd.core.policy.view import UNIVERSAL, DerivedRecord, DerivedState
+from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.actions.convert import PLACE, Signals, make_universal
 from ckptd.daemon.actions.prune import Pruner
 from ckptd.daemon.state.state import Converting, JobState

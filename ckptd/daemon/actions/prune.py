@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import files
 from ckptd.convert.engine.staging import partial_name
-from ckptd.core.model.records import DeletionIntent
+from ckptd.core.model.records import UNIVERSAL, ZERO, DeletionIntent, DerivedState
 from ckptd.core.policy.local import was_committed
 from ckptd.core.policy.permit import OptOutPermit
-from ckptd.core.policy.view import UNIVERSAL, ZERO, DerivedState
 from ckptd.errors import SourceChanged, StorageError
 from ckptd.observe.logs import doing
 from ckptd.storage.local import fs

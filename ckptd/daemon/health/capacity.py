@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 from ckptd.config.quantities import show_bandwidth, show_seconds
+from ckptd.core.model.records import ZERO
 from ckptd.core.policy.blockers import adopting
 from ckptd.core.policy.capacity import (
     Forecast,
@@ -23,12 +24,12 @@ from ckptd.core.policy.capacity import (
     rotation_of,
     summed,
 )
-from ckptd.core.policy.view import ZERO
 from ckptd.daemon.state.view_builder import unsealed
 from ckptd.daemon.uploads.session import STILL_SECONDS
+from ckptd.daemon.uploads.uploads import running_speed
 
 if TYPE_CHECKING:
-    from ckptd.core.model.manifest import SaveWindow
+    from ckptd.core.model.save import SaveWindow
     from ckptd.core.policy.capacity import Ground, Pace
     from ckptd.core.policy.view import Disk, JobView
     from ckptd.daemon.job import Job
@@ -66,16 +67,6 @@ def link_speed(job: Job, state: JobState) -> float | None:
         if r.required
     ]
     return min((speed for speed in speeds if speed), default=None)
-
-
-def running_speed(state: JobState, remote: str, least_seconds: float) -> float | None:
-    """What the upload of a ZeRO form under way has done so far: the first day has no finished one."""
-    now = time.monotonic()
-    for (_, name, form), moving in state.moving.items():
-        seconds, done = now - moving.started_seconds, moving.done_bytes - moving.start_bytes
-        if name == remote and form == ZERO and seconds >= least_seconds and done > 0:
-            return done / seconds
-    return None
 
 
 def outlook(job: Job, state: JobState) -> Forecast:

@@ -15,6 +15,7 @@ from ckptd.config.commands import command_for
 from ckptd.config.quantities import show_bytes, shown_remote
 from ckptd.core.completeness.judge import STAGE_0, State
 from ckptd.core.model.layouts import Trainer
+from ckptd.core.model.records import SETTLED, ZERO, DerivedState, ShipState
 from ckptd.core.model.save import Order
 from ckptd.core.model.unprotected import KNOWN_ALONE
 from ckptd.core.policy import actions as a
@@ -23,7 +24,6 @@ from ckptd.core.policy.derived_forms import MAX_CONVERSION_TRIES
 from ckptd.core.policy.leases import gets_nothing
 from ckptd.core.policy.local import is_committed
 from ckptd.core.policy.safety import newest_safe, to_ship
-from ckptd.core.policy.view import SETTLED, ZERO, DerivedState, ShipState
 from ckptd.daemon.health.capacity import FREES_FILES, see_outlook, shortage, to_adopt
 from ckptd.daemon.health.stalls import (
     REMOVES,

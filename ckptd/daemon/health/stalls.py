@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from ckptd.base.owned_dirs import path_of
 from ckptd.config.commands import command_for
 from ckptd.core.completeness.judge import State
+from ckptd.core.model.records import SETTLED, ZERO, ShipState
 from ckptd.core.policy.blockers import blocked, blocked_there
 from ckptd.core.policy.remote import is_configured_otherwise
-from ckptd.core.policy.view import SETTLED, ZERO, ShipState
 from ckptd.daemon.uploads.requests import hold_name
 from ckptd.daemon.uploads.session import NEXT_STEP, STILL_SECONDS
 from ckptd.daemon.uploads.shared_dir import see_sharer
@@ -27,9 +27,9 @@ from ckptd.storage.local.probe import user
 
 if TYPE_CHECKING:
     from ckptd.core.completeness.judge import Verdict
-    from ckptd.core.model.records import SaveRow
+    from ckptd.core.model.records import SaveRow, ShipRecord
     from ckptd.core.policy.actions import Plan
-    from ckptd.core.policy.view import JobView, ShipRecord
+    from ckptd.core.policy.view import JobView
     from ckptd.daemon.job import Job
     from ckptd.daemon.state.state import JobState
 
@@ -102,8 +102,7 @@ def removal_of_hold(job: Job, name: str) -> str:
 
 if TYPE_CHECKING:
     from ckptd.config.schema import RemoteConfig
-    from ckptd.core.model.records import SaveRow
-    from ckptd.core.policy.view import ShipRecord
+    from ckptd.core.model.records import SaveRow, ShipRecord
     from ckptd.daemon.job import Job
     from ckptd.daemon.state.problems import Problems, Severity
     from ckptd.daemon.state.state import JobState

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from ckptd.config.commands import typed
 from ckptd.core.completeness.judge import State, Verdict
+from ckptd.core.model.records import ZERO, DerivedState, ShipState
 from ckptd.core.policy.local import is_committed
 from ckptd.core.policy.local import newest as newest_save
 from ckptd.core.policy.remote import generations_of
 from ckptd.core.policy.retention import fullness
 from ckptd.core.policy.safety import exposed, newest_safe, steps_at_risk, to_ship
-from ckptd.core.policy.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.health.capacity import link_speed, outlook
 from ckptd.daemon.health.checks import is_idle
 from ckptd.daemon.health.stalls import damage, unfinished, way_out, why_gone
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckptd.core.model.listing import FolderListing
-    from ckptd.core.model.records import SaveRow
+    from ckptd.core.model.records import SaveRow, ShipRecord
     from ckptd.core.policy.capacity import Forecast
-    from ckptd.core.policy.view import RemoteCommit, ShipRecord
+    from ckptd.core.policy.view import RemoteCommit
     from ckptd.daemon.job import Job
     from ckptd.daemon.state.state import JobState, ShipKey
     from ckptd.daemon.uploads.session import RemoteLink

@@ -19,9 +19,9 @@ from ckptd.base import files
 from ckptd.base import names as base_names
 from ckptd.config.quantities import show_bytes
 from ckptd.core.completeness.sealing import same_files
+from ckptd.core.model.records import ShipState
 from ckptd.core.model.save import SealedSave
 from ckptd.core.policy.local import was_committed
-from ckptd.core.policy.view import ShipState
 from ckptd.daemon.uploads.requests import hold_name
 from ckptd.errors import CkptdError, JournalFailed, from_os_error
 from ckptd.storage.local import clones, fs

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.decision import Decision
-from ckptd.core.policy.view import ZERO
+from ckptd.core.model.records import ZERO
 from ckptd.daemon.intake.decisions import read_decisions, write_decision
 from ckptd.storage.journal.schema import AT_BEGIN
 from ckptd.storage.local.run_file import place_of

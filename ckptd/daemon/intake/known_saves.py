@@ -18,8 +18,9 @@ from ckptd.core.model.generation import (
     choose_derived,
     choose_generation,
 )
+from ckptd.core.model.records import ZERO, ShipState
 from ckptd.core.model.save import Order
-from ckptd.core.policy.view import ZERO, GenerationAnswer, ShipState
+from ckptd.core.policy.view import GenerationAnswer
 from ckptd.daemon.intake.decisions import Decisions, Telling
 from ckptd.daemon.intake.initial_scan import FirstStart
 from ckptd.daemon.state.remote_sync import (

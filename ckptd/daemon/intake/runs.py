@@ -16,8 +16,8 @@ from ckptd.config.quantities import show_bytes
 from ckptd.core.completeness.judge import State
 from ckptd.core.model.heartbeat import DEAD_SECONDS
 from ckptd.core.model.manifest import cells_of
+from ckptd.core.model.records import ZERO, DerivedState, ShipState
 from ckptd.core.model.runs import Claim, Part, Place, RunFile, RunSeen, run_of, short
-from ckptd.core.policy.view import ZERO, DerivedState, ShipState
 from ckptd.daemon.state.remote_sync import committed_shards
 from ckptd.daemon.uploads.peers import takes_beats
 from ckptd.storage.child.slots import error_of

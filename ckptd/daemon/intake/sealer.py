@@ -13,7 +13,8 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.core.completeness.judge import Context, State, Verdict, judge
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import State, Verdict, judge
 from ckptd.core.completeness.sealing import (
     best_checkpoint_of,
     memory_of,
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.config.schema import JobConfig
-    from ckptd.core.completeness.markers import Spread
+    from ckptd.core.completeness.grid import Spread
     from ckptd.core.model.layouts import Grid
     from ckptd.core.model.listing import FolderListing, SaveDirListing
-    from ckptd.core.model.manifest import SaveWindow
     from ckptd.core.model.records import SaveRow
+    from ckptd.core.model.save import SaveWindow
     from ckptd.daemon.resources.workers import OneJobs
 
 log = logging.getLogger("ckptd.intake")

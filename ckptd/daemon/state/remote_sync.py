@@ -9,11 +9,11 @@ from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.missing import Part
 from ckptd.core.completeness.peer_evidence import Told
 from ckptd.core.model.coverage import order_of
-from ckptd.core.model.generation import SeenCommit, SeenManifest
 from ckptd.core.model.layouts import Role, is_in_roots, layout_of
+from ckptd.core.model.manifest import mark_of_manifest
+from ckptd.core.model.records import ZERO, ShipState
 from ckptd.core.model.runs import run_of
-from ckptd.core.model.save import Order, mark_of_manifest
-from ckptd.core.policy.view import ZERO, ShipState
+from ckptd.core.model.save import Order
 from ckptd.storage.remote.documents import stem_of
 
 if TYPE_CHECKING:
@@ -247,41 +247,3 @@ def committed_shards(link: RemoteLink, tag: str) -> Iterator[tuple[frozenset[tup
         roots = layout_of(tag, (f.path for f in mine))[1]
         shards = frozenset((f.path, f.fingerprint) for f in mine if is_in_roots(f.path, roots))
         yield shards, Order(found.branch, found.step, found.save_seq), run_of(found, found.job_id)
-
-
-def of_run(seen: Observation, run_id: str) -> Observation:
-    """What one run has there. Names of tags, open generations and decisions are of all runs."""
-    job_id = seen.identity.job_id
-    stones = tuple(stone for stone in seen.retired if run_of(stone, job_id) == run_id)
-    others = {stem_of(stone) for stone in seen.retired} - {stem_of(stone) for stone in stones}
-    update = {
-        "commits": tuple(v for v in seen.commits if run_of(v.commit, job_id) == run_id),
-        "supplements": tuple(v for v in seen.supplements if run_of(v.commit, job_id) == run_id),
-        "retired": stones,
-        "retiring": tuple(where for where in seen.retiring if where not in others),
-    }
-    return seen.model_copy(update=update)
-
-
-def seen_in(view: TagView) -> tuple[list[SeenManifest], list[SeenCommit]]:
-    """Manifests and COMMITs of a tag."""
-    manifests = [
-        SeenManifest(
-            generation=v.manifest.generation,
-            form=v.manifest.form,
-            manifest=v.manifest,
-            committed=v.committed,
-        )
-        for v in view.manifests
-    ]
-    commits = [
-        SeenCommit(
-            generation=v.commit.generation,
-            form=v.commit.form,
-            key=v.key,
-            sha256=v.sha256,
-            disputed=v.disputed,
-        )
-        for v in view.commits
-    ]
-    return manifests, commits

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.base.retry import doubled
 from ckptd.core.completeness.sealing import shards_of
-from ckptd.core.policy.view import UNIVERSAL, ZERO, ShipRecord, ShipState
+from ckptd.core.model.records import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.daemon.state.problems import Problems
 from ckptd.errors import RefusedError, SourceChanged
 from ckptd.storage.journal.history import BELT_SECONDS, WIDEST
@@ -23,16 +23,57 @@ if TYPE_CHECKING:
     from ckptd.core.completeness.judge import Verdict
     from ckptd.core.model.facts import FileFacts
     from ckptd.core.model.listing import SaveDirListing
-    from ckptd.core.model.records import SaveRow
+    from ckptd.core.model.records import DerivedRecord, SaveRow
     from ckptd.core.model.save import Order, SealedSave
     from ckptd.core.policy.actions import Plan
-    from ckptd.core.policy.view import Confirmation, DerivedRecord, GenerationAnswer, SaveView
-    from ckptd.daemon.uploads.commit_wait import Waiting
-    from ckptd.daemon.uploads.shared_dir import Sharer
+    from ckptd.core.policy.view import Confirmation, GenerationAnswer, SaveView
     from ckptd.errors import CkptdError
     from ckptd.observe.audit import Audit
     from ckptd.storage.journal.journal import Journal
     from ckptd.storage.remote.documents import Stem
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptd.core.completeness.missing import Part
+    from ckptd.core.model.layouts import NamedShard
+
+
+MOST_TIMES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharer:
+    """A host that ships the files that lie here."""
+
+    node: str
+    tag: str
+    stands_by: bool
+    """We do: of two, the one with the lower node id goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """What the last attempt to commit lacked; `reason`: the same in words."""
+
+    reason: str
+    hint: str = "see the other nodes"
+    missing: tuple[NamedShard, ...] = ()
+    parts: tuple[Part, ...] = ()
+    """Of the tag, of other nodes: as the last look told."""
+    attempts: int = 1
+    """In a row, with that reason."""
+    first_seconds: float = 0.0
+    """After the first attempt."""
+    is_whole: bool = False
+    """All parts are listed, as the last look told: a COMMIT is due."""
+
+    @property
+    def retry_seconds(self) -> float:
+        """Until the next attempt: as long as nothing comes, as long again as it has waited, at most 8 times
+        the first. Of a save that a node never wrote all others would ask again each minute, for ever; that
+        somebody committed is heard at once, whatever this says."""
+        return doubled(self.first_seconds, self.attempts, self.first_seconds * MOST_TIMES)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -11,37 +11,32 @@ from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.sealing import sealed_extra
 from ckptd.core.model.listing import read_word
 from ckptd.core.model.manifest import node_in
+from ckptd.core.model.records import ZERO, DerivedState, ShipRecord, ShipState
 from ckptd.core.policy.blockers import lacking, late_now
 from ckptd.core.policy.planner import plan
-from ckptd.core.policy.view import (
-    ZERO,
-    DerivedState,
-    Disk,
-    JobView,
-    RemoteCommit,
-    RemoteView,
-    SaveView,
-    ShipRecord,
-    ShipState,
-)
+from ckptd.core.policy.view import Disk, JobView, RemoteCommit, RemoteView, SaveView
 from ckptd.daemon.resources.limits import uncollected
 from ckptd.daemon.state.state import HOUR_SECONDS, unsent_lately
-from ckptd.daemon.uploads.retire import since_when
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckptd.config.schema import JobConfig, RemoteConfig
     from ckptd.core.model.listing import FolderListing, ListedFile
-    from ckptd.core.model.manifest import SaveWindow
     from ckptd.core.model.records import SaveRow
-    from ckptd.core.model.save import SealedFile
+    from ckptd.core.model.save import SaveWindow, SealedFile
     from ckptd.core.policy.actions import Plan
-    from ckptd.core.policy.drain import Drain
-    from ckptd.core.policy.view import Tenure
+    from ckptd.core.policy.view import Drain, Tenure
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteLink
     from ckptd.storage.remote.messages import CommitView
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptd.core.policy.retention import Fate
 
 NEXT_SAVE_FACTOR = 1.1
 _NEW = ShipRecord(remote="", form=ZERO)
@@ -325,3 +320,10 @@ def planned(view: JobView) -> Plan:
     """The plan of one view."""
     with uncollected():
         return plan(view)
+
+
+def since_when(
+    known: dict[tuple[str, str], float], fates: Mapping[tuple[str, str], Fate], now_seconds: float
+) -> dict[tuple[str, str], float]:
+    """(remote, COMMIT key) → since when nothing has kept it."""
+    return {at: known.get(at, now_seconds) for at, fate in fates.items() if not fate.keeps}

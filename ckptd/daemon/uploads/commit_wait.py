@@ -3,50 +3,22 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptd.base.retry import doubled
 from ckptd.config.commands import command_for
 from ckptd.core.completeness.missing import OpenSave, late
+from ckptd.core.model.records import ShipState
 from ckptd.core.model.swapped_tensors import BY_LOCAL_RANK, is_state
-from ckptd.core.policy.view import ShipState
 from ckptd.daemon.state.remote_sync import parts_in
+from ckptd.daemon.state.state import Waiting
 
 if TYPE_CHECKING:
-    from ckptd.core.completeness.missing import Lost, Part
-    from ckptd.core.model.layouts import NamedShard
-    from ckptd.core.model.records import SaveRow
-    from ckptd.core.policy.view import ShipRecord
+    from ckptd.core.completeness.missing import Lost
+    from ckptd.core.model.records import SaveRow, ShipRecord
     from ckptd.daemon.job import Job
     from ckptd.daemon.state.state import JobState
     from ckptd.storage.remote.messages import Observation, ShipResult
-
-MOST_TIMES = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """What the last attempt to commit lacked; `reason`: the same in words."""
-
-    reason: str
-    hint: str = "see the other nodes"
-    missing: tuple[NamedShard, ...] = ()
-    parts: tuple[Part, ...] = ()
-    """Of the tag, of other nodes: as the last look told."""
-    attempts: int = 1
-    """In a row, with that reason."""
-    first_seconds: float = 0.0
-    """After the first attempt."""
-    is_whole: bool = False
-    """All parts are listed, as the last look told: a COMMIT is due."""
-
-    @property
-    def retry_seconds(self) -> float:
-        """Until the next attempt: as long as nothing comes, as long again as it has waited, at most 8 times
-        the first. Of a save that a node never wrote all others would ask again each minute, for ever; that
-        somebody committed is heard at once, whatever this says."""
-        return doubled(self.first_seconds, self.attempts, self.first_seconds * MOST_TIMES)
 
 
 def waiting_on(before: Waiting | None, answer: ShipResult, first_seconds: float) -> Waiting:

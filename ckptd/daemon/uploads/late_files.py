@@ -16,8 +16,8 @@ from ckptd.base.retry import changed_seconds
 from ckptd.convert.engine import inspect
 from ckptd.core.completeness.sealing import sealed_file
 from ckptd.core.model.layouts import Role, ShardKey
+from ckptd.core.model.records import ZERO, ShipState, SupplementRecord
 from ckptd.core.policy.blockers import newcomers
-from ckptd.core.policy.view import ZERO, ShipState, SupplementRecord
 from ckptd.daemon.state.state import unsent_again
 from ckptd.daemon.uploads.requests import late_order
 from ckptd.errors import CommitConflict, DamagedError, NotPermitted, RefusedError, SourceChanged

@@ -11,12 +11,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckptd.core.completeness.markers import Spread, role_of
+from ckptd.core.completeness.grid import Spread
+from ckptd.core.completeness.markers import role_of
 from ckptd.core.model.heartbeat import BEAT_SECONDS, SeenNode
 from ckptd.core.model.layouts import Role
 from ckptd.core.model.manifest import cells_of
+from ckptd.core.model.records import ZERO
 from ckptd.core.policy.leases import living
-from ckptd.core.policy.view import ZERO
 from ckptd.daemon.state.remote_sync import told_in
 from ckptd.storage.remote import messages as m
 

@@ -12,9 +12,8 @@ from ckptd import __version__
 from ckptd.core.completeness.markers import replicas
 from ckptd.core.model.layouts import LATEST_UNIVERSAL, Role, place_of
 from ckptd.core.model.manifest import EXTRA_FOLDER, DerivedSource, NodeManifest, folder_name, universal_folder
-from ckptd.core.model.records import ObjectRow
+from ckptd.core.model.records import UNIVERSAL, ZERO, ObjectRow
 from ckptd.core.policy.actions import Ship
-from ckptd.core.policy.view import UNIVERSAL, ZERO
 from ckptd.storage.local import fs
 from ckptd.storage.local.scan import scan_folder
 from ckptd.storage.remote import messages as m
@@ -24,10 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptd.core.model.listing import ListedFile
-    from ckptd.core.model.records import SaveRow
+    from ckptd.core.model.records import SaveRow, ShipRecord
     from ckptd.core.model.save import SealedFile
     from ckptd.core.policy.actions import Supplement
-    from ckptd.core.policy.view import ShipRecord
     from ckptd.daemon.state.state import JobState
 
 

@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.manifest import commit_key, node_in
+from ckptd.core.model.records import ZERO, ShipState
 from ckptd.core.policy.remote import TURN_SECONDS
-from ckptd.core.policy.view import ZERO, ShipState
 from ckptd.errors import (
     CommitConflict,
     DamagedError,
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.manifest import Headstone
     from ckptd.core.policy.actions import Retire
-    from ckptd.core.policy.retention import Fate
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteLink
     from ckptd.errors import CkptdError
@@ -57,13 +56,6 @@ def patience_seconds(seen: m.Observation, node: str) -> float:
 def _is_of_several(manifests: Sequence[str]) -> bool:
     # of a thousand nodes the second says it
     return any(node_in(key) != node_in(manifests[0]) for key in manifests)
-
-
-def since_when(
-    known: dict[tuple[str, str], float], fates: Mapping[tuple[str, str], Fate], now_seconds: float
-) -> dict[tuple[str, str], float]:
-    """(remote, COMMIT key) → since when nothing has kept it."""
-    return {at: known.get(at, now_seconds) for at, fate in fates.items() if not fate.keeps}
 
 
 def _count(state: JobState, remote: str, commit_sha256: str) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from ckptd import errors
 from ckptd.base.retry import Asking, Breaker
 from ckptd.config.quantities import constant, shown_remote
-from ckptd.daemon.state.remote_sync import of_run, seen_in
 from ckptd.storage.child.slots import Process, error_of
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.messages import Moving
@@ -29,6 +28,15 @@ if TYPE_CHECKING:
     from ckptd.daemon.state.problems import Code, Problems
     from ckptd.storage.child.slots import Places
     from ckptd.storage.remote.messages import ObjectDone
+
+from typing import TYPE_CHECKING
+
+from ckptd.core.model.generation import SeenCommit, SeenManifest
+from ckptd.core.model.runs import run_of
+from ckptd.storage.remote.documents import stem_of
+
+if TYPE_CHECKING:
+    from ckptd.storage.remote.messages import Observation, TagView
 
 
 # --- When an upload that stands still is cut, and what shows that uploads work again (docs/adr/0090) -----
@@ -461,3 +469,41 @@ class RemoteLink:
             return frozenset()
         tags = {tag for tag, _, _ in (*seen.uncommitted, *seen.unreadable)}
         return frozenset(tags).union(seen.retired_tags, (v.commit.tag for v in seen.commits))
+
+
+def of_run(seen: Observation, run_id: str) -> Observation:
+    """What one run has there. Names of tags, open generations and decisions are of all runs."""
+    job_id = seen.identity.job_id
+    stones = tuple(stone for stone in seen.retired if run_of(stone, job_id) == run_id)
+    others = {stem_of(stone) for stone in seen.retired} - {stem_of(stone) for stone in stones}
+    update = {
+        "commits": tuple(v for v in seen.commits if run_of(v.commit, job_id) == run_id),
+        "supplements": tuple(v for v in seen.supplements if run_of(v.commit, job_id) == run_id),
+        "retired": stones,
+        "retiring": tuple(where for where in seen.retiring if where not in others),
+    }
+    return seen.model_copy(update=update)
+
+
+def seen_in(view: TagView) -> tuple[list[SeenManifest], list[SeenCommit]]:
+    """Manifests and COMMITs of a tag."""
+    manifests = [
+        SeenManifest(
+            generation=v.manifest.generation,
+            form=v.manifest.form,
+            manifest=v.manifest,
+            committed=v.committed,
+        )
+        for v in view.manifests
+    ]
+    commits = [
+        SeenCommit(
+            generation=v.commit.generation,
+            form=v.commit.form,
+            key=v.key,
+            sha256=v.sha256,
+            disputed=v.disputed,
+        )
+        for v in view.commits
+    ]
+    return manifests, commits

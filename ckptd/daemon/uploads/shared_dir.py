@@ -10,14 +10,15 @@ import fcntl
 import logging
 import os
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.base import files
 from ckptd.base.identity import FolderIdentity
 from ckptd.base.owned_dirs import lies_in_save_dir, opened_ours
+from ckptd.core.model.records import ZERO, ShipState
 from ckptd.core.policy.leases import beat_seconds, term_seconds
-from ckptd.core.policy.view import ZERO, ShipState, Tenure
+from ckptd.core.policy.view import Tenure
+from ckptd.daemon.state.state import Sharer
 from ckptd.errors import ConfigError, LockHeld, StorageError
 from ckptd.storage.local import fs
 from ckptd.storage.local.state_dir import prepare_state_dir
@@ -163,16 +164,6 @@ def own_state(state_dir: Path, save_dir: Path) -> int:
 
 _WRITTEN_NS = 2_000_000_000
 """A file whose times lie further apart was put there with the times of another."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharer:
-    """A host that ships the files that lie here."""
-
-    node: str
-    tag: str
-    stands_by: bool
-    """We do: of two, the one with the lower node id goes on."""
 
 
 def look_for_sharer(state: JobState, link: RemoteLink, tags_at_start: frozenset[str]) -> None:

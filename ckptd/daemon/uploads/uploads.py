@@ -16,8 +16,9 @@ from ckptd import errors
 from ckptd.base.owned_dirs import path_of
 from ckptd.base.retry import backoff_seconds, changed_seconds
 from ckptd.config.commands import command_for
+from ckptd.core.model.records import ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.core.policy.leases import beat_seconds
-from ckptd.core.policy.view import ZERO, Confirmation, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.core.policy.view import Confirmation
 from ckptd.daemon.state.state import Converting, JobState, Moving
 from ckptd.daemon.uploads.commit_wait import waiting_on
 from ckptd.daemon.uploads.late_files import Supplementing
@@ -45,6 +46,12 @@ if TYPE_CHECKING:
     from ckptd.core.policy.actions import AskConfirmation, MakeWay, Ship
     from ckptd.daemon.uploads.session import RemoteLink
     from ckptd.observe.audit import Audit
+
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptd.daemon.state.state import JobState
 
 log = logging.getLogger("ckptd.ship")
 
@@ -340,3 +347,13 @@ class Shipping:
             state.lose_commit(save_id, remote, reason)
             link.tag_views.pop(tag, None)
         link.observe()
+
+
+def running_speed(state: JobState, remote: str, least_seconds: float) -> float | None:
+    """What the upload of a ZeRO form under way has done so far: the first day has no finished one."""
+    now = time.monotonic()
+    for (_, name, form), moving in state.moving.items():
+        seconds, done = now - moving.started_seconds, moving.done_bytes - moving.start_bytes
+        if name == remote and form == ZERO and seconds >= least_seconds and done > 0:
+            return done / seconds
+    return None

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptd.core.model.loaders import stage3_loader_word
 from ckptd.errors import RefusedError
-from ckptd.formats.torchfile.values import Inert, Tensor
+from ckptd.formats.torchfile.values import Inert
 from ckptd.formats.zero.facts import as_dict, states_of
 
 if TYPE_CHECKING:
-    from ckptd.formats.zero.save import Save
     from ckptd.formats.zero.shards import OptimShard, Source
 
 STAGE3_READS = ("exp_avg", "exp_avg_sq")
@@ -51,49 +49,6 @@ def refuse_unknown_layout(base: dict[Any, Any], source: Source) -> None:
                 f"{source.path} is of the Muon optimizer, whose momentum has no universal form",
                 hint="resume it on the number of ranks that saved it; the ZeRO form is safe all the same",
             )
-
-
-def notes(save: Save) -> tuple[str, ...]:
-    """Sentences about what a resumed run will find; empty for a whole save of Adam and its like."""
-    found: list[str] = []
-    groups = [group for row in save.cells for cell in row for group in cell.shards[0].groups]
-    lacking = sorted({name for group in groups for name in STAGE3_READS if name not in group.states})
-    stepless = not any("step" in group.scalars for group in groups)
-    if lacking or stepless:
-        words = [*lacking, *(["step"] if stepless else [])]
-        found.append(
-            f"loads in stages 1 and 2; DeepSpeed's stage 3 loader wants {', '.join(words)} "
-            "of every parameter, which this optimizer does not keep"
-        )
-    others = sorted({name for group in groups for name in group.states} - {"fp32", *STAGE3_READS})
-    if others and not (lacking or stepless):
-        found.append(f"DeepSpeed's stage 3 loader leaves {', '.join(others)} unread")
-    numbers = sorted({name for group in groups for name in group.scalars} - {"step"})
-    if numbers:
-        found.append(
-            f"{', '.join(numbers)} (one number per group) begins anew: DeepSpeed's loaders take none but step"
-        )
-    steps = [group.scalars.get("step") for group in save.cells[0][0].shards[0].groups]
-    unread = stage3_loader_word(save.ds_version, len(steps)) if save.stage >= 3 else None
-    drifts = save.stage >= 3 and len(steps) > 1 and all(isinstance(step, Tensor) for step in steps)
-    if unread is not None:
-        found.append(unread + (DRIFT_THERE if drifts else ""))
-    elif drifts:
-        found.append(
-            f"saved in {len(steps)} sub-groups: DeepSpeed's stage 3 loader counts each step of a torch "
-            "optimizer once per sub-group; one parameter group and a larger sub_group_size, FusedAdam, "
-            "CPUAdam and stages 1 and 2 go on rightly (docs/formats.md §5.1)"
-        )
-    if save.stage >= 3 and save.dp > 1 and len(save.model_sources) == save.pp * save.tp:
-        found.append(
-            "model states of rank 0 alone were saved, which suffices to resume from the universal form in "
-            "DeepSpeed since PR 7599"
-        )
-        if save.rank0_model.facts.frozen_parameters:
-            found.append(
-                "frozen parameters of the other ranks are not in this save: load them from the base model"
-            )
-    return tuple(found)
 
 
 def stray_setting(one: dict[Any, Any], other: dict[Any, Any]) -> tuple[str, Any, Any] | None:

@@ -11,8 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.coverage import order_of
-from ckptd.core.model.layouts import Role, Trainer, layout_of
-from ckptd.core.model.manifest import ManifestFile
+from ckptd.core.model.layouts import Trainer, layout_of
 from ckptd.core.model.save import Order
 from ckptd.errors import (
     CkptdError,
@@ -20,69 +19,29 @@ from ckptd.errors import (
     NotPermitted,
     RemoteError,
     StorageError,
-    UsageError,
 )
 from ckptd.recover.select.copies import (
     UNIVERSAL,
     ZERO,
+    Copy,
+    Nodes,
     is_held,
     is_made_from,
     of_node,
     stands_alone,
 )
-from ckptd.recover.select.local_order import Memory, standing_of
+from ckptd.recover.select.inventory import Memory
+from ckptd.recover.select.local_order import standing_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from ckptd.core.model.layouts import Grid
-    from ckptd.core.model.manifest import NodeManifest
     from ckptd.recover.select.inventory import LocalSight, RemoteSight
     from ckptd.storage.remote.messages import CommitView
 
 NEWEST_READ = 5
 """Committed saves that are read: one to take, the others for the room that the next save needs (P13)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """A committed copy of one form on one remote, with what of it is wanted on this node."""
-
-    remote: RemoteSight
-    view: CommitView
-    manifests: tuple[NodeManifest, ...]
-    files: tuple[ManifestFile, ...]
-    """Without extras; distinct paths."""
-    extras: tuple[ManifestFile, ...] = ()
-    late: tuple[ManifestFile, ...] = ()
-    """What came after its COMMIT, of all nodes."""
-    is_all_for_each: bool = False
-    """Every node of several wants all of it: which ranks run where is not known (docs/adr/0133)."""
-
-    @property
-    def all_for_each(self) -> str | None:
-        """What is said where every node is given all of it."""
-        words = f"all shards of {self.view.commit.tag} are wanted on each node"
-        why = (
-            "nodes that saved unlike numbers of ranks, or not in order, do not tell which ranks run where now"
-        )
-        return f"{words}: {why}" if self.is_all_for_each else None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of `files`."""
-        return sum(file.bytes for file in self.files)
-
-    @property
-    def empty_folders(self) -> tuple[str, ...]:
-        """Folders of the save with nothing in them, of all nodes."""
-        found = {path for manifest in self.manifests for path in manifest.empty_folders}
-        return tuple(sorted(found))
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """Fingerprint by path, of all nodes' files without extras."""
-        return {f.path: f.fingerprint for m in self.manifests for f in m.files if f.role is not Role.EXTRA}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,32 +88,6 @@ class Candidate:
             return self.local.fingerprints
         sources = [m.source for copy in self.universals[:1] for m in copy.manifests if m.source is not None]
         return dict(sources[0].fingerprints) if sources else {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nodes:
-    """How many nodes resume together, and which one this is."""
-
-    count: int = 1
-    rank: int = 0
-    world_size: int | None = None
-    """Ranks of the coming run; None: as many as saved it."""
-
-    def __post_init__(self) -> None:
-        if self.count < 1 or not 0 <= self.rank < self.count:
-            msg = f"--node-rank {self.rank} is not one of --nnodes {self.count}"
-            raise UsageError(msg, hint="ranks count from 0")
-
-    def is_share(self, saved_ranks: int) -> bool:
-        """Whether one node of several resumes with as many ranks as saved: another number wants all files."""
-        return self.count > 1 and self.world_size in (None, saved_ranks)
-
-    def ranks(self, saved_ranks: int) -> range | None:
-        """The ranks that run on this node; None: not as many on each, or all files are wanted."""
-        if not self.is_share(saved_ranks) or saved_ranks % self.count:
-            return None
-        each = saved_ranks // self.count
-        return range(self.rank * each, (self.rank + 1) * each)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,8 +13,85 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from ckptd.core.model.manifest import Cell
-    from ckptd.recover.select.choose import Copy, Nodes
     from ckptd.recover.select.inventory import LocalSight
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptd.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptd.core.model.manifest import NodeManifest
+    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.storage.remote.messages import CommitView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A committed copy of one form on one remote, with what of it is wanted on this node."""
+
+    remote: RemoteSight
+    view: CommitView
+    manifests: tuple[NodeManifest, ...]
+    files: tuple[ManifestFile, ...]
+    """Without extras; distinct paths."""
+    extras: tuple[ManifestFile, ...] = ()
+    late: tuple[ManifestFile, ...] = ()
+    """What came after its COMMIT, of all nodes."""
+    is_all_for_each: bool = False
+    """Every node of several wants all of it: which ranks run where is not known (docs/adr/0133)."""
+
+    @property
+    def all_for_each(self) -> str | None:
+        """What is said where every node is given all of it."""
+        words = f"all shards of {self.view.commit.tag} are wanted on each node"
+        why = (
+            "nodes that saved unlike numbers of ranks, or not in order, do not tell which ranks run where now"
+        )
+        return f"{words}: {why}" if self.is_all_for_each else None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of `files`."""
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def empty_folders(self) -> tuple[str, ...]:
+        """Folders of the save with nothing in them, of all nodes."""
+        found = {path for manifest in self.manifests for path in manifest.empty_folders}
+        return tuple(sorted(found))
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprint by path, of all nodes' files without extras."""
+        return {f.path: f.fingerprint for m in self.manifests for f in m.files if f.role is not Role.EXTRA}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """How many nodes resume together, and which one this is."""
+
+    count: int = 1
+    rank: int = 0
+    world_size: int | None = None
+    """Ranks of the coming run; None: as many as saved it."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not 0 <= self.rank < self.count:
+            msg = f"--node-rank {self.rank} is not one of --nnodes {self.count}"
+            raise UsageError(msg, hint="ranks count from 0")
+
+    def is_share(self, saved_ranks: int) -> bool:
+        """Whether one node of several resumes with as many ranks as saved: another number wants all files."""
+        return self.count > 1 and self.world_size in (None, saved_ranks)
+
+    def ranks(self, saved_ranks: int) -> range | None:
+        """The ranks that run on this node; None: not as many on each, or all files are wanted."""
+        if not self.is_share(saved_ranks) or saved_ranks % self.count:
+            return None
+        each = saved_ranks // self.count
+        return range(self.rank * each, (self.rank + 1) * each)
+
 
 ZERO, UNIVERSAL = "zero", "universal"
 DESCRIPTION = "ckptd.json"

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.names import tag_problem
 from ckptd.base.owned_dirs import opened_ours
-from ckptd.core.completeness.judge import Context, State, Verdict, judge, step_of
+from ckptd.core.completeness.grid import Context
+from ckptd.core.completeness.judge import State, Verdict, judge, step_of
 from ckptd.core.model.manifest import side_key, stem
+from ckptd.core.model.records import WEIGHTS
 from ckptd.core.model.save import Order
 from ckptd.core.policy.leases import shares_folder
-from ckptd.core.policy.view import WEIGHTS
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs, StorageError
-from ckptd.recover.select.local_order import Memory
 from ckptd.recover.select.manifest_check import distrust, path_problem
 from ckptd.storage.local.scan import scan, written_folders
 from ckptd.storage.local.state_dir import read_node_id
@@ -40,6 +40,41 @@ if TYPE_CHECKING:
     from ckptd.recover.select.owner import Owner
     from ckptd.storage.remote.messages import CommitView, Observation
     from ckptd.storage.stores.base import Store
+
+from dataclasses import field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from ckptd.core.model.manifest import NodeManifest
+    from ckptd.storage.remote.messages import CommitView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What this node knows of its saves, none of it needed: its name and id, the daemon's last status."""
+
+    orders: Mapping[str, Order] = field(default_factory=dict)
+    """Tag → the order that the daemon gave to the folder here."""
+    commits: frozenset[str] = frozenset()
+    """Digests of COMMITs that the daemon knew as those of saves here."""
+    refused: frozenset[str] = frozenset()
+    """Tags of folders here that the daemon would not send: a byte may be wrong."""
+    node: str = ""
+    node_id: str | None = None
+    """None: not known, and nothing is this node's by its name alone, which another disk may bear too."""
+    is_shared: bool = False
+    """All nodes have this one save_dir: whatever was committed came from it."""
+
+    def is_own(self, view: CommitView, manifests: Callable[[], Iterable[NodeManifest]]) -> bool:
+        """Whether a COMMIT is of a save that lay here; `manifests`: asked where the name alone would tell."""
+        if self.is_shared or view.sha256 in self.commits:
+            return True
+        if self.node_id is None or view.commit.committed_by != self.node:
+            return False
+        return any(manifest.node_id == self.node_id for manifest in manifests())
+
 
 _DEFAULT = Access()
 

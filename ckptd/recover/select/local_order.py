@@ -6,44 +6,19 @@ that COMMIT and all above it are this node's own: the job may have gone on elsew
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.order import next_order, rebuilt_order
 from ckptd.core.model.coverage import order_of
 from ckptd.core.model.save import Order
+from ckptd.recover.select.inventory import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from ckptd.core.model.manifest import NodeManifest
     from ckptd.recover.select.inventory import RemoteSight
     from ckptd.storage.remote.messages import CommitView
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What this node knows of its saves, none of it needed: its name and id, the daemon's last status."""
-
-    orders: Mapping[str, Order] = field(default_factory=dict)
-    """Tag → the order that the daemon gave to the folder here."""
-    commits: frozenset[str] = frozenset()
-    """Digests of COMMITs that the daemon knew as those of saves here."""
-    refused: frozenset[str] = frozenset()
-    """Tags of folders here that the daemon would not send: a byte may be wrong."""
-    node: str = ""
-    node_id: str | None = None
-    """None: not known, and nothing is this node's by its name alone, which another disk may bear too."""
-    is_shared: bool = False
-    """All nodes have this one save_dir: whatever was committed came from it."""
-
-    def is_own(self, view: CommitView, manifests: Callable[[], Iterable[NodeManifest]]) -> bool:
-        """Whether a COMMIT is of a save that lay here; `manifests`: asked where the name alone would tell."""
-        if self.is_shared or view.sha256 in self.commits:
-            return True
-        if self.node_id is None or view.commit.committed_by != self.node:
-            return False
-        return any(manifest.node_id == self.node_id for manifest in manifests())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

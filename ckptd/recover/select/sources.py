@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckptd.config.schema import JobConfig, RemoteConfig
-    from ckptd.recover.select.choose import Copy
+    from ckptd.recover.select.copies import Copy
     from ckptd.recover.select.inventory import RemoteSight
     from ckptd.recover.select.owner import Owner
     from ckptd.recover.select.runs import Runs

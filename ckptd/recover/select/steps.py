@@ -14,7 +14,7 @@ from ckptd.recover.select.copies import UNIVERSAL
 
 if TYPE_CHECKING:
     from ckptd.core.model.manifest import ManifestFile
-    from ckptd.recover.select.choose import Copy
+    from ckptd.recover.select.copies import Copy
 
 DERIVED_UNIVERSAL = f"{OURS}/derived/{UNIVERSAL}"
 DERIVED_ACCELERATE = f"{OURS}/derived/accelerate"

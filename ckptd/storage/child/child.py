@@ -8,12 +8,10 @@ MODULE makes forms while they are sent (adr/0113): it is another part's, and loa
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
 import queue
-import signal
 import sys
 import threading
 import traceback
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from ckptd.base.process import end_with_parent
 from ckptd.errors import UsageError
 from ckptd.storage.child.service import Service
 from ckptd.storage.remote.messages import (
@@ -39,15 +38,12 @@ from ckptd.storage.stores.open import WINDOW_BYTES
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from types import FrameType
 
     from ckptd.storage.remote.messages import Answer, OrderLine, ShipOrder
     from ckptd.storage.remote.transfer import Control, OpenOrigin, Origin
     from ckptd.storage.stores.base import Store
 
-_PR_SET_PDEATHSIG = 1
 _EX_SOFTWARE = 70
-_NICE = 10
 
 
 class _Output:
@@ -135,23 +131,6 @@ def _end_by_bug(args: threading.ExceptHookArgs) -> None:
     traceback.print_exception(args.exc_type, args.exc_value, args.exc_traceback)
     sys.stderr.flush()
     os._exit(_EX_SOFTWARE)
-
-
-def end_with_parent() -> None:
-    """Die with the parent process, not with the thread of it that started us; leave Ctrl-C to it."""
-    parent = os.getppid()
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        if os.getppid() != parent:
-            os._exit(0)
-
-    signal.signal(signal.SIGUSR1, on_signal)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
-    if os.getppid() != parent:
-        os._exit(0)
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckptd import errors
 from ckptd.errors import CkptdError, RemoteError, RemoteNotOurs, from_os_error
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.commit import Ground, ship, supplement
+from ckptd.storage.remote.commit import ship, supplement
 from ckptd.storage.remote.coordination import Heartbeats, hold_lease, remove_stale_temporaries
 from ckptd.storage.remote.documents import DocumentCache
 from ckptd.storage.remote.messages import (
@@ -48,7 +48,15 @@ from ckptd.storage.remote.messages import (
     Unchanged,
     known,
 )
-from ckptd.storage.remote.observe import confirm, describe, observe, point, publish, still_ours
+from ckptd.storage.remote.observe import (
+    AttachedRemote,
+    confirm,
+    describe,
+    observe,
+    point,
+    publish,
+    still_ours,
+)
 from ckptd.storage.remote.repair import scrub
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.remote.runs import claim_run
@@ -84,7 +92,7 @@ class Service:
         self._open_origin = open_origin
         self._pacer = Pacer()
         self._settings: RemoteSettings | None = None
-        self._ground: Ground | None = None
+        self._ground: AttachedRemote | None = None
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
         self._documents = DocumentCache()
@@ -149,7 +157,7 @@ class Service:
             _note(ground, order)
         return Done()
 
-    def _observe(self, ground: Ground, order: Observe) -> Observation | Unchanged:
+    def _observe(self, ground: AttachedRemote, order: Observe) -> Observation | Unchanged:
         """What the remote holds, or that it is as it was."""
         seen = observe(ground.store, ground.identity, self._documents)
         bare = seen.model_copy(update={"free_bytes": None})
@@ -163,7 +171,7 @@ class Service:
                 point(ground.store, self._documents)
         return Unchanged(free_bytes=seen.free_bytes) if is_same else seen
 
-    def _claim(self, ground: Ground, order: ClaimRun) -> Claimed:
+    def _claim(self, ground: AttachedRemote, order: ClaimRun) -> Claimed:
         def beat(run_id: str) -> None:
             self._claimed[order.claim.run_id] = run_id
             if order.heartbeat is not None:
@@ -172,12 +180,12 @@ class Service:
 
         return Claimed(run=claim_run(ground.store, order.claim, ground.identity.job_id, beat))
 
-    def _heartbeats(self, ground: Ground) -> Heartbeats:
+    def _heartbeats(self, ground: AttachedRemote) -> Heartbeats:
         if self._beats is None or self._beats.store is not ground.store:
             self._beats = Heartbeats(ground.store)
         return self._beats
 
-    def _beat(self, ground: Ground, order: Beat) -> Beats:
+    def _beat(self, ground: AttachedRemote, order: Beat) -> Beats:
         """Write ours and look at the others'."""
         still_ours(ground.store, ground.identity)
         self._beats = self._heartbeats(ground)
@@ -195,7 +203,7 @@ class Service:
         sharers = self._beats.elsewhere(beat) if beat is not None else ()
         return Beats(nodes=nodes, sharers=sharers, lease=lease)
 
-    def _ship(self, ground: Ground, order: ShipOrder, control: Control) -> ShipResult:
+    def _ship(self, ground: AttachedRemote, order: ShipOrder, control: Control) -> ShipResult:
         if order.supplement_to is not None:
             return supplement(ground, order, control)
         return ship(ground, order, control, self._open_origin)
@@ -213,7 +221,7 @@ class Service:
         found = attach(store, settings)
         self._tidy(store)
         self._settings = known(settings, found)
-        self._ground = Ground(
+        self._ground = AttachedRemote(
             store=store, abilities=found.abilities, identity=found.identity, documents=self._documents
         )
         return found
@@ -226,7 +234,7 @@ class Service:
             remove_stale_temporaries(store)
             self._is_tidied = True
 
-    def _attached(self) -> Ground:
+    def _attached(self) -> AttachedRemote:
         ground = self._ground
         if ground is not None:
             return ground
@@ -308,7 +316,7 @@ class _Reporter:
         self._emit(self._id, event)
 
 
-def _note(ground: Ground, order: Order) -> None:
+def _note(ground: AttachedRemote, order: Order) -> None:
     """Small changes: a person's word, the pointers, uploads that nobody goes on with."""
     if isinstance(order, Record):
         publish(ground.store, order.decision, ground.identity)

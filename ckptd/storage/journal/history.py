@@ -12,9 +12,8 @@ import time
 import zlib
 from typing import TYPE_CHECKING, Any
 
-from ckptd.core.model.records import DeletionIntent, ObjectRow, SaveRow
+from ckptd.core.model.records import DeletionIntent, DerivedRecord, DerivedState, ObjectRow, SaveRow
 from ckptd.core.model.save import Order, SealedSave
-from ckptd.core.policy.view import DerivedRecord, DerivedState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -17,9 +17,17 @@ from ckptd.base.identity import FileIdentity
 from ckptd.base.owned_dirs import is_own_file
 from ckptd.core.model.decision import Decision
 from ckptd.core.model.facts import FileFacts
-from ckptd.core.model.records import DeletionIntent, DeletionRow, ObjectRow, SaveRow, SaveState
+from ckptd.core.model.records import (
+    DeletionIntent,
+    DeletionRow,
+    DerivedRecord,
+    ObjectRow,
+    SaveRow,
+    SaveState,
+    ShipRecord,
+    ShipState,
+)
 from ckptd.core.model.save import SealedSave
-from ckptd.core.policy.view import DerivedRecord, ShipRecord, ShipState
 from ckptd.errors import JournalDamaged
 from ckptd.storage.journal import history as past
 from ckptd.storage.journal.schema import Database, Transaction, connect, move_aside, prepare, whole

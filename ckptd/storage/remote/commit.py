@@ -8,7 +8,6 @@ never replaced; what cannot join it goes to the next generation.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from ckptd.core.model.manifest import (
     absent_by_names,
     commit_key,
     manifest_key,
+    mark_of_manifest,
     named_conflict,
     node_in,
     sha256_of,
@@ -29,14 +29,11 @@ from ckptd.core.model.manifest import (
     stem,
     to_bytes,
 )
-from ckptd.core.model.save import mark_of_manifest
-from ckptd.core.policy.view import ZERO
+from ckptd.core.model.records import ZERO
 from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChanged, from_os_error
 from ckptd.storage.remote import derive_attempts
 from ckptd.storage.remote.coordination import lacking, leave_to_owner, take_share, tensors, tensors_of
 from ckptd.storage.remote.documents import (
-    DocumentCache,
-    ManifestCache,
     Seen,
     look,
     manifests_of_commit,
@@ -48,7 +45,7 @@ from ckptd.storage.remote.documents import (
 )
 from ckptd.storage.remote.manifest_index import Listed, as_listed, in_the_way, withdraw
 from ckptd.storage.remote.messages import CommitView, ShipResult, SupplementView
-from ckptd.storage.remote.observe import point, still_ours
+from ckptd.storage.remote.observe import AttachedRemote, point, still_ours
 from ckptd.storage.remote.transfer import CannotBeMade, Transfer, changed, sealed
 from ckptd.storage.stores.base import settled
 
@@ -56,11 +53,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptd.core.model.layouts import NamedShard
-    from ckptd.core.model.manifest import ManifestFile, NodeManifest, RemoteIdentity
+    from ckptd.core.model.manifest import ManifestFile, NodeManifest
     from ckptd.storage.remote.documents import Stem
     from ckptd.storage.remote.messages import ShipFile, ShipOrder
     from ckptd.storage.remote.transfer import Carried, Control, OpenOrigin, Origin
-    from ckptd.storage.stores.base import Abilities, Store
 
 
 # --- How an attempt to commit ends while other nodes' parts have not come, or once others committed ------
@@ -132,19 +128,9 @@ def left_out(whole: ShipOrder, ours: NodeManifest) -> tuple[str, ...]:
 # ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
-    """What a remote was seen to be when it was attached."""
-
-    store: Store
-    abilities: Abilities
-    identity: RemoteIdentity
-    manifests: ManifestCache = field(default_factory=ManifestCache)
-    """What never changes and was read before."""
-    documents: DocumentCache = field(default_factory=DocumentCache)
-
-
-def ship(ground: Ground, order: ShipOrder, control: Control, open_origin: OpenOrigin = sealed) -> ShipResult:
+def ship(
+    ground: AttachedRemote, order: ShipOrder, control: Control, open_origin: OpenOrigin = sealed
+) -> ShipResult:
     """Ship one form of one save and commit it if the manifests of its generation cover the grid.
 
     Outcomes: committed; waiting (other nodes' shards are missing); conflict (this generation holds another
@@ -180,7 +166,7 @@ def open_root(path: str) -> int:
 
 
 class _Shipping:
-    def __init__(self, ground: Ground, order: ShipOrder, control: Control, root: int) -> None:
+    def __init__(self, ground: AttachedRemote, order: ShipOrder, control: Control, root: int) -> None:
         self._ground, self._store, self._identity = ground, ground.store, ground.identity
         self._order = self._whole = order
         self._control = control
@@ -414,7 +400,7 @@ class _Shipping:
         return found
 
 
-def one_writer(ground: Ground, order: ShipOrder) -> None:
+def one_writer(ground: AttachedRemote, order: ShipOrder) -> None:
     """On a store that enforces no create-only write only one node may ever write (P10)."""
     if ground.abilities.create_only:
         return
@@ -440,7 +426,7 @@ def now_utc() -> str:
 _TRIES = 100
 
 
-def supplement(ground: Ground, order: ShipOrder, control: Control) -> ShipResult:
+def supplement(ground: AttachedRemote, order: ShipOrder, control: Control) -> ShipResult:
     """Ship files beside the COMMIT that `order.supplement_to` quotes, and create a SUPPLEMENT over them.
 
     Outcomes: committed (what lies there already is not sent again); conflict: that COMMIT does not count.
@@ -460,7 +446,7 @@ def supplement(ground: Ground, order: ShipOrder, control: Control) -> ShipResult
 
 
 class _Supplementing:
-    def __init__(self, ground: Ground, order: ShipOrder, control: Control, root: int) -> None:
+    def __init__(self, ground: AttachedRemote, order: ShipOrder, control: Control, root: int) -> None:
         self._ground = ground
         self._store = ground.store
         self._order = order

@@ -15,6 +15,7 @@ from ckptd.base.humanize import ago
 from ckptd.base.names import ROOT
 from ckptd.core.model.heartbeat import HEARTBEATS, Heartbeat, SeenNode, heartbeat_key, node_of_key
 from ckptd.core.model.manifest import Document, parse, to_bytes
+from ckptd.core.model.records import ZERO
 from ckptd.core.policy.leases import (
     LEASE,
     LeaseSeen,
@@ -29,7 +30,6 @@ from ckptd.core.policy.leases import (
     share_of,
     shares_folder,
 )
-from ckptd.core.policy.view import ZERO
 from ckptd.errors import DamagedError, RefusedError, RemoteError
 from ckptd.storage.remote.documents import stem_of
 from ckptd.storage.stores.base import store_now_seconds

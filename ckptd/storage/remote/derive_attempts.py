@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from ckptd.core.model.coverage import objects_of
 from ckptd.core.model.layouts import is_in_form
 from ckptd.core.model.manifest import folder_name, parse, sha256_of, side_key, stem, to_bytes
+from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.policy.leases import Attempt, attempt_folder, attempts_folder, judge_lease, numbered
-from ckptd.core.policy.view import UNIVERSAL, ZERO
 from ckptd.errors import DamagedError, DocumentDamaged, RefusedError, VerifyError
 from ckptd.storage.remote.coordination import Heartbeats, agreed, newest_row
 from ckptd.storage.remote.documents import (
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.core.model.manifest import Commit
-    from ckptd.storage.remote.commit import Ground
     from ckptd.storage.remote.documents import Stem
     from ckptd.storage.remote.messages import CommitView, Making, ShipOrder
+    from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import Store
 
 
-def take(ground: Ground, order: ShipOrder) -> ShipOrder | ShipResult:
+def take(ground: AttachedRemote, order: ShipOrder) -> ShipOrder | ShipResult:
     """The order as an attempt of this node, or how it ends before anything is read: committed by whoever it
     was, refused, retired, or another node's for now.
 
@@ -75,7 +75,7 @@ def take(ground: Ground, order: ShipOrder) -> ShipOrder | ShipResult:
     return _as_attempt(order, making, attempt.number)
 
 
-def place_is_taken(ground: Ground, where: Stem, folder: str) -> bool:
+def place_is_taken(ground: AttachedRemote, where: Stem, folder: str) -> bool:
     """Whether a ZeRO form lists objects under the names of a universal form that is sent into `folder` (P3).
 
     Earlier releases sent what a person had put beside a trainer's shards under its own path: ours would go
@@ -89,7 +89,7 @@ def place_is_taken(ground: Ground, where: Stem, folder: str) -> bool:
     return any(key.startswith(f"{folder}/") and is_in_form(key.removeprefix(f"{folder}/")) for key in keys)
 
 
-def made(ground: Ground, order: ShipOrder, run: Callable[[], ShipResult]) -> ShipResult:
+def made(ground: AttachedRemote, order: ShipOrder, run: Callable[[], ShipResult]) -> ShipResult:
     """How an attempt ends: with the COMMIT that is there, whosever it is; why it cannot is told to all."""
     making = order.making
     if making is None or making.zero is None:
@@ -124,7 +124,7 @@ def _as_attempt(order: ShipOrder, making: Making, number: int) -> ShipOrder:
     return order.model_copy(update={"manifest": manifest, "files": files})
 
 
-def _is_mended(ground: Ground, order: ShipOrder, refusal: Attempt) -> bool:
+def _is_mended(ground: AttachedRemote, order: ShipOrder, refusal: Attempt) -> bool:
     """Whether the shards look otherwise than in the newest refusal, and than in all before it.
 
     Before it: releases that have another digest for the same look publish it in turn with this one, and each
@@ -155,7 +155,7 @@ def shards_look(store: Store, order: ShipOrder, cache: ManifestCache) -> str:
     return sha256_of("".join([*rows, *unreadable]).encode())
 
 
-def _tell(ground: Ground, order: ShipOrder, result: ShipResult, damaged: str = "") -> None:
+def _tell(ground: AttachedRemote, order: ShipOrder, result: ShipResult, damaged: str = "") -> None:
     """There is no such form: the next in the row says so, while the row is ours."""
     ours, folder = order.manifest, attempts_folder(*stem_of(order.manifest))
     number, found = newest_row(ground.store, folder, Attempt)
@@ -173,13 +173,13 @@ def _tell(ground: Ground, order: ShipOrder, result: ShipResult, damaged: str = "
     ground.store.put_if_absent(numbered(folder, number + 1), to_bytes(refusal))
 
 
-def _committed(ground: Ground, order: ShipOrder, commit: CommitView) -> ShipResult:
+def _committed(ground: AttachedRemote, order: ShipOrder, commit: CommitView) -> ShipResult:
     with contextlib.suppress(DamagedError, RefusedError):  # what cannot be read may list some of it: it stays
         _sweep(ground, order, commit.commit)
     return ShipResult(outcome="committed", commit=commit)
 
 
-def _sweep(ground: Ground, order: ShipOrder, commit: Commit) -> None:
+def _sweep(ground: AttachedRemote, order: ShipOrder, commit: Commit) -> None:
     """What other attempts sent: objects that the committed one has too, in their folders, listed nowhere.
 
     Half uploads are given up by their own node, when it hears of the COMMIT.

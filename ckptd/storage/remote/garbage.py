@@ -14,7 +14,6 @@ from ckptd.core.model.coverage import newest_revisions, objects_of, order_of
 from ckptd.core.model.manifest import Tombstone, folder_name
 from ckptd.core.model.runs import run_of
 from ckptd.errors import CommitConflict, DamagedError, NotFoundError, RefusedError
-from ckptd.storage.remote.commit import Ground
 from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.documents import (
     LEASES,
@@ -25,7 +24,7 @@ from ckptd.storage.remote.documents import (
     stem_of_key,
 )
 from ckptd.storage.remote.messages import Retire
-from ckptd.storage.remote.observe import still_ours
+from ckptd.storage.remote.observe import AttachedRemote, still_ours
 from ckptd.storage.remote.repair import SPARE, holds, spare_key
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.base import Abilities
@@ -133,7 +132,7 @@ def carry_out(
     Raises:
         RefusedError, CommitConflict: as `retire`.
     """
-    ground = Ground(
+    ground = AttachedRemote(
         store=store, abilities=Abilities(create_only=True, checksum=None, resumable=True), identity=identity
     )
     for stone, size in found.retiring:
@@ -206,7 +205,7 @@ def remove_run(
     Raises:
         RemoteError, NotPermitted, StorageError: the remote does not do it; said again, it goes on.
     """
-    ground = Ground(
+    ground = AttachedRemote(
         store=store, abilities=Abilities(create_only=True, checksum=None, resumable=True), identity=identity
     )
     for view in sorted(commits, key=lambda one: (order_of(one.commit), one.commit.form == "zero")):

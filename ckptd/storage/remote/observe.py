@@ -66,6 +66,13 @@ if TYPE_CHECKING:
     from ckptd.storage.remote.documents import Documents, Stem
     from ckptd.storage.stores.base import ObjectInfo, Store
 
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptd.core.model.manifest import RemoteIdentity
+    from ckptd.storage.stores.base import Abilities, Store
+
 _POINTER_TRIES = 3
 _SERIAL_TRIES = 20
 _MOST_KNOWN = 1024
@@ -420,3 +427,15 @@ def manifests_of(store: Store, commit: Commit | CommitView) -> list[NodeManifest
     """
     document = commit if isinstance(commit, Commit) else commit.commit
     return [known.manifest for known in manifests_of_commit(store, document)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachedRemote:
+    """What a remote was seen to be when it was attached."""
+
+    store: Store
+    abilities: Abilities
+    identity: RemoteIdentity
+    manifests: ManifestCache = field(default_factory=ManifestCache)
+    """What never changes and was read before."""
+    documents: DocumentCache = field(default_factory=DocumentCache)

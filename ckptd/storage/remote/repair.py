@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.core.model.manifest import ManifestFile, RemoteIdentity
-    from ckptd.storage.remote.commit import Ground
     from ckptd.storage.remote.messages import CommitView
+    from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import Progress, Source, Store
     from ckptd.storage.stores.rate_limit import Pacer
 
@@ -260,7 +260,7 @@ class Resender:
 _STEP_BYTES = 4 << 20
 
 
-def scrub(ground: Ground, order: Scrub, pacer: Pacer, check: Callable[[], None]) -> Scrubbed:
+def scrub(ground: AttachedRemote, order: Scrub, pacer: Pacer, check: Callable[[], None]) -> Scrubbed:
     """Compare the next objects; `check` may raise between two steps.
 
     What rights or I/O keep from being read is neither good nor bad: it is named, and the rest is compared.

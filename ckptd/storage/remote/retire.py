@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from ckptd.core.model.coverage import KnownManifest
-    from ckptd.storage.remote.commit import Ground
     from ckptd.storage.remote.messages import CommitView, Retire
+    from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import Store
 
 
-def retire(ground: Ground, order: Retire, check: Callable[[], None]) -> None:
+def retire(ground: AttachedRemote, order: Retire, check: Callable[[], None]) -> None:
     """Remove one committed form of one generation; `check` may raise between two removals.
 
     Raises:
@@ -76,7 +76,7 @@ def retire(ground: Ground, order: Retire, check: Callable[[], None]) -> None:
 
 
 def _entomb(
-    ground: Ground,
+    ground: AttachedRemote,
     order: Retire,
     where: Stem,
     commit: CommitView | None,
@@ -115,7 +115,7 @@ def _entomb(
         _entomb(ground, order, where, commit, manifests)
 
 
-def _protected(ground: Ground, order: Retire, commit: CommitView) -> None:
+def _protected(ground: AttachedRemote, order: Retire, commit: CommitView) -> None:
     """Refuse what retention may never touch, judged by the remote alone (P5); which COMMITs there are is
     listed afresh."""
     store = ground.store
@@ -129,7 +129,7 @@ def _protected(ground: Ground, order: Retire, commit: CommitView) -> None:
         raise RefusedError(msg, hint=f"`ckptd unpin JOB {shlex.quote(order.tag)}` first")
 
 
-def _spared(ground: Ground, order: Retire, commit: CommitView) -> None:
+def _spared(ground: AttachedRemote, order: Retire, commit: CommitView) -> None:
     """Refuse what is the newest or the best there, and what would go for a COMMIT that does not count."""
     store = ground.store
     found = read_commits(store, cache=ground.documents)
@@ -187,7 +187,7 @@ def _supplements(store: Store, where: Stem) -> list[str]:
     return [key for late, key in keys if late is not None and late[:3] == where]
 
 
-def listed_elsewhere(ground: Ground, where: Stem, mine: Collection[str]) -> set[str]:
+def listed_elsewhere(ground: AttachedRemote, where: Stem, mine: Collection[str]) -> set[str]:
     """Those of our keys that any other manifest lists, committed or not: they stay (H17).
 
     Keys lie in folders that are named after tag and generation, so only manifests of that generation, and of
@@ -213,7 +213,7 @@ def _may_hold(where: Stem, folder: str) -> bool:
     return folder == base or folder.startswith((f"{base}_", f"{base}.a"))
 
 
-def _readable(ground: Ground, where: Stem) -> set[str]:
+def _readable(ground: AttachedRemote, where: Stem) -> set[str]:
     keys = [info.key for info in ground.store.list(manifest_folder(where))]
     found, damaged = read_keys(ground.store, where, keys, ground.manifests)
     if damaged:

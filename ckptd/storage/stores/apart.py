@@ -325,7 +325,7 @@ class _FarSource:
 
 def main() -> None:
     """Serve the directory until the parent's end of the control socket is closed."""
-    from ckptd.storage.child.child import end_with_parent
+    from ckptd.base.process import end_with_parent
 
     end_with_parent()
     control = socket.socket(fileno=int(sys.argv[1]))
