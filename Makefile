@@ -1,4 +1,4 @@
-# ckptd: `make run` sets everything up and runs the quickstart; `make test` checks everything.
+# ckptd: `make run` sets everything up and runs the demonstration; `make test` checks everything.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
@@ -68,7 +68,7 @@ $(TORCH): constraints.txt | $(PY)
 	@touch $@
 
 $(INSTALL): $(TORCH) pyproject.toml
-	DS_BUILD_OPS=0 $(PIP) -e '.[quickstart,dev]'
+	DS_BUILD_OPS=0 $(PIP) -e '.[demo,dev]'
 	@touch $@
 
 # One tiny run of two ranks compiles DeepSpeed's shared-memory collective, once per machine.
@@ -78,8 +78,8 @@ $(JIT): $(INSTALL)
 
 setup: $(JIT) ## create .venv, install everything, compile DeepSpeed's JIT parts
 
-run: setup ## the quickstart: real training, crashes, resume, judge (REMOTE=s3, ARGS="--stage 3 --keep DIR")
-	$(VENV)/bin/ckptd quickstart --remote $(REMOTE) $(ARGS)
+run: setup ## the demonstration: real training, crashes, resume, judge (REMOTE=s3, ARGS="--stage 3 --keep DIR")
+	$(PY) -m examples.demo --remote $(REMOTE) $(ARGS)
 
 # DeepSpeed's own Adams, which the tests train with: a compiler's minute each, so neither waits for the other.
 $(ADAMS): $(VENV)/.stamp-%: | $(INSTALL)

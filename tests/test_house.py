@@ -18,39 +18,26 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "ckptd"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+DEMO = sorted((PACKAGE.parent / "examples" / "demo").glob("*.py"))
 FUNCTION_LINES = 60
 
-RANK = {
-    "words": 0,
-    "errors": 0,
-    "trainer": 0,
-    "spawn": 1,
-    "core": 1,
-    "config": 2,
-    "budget": 3,
-    "torchfile": 3,
-    "zero": 4,
-    "pages": 4,
-    "place": 4,
-    "real": 4,
-    "observe": 5,
-    "files": 5,
-    "convert": 6,
-    "local": 6,
-    "remote": 6,
-    "install": 6,
-    "journal_db": 4,
-    "journal_sums": 4,
-    "journal_tables": 5,
-    "journal_past": 5,
-    "journal": 6,
-    "recover": 7,
-    "cluster": 8,
-    "daemon": 8,
-    "cli": 9,
-    "__main__": 10,
-}
-"""A module imports what stands lower, and its own part. The quickstart runs ckptd from outside."""
+ROOMS = (
+    ("errors", "trainer"),
+    ("base",),
+    ("formats.torchfile", "core.model", "observe"),
+    ("core.completeness", "core.policy", "formats.zero", "config"),
+    ("storage.journal", "storage.local", "maintenance.install", "convert"),
+    ("storage.stores", "storage.remote", "storage.child", "convert.engine"),
+    ("recover.select", "convert.remote", "convert.cluster"),
+    ("daemon.resources", "daemon.state", "daemon.uploads", "recover"),
+    ("maintenance", "daemon.intake"),
+    ("daemon.actions",),
+    ("daemon.health",),
+    ("daemon",),
+    ("cli", "cli.status", "cli.daemon", "cli.setup", "cli.checkpoints"),
+    ("__main__",),
+)
+"""A module imports what stands in a row above its own, or in its own row as long as there is no circle."""
 
 IMPURE = {
     "os", "io", "time", "threading", "socket", "random", "secrets", "subprocess", "shutil", "tempfile",
@@ -58,7 +45,7 @@ IMPURE = {
 }  # fmt: skip
 
 ROUNDING = ("convert/dtypes.py", "numpy")
-"""The one use of numpy outside the quickstart (ADR 0082)."""
+"""The one use of numpy  (ADR 0082)."""
 
 HEAVY = ("torch", "deepspeed", "numpy", "matplotlib")
 CLOUD = ("boto3", "botocore", "s3fs", "aiobotocore", "moto")
@@ -69,30 +56,26 @@ REMOVERS = {
 }  # fmt: skip
 
 MAY_REMOVE = {
-    "files.py": "defines the descriptor-relative primitives",
+    "base/files.py": "defines the descriptor-relative primitives",
     "storage/local/fs.py": "prunes with a permit; holds, derived forms and trash are ours",
     "storage/local/incomplete.py": "one folder that a person gave up",
     "storage/local/state_dir.py": "the status of a job that waits, out of its user's own place",
     "daemon/resources/reserve.py": "its own reserve for a full disk, and what it tries the room with",
     "storage/local/probe.py": "proves rights on its own temporaries (P19)",
-    "storage/local/probe.py": "proves rights on its own temporaries (P19)",
-    "storage/stores/directory.py": "remote retention, its own parts",
-    "storage/stores/directory.py": "empty folders of the remote after retention",
+    "storage/stores/directory.py": "remote retention, its own parts; empty folders of the remote after retention",
     "storage/stores/sftp.py": "remote retention on an SFTP server, its own temporaries there",
-    "journal_db.py": "sets a journal of another schema aside (P8)",
+    "storage/journal/schema.py": "sets a journal of another schema aside (P8)",
     "convert/engine/staging.py": "its own plan and partial folders",
     "convert/engine/executor.py": "publishes its own temporary files",
     "convert/engine/executor_child.py": "links and publishes its own files",
     "storage/local/clones.py": "its own half clones, and names of holds",
-    "recover/execute.py": "renames into _ckptd/aside and out of staging; removes its own staging alone",
+    "recover/execute.py": "renames into _ckptd/aside and out of staging; removes its own staging alone; its own empty folders, where there is nothing to resume from",
     "recover/files.py": "swaps a fetched file with a bad one, which then lies in _ckptd/aside",
     "maintenance/uninstall.py": "empty folders of ours; journal, status and word of a job that a person took back",
     "convert/cluster/destination.py": "what is not planned, in its own partial folder",
     "convert/cluster/conversion.py": "another plan's files in its own partial folder",
-    "recover/execute.py": "its own empty folders, where there is nothing to resume from",
     "recover/fetch.py": "its own files in staging",
     "maintenance/install/service.py": "units that bear its mark",
-    "examples/demo/play.py": "plays the replaced node",
 }
 """Every module that removes or renames, and why it may."""
 
@@ -111,9 +94,18 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
+def module_of(path: Path) -> str:
+    """Its dotted name below ckptd."""
+    return name_of(path).removesuffix(".py").replace("/", ".")
+
+
+def room_of(module: str) -> str:
+    """The folder that a module lies in; one at the top is a room of its own. S3 belongs to the stores."""
+    return module.rpartition(".")[0].removesuffix(".s3") or module
+
+
 def part_of(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "config" if first.startswith("config_") else first
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 @cache
@@ -134,15 +126,27 @@ def imported(path: Path) -> list[tuple[str, int]]:
     return found
 
 
-def ckptd_parts(path: Path) -> list[tuple[str, int]]:
-    parts = []
-    for name, line in imported(path):
-        pieces = name.split(".")
-        if pieces[0] == "ckptd" and len(pieces) > 1:
-            part = "config" if pieces[1].startswith("config_") else pieces[1]
-            if (PACKAGE / pieces[1]).is_dir() or (PACKAGE / f"{pieces[1]}.py").is_file():
-                parts.append((part, line))
-    return parts
+def imports_of(path: Path) -> set[str]:
+    """Modules of ckptd that one imports when it runs, at its top or in a function; those for types do not."""
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    known = {module_of(other) for other in MODULES if other.name != "__init__.py"}
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and id(node) not in for_types
+            and str(node.module).startswith("ckptd")
+        ):
+            base = str(node.module).removeprefix("ckptd").removeprefix(".")
+            for alias in node.names:
+                both = (f"{base}.{alias.name}".removeprefix("."), base)
+                found |= {next((name for name in both if name in known), module_of(path))}
+    return found - {module_of(path)}
 
 
 def test_permits_are_made_in_one_place() -> None:
@@ -159,25 +163,46 @@ def test_permits_are_made_in_one_place() -> None:
 
 
 def test_imports_run_one_way() -> None:
-    wrong = []
-    for path in MODULES:
-        part = part_of(path)
-        if part in ("quickstart", "__init__"):
-            continue
-        for other, line in ckptd_parts(path):
-            from_the_command = other == "quickstart" and name_of(path) == "cli/quickstart_cmd.py"
-            if other != part and not from_the_command and RANK.get(other, 99) >= RANK[part]:
-                wrong.append(f"{name_of(path)}:{line} {part} imports {other}")
+    rank = {room: number for number, row in enumerate(ROOMS) for room in row}
+    wrong = [
+        f"{name_of(path)} imports {other}"
+        for path in MODULES
+        if path.name != "__init__.py"
+        for other in imports_of(path)
+        if rank[room_of(other)] > rank[room_of(module_of(path))]
+    ]
     assert not wrong
 
 
-def test_the_quickstart_uses_ckptd_from_outside() -> None:
+def test_there_is_no_circle() -> None:
+    """Neither among modules nor among rooms; `storage.stores.s3` is loaded by the stores that open it."""
+    modules = {module_of(path): set(imports_of(path)) for path in MODULES if path.name != "__init__.py"}
+    rooms: dict[str, set[str]] = {}
+    for module, others in modules.items():
+        rooms.setdefault(room_of(module), set()).update(map(room_of, others))
+    assert circles(modules) == []
+    assert circles({room: others - {room} for room, others in rooms.items()}) == []
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of nodes that reach each other, by taking away what nothing else needs."""
+    left = {node: set(others) & graph.keys() for node, others in graph.items()}
+    for sources in (True, False):
+        while True:
+            needed = set().union(*left.values()) if left else set()
+            ends = {node for node, others in left.items() if (node not in needed if sources else not others)}
+            if not ends:
+                break
+            left = {node: others - ends for node, others in left.items() if node not in ends}
+    return [sorted(left)] if left else []
+
+
+def test_the_demonstration_uses_ckptd_from_outside() -> None:
     wrong = [
-        f"{name_of(path)}:{line} imports {other}"
-        for path in MODULES
-        if part_of(path) == "quickstart"
-        for other, line in ckptd_parts(path)
-        if other not in ("quickstart", "errors")
+        f"{path.name}:{line} imports {name}"
+        for path in DEMO
+        for name, line in imported(path)
+        if name.split(".")[0] == "ckptd" and not name.startswith("ckptd.errors")
     ]
     assert not wrong
 
@@ -186,7 +211,7 @@ def test_the_quickstart_uses_ckptd_from_outside() -> None:
     "module", ["judge", "promises", "checks_remote", "checks_node", "evidence", "remote_view", "observer"]
 )
 def test_judge_and_observer_are_not_ckptd(module: str) -> None:
-    path = PACKAGE / "quickstart" / f"{module}.py"
+    path = PACKAGE.parent / "examples" / "demo" / f"{module}.py"
     judges = {"examples.demo"} | {
         f"examples.demo.{name}"
         for name in ("judge", "promises", "checks_remote", "checks_node", "evidence", "remote_view")
@@ -240,7 +265,9 @@ def test_only_these_remove_or_rename() -> None:
             if name in REMOVERS and not _is_text_or_data(name, node):
                 callers.setdefault(name_of(path), []).append(f"{name} at line {node.lineno}")
     assert {k: v for k, v in callers.items() if k not in MAY_REMOVE} == {}
-    assert set(MAY_REMOVE) <= set(callers) | {"files.py"}, "a module that removes nothing any more is listed"
+    assert set(MAY_REMOVE) <= set(callers) | {"base/files.py"}, (
+        "a module that removes nothing any more is listed"
+    )
 
 
 def _is_text_or_data(name: str, node: ast.Call) -> bool:
@@ -266,11 +293,10 @@ def test_only_children_touch_a_directory_remote() -> None:
     assert found == set(OPENS_STORES)
 
 
-def test_no_training_stack_outside_the_quickstart() -> None:
+def test_no_training_stack_in_ckptd() -> None:
     wrong = [
         f"{name_of(path)}:{line} imports {name}"
         for path in MODULES
-        if part_of(path) != "quickstart"
         for name, line in imported(path)
         if name.split(".")[0] in HEAVY and (name_of(path), name) != ROUNDING
     ]
@@ -299,7 +325,7 @@ def test_cloud_libraries_only_where_a_store_asks_for_them() -> None:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else [str(node.module)]
                 if any(n.split(".")[0] in CLOUD for n in names) and (
-                    id(node) in top or part_of(path) not in ("remote", "quickstart")
+                    id(node) in top or part_of(path) != "storage"
                 ):
                     wrong.append(f"{name_of(path)}:{node.lineno} imports {names}")
     assert not wrong
@@ -391,7 +417,7 @@ def test_daemon_loads_neither_the_training_stack_nor_the_cloud() -> None:
     names = [
         "ckptd." + name_of(p).removesuffix(".py").replace("/", ".")
         for p in MODULES
-        if part_of(p) in ("daemon", "recover", "convert", "local", "remote", "core", "observe", "journal")
+        if part_of(p) in ("daemon", "recover", "convert", "storage", "core", "observe", "maintenance")
         and p.name not in ("__init__.py", "__main__.py")
     ]
     program = "import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in names)

@@ -72,5 +72,5 @@ def test_a_clean_environment_has_no_torch_and_the_command_works(wheel: Path, tmp
     assert "ckptd" in listed
     assert installed_bytes(home) <= MOST_BYTES
     assert not listed & {"torch", "deepspeed", "numpy", "matplotlib", "moto"}
-    assert "quickstart" in run(home / "bin" / "ckptd", "--help", cwd=tmp_path)
+    assert "install-service" in run(home / "bin" / "ckptd", "--help", cwd=tmp_path)
     assert run(home / "bin" / "ckptd", "--version", cwd=tmp_path).startswith("ckptd ")

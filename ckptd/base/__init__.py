@@ -1,1 +1,1 @@
-"""base."""
+"""Files, extents, retries, child processes: nothing here knows what a checkpoint is."""

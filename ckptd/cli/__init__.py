@@ -1,1 +1,1 @@
-"""The command line: one file per verb; parse, call, print."""
+"""The command line: one module a verb."""

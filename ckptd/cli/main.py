@@ -78,20 +78,38 @@ VERBS: tuple[str, ...] = (
     "gc",
     "takeover",
     "remove",
-    "quickstart",
     "install-service",
     "uninstall-service",
 )
-"""In the order of `ckptd --help`; module `ckptd.cli.<verb>_cmd` has a function `register(app)`."""
+"""In the order of `ckptd --help`."""
 
-_SHARED = {
-    "unpause": "pause",
-    "unpin": "pin",
-    "accept": "pin",
-    "adopt": "pin",
-    "install-service": "service",
-    "uninstall-service": "service",
+_MODULES = {
+    "run": "daemon.run",
+    "status": "status.command",
+    "reload": "daemon.reload",
+    "drain": "daemon.drain",
+    "wait": "daemon.wait",
+    "pause": "daemon.pause",
+    "unpause": "daemon.pause",
+    "check": "setup.check",
+    "init": "setup.init",
+    "inspect": "checkpoints.inspect",
+    "convert": "checkpoints.convert",
+    "resume": "checkpoints.resume",
+    "restore": "checkpoints.restore",
+    "list": "checkpoints.listing",
+    "verify": "checkpoints.verify",
+    "pin": "checkpoints.pin",
+    "unpin": "checkpoints.pin",
+    "accept": "checkpoints.pin",
+    "adopt": "checkpoints.pin",
+    "gc": "checkpoints.gc",
+    "takeover": "setup.takeover",
+    "remove": "setup.remove",
+    "install-service": "setup.service",
+    "uninstall-service": "setup.service",
 }
+"""The module of `ckptd.cli` whose function `register(app)` adds the verb."""
 
 EPILOG = (
     "Exit codes: 0 done, safe · 1 a person is needed · 2 usage · 3 behind · 4 nothing committed: start fresh "
@@ -122,8 +140,8 @@ def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
     ) -> None:
         """Keeps DeepSpeed checkpoints safe: complete, universal, uploaded, verified, rotated."""
 
-    for module in dict.fromkeys(_SHARED.get(verb, verb) for verb in verbs):
-        importlib.import_module(f"ckptd.cli.{module}_cmd").register(app)
+    for module in dict.fromkeys(_MODULES[verb] for verb in verbs):
+        importlib.import_module(f"ckptd.cli.{module}").register(app)
     return app
 
 

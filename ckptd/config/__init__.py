@@ -1,1 +1,1 @@
-"""config."""
+"""Job files: schema, loader, quantities, and what is wrong with one in words."""

@@ -1,1 +1,1 @@
-"""Conversion as a permutation of bytes: plan, execute, supervise (docs/design.md §4)."""
+"""Plans of conversions: ZeRO shards into the universal form or into weights."""

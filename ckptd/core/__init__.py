@@ -1,1 +1,1 @@
-"""Pure decisions: no files, clock, network or threads (docs/design.md §7)."""
+"""The rules, without any effect: values, completeness, policy."""

@@ -1,1 +1,1 @@
-"""The daemon: one deciding thread, workers at the edge."""
+"""The loop, its one deciding thread, and the life of a job."""

@@ -1,1 +1,1 @@
-"""formats."""
+"""What DeepSpeed and torch put on disk, read without torch."""

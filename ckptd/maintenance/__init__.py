@@ -1,1 +1,1 @@
-"""maintenance."""
+"""Verify, repair, gc, list, check, uninstall."""

@@ -1,1 +1,1 @@
-"""What others see of the daemon: status, logs, notifications to the service manager."""
+"""Formats for people and machines: status, events, metrics, logs, audit."""

@@ -1,1 +1,1 @@
-"""The way back: list, resume."""
+"""Resume and restore."""

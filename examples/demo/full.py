@@ -1,4 +1,4 @@
-"""`ckptd quickstart`: the play, then the judge in a process of its own, tables and drawings.
+"""`python -m examples.demo`: the play, then the judge in a process of its own, tables and drawings.
 
 Exit 0 only if the judge found every promise checked and held.
 """

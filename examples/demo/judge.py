@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     """Judge the quickstart in the directory given."""
     arguments = sys.argv[1:] if argv is None else argv
     if len(arguments) != 1 or not (Path(arguments[0]) / "plan.json").is_file():
-        print("usage: python -m examples.demo.judge DIR    (as kept by `ckptd quickstart --keep DIR`)")
+        print("usage: python -m examples.demo.judge DIR    (as kept by `python -m examples.demo --keep DIR`)")
         return 2
     root = Path(arguments[0])
     verdicts = judge(load(root))

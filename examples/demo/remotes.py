@@ -72,7 +72,7 @@ part_size = "5MiB"                      # quickstart: small shards, and still se
 class ServerFailed(CkptdError):
     """The quickstart's S3 server does not start."""
 
-    default_hint = "its log says why; it needs moto: pip install 'ckptd[quickstart]'"
+    default_hint = "its log says why; it needs moto: pip install 'ckptd[demo]'"
 
 
 class Remote(Protocol):

@@ -53,7 +53,7 @@ SHORT = Script(
 """The same acts in two thirds of the time, with checkpoints of half the size and few parameters."""
 
 JOB_TOML = """\
-# Written by `ckptd quickstart`; a job file as you would write one, but for the marked lines.
+# Written by `python -m examples.demo`; a job file as you would write one, but for the marked lines.
 save_dir = "{save_dir}"
 settle = "1s"
 backfill = "all"                        # what `ckptd resume` fetched may be rotated like the rest

@@ -1,4 +1,4 @@
-"""What `ckptd quickstart` does before anything runs: packages, directory, numbers of ranks.
+"""What `python -m examples.demo` does before anything runs: packages, directory, numbers of ranks.
 
 Separate from the command, which only parses.
 """
@@ -46,7 +46,7 @@ def start(request: Request) -> None:
     """Run the quickstart that was asked for.
 
     Raises:
-        NotFoundError: a package of the extra `quickstart` is missing.
+        NotFoundError: a package of the extra `demo` is missing.
         TargetExists: `--keep DIR` is not empty.
         UsageError: a number of ranks that does not divide the batch, an unknown kind of remote.
         QuickstartFailed: a promise did not hold.
@@ -102,7 +102,7 @@ def _check_packages(needed: tuple[str, ...]) -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         msg = f"the quickstart trains for real and needs {', '.join(missing)}"
-        raise NotFoundError(msg, hint="pip install 'ckptd[quickstart]', or `make run` in a checkout")
+        raise NotFoundError(msg, hint="pip install 'ckptd[demo]', or `make run` in a checkout")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`ckptd quickstart` as a user runs it, and its judge, which must see one changed byte on the NAS."""
+"""`python -m examples.demo` as a user runs it, and its judge, which must see one changed byte on the NAS."""
 
 from __future__ import annotations
 

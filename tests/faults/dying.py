@@ -42,7 +42,7 @@ wrap(os, "pwrite", lambda real, fd, data, at: real(fd, data[: len(data) // 2], a
 wrap(os, "copy_file_range", half_copy)
 from ckptd import files, pages
 wrap(files, "rename_noreplace")
-if module.endswith("planning_child"):
+if module.endswith("planner_child"):
     from ckptd.convert.plan import PlanWriter
     wrap(PlanWriter, "_line")
 if hasattr(pages, "clone_range"):

@@ -100,7 +100,7 @@ def _numbers(stride: int) -> Iterator[int]:
         number += 1 if FULL or number < 3 else stride
 
 
-@pytest.mark.parametrize(("child", "stride"), [("executor_child", 23), ("planning_child", 9)])
+@pytest.mark.parametrize(("child", "stride"), [("executor_child", 23), ("planner_child", 9)])
 def test_killed_children(scene: Scene, monkeypatch: pytest.MonkeyPatch, child: str, stride: int) -> None:
     """At each kill: nothing to be seen; the next attempt completes, with the finished files of the first."""
     deaths = resumed = 0
@@ -122,7 +122,7 @@ def test_killed_children(scene: Scene, monkeypatch: pytest.MonkeyPatch, child: s
         scene.reset()
     scene.is_whole_and_tidy()
     assert deaths >= 4
-    assert resumed > 0 or child == "planning_child"
+    assert resumed > 0 or child == "planner_child"
 
 
 def test_killed_parents_take_their_children_along(scene: Scene) -> None:

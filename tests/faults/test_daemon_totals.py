@@ -134,7 +134,7 @@ def test_one_conversion_at_a_time(house: House) -> None:
     def look() -> None:
         nonlocal most
         lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(daemon.pid)]
-        most = max(most, sum(b"planning_child" in line or b"executor_child" in line for line in lines))
+        most = max(most, sum(b"planner_child" in line or b"executor_child" in line for line in lines))
 
     def is_done() -> bool:
         made = (house.root / "nvme").glob("*/_ckptd/derived/universal/global_step1/ckptd.json")

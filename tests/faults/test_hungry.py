@@ -81,7 +81,7 @@ def _starved(module: str, limit_bytes: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 @needs_cgroup
 @pytest.mark.root
-@pytest.mark.parametrize("module", ["planning_child", "executor_child"])
+@pytest.mark.parametrize("module", ["planner_child", "executor_child"])
 def test_a_child_that_the_kernel_kills_for_memory(
     source: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
@@ -229,7 +229,7 @@ def test_a_planner_that_ends_well_without_a_plan(
 ) -> None:
     """Likewise."""
     with monkeypatch.context() as patch:
-        _instead_of("planning_child", PLANS[plan], patch)
+        _instead_of("planner_child", PLANS[plan], patch)
         with pytest.raises(CkptdError):
             supervisor.convert(source, source.parent / "universal", OPTIONS)
     assert is_tidy(source)

@@ -207,7 +207,7 @@ def _watched(child: Any, request: bytes, **_: Any) -> Watched:
     """Plan or execute here, with the child's own `main`."""
     said = io.StringIO()
     out = child.stdout if hasattr(child.stdout, "write") else io.BytesIO()
-    module = {"planning_child": planner_child, "executor_child": executor_child}[child.module]
+    module = {"planner_child": planner_child, "executor_child": executor_child}[child.module]
     before = os.umask(0)
     try:
         with (

@@ -23,7 +23,7 @@ from ckptd.maintenance.check import check_job, check_outlets
 from ckptd.storage.local.probe import Finding, probe_save_dir
 from ckptd.storage.local.state_dir import filesystem_type, is_network, prepare_state_dir, state_dir_of
 
-UNIT = Path(__file__).parents[2] / "ckptd" / "systemd" / "ckptd@.service"
+UNIT = Path(__file__).parents[2] / "systemd" / "ckptd@.service"
 NOBODY = 65534
 
 

@@ -295,10 +295,11 @@ def test_what_two_took_is_summed_by_time() -> None:
 def judged(patch: pytest.MonkeyPatch) -> list[int]:
     """How many checkpoints each question to the policy was about."""
     asked: list[int] = []
+    real = capacity.going
 
     def going(pieces: Any, *rest: Any, **more: Any) -> Any:
         asked.append(len(pieces))
-        return capacity.going(pieces, *rest, **more)
+        return real(pieces, *rest, **more)
 
     patch.setattr(capacity, "going", going)
     return asked

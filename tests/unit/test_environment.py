@@ -20,7 +20,7 @@ from tests.unit.restore_scene import TAG
 
 __all__ = ["built", "scene"]
 
-NO_JOB = ("run", "init", "inspect", "convert", "quickstart", "uninstall-service")
+NO_JOB = ("run", "init", "inspect", "convert", "uninstall-service")
 """Verbs that read no job file by name (`run` has --config-dir of its own)."""
 
 

@@ -1,1 +1,1 @@
-"""checkpoints."""
+"""Verbs about checkpoints."""

@@ -1,1 +1,1 @@
-"""daemon."""
+"""Verbs that run a daemon or ask it for something."""

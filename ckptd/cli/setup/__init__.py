@@ -1,1 +1,1 @@
-"""setup."""
+"""Verbs that set a node up, or take ckptd away."""

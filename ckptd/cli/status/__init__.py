@@ -1,1 +1,1 @@
-"""status."""
+"""`ckptd status`."""

@@ -1,1 +1,1 @@
-"""cluster."""
+"""Conversions by Dask workers (the extra `cluster`)."""

@@ -1,1 +1,1 @@
-"""engine."""
+"""Carrying a plan out on this node, in children that are given little."""

@@ -1,6 +1,6 @@
 """Starting children: an argument list of ours, an empty environment, closed descriptors (docs/design.md §7).
 
-Every child is `python -m ckptd.convert.<name>` by spawn and exec, never fork: threads, sockets and
+Every child is `python -m ckptd.convert.engine.<name>` by spawn and exec, never fork: threads, sockets and
 secrets of the daemon do not travel.
 """
 
@@ -34,12 +34,12 @@ NONSENSE = "it said nonsense"
 def start(
     module: str, *, stdout: int | IO[bytes], stderr: int | IO[bytes], pass_fds: tuple[int, ...] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m ckptd.convert.<module>` with an empty environment and a pipe as stdin.
+    """Start `python -m ckptd.convert.engine.<module>` with an empty environment and a pipe as stdin.
 
     `-S` keeps site-packages out: children need the standard library and ckptd alone.
     """
     return spawn(
-        [sys.executable, "-E", "-s", "-S", "-X", "utf8", "-m", f"ckptd.convert.{module}"],
+        [sys.executable, "-E", "-s", "-S", "-X", "utf8", "-m", f"ckptd.convert.engine.{module}"],
         stdin=subprocess.PIPE,
         stdout=stdout,
         stderr=stderr,

@@ -115,7 +115,7 @@ def planned(
 def _plan(folder: SourceFolder, origin: Origin, options: ConvertOptions, *, clones: bool) -> dict[str, Any]:
     """The planning child's last words about a plan that it kept to itself."""
     request = plan_request(folder, origin, options, block=clones, dry=True)
-    child = children.start("planning_child", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    child = children.start("planner_child", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     watched = watch(
         child,
         json.dumps(request).encode(),

@@ -359,7 +359,7 @@ def write_plan(
         SourceChanged, StorageError. BehindError: `should_stop` said so.
     """
     watched = watch(
-        children.start("planning_child", stdout=out, stderr=subprocess.PIPE),
+        children.start("planner_child", stdout=out, stderr=subprocess.PIPE),
         json.dumps(request).encode(),
         on_line=None,
         should_stop=should_stop,

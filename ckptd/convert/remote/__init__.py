@@ -1,1 +1,1 @@
-"""remote."""
+"""Conversions from a remote, into a remote."""

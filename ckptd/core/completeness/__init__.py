@@ -1,1 +1,1 @@
-"""completeness."""
+"""Whether a folder is a whole save."""

@@ -1,1 +1,1 @@
-"""model."""
+"""Values and documents: layouts, saves, manifests, COMMITs, runs."""

@@ -1,1 +1,1 @@
-"""actions."""
+"""What is done on this node: deletions, conversions, requests of people."""

@@ -1,1 +1,1 @@
-"""health."""
+"""What is wrong now, and who is told."""

@@ -1,1 +1,1 @@
-"""intake."""
+"""From a folder to a sealed save."""

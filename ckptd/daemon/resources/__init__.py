@@ -1,1 +1,1 @@
-"""resources."""
+"""What jobs share on a host: workers, limits, the disk."""

@@ -1,1 +1,1 @@
-"""state."""
+"""What a turn knows, and the planner's view of it."""

@@ -1,1 +1,1 @@
-"""uploads."""
+"""Remote sessions and what is moved to remotes."""

@@ -1,1 +1,1 @@
-"""torchfile."""
+"""Torch archives and pickles, read without torch."""

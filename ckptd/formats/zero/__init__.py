@@ -1,1 +1,1 @@
-"""zero."""
+"""Which bytes of which rank make which parameter."""

@@ -1,1 +1,1 @@
-"""install."""
+"""The service of systemd: install and uninstall."""

@@ -1,4 +1,4 @@
-"""The units as text: what the wheel carries in `ckptd/systemd/`, made to fit this installation; pure.
+"""The units as text: what the wheel carries of `systemd/`, made to fit this installation; pure.
 
 Whatever is written begins with `MARK`: nothing without it is overwritten or removed.
 """
@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import importlib.resources
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptd.errors import RefusedError
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 MARK = "# Written by `ckptd install-service`, which writes it anew; `ckptd uninstall-service` removes it.\n"
 SYSTEM, USER, SLICE = "ckptd@.service", "ckptd.service", "ckptd.slice"
@@ -53,8 +57,15 @@ def unit(name: str, program: tuple[str, ...]) -> str:
     Raises:
         RefusedError: the program's path cannot stand in a unit.
     """
-    text = (importlib.resources.files("ckptd") / "systemd" / name).read_text(encoding="utf-8")
+    text = _unit_file(name).read_text(encoding="utf-8")
     return MARK + text.replace(_ENV, " ".join(quoted(part) for part in program))
+
+
+def _unit_file(name: str) -> Traversable:
+    """Return the file of a unit: in the wheel it lies in the package, in a checkout beside it."""
+    package = importlib.resources.files("ckptd")
+    shipped = package / "systemd" / name
+    return shipped if shipped.is_file() else package / ".." / "systemd" / name
 
 
 def slice_unit(memory_max_bytes: int) -> str:

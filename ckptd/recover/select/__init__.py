@@ -1,1 +1,1 @@
-"""select."""
+"""Which copy of which save."""

@@ -1,1 +1,1 @@
-"""child."""
+"""One child process for each remote."""

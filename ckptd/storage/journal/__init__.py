@@ -1,1 +1,1 @@
-"""journal."""
+"""The journal, in SQLite."""

@@ -1,1 +1,1 @@
-"""local."""
+"""The node's disk: scanning, watching, deleting by identity."""

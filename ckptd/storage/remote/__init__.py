@@ -1,1 +1,1 @@
-"""remote."""
+"""What ckptd keeps in a remote: documents, commits, deletions."""

@@ -1,1 +1,1 @@
-"""stores."""
+"""Byte stores: directories, SFTP, fsspec, S3."""
