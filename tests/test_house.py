@@ -62,16 +62,23 @@ MAY_REMOVE = {
     "storage/local/state_dir.py": "the status of a job that waits, out of its user's own place",
     "daemon/resources/reserve.py": "its own reserve for a full disk, and what it tries the room with",
     "storage/local/probe.py": "proves rights on its own temporaries (P19)",
-    "storage/stores/directory.py": "remote retention, its own parts; empty folders of the remote after retention",
+    "storage/stores/directory.py": (
+        "remote retention, its own parts; empty folders of the remote after retention"
+    ),
     "storage/stores/sftp.py": "remote retention on an SFTP server, its own temporaries there",
     "storage/journal/schema.py": "sets a journal of another schema aside (P8)",
     "convert/engine/staging.py": "its own plan and partial folders",
     "convert/engine/executor.py": "publishes its own temporary files",
     "convert/engine/executor_child.py": "links and publishes its own files",
     "storage/local/clones.py": "its own half clones, and names of holds",
-    "recover/execute.py": "renames into _ckptd/aside and out of staging; removes its own staging alone; its own empty folders, where there is nothing to resume from",
+    "recover/execute.py": (
+        "renames into _ckptd/aside and out of staging; removes its own staging alone; its own "
+        "empty folders, where there is nothing to resume from"
+    ),
     "recover/files.py": "swaps a fetched file with a bad one, which then lies in _ckptd/aside",
-    "maintenance/uninstall.py": "empty folders of ours; journal, status and word of a job that a person took back",
+    "maintenance/uninstall.py": (
+        "empty folders of ours; journal, status and word of a job that a person took back"
+    ),
     "convert/cluster/destination.py": "what is not planned, in its own partial folder",
     "convert/cluster/conversion.py": "another plan's files in its own partial folder",
     "recover/fetch.py": "its own files in staging",

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 # --- Relations between paths of jobs: nothing of one lies inside another (H5, H6, H30) -------------------
 # Two jobs with one URL would destroy each other, a remote inside save_dir would be watched as a checkpoint;
-# such mistakes are refused here, before anything is written. The path of a remote is compared as it is spelled:
-# a call on a dead mount does not return, so only the remote's own process touches it, and refuses there what is
-# found out by resolving symlinks alone (ckptd/storage/remote/attach.py).
+# such mistakes are refused here, before anything is written. The path of a remote is compared as it is
+# spelled:
+# a call on a dead mount does not return, so only the remote's own process touches it, and refuses there
+# what is found out by resolving symlinks alone (ckptd/storage/remote/attach.py).
 
 APART_HINT = "no URL, save_dir or state directory may lie inside another"
 

@@ -394,9 +394,10 @@ Form = Literal["zero", "universal", "weights-fp32", "weights-bf16", "weights-fp1
 
 # ---------------------------------------------------------------------------------------------------------
 # A bandwidth, for ever or by the clock: rclone's timetable with units that say bits or bytes (adr/0090).
-# `"08:00,1GB/s 20:00,none"`: each entry holds from its time until the next one, in local time, every day or, as
-# "Mon-08:00,1GB/s", on one. The speed follows from the wall clock alone and is asked anew each time: no jump of
-# the clock and no summer time can leave a wrong one behind.
+# `"08:00,1GB/s 20:00,none"`: each entry holds from its time until the next one, in local time, every day
+# or, as
+# "Mon-08:00,1GB/s", on one. The speed follows from the wall clock alone and is asked anew each time: no
+# jump of the clock and no summer time can leave a wrong one behind.
 
 _DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 _ENTRY = re.compile(r"(?:(?P<day>[A-Za-z]+)-)?(?P<hour>\d{1,2}):(?P<minute>\d\d),(?P<speed>.+)")

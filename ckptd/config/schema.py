@@ -196,8 +196,8 @@ class RemoteConfig(S3Keys, Retention):
             if self.addressing == "virtual" and "." in self.url.split("/")[2] and not self._is_plain:
                 reject('addressing = "virtual": no TLS certificate covers a bucket with dots in its name')
             return
-        for key in sorted(self.model_fields_set & {*S3Keys.model_fields, "part_size_bytes"}):
-            reject(f"{key.removesuffix('_bytes')} is for s3:// remotes; {self.url} is none")
+        for name in sorted(self.model_fields_set & {*S3Keys.model_fields, "part_size_bytes"}):
+            reject(f"{name.removesuffix('_bytes')} is for s3:// remotes; {self.url} is none")
         if "credentials" in self.model_fields_set and self.url.startswith(("/", "file://")):
             reject(f"credentials is for servers and services; {self.url} is a directory")
         takes = ("env", "file") if scheme_of(self.url).takes_key_file else ("env",)

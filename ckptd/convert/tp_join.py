@@ -1,7 +1,7 @@
 """Geometry and fragments together: a joined parameter's state as parts of source files.
 
-`ckptd.formats.zero.patterns` says in elements how tensor ranks join, `ckptd.formats.zero.parameters` where each rank's shard
-lies in bytes; here one is laid over the other.
+`ckptd.formats.zero.patterns` says in elements how tensor ranks join, `ckptd.formats.zero.parameters` where
+each rank's shard lies in bytes; here one is laid over the other.
 """
 
 from __future__ import annotations

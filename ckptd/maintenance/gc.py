@@ -1,6 +1,7 @@
 """`ckptd gc`: what nothing counts on any more goes, on the node and in remotes; everything is listed first.
 
-Nothing is guessed: remote keys come from tombstones and replaced manifests (storage/remote/garbage.py) and from our
+Nothing is guessed: remote keys come from tombstones and replaced manifests (storage/remote/garbage.py) and
+from our
 own journal, as do the uploads that are aborted, and a local folder goes only by its name and for cause.
 """
 

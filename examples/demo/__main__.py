@@ -1,4 +1,5 @@
-"""`python -m examples.demo`: the whole job for real on this machine, in about two minutes, judged from outside."""
+"""`python -m examples.demo`: the whole job for real on this machine, in about two minutes, judged from
+outside."""
 
 from __future__ import annotations
 

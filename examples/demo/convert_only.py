@@ -1,4 +1,5 @@
-"""`python -m examples.demo --convert-only`: train, `ckptd convert`, resume with stock DeepSpeed on 1 and 4 ranks.
+"""`python -m examples.demo --convert-only`: train, `ckptd convert`, resume with stock DeepSpeed on 1 and 4
+ranks.
 
 The short proof that a converted checkpoint is what DeepSpeed expects: each resumed run starts from other
 initial weights, so equal losses can only come from the checkpoint.

@@ -40,13 +40,13 @@ for name in ("open", "mkdir", "ftruncate", "fchmod", "fsync", "rename", "link", 
     wrap(os, name)
 wrap(os, "pwrite", lambda real, fd, data, at: real(fd, data[: len(data) // 2], at))
 wrap(os, "copy_file_range", half_copy)
-from ckptd import files, pages
+from ckptd.base import extents, files
 wrap(files, "rename_noreplace")
 if module.endswith("planner_child"):
     from ckptd.convert.plan import PlanWriter
     wrap(PlanWriter, "_line")
-if hasattr(pages, "clone_range"):
-    wrap(files, "clone_range")
+if hasattr(extents, "clone_range"):
+    wrap(extents, "clone_range")
 sys.argv = [module, *sys.argv[3:]]
 runpy.run_module(module, run_name="__main__")
 """
@@ -61,7 +61,7 @@ def starting(child: str, number: int) -> Callable[..., subprocess.Popen[bytes]]:
             return real(module, stdout=stdout, stderr=stderr, **rest)
         options = ["-E", "-s", "-S", "-X", "utf8"]
         return subprocess.Popen(
-            [sys.executable, *options, "-c", PRELUDE, str(number), f"ckptd.convert.{module}"],
+            [sys.executable, *options, "-c", PRELUDE, str(number), f"ckptd.convert.engine.{module}"],
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=stderr,

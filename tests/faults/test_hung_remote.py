@@ -28,14 +28,14 @@ pytestmark = [pytest.mark.faults, pytest.mark.root]
 real_saves = made_before(RUN)
 
 _QUICK = (
-    "from ckptd import spawn; from ckptd.recover import check; from ckptd.__main__ import entry\n"
-    "spawn.SAID_SECONDS, spawn.LIMIT_SECONDS, check.REMOTE_SECONDS = 2.0, 20.0, 20.0\nentry()"
+    "from ckptd.base import process; from ckptd.maintenance import check; from ckptd.__main__ import entry\n"
+    "process.SAID_SECONDS, process.LIMIT_SECONDS, check.REMOTE_SECONDS = 2.0, 20.0, 20.0\nentry()"
 )
 """ckptd with shorter limits than 5 s and 30 s."""
 _QUICK_TO_CUT = (
     "import sys; del sys.argv[1:4]\n"  # the command that this program takes the place of
-    "from ckptd.daemon import standstill\n"
-    "standstill.IDLE_SECONDS, standstill.STILL_SECONDS = 25.0, 3.0\n"
+    "from ckptd.daemon.uploads import session\n"
+    "session.IDLE_SECONDS, session.STILL_SECONDS = 25.0, 3.0\n"
     "from ckptd.__main__ import entry\nentry()"
 )
 """ckptd that cuts an upload after 25 s without a byte, not 60 s, and says it after 3 s, not 10 s."""

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.faults
 SCRIPT = """
 import os, signal, sys
 from ckptd.storage.stores.access import Access
-from ckptd.storage.remote.commit import Ground
+from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.documents import read_identity
 from ckptd.storage.remote.messages import Retire
 from ckptd.storage.stores.open import open_store
@@ -54,7 +54,7 @@ def dying(name):
         return real(*arguments)
     setattr(store, name, call)
 
-ground = Ground(store=store, abilities=store.probe(), identity=read_identity(store))
+ground = AttachedRemote(store=store, abilities=store.probe(), identity=read_identity(store))
 for name in ("put", "put_if_absent", "delete"):
     dying(name)
 retire(ground, Retire.model_validate_json(order), lambda: None)

@@ -341,7 +341,8 @@ def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     for how in ("closed input", "killed parent"):
         script = (
             "import subprocess, sys, time\n"
-            "child = subprocess.Popen([sys.executable, '-m', 'ckptd.storage.child.child'], stdin=subprocess.PIPE)\n"
+            "command = [sys.executable, '-m', 'ckptd.storage.child.child']\n"
+            "child = subprocess.Popen(command, stdin=subprocess.PIPE)\n"
             "time.sleep(1.0); print(child.pid, flush=True)\n"
             "child.stdin.close() if sys.argv[1] == 'closed input' else None\n"
             "time.sleep(60)\n"

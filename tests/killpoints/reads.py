@@ -18,7 +18,7 @@ READS = ("pread", "preadv", "listdir", "fstat", "stat", "lstat", "fstatvfs")
 READING = {*READS, "scandir", "readdir", "open-read", "select"}
 LISTS = {"open-read", "scandir", "listdir"}
 """Those that rights are asked for."""
-HELPERS = ("files.py", "pages.py", "place.py", "journal_db.py", "torchfile/", "zero/")
+HELPERS = ("base/", "storage/journal/schema.py", "formats/")
 """Who calls these says what for: a site goes on to the first line outside of them."""
 _PRODUCT = f"{Path(ckptd.__file__).parent}/"
 _readlink = os.readlink

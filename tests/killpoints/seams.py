@@ -198,9 +198,8 @@ class Seams:
         self._wrap_open()
         self._wrap_writes()
         self._wrap(files, "_renameat2", "renameat2")
-        for module in (files, extents):
-            self._wrap(module, "clone_file")
-            self._wrap(module, "clone_range")
+        self._wrap(extents, "clone_file")
+        self._wrap(extents, "clone_range")
         self._wrap(PlanWriter, "_line", "plan line")
         self._wrap_journal()
 

@@ -30,7 +30,6 @@ from ckptd.daemon.resources import limits, reserve, workers
 from ckptd.errors import JournalDamaged
 from ckptd.storage.child import service, slots
 from ckptd.storage.journal import journal
-from ckptd.storage.local import probe
 from ckptd.storage.remote import transfer
 from ckptd.storage.remote import transfer as flights
 from ckptd.storage.stores import base as _store
@@ -134,7 +133,7 @@ class Databases:
         self._held: dict[int, sqlite3.Connection] = {}
 
     def connect(self, path: Path) -> Database:
-        """What `ckptd.journal_db.connect` is."""
+        """What ckptd.storage.journal.schema.connect is."""
         kernel = self._kernel
         fd = kernel.open(path, 0o100 | 2, 0o644)
         inode = kernel.fds[fd].inode
@@ -250,12 +249,10 @@ class Stage:
         self._plan(reserve, "BYTES", WINDOW_BYTES)
         self._plan(folders, "buffer_of", lambda size: memoryview(bytearray(size)))
         self._plan(files, "_renameat2", kernel.renameat)
-        for module in (files, extents, probe):
-            if hasattr(module, "clone_file"):
-                self._plan(module, "clone_file", kernel.clone)
-        self._plan(files, "cached_runs", lambda _fd, _size: ())
-        self._plan(files, "drop_pages", lambda *_: None)
-        self._plan(files, "drop_pages_but", lambda *_: None)
+        self._plan(extents, "clone_file", kernel.clone)
+        self._plan(extents, "cached_runs", lambda _fd, _size: ())
+        self._plan(extents, "drop_pages", lambda *_: None)
+        self._plan(extents, "drop_pages_but", lambda *_: None)
         self._plan(sealer, "OpenWriters", lambda path: _Writers(path, has_open_writer))
         self._plan(journal, "connect", self.databases.connect)
         for module in (files, extents):

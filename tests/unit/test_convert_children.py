@@ -310,7 +310,8 @@ def test_the_restrictions_that_hold_are_told() -> None:
 
 def test_children_start_without_environment_and_without_big_imports() -> None:
     code = (
-        "import sys, json, os; import ckptd.convert.engine.planner_child, ckptd.convert.engine.executor_child;"
+        "import sys, json, os; import ckptd.convert.engine.planner_child; "
+        "import ckptd.convert.engine.executor_child;"
         "print(json.dumps([sorted(m for m in sys.modules if m.split('.')[0] in"
         " ('torch', 'pydantic', 'boto3', 'typer', 'rich', 'numpy', 'deepspeed'))]))"
     )

@@ -298,7 +298,8 @@ def test_a_rename_that_fails_closes_each_file_once(
 def test_a_plan_that_finds_no_room_says_so(made: Made, tmp_path: Path) -> None:
     """The planning child writes a file: what is full is the disk, nothing is wrong with the source."""
     code = (
-        "import resource, sys; from pathlib import Path; from ckptd.convert.engine.supervisor import convert\n"
+        "import resource, sys; from pathlib import Path\n"
+        "from ckptd.convert.engine.supervisor import convert\n"
         "from ckptd.errors import NoSpaceError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
         "try: convert(Path(sys.argv[1]), Path(sys.argv[2]))\n"

@@ -1,4 +1,5 @@
-"""Whose turn it is in a remote: core/model/runs.py as a table of scenes, and the row of documents over a store."""
+"""Whose turn it is in a remote: core/model/runs.py as a table of scenes, and the row of documents over a
+store."""
 
 from __future__ import annotations
 

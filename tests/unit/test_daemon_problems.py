@@ -27,7 +27,7 @@ from ckptd.errors import NotPermitted
 from ckptd.storage.journal.journal import Journal
 from tests.unit.core_views import committed_record, job_view, key_of, save_view, sealed
 
-DAEMON = Path(of_problems.__file__).parent
+DAEMON = Path(of_problems.__file__).parents[1]
 WITHOUT_A_JOB = {"config-invalid", "lock-held"}
 """Said of a job that does not run: until a reload, or until the lock is free."""
 
@@ -36,7 +36,7 @@ def test_every_code_is_raised_and_ends() -> None:
     """By the next turn that does not see it, by its own time, or by a `clear` of that very code."""
     raised: dict[str, set[str]] = {}
     cleared: set[str] = set()
-    for path in sorted(set(DAEMON.glob("*.py")) - {DAEMON / "problems.py"}):
+    for path in sorted(set(DAEMON.rglob("*.py")) - {DAEMON / "state" / "problems.py"}):
         module = ast.parse(path.read_text())
         named = {t.id: _words(n) for n in module.body if isinstance(n, ast.Assign) for t in _names(n.targets)}
         for function in ast.walk(module):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.base import files
+from ckptd.base import extents, files
 from ckptd.core.model.records import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.core.model.save import SealedSave
 from ckptd.daemon.intake.clones import settle_holds, take_up_holds
@@ -51,7 +51,7 @@ def test_a_hold_of_what_is_written_while_it_is_cloned_is_none(
             first.write_bytes(b"again")
         return True
 
-    monkeypatch.setattr(files, "clone_file", clone)
+    monkeypatch.setattr(extents, "clone_file", clone)
     with files.opened_dir(tmp_path) as fd, pytest.raises(SourceChanged):
         clones.make(fd, "global_step5", "global_step5.1", save.files, b"{}")
     assert is_written
@@ -71,7 +71,7 @@ def test_a_hold_keeps_the_empty_folders_of_its_save(tmp_path: Path, monkeypatch:
         os.write(target, os.pread(source, 1 << 20, 0))
         return True
 
-    monkeypatch.setattr(files, "clone_file", clone)
+    monkeypatch.setattr(extents, "clone_file", clone)
     place = tmp_path / "_ckptd" / "hold" / "global_step5.1"
     with files.opened_dir(tmp_path) as fd:
         clones.make(fd, save.tag, place.name, save.files, save.model_dump_json().encode(), save.empty)

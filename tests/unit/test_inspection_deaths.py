@@ -34,7 +34,7 @@ SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 HOUR_SECONDS = 3600.0
 VICTIM = """
 import json, os, signal, sys
-from ckptd.convert import inspect_child
+from ckptd.convert.engine import inspect_child
 inspect = inspect_child._inspect
 def killed(dir_fd, index, item):
     if item["path"] in {paths!r} and (item["facts"] or {also_without}):
@@ -220,7 +220,7 @@ def test_a_long_reading_says_that_it_lives(
 def test_a_line_of_life_is_no_finding(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = inspect_files(saved, names(saved))
     script = (
-        "from ckptd.convert import inspect_child\n"
+        "from ckptd.convert.engine import inspect_child\n"
         "emit = inspect_child._emit\n"
         "inspect_child._emit = lambda line: (emit({'alive': True}), emit(line))\n"
         "inspect_child.main()"

@@ -229,8 +229,8 @@ def test_a_permit_without_commit_or_past_its_minute_is_refused(
 
 CRASH = """
 import os, sys, pickle, time
-from ckptd import files
-from ckptd.local import fs
+from ckptd.base import files
+from ckptd.storage.local import fs
 permit = pickle.load(open(sys.argv[1], "rb"))
 left = [int(sys.argv[2])]
 def counting(name):

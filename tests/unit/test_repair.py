@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.base import files
+from ckptd.base import extents, files
 from ckptd.core.model.manifest import Tombstone, to_bytes
 from ckptd.errors import NothingCommitted
 from ckptd.recover.fetch import Fetcher
@@ -384,7 +384,7 @@ def test_no_room_on_the_node(scene: RepairScene, monkeypatch: pytest.MonkeyPatch
     """What is fetched would eat the next save's room: nothing is written, the damage is said (P13)."""
     damage(scene, scene.shard(1), "gone")
     before = contents(scene.save_dir)
-    monkeypatch.setattr(files, "free_bytes", lambda fd: 1000)
+    monkeypatch.setattr(extents, "free_bytes", lambda fd: 1000)
     done = scene.repair()
     assert [(row.outcome, "no room" in (row.reason or "")) for row in done.rows] == [("left", True)]
     assert contents(scene.save_dir) == before

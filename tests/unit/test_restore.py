@@ -326,10 +326,10 @@ def test_places_that_are_somebodys(scene: RestoreScene) -> None:
 
 
 def test_no_room(scene: RestoreScene, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptd.base import files
+    from ckptd.base import extents
 
     scene.two()
-    monkeypatch.setattr(files, "free_bytes", lambda fd: 1000)
+    monkeypatch.setattr(extents, "free_bytes", lambda fd: 1000)
     with pytest.raises(NoSpaceError, match="needs"):
         scene.restore()
     assert not (scene.dir / TAG).exists()

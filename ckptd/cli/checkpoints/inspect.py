@@ -170,7 +170,8 @@ def _print_files(console: Console, c: SeenCheckpoint, *, all_files: bool) -> Non
 
 # ---------------------------------------------------------------------------------------------------------
 # What `ckptd inspect` sees: the kind of a folder, the verdict on each checkpoint, every file in it.
-# The verdict is the daemon's own (`ckptd.core.completeness.judge.judge`), so that both say the same of a folder.
+# The verdict is the daemon's own (`ckptd.core.completeness.judge.judge`), so that both say the same of a
+# folder.
 
 _MODEL_STATES = re.compile(r"^(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")
 _MANIFEST_LIMIT_BYTES = 16 << 20

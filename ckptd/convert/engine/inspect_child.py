@@ -1,4 +1,5 @@
-"""`python -m ckptd.convert.engine.inspect_child`: reads a batch of files, prints one JSON line per finding (P14).
+"""`python -m ckptd.convert.engine.inspect_child`: reads a batch of files, prints one JSON line per finding
+(P14).
 
 Request on stdin: {"folder", "files": [{"path", "expected", "facts", "identity"}]}. For each file a line with
 framing and fingerprints, then, for shards, a line with facts: so a pickle that kills this process costs

@@ -152,8 +152,8 @@ class Dirty:
 # Writing a large output past the page cache: one copy in memory, no dirty pages, half the CPU (adr/0081).
 # Source bytes are read into an aligned buffer at the place that they have in the output, and whole buffers
 # are written with O_DIRECT. The ragged end is written normally. Where a file system knows no O_DIRECT,
-# `begin` says so. For sources in the page cache alone: what comes from disk is faster through the cache, whose
-# write-back goes on while the next block is read.
+# `begin` says so. For sources in the page cache alone: what comes from disk is faster through the cache,
+# whose write-back goes on while the next block is read.
 
 BUFFER_BYTES = 4 << 20
 MIN_FILE_BYTES = 1 << 20
@@ -245,7 +245,8 @@ class DirectWriter:
 
 # ---------------------------------------------------------------------------------------------------------
 # A large file made by several threads: its parts in stripes, each written and flushed by one thread.
-# Universal checkpoints are thousands of files, so there a thread per file is enough; weights are a few files of
+# Universal checkpoints are thousands of files, so there a thread per file is enough; weights are a few
+# files of
 # gigabytes, of tensors between bytes and gigabytes. Stripes also bound what is dirty at a time (P12).
 
 STRIPE_BYTES = 16 << 20

@@ -1,6 +1,7 @@
 """`python -m ckptd.convert.remote.child`: makes the files of a plan from or in a remote (docs/adr/0092).
 
-The executor of `ckptd.convert.engine.executor_child` with other ends: ranges come out of a store (`RemoteRanges`),
+The executor of `ckptd.convert.engine.executor_child` with other ends: ranges come out of a store
+(`RemoteRanges`),
 or outputs go into one (`Uploader`), or both. It holds network and credentials, and never unpickles. Request,
 progress and last words are those of the executor; `Ends` says what is added.
 """

@@ -109,7 +109,8 @@ class Ranged:
         """Convert; blocks until published.
 
         Raises:
-            as `ckptd.convert.engine.supervisor.convert`; DamagedError: a source is not what was committed (65);
+            as `ckptd.convert.engine.supervisor.convert`; DamagedError: a source is not what was committed
+            (65);
             RemoteUnreachable, RemoteNotOurs (69), NotPermitted (77), NotFoundError (66), ConfigError (78).
         """
         started = time.monotonic()

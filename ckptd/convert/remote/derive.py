@@ -252,8 +252,10 @@ def cache_for(room_bytes: int, sources: int) -> int:
 # ---------------------------------------------------------------------------------------------------------
 # Derived forms made while they are sent: a plan's outputs as the files of an order to ship (docs/adr/0093).
 # Nothing of the form lies on this node: the plan, in a file without a name, is all (of objects, until it is
-# planned, a mirror of what planning reads of them; adr/0118). The restricted child plans (P14), and everything
-# that a transfer does with sealed files it does with these: lanes, pace, resuming, proof, manifest and COMMIT.
+# planned, a mirror of what planning reads of them; adr/0118). The restricted child plans (P14), and
+# everything
+# that a transfer does with sealed files it does with these: lanes, pace, resuming, proof, manifest and
+# COMMIT.
 
 Found = TypeVar("Found")
 

@@ -238,7 +238,8 @@ def target_exists(where: str, is_whole: bool) -> TargetExists:
 
 
 class Uploader:
-    """One thread's worker: makes outputs in the target (`ckptd.convert.engine.executor.Worker` of a store)."""
+    """One thread's worker: makes outputs in the target (`ckptd.convert.engine.executor.Worker` of a
+    store)."""
 
     def __init__(
         self,

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 from ckptd.core.model.save import SaveMark, _tensors
 
 # --- Which rank of a run wrote which shard, as DeepSpeed's own topology numbers them (docs/adr/0133) -----
-# A shard's name tells two numbers, D and MM; its data-parallel rank alone tells no node, since pipeline stages
-# and tensor ranks have the same. Where the layout is not known, or manifests speak against it, nothing is said.
+# A shard's name tells two numbers, D and MM; its data-parallel rank alone tells no node, since pipeline
+# stages
+# and tensor ranks have the same. Where the layout is not known, or manifests speak against it, nothing is
+# said.
 
 
 class Cell(NamedTuple):
@@ -111,7 +113,8 @@ def proven_topology(grid: Grid, manifests: Sequence[NodeManifest]) -> Topology |
 
 # ---------------------------------------------------------------------------------------------------------
 # What the name of a node manifest tells without its being read: enough to know whether reading is worth it.
-# With a thousand nodes a generation holds a thousand manifests. A node that waits need not read them: names say
+# With a thousand nodes a generation holds a thousand manifests. A node that waits need not read them: names
+# say
 # how many optimizer shards are listed, and of what save. They only ever veto or let wait; what a COMMIT rests
 # on is read (docs/adr/0105).
 

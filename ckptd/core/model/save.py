@@ -97,7 +97,8 @@ class SealedSave(Model):
     """Folders below the checkpoint's that hold its shards (core/model/layouts.py)."""
     best: Best | None = None
     is_part: bool = False
-    """What this node holds of a save over several: other nodes' shards are not here (core/completeness/markers.py)."""
+    """What this node holds of a save over several: other nodes' shards are not here
+    (core/completeness/markers.py)."""
     best_checkpoint: str | None = None
     """The tag that this save's trainer calls the best so far (H37)."""
     late: tuple[SealedFile, ...] = ()

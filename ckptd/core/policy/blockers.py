@@ -224,8 +224,8 @@ def _strongest(view: JobView, save: SaveView, fate: Fate) -> str:
 
 
 # --- Which uploads that failed are tried again once their time has come: what `--once` waits for ---------
-# Not every failed one: of a save that went meanwhile, that nobody wants sent any more, or whose universal form
-# a newer one replaced, nothing is tried again, and a run that waited for it would never end.
+# Not every failed one: of a save that went meanwhile, that nobody wants sent any more, or whose universal
+# form a newer one replaced, nothing is tried again, and a run that waited for it would never end.
 
 
 def tried_again(view: JobView, fates: dict[int, Fate]) -> list[ShipRecord]:

@@ -1,8 +1,8 @@
 """What the recent saves say of the next hours: when the next one comes, how large, when the disk is full.
 
 A pure function, so that status can warn from the first day: what fills a disk is known before it is full, and
-the cures are a person's (docs/design.md P13, P17). The coming saves are played (core/policy/capacity.py); what fills
-the disk is found by playing again without it.
+the cures are a person's (docs/design.md P13, P17). The coming saves are played (core/policy/capacity.py);
+what fills the disk is found by playing again without it.
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ def _held(piece: Piece) -> Held:
 
 # ---------------------------------------------------------------------------------------------------------
 # The coming saves of a job, lived in advance: how many of them its disk takes, and what it looks like then.
-# No formula: what decides for real (`retention.fates`) decides here too, over the checkpoints that are here and
+# No formula: what decides for real (`retention.fates`) decides here too, over the checkpoints that are here
+# and
 # those to come, so that a forecast knows every key that the job file knows (docs/adr/0160). Times are seconds
 # from now; a COMMIT that is played carries the unix time that it would have.
 

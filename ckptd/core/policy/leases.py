@@ -148,9 +148,9 @@ def on_shared(actions: Iterable[a.Action], tenure: Tenure | None) -> list[a.Acti
 
 # ---------------------------------------------------------------------------------------------------------
 # Forms of a save that no node has whole, made of its committed objects: attempts, folders (adr/0118).
-# Pure. Who makes such a form is written in the remote before a byte of it is: a row of numbered documents, each
-# created once (as in core/policy/leases.py). The number is the attempt's, and with it its folder's: two nodes never
-# write in one, whatever each of them believes, and COMMIT names the one that counts.
+# Pure. Who makes such a form is written in the remote before a byte of it is: a row of numbered documents,
+# each created once (as in core/policy/leases.py). The number is the attempt's, and with it its folder's: two
+# nodes never write in one, whatever each of them believes, and COMMIT names the one that counts.
 
 
 class Attempt(LeaseTerm):

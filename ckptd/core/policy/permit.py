@@ -1,8 +1,8 @@
 """The right to remove one checkpoint from the node, made by the planner alone (P1, H10).
 
 A permit names the folder by device and inode and every file by identity; it is valid for sixty seconds of
-monotonic time. `storage/local/fs.py` executes it and checks everything again. Two kinds: one rests on verified
-COMMITs of the very files, the other on a line of the job file that a person wrote (docs/adr/0095).
+monotonic time. `storage/local/fs.py` executes it and checks everything again. Two kinds: one rests on
+verified COMMITs of the very files, the other on a line of the job file that a person wrote (docs/adr/0095).
 """
 
 from __future__ import annotations

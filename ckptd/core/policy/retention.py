@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 # --- How a checkpoint ages on one tier: full, universal, weights, gone (docs/adr/0094) -------------------
-# What the other retention keys let go does not vanish at once but steps down. A fuller form goes only when the
-# rung's own form is there, so that nothing is left without a form before the rung that says "gone".
+# What the other retention keys let go does not vanish at once but steps down. A fuller form goes only when
+# the rung's own form is there, so that nothing is left without a form before the rung that says "gone".
 
 GONE = "gone"
 RungForm = Literal["universal", "weights-fp32", "weights-bf16", "weights-fp16", "gone"]

@@ -214,7 +214,8 @@ class Decisions:
 
 
 # --- Decisions that a remote lacks are published there again (P8, adr/0165) ------------------------------
-# `ckptd pin` puts its word into the remotes of that moment. One that is added later, or that was put back from
+# `ckptd pin` puts its word into the remotes of that moment. One that is added later, or that was put back
+# from
 # a snapshot, has it only from here: nodes that know nothing but that remote would let the checkpoint go (P5).
 
 _AGAIN_SECONDS = 60.0

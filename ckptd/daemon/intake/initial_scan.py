@@ -100,7 +100,8 @@ def beginning(
 # ---------------------------------------------------------------------------------------------------------
 # The first start of a daemon over a directory: a decision on what is not rotated until it is adopted (H20).
 # The state directory and every remote have it, so that neither a lost journal nor a lost state directory is a
-# first start. It is of one directory: another of the same node's name has a first start of its own (adr/0159).
+# first start. It is of one directory: another of the same node's name has a first start of its own
+# (adr/0159).
 
 
 class FirstStart:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What each pickle opcode does to the machine of `ckptd.formats.torchfile.unpickler`: a table of small functions.
-# Opcodes that are absent (the extension registry, out-of-band buffers) are refused there.
+# What each pickle opcode does to the machine of `ckptd.formats.torchfile.unpickler`: a table of small
+# functions. Opcodes that are absent (the extension registry, out-of-band buffers) are refused there.
 
 
 def _push(value: Callable[[Machine], Any]) -> Callable[[Machine], None]:

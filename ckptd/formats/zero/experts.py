@@ -255,8 +255,8 @@ def _moved(step: Step, by: int, lengths: list[int]) -> Step:
 
 
 # --- Names of native experts: optimizer shards know them by local number, weights by global one ----------
-# Every expert-parallel rank calls its experts 0, 1, … (docs/formats.md §7.1); the model-states files of experts
-# and a model without expert parallelism count through: global = rank × experts per rank + local.
+# Every expert-parallel rank calls its experts 0, 1, … (docs/formats.md §7.1); the model-states files of
+# experts and a model without expert parallelism count through: global = rank × experts per rank + local.
 
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")
 

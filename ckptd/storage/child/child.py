@@ -1,4 +1,5 @@
-"""A remote's own process, `python -m ckptd.storage.child.child [WINDOW_BYTES [MODULE]]`: orders in, answers out.
+"""A remote's own process, `python -m ckptd.storage.child.child [WINDOW_BYTES [MODULE]]`: orders in, answers
+out.
 
 It exists because a call on a dead hard mount cannot be interrupted: then this process hangs and the daemon
 does not. It ends with its parent or at end of input; being killed at any instant loses nothing.

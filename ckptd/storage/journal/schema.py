@@ -164,9 +164,11 @@ SCHEMA = 4
 _WITHOUT_SUMS = 3
 
 FOUND = "found"
-"""In meta: what lay in save_dir when the journal was begun (daemon/intake/ordering.py); empty: not looked at yet."""
+"""In meta: what lay in save_dir when the journal was begun (daemon/intake/ordering.py); empty: not looked
+at yet."""
 AT_BEGIN = "at-begin"
-"""In meta: tags in save_dir when the daemon that began the journal first looked (daemon/intake/initial_scan.py)."""
+"""In meta: tags in save_dir when the daemon that began the journal first looked
+(daemon/intake/initial_scan.py)."""
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);

@@ -1,6 +1,7 @@
 """What ckptd changes on the node: prune with a permit, holds, derived forms, pointers, trash (P1, P11, P15).
 
-Everything of ours lies below `<save_dir>/_ckptd` (or beside it: ckptd/base/owned_dirs.py). A trainer's file is removed
+Everything of ours lies below `<save_dir>/_ckptd` (or beside it: ckptd/base/owned_dirs.py). A trainer's file
+is removed
 in one function only, `prune`, and only under a permit whose every claim is checked again by descriptor,
 before and after the folder is renamed aside (docs/design.md §5 *Permit*).
 """

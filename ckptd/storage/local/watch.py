@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 # Words from the trainer: "I have just saved", as a datagram that says no more than "look now" (ADR 0109).
 # File events tell the same, but not everywhere: none where the inotify limits are used up, none from other
 # machines or sandboxes. An abstract socket is no file: nothing is written, no rights are needed, nothing is
-# left behind, and the containers of a pod share it. What a datagram holds is never read, nothing decided by it.
+# left behind, and the containers of a pod share it. What a datagram holds is never read, nothing decided by
+# it.
 
 log = logging.getLogger("ckptd.hints")
 

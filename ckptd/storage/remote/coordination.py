@@ -176,9 +176,9 @@ def _age_by_clocks(heartbeat: Heartbeat) -> float | None:
 
 # ---------------------------------------------------------------------------------------------------------
 # Files that several nodes have, sent once: `mp_rank_*_model_states.pt` under ZeRO-1/2 (design.md §5; H29).
-# The holder of data-parallel rank 0 sends them at once. The others leave them to it for a while after their own
-# shards are verified, and for good once a manifest of the generation lists them with the same tensors: pickles
-# of replicas may differ, their storages do not.
+# The holder of data-parallel rank 0 sends them at once. The others leave them to it for a while after their
+# own shards are verified, and for good once a manifest of the generation lists them with the same tensors:
+# pickles of replicas may differ, their storages do not.
 
 
 def tensors(file: ShipFile | ManifestFile) -> tuple[str, str]:

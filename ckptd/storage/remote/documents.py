@@ -344,8 +344,8 @@ def committed_digests(commits: Iterable[CommitView]) -> set[str]:
 
 # ---------------------------------------------------------------------------------------------------------
 # Which manifests of a generation are read: all of a few, of many only where a COMMIT may rest on them.
-# Manifests never change, and their names hold their digests: what was read once is not fetched again. That one
-# is there still is told by each listing (docs/adr/0105).
+# Manifests never change, and their names hold their digests: what was read once is not fetched again. That
+# one is there still is told by each listing (docs/adr/0105).
 
 
 if TYPE_CHECKING:

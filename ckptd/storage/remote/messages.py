@@ -249,8 +249,8 @@ class Beats(Model):
 
 
 # --- Events of an open order, child → daemon: bytes move, or at least time passes as it should -----------
-# `idle_seconds` is how long no byte had moved when the event was sent; the daemon goes on counting from there,
-# so that a child which can say nothing any more is noticed as well (docs/adr/0090).
+# `idle_seconds` is how long no byte had moved when the event was sent; the daemon goes on counting from
+# there, so that a child which can say nothing any more is noticed as well (docs/adr/0090).
 
 
 class Moving(Model):

@@ -374,7 +374,8 @@ def is_pinned(store: Store, tag: str) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------
 # Read-only view of a remote for commands that run without the daemon: list, resume, restore, verify.
-# Writes nothing, initialises nothing; a remote that is not there raises, a remote without commits is an answer.
+# Writes nothing, initialises nothing; a remote that is not there raises, a remote without commits is an
+# answer.
 
 UNREADABLE = (DamagedError, NotPermitted, StorageError)
 """What one document may fail with where the others are still wanted (`verify`)."""

@@ -341,7 +341,8 @@ def _compare(store: Store, file: ManifestFile, pacer: Pacer, check: Callable[[],
 # ---------------------------------------------------------------------------------------------------------
 # Leases of a node that is gone for good: what it was replacing is compared before they lapse (adr/0101).
 # A lease holds up a COMMIT because objects may have changed under a manifest that lists them (adr/0083). Only
-# a person knows that its node will not come back; that the objects are what manifests say is found by reading.
+# a person knows that its node will not come back; that the objects are what manifests say is found by
+# reading.
 
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""The runs of a remote: its row of numbered documents, and who may go on there (core/model/runs.py, adr/0185)."""
+"""The runs of a remote: its row of numbered documents, and who may go on there (core/model/runs.py,
+adr/0185)."""
 
 from __future__ import annotations
 

@@ -523,8 +523,8 @@ class Transfer:
 
 # ---------------------------------------------------------------------------------------------------------
 # Where the bytes of an order to ship come from: sealed files of this node, or what is made while it is sent.
-# A transfer knows origins alone. What makes a derived form out of shards stands higher (`ckptd.convert.remote.derive`,
-# docs/adr/0093) and is handed in.
+# A transfer knows origins alone. What makes a derived form out of shards stands higher
+# (`ckptd.convert.remote.derive`, docs/adr/0093) and is handed in.
 
 _FOLDERS = 64
 _SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)

@@ -270,8 +270,8 @@ def _words(error: Exception) -> str:
 
 # ---------------------------------------------------------------------------------------------------------
 # From a URL that is neither a path nor s3:// to its store: which package speaks it, and is it installed.
-# Nothing is imported before a remote needs it; a package that is missing is named with the command that brings
-# it (docs/adr/0042).
+# Nothing is imported before a remote needs it; a package that is missing is named with the command that
+# brings it (docs/adr/0042).
 
 _SSH = ("sftp", "ssh")
 _SERVICE_LANES = 3

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 # --- The seam between a store of remote files and what speaks a protocol: SFTP, or a driver of fsspec ----
-# `FilesStore` (fsspec_store.py) holds the rules of the contract; a `Drive` is one connection that does what the
-# rules ask, by absolute path. Drives come from a pool, because none is used by two threads at a time.
+# `FilesStore` (fsspec_store.py) holds the rules of the contract; a `Drive` is one connection that does what
+# the rules ask, by absolute path. Drives come from a pool, because none is used by two threads at a time.
 
 PARTIAL_PREFIX = ".ckptd-part-"
 TEMPORARY_PREFIX = ".ckptd-tmp-"

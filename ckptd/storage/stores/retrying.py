@@ -136,7 +136,8 @@ class NoRoom:
 
 # ---------------------------------------------------------------------------------------------------------
 # Decorators that notice whether an order moves: one around the store, one around the pacer (docs/adr/0090).
-# A server that accepts and then hangs looks like a slow one. What tells them apart is kept here, for every kind
+# A server that accepts and then hangs looks like a slow one. What tells them apart is kept here, for every
+# kind
 # of remote alike: when a byte last moved, an answer last came, or our own limit last made the transfer wait.
 
 _SUSTAINED_SECONDS = 5.0

@@ -149,7 +149,8 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 20
 READ_SECONDS = 75
-"""Longer than an upload may stand still (daemon/uploads/session.py): a retry in here would be told to nobody."""
+"""Longer than an upload may stand still (daemon/uploads/session.py): a retry in here would be told to
+nobody."""
 ATTEMPTS = 5
 CONNECTIONS = 32
 

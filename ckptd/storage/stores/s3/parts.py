@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 # --- Where an upload is cut into parts: at borders that somebody chose, and evenly between them ----------
-# Without borders all parts but the last have one size. With borders each stretch between two of them is cut by
-# itself, so that a part never holds bytes from both sides of one (docs/adr/0111). Pure.
+# Without borders all parts but the last have one size. With borders each stretch between two of them is cut
+# by itself, so that a part never holds bytes from both sides of one (docs/adr/0111). Pure.
 
 LEAST_PART_BYTES = 5 << 20
 """Of every part but the last: what S3 asks for."""
