@@ -150,7 +150,7 @@ $(DOCS): bench/docs.txt | $(PY)
 	@touch $@
 
 docs: $(INSTALL) $(DOCS) ## the pages of docs/ as a site in .build/site (writes docs/configuration.md)
-	$(PY) -m tests.configuration_page
+	$(PY) -m tests.support.configuration_page
 	NO_MKDOCS_2_WARNING=1 .build/docs/bin/mkdocs build --strict --quiet
 
 loader-matrix: setup ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)
@@ -169,7 +169,7 @@ faults: setup ## what CI runs of faults and attacks: kill -9, full disks, lost r
 faults-full: setup ## every kill point and error, real kills, the long tests (MINUTES=30 for each; goes on where it was cut)
 	$(PY) -m tests.killpoints --minutes $(MINUTES)
 	$(PY) -m tests.killpoints.real --minutes $(MINUTES)
-	CKPTD_FULL=1 $(PY) -m pytest -p tests.resumable --minutes $(MINUTES) --timeout 1800 tests/faults tests/attacks tests/killpoints tests/golden tests/model tests/sim tests/fleet $(ARGS)
+	CKPTD_FULL=1 $(PY) -m pytest -p tests.support.resumable --minutes $(MINUTES) --timeout 1800 tests/faults tests/attacks tests/killpoints tests/golden tests/model tests/sim tests/fleet $(ARGS)
 
 # Seeds that no default run takes; what was lived with this very code counts, so a run that was cut goes on.
 sim: setup ## 100,000 simulated crashes and power cuts (MINUTES=30, ARGS="--workers 3"); then `make figures`
@@ -182,7 +182,7 @@ fleet: setup ## simulated nodes: 10,000 histories of <= 8, 100 of 64 x 50, one o
 	$(PY) -m tests.fleet --seeds 70001-70002 --nodes 64 --checkpoints 1000 --minutes $(MINUTES) $(ARGS)
 
 figures: $(INSTALL) ## write what the long runs came to into docs/faults.md
-	$(PY) -m tests.figures
+	$(PY) -m tests.support.figures
 
 seeded: setup ## defects put into ckptd one at a time: a test must find each (writes docs/faults.md)
 	$(PY) -m tests.seeded --jobs 2 $(ARGS)

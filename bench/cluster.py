@@ -26,8 +26,8 @@ from bench.limited import Limited, limited
 from bench.report import machine, replace_part
 from ckptd.core.model.layouts import parse_shard_name
 from tests.cluster_convert import scene
-from tests.real import REPOSITORY
 from tests.stores import servers
+from tests.support.real import REPOSITORY
 
 WORK = REPOSITORY / ".build" / "bench-cluster"
 RAW = WORK / "runs.json"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench import recipe, report, xfs
 from bench.measure import Run, make_cold, make_warm, measure
-from tests.real import REPOSITORY
+from tests.support.real import REPOSITORY
 
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 CLONES = "ckptd, XFS clones"

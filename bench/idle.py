@@ -26,8 +26,8 @@ import psutil
 
 from bench.report import machine
 from ckptd.daemon.idle import REST_AFTER_SECONDS
-from tests.real import Recipe, prepare, save_dir_of
 from tests.stores import servers
+from tests.support.real import Recipe, prepare, save_dir_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -31,7 +31,7 @@ from bench.interference_daemon import BUDGET_BYTES, Beside, pinned
 from bench.interference_report import Memory, Work, render, write
 from bench.interference_stats import Pair, Segment
 from bench.measure import make_warm, resident_share
-from tests.real import REPOSITORY, Recipe
+from tests.support.real import REPOSITORY, Recipe
 
 ROOT = REPOSITORY / ".build" / "bench-interference"
 RECORD = ROOT.with_suffix(".json")

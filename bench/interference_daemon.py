@@ -28,7 +28,7 @@ from bench.measure import make_warm
 from bench.saves import TAG, Save
 from bench.transfer_runs import BUCKET, ENVIRONMENT
 from ckptd.storage.local import fs
-from tests import cgroup
+from tests.support import cgroup
 
 BUDGET_BYTES = 512 << 20
 WAITING = 4

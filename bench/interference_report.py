@@ -20,7 +20,7 @@ from bench.interference_stats import (
     undisturbed,
 )
 from bench.report import machine, replace_part
-from tests.real import REPOSITORY
+from tests.support.real import REPOSITORY
 
 PICTURE = REPOSITORY / "docs" / "interference.png"
 BEGIN, END = "<!-- interference: begin -->", "<!-- interference: end -->"

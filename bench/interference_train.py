@@ -21,7 +21,7 @@ import deepspeed.comm as dist
 import torch
 
 from examples.demo.ending import leave
-from tests import make_ckpt
+from tests.support import make_ckpt
 
 UNCOUNTED_STEPS = 4
 """After a pause of any length: caches and clocks are as in the middle of training again."""

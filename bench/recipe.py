@@ -9,7 +9,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.real import MODULE, REPOSITORY, SCRIPTS, Recipe, launch
+from tests.support.real import MODULE, REPOSITORY, SCRIPTS, Recipe, launch
 
 CACHE = REPOSITORY / ".build" / "bench"
 LARGE = {

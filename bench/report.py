@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.real import REPOSITORY
+from tests.support.real import REPOSITORY
 
 if TYPE_CHECKING:
     from bench.convert import Series

@@ -19,7 +19,7 @@ from ckptd.core.policy.local import keep_local
 from ckptd.core.policy.remote import keep_remote
 from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
 from ckptd.daemon.state.view_builder import planned
-from tests.unit.core_views import job_view, remote_commit, save_view, sealed
+from tests.support.core_views import job_view, remote_commit, save_view, sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from ckptd.core.model.layouts import Grid, Role, ShardKey, parse_shard_name
 from ckptd.core.model.manifest import NodeManifest, folder_name, sha256_of
 from ckptd.core.model.save import SaveWindow
 from ckptd.storage.remote.messages import ShipFile, ShipOrder
-from tests.real import REPOSITORY
+from tests.support.real import REPOSITORY
 
 CACHE = REPOSITORY / ".build" / "bench-transfer"
 TAG = "global_step1"

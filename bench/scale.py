@@ -23,7 +23,7 @@ from pathlib import Path
 from bench import sparse, xfs
 from bench.measure import Run, measure
 from bench.report import machine, replace_part
-from tests.real import REPOSITORY
+from tests.support.real import REPOSITORY
 
 WORK = REPOSITORY / ".build" / "bench" / "scale"
 PICTURE = REPOSITORY / "docs" / "scale.png"

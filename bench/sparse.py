@@ -21,7 +21,7 @@ from typing import Any
 
 from ckptd.formats.torchfile.repickle import repickle
 from ckptd.formats.torchfile.values import ITEM_BYTES, Size, Storage, Tensor
-from tests.unit.synthetic import Shapes, fragment_address, model_root, ordered, stage_enum
+from tests.support.synthetic import Shapes, fragment_address, model_root, ordered, stage_enum
 
 PATTERNS = {
     "tp_replicated_parameter_patterns": [r".*ln\d\.", r"final\.", r".*(proj|down)\.bias", r"embed\.pos"],

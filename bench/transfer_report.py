@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bench.report import machine, replace_part
 from bench.transfer_runs import PART_BYTES
-from tests.real import REPOSITORY
+from tests.support.real import REPOSITORY
 
 if TYPE_CHECKING:
     from bench.transfer import Series

@@ -20,8 +20,8 @@ from typing import Any
 from bench.measure import Run, Watcher, make_warm, measure, resident_share
 from bench.native import NullServer
 from bench.saves import CACHE, TAG, Save
-from tests.real import REPOSITORY
 from tests.stores import servers
+from tests.support.real import REPOSITORY
 
 BUCKET = "bench"
 LIMIT_SECONDS = 150.0

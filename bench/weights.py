@@ -18,7 +18,7 @@ from pathlib import Path
 from bench import recipe
 from bench.convert import ENVIRONMENT
 from bench.measure import Run, make_warm, measure
-from tests.real import REPOSITORY
+from tests.support.real import REPOSITORY
 
 CKPTD = [sys.executable, "-m", "ckptd", "convert"]
 STOCK = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32"]

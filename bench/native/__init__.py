@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tests.real import REPOSITORY
 from tests.stores.servers import free_port
+from tests.support.real import REPOSITORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ import os
 import shlex
 from pathlib import Path
 
-from tests.figures import commit_now
+from tests.support.figures import commit_now
 
 FOLDER = Path(__file__).resolve().parents[2] / ".build" / "figures"
 

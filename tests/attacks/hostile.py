@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from tests.unit.synthetic import write_archive
+from tests.support.synthetic import write_archive
 
 OPTIM = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 

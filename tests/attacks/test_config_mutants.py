@@ -1,7 +1,7 @@
 """Thousands of configurations that are wrong in one place: refused, with the key that was meant.
 
 Every key with every single edit, values with wrong units and types, directories that overlap, and secrets
-(P16, P15). The hand-picked ones are in tests/unit/test_config_corpus.py.
+(P16, P15). The hand-picked ones are in tests/unit/config/test_config_corpus.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, RemoteConf
 from ckptd.config.section import LATER, Section
 from ckptd.errors import ConfigError
 from tests.attacks.figures import note
-from tests.unit.config_files import base, to_toml
+from tests.support.config_files import base, to_toml
 
 __all__ = ["base"]
 

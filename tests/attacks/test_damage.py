@@ -31,8 +31,8 @@ from ckptd.recover.select.verify_result import Slice
 from ckptd.storage.local.scan import scan_folder
 from ckptd.storage.stores.sources import CheckedSource, FileSource, crc64_of, records_of
 from tests.attacks.figures import note
-from tests.real import Recipe, prepare, save_dir_of
-from tests.unit.recover_scene import Scene
+from tests.support.real import Recipe, prepare, save_dir_of
+from tests.support.recover_scene import Scene
 
 pytestmark = pytest.mark.real
 FULL = bool(os.environ.get("CKPTD_FULL"))

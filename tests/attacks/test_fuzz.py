@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.attacks.figures import note
-from tests.unit.synthetic import write_stage3, write_stage12
+from tests.support.synthetic import write_stage3, write_stage12
 
 RUNS = 600_000 if os.environ.get("CKPTD_FULL") else 6_000
 ROOT = Path(__file__).resolve().parents[2]

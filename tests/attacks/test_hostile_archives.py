@@ -20,7 +20,7 @@ from ckptd.convert.options import ConvertOptions
 from ckptd.core.model.facts import Archive
 from ckptd.errors import CkptdError
 from tests.attacks.hostile import OPTIM
-from tests.unit.synthetic import Made, Shapes, write_stage12
+from tests.support.synthetic import Made, Shapes, write_stage12
 
 GROUPS: list[Shapes] = [{"w": (16, 8), "b": (8,)}]
 

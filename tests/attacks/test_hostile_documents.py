@@ -12,8 +12,8 @@ import pytest
 
 from ckptd.maintenance.verify import Verifier
 from ckptd.recover.select.inventory import look_at_remote
-from tests.unit.restore_scene import TAG, RestoreScene, scene
-from tests.unit.test_recover_commands import ckptd
+from tests.support.restore_scene import TAG, RestoreScene, scene
+from tests.unit.recover.test_recover_commands import ckptd
 
 __all__ = ["scene"]
 FULL = bool(os.environ.get("CKPTD_FULL"))

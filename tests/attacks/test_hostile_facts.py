@@ -13,7 +13,7 @@ from ckptd.convert.options import ConvertOptions
 from ckptd.errors import CkptdError
 from ckptd.formats.torchfile.values import Global, Inert
 from tests.attacks.hostile import OPTIM
-from tests.unit.synthetic import Shapes, ordered, write_stage12
+from tests.support.synthetic import Shapes, ordered, write_stage12
 
 GROUPS: list[Shapes] = [{"w": (16, 8), "b": (8,)}]
 MODEL = "mp_rank_00_model_states.pt"

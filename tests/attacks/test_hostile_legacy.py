@@ -16,8 +16,8 @@ from ckptd.core.model.facts import Archive
 from ckptd.errors import CkptdError
 from ckptd.formats.torchfile.archive import LEGACY_MAGIC
 from tests.attacks.hostile import OPTIM, pickles
-from tests.unit.legacy_files import LITTLE, as_legacy, legacy_bytes, parts_of
-from tests.unit.synthetic import Made, Shapes, write_stage12
+from tests.support.legacy_files import LITTLE, as_legacy, legacy_bytes, parts_of
+from tests.support.synthetic import Made, Shapes, write_stage12
 
 GROUPS: list[Shapes] = [{"w": (16, 8), "b": (8,)}]
 Storages = list[tuple[str, int, bytes]]

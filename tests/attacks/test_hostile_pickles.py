@@ -20,7 +20,7 @@ from ckptd.core.model.facts import Archive
 from ckptd.errors import CkptdError
 from ckptd.formats.torchfile.values import Global, Inert
 from tests.attacks.hostile import OPTIM, pickles, write_hostile
-from tests.unit.synthetic import Shapes, Shard, model_root, write_stage12
+from tests.support.synthetic import Shapes, Shard, model_root, write_stage12
 
 NAMES = list(pickles(Path("/nowhere")))
 RUN = [

@@ -12,8 +12,8 @@ import pytest
 
 from ckptd.core.model.manifest import sha256_of
 from ckptd.errors import DamagedError, TargetExists
-from tests.unit.recover_scene import Scene
-from tests.unit.restore_scene import MODEL, TAG, RestoreScene, scene
+from tests.support.recover_scene import Scene
+from tests.support.restore_scene import MODEL, TAG, RestoreScene, scene
 
 __all__ = ["scene"]
 Change = Callable[[dict[str, Any]], None]
@@ -183,7 +183,7 @@ def test_a_name_that_is_file_and_folder(scene: RestoreScene) -> None:
 
 
 def test_nothing_that_a_terminal_obeys_is_printed(scene: RestoreScene) -> None:
-    from tests.unit.test_recover_commands import ckptd
+    from tests.unit.recover.test_recover_commands import ckptd
 
     scene.two()
 

@@ -24,7 +24,7 @@ from ckptd.core.completeness.judge import Memory, State, judge
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.listing import FolderListing, ListedFile
 from tests.attacks.figures import note
-from tests.unit.synthetic import Shapes, write_stage3, write_stage12
+from tests.support.synthetic import Shapes, write_stage3, write_stage12
 
 HISTORIES = 100_000 if os.environ.get("CKPTD_FULL") else 600
 SHAPES: list[Shapes] = [{"w": (16, 8), "b": (8,)}]

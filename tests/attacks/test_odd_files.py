@@ -16,7 +16,7 @@ from ckptd.errors import RefusedError
 from ckptd.storage.local import fs
 from ckptd.storage.local.scan import scan_folder
 from tests.e2e.harness import Node, node
-from tests.unit.synthetic import Shapes, write_stage12
+from tests.support.synthetic import Shapes, write_stage12
 
 pytestmark = pytest.mark.faults
 SHAPES: list[Shapes] = [{"w": (16, 8), "b": (8,)}]

@@ -15,7 +15,7 @@ import pytest
 
 from tests.attacks.figures import note
 from tests.e2e.harness import Node, node
-from tests.unit.synthetic import write_stage12
+from tests.support.synthetic import write_stage12
 
 pytestmark = pytest.mark.faults
 FULL = bool(os.environ.get("CKPTD_FULL"))

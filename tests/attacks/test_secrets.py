@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import children_of, node
-from tests.unit.synthetic import write_stage12
+from tests.support.synthetic import write_stage12
 
 pytestmark = pytest.mark.faults
 SECRETS = {

@@ -23,7 +23,7 @@ from ckptd.storage.local.incomplete import remove_incomplete
 from ckptd.storage.local.scan import read_pointer, scan
 from tests.attacks.figures import note
 from tests.attacks.swaps import ASIDE, SHARD, SITES, TAG, Swapper, SwapScene, before_each_call, flipping
-from tests.unit.synthetic import write_stage12
+from tests.support.synthetic import write_stage12
 
 FULL = bool(os.environ.get("CKPTD_FULL"))
 FLIPS = 100_000 if FULL else 2_000

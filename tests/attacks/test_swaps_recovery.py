@@ -14,7 +14,7 @@ import pytest
 from ckptd.errors import CkptdError
 from tests.attacks.figures import note
 from tests.attacks.swaps import SwapScene, before_each_call, exchange
-from tests.unit.restore_scene import TAG, RestoreScene
+from tests.support.restore_scene import TAG, RestoreScene
 
 FULL = bool(os.environ.get("CKPTD_FULL"))
 PLACES = (TAG, "_ckptd", "_ckptd/staging", "_ckptd/aside", "latest")

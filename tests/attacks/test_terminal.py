@@ -32,8 +32,8 @@ from ckptd.cli.screen import Screen
 from ckptd.cli.status.command import _print, screen
 from ckptd.cli.status.watch import watch_lines, watch_screen
 from ckptd.observe.logs import TextLines
-from tests.unit import status_gallery as gallery
-from tests.unit.restore_scene import OPTIM, RestoreScene, scene
+from tests.support import status_gallery as gallery
+from tests.support.restore_scene import OPTIM, RestoreScene, scene
 
 __all__ = ["scene"]
 

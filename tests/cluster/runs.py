@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests import ranks
-from tests.real import CACHE, START_SECONDS, Recipe, locked
+from tests.support import ranks
+from tests.support.real import CACHE, START_SECONDS, Recipe, locked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster.harness import cluster
-from tests.unit.synthetic import write_stage12
+from tests.support.synthetic import write_stage12
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ import pytest
 
 from tests.cluster import runs
 from tests.e2e.harness import PATIENCE_SECONDS
-from tests.real import REPOSITORY
+from tests.support.real import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"
 TRAIN = """#!/bin/sh

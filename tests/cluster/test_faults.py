@@ -18,8 +18,8 @@ import pytest
 from ckptd.core.model.heartbeat import DEAD_SECONDS
 from tests.cluster import runs
 from tests.cluster.harness import SHORT, Cluster, cluster
-from tests.real import REPOSITORY
 from tests.stores import servers
+from tests.support.real import REPOSITORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,10 +18,10 @@ import pytest
 
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
-from tests import stock
 from tests.cluster import runs
 from tests.cluster.harness import Cluster, cluster
 from tests.stores import servers
+from tests.support import stock
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,6 +1,6 @@
 """One node's part of a real DeepSpeed run over several: run by each of its ranks.
 
-`train.py JOBS.json` (tests/ranks.py, or torchrun with --nnodes): jobs as tests/make_ckpt.py takes them;
+`train.py JOBS.json` (tests/support/ranks.py, or torchrun with --nnodes): jobs as tests/support/make_ckpt.py takes them;
 `{node}` in `out` is the node's rank: every node saves into, and loads from, a directory of its own.
 """
 
@@ -17,7 +17,7 @@ import deepspeed.comm as dist
 import torch
 
 from examples.demo.ending import leave
-from tests import make_ckpt as single  # first: it chooses the accelerator
+from tests.support import make_ckpt as single
 
 _CONFIG = single.ds_config
 

@@ -17,8 +17,8 @@ from bench import sparse
 from ckptd.convert.cluster.conversion import Clustered
 from ckptd.convert.cluster.pool import PROFILER, Address
 from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
-from tests.real import REPOSITORY
 from tests.stores import servers
+from tests.support.real import REPOSITORY
 
 MIB = 1 << 20
 PART_SIZE = "5MiB"

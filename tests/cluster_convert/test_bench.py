@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from bench.cluster import WORK
-from tests.real import REPOSITORY
+from tests.support.real import REPOSITORY
 
 pytestmark = [pytest.mark.stores, pytest.mark.full]
 

@@ -31,10 +31,10 @@ from ckptd.errors import (
 )
 from tests.cluster_convert import scene
 from tests.cluster_convert.scene import MIB, OPTIONS, InBackground, clustered, content, got, until, url
-from tests.real import Recipe, prepare, save_dir_of
 from tests.stores import rgw, servers
 from tests.stores.proxy import Fault, proxy
-from tests.unit import recover_scene
+from tests.support import recover_scene
+from tests.support.real import Recipe, prepare, save_dir_of
 
 TAG = "global_step2"
 STAGE_3 = Recipe(stage=3, world_size=2)

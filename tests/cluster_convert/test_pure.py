@@ -25,7 +25,7 @@ from ckptd.convert.reader import blocks_of
 from ckptd.convert.sources import Ranges
 from ckptd.errors import SourceChanged, UsageError
 from ckptd.storage.stores.checksums import crc64, from_hex
-from tests.real import REPOSITORY
+from tests.support.real import REPOSITORY
 
 MIB = 1 << 20
 HEADER = Header("universal", "strict", 0, 2, 2, "0.19", 7, 3, (SourceFile("a.pt", 64 * MIB, "x"),))

@@ -23,8 +23,8 @@ from ckptd.errors import RefusedError
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.cluster_convert import scene
 from tests.cluster_convert.scene import OPTIONS, cli, content, until
-from tests.real import REPOSITORY
 from tests.stores.scene import Node
+from tests.support.real import REPOSITORY
 
 pytestmark = [pytest.mark.faults]
 TAG = "global_step7"

@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.real import REPOSITORY
+from tests.support.real import REPOSITORY
 
 MODULE = "unit/checkpoint/test_universal_checkpoint.py"
 PLACE = REPOSITORY / ".build" / "ds_suite"

@@ -1,6 +1,6 @@
 """A node for end-to-end tests: a real daemon, a save_dir that a replayed trainer writes, a NAS folder.
 
-The bytes are real DeepSpeed saves (tests/real.py), written again in DeepSpeed's order: model states, rank 0's
+The bytes are real DeepSpeed saves (tests/support/real.py), written again in DeepSpeed's order: model states, rank 0's
 optimizer shard, `latest`, and only then the other ranks' shards (docs/formats.md §1.1).
 """
 
@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from ckptd.storage.local.state_dir import drop_status, private_place
-from tests.real import Recipe, expect, prepare, save_dir_of
-from tests.status_schema import checked
+from tests.support.real import Recipe, expect, prepare, save_dir_of
+from tests.support.status_schema import checked
 
 RUN = Recipe(stage=2, world_size=2, save_at=(1, 2, 3, 4, 5, 6, 7, 8))
 OTHER_RUN = Recipe(stage=2, world_size=2, vocab=139, save_at=(1, 2, 3, 4, 5, 6, 7, 8))

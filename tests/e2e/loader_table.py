@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.real import REPOSITORY
+from tests.support.real import REPOSITORY
 
 TABLE = REPOSITORY / "docs" / "loader-matrix.md"
 HEAD = """# Loader matrix

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.harness import PATIENCE_SECONDS, Node
-from tests.real import Recipe, expect, save_dir_of
 from tests.stores import servers
+from tests.support.real import Recipe, expect, save_dir_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import Node, node
-from tests.hf import (
+from tests.support.hf import (
     ACCELERATE_TREES,
     AccelerateRun,
     copy_checkpoint,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.e2e.harness import Node
-from tests.real import MODULE, TAG, Recipe, copy_of, expect, launch, prepare, save_dir_of
+from tests.support.real import MODULE, TAG, Recipe, copy_of, expect, launch, prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 EXPERTS = Recipe(stage=2, world_size=2, moe=4, ep=2)

@@ -11,10 +11,10 @@ import pytest
 from ckptd.base import extents, files
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
-from tests.unit.synthetic import Shapes, write_stage3, write_stage12
-from tests.unit.test_convert_children import tree
-from tests.unit.test_zero_ranges import check
-from tests.unit.weights import large_save, read_folder
+from tests.support.synthetic import Shapes, write_stage3, write_stage12
+from tests.support.weights import large_save, read_folder
+from tests.unit.convert.test_convert_children import tree
+from tests.unit.formats.zero.test_zero_ranges import check
 
 pytestmark = pytest.mark.root
 GROUPS: list[Shapes] = [{f"w{i}": (512, 256) for i in range(8)}, {"norm": (1000,), "odd": (7,)}]

@@ -12,10 +12,10 @@ import pytest
 
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
-from tests import experts, stacked, stock
 from tests.e2e.harness import node
 from tests.e2e.test_inspect_real import inspect
-from tests.real import TAG, Recipe, Resume, copy_of, expect, losses_of, prepare, resumed, save_dir_of
+from tests.support import experts, stacked, stock
+from tests.support.real import TAG, Recipe, Resume, copy_of, expect, losses_of, prepare, resumed, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 

@@ -1,6 +1,6 @@
 """Saves of several model-parallel ranks that are odd, mixed or hostile: whole bytes or one sentence.
 
-Written by `tests.tp_saves` in DeepSpeed's format and changed file by file.
+Written by `tests.support.tp_saves` in DeepSpeed's format and changed file by file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.parts import Literal
 from ckptd.convert.plan import Header, OutputFile, PlanWriter
 from ckptd.errors import CkptdError
-from tests.tp_saves import Param, TpSave, along, megatron, replicated, write
+from tests.support.tp_saves import Param, TpSave, along, megatron, replicated, write
 
 pytestmark = pytest.mark.timeout(300)
 Change = Callable[[dict[str, Any]], None]

@@ -15,9 +15,9 @@ from ckptd.convert.engine.inspect import inspect_files
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.core.model.facts import Archive
-from tests import real, stock
-from tests.disguise import disguise
-from tests.real import TAG, Recipe, prepare, save_dir_of
+from tests.support import real, stock
+from tests.support.disguise import disguise
+from tests.support.real import TAG, Recipe, prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 

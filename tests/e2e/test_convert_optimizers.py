@@ -12,9 +12,9 @@ from ckptd.cli.checkpoints.inspect import look
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.errors import RefusedError
-from tests import consolidated, ranks, stock
-from tests.disguise import disguise
-from tests.real import CACHE, START_SECONDS, TAG, Recipe, expect, locked, prepare, save_dir_of
+from tests.support import consolidated, ranks, stock
+from tests.support.disguise import disguise
+from tests.support.real import CACHE, START_SECONDS, TAG, Recipe, expect, locked, prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -64,7 +64,7 @@ def test_weights_of_an_8_bit_optimizer_are_zero_to_fp32s() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(), tempfile.TemporaryDirectory() as made:
         if not (folder / "done").exists():
-            ranks.train("tests.make_blockwise", [str(folder)], folder, ranks=2, seconds=START_SECONDS)
+            ranks.train("tests.support.make_blockwise", [str(folder)], folder, ranks=2, seconds=START_SECONDS)
             (folder / "done").touch()
         cases = []
         for stage in (2, 3):

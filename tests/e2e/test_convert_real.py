@@ -14,8 +14,8 @@ from ckptd.convert.engine.inspect import inspect_files
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.errors import CkptdError
-from tests import stock
-from tests.real import REPOSITORY, TAG, Recipe, expect, prepare, save_dir_of
+from tests.support import stock
+from tests.support.real import REPOSITORY, TAG, Recipe, expect, prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 

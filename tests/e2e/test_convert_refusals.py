@@ -18,9 +18,9 @@ import pytest
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.errors import CkptdError
-from tests import stock
 from tests.e2e.test_convert_legacy import saved_with
-from tests.real import REPOSITORY, TAG, Recipe, copy_of, expect, prepare, save_dir_of
+from tests.support import stock
+from tests.support.real import REPOSITORY, TAG, Recipe, copy_of, expect, prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 

@@ -1,7 +1,7 @@
 """Tensor- and pipeline-parallel saves: the stock converter's bytes, rule by rule, and what is refused.
 
 AutoTP saves are real training on CPU; Megatron-style metadata that CPU training cannot make is written in
-DeepSpeed's own format (`tests.tp_saves`), random elements, so that one in a wrong place is seen.
+DeepSpeed's own format (`tests.support.tp_saves`), random elements, so that one in a wrong place is seen.
 """
 
 from __future__ import annotations
@@ -22,9 +22,19 @@ from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.core.model.records import UNIVERSAL
 from ckptd.errors import CkptdError
-from tests import stock
-from tests.real import REPOSITORY, TAG, Recipe, Resume, expect, losses_of, prepare, resume, save_dir_of
-from tests.unit.test_making import Scene
+from tests.support import stock
+from tests.support.real import (
+    REPOSITORY,
+    TAG,
+    Recipe,
+    Resume,
+    expect,
+    losses_of,
+    prepare,
+    resume,
+    save_dir_of,
+)
+from tests.unit.storage.remote.test_making import Scene
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -51,7 +61,7 @@ Change = Callable[[dict[str, Any]], None]
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tp")
     subprocess.run(
-        [sys.executable, "-m", "tests.tp_saves", str(folder)],
+        [sys.executable, "-m", "tests.support.tp_saves", str(folder)],
         cwd=REPOSITORY,
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
         check=True,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ckptd.convert.engine.supervisor import convert
-from tests import stacked
 from tests.e2e.test_inspect_real import inspect
-from tests.real import TAG, Recipe, Resume, losses_of, prepare, resume, save_dir_of
+from tests.support import stacked
+from tests.support.real import TAG, Recipe, Resume, losses_of, prepare, resume, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 STAGE_3 = Recipe(stage=3, world_size=4, sp=2)

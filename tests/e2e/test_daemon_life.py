@@ -21,7 +21,7 @@ from tests.e2e.harness import (
     node,
     same_bytes,
 )
-from tests.real import save_dir_of
+from tests.support.real import save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 PACED = 'bandwidth = "200kB/s"'

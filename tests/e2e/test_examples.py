@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ds_suite.run import reason_to_skip
-from tests.real import REPOSITORY
+from tests.support.real import REPOSITORY
 
 if os.environ.get("CKPTD_FULL"):  # three starts of training each
 

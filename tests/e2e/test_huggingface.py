@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.harness import Node, node
-from tests.hf import HF_TREES, HfRun, copy_checkpoint, losses_of, prepare, start, train, tree_of
+from tests.support.hf import HF_TREES, HfRun, copy_checkpoint, losses_of, prepare, start, train, tree_of
 
 if TYPE_CHECKING:
     from pathlib import Path

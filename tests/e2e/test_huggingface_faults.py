@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.harness import PACE, node
 from tests.e2e.test_huggingface import assert_as_written
-from tests.hf import HfRun, start
+from tests.support.hf import HfRun, start
 
 pytestmark = pytest.mark.real
 

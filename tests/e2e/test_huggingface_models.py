@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.harness import node
 from tests.e2e.test_huggingface import assert_as_written, files_in, sha256
-from tests.hf import HF_TREES, HfRun, copy_checkpoint, prepare, start, tree_of
+from tests.support.hf import HF_TREES, HfRun, copy_checkpoint, prepare, start, tree_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ import pytest
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from tests.e2e.test_convert_real import STAGE_2, STAGE_3, ckptd
-from tests.real import TAG, Recipe, copy_of, expect, prepare, save_dir_of
+from tests.support.real import TAG, Recipe, copy_of, expect, prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 TWO_SAVES = Recipe(stage=2, world_size=2, save_at=(2, 4))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import RUN, Node, node, shards_in_order
-from tests.real import Resume, losses_of, prepare, resume, save_dir_of
+from tests.support.real import Resume, losses_of, prepare, resume, save_dir_of
 
 pytestmark = pytest.mark.real
 

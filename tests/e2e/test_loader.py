@@ -17,7 +17,7 @@ import pytest
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import Compat, ConvertOptions
 from tests.e2e.loader_table import Row, write
-from tests.real import (
+from tests.support.real import (
     TAG,
     Recipe,
     Resume,

@@ -15,8 +15,8 @@ import pytest
 
 from tests.e2e.s3_node import s3_node
 from tests.e2e.test_resume_real import ckptd
-from tests.real import Recipe, Resume, losses_of, prepare, resume, save_dir_of
 from tests.stores import servers
+from tests.support.real import Recipe, Resume, losses_of, prepare, resume, save_dir_of
 
 pytestmark = pytest.mark.real
 RECIPE = Recipe(stage=2, world_size=2)

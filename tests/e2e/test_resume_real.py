@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.real import Recipe, Resume, losses_of, prepare, resume, save_dir_of
+from tests.support.real import Recipe, Resume, losses_of, prepare, resume, save_dir_of
 
 pytestmark = pytest.mark.real
 RECIPE = Recipe(stage=2, world_size=2)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.e2e.harness import PACE, RUN, Node, children_of, same_bytes
-from tests.real import save_dir_of
 from tests.stores.sshd import Sshd, needs_sshd, sshd
+from tests.support.real import save_dir_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import node
-from tests.hf import START_SECONDS
-from tests.ranks import ENVIRONMENT, REPOSITORY
 from tests.stores.servers import free_port
+from tests.support.hf import START_SECONDS
+from tests.support.ranks import ENVIRONMENT, REPOSITORY
 
 pytestmark = pytest.mark.real
 
@@ -28,7 +28,7 @@ def train(work: Path, jobs: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(PROCESSES)),
-            *("--master_port", str(free_port()), "-m", "tests.told_train"),
+            *("--master_port", str(free_port()), "-m", "tests.support.told_train"),
             *(str(work / "jobs.json"), str(work / "answers.json")),
         ],
         cwd=REPOSITORY,

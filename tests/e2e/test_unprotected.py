@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.harness import RUN, made_before, node
-from tests.hf import HfRun, train
-from tests.real import save_dir_of
+from tests.support.hf import HfRun, train
+from tests.support.real import save_dir_of
 
 if TYPE_CHECKING:
     from pathlib import Path

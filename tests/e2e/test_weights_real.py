@@ -19,7 +19,6 @@ import torch
 
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
-from tests import consolidated, ranks
 from tests.e2e.test_convert_real import (
     BF16,
     GROUPS_TIED_FROZEN,
@@ -30,9 +29,10 @@ from tests.e2e.test_convert_real import (
     STAGE_3,
     SUB_GROUPS,
 )
-from tests.hf import HfRun, tree_of
-from tests.hf import prepare as prepare_hf
-from tests.real import (
+from tests.support import consolidated, ranks
+from tests.support.hf import HfRun, tree_of
+from tests.support.hf import prepare as prepare_hf
+from tests.support.real import (
     CACHE,
     REPOSITORY,
     START_SECONDS,
@@ -44,7 +44,7 @@ from tests.real import (
     run_module,
     save_dir_of,
 )
-from tests.unit.weights import Read, as_read, read_folder
+from tests.support.weights import Read, as_read, read_folder
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -177,7 +177,7 @@ def excluded() -> Path:
     with locked():
         if not (folder / "done").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            ranks.train("tests.make_excluded", [str(folder)], folder, ranks=2, seconds=START_SECONDS)
+            ranks.train("tests.support.make_excluded", [str(folder)], folder, ranks=2, seconds=START_SECONDS)
             (folder / "done").touch()
     return folder
 
@@ -207,7 +207,7 @@ def adapters() -> Path:
         if not (folder / "done").exists():
             folder.mkdir(parents=True, exist_ok=True)
             arguments = ["train", str(folder)]
-            ranks.train("tests.make_adapters", arguments, folder, ranks=2, seconds=START_SECONDS)
+            ranks.train("tests.support.make_adapters", arguments, folder, ranks=2, seconds=START_SECONDS)
             (folder / "done").touch()
     return folder
 
@@ -217,7 +217,7 @@ def test_peft_opens_the_adapter(adapters: Path, tmp_path: Path, stage: int) -> N
     export(adapters / f"z{stage}" / "step", tmp_path / "w", "fp32")
     found = set(os.listdir(tmp_path / "w"))
     assert found == {"adapter_config.json", "adapter_model.safetensors", "ckptd.json", "model.safetensors"}
-    out = run_module("tests.make_adapters", "load", str(adapters / f"z{stage}"), str(tmp_path / "w"))
+    out = run_module("tests.support.make_adapters", "load", str(adapters / f"z{stage}"), str(tmp_path / "w"))
     assert json.loads(out.splitlines()[-1]) == []
 
 

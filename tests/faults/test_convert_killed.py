@@ -22,8 +22,8 @@ from ckptd.convert.options import ConvertOptions, ConvertReport
 from ckptd.errors import BehindError, NoSpaceError, TargetExists
 from ckptd.storage.local.scan import scan
 from tests.faults import dying
-from tests.real import REPOSITORY
-from tests.unit.synthetic import Shapes, write_stage3, write_stage12
+from tests.support.real import REPOSITORY
+from tests.support.synthetic import Shapes, write_stage3, write_stage12
 
 pytestmark = pytest.mark.faults
 GROUPS: list[Shapes] = [{"embed": (64, 64), "w": (70, 65)}, {"bias": (33,)}]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench import sparse
-from tests import cgroup
-from tests.real import REPOSITORY
+from tests.support import cgroup
+from tests.support.real import REPOSITORY
 
 pytestmark = [
     pytest.mark.faults,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.harness import PACE, node
-from tests.unit.synthetic import write_stage12
+from tests.support.synthetic import write_stage12
 
 if TYPE_CHECKING:
     from pathlib import Path

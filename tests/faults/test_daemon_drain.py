@@ -20,7 +20,7 @@ import pytest
 from tests.cluster.slurm import below
 from tests.e2e.harness import RUN, made_before, node
 from tests.e2e.s3_node import BIG_RUN
-from tests.real import Recipe, prepare, save_dir_of
+from tests.support.real import Recipe, prepare, save_dir_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

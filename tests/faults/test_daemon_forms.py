@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import experts
 from tests.e2e.harness import Node, node, shards_in_order
 from tests.e2e.test_convert_experts import AUTOEP, STAGE_2
 from tests.e2e.test_convert_tensor_parallel import PIPELINE, TP_1, TP_3
-from tests.real import TAG, prepare, save_dir_of
+from tests.support import experts
+from tests.support.real import TAG, prepare, save_dir_of
 
 KINDS = ("pipeline", "tensor 1", "tensor 3", "experts", "autoep")
 pytestmark = [pytest.mark.real, pytest.mark.faults]

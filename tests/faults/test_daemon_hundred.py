@@ -11,7 +11,7 @@ import pytest
 
 from tests.attacks.figures import note
 from tests.e2e.harness import node
-from tests.unit.synthetic import write_stage12
+from tests.support.synthetic import write_stage12
 
 pytestmark = [pytest.mark.faults, pytest.mark.full]
 COUNT = 100

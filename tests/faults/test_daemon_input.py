@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.disguise import disguise
 from tests.e2e.harness import OTHER_RUN, RUN, Node, made_before, node, same_bytes, shards_in_order
-from tests.real import save_dir_of
+from tests.support.disguise import disguise
+from tests.support.real import save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 RANK0 = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ckptd.config.budget import MIB, divide
-from tests import cgroup
 from tests.e2e.harness import RUN, children_of, made_before
 from tests.faults.test_daemon_service import House
 from tests.faults.test_daemon_service import house as house
+from tests.support import cgroup
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import RUN, made_before, node
-from tests.real import save_dir_of
+from tests.support.real import save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.harness import RUN, made_before, node, same_bytes
 from tests.faults.test_daemon_ground import mount
-from tests.real import save_dir_of
+from tests.support.real import save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import RUN, node
-from tests.real import prepare
+from tests.support.real import prepare
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import RUN, Node, made_before, node
-from tests.real import save_dir_of
+from tests.support.real import save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 RANK1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"

@@ -22,8 +22,8 @@ import pytest
 
 from ckptd.core.model.heartbeat import HEARTBEATS
 from tests.e2e.harness import PATIENCE_SECONDS, RUN, made_before, shards_in_order
-from tests.real import save_dir_of
-from tests.status_schema import checked
+from tests.support.real import save_dir_of
+from tests.support.status_schema import checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

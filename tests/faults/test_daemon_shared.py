@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import RUN, Node, made_before, node
-from tests.unit.recover_scene import Scene
+from tests.support.recover_scene import Scene
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 FIRST, LAST = "0" * 16, "z" * 16

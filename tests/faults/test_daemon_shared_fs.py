@@ -17,8 +17,8 @@ import pytest
 from ckptd.core.policy.leases import share_of
 from tests.cluster.harness import Cluster, cluster
 from tests.e2e.harness import RUN, Node
-from tests.real import prepare, save_dir_of
 from tests.stores import servers
+from tests.support.real import prepare, save_dir_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,8 +18,8 @@ from ckptd.storage.remote.transfer import SMALL_BYTES
 from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
 from tests.e2e.harness import OTHER_RUN, RUN, Node, children_of, node
 from tests.e2e.s3_node import BIG_RUN, PREFIX, S3Node, s3_node
-from tests.real import Recipe, prepare, save_dir_of
 from tests.stores.proxy import proxy
+from tests.support.real import Recipe, prepare, save_dir_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

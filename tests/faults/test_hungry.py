@@ -26,11 +26,11 @@ from ckptd.convert.engine import children, supervisor
 from ckptd.convert.engine.inspect import inspect_files
 from ckptd.convert.options import ConvertOptions
 from ckptd.errors import BehindError, CkptdError, StorageError
-from tests import cgroup
 from tests.killpoints import judge, trainer
 from tests.killpoints.life import Place, Scenario
-from tests.real import REPOSITORY
-from tests.unit.synthetic import Shapes, write_stage12
+from tests.support import cgroup
+from tests.support.real import REPOSITORY
+from tests.support.synthetic import Shapes, write_stage12
 
 pytestmark = pytest.mark.faults
 GROUPS: list[Shapes] = [{"embed": (64, 64), "w": (70, 65)}, {"bias": (33,)}]

@@ -21,9 +21,9 @@ from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.open import open_store
 from tests.e2e.harness import RUN
 from tests.e2e.s3_node import s3_node
-from tests.real import prepare
 from tests.stores import servers
 from tests.stores.scene import Node
+from tests.support.real import prepare
 
 if TYPE_CHECKING:
     from pathlib import Path

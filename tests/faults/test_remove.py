@@ -10,7 +10,7 @@ import pytest
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local import fs
 from tests.e2e.harness import RUN, made_before, node, same_bytes
-from tests.real import save_dir_of
+from tests.support.real import save_dir_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,9 +22,9 @@ from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3 import client as s3_client
 from tests.e2e.harness import children_of
 from tests.e2e.s3_node import BIG_RUN, s3_node
-from tests.real import prepare
 from tests.stores import servers
 from tests.stores.proxy import answer, proxy
+from tests.support.real import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

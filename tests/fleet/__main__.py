@@ -20,8 +20,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from tests.figures import commit_now
 from tests.fleet.story import Shape, Told, staged, tell
+from tests.support.figures import commit_now
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -348,7 +348,7 @@ class Daemon:
             again = (a for a in store.log if a.verb == "list" or a.key in _READ_EACH_TIME)
             self.usual = Look(version, tuple(again))
 
-    # --- sealing (daemon/intake/sealer.py)
+    # --- sealing --------------------------------------------------------------------------------------------
 
     def _row(self, tag: str, written: Written) -> Row | None:
         rows = (r for r in self.machine.present if r.save.tag == tag)
@@ -433,7 +433,7 @@ class Daemon:
                     return Order(seen.manifest.branch, seen.manifest.step, seen.manifest.save_seq)
         return None
 
-    # --- generations (daemon/intake/known_saves.py)
+    # --- generations ----------------------------------------------------------------------------------------
 
     def _known_tags(self) -> frozenset[str]:
         seen = self.seen_all
@@ -517,7 +517,7 @@ class Daemon:
                 if commit is not None and commit is not row.heard:
                     row.save, row.heard = as_committed(row.save, [commit]), commit
 
-    # --- what the planner sees (daemon/state/view_builder.py)
+    # --- what the planner sees ------------------------------------------------------------------------------
 
     def view(self, seen: Observation) -> JobView:
         """The view of this turn."""
@@ -572,7 +572,7 @@ class Daemon:
             unsealed_tags=frozenset(machine.disk.keys() - sealed),
         )
 
-    # --- acting (daemon/uploads/uploads.py, retiring.py)
+    # --- acting ---------------------------------------------------------------------------------------------
 
     def _act(self, actions: Sequence[act.Action]) -> list[bool]:
         """All of a plan begins at once, so a prune waits for no remote; but workers may be busy."""

@@ -24,7 +24,7 @@ from ckptd.recover.select.verify_result import Slice
 from ckptd.storage.remote import observe
 from ckptd.storage.remote.documents import read_commit
 from ckptd.storage.remote.messages import ShipResult
-from tests.unit.recover_scene import Scene
+from tests.support.recover_scene import Scene
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "remote-1.0"
@@ -37,7 +37,7 @@ import ckptd
 from ckptd.errors import CkptdError
 from ckptd.storage.remote.documents import read_commit
 from ckptd.storage.remote.messages import ShipResult
-from tests.unit.recover_scene import Scene
+from tests.support.recover_scene import Scene
 assert Path(ckptd.__file__).is_relative_to(Path.cwd()), ckptd.__file__
 what, root, node, part = sys.argv[1:]
 scene = Scene(Path(root), node=node)

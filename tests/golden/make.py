@@ -18,7 +18,7 @@ from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.journal.schema import SCHEMA
 from ckptd.storage.local.scan import scan_folder
-from tests.unit.restore_scene import TAG, RestoreScene
+from tests.support.restore_scene import TAG, RestoreScene
 
 HERE = Path(__file__).resolve().parent
 

@@ -16,8 +16,8 @@ from ckptd.recover.select.verify_result import Slice
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.journal.schema import SCHEMA
 from tests.golden.make import HERE
-from tests.unit.restore_scene import TAG, RestoreScene
-from tests.unit.test_recover_commands import ckptd
+from tests.support.restore_scene import TAG, RestoreScene
+from tests.unit.recover.test_recover_commands import ckptd
 
 REMOTES = sorted(path.name for path in HERE.glob("remote-*"))
 JOURNALS = sorted(path.name for path in HERE.glob("journal-*.db"))

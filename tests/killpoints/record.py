@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.figures import commit_now
 from tests.killpoints.points import Outcome
+from tests.support.figures import commit_now
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / ".build"

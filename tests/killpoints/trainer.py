@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
-from tests.unit import synthetic
-from tests.unit.synthetic import Shapes, write_stage12
+from tests.support import synthetic
+from tests.support.synthetic import Shapes, write_stage12
 
 GROUPS: list[Shapes] = [{"embed": (64, 40), "w": (30, 31)}, {"bias": (17,)}]
 STEPS = (10, 20, 30, 40)

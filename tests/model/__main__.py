@@ -11,10 +11,10 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.figures import commit_now
 from tests.model import test_claims
 from tests.model.explorer import Violation
 from tests.model.test_commit_protocol import FULL, QUICK, explore
+from tests.support.figures import commit_now
 
 FIGURES = Path(__file__).resolve().parents[2] / ".build" / "figures" / "generations.json"
 

@@ -40,7 +40,7 @@ from ckptd.core.policy.view import (
     SaveView,
     Unuploaded,
 )
-from tests.unit.core_views import sealed
+from tests.support.core_views import sealed
 
 SAVE_BYTES = 100
 

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.figures import PAGE, SEEDED, commit_now, put, seeded_line
 from tests.seeded.bugs import ROOT, Bug, Outcome, bugs, copy_tree, pytest, try_bug
+from tests.support.figures import PAGE, SEEDED, commit_now, put, seeded_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

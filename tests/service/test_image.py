@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.real import REPOSITORY
-from tests.unit.synthetic import write_stage12
+from tests.support.real import REPOSITORY
+from tests.support.synthetic import write_stage12
 
 pytestmark = [pytest.mark.root, pytest.mark.faults]
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import RUN, shards_in_order
-from tests.real import prepare, save_dir_of
 from tests.service import boot
 from tests.service.boot import UID, USER, Booted
 from tests.stores import servers
+from tests.support.real import prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
 

@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.figures import commit_now
 from tests.sim.life import Outcome, drawn, live, shortened
+from tests.support.figures import commit_now
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 20

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from tests.sim.kernel import Kernel
-from tests.unit import synthetic
+from tests.support import synthetic
 
 if TYPE_CHECKING:
     import random

@@ -31,8 +31,8 @@ from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.sources import MemorySource
 from tests.stores import servers
 from tests.stores.proxy import Proxy
-from tests.unit.repair_scene import RepairScene, built, scene
-from tests.unit.restore_scene import TAG
+from tests.support.repair_scene import RepairScene, built, scene
+from tests.support.restore_scene import TAG
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -42,7 +42,7 @@ from ckptd.storage.stores.sources import MemorySource
 from tests.stores import servers
 from tests.stores.conformance import DATA, WINDOW_BYTES, Meter, StoreConformance, send
 from tests.stores.sshd import Sshd, make_key, needs_sshd, sshd
-from tests.unit.test_making import Scene
+from tests.unit.storage.remote.test_making import Scene
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

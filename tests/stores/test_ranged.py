@@ -31,10 +31,10 @@ from ckptd.formats.torchfile.archive import LEGACY_MAGIC
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.open import open_store
 from tests.e2e.test_resume_real import ckptd
-from tests.real import REPOSITORY, Recipe, prepare, save_dir_of
 from tests.stores import servers
 from tests.stores.proxy import proxy
 from tests.stores.sshd import needs_sshd, sshd
+from tests.support.real import REPOSITORY, Recipe, prepare, save_dir_of
 
 MIB = 1 << 20
 TAG = "global_step2"

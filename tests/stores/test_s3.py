@@ -26,8 +26,8 @@ from ckptd.storage.stores.sources import MemorySource
 from tests.stores import servers
 from tests.stores.conformance import DATA, Meter, Stopped, StoreConformance, source_of
 from tests.stores.proxy import answer, proxy
-from tests.unit.repair_scene import run_here
-from tests.unit.test_remote_resend import entry
+from tests.support.repair_scene import run_here
+from tests.unit.storage.remote.test_remote_resend import entry
 
 pytestmark = pytest.mark.stores
 

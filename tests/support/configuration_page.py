@@ -1,0 +1,92 @@
+"""docs/configuration.md, made from the models; `python -m tests.support.configuration_page` writes it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ckptd.config.environment import variables_of
+from ckptd.config.retention import Retention
+from ckptd.config.s3 import S3Keys
+from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, NotifyConfig, RemoteConfig
+from ckptd.config.section import Section
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+HEAD = """# Configuration
+
+<!-- Made from the models by `python -m tests.support.configuration_page`; a test compares. -->
+
+A job is a TOML file below `jobs.d/` of the configuration directory (`--config-dir`, else
+`$CKPTD_CONFIG_DIR`, else `$XDG_CONFIG_HOME/ckptd`, else `/etc/ckptd/<user>`), or any file given as
+`--job FILE`; `ckptd.toml` beside `jobs.d/` is about the daemon as a whole. `ckptd init SAVE_DIR URL` prints a
+job file with every key, and `ckptd check FILE` tries one out. Quantities are strings with units. An unknown
+key, a wrong value or a key of a later version is refused with the nearest valid key (exit code 78): that job
+does not run, the others do.
+
+A value in the second column is what holds where the key is absent, unless it says *example* or *required*.
+Variables are for a single job without a file, such as
+`CKPTD_SAVE_DIR=/nvme/run CKPTD_URL=s3://bucket/run CKPTD_SETTLE=10s ckptd run`; lists have commas, tags are
+written as `key=value,…`. What the keys mean together is in the [contract](contract.md); whole files are in
+`config/` of the source tree.
+"""
+OF: dict[type[Section], tuple[str, ...]] = {
+    JobConfig: ("job",),
+    LocalConfig: ("local",),
+    RemoteConfig: ("remote",),
+    DaemonConfig: ("daemon",),
+    Retention: ("local", "remote"),
+    S3Keys: ("remote",),
+    NotifyConfig: (),
+}
+"""In which sections of the environment the keys of a model stand."""
+TABLES = ("ephemeral", "ladder")
+"""What no text of a variable can say."""
+OFF_BY_DEFAULT = ("incomplete_after", "scrub")
+SECTIONS: tuple[tuple[str, str, type[Section], type[Section] | None], ...] = (
+    ("A job", "The top of a job file.", JobConfig, None),
+    ("[local]", "What stays on this node; with the retention keys below.", LocalConfig, Retention),
+    ("[[remote]]", "One table for each place; with the retention keys below.", RemoteConfig, Retention),
+    ("Retention", "In `[local]` and in each `[[remote]]`; keeps join by union.", Retention, None),
+    ("S3", "In a `[[remote]]` whose URL begins with `s3://`.", S3Keys, None),
+    ("ckptd.toml", "The daemon as a whole.", DaemonConfig, None),
+    ("[notify]", "In `ckptd.toml`: who is told what.", NotifyConfig, None),
+)
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *(_section(*section) for section in SECTIONS)])
+
+
+def _section(title: str, text: str, model: type[Section], without: type[Section] | None) -> str:
+    inherited: set[str] = set(without.model_fields) if without else set()
+    if model is RemoteConfig:
+        inherited |= set(S3Keys.model_fields)
+    rows = [_row(model, name) for name in model.model_fields if name not in inherited and _shown(model, name)]
+    head = "| key | default or example | what | variable |\n|---|---|---|---|"
+    return "\n".join([f"## {title}", text, "", head, *rows, ""])
+
+
+def _shown(model: type[Section], name: str) -> str:
+    """The key's line of TOML; "" where it is a table of its own."""
+    extra = model.model_fields[name].json_schema_extra
+    return str(extra["toml"]) if isinstance(extra, dict) else ""
+
+
+def _row(model: type[Section], name: str) -> str:
+    field = model.model_fields[name]
+    key, _, value = _shown(model, name).partition(" = ")
+    is_example = field.default in (None, ()) and key not in OFF_BY_DEFAULT
+    kind = "*required* " if field.is_required() else "*example* " if is_example else ""
+    names = [variables_of(place, key)[:1] for place in OF[model] if key not in TABLES]
+    variables = ", ".join(f"`{name}`" for found in names for name in found)
+    return f"| `{key}` | {kind}`{_cell(value)}` | {_cell(field.description or '')} | {variables} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"{PAGE} written", file=sys.stderr)

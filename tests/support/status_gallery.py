@@ -1,0 +1,318 @@
+"""Every answer that `ckptd status` gives, over documents as a daemon writes them.
+
+The times are of one moment; `python -m tests.support.status_gallery > tests/golden/status.txt` keeps its texts.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+
+from ckptd.cli.status.command import screen
+from ckptd.cli.status.words import exit_code, life_of
+from ckptd.observe import status as st
+from ckptd.observe.status import pid_space
+
+NOW = datetime.fromisoformat("2026-03-01T12:00:00+00:00").timestamp()
+NO_PROCESS = 4_194_304 + 1
+"""Above the largest process id that Linux gives out."""
+
+
+def before(seconds: float) -> str:
+    """An RFC 3339 time."""
+    return st.rfc3339(NOW - seconds)
+
+
+def daemon(**changes: Any) -> st.DaemonStatus:
+    """One that runs: this process."""
+    made = st.DaemonStatus(
+        pid=os.getpid(),
+        alive=True,
+        version="0.3.0",
+        started_at=before(86400),
+        last_turn_age_seconds=0.0,
+        memory_bytes=90 << 20,
+        memory_budget_bytes=1 << 30,
+        pid_space=pid_space(),
+    )
+    return replace(made, **changes)
+
+
+def checkpoint(step: int, *, state: str = "committed", ship: str = "", **changes: Any) -> st.CheckpointStatus:
+    """One of 12 GB, on its way to s3 as `ship` says."""
+    form = st.FormStatus(
+        state=ship or ("committed" if state == "committed" else "waiting"),
+        bytes_total=12_000_000_000 if ship == "shipping" else 0,
+        bytes_done=7_500_000_000 if ship == "shipping" else 0,
+        eta_seconds=240.0 if ship == "shipping" else None,
+        commit_sha256="3fa9c2d17b0e" * 5 if state == "committed" else None,
+        generation=1 if state == "committed" or ship == "shipping" else None,
+        started_at=before(500) if ship or state == "committed" else None,
+        ended_at=before(180) if state == "committed" else None,
+    )
+    made = st.CheckpointStatus(
+        tag=f"global_step{step}",
+        generation=1,
+        branch=1,
+        step=step,
+        state=state,
+        bytes=12_000_000_000,
+        local=st.LocalStatus(
+            present=True,
+            universal="ready" if state == "committed" else "none",
+            held=state != "committed",
+            seen_at=before(620),
+            complete_at=before(560),
+        ),
+        remotes={"s3": {"zero": form, "universal": st.FormStatus(state="waiting")}},
+        keep=("newest",),
+    )
+    return replace(made, **changes)
+
+
+NOT_REACHED = st.RemoteStatus(name="s3", url="s3://bucket/llama", attached=False)
+REMOTE = st.RemoteStatus(
+    name="s3",
+    url="s3://bucket/llama",
+    attached=True,
+    create_only=True,
+    proof="store-checksum",
+    resumable=True,
+    held=(
+        st.HeldStatus(
+            tag="global_step4000",
+            generation=1,
+            branch=1,
+            step=4000,
+            forms=("zero",),
+            verdict="keep",
+            why=("one of the newest 10",),
+        ),
+    ),
+)
+
+
+def job(name: str = "llama", **changes: Any) -> st.JobStatus:
+    """All is well: step 4000 is committed."""
+    made = st.JobStatus(
+        name=name,
+        job_id="9f2c",
+        save_dir=f"/nvme/{name}",
+        state="ok",
+        as_of=before(0),
+        safe=st.SafeStatus(
+            tag="global_step4000",
+            generation=1,
+            branch=1,
+            step=4000,
+            committed_at=before(180),
+            age_seconds=180.0,
+        ),
+        newest_complete="global_step4000",
+        steps_at_risk=0,
+        seconds_at_risk=560.0,
+        disk=st.DiskStatus(free_bytes=800_000_000_000, next_save_bytes=13_200_000_000),
+        production_bytes_per_second=2e7,
+        link_bytes_per_second=5e7,
+        checkpoints=(checkpoint(4000),),
+        remotes=(REMOTE,),
+    )
+    return replace(made, **changes)
+
+
+def problem(
+    code: str, severity: Any, text: str, next_step: str, age_seconds: float = 720
+) -> st.ProblemStatus:
+    """An open one."""
+    return st.ProblemStatus(
+        code=code, severity=severity, since=before(age_seconds), text=text, next_step=next_step, about="s3"
+    )
+
+
+def behind(**changes: Any) -> st.JobStatus:
+    """Step 4500 is on its way."""
+    both = (checkpoint(4500, state="uploading", ship="shipping"), checkpoint(4000))
+    return job(
+        **{
+            "state": "behind",
+            "newest_complete": "global_step4500",
+            "steps_at_risk": 500,
+            "checkpoints": both,
+            **changes,
+        }
+    )
+
+
+UNREACHABLE = problem("remote-unreachable", "behind", "s3: no answer from bucket", "ckptd check llama")
+FULL = problem(
+    "remote-full", "attention", "s3: the remote is full", "free space there, or lower its keep_last"
+)
+INVALID = st.JobStatus(
+    name="typo",
+    job_id=None,
+    save_dir="/etc/ckptd/jobs.d/typo.toml",
+    state="invalid",
+    problems=(
+        problem("config-invalid", "attention", "typo.toml: output_dir is no key", "the nearest is save_dir"),
+    ),
+)
+NOTHING_YET = job(
+    state="waiting",
+    safe=None,
+    newest_complete=None,
+    steps_at_risk=None,
+    seconds_at_risk=None,
+    disk=None,
+    production_bytes_per_second=None,
+    link_bytes_per_second=None,
+    checkpoints=(),
+    remotes=(),
+    problems=(
+        problem(
+            "save-dir-missing", "note", "/nvme/llama does not exist yet", "it appears when training starts"
+        ),
+    ),
+)
+PAUSED = st.PauseStatus(since=before(3600), by="alice")
+
+
+def _drain(
+    *,
+    is_done: bool,
+    left: float = 75.0,
+    late: tuple[str, ...] = (),
+    unsent: tuple[str, ...] = (),
+    stalled: tuple[str, ...] = (),
+) -> st.DrainStatus:
+    missing = () if is_done else ("global_step4500",)
+    return st.DrainStatus(
+        asked_at=before(45),
+        deadline_at=before(-left),
+        is_done=is_done,
+        missing=missing,
+        late=late,
+        unsent=unsent,
+        stalled=stalled,
+    )
+
+
+def whole(step: int) -> st.CheckpointStatus:
+    """One whose forms are all committed."""
+    one = checkpoint(step)
+    (zero,) = (forms["zero"] for forms in one.remotes.values())
+    return replace(one, remotes={"s3": {"zero": zero, "universal": zero}})
+
+
+LONG = (
+    *(whole(4000 - 50 * n) for n in range(30)),
+    checkpoint(2400, ship="failed"),
+    *(whole(2300 - 50 * n) for n in range(4)),
+    checkpoint(2000, state="pruned"),
+)
+"""More than fit below their headline; an old one is not settled, one left the node."""
+
+
+def documents() -> dict[str, st.Status]:
+    """Name of the state → the document."""
+
+    def of(*jobs: st.JobStatus, published: float = 3.0, **of_daemon: Any) -> st.Status:
+        return st.Status(generated_at=before(published), daemon=daemon(**of_daemon), jobs=jobs)
+
+    full_soon = st.DiskStatus(
+        free_bytes=40_000_000_000,
+        next_save_bytes=13_200_000_000,
+        full_in_saves=3,
+        full_in_seconds=2400.0,
+        unfinished_bytes=12_000_000_000,
+    )
+    gone = checkpoint(3500, state="pruned")
+    gone = replace(gone, local=replace(gone.local, present=False, held=False))
+    one = (checkpoint(4500, state="uploading", ship="shipping"),)
+    forgetful = job(safe=None, steps_at_risk=4000, seconds_at_risk=None, problems=(UNREACHABLE,))
+    old = {"as_of": before(7200)}
+    return {
+        "safe": of(job()),
+        "safe, and older ones left this node": of(job(checkpoints=(checkpoint(4000), gone))),
+        "safe, a long run": of(job(checkpoints=LONG)),
+        "waiting for the first checkpoint": of(NOTHING_YET),
+        "the first save is written": of(
+            job(
+                safe=None,
+                newest_complete=None,
+                steps_at_risk=None,
+                seconds_at_risk=None,
+                checkpoints=(checkpoint(500, state="saving"),),
+            )
+        ),
+        "nothing committed yet": of(
+            behind(safe=None, steps_at_risk=4500, seconds_at_risk=None, checkpoints=one)
+        ),
+        "started again, the remote not reached yet": of(
+            job(safe=None, seconds_at_risk=None, checkpoints=(), remotes=(NOT_REACHED,))
+        ),
+        "behind": of(behind()),
+        "behind, the remote is away": of(behind(problems=(UNREACHABLE,))),
+        "the remote is away, and what it held is not proved": of(replace(forgetful, state="behind")),
+        "a person is needed": of(behind(state="attention", problems=(FULL,))),
+        "safe, and the disk fills": of(job(disk=full_soon)),
+        "opt-out": of(job(opt_outs=('unuploaded = "thin": checkpoints may go before they are committed',))),
+        "paused": of(behind(state="paused", paused=PAUSED)),
+        "draining": of(behind(drain=_drain(is_done=False))),
+        "draining, and too slow": of(behind(drain=_drain(is_done=False, late=("global_step4500",)))),
+        "draining, and nothing moves": of(behind(drain=_drain(is_done=False, stalled=("s3",)))),
+        "the drain's deadline passed": of(behind(drain=_drain(is_done=False, left=-5.0))),
+        "beside a save": of(behind(making_way=True)),
+        "drained": of(job(drain=_drain(is_done=True))),
+        "drained, old ones not sent": of(job(drain=_drain(is_done=True, unsent=("global_step3000",)))),
+        "daemon stopped": of(job(**old), published=7200.0, alive=False),
+        "daemon dead": of(
+            behind(**old),
+            published=7200.0,
+            pid=NO_PROCESS,
+            start_command="cd /home/alice && ckptd run --job llama.toml",
+        ),
+        "daemon stands still": of(
+            behind(as_of=before(400)), published=400.0, start_command="systemctl start ckptd@alice"
+        ),
+        "a remote that is not as it should be": of(
+            job(remotes=(replace(REMOTE, create_only=False, notes=("ETags prove nothing",)),))
+        ),
+        "daemon in another container": of(job(), pid=NO_PROCESS, pid_space="another"),
+        "invalid job": of(INVALID),
+        "two jobs": of(job(), behind(name="qwen", save_dir="/nvme/qwen")),
+        "nobody was told": of(job(), notify_error="https://hooks.example: 503"),
+    }
+
+
+def plain(document: st.Status) -> dict[str, Any]:
+    """As a reader finds it in the file."""
+    read: dict[str, Any] = json.loads(json.dumps(asdict(document)))
+    return read
+
+
+def shown(document: st.Status) -> str:
+    """What stands on the screen at `NOW`, 200 columns wide, and the exit code."""
+    read = plain(document)
+    out = io.StringIO()
+    console = Console(file=out, width=200, highlight=False)
+    for part in screen(read, NOW, retention=False):
+        console.print(part)
+    code = exit_code(read["jobs"], is_alive=life_of(read, NOW).is_well)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    return "\n".join([*lines, f"[exit {code}]"]).replace(f"process {os.getpid()}", "process 4711")
+
+
+def gallery() -> str:
+    """All of them."""
+    return "\n\n".join(f"=== {name}\n{shown(document)}" for name, document in documents().items()) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(gallery())
