@@ -1,6 +1,7 @@
 """One node's part of a real DeepSpeed run over several: run by each of its ranks.
 
-`train.py JOBS.json` (tests/support/ranks.py, or torchrun with --nnodes): jobs as tests/support/make_ckpt.py takes them;
+`train.py JOBS.json` (tests/support/ranks.py, or torchrun with --nnodes): jobs as tests/support/make_ckpt.py
+takes them;
 `{node}` in `out` is the node's rank: every node saves into, and loads from, a directory of its own.
 """
 

@@ -1,7 +1,7 @@
 """A node for end-to-end tests: a real daemon, a save_dir that a replayed trainer writes, a NAS folder.
 
-The bytes are real DeepSpeed saves (tests/support/real.py), written again in DeepSpeed's order: model states, rank 0's
-optimizer shard, `latest`, and only then the other ranks' shards (docs/formats.md §1.1).
+The bytes are real DeepSpeed saves (tests/support/real.py), written again in DeepSpeed's order: model
+states, rank 0's optimizer shard, `latest`, and only then the other ranks' shards (docs/formats.md §1.1).
 """
 
 from __future__ import annotations

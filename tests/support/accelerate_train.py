@@ -1,7 +1,9 @@
-"""Trains a tiny GPT-2 in a plain Accelerate loop with DeepSpeed on CPU; run by every rank (tests/support/hf.py).
+"""Trains a tiny GPT-2 in a plain Accelerate loop with DeepSpeed on CPU; run by every rank
+(tests/support/hf.py).
 
 `python -m tests.support.accelerate_train JOBS.json` in torchrun's environment: JOBS is a list
-of the fields of `tests.support.hf.AccelerateRun` with "out", "losses", "notes". With a name, every `save_state`
+of the fields of `tests.support.hf.AccelerateRun` with "out", "losses", "notes". With a name, every
+`save_state`
 goes to `<out>/<name>`, in place again and again; without one Accelerate names `<out>/checkpoint_<n>` itself.
 """
 

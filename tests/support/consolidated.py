@@ -1,6 +1,7 @@
 """DeepSpeed's own consolidation and transformers' loading, run in a child, beside an export of ours.
 
-`python -m tests.support.consolidated fp32 '[[save_dir, tag, ours], …]'` prints a JSON list of differences from
+`python -m tests.support.consolidated fp32 '[[save_dir, tag, ours], …]'` prints a JSON list of differences
+from
 zero_to_fp32's state dictionary per case; `… logits '[[checkpoint, ours, dtype], …]'` loads each export with
 `AutoModelForCausalLM.from_pretrained` and prints what differs from the trained model.
 """

@@ -90,7 +90,8 @@ FAULTS = {
             "`test_an_executor_that_ends_well_without_a_result`, "
             "`test_an_executor_that_ends_well_and_said_nonsense`, "
             "`test_a_planner_that_ends_well_without_a_plan`, "
-            "`test_an_inspector_that_ends_well_without_findings`; `tests/unit/convert/test_inspection_deaths.py`"
+            "`test_an_inspector_that_ends_well_without_findings`; "
+            "`tests/unit/convert/test_inspection_deaths.py`"
         ),
     ),
     "F26": (
@@ -120,7 +121,8 @@ FAULTS = {
         "strangers on a socket",
         (
             "hints (adr/0109) are not read, and only root and our own user are heard: "
-            "`tests/unit/storage/local/test_trainer_side.py`; status is a file, commands go by files and signals; "
+            "`tests/unit/storage/local/test_trainer_side.py`; status is a file, commands go by files and "
+            "signals; "
             "`tests/unit/daemon/health/test_metrics_page.py`"
         ),
     ),

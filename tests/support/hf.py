@@ -1,7 +1,7 @@
 """Real runs of transformers.Trainer and of Accelerate with DeepSpeed on CPU (docs/formats.md §1.2).
 
-`prepare` trains whole trees, kept under `.build/ckpts` as in tests/support/real.py; `start` trains live into a
-save_dir that a daemon watches.
+`prepare` trains whole trees, kept under `.build/ckpts` as in tests/support/real.py; `start` trains live
+into a save_dir that a daemon watches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Trains a tiny GPT-2 with the real transformers.Trainer and DeepSpeed on CPU; every rank runs it (hf.py).
 
 `python -m tests.support.hf_train JOBS.json` in torchrun's environment: JOBS is a list of the fields
-of `tests.support.hf.HfRun` with "out", "losses", "notes". Several jobs share one start, because the start costs more
+of `tests.support.hf.HfRun` with "out", "losses", "notes". Several jobs share one start, because the start
+costs more
 than the training. Data depend on the sample's number alone and the total batch is fixed, so a run resumed on
 another number of processes must show the same losses.
 """

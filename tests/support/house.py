@@ -1,6 +1,7 @@
 """`make house`: measure the code's layout at two commits and draw its rooms.
 
-Prints one table and writes the picture of docs/internals/architecture.md, which a test compares with the code.
+Prints one table and writes the picture of docs/internals/architecture.md, which a test compares with what
+the code has.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Container
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "internals" / "architecture.md"
@@ -130,8 +135,7 @@ def graph_of(root: Path, *, for_types: bool) -> dict[str, set[str]]:
     return {name: _imports(path, name, modules.keys(), for_types=for_types) for name, path in modules.items()}
 
 
-def _imports(path: Path, own: str, known: object, *, for_types: bool) -> set[str]:
-    assert hasattr(known, "__contains__")
+def _imports(path: Path, own: str, known: Container[str], *, for_types: bool) -> set[str]:
     tree = ast.parse(path.read_text())
     skipped = {
         id(inner)
@@ -154,7 +158,7 @@ def _imports(path: Path, own: str, known: object, *, for_types: bool) -> set[str
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the sets of nodes that reach each other (Tarjan's strongly connected components of two or more)."""
+    """Return the sets of nodes that reach each other (strongly connected components, by Tarjan)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -199,8 +203,9 @@ def rooms() -> dict[str, set[str]]:
 
 
 def picture() -> str:
-    """Return the rooms as a Mermaid graph: an arrow goes to what is imported; what another arrow implies is left out."""
-    graph = {room: others - {"errors"} for room, others in rooms().items() if room not in ("errors", "trainer")}
+    """Return the rooms as a Mermaid graph: an arrow goes to what is imported, but where others imply it."""
+    everywhere = ("errors", "trainer")
+    graph = {room: others - set(everywhere) for room, others in rooms().items() if room not in everywhere}
     reach: dict[str, set[str]] = {}
 
     def reached(room: str) -> set[str]:
@@ -211,9 +216,11 @@ def picture() -> str:
 
     lines = ["```mermaid", "graph TD"]
     for room in sorted(graph):
-        for other in sorted(graph[room]):
-            if not any(other in reached(third) for third in graph[room] - {other}):
-                lines.append(f"    {room.replace('.', '_')}[{room}] --> {other.replace('.', '_')}[{other}]")
+        lines += [
+            f"    {room.replace('.', '_')}[{room}] --> {other.replace('.', '_')}[{other}]"
+            for other in sorted(graph[room])
+            if not any(other in reached(third) for third in graph[room] - {other})
+        ]
     return "\n".join([*lines, "```"])
 
 

@@ -1,6 +1,7 @@
 """Real saves of a model under LoRA by peft, at stages 2 and 3, and peft's own opening of an export.
 
-Two ranks of `python -m tests.support.make_adapters train OUT` (tests/support/ranks.py) write OUT/z2/step and OUT/z3/step, as
+Two ranks of `python -m tests.support.make_adapters train OUT` (tests/support/ranks.py) write OUT/z2/step
+and OUT/z3/step, as
 DeepSpeed writes them, with `adapter_config.json` in OUT/z… as peft writes it. `… load SAVE_DIR EXPORT`
 loads an export by `PeftModel.from_pretrained` and prints a JSON list of what differs from what DeepSpeed's
 zero_to_fp32 makes of the save.

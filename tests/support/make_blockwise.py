@@ -1,6 +1,7 @@
 """Real saves by an optimizer with 8-bit codes and a scale per block, as bitsandbytes keeps them.
 
-Two ranks of `python -m tests.support.make_blockwise OUT` (tests/support/ranks.py) write OUT/z2/step and OUT/z3/step.
+Two ranks of `python -m tests.support.make_blockwise OUT` (tests/support/ranks.py) write OUT/z2/step and
+OUT/z3/step.
 """
 
 from __future__ import annotations

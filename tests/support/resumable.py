@@ -1,4 +1,5 @@
-"""For tests of hours: `pytest -p tests.support.resumable --minutes M …` ends in time, the next run goes on there.
+"""For tests of hours: `pytest -p tests.support.resumable --minutes M …` ends in time, the next run goes on
+there.
 
 What has passed is remembered in `.build/finished`, by the code that it passed with; what failed, or was
 skipped, is run again.

@@ -1,6 +1,7 @@
 """Experts stacked by torch, rank by rank, in a child that may import it: a plain reference for conversion.
 
-`python -m tests.support.stacked '[[source, converted, ep, in_blocks], …]'` loads every optimizer shard whole, joins
+`python -m tests.support.stacked '[[source, converted, ep, in_blocks], …]'` loads every optimizer shard
+whole, joins
 what each expert-parallel rank holds of a parameter, stacks the ranks, and prints a JSON list of differences
 with the converted folder per item.
 """

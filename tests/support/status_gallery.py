@@ -1,6 +1,7 @@
 """Every answer that `ckptd status` gives, over documents as a daemon writes them.
 
-The times are of one moment; `python -m tests.support.status_gallery > tests/golden/status.txt` keeps its texts.
+The times are of one moment; `python -m tests.support.status_gallery > tests/golden/status.txt` keeps its
+texts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The stock converter and a comparison with it, run in a child that may import torch and deepspeed.
 
 `python -m tests.support.stock convert '[[source, destination], …]'` runs `ds_to_universal` on each pair;
-`python -m tests.support.stock compare '[[stock, ours], …]'` prints a JSON list of differences per pair: files,
-keys, key order, types, shapes, strides and every byte of every tensor.
+`python -m tests.support.stock compare '[[stock, ours], …]'` prints a JSON list of differences per pair:
+files, keys, key order, types, shapes, strides and every byte of every tensor.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """ZeRO shards made without torch: every element is a known number, so conversions are checked byte by byte.
 
-Real checkpoints are in `tests.support.real`; these reach the shapes, ranks and defects that training never makes.
+Real checkpoints are in `tests.support.real`; these reach the shapes, ranks and defects that training never
+makes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Mixtures of experts made without torch: what each expert-parallel rank holds, cut and spread as ZeRO does.
 
-Beside `tests.support.synthetic`, whose tensors these are: rank r's tensor of an expert `name` has the elements
-of a parameter called `name@r`.
+Beside `tests.support.synthetic`, whose tensors these are: rank r's tensor of an expert `name` has the
+elements of a parameter called `name@r`.
 """
 
 from __future__ import annotations

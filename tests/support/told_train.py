@@ -1,6 +1,7 @@
 """Trains with ckptd told of each save: DeepSpeed's own loop and Hugging Face's Trainer, run by torchrun.
 
-`python -m torch.distributed.run --nproc_per_node N -m tests.support.told_train JOBS.json OUT.json`: JOBS is a list of
+`python -m torch.distributed.run --nproc_per_node N -m tests.support.told_train JOBS.json OUT.json`: JOBS is
+a list of
 {"kind": "deepspeed" | "huggingface", "save_dir", "wait_seconds"}; rank 0 writes for each what it was answered
 and its losses, which must not depend on whether anybody heard.
 """

@@ -1,6 +1,7 @@
 """Tensor- and pipeline-parallel saves in DeepSpeed's own format, written with torch and DeepSpeed's classes.
 
-`python -m tests.support.tp_saves FOLDER` writes one folder per entry of `SAVES`: what Megatron-style trainers record
+`python -m tests.support.tp_saves FOLDER` writes one folder per entry of `SAVES`: what Megatron-style
+trainers record
 and CPU training cannot make (uneven widths, averaged parameters, affine maps, padded vocabularies, TP × PP ×
 DP). Both converters read them; elements are random, so a wrong place is a wrong value.
 """
