@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "ckptd"
+from tests.support.house import ROOT, circles, graph_of, room_of, rooms
+
+PACKAGE = ROOT / "ckptd"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-DEMO = sorted((PACKAGE.parent / "examples" / "demo").glob("*.py"))
+DEMO = sorted((ROOT / "examples" / "demo").glob("*.py"))
 FUNCTION_LINES = 60
 
 ROOMS = (
@@ -101,16 +103,6 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
-def module_of(path: Path) -> str:
-    """Its dotted name below ckptd."""
-    return name_of(path).removesuffix(".py").replace("/", ".")
-
-
-def room_of(module: str) -> str:
-    """The folder that a module lies in; one at the top is a room of its own. S3 belongs to the stores."""
-    return module.rpartition(".")[0].removesuffix(".s3") or module
-
-
 def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
@@ -133,29 +125,6 @@ def imported(path: Path) -> list[tuple[str, int]]:
     return found
 
 
-def imports_of(path: Path) -> set[str]:
-    """Modules of ckptd that one imports when it runs, at its top or in a function; those for types do not."""
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    known = {module_of(other) for other in MODULES if other.name != "__init__.py"}
-    found = set()
-    for node in ast.walk(tree_of(path)):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and id(node) not in for_types
-            and str(node.module).startswith("ckptd")
-        ):
-            base = str(node.module).removeprefix("ckptd").removeprefix(".")
-            for alias in node.names:
-                both = (f"{base}.{alias.name}".removeprefix("."), base)
-                found |= {next((name for name in both if name in known), module_of(path))}
-    return found - {module_of(path)}
-
-
 def test_permits_are_made_in_one_place() -> None:
     """The right to delete comes from the planner alone (P1)."""
     makers = {
@@ -172,36 +141,18 @@ def test_permits_are_made_in_one_place() -> None:
 def test_imports_run_one_way() -> None:
     rank = {room: number for number, row in enumerate(ROOMS) for room in row}
     wrong = [
-        f"{name_of(path)} imports {other}"
-        for path in MODULES
-        if path.name != "__init__.py"
-        for other in imports_of(path)
-        if rank[room_of(other)] > rank[room_of(module_of(path))]
+        f"{module} imports {other}"
+        for module, others in graph_of(ROOT, for_types=False).items()
+        for other in others
+        if rank[room_of(other)] > rank[room_of(module)]
     ]
     assert not wrong
 
 
 def test_there_is_no_circle() -> None:
-    """Neither among modules nor among rooms; `storage.stores.s3` is loaded by the stores that open it."""
-    modules = {module_of(path): set(imports_of(path)) for path in MODULES if path.name != "__init__.py"}
-    rooms: dict[str, set[str]] = {}
-    for module, others in modules.items():
-        rooms.setdefault(room_of(module), set()).update(map(room_of, others))
-    assert circles(modules) == []
-    assert circles({room: others - {room} for room, others in rooms.items()}) == []
-
-
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Sets of nodes that reach each other, by taking away what nothing else needs."""
-    left = {node: set(others) & graph.keys() for node, others in graph.items()}
-    for sources in (True, False):
-        while True:
-            needed = set().union(*left.values()) if left else set()
-            ends = {node for node, others in left.items() if (node not in needed if sources else not others)}
-            if not ends:
-                break
-            left = {node: others - ends for node, others in left.items() if node not in ends}
-    return [sorted(left)] if left else []
+    """Among modules imports for types count; among rooms those that run."""
+    assert circles(graph_of(ROOT, for_types=True)) == []
+    assert circles(rooms()) == []
 
 
 def test_the_demonstration_uses_ckptd_from_outside() -> None:
@@ -218,7 +169,7 @@ def test_the_demonstration_uses_ckptd_from_outside() -> None:
     "module", ["judge", "promises", "checks_remote", "checks_node", "evidence", "remote_view", "observer"]
 )
 def test_judge_and_observer_are_not_ckptd(module: str) -> None:
-    path = PACKAGE.parent / "examples" / "demo" / f"{module}.py"
+    path = ROOT / "examples" / "demo" / f"{module}.py"
     judges = {"examples.demo"} | {
         f"examples.demo.{name}"
         for name in ("judge", "promises", "checks_remote", "checks_node", "evidence", "remote_view")

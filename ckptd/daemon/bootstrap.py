@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ckptd.config.loader import LoadedConfig
     from ckptd.config.schema import JobConfig, RemoteConfig
     from ckptd.core.model.records import DerivedRecord, SaveRow
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.state import JobState
     from ckptd.observe.audit import Audit
     from ckptd.storage.journal.journal import Journal
@@ -160,7 +160,7 @@ def _abilities_of(journal: Journal, remote: RemoteConfig) -> Abilities | None:
     return None
 
 
-def on_attached(job: Job, name: str) -> Callable[[m.Attached], None]:
+def on_attached(job: WatchedJob, name: str) -> Callable[[m.Attached], None]:
     """What is kept of a remote that was proved to be ours, and no other one of the job."""
 
     def attached(answer: m.Attached) -> None:
@@ -270,7 +270,7 @@ def _open(save_dir: str) -> int | None:
         raise from_os_error(error, f"opening {save_dir}") from error
 
 
-def check_device(job: Job, state: JobState, save_dir_fd: int) -> None:
+def check_device(job: WatchedJob, state: JobState, save_dir_fd: int) -> None:
     """Another device than before: perhaps the NVMe is not mounted; nothing is deleted (H30)."""
     device = str(os.fstat(save_dir_fd).st_dev)
     known = state.journal.meta("device")

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptd.core.model.save import SealedSave
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.state import JobState
 
 LAST_WORD_SECONDS = 10.0
 """How long a stop waits for remotes to take the last heartbeat: one of them may hang."""
 
 
-def nodes_of(job: Job, state: JobState, node_id: str) -> Nodes:
+def nodes_of(job: WatchedJob, state: JobState, node_id: str) -> Nodes:
     """The other nodes of a job."""
     digest = config_digest(job.config)
     tenancy = Tenancy(job.config) if job.config.shared_fs else None
@@ -47,7 +47,7 @@ def nodes_of(job: Job, state: JobState, node_id: str) -> Nodes:
     )
 
 
-def heartbeat_of(job: Job, node_id: str) -> Heartbeat:
+def heartbeat_of(job: WatchedJob, node_id: str) -> Heartbeat:
     """As of now; `job_id` is the remote's and filled in by whoever sends it."""
     status = job_status(job)
     newest = newest_save(job.view) if job.view is not None else None
@@ -81,7 +81,7 @@ def heartbeat_of(job: Job, node_id: str) -> Heartbeat:
 
 
 def say_ended(
-    jobs: Sequence[Job],
+    jobs: Sequence[WatchedJob],
     results: queue.SimpleQueue[Callable[[], None]],
     call: Callable[[Callable[[], None]], None],
     settle: Callable[[], None],

@@ -46,7 +46,6 @@ from ckptd.daemon.state.view_builder import build_view, folders_to_watch, planne
 from ckptd.daemon.supervisor import Patience
 from ckptd.daemon.uploads.scrub import Scrubber
 from ckptd.daemon.uploads.session import RemoteLink
-from ckptd.daemon.uploads.shared_dir import finish_begun
 from ckptd.daemon.uploads.uploads import Shipping
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
@@ -197,6 +196,14 @@ class Job:
         self.actor = Actor(self.links, self.shipping, self.chores, journal, self._totals, self.wake, scrubber)
         return state
 
+    def _finish_begun(self, state: JobState, save_dir_fd: int) -> None:
+        """Finish deletions that a crash cut short, here and in remotes, unless another host has the lease."""
+        tenancy = self.nodes.tenancy
+        rests = state.is_first_scan or self.control.rests or (tenancy is not None and not tenancy.holds())
+        self.shipping.retiring.finish(rests=rests)
+        if tenancy is not None:
+            tenancy.take_over(state, save_dir_fd, self.audit)
+
     # --- hints -----------------------------------------------------------------------------------------
 
     def wake(self) -> None:
@@ -289,7 +296,7 @@ class Job:
         self.knowledge.adopt()
         self.knowledge.turn_of_runs()
         notice_gone(self, state)
-        self.rights.prove(self, state, save_dir_fd)
+        self.rights.prove(self.problems, str(self.config.save_dir), state, save_dir_fd)
         self.knowledge.choose_generations()
         self.way.tell(self, is_saving=self._ear.makes_out(state, now_seconds))
         self.control.pace(self)
@@ -297,7 +304,7 @@ class Job:
             self.watcher.follow([*folders_to_watch(state), *self._ear.newcomers(now_seconds)])
         self.actor.sweep(save_dir_fd)
         self._plan_and_act(state, save_dir_fd)
-        finish_begun(self, state, save_dir_fd)
+        self._finish_begun(state, save_dir_fd)
         see_problems(self, state)
         self.rest.is_now = is_at_rest(self) and not state.is_first_scan and not self.needs_turn
         self.patience.works()

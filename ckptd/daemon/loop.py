@@ -277,7 +277,7 @@ class Daemon:
                 with about(job.config.name):
                     self._turn(job, now)
             self._call(self._totals.settle)
-            self._totals.tell(self.jobs)
+            self._totals.tell([job.problems for job in self.jobs])
             self._give_back_when_at_rest()
             self._look_for_matches(now)
             if not self.jobs and not self._loaded.has_globs:

@@ -19,7 +19,7 @@ from ckptd.observe import logs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.health.watched_job import WatchedJob
 
 log = logging.getLogger("ckptd.job")
 
@@ -30,7 +30,9 @@ INTERNAL_SECONDS = 3600.0
 class Patience:
     """One job's; `is_patient` False: it ends with the error instead (`--once`)."""
 
-    def __init__(self, job: Job, post: Callable[[Callable[[], None]], None], *, is_patient: bool) -> None:
+    def __init__(
+        self, job: WatchedJob, post: Callable[[Callable[[], None]], None], *, is_patient: bool
+    ) -> None:
         self._job = job
         self._post = post
         self.reserve = Reserve(job.problems, job.config.save_dir)
@@ -107,7 +109,7 @@ def _in_words(error: OSError | RuntimeError) -> CkptdError | None:
     return None
 
 
-def say_internal(job: Job, error: Exception) -> None:
+def say_internal(job: WatchedJob, error: Exception) -> None:
     """A defect, which no patience mends; what its end looks like nobody knows, so an hour after the last."""
     text = f"a defect of ckptd: {type(error).__name__}: {error}"
     next_step = "the log has the trace; please report it"

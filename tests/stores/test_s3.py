@@ -17,8 +17,8 @@ from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import Progress, Resume
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.s3 import bucket as s3
 from ckptd.storage.stores.s3 import client as s3_client
-from ckptd.storage.stores.s3 import store as s3
 from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
 from ckptd.storage.stores.s3.probe import WrongSum
 from ckptd.storage.stores.s3.store import S3Store

@@ -125,7 +125,7 @@ def _docstrings(tree: ast.Module) -> list[str]:
 
 
 def graph_of(root: Path, *, for_types: bool) -> dict[str, set[str]]:
-    """Return module → modules of ckptd that it imports, in functions too; `for_types`: for annotations too."""
+    """Return module → modules that it imports, in functions too; `for_types`: for annotations too."""
     package = root / "ckptd"
     modules = {
         str(p.relative_to(package))[:-3].replace("/", "."): p

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from ckptd.daemon.job import Job
     from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.uploads.job_record import JobRecord
 
 log = logging.getLogger("ckptd.control")
 
@@ -172,7 +172,7 @@ class Control:
         is_unread = any(self._read.get(name) != version for name, version in self._unread.items())
         return 1.0 if self.is_draining or is_unread else 3600.0
 
-    def pace(self, job: Job) -> None:
+    def pace(self, job: JobRecord) -> None:
         """Make way for a save in flight (P11), in this job or on its disk, and for what a person asked."""
         if job.state is None:
             return
@@ -180,17 +180,17 @@ class Control:
         for link in job.links.values():
             link.pace(BUSY_FRACTION if self.makes_way(job) else 1.0)
 
-    def makes_way(self, job: Job) -> bool:
+    def makes_way(self, job: JobRecord) -> bool:
         """Its transfers go slowly for a save; whoever drains has no later, and nobody trains on after it."""
         return self._is_beside_save(job) and not self.is_draining
 
     @staticmethod
-    def _is_beside_save(job: Job) -> bool:
+    def _is_beside_save(job: JobRecord) -> bool:
         return job.state is not None and (bool(job.state.in_flight) or job.way.is_taken(job))
 
     # --- for the planner and for status ----------------------------------------------------------------
 
-    def drain_view(self, job: Job, state: JobState) -> Drain | None:
+    def drain_view(self, job: JobRecord, state: JobState) -> Drain | None:
         """What the planner needs of a drain; None: there is none."""
         if self._drain is None or not self.is_draining:
             return None
@@ -213,7 +213,7 @@ class Control:
             return None
         return PauseStatus(since=rfc3339(self.pause.at_unix_seconds), by=self.pause.by)
 
-    def drain_status(self, job: Job, state: JobState) -> DrainStatus | None:
+    def drain_status(self, job: JobRecord, state: JobState) -> DrainStatus | None:
         """For status.json, until some minutes after the deadline."""
         if self._drain is None or time.monotonic() > self._drain.deadline_seconds + TOLD_SECONDS:
             return None
@@ -233,7 +233,7 @@ class Control:
             stalled=self.stalled([job]),
         )
 
-    def stalled(self, jobs: Sequence[Job]) -> tuple[str, ...]:
+    def stalled(self, jobs: Sequence[JobRecord]) -> tuple[str, ...]:
         """Remotes that the drain need not wait for; a remote that was cut just before gets its next try."""
         is_young = self._drain is None or time.monotonic() - self._drain.begun_seconds < STILL_SECONDS
         return stalled_drain(jobs) if self.is_draining and not is_young else ()
@@ -245,31 +245,31 @@ def _newest_seen_at(state: JobState) -> float:
     return max([*seen, *(quiet.first_seen_unix for quiet in state.quiet.values())], default=0.0)
 
 
-def missing_after(job: Job) -> tuple[str, ...]:
+def missing_after(job: JobRecord) -> tuple[str, ...]:
     """When the deadline has passed and the job goes on as ever: what still is not committed."""
     return tuple(save.save.tag for save in open_saves(job.view)) if job.view is not None else ()
 
 
-def unsent_here(job: Job) -> tuple[str, ...]:
+def unsent_here(job: JobRecord) -> tuple[str, ...]:
     """What `backfill` leaves out, of the checkpoints that are complete here and not committed."""
     return unsent(job.view) if job.view is not None else ()
 
 
-def drained_words(jobs: Sequence[Job]) -> str:
+def drained_words(jobs: Sequence[JobRecord]) -> str:
     """Of jobs that are drained."""
     linked = [tag for job in jobs for tag in linked_here(job)]
     but = f"; not {', '.join(linked)}: `ckptd status` says why" if linked else ""
     return all_committed(sum(len(unsent_here(job)) for job in jobs)) + but
 
 
-def drain_code(jobs: Sequence[Job]) -> int:
+def drain_code(jobs: Sequence[JobRecord]) -> int:
     """Of a drain that ended. 0: all is committed; 1: some of it cannot be as it is; 3: the time was over."""
     if all(is_drained(job) for job in jobs):
         return 1 if any(linked_here(job) for job in jobs) else 0
     return 1 if any(refused_here(job) for job in jobs) else 3
 
 
-def refused_here(job: Job) -> tuple[str, ...]:
+def refused_here(job: JobRecord) -> tuple[str, ...]:
     """Of what is missing, what no attempt will commit: a damaged source."""
     if job.view is None:
         return ()
@@ -281,7 +281,7 @@ def refused_here(job: Job) -> tuple[str, ...]:
     )
 
 
-def is_drained(job: Job) -> bool:
+def is_drained(job: JobRecord) -> bool:
     """All that is complete here is committed, and nothing is about to be complete."""
     state = job.state
     if state is None:
@@ -291,7 +291,7 @@ def is_drained(job: Job) -> bool:
     return not missing_after(job) and not _about_to_be_complete(job, state)
 
 
-def _about_to_be_complete(job: Job, state: JobState) -> bool:
+def _about_to_be_complete(job: JobRecord, state: JobState) -> bool:
     """A save that its writer still writes, or that is looked at; one that has gone quiet never will be."""
     patience = max(10.0, 2 * job.config.settle_seconds)
     now = time.monotonic()
@@ -307,7 +307,7 @@ def _about_to_be_complete(job: Job, state: JobState) -> bool:
     return False
 
 
-def stalled_drain(jobs: Sequence[Job]) -> tuple[str, ...]:
+def stalled_drain(jobs: Sequence[JobRecord]) -> tuple[str, ...]:
     """Remotes that a drain need not wait for: all that is left waits for them, and no byte moves anywhere.
 
     A hung mount, whose child nothing ends: the machine that is to go would wait for the whole deadline.
@@ -325,7 +325,7 @@ def stalled_drain(jobs: Sequence[Job]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _lacking(job: Job) -> set[str]:
+def _lacking(job: JobRecord) -> set[str]:
     """Required remotes, or all where none is, to which a checkpoint that is complete here is still to go."""
     if job.view is None:
         return set()
@@ -338,7 +338,7 @@ def _lacking(job: Job) -> set[str]:
     }
 
 
-def _speed(job: Job, state: JobState, name: str) -> float | None:
+def _speed(job: JobRecord, state: JobState, name: str) -> float | None:
     """Of the upload under way once it says something, else of the last one; never above the limit set."""
     measured = running_speed(state, name, MEASURED_SECONDS) or state.link_speeds.get(name)
     limit = job.links[name].bytes_per_second

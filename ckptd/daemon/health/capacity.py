@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.save import SaveWindow
     from ckptd.core.policy.capacity import Ground, Pace
     from ckptd.core.policy.view import Disk, JobView
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.state import JobState
 
 FULL_SOON_SAVES = 3
@@ -59,7 +59,7 @@ _THIN_IS_NOT_ENOUGH = (
 )
 
 
-def link_speed(job: Job, state: JobState) -> float | None:
+def link_speed(job: WatchedJob, state: JobState) -> float | None:
     """Bytes per second of the slowest required remote, as last measured; None: nothing was sent yet."""
     speeds = [
         state.link_speeds.get(r.name) or running_speed(state, r.name, RUNNING_SECONDS)
@@ -69,7 +69,7 @@ def link_speed(job: Job, state: JobState) -> float | None:
     return min((speed for speed in speeds if speed), default=None)
 
 
-def outlook(job: Job, state: JobState) -> Forecast:
+def outlook(job: WatchedJob, state: JobState) -> Forecast:
     """What to expect of this job if the trainer goes on as it did, and those beside it on its disk."""
     now = time.time()
     ground = replace(_ground(job, state), others=_taken_by_others(job, now))
@@ -79,7 +79,7 @@ def outlook(job: Job, state: JobState) -> Forecast:
     return told
 
 
-def _ground(job: Job, state: JobState) -> Ground:
+def _ground(job: WatchedJob, state: JobState) -> Ground:
     assert job.view is not None
     latest_rows = islice(reversed(state.rows.values()), _ROWS)
     rests = _is_paused(job.view, state)
@@ -98,15 +98,15 @@ def _is_paused(view: JobView, state: JobState) -> bool:
     return view.is_paused and not (state.sharer is not None and state.sharer.stands_by)
 
 
-def _beside(job: Job, now: float) -> list[tuple[Job, JobState, Pace]]:
+def _beside(job: WatchedJob, now: float) -> list[tuple[WatchedJob, JobState, Pace]]:
     """Other jobs of this daemon on the same disk, as far as they are looked at: those that go on saving."""
-    others = ((other, other.state) for other in cast("list[Job]", job.way.beside(job)))
+    others = ((other, other.state) for other in cast("list[WatchedJob]", job.way.beside(job)))
     looked_at = [(o, state) for o, state in others if state is not None and o.view is not None]
     paces = [(other, state, pace_of(_saves(other, state), now)) for other, state in looked_at]
     return [(other, state, pace) for other, state, pace in paces if pace is not None]
 
 
-def _taken_by_others(job: Job, now: float) -> tuple[tuple[float, int], ...]:
+def _taken_by_others(job: WatchedJob, now: float) -> tuple[tuple[float, int], ...]:
     """What the coming saves of other jobs will have taken of the disk that this one counts on, by time."""
     taken: list[tuple[float, int]] = []
     for other, state, pace in _beside(job, now):
@@ -115,7 +115,7 @@ def _taken_by_others(job: Job, now: float) -> tuple[tuple[float, int], ...]:
     return tuple(taken)
 
 
-def _saves(job: Job, state: JobState) -> list[Saved]:
+def _saves(job: WatchedJob, state: JobState) -> list[Saved]:
     """All that are known; also those that wait for a remote's first answer to be sealed."""
     settle, known = job.config.settle_seconds, state.rows.values()
     saves = [
@@ -135,7 +135,7 @@ def _saved(window: SaveWindow, size: int, step: int, tag: str, seen_at: float, s
     return Saved(at_seconds=last, bytes=size, step=step, tag=tag, written_seconds=written)
 
 
-def _link(job: Job, state: JobState) -> float | None:
+def _link(job: WatchedJob, state: JobState) -> float | None:
     """What the forecast may count on: nothing of a remote that is away, or takes no upload.
 
     One that was not measured since the start counts as fast enough: what is told then fills the disk in any
@@ -165,7 +165,7 @@ def _left_bytes(view: JobView, state: JobState) -> int | None:
     return max((one.total_bytes - one.done_bytes for one in moving), default=None)
 
 
-def see_outlook(job: Job, state: JobState) -> None:
+def see_outlook(job: WatchedJob, state: JobState) -> None:
     """Alarms before something is lost: the disk will be full, the link is too slow, a save is overdue."""
     if job.view is None:
         return
@@ -200,12 +200,12 @@ def disk_files(disk: Disk) -> str:
     return f"{disk.free_files} inodes free, the next save needs {disk.reserve_files}"
 
 
-def to_adopt(job: Job) -> str:
+def to_adopt(job: WatchedJob) -> str:
     """The first step on a disk that what was found at the first start holds; else nothing."""
     return adopting(job.view) if job.view is not None else ""
 
 
-def _see_slow(job: Job, told: Forecast, speed: float, steps: int) -> None:
+def _see_slow(job: WatchedJob, told: Forecast, speed: float, steps: int) -> None:
     production, link = _measured(told.production_bytes_per_second or 0), _measured(speed)
     text, how = f"production {production}, link {link}: ", job.config.unuploaded
     full = "" if told.full_in_seconds is None else f", disk full in {show_seconds(told.full_in_seconds)}"
@@ -235,7 +235,7 @@ def _measured(bytes_per_second: float) -> str:
     return show_bandwidth(round(float(f"{bytes_per_second:.2g}"))).partition(" = ")[0]
 
 
-def _see_full(job: Job, state: JobState, told: Forecast) -> None:
+def _see_full(job: WatchedJob, state: JobState, told: Forecast) -> None:
     saves, seconds = told.full_in_saves, told.full_in_seconds
     if saves is None or seconds is None or saves > FULL_SOON_SAVES:
         return
@@ -263,7 +263,7 @@ def _see_full(job: Job, state: JobState, told: Forecast) -> None:
     job.problems.see("disk-full-soon", "disk", text, cure)
 
 
-def _less(job: Job, keys: tuple[str, ...]) -> str:
+def _less(job: WatchedJob, keys: tuple[str, ...]) -> str:
     """What lets these keys of the policy keep less; of ephemeral alone the others have no limit."""
     if keys == ("ephemeral",) and not job.config.local.policy.limits:
         return "set save_total_limit"

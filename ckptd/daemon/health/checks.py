@@ -42,7 +42,7 @@ from ckptd.observe.logs import doing
 if TYPE_CHECKING:
     from ckptd.core.model.records import SaveRow
     from ckptd.core.policy.view import JobView, RemoteCommit
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.problems import Problems, Severity
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.late_files import Late
@@ -53,7 +53,7 @@ _VANISHED = ("vanished-uncommitted", "vanished-kept")
 NEXT_STEP_VANISHED = "raise the trainer's own save limit, or save less often"
 
 
-def notice_gone(job: Job, state: JobState) -> None:
+def notice_gone(job: WatchedJob, state: JobState) -> None:
     """Saves whose folder vanished without us: the trainer's right; an alarm if it was not safe."""
     assert state.listing is not None
     folders = {f.tag for f in state.listing.folders}
@@ -90,7 +90,7 @@ def notice_gone(job: Job, state: JobState) -> None:
         state.reload(row.id)
 
 
-def _why_wanted(job: Job, state: JobState, row: SaveRow) -> str | None:
+def _why_wanted(job: WatchedJob, state: JobState, row: SaveRow) -> str | None:
     """It was safe, and still somebody counts on it here; by our own records, which know a COMMIT at once."""
     if row.save.tag in job.knowledge.pins:
         return "it is pinned"
@@ -104,7 +104,7 @@ def _why_wanted(job: Job, state: JobState, row: SaveRow) -> str | None:
     return "it is the newest that is safe" if is_newest else None
 
 
-def _forget_vanished(job: Job, state: JobState) -> None:
+def _forget_vanished(job: WatchedJob, state: JobState) -> None:
     """A newer one is safe: what vanished is no loss any more, unless somebody wanted just that one kept."""
     safe = newest_safe(job.view) if job.view is not None else None
     here = max((r.save.order for r in state.rows.values() if r.state == "present"), default=Order(0, 0, 0))
@@ -128,7 +128,7 @@ def _is_newer(safe: RemoteCommit, orders: list[Order], vanished_at: float) -> bo
     return safe.committed_at_seconds is not None and safe.committed_at_seconds > vanished_at
 
 
-def see_problems(job: Job, state: JobState) -> None:
+def see_problems(job: WatchedJob, state: JobState) -> None:
     """Problems that hold for as long as each turn sees them."""
     _forget_vanished(job, state)
     see = job.problems
@@ -194,14 +194,14 @@ def _may_rotate(state: JobState) -> bool:
     return can or any(row.state == "vanished" for row in state.rows.values())
 
 
-def _what_frees(job: Job, state: JobState) -> str:
+def _what_frees(job: WatchedJob, state: JobState) -> str:
     """Nothing that was not committed goes by itself: what a person can do, the cheapest first."""
     ways = ((way_out(job, state, tag), size) for tag, size in unfinished(state).items())
     frees = (f"{command} frees {show_bytes(size)}; " for (command, what), size in ways if what == REMOVES)
     return f"{next(frees, '')}{to_adopt(job)}nothing uncommitted is deleted; free space or save less often"
 
 
-def _see_verdicts(job: Job, state: JobState) -> None:
+def _see_verdicts(job: WatchedJob, state: JobState) -> None:
     see = job.problems
     for name in state.listing.nameless if state.listing is not None else ():
         see.see(
@@ -246,7 +246,7 @@ def _see_refused(see: Problems, state: JobState, tag: str, why: str | None) -> N
     see.see("tag-refused", tag, f"{tag}: {why}", "rename the folder, or choose another tag in the trainer")
 
 
-def _is_lost(job: Job, state: JobState, tag: str) -> bool:
+def _is_lost(job: WatchedJob, state: JobState, tag: str) -> bool:
     """Neither committed everywhere nor held, and not known to be damaged."""
     row = state.row_of_tag(tag)
     required = [r.name for r in job.config.remotes if r.required]
@@ -316,7 +316,7 @@ def see_gets_nothing(see: Problems, view: JobView) -> None:
             )
 
 
-def is_idle(job: Job) -> bool:
+def is_idle(job: WatchedJob) -> bool:
     """Nothing is under way and nothing is left to do but what a backoff or a person holds up."""
     state = job.state
     if state is None:
@@ -347,7 +347,7 @@ def _has_failed(state: JobState, ready: set[str]) -> bool:
     return any(record.state is ShipState.FAILED and record.remote in ready for record in ships)
 
 
-def is_at_rest(job: Job) -> bool:
+def is_at_rest(job: WatchedJob) -> bool:
     """Idle, and the mere passing of time brings nothing to do: all is safe and nothing is tried again."""
     state = job.state
     if state is None or not is_idle(job) or _is_behind(job) or waits_for_alarm(job, state):
@@ -366,7 +366,7 @@ def is_at_rest(job: Job) -> bool:
     )
 
 
-def exit_code(job: Job) -> int:
+def exit_code(job: WatchedJob) -> int:
     """0 safe, 3 behind, 1 a person is needed (docs/contract.md)."""
     # a run that ends here does not wait for what may heal
     severities = {p.lasting for p in job.problems.all()}
@@ -375,7 +375,7 @@ def exit_code(job: Job) -> int:
     return 3 if "behind" in severities or _is_behind(job) else 0
 
 
-def _is_behind(job: Job) -> bool:
+def _is_behind(job: WatchedJob) -> bool:
     if job.view is None:
         return False
     required = [r.name for r in job.view.remotes if r.is_required]

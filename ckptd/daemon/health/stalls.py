@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.records import SaveRow, ShipRecord
     from ckptd.core.policy.actions import Plan
     from ckptd.core.policy.view import JobView
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.state import JobState
 
 
@@ -63,7 +63,7 @@ def is_proven_damaged(record: ShipRecord) -> bool:
     return record.form == ZERO and record.state is ShipState.REFUSED
 
 
-def way_out(job: Job, state: JobState, tag: str) -> tuple[str, str]:
+def way_out(job: WatchedJob, state: JobState, tag: str) -> tuple[str, str]:
     """The command for a folder that will never be safe as it is, and what that does."""
     verdict, row = state.verdicts.get(tag), state.row_of_tag(tag)
     if verdict is not None and verdict.state is State.SUSPECT:
@@ -74,7 +74,7 @@ def way_out(job: Job, state: JobState, tag: str) -> tuple[str, str]:
     return removal(job, tag), REMOVES
 
 
-def removal(job: Job, tag: str) -> str:
+def removal(job: WatchedJob, tag: str) -> str:
     """The command for a person who has given it up."""
     return command_for(job.config, "gc", "--incomplete", tag)
 
@@ -91,7 +91,7 @@ def what_reads_it(reason: str) -> str:
     return f"{mend}; tried again by itself, and not shipped until it can be read"
 
 
-def removal_of_hold(job: Job, name: str) -> str:
+def removal_of_hold(job: WatchedJob, name: str) -> str:
     """For a person who wants the room of a hold that is no known save's."""
     place = path_of(job.config.save_dir, f"{fs.HOLD}/{name}")
     return f"rm -r {shlex.quote(str(place))}"
@@ -103,7 +103,7 @@ def removal_of_hold(job: Job, name: str) -> str:
 if TYPE_CHECKING:
     from ckptd.config.schema import RemoteConfig
     from ckptd.core.model.records import SaveRow, ShipRecord
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.problems import Problems, Severity
     from ckptd.daemon.state.state import JobState
 
@@ -112,7 +112,7 @@ _REBUILT = "nothing to do: it was rebuilt from disk and remote"
 _TRIED_AGAIN = (ShipState.NEW, ShipState.SHIPPING)
 
 
-def see_stuck(job: Job, state: JobState) -> None:
+def see_stuck(job: WatchedJob, state: JobState) -> None:
     """For as long as each turn sees them."""
     see_uploads(job, state)
     _see_late(job, state)
@@ -127,7 +127,7 @@ def see_stuck(job: Job, state: JobState) -> None:
         job.problems.see("journal-set-aside", str(aside), text, _REBUILT)
 
 
-def see_uploads(job: Job, state: JobState) -> None:
+def see_uploads(job: WatchedJob, state: JobState) -> None:
     """Of checkpoints that are here or held: what is damaged, and what failed again and again."""
     remotes = {remote.name: remote for remote in job.config.remotes}
     for save_id, records in state.ships.items():
@@ -151,7 +151,7 @@ def see_uploads(job: Job, state: JobState) -> None:
                 job.problems.stays("upload-failed", about)
 
 
-def _see_late(job: Job, state: JobState) -> None:
+def _see_late(job: WatchedJob, state: JobState) -> None:
     """Until they are committed or gone, or their save is."""
     saves = {save.id: save for save in job.view.saves} if state.late_unsent and job.view is not None else {}
     for (save_id, remote), unsent in list(state.late_unsent.items()):
@@ -174,7 +174,7 @@ def _is_past(state: JobState, remote: RemoteConfig, row: SaveRow, record: ShipRe
     return any(state.ship(one.id, record.remote, ZERO).state is ShipState.COMMITTED for one in newer)
 
 
-def _cure(job: Job, state: JobState, row: SaveRow, record: ShipRecord) -> str:
+def _cure(job: WatchedJob, state: JobState, row: SaveRow, record: ShipRecord) -> str:
     if record.form != ZERO:
         return record.hint
     if row.state != "present":
@@ -196,7 +196,7 @@ def see_prunes(problems: Problems, state: JobState) -> None:
         problems.see("prune-blocked", tag, f"{tag} stays: {stays.text}", stays.hint, severity=severity)
 
 
-def _see_retirements(job: Job, state: JobState) -> None:
+def _see_retirements(job: WatchedJob, state: JobState) -> None:
     for (remote, sha256), refusal in list(state.retire_refused.items()):
         if _is_wanted_gone(job, state, remote, sha256):
             job.problems.see("retire-blocked", refusal.about, refusal.text, refusal.hint)
@@ -204,7 +204,7 @@ def _see_retirements(job: Job, state: JobState) -> None:
             del state.retire_refused[remote, sha256]
 
 
-def _is_wanted_gone(job: Job, state: JobState, remote: str, sha256: str) -> bool:
+def _is_wanted_gone(job: WatchedJob, state: JobState, remote: str, sha256: str) -> bool:
     """The remote still holds it, and nothing keeps it there; as long as it is away, nobody knows."""
     link = job.links.get(remote)
     seen = link.observation if link is not None else None
@@ -218,7 +218,7 @@ def _is_wanted_gone(job: Job, state: JobState, remote: str, sha256: str) -> bool
     return any(fate is None or not fate.keeps for fate in found)
 
 
-def _see_holds(job: Job, state: JobState) -> None:
+def _see_holds(job: WatchedJob, state: JobState) -> None:
     """Until what lost its hold is committed, or gone: then `vanished-uncommitted` tells."""
     for save_id, text in list(state.holds_released.items()):
         row = state.rows.get(save_id)
@@ -230,7 +230,7 @@ def _see_holds(job: Job, state: JobState) -> None:
             job.problems.see("hold-released", row.save.tag, text, "free space, or save less often")
 
 
-def _see_still(job: Job) -> None:
+def _see_still(job: WatchedJob) -> None:
     """Before it is cut (links.py): a note, for a flush may last so long."""
     cut = {problem.about for problem in job.problems.all() if problem.code == "transfer-stalled"}
     for link in job.links.values():
@@ -240,7 +240,7 @@ def _see_still(job: Job) -> None:
             job.problems.see("transfer-stalled", f"{link.name} (under way)", text, NEXT_STEP, severity="note")
 
 
-def _forget_stalls(job: Job, state: JobState) -> None:
+def _forget_stalls(job: WatchedJob, state: JobState) -> None:
     """An upload that was cut goes on; where nothing is left to send or remove, no byte will ever move."""
     busy = {
         record.remote
@@ -264,20 +264,20 @@ _NOT_LATE = (State.LEFTOVER, State.COMPLETE)
 _NAME = re.compile(r"\((\S+\.pt)\)")
 
 
-def see_alarms(job: Job, state: JobState) -> None:
+def see_alarms(job: WatchedJob, state: JobState) -> None:
     """For as long as each turn sees them."""
     for tag, verdict in state.verdicts.items():
         left = _patience_left_seconds(job, state, tag, verdict)
         if left is not None and left <= 0:
             _see_missing(job, state, tag, verdict)
     _see_blocked(job, state)
-    see_sharer(job, state)
+    see_sharer(job.problems, str(job.config.save_dir), state)
     if job.view is not None:
         _see_other_configurations(job, job.view)
         _see_belts(job, job.view, state.plan)
 
 
-def _see_other_configurations(job: Job, view: JobView) -> None:
+def _see_other_configurations(job: WatchedJob, view: JobView) -> None:
     for remote in view.remotes:
         if is_configured_otherwise(view, remote):
             text = f"{remote.name}: nodes of this job are configured differently; this one deletes nothing"
@@ -285,7 +285,7 @@ def _see_other_configurations(job: Job, view: JobView) -> None:
             job.problems.see("config-differs", remote.name, text, cure)
 
 
-def _see_belts(job: Job, view: JobView, plan: Plan | None) -> None:
+def _see_belts(job: WatchedJob, view: JobView, plan: Plan | None) -> None:
     """A note: it goes on by itself."""
     if plan is None:
         return
@@ -294,13 +294,13 @@ def _see_belts(job: Job, view: JobView, plan: Plan | None) -> None:
             job.problems.see("retention-blocked", remote.name, found.text, found.next_step, severity="note")
 
 
-def waits_for_alarm(job: Job, state: JobState) -> bool:
+def waits_for_alarm(job: WatchedJob, state: JobState) -> bool:
     """Time alone will raise one: such a job is not at rest."""
     lefts = (_patience_left_seconds(job, state, tag, v) for tag, v in state.verdicts.items())
     return state.blocked_since is not None or any(left is not None and left > 0 for left in lefts)
 
 
-def _patience_left_seconds(job: Job, state: JobState, tag: str, verdict: Verdict) -> float | None:
+def _patience_left_seconds(job: WatchedJob, state: JobState, tag: str, verdict: Verdict) -> float | None:
     """Until a shard is late: nothing moved for longer than ranks ever lay apart.
 
     None: none is missing, or a later save is whole.
@@ -317,7 +317,7 @@ def _patience_left_seconds(job: Job, state: JobState, tag: str, verdict: Verdict
     return patience - (time.monotonic() - quiet.since_seconds)
 
 
-def _see_missing(job: Job, state: JobState, tag: str, verdict: Verdict) -> None:
+def _see_missing(job: WatchedJob, state: JobState, tag: str, verdict: Verdict) -> None:
     first, more = verdict.missing[0], len(verdict.missing) - 1
     text = f"{tag}: {first} is missing" + (f", and {more} more" if more else "")
     where = _last_place(job, state, first)
@@ -330,7 +330,7 @@ def _see_missing(job: Job, state: JobState, tag: str, verdict: Verdict) -> None:
     job.problems.see("shard-missing", tag, f"{text}; {where}" if where else text, cure)
 
 
-def _last_place(job: Job, state: JobState, missing: str) -> str:
+def _last_place(job: WatchedJob, state: JobState, missing: str) -> str:
     """Which node wrote that shard in the newest save that is whole here."""
     name = _NAME.search(missing)
     rows = [row for row in state.rows.values() if row.state == "present"]
@@ -343,7 +343,7 @@ def _last_place(job: Job, state: JobState, missing: str) -> str:
     )
 
 
-def _see_blocked(job: Job, state: JobState) -> None:
+def _see_blocked(job: WatchedJob, state: JobState) -> None:
     """Once the same thing has been in the way for its patience."""
     found = blocked(job.view, state.plan.local_fates) if job.view is not None and state.plan else None
     if found is None or state.is_first_scan:

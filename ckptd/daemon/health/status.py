@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.records import SaveRow, ShipRecord
     from ckptd.core.policy.capacity import Forecast
     from ckptd.core.policy.view import RemoteCommit
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.state import JobState, ShipKey
     from ckptd.daemon.uploads.session import RemoteLink
 
@@ -38,7 +38,7 @@ SHOWN_ENDED = 20
 """Pruned and vanished saves that status still shows."""
 
 
-def job_status(job: Job) -> st.JobStatus:
+def job_status(job: WatchedJob) -> st.JobStatus:
     """What status.json says of a job."""
     severities = {p.severity for p in job.problems.all()}
     state: st.JobStateName = "ok"
@@ -84,7 +84,7 @@ def job_status(job: Job) -> st.JobStatus:
     )
 
 
-def problems_of(job: Job) -> tuple[st.ProblemStatus, ...]:
+def problems_of(job: WatchedJob) -> tuple[st.ProblemStatus, ...]:
     """What is open, in the words of this job."""
     return tuple(
         st.ProblemStatus(
@@ -99,7 +99,7 @@ def problems_of(job: Job) -> tuple[st.ProblemStatus, ...]:
     )
 
 
-def _shared(job: Job) -> st.SharedStatus | None:
+def _shared(job: WatchedJob) -> st.SharedStatus | None:
     tenancy = job.nodes.tenancy
     if tenancy is None:
         return None
@@ -112,7 +112,7 @@ def _shared(job: Job) -> st.SharedStatus | None:
     )
 
 
-def _remote(job: Job, link: RemoteLink) -> st.RemoteStatus:
+def _remote(job: WatchedJob, link: RemoteLink) -> st.RemoteStatus:
     """What the store was seen to do when it was attached."""
     if link.attached is None:
         return st.RemoteStatus(name=link.name, url=link.settings.url, attached=False)
@@ -130,7 +130,7 @@ def _remote(job: Job, link: RemoteLink) -> st.RemoteStatus:
     )
 
 
-def _held(job: Job, name: str) -> tuple[st.HeldStatus, ...]:
+def _held(job: WatchedJob, name: str) -> tuple[st.HeldStatus, ...]:
     """Every checkpoint of a remote with keep or delete, and why, as the last plan had it."""
     if job.state is None or job.state.plan is None or job.view is None:
         return ()
@@ -158,7 +158,7 @@ def _held(job: Job, name: str) -> tuple[st.HeldStatus, ...]:
     return tuple(found)
 
 
-def _safe(job: Job, commit: RemoteCommit) -> st.SafeStatus:
+def _safe(job: WatchedJob, commit: RemoteCommit) -> st.SafeStatus:
     """The newest checkpoint that every required remote was last seen to hold (P17: never without P2)."""
     assert job.view is not None
     at = commit.committed_at_seconds
@@ -184,7 +184,7 @@ def _seconds_at_risk(state: JobState, safe: RemoteCommit | None) -> float | None
     return None if written_at is None else round(max(0.0, time.time() - written_at), 1)
 
 
-def _disk(job: Job, state: JobState, told: Forecast) -> st.DiskStatus:
+def _disk(job: WatchedJob, state: JobState, told: Forecast) -> st.DiskStatus:
     assert job.view is not None
     return st.DiskStatus(
         free_bytes=job.view.disk.free_bytes,
@@ -195,7 +195,7 @@ def _disk(job: Job, state: JobState, told: Forecast) -> st.DiskStatus:
     )
 
 
-def _checkpoints(job: Job, state: JobState) -> tuple[st.CheckpointStatus, ...]:
+def _checkpoints(job: WatchedJob, state: JobState) -> tuple[st.CheckpointStatus, ...]:
     rows = sorted(state.rows.values(), key=lambda r: r.save.order, reverse=True)
     shown = [r for r in rows if r.state == "present" or r.held]
     ended = [r for r in rows if not r.held and r.state in ("pruned", "vanished", "superseded")]
@@ -218,7 +218,7 @@ def _checkpoints(job: Job, state: JobState) -> tuple[st.CheckpointStatus, ...]:
 
 
 def _unsealed(
-    job: Job, tag: str, verdict: Verdict, folder: FolderListing | None, next_step: str | None
+    job: WatchedJob, tag: str, verdict: Verdict, folder: FolderListing | None, next_step: str | None
 ) -> st.CheckpointStatus:
     assert job.state is not None
     quiet = job.state.quiet.get(tag)
@@ -242,7 +242,9 @@ def _unsealed(
     )
 
 
-def _sealed(job: Job, state: JobState, row: SaveRow, times: ShipTimes, is_left: bool) -> st.CheckpointStatus:
+def _sealed(
+    job: WatchedJob, state: JobState, row: SaveRow, times: ShipTimes, is_left: bool
+) -> st.CheckpointStatus:
     assert job.view is not None
     save = row.save
     records = state.ships.get(row.id, {})

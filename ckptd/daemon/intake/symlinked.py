@@ -13,8 +13,8 @@ from ckptd.storage.local.scan import scan
 
 if TYPE_CHECKING:
     from ckptd.core.model.listing import SaveDirListing
-    from ckptd.daemon.job import Job
     from ckptd.daemon.state.problems import Problem, Severity
+    from ckptd.daemon.uploads.job_record import JobRecord
 
 log = logging.getLogger("ckptd.job")
 
@@ -24,7 +24,7 @@ _NEXT_STEP = (
 )
 
 
-def look(job: Job, save_dir_fd: int) -> SaveDirListing:
+def look(job: JobRecord, save_dir_fd: int) -> SaveDirListing:
     """List save_dir, and say what in it is not protected."""
     before = job.state.listing if job.state is not None else None
     listing = scan(save_dir_fd, job.config.trainer, before)
@@ -42,7 +42,7 @@ def look(job: Job, save_dir_fd: int) -> SaveDirListing:
     return listing
 
 
-def _see_unprotected(job: Job, listing: SaveDirListing) -> None:
+def _see_unprotected(job: JobRecord, listing: SaveDirListing) -> None:
     """Say it for as long as it lies there: a job that finds nothing else would wait for ever."""
     tags = [folder.tag for folder in listing.folders if not folder.is_model_only]
     said = told(listing.unprotected, str(job.config.save_dir), listing.latest, tags)
@@ -58,7 +58,7 @@ def _see_unprotected(job: Job, listing: SaveDirListing) -> None:
             job.problems.clear("unprotected-save", problem.about)
 
 
-def linked_here(job: Job) -> tuple[str, ...]:
+def linked_here(job: JobRecord) -> tuple[str, ...]:
     """Checkpoints at risk that nothing will commit."""
     return tuple(problem.about for problem in job.problems.all() if _is_alarm(problem))
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from ckptd.config.schema import DaemonConfig
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.state.problems import Problems
     from ckptd.daemon.uploads.session import RemoteLink
 
 log = logging.getLogger("ckptd")
@@ -151,17 +151,17 @@ class Totals:
         self.uploads.call()
         self.conversions.call()
 
-    def tell(self, jobs: Sequence[Job]) -> None:
-        """A budget that these jobs cannot keep to is a problem of each of them, for as long as it is."""
+    def tell(self, of_jobs: Sequence[Problems]) -> None:
+        """Report a budget that these jobs cannot keep to as a problem of each, for as long as it is."""
         found = shortage(self.division, self.memory_bytes)
         if found is not None and found != self._told:
             log.error("%s; %s", *found)
         self._told = found
-        for job in jobs:
+        for problems in of_jobs:
             if found is None:
-                job.problems.clear("memory-short", "memory_budget")
+                problems.clear("memory-short", "memory_budget")
             else:
-                job.problems.put("memory-short", "memory_budget", *found)
+                problems.put("memory-short", "memory_budget", *found)
 
     def share(self, starting: RemoteLink | None = None) -> None:
         """Tell those who ship their part; who is about to start hears it before its first byte.

@@ -15,7 +15,7 @@ from ckptd.errors import CkptdError, NotPermitted
 from ckptd.storage.local import probe
 
 if TYPE_CHECKING:
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.state.problems import Problems
     from ckptd.daemon.state.state import JobState
 
 AGAIN_SECONDS = 60.0
@@ -36,9 +36,8 @@ class Rights:
         self._proved_at_seconds = -math.inf
         self._clones_are_known = False
 
-    def prove(self, job: Job, state: JobState, save_dir_fd: int) -> None:
+    def prove(self, problems: Problems, about: str, state: JobState, save_dir_fd: int) -> None:
         """When there is something to keep, on the file system that it was on; what failed, at each turn."""
-        about = str(job.config.save_dir)
         if not state.rows or state.journal.meta("device") != str(os.fstat(save_dir_fd).st_dev):
             self.are_held = False
             return
@@ -57,13 +56,13 @@ class Rights:
             is_mount = isinstance(error, OSError) and error.errno == errno.EROFS
             hint = "mount it writable again" if is_mount else "run ckptd as the training user"
             hint = error.hint if isinstance(error, CkptdError) else f"{hint}; nothing is deleted"
-            job.problems.put("no-rights", about, text, hint)
+            problems.put("no-rights", about, text, hint)
             self.are_held, self.is_missing = False, True
             return
         if self.is_missing:
             state.prune_blocked.clear()  # what failed for want of rights goes at once
         self.are_held, self.is_missing, self._proved_at_seconds = True, False, now
-        job.problems.clear("no-rights", about)
+        problems.clear("no-rights", about)
 
 
 def prove(save_dir_fd: int, about: str, mark: str) -> None:

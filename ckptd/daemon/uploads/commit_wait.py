@@ -16,8 +16,8 @@ from ckptd.daemon.state.state import Waiting
 if TYPE_CHECKING:
     from ckptd.core.completeness.missing import Lost
     from ckptd.core.model.records import SaveRow, ShipRecord
-    from ckptd.daemon.job import Job
     from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.uploads.job_record import JobRecord
     from ckptd.storage.remote.messages import Observation, ShipResult
 
 
@@ -63,7 +63,7 @@ def hear_of_parts(state: JobState, remote: str, seen: Observation | None) -> Non
             state.put_ship(row.id, record.model_copy(update={"retry_at_seconds": again_at}))
 
 
-def see_waiting(job: Job, state: JobState) -> None:
+def see_waiting(job: JobRecord, state: JobState) -> None:
     """Raise `commit-waiting`, or `commit-incomplete` once the other nodes had their time."""
     for key, before in list(state.waiting.items()):
         row = state.rows.get(key[0])
@@ -83,7 +83,7 @@ def see_waiting(job: Job, state: JobState) -> None:
             job.problems.see("commit-incomplete", about, f"{about}: {lost.text}", _cure(job, lost, row))
 
 
-def _told(job: Job, row: SaveRow, remote: str, waiting: Waiting) -> Waiting:
+def _told(job: JobRecord, row: SaveRow, remote: str, waiting: Waiting) -> Waiting:
     """With what the last look at the tag told; it is asked anew after each attempt."""
     view = job.links[remote].tag_views.get(row.save.tag) if remote in job.links else None
     if view is None:
@@ -103,7 +103,7 @@ def _open_save(row: SaveRow, record: ShipRecord, waiting: Waiting) -> OpenSave:
     )
 
 
-def _cure(job: Job, lost: Lost, row: SaveRow) -> str:
+def _cure(job: JobRecord, lost: Lost, row: SaveRow) -> str:
     back = "bring that node's daemon back, or train on: the next save is not concerned"
     if lost.apart and any(is_state(file.path) for file in row.save.files):
         back = (
@@ -115,7 +115,7 @@ def _cure(job: Job, lost: Lost, row: SaveRow) -> str:
     return f"{back}; what is committed: {command_for(job.config, 'list')}"
 
 
-def see_nodes(job: Job) -> None:
+def see_nodes(job: JobRecord) -> None:
     """Nodes that were told something else of what is kept."""
     differing = job.nodes.differing()
     if differing:

@@ -13,14 +13,14 @@ from ckptd.storage.remote.attach import NEXT_STEP, are_one, one_place
 from ckptd.storage.stores.open import directory_path
 
 if TYPE_CHECKING:
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.uploads.job_record import JobRecord
     from ckptd.storage.journal.journal import Journal
     from ckptd.storage.remote.messages import Attached
 
 AWAY_NEXT_STEP = "bring that one back; if it is gone for good, remove it from the job file"
 
 
-def settle(job: Job, name: str, answer: Attached, journal: Journal) -> bool:
+def settle(job: JobRecord, name: str, answer: Attached, journal: Journal) -> bool:
     """Let go of the later one of two that are one place; False: it is the one that answered just now.
 
     Nothing is retired from a remote that is not attached, and what it holds proves nothing.
@@ -42,7 +42,7 @@ def settle(job: Job, name: str, answer: Attached, journal: Journal) -> bool:
 
 
 def _verdict(
-    job: Job, name: str, other: str, answer: Attached, journal: Journal, *, is_earlier: bool
+    job: JobRecord, name: str, other: str, answer: Attached, journal: Journal, *, is_earlier: bool
 ) -> CkptdError | None:
     """Why the later one of `name`, which answered, and `other` is not attached; None: they are two."""
     mine, theirs = job.links[name].settings.url, job.links[other].settings.url
@@ -67,7 +67,7 @@ def _verdict(
     return RemoteUnreachable(words, hint=AWAY_NEXT_STEP)
 
 
-def _let_go(job: Job, name: str, error: CkptdError, journal: Journal) -> None:
+def _let_go(job: JobRecord, name: str, error: CkptdError, journal: Journal) -> None:
     """What the link learned by this answer is not its own."""
     link = job.links[name]
     known = {key: journal.meta(f"{key}:{name}") for key in ("job_id", "remote_id")}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.save import SealedSave
     from ckptd.core.policy.leases import LeaseSeen
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.state.problems import Problems
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteLink
     from ckptd.observe.audit import Audit
@@ -122,15 +122,6 @@ def _finish(state: JobState, save_dir_fd: int, name: str, audit: Audit) -> None:
         os.close(trash_fd)
 
 
-def finish_begun(job: Job, state: JobState, save_dir_fd: int) -> None:
-    """Removals that a crash cut short, here and in remotes; of a shared directory the lease holder's."""
-    tenancy = job.nodes.tenancy
-    rests = state.is_first_scan or job.control.rests or (tenancy is not None and not tenancy.holds())
-    job.shipping.retiring.finish(rests=rests)
-    if tenancy is not None:
-        tenancy.take_over(state, save_dir_fd, job.audit)
-
-
 def own_state(state_dir: Path, save_dir: Path) -> int:
     """Lock the state directory of a host: the lock of a shared save_dir would refuse the second host.
 
@@ -195,14 +186,12 @@ def sharer_in(save: SealedSave, view: TagView, node: str, node_id: str) -> Share
     return None
 
 
-def see_sharer(job: Job, state: JobState) -> None:
+def see_sharer(problems: Problems, save_dir: str, state: JobState) -> None:
     """Until a restart: nothing here tells that the other is gone."""
     found = state.sharer
     if found is None:
         return
-    text = (
-        f"{found.node} ships the files of {job.config.save_dir} too ({found.tag}): one directory, two hosts"
-    )
+    text = f"{found.node} ships the files of {save_dir} too ({found.tag}): one directory, two hosts"
     what = "; this one stands by: it sends, converts and deletes nothing" if found.stands_by else ""
     cure = "run ckptd on one of the hosts that see this directory, then restart it there"
-    job.problems.see("save-dir-shared", str(job.config.save_dir), text + what, cure)
+    problems.see("save-dir-shared", save_dir, text + what, cure)

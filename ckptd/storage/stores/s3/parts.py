@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ckptd.storage.stores.base import Source
     from ckptd.storage.stores.parallel import Turns
-    from ckptd.storage.stores.s3.store import S3Store
+    from ckptd.storage.stores.s3.bucket import S3Bucket
 
 
 # --- Where an upload is cut into parts: at borders that somebody chose, and evenly between them ----------
@@ -159,7 +159,7 @@ class Sending:
 
     def __init__(
         self,
-        store: S3Store,
+        store: S3Bucket,
         key: str,
         source: Source,
         upload: Upload,
@@ -256,7 +256,7 @@ class Sent:
 
 
 def send_range(
-    store: S3Store, key: str, source: Source, span: tuple[int, int], request: dict[str, Any]
+    store: S3Bucket, key: str, source: Source, span: tuple[int, int], request: dict[str, Any]
 ) -> Sent:
     """Send (offset, length) of the source as a part (`PartNumber` in the request) or as the whole object.
 
@@ -292,12 +292,12 @@ def send_range(
     raise changed(_name(key, number), f" {_TRIES} times" if number else "")
 
 
-def held_of(store: S3Store, source: Source, offset: int, length: int) -> Held:
+def held_of(store: S3Bucket, source: Source, offset: int, length: int) -> Held:
     """A small range in memory, hashed."""
     return Held(_read(source, offset, length), wants_md5=store.wants_md5)
 
 
-def send_held(store: S3Store, key: str, held: Held, request: dict[str, Any]) -> Sent:
+def send_held(store: S3Bucket, key: str, held: Held, request: dict[str, Any]) -> Sent:
     """The same for what lies in memory."""
     number = request.get("PartNumber")
     arguments = request | arguments_of(store, held)
@@ -314,7 +314,7 @@ def send_held(store: S3Store, key: str, held: Held, request: dict[str, Any]) -> 
     raise changed(_name(key, number), f" {_TRIES} times" if number else "")
 
 
-def _told_directly(store: S3Store, key: str, held: Held, arguments: dict[str, Any]) -> Sent | None:
+def _told_directly(store: S3Bucket, key: str, held: Held, arguments: dict[str, Any]) -> Sent | None:
     """The short way; None: the other one."""
     if store.direct is None:
         return None
@@ -324,14 +324,14 @@ def _told_directly(store: S3Store, key: str, held: Held, arguments: dict[str, An
     return None if answer is None else Sent(answer=answer, crc=held.crc, md5=held.md5)
 
 
-def arguments_of(store: S3Store, held: Held) -> dict[str, str]:
+def arguments_of(store: S3Bucket, held: Held) -> dict[str, str]:
     """The checksum that goes along with a small range."""
     checked = {"ChecksumCRC64NVME": encoded(held.crc)} if store.abilities.checksum else {}
     return checked | guard(store.abilities, held.content_md5)
 
 
 def _send_once_read(
-    store: S3Store, key: str, source: Source, span: tuple[int, int], request: dict[str, Any]
+    store: S3Bucket, key: str, source: Source, span: tuple[int, int], request: dict[str, Any]
 ) -> Sent | None:
     """The short way, on which the range is read once; None: it is to be sent the other way.
 
@@ -357,7 +357,7 @@ def _send_once_read(
     return sent if is_same and _is_intact(store, sent, number) else None
 
 
-def _ask(store: S3Store, key: str, body: Body | Held, arguments: dict[str, Any]) -> dict[str, Any] | None:
+def _ask(store: S3Bucket, key: str, body: Body | Held, arguments: dict[str, Any]) -> dict[str, Any] | None:
     """By botocore's client, which tries again; None: the server received other bytes."""
     number = arguments.get("PartNumber")
     with store.asking(f"writing {_name(key, number)}"):
@@ -378,7 +378,7 @@ def _sent(answer: dict[str, Any], body: Body, inner: Source, span: tuple[int, in
     return Sent(answer=answer, crc=crc, md5=body.md5)
 
 
-def _is_intact(store: S3Store, sent: Sent, number: int | None) -> bool:
+def _is_intact(store: S3Bucket, sent: Sent, number: int | None) -> bool:
     """Where ETags are MD5s, whether a part arrived as it was read; an object is looked at as a whole."""
     is_shown = bool(number) and store.abilities.part_etags and sent.md5 is not None
     return not is_shown or bare(sent.etag) == (sent.md5 or b"").hex()

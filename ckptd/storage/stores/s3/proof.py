@@ -58,7 +58,7 @@ def changed(what: str, often: str = "") -> VerifyError:
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckptd.storage.stores.s3.store import S3Store
+    from ckptd.storage.stores.s3.bucket import S3Bucket
 
 _SMALL_BYTES = 8 << 20
 _STREAMS = 4
@@ -66,7 +66,7 @@ _STREAMS = 4
 
 
 def proof(
-    store: S3Store,
+    store: S3Bucket,
     key: str,
     size_bytes: int,
     sent: int,
@@ -100,7 +100,7 @@ def proof(
 
 
 def _is_intact(
-    store: S3Store, key: str, size_bytes: int, sent: int, on_progress: Callable[[int], None]
+    store: S3Bucket, key: str, size_bytes: int, sent: int, on_progress: Callable[[int], None]
 ) -> bool:
     """Read a small object in one request; False for anything else than those very bytes."""
     crc = done = 0
@@ -115,7 +115,7 @@ def _is_intact(
 
 
 def _digest(
-    store: S3Store,
+    store: S3Bucket,
     key: str,
     head: dict[str, Any],
     size_bytes: int,

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from ckptd.storage.stores.base import Resume, Source
     from ckptd.storage.stores.s3.body import Held
+    from ckptd.storage.stores.s3.bucket import S3Bucket
     from ckptd.storage.stores.s3.direct import Flight
-    from ckptd.storage.stores.s3.store import S3Store
 
 MIN_PART_BYTES = 16 << 20
 MAX_PART_BYTES = 5 << 30
@@ -100,7 +100,7 @@ class Started:
 class S3Uploads:
     """The uploads of one store; remembers the ids that it may abort."""
 
-    def __init__(self, store: S3Store, part_size_bytes: int | None) -> None:
+    def __init__(self, store: S3Bucket, part_size_bytes: int | None) -> None:
         self._store = store
         self._wanted_bytes = part_size_bytes
         self._ours: dict[str, str] = {}

@@ -43,10 +43,10 @@ def test_clones_are_asked_for_again_once_there_is_room(
     monkeypatch.setattr(permissions, "AGAIN_SECONDS", 0.0)
     with files.opened_dir(tmp_path) as fd:
         journal.set_meta("device", str(os.fstat(fd).st_dev))
-        held.prove(job, state, fd)
+        held.prove(job.problems, str(job.config.save_dir), state, fd)
         assert (held.are_held, state.can_clone) == (True, False)
         for _ in range(2):
-            held.prove(job, state, fd)
+            held.prove(job.problems, str(job.config.save_dir), state, fd)
             assert state.can_clone
     assert answers == [False]
     journal.close()

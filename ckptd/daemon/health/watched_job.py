@@ -1,0 +1,41 @@
+"""What health checks, heartbeats and a job's start read of a job, without importing it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from ckptd.daemon.uploads.job_record import JobRecord
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckptd.daemon.actions.control import Control
+    from ckptd.daemon.intake.known_saves import Knowledge
+    from ckptd.daemon.intake.runs import Runs
+    from ckptd.daemon.intake.sealer import Intake
+    from ckptd.daemon.resources.workers import OneJobs
+    from ckptd.daemon.state.permissions import Rights
+    from ckptd.storage.local.watch import Watcher
+
+
+class WatchedJob(JobRecord, Protocol):
+    """`daemon.job.Job`, as far as it is looked at."""
+
+    state_dir: Path
+    control: Control
+    knowledge: Knowledge
+    intake: Intake
+    runs: Runs
+    rights: Rights
+    watcher: Watcher | None
+    workers: OneJobs
+
+    @property
+    def phase(self) -> str:
+        """Return waiting, watching or active."""
+
+    def wake(self) -> None:
+        """Plan again soon."""
+
+    def close(self) -> None:
+        """Give up the lock and everything that is open."""
