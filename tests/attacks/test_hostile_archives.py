@@ -159,7 +159,9 @@ GIB = 1 << 30
 REFUSE = """
 import resource, sys
 from pathlib import Path
-from ckptd.convert.engine.supervisor import ConvertOptions, convert, inspect_files
+from ckptd.convert.engine.inspect import inspect_files
+from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.options import ConvertOptions
 from ckptd.errors import CkptdError
 folder, name, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 (found,) = inspect_files(folder, [name], timeout_seconds=60)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import tenacity.nap
 import tenacity.wait
 
-from ckptd.base import extents, files, retry
-from ckptd.convert.engine import inspect, inspect_child, supervisor
+from ckptd.base import files, retry
+from ckptd.convert.engine import inspect, inspect_child
 from ckptd.core.model.facts import FileFacts
 from ckptd.daemon import job, loop
 from ckptd.daemon.intake import sealer
@@ -249,17 +249,19 @@ class Stage:
         self._plan(reserve, "BYTES", WINDOW_BYTES)
         self._plan(folders, "buffer_of", lambda size: memoryview(bytearray(size)))
         self._plan(files, "_renameat2", kernel.renameat)
-        self._plan(extents, "clone_file", kernel.clone)
-        self._plan(extents, "cached_runs", lambda _fd, _size: ())
-        self._plan(extents, "drop_pages", lambda *_: None)
-        self._plan(extents, "drop_pages_but", lambda *_: None)
+        on_disk: dict[str, Callable[..., object]] = {
+            "clone_file": kernel.clone,
+            "cached_runs": lambda _fd, _size: (),
+            "drop_pages": lambda *_: None,
+            "drop_pages_but": lambda *_: None,
+            "mount_of": lambda fd: str(system.fstat(fd).st_dev),
+        }
+        for name, call in on_disk.items():
+            for module in [m for n, m in sys.modules.items() if n.startswith("ckptd") and name in vars(m)]:
+                self._plan(module, name, call)
         self._plan(sealer, "OpenWriters", lambda path: _Writers(path, has_open_writer))
         self._plan(journal, "connect", self.databases.connect)
-        for module in (files, extents):
-            self._plan(module, "mount_of", lambda fd: str(system.fstat(fd).st_dev))
-        self._plan(
-            supervisor, "inspect_files", lambda folder, paths, **_: inspect_files(kernel, folder, paths)
-        )
+        self._plan(inspect, "inspect_files", lambda folder, paths, **_: inspect_files(kernel, folder, paths))
         self._plan(inspect_child, "_emit", lambda _line: None)
         self._plan(job, "Watcher", watcher)
         self._plan(slots, "RemoteClient", client)

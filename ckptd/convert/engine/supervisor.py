@@ -1,7 +1,7 @@
 """The API of conversion for the daemon and the command line (docs/design.md §4).
 
 `convert` starts the restricted planning child, then the executor child, watches both, and publishes the
-result by one rename; `inspect_files` and `probe_restrictions` come from `ckptd.convert.engine.inspect`.
+result by one rename.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ckptd.config.quantities import show_bytes
 from ckptd.convert.dtypes import numpy_folder
 from ckptd.convert.engine import children
 from ckptd.convert.engine.children import Watched, watch
-from ckptd.convert.engine.inspect import inspect_files, probe_restrictions
 from ckptd.convert.engine.staging import (
     OUTPUT,
     PLAN,
@@ -91,14 +90,6 @@ def plan_request(
 
 # ---------------------------------------------------------------------------------------------------------
 
-__all__ = [
-    "ConvertOptions",
-    "ConvertProgress",
-    "ConvertReport",
-    "convert",
-    "inspect_files",
-    "probe_restrictions",
-]
 MAX_THREADS = 4
 PLAN_SECONDS = 3600.0
 SILENCE_SECONDS = 120.0
