@@ -53,7 +53,7 @@ Stem = tuple[str, int, str]
 
 @dataclass(slots=True)
 class Documents:
-    """What was read; `damaged` names what could not be."""
+    """Hold the documents read from a remote; `damaged` names those that could not be read."""
 
     commits: list[CommitView] = field(default_factory=list)
     stones: dict[Stem, ObjectInfo] = field(default_factory=dict)
@@ -236,12 +236,12 @@ def _collect(
 
 
 def manifest_folder(where: Stem) -> str:
-    """Where the manifests of one generation of one form lie; ends with `/`."""
+    """Return the folder that holds the manifests of one generation of one form; it ends with `/`."""
     return f"{ROOT}/nodes/{stem(*where)}/"
 
 
 def lease_folder(where: Stem) -> str:
-    """Where nodes say that they replace objects of one generation of one form; ends with `/`."""
+    """Return the folder of the leases by which nodes announce that they replace objects; it ends with `/`."""
     return f"{LEASES}{stem(*where)}/"
 
 

@@ -1,6 +1,6 @@
-"""What proves that an S3 server holds what was sent: its checksum or ETag where they hold, else reading (P2).
+"""Prove that an S3 server holds what was sent: by a checksum or ETag that it keeps, else by reading.
 
-Apart from the store because it is the one place where "sent" becomes "verified".
+It is apart from the store because it is the one place where "sent" becomes "verified".
 """
 
 from __future__ import annotations
