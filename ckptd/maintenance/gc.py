@@ -215,7 +215,7 @@ class Collector:
         )
 
     def conversion(self, url: str, store: Store) -> bool:
-        """Collect what a killed `ckptd convert` left open in its destination; False: nothing was noted there."""
+        """Collect what a killed `ckptd convert` left open in its destination; False: no note is there."""
         note = read_note(store, NOTE)
         if note is None:
             return False

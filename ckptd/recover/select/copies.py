@@ -12,18 +12,14 @@ from ckptd.errors import NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from ckptd.core.model.manifest import Cell
-    from ckptd.recover.select.inventory import LocalSight
+    from ckptd.core.model.manifest import Cell, NodeManifest
+    from ckptd.recover.select.inventory import LocalSight, RemoteSight
+    from ckptd.storage.remote.messages import CommitView
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.errors import UsageError
-
-if TYPE_CHECKING:
-    from ckptd.core.model.manifest import NodeManifest
-    from ckptd.recover.select.inventory import RemoteSight
-    from ckptd.storage.remote.messages import CommitView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

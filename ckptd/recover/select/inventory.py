@@ -30,7 +30,7 @@ from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.apart import open_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from ckptd.config.schema import JobConfig
@@ -43,12 +43,6 @@ if TYPE_CHECKING:
 
 from dataclasses import field
 from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from ckptd.core.model.manifest import NodeManifest
-    from ckptd.storage.remote.messages import CommitView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

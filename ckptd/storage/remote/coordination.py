@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ckptd.core.model.coverage import KnownManifest
+    from ckptd.core.model.heartbeat import SeenNode
     from ckptd.core.model.manifest import ManifestFile
     from ckptd.storage.remote.messages import ShipFile, ShipOrder
     from ckptd.storage.stores.base import ObjectInfo, Store
@@ -212,14 +213,6 @@ def leave_to_owner(order: ShipOrder, listed: Callable[[], Iterable[KnownManifest
 
 # ---------------------------------------------------------------------------------------------------------
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from ckptd.core.model.coverage import KnownManifest
-    from ckptd.core.model.heartbeat import SeenNode
-    from ckptd.storage.remote.messages import ShipOrder
-    from ckptd.storage.stores.base import Store
 
 _TRIES = 8
 _Row = TypeVar("_Row", bound=Document)

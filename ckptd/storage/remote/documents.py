@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptd.base.identity import Model
+    from ckptd.core.model.coverage import KnownManifest
+    from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.stores.base import ObjectInfo, Store
 
 IDENTITY_KEY = f"{ROOT}/remote.json"
@@ -347,13 +349,6 @@ def committed_digests(commits: Iterable[CommitView]) -> set[str]:
 # Manifests never change, and their names hold their digests: what was read once is not fetched again. That
 # one is there still is told by each listing (docs/adr/0105).
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ckptd.core.model.coverage import KnownManifest
-    from ckptd.storage.remote.messages import CommitView
-    from ckptd.storage.stores.base import Store
 
 FEW = 8
 """So many manifests are read at each look, so that status can name the shards that are missing."""

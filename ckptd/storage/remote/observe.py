@@ -61,17 +61,13 @@ from ckptd.storage.stores.base import settled
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptd.core.model.manifest import NodeManifest
+    from ckptd.core.model.manifest import NodeManifest, RemoteIdentity
     from ckptd.core.model.runs import Row
     from ckptd.storage.remote.documents import Documents, Stem
-    from ckptd.storage.stores.base import ObjectInfo, Store
+    from ckptd.storage.stores.base import Abilities, ObjectInfo, Store
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ckptd.core.model.manifest import RemoteIdentity
-    from ckptd.storage.stores.base import Abilities, Store
 
 _POINTER_TRIES = 3
 _SERIAL_TRIES = 20

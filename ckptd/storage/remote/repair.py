@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.core.model.manifest import ManifestFile, RemoteIdentity
+    from ckptd.storage.remote.documents import Stem
     from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import Progress, Source, Store
@@ -343,14 +344,6 @@ def _compare(store: Store, file: ManifestFile, pacer: Pacer, check: Callable[[],
 # A lease holds up a COMMIT because objects may have changed under a manifest that lists them (adr/0083). Only
 # a person knows that its node will not come back; that the objects are what manifests say is found by
 # reading.
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ckptd.core.model.manifest import ManifestFile, RemoteIdentity
-    from ckptd.storage.remote.documents import Stem
-    from ckptd.storage.stores.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

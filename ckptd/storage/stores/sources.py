@@ -21,7 +21,7 @@ from ckptd.formats.torchfile.archive import Framing, frame, read_directory
 from ckptd.storage.stores.checksums import crc32_combined, crc64
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckptd.formats.torchfile.archive import Record
     from ckptd.storage.stores.base import Source
@@ -108,12 +108,6 @@ class Stretches:
 
 # --- The CRC32s that `torch.save` left in an archive, compared as its bytes pass, in whatever order ------
 # A record is compared once all of it passed; of one that was right nothing is kept. CRC 0 proves nothing.
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from ckptd.formats.torchfile.archive import Record
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from botocore.config import Config
 
+    from ckptd.errors import CkptdError
     from ckptd.storage.stores.access import Access
 
 
@@ -142,10 +143,6 @@ def _credentials_file(given: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------
 
-
-if TYPE_CHECKING:
-    from ckptd.errors import CkptdError
-    from ckptd.storage.stores.access import Access
 
 CONNECT_SECONDS = 20
 READ_SECONDS = 75

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ckptd.storage.stores.base import Abilities
+    from ckptd.storage.stores.s3.bucket import S3Bucket
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -54,11 +55,6 @@ def changed(what: str, often: str = "") -> VerifyError:
 
 # ---------------------------------------------------------------------------------------------------------
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ckptd.storage.stores.s3.bucket import S3Bucket
 
 _SMALL_BYTES = 8 << 20
 _STREAMS = 4
