@@ -163,7 +163,7 @@ def _framing(fd: int, path: str, *, expected: bool) -> dict[str, Any]:
 
 
 def _unread_legacy(fd: int) -> dict[str, Any]:
-    """What stands if reading the pickle ends this process."""
+    """Return the findings that remain if reading the pickle ends this process."""
     return {"archive": Framing.LEGACY.value, "fingerprint": fingerprint(fd, None)}
 
 

@@ -110,7 +110,7 @@ def prove_grid(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid 
 
 
 def expert_notes(shards: Mapping[str, FileFacts], grid: Grid) -> tuple[str, ...]:
-    """What a resume from the universal form must hold to; AutoEP's experts load with any size."""
+    """Return the conditions of a resume from the universal form; AutoEP's experts load with any size."""
     if (grid.ep or 1) == 1 or any(facts.autoep for _, facts in known(shards)):
         return ()
     return (

@@ -58,7 +58,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What is remembered of a tag: identities of its last sealed save's shards (path → identity)."""
+    """Remember the last sealed save of a tag: the identities of its shards (path → identity)."""
 
     shards: Mapping[str, FileIdentity]
     is_part: bool = False

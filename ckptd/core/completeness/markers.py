@@ -71,7 +71,7 @@ def out_of_order(listing: FolderListing, shards: Mapping[str, FileFacts]) -> str
 def judge_marks(
     listing: FolderListing, facts: Mapping[str, FileFacts], processes: int, quiet_seconds: float
 ) -> Marks:
-    """What the trainer's own marks say of a folder whose shards are all there."""
+    """Judge by the trainer's own end-of-save markers a folder whose shards are all there."""
     names = frozenset(f.path for f in listing.files)
     if listing.trainer is Trainer.HUGGINGFACE:
         state = facts.get(TRAINER_STATE)
@@ -118,6 +118,6 @@ def replicas(save: SealedSave) -> frozenset[str]:
 
 
 def role_of(path: str) -> Role | None:
-    """What a shard is for, by its name."""
+    """Return the role of a shard by its name; None if the name is no shard's."""
     named = parse_shard_name(path.rpartition("/")[2])
     return named.role if named else None

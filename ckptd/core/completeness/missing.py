@@ -27,7 +27,7 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What another node shipped of a tag, and no COMMIT lists."""
+    """Describe a part of a tag that another node uploaded and no COMMIT lists."""
 
     node: str
     generation: int
@@ -52,11 +52,11 @@ class OpenSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """What is missing for good, as it seems."""
+    """Describe shards that will most likely never be uploaded."""
 
     text: str
     apart: tuple[str, ...] = ()
-    """Nodes that shipped their part as another save of the tag: it has to be saved again."""
+    """Nodes that uploaded their part as another save of the tag: the tag has to be saved again."""
 
 
 def late(save: OpenSave, others: Sequence[SeenNode]) -> Lost | None:

@@ -1,4 +1,4 @@
-"""Where a new save stands among all saves of a job: (branch, step, save_seq) (§3 *Order*, P9)."""
+"""Place a new save among all saves of a job: its order is (branch, step, save_seq) (docs/design.md §3)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What manifests of a tag tell a node without model states: the grid and the step of its save (adr/0150).
+"""Learn the grid and the step of a save from peers' manifests, on a node without model states (ADR 0150).
 
-They are taken only where nothing of this node's shards speaks against it: else its part would be sealed with
-another save's step, and might be committed beside it. What is not told is asked for again.
+Evidence is used only if it contradicts none of this node's shards: otherwise the part would be sealed with
+another save's step and might be committed beside it. Without evidence the node asks again later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What the manifests of one generation prove."""
+    """Hold what the manifests of one generation prove: the grid and the step of its save."""
 
     grid: Grid
     step: int
@@ -43,10 +43,10 @@ def told_of(
     *,
     save_spread_seconds: float,
 ) -> Told | None:
-    """What the manifests of this node's own save tell; None: none does, or two tell different things.
+    """Return the evidence that fits this node's own shards; None: none fits, or two disagree.
 
-    A committed generation tells of the very files that it lists, as where a journal was lost; an open one of
-    those that it may still get. `written`: path → mtime_ns.
+    A committed generation matches only the files it lists (this matters after journal loss); an open one also
+    matches files not uploaded yet. `written`: path → mtime_ns.
     """
     fitting: dict[tuple[int, int, int, int], Told] = {}
     for one in told:

@@ -32,7 +32,7 @@ def shards_of(save: SealedSave) -> frozenset[tuple[str, str]]:
 
 
 def shards_among(files: Iterable[SealedFile], roots: tuple[str, ...]) -> frozenset[tuple[str, str]]:
-    """The same of files that are not a save's yet."""
+    """Return (path, fingerprint) of the shards among files that are not sealed yet."""
     return frozenset(
         (f.path, f.fingerprint)
         for f in files
@@ -62,8 +62,11 @@ def memory_of(row: SaveRow | None, folder: FolderListing, facts: Mapping[str, Fi
 
 
 def refreshed(save: SealedSave, folder: FolderListing, facts: Mapping[str, FileFacts]) -> SealedSave | None:
-    """The same save with new identities, when only ctimes changed or files were put back (`verify --repair`,
-    rsync -t): same size, mtime and fingerprint. None when it is another save (H50)."""
+    """Return the save with the identities that its files have now, or None if the folder holds another save.
+
+    It is the same save if only ctimes changed, or if files were put back with the same size, mtime and
+    fingerprint (`verify --repair`, rsync -t).
+    """
     now = {f.path: f for f in folder.own}
     if set(now) != {f.path for f in save.files} or folder.folder != save.folder:
         return None

@@ -1,4 +1,4 @@
-"""What a person decided, what a first start found: a file with the state, an object in each remote (P8)."""
+"""Record people's decisions and what a first start found: a file with the state, an object in each remote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PINS = ("pin", "unpin")
 
 
 class Decision(Document):
-    """What a person decided: pin, unpin, accept, adopt (P8). The newest `serial` of a subject counts."""
+    """Record a decision of a person: pin, unpin, accept, adopt. The newest `serial` of a subject counts."""
 
     kind: Literal["pin", "unpin", "accept", "adopt", "first-start"]
     tag: str
@@ -45,7 +45,7 @@ def newest_words(decisions: Iterable[Decision]) -> dict[str, Decision]:
 
 
 def subject_of(decision: Decision) -> tuple[str, str]:
-    """What it is about: words of one subject have serials one above the other."""
+    """Return the subject of a decision: decisions on one subject have ascending serials."""
     return ("pin" if decision.kind in PINS else decision.kind), decision.tag
 
 

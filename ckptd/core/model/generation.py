@@ -139,10 +139,10 @@ def choose_derived(
     job_id: str = "",
     run_id: str | None = None,
 ) -> GenerationChoice:
-    """The same of a derived form in a remote that takes no ZeRO form, whose generation it would share.
+    """Choose the generation of a derived form in a remote that takes no ZeRO form.
 
-    All forms of a save share one there as well: what each was made from says whose it is. A tombstone of
-    such a form knows its order alone.
+    All forms of a save share one generation there as well: the source recorded in each form tells which save
+    it belongs to. A tombstone of such a form knows its order alone.
     """
     stones = [stone for stone in tombstones if stone.tag == save.tag]
     live = {seen.generation: seen for seen in commits if seen.form == form and not seen.disputed}

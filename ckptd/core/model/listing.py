@@ -81,7 +81,7 @@ class FolderListing:
 
     @cached_property
     def added(self) -> tuple[ListedFile, ...]:
-        """What our `resume` put in: derived, so no part of the save, and removed with it."""
+        """Return the files that our `resume` added: derived, so no part of the save, and removed with it."""
         ours = added_by_us((f.path for f in self.files), self.roots)
         return tuple(f for f in self.files if f.path in ours)
 

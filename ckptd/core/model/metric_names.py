@@ -17,5 +17,5 @@ def finite(value: object) -> float | None:
 
 
 def evaluation_of(metric: str) -> str:
-    """What a short name means where it was logged, as in Hugging Face's `metric_for_best_model`."""
+    """Return the logged name of a metric's short name, as Hugging Face's `metric_for_best_model` does."""
     return f"eval_{metric}"

@@ -242,7 +242,7 @@ def _are_of_one(claim: Claim, row: Row, alive: Sequence[Heartbeat]) -> bool:
 
 
 def _place_in(beat: Heartbeat, row: Row) -> Place:
-    """Where it is; a daemon that has not said so yet is where its row says."""
+    """Return the place of a node; until its daemon's heartbeat names one, its row does."""
     if not beat.save_dir and beat.node_id == row.node_id:
         return Place(node=row.node, node_id=row.node_id, host=row.host, user=row.user, save_dir=row.save_dir)
     return Place(node=beat.node, node_id=beat.node_id, host=beat.host, user=beat.user, save_dir=beat.save_dir)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """What such a checkpoint is, as people are told."""
+    """Name the kind of an unprotected checkpoint in words for people."""
 
     HUGGINGFACE = "a checkpoint of the Hugging Face Trainer without DeepSpeed"
     ACCELERATE = "a checkpoint of Accelerate without DeepSpeed"
@@ -67,7 +67,7 @@ class Unprotected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What a person is told of some unprotected checkpoints of one kind in one place."""
+    """Word a warning about unprotected checkpoints of one kind in one place."""
 
     about: str
     """Stays the same while more of them appear."""
@@ -151,7 +151,7 @@ def is_loose(tag: str) -> bool:
 
 
 def _kind_of(names: set[str]) -> Kind | None:
-    """What a folder is whose files have these names; None: no checkpoint that can be resumed from."""
+    """Classify a folder by the names of its files; None: no checkpoint that can be resumed from."""
     if any(name.endswith(".distcp") or _FSDP_FILE.match(name) for name in names):
         return Kind.TORCH_SHARDS
     if names & _MEGATRON:

@@ -41,7 +41,7 @@ _GOES_ON = "nothing to do; if this was meant, it goes on within the hour"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocked:
-    """What holds retention up; worth a word once it has lasted `patience_seconds`."""
+    """Describe what blocks retention; it is reported once it has lasted `patience_seconds`."""
 
     what: str
     """Stays the same while the same thing is in the way."""
@@ -175,7 +175,7 @@ def _left_by_a_ladder(view: JobView) -> int:
 
 
 def _ending(view: JobView, waiting: list[SaveView], left: int) -> str:
-    """What helps where a ladder keeps more than the disk holds: its end; "" where it keeps nothing."""
+    """Advise to end a ladder that keeps more than the disk holds; "" where it keeps nothing."""
     if not waiting and not left:
         return ""
     ends = view.local_retention.has_rung(GONE)
@@ -196,7 +196,7 @@ def _room_to_make(view: JobView, waiting: list[SaveView]) -> int:
 
 
 def unadopted(view: JobView) -> list[SaveView]:
-    """What lies here from before the first start: neither a limit nor an opt-out ever lets it go."""
+    """Return saves from before the first start: neither a limit nor an opt-out ever deletes them."""
     return [s for s in view.saves if s.is_present and not s.is_adopted and not s.is_pinned]
 
 
@@ -275,7 +275,7 @@ def newcomers(save: SealedSave, folder: FolderListing) -> tuple[ListedFile, ...]
 
 
 def lacking(save: SealedSave, record: ShipRecord, late: tuple[SealedFile, ...]) -> tuple[SealedFile, ...]:
-    """Of files that came late, and of those that its COMMIT was found not to list: what is listed nowhere."""
+    """Return the late files, and those missing from the COMMIT, that no supplement lists yet."""
     listed = {row for one in record.supplements for row in one.files}
     absent = [file for file in save.files if file.path in record.unlisted]
     return tuple(

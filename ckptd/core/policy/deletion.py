@@ -1,7 +1,7 @@
-"""What leaves the node, under which permit: the second half of local retention (docs/design.md §5 *Permit*).
+"""Plan local deletions, each under a permit: the second half of local retention (docs/design.md §5 *Permit*).
 
-Apart from planner.py, which orders the turn, and from keeping.py, which says what stays. A permit is made
-from a young confirmation only; without one it is asked for.
+`ckptd.core.policy.local` decides what stays, `ckptd.core.policy.planner` orders the turn. A permit is made
+only from a recent confirmation of the remote; without one the plan asks for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIRMATION_SECONDS = 20.0
 
 
 def victims(view: JobView, fates: dict[int, Fate]) -> list[SaveView]:
-    """What nothing keeps here, oldest first."""
+    """Return the saves on this node that nothing keeps, oldest first."""
     loose = (s for s in view.saves if s.is_present and not fates[s.id].keeps)
     return sorted(loose, key=lambda s: s.order)
 

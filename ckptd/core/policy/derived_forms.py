@@ -145,7 +145,7 @@ def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
 
 
 def worth_making(view: JobView, local: LocalFates, saves: list[SaveView]) -> list[SaveView]:
-    """Of these, without those whose form would go again at the next turn: they may go, and cannot yet."""
+    """Return those of `saves` whose derived form would not be deleted again at the next turn."""
     ready = sorted((s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.order)
     proven = _proven(ready, {s.save.tag for s in view.saves if s.is_present})
     return [s for s in saves if _why_drop(view, s, proven, local) is None]

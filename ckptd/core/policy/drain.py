@@ -1,4 +1,4 @@
-"""What is sent when the node is about to go: a rule over links, bytes and the seconds left (docs/adr/0108).
+"""Choose the uploads of a node that is about to end, by speed, bytes and the seconds left (ADR 0108).
 
 A committed older checkpoint is worth more than most of a newer one: what fits comes first, newest first.
 """

@@ -54,7 +54,7 @@ class LeaseSeen(Model):
 
 
 def shares_folder(tag: str, generation: int, form: str) -> str:
-    """Where the divisions of one generation of one form lie; ends with `/`."""
+    """Return the folder of the share documents of one generation of one form; it ends with `/`."""
     return f"{SHARED}shares/{stem(tag, generation, form)}/"
 
 
@@ -108,7 +108,7 @@ def living(node: str, others: Iterable[SeenNode], takeover_seconds: float) -> fr
 def judge_lease(
     term: LeaseTerm | None, node: str, node_id: str, others: Iterable[SeenNode], takeover_seconds: float
 ) -> Literal["ours", "theirs", "take"]:
-    """Whose the lease is; "take": nobody's, or its holder has been silent for as long as that."""
+    """Judge who holds the lease; "take": nobody, or its holder was silent for `takeover_seconds`."""
     if term is None:
         return "take"
     if term.node == node:
@@ -128,7 +128,7 @@ def beat_seconds(takeover_seconds: float, usual_seconds: float) -> float:
 
 
 def without_lease(actions: Iterable[a.Action]) -> list[a.Action]:
-    """What a host may do that does not hold the lease: send its share of the trainer's files, and ask."""
+    """Return the actions allowed without the lease: upload this host's share of the files, and ask."""
     return [
         action
         for action in actions
@@ -165,7 +165,7 @@ class Attempt(LeaseTerm):
 
 
 def attempts_folder(tag: str, generation: int, form: str) -> str:
-    """Where the attempts at one form of one generation are written down; ends with `/`."""
+    """Return the folder of the attempt documents of one form of one generation; it ends with `/`."""
     return f"{SHARED}making/{stem(tag, generation, form)}/"
 
 
@@ -190,7 +190,7 @@ def gets_nothing(view: JobView, remote: RemoteView) -> SaveView | None:
 
 
 def is_made_elsewhere(view: JobView, remote: RemoteView) -> bool:
-    """What is on its way to that remote was committed there by another node meanwhile."""
+    """Tell whether another node committed the form that this node is uploading to the remote."""
     save = next((s for s in view.saves if s.id == remote.ships_save), None)
     if save is None or remote.ships is None or not is_made_afar(save):
         return False

@@ -42,7 +42,10 @@ def is_committed(view: JobView, save: SaveView) -> bool:
 
 
 def was_committed(ships: Mapping[tuple[str, str], ShipRecord], required: Sequence[str]) -> bool:
-    """As `is_committed`, or let go by that remote's retention since: no hold is needed for it."""
+    """Tell whether every required remote committed the save, even if its retention deleted it since.
+
+    Such a save needs no hold.
+    """
     done = (ShipState.COMMITTED, ShipState.RETIRED)
     zero = [ships.get((name, ZERO)) for name in required]
     return bool(zero) and all(record is not None and record.state in done for record in zero)
@@ -50,7 +53,7 @@ def was_committed(ships: Mapping[tuple[str, str], ShipRecord], required: Sequenc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalFates:
-    """What becomes of the forms on this node, by save."""
+    """Hold the verdicts of local retention by save id and form."""
 
     zero: dict[int, Fate]
     """Of every save whose folder is here."""
@@ -121,7 +124,7 @@ Dates = dict[tuple[str, str], float | None]
 
 
 def dates_of(view: JobView) -> Dates:
-    """Of required remotes: the same key may be another save's on another one."""
+    """Return the times of COMMITs by (remote, key): the same key may be another save's on another remote."""
     return {
         (remote.name, commit.key): commit.committed_at_seconds
         for remote in view.remotes
@@ -159,7 +162,7 @@ def score_of(view: JobView, best: Best | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class _Ground:
-    """What each save is compared with."""
+    """Hold the facts that each save is compared with."""
 
     top: SaveView | None
     newest_committed: Order | None
@@ -209,12 +212,12 @@ def _unlisted(save: SaveView) -> str:
 
 
 def best_here(view: JobView) -> str | None:
-    """What the newest save here calls the best so far; its own folder name, whatever the path (H37)."""
+    """Return the tag that the newest save here names as the best so far, without its path."""
     return best_named((s.order, s.save.best_checkpoint) for s in view.saves)
 
 
 def best_there(remote: RemoteView) -> str | None:
-    """What the newest COMMIT there calls the best: known to every node, though one has the trainer's word."""
+    """Return the tag that the newest COMMIT names as the best: only one node has the trainer's record."""
     return best_named((c.order, c.names_best) for c in remote.commits)
 
 

@@ -1,7 +1,7 @@
-"""What to do next for one job: a pure function from a view to a list of actions (docs/design.md §3, §5).
+"""Plan the next actions of one job: a pure function from a view to a list of actions (docs/design.md §3, §5).
 
-Permits are made in pruning.py alone. Executing an action is somebody else's; a plan that is not executed
-changes nothing.
+Permits to delete are made in `ckptd.core.policy.deletion` alone. The daemon executes the actions; a plan that
+is not executed changes nothing.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _comes_before_removals(view: JobView, move: Ship) -> bool:
 
 
 def _rest(view: JobView, local: LocalFates) -> list[Action]:
-    """What goes on while transfers, conversions and removals rest: clones that keep a save; room (P13)."""
+    """Plan the actions that go on while transfers, conversions and deletions rest: holds, freeing space."""
     here = _holds(view, frozenset(), is_enough=first_to_go(view, local) is not None)
     makes_room = (PRESSURE, _COMMITTED) if view.disk.is_short else ()
     holds = [x for x in here if not isinstance(x, ReleaseHold) or x.reason in makes_room]
@@ -289,10 +289,10 @@ def _ship_or_describe(
 
 
 def _convert(view: JobView, local: LocalFates) -> list[Action]:
-    """What is kept here, one at a time: newest first, every save where extents clone, else only the newest,
-    and what a rung waits for.
+    """Plan one local conversion: newest first; every save if extents clone, else only the newest and those
+    that a tier waits for.
 
-    What remotes alone take is never made here (`_ship`).
+    Forms that only remotes take are never made on disk (see `_ship`).
     """
     if view.is_converting and view.disk.is_full:
         return [StopConverting(reason=PRESSURE)]

@@ -43,7 +43,7 @@ class Generation:
         return "resumable" if any(form not in WEIGHTS for form in self.commits) else "weights-only"
 
     def held(self, view: JobView) -> Held:
-        """As the policy sees it; dated by the earliest of its COMMITs, which is the ZeRO form's."""
+        """Return the facts for the policy, dated by the earliest of the COMMITs, which is the ZeRO form's."""
         times = (c.committed_at_seconds for c in self.commits.values())
         lead = self.leader
         by_form = (lead, *(self.commits[form] for form in sorted(self.commits)))
@@ -62,7 +62,7 @@ class Generation:
 
 
 def generations_of(remote: RemoteView) -> list[Generation]:
-    """What a remote holds, by save, oldest first."""
+    """Group the COMMITs of a remote by save, oldest first."""
     found: dict[tuple[str, int], dict[str, RemoteCommit]] = {}
     for commit in remote.commits:
         found.setdefault((commit.tag, commit.generation), {})[commit.form] = commit
@@ -83,7 +83,10 @@ def is_configured_otherwise(view: JobView, remote: RemoteView) -> bool:
 
 
 def to_retire(view: JobView, remote: RemoteView, fates: Mapping[tuple[str, str], Fate]) -> list[RemoteCommit]:
-    """What nothing keeps there, but for what it refused a short while ago and what is other nodes' turn."""
+    """Return the COMMITs that this node may delete from the remote: nothing keeps them there.
+
+    Deletions that the remote refused a short while ago, and those elected to other nodes, are left out.
+    """
     if not remote.retention.deletes or is_configured_otherwise(view, remote):
         return []
     gone = [c for c in remote.commits if not fates[remote.name, c.key].keeps]

@@ -66,14 +66,14 @@ class Rung(Model):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What becomes of one form of one checkpoint."""
+    """Hold the verdict of the policy on one form of one checkpoint."""
 
     keeps: tuple[str, ...] = ()
-    """Why it stays; empty: it may go."""
+    """Why it stays; empty: it may be deleted."""
     goes: str = ""
-    """Why it may go."""
+    """Why it may be deleted."""
     instead: str | None = None
-    """The form that must be there before it goes; None: nothing is meant to stay."""
+    """The form that must exist before this one is deleted; None: no form is meant to stay."""
     awaits: str | None = None
     """It stays for want of this form alone, as far as the policy goes."""
 
@@ -204,10 +204,10 @@ class Held:
 
 
 def fates(held: Sequence[Held], policy: RetentionPolicy) -> dict[str, dict[str, Fate]]:
-    """What becomes of each form of each checkpoint: key → form → fate.
+    """Judge each form of each checkpoint by the policy: key → form → verdict.
 
-    Whole ones (with their ZeRO form) are ranked among themselves; what has stepped down already takes the
-    place of none, and stays as well where the keys would keep it. The newest whole one stays whole.
+    Whole checkpoints (with their ZeRO form) are ranked among themselves; one that is already reduced to a
+    derived form displaces none, and also stays if the policy would keep it. The newest whole one stays whole.
     """
     whole = [one.item for one in held if "zero" in one.forms]
     everything = [one.item for one in held]

@@ -1,6 +1,6 @@
-"""What the planner sees of one job: plain data gathered by the deciding thread before each turn.
+"""Hold the planner's input for one job: plain data gathered by the deciding thread before each turn.
 
-Nothing here is asked for during planning, so that the same view always gives the same plan.
+Planning asks for nothing beyond it, so that the same view always gives the same plan.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CommitRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """What the planner sees of a drain."""
+    """Hold the planner's input for a drain."""
 
     seconds_left: float
     speeds: Mapping[str, float] = field(default_factory=dict)
@@ -156,11 +156,11 @@ class SaveView:
 
     @property
     def stands_alone(self) -> bool:
-        """Its universal form loads without its other files: a trainer's own lie beside it (adr/0050)."""
+        """Tell whether the universal form loads alone; trainers' layouts have files beside it (ADR 0050)."""
         return self.save.roots == ("",)
 
     def derived(self, form: str) -> DerivedRecord:
-        """Where a derived form stands here."""
+        """Return the record of a derived form on this node."""
         return self.universal if form == UNIVERSAL else self.weights.get(form) or _NOT_MADE
 
     def ship(self, remote: str, form: str) -> ShipRecord:
@@ -226,7 +226,7 @@ class RemoteView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationAnswer:
-    """What `choose_generation` said of one save on one remote."""
+    """Hold the answer of `choose_generation` for one save on one remote."""
 
     generation: int
     attempt: int = 1
