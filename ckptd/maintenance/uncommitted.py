@@ -166,10 +166,11 @@ def _newest(
     safe: Order | None,
     is_wanted: Callable[[NodeManifest], bool],
 ) -> list[Members]:
-    """What was shipped of each save beyond `safe` on the newest branch, newest save first.
+    """Return what was uploaded of each save beyond `safe` on the newest branch, newest save first.
 
-    Each manifest of a thousand nodes is a request, and after a rewind a larger step is no newer save (P9).
-    So the last that were saved are read; (branch, step, save_seq) tells which of them the run still wants.
+    Each manifest of a thousand nodes is a request, and after a rewind a larger step is no newer save. So only
+    the last saved generations are read; their order (branch, step, save_seq) tells which of them the run
+    still wants.
     """
     saved = _saved_at(store, {where for where in uncommitted if where[2] == ZERO})
     last = sorted(saved, key=lambda where: (saved[where], where), reverse=True)[:MOST_OPEN]

@@ -1,7 +1,7 @@
-"""What the node allows, proved by doing it: read, create, rename, unlink, clone, room (P19, H32).
+"""Prove what the node allows by doing it: read, create, rename, unlink, clone, free space.
 
-`ckptd check` prints it before a job is trusted with deleting anything. Everything made here is removed
-again; `_ckptd/` too, if it was not there before.
+`ckptd check` prints it before a job is trusted with deleting anything. Everything made here is removed again;
+`_ckptd/` too, if it was not there before.
 """
 
 from __future__ import annotations

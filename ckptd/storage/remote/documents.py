@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptd.base.identity import Model
+    from ckptd.core.model.coverage import KnownManifest
+    from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.stores.base import ObjectInfo, Store
 
 IDENTITY_KEY = f"{ROOT}/remote.json"
@@ -53,7 +55,7 @@ Stem = tuple[str, int, str]
 
 @dataclass(slots=True)
 class Documents:
-    """What was read; `damaged` names what could not be."""
+    """Hold the documents read from a remote; `damaged` names those that could not be read."""
 
     commits: list[CommitView] = field(default_factory=list)
     stones: dict[Stem, ObjectInfo] = field(default_factory=dict)
@@ -236,12 +238,12 @@ def _collect(
 
 
 def manifest_folder(where: Stem) -> str:
-    """Where the manifests of one generation of one form lie; ends with `/`."""
+    """Return the folder that holds the manifests of one generation of one form; it ends with `/`."""
     return f"{ROOT}/nodes/{stem(*where)}/"
 
 
 def lease_folder(where: Stem) -> str:
-    """Where nodes say that they replace objects of one generation of one form; ends with `/`."""
+    """Return the folder of the leases by which nodes announce that they replace objects; it ends with `/`."""
     return f"{LEASES}{stem(*where)}/"
 
 
@@ -347,13 +349,6 @@ def committed_digests(commits: Iterable[CommitView]) -> set[str]:
 # Manifests never change, and their names hold their digests: what was read once is not fetched again. That
 # one is there still is told by each listing (docs/adr/0105).
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ckptd.core.model.coverage import KnownManifest
-    from ckptd.storage.remote.messages import CommitView
-    from ckptd.storage.stores.base import Store
 
 FEW = 8
 """So many manifests are read at each look, so that status can name the shards that are missing."""

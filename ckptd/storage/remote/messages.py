@@ -1,6 +1,6 @@
-"""What the deciding thread and a remote's child process say to each other: one JSON object a line.
+"""Define the messages between the deciding thread and a remote's child process: one JSON object a line.
 
-The child holds no state that matters: an order carries all it needs, results and events carry all that the
+The child holds no state that matters: a request carries all it needs, results and events carry all that the
 journal keeps. A call on a dead hard mount hangs the child, never the daemon (docs/design.md §3).
 """
 
@@ -451,7 +451,9 @@ LONG_ORDERS = (ShipOrder, Retire, Scrub)
 
 
 def in_short(order: Order) -> Order:
-    """What is remembered of an order while it is open: not its files, of which there may be thousands."""
+    """Return an order without its files: there may be thousands, and an open order is remembered without
+    them.
+    """
     if isinstance(order, ShipOrder):
         return order.model_copy(update={"files": (), "shipped": (), "partly": ()})
     return order
@@ -468,7 +470,7 @@ class OrderLine(Model):
 
 
 class Observation(Model):
-    """What the remote holds; dated by whoever receives it."""
+    """Describe what the remote holds; the receiver dates it."""
 
     kind: Literal["observation"] = "observation"
     identity: RemoteIdentity
