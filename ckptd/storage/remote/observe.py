@@ -16,9 +16,9 @@ from ckptd.core.model.coverage import choose_pointers, order_of
 from ckptd.core.model.decision import PINS, Decision, lacking
 from ckptd.core.model.manifest import (
     Commit,
-    Headstone,
     RemoteIdentity,
     Tombstone,
+    TombstoneHeader,
     may_cover,
     name_in,
     parse,
@@ -163,14 +163,14 @@ def _is_whole(keys: Sequence[str]) -> bool:
 
 def _stones_that_matter(
     store: Store, found: Documents, left: set[Stem], cache: DocumentCache | None
-) -> list[Headstone]:
+) -> list[TombstoneHeader]:
     """Tombstones of removals that are under way, and of disputed COMMITs: no other can be the highest order,
     because a COMMIT that counted went only while a higher one stood (P5). That is not relied on where a
     document is unreadable, or nothing counts.
     """
     is_doubtful = bool(found.damaged) or not found.live()
     wanted = found.stones.keys() if is_doubtful else found.stones.keys() & (left | found.disputed)
-    return read_stones(store, found, wanted, Headstone, cache)
+    return read_stones(store, found, wanted, TombstoneHeader, cache)
 
 
 def describe(
