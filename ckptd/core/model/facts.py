@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.identity import Model
 from ckptd.core.model.layouts import Role, ShardKey
-from ckptd.core.model.metric_names import evaluation_of, finite
+from ckptd.core.model.metric_names import finite, logged_name
 from ckptd.core.model.save import Best
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _collected(rows: Iterable[dict[str, object]], metric: str) -> Values:
     evaluated: dict[int, list[float]] = {}
     for row in rows:
         step = _step_of(row)
-        for found, name in ((named, metric), (evaluated, evaluation_of(metric))):
+        for found, name in ((named, metric), (evaluated, logged_name(metric))):
             value = finite(row.get(name))
             if step is not None and value is not None:
                 found.setdefault(step, []).append(value)

@@ -419,7 +419,7 @@ class Commit(Document):
         return self.form != "universal" or "_universal" in self.folder.removeprefix(encode_name(self.tag))
 
 
-class Headstone(Document):
+class TombstoneHeader(Document):
     """A tombstone without the names of what lay there: as much as an observation tells of it."""
 
     tag: str
@@ -434,7 +434,7 @@ class Headstone(Document):
     """As the COMMIT had it."""
 
 
-class Tombstone(Headstone):
+class Tombstone(TombstoneHeader):
     """`_ckptd/retired/…`: what retention removed ((path, fingerprint), sorted), never sent again (H16)."""
 
     fingerprints: Many[tuple[str, str]] = ()

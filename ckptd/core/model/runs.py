@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from ckptd.base.identity import Model
 from ckptd.base.names import ROOT
 from ckptd.core.model.listing import OURS
-from ckptd.core.model.manifest import Commit, Document, Headstone, NodeManifest
+from ckptd.core.model.manifest import Commit, Document, NodeManifest, TombstoneHeader
 
 if TYPE_CHECKING:
     from ckptd.core.model.heartbeat import Heartbeat, SeenNode
@@ -124,7 +124,7 @@ class RunSeen(Model):
     """Not empty: the claim was refused."""
 
 
-def run_of(document: NodeManifest | Commit | Headstone | Heartbeat, job_id: str) -> str:
+def run_of(document: NodeManifest | Commit | TombstoneHeader | Heartbeat, job_id: str) -> str:
     """The run of a document; what releases before wrote is of the first run, which bears the job's id."""
     return document.run_id or job_id
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Whatever may be the newest is sent too.
 
 
-def to_ship(view: JobView, save: SaveView) -> bool:
+def is_to_upload(view: JobView, save: SaveView) -> bool:
     """Tell whether a save is uploaded; of those found at the first start `backfill` selects.
 
     It selects all of them, those that may be the newest, or none.
@@ -48,7 +48,7 @@ def unsent(view: JobView) -> tuple[str, ...]:
     """Whole here, not committed, and left to `ckptd adopt`: newest first."""
     required = [r.name for r in view.remotes if r.is_required]
     whole = (s for kind in view.intact.values() for s in kind)
-    left = [s for s in whole if not to_ship(view, s) and not was_committed(s.ships, required)]
+    left = [s for s in whole if not is_to_upload(view, s) and not was_committed(s.ships, required)]
     return tuple(s.save.tag for s in sorted(left, key=lambda s: s.order, reverse=True))
 
 
@@ -89,7 +89,7 @@ def _is_newer(view: JobView, save: SaveView, safe: RemoteCommit | None) -> bool:
     if save.order > safe.order:
         return not is_committed(view, save)
     required = [r.name for r in view.remotes if r.is_required]
-    return is_in_doubt(view, save) and to_ship(view, save) and not was_committed(save.ships, required)
+    return is_in_doubt(view, save) and is_to_upload(view, save) and not was_committed(save.ships, required)
 
 
 def steps_at_risk(view: JobView, save: SaveView) -> int:
