@@ -94,7 +94,7 @@ class Outputs:
         return OutputFile(path, tuple(decode(part) for part in raw["p"]))
 
     def checks(self) -> Iterator[OutputCheck]:
-        """What must be equal before anything is made of it."""
+        """Yield the pairs of parts that must be equal before anything is made of them."""
         for offset in self._checks:
             raw = self._line(offset)
             one, other = (tuple(decode(part) for part in side) for side in raw["p"])

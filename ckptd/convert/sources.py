@@ -27,7 +27,7 @@ class Ranges(ABC):
 
     @property
     def local(self) -> Sources | None:
-        """The same as descriptors; None where there are none."""
+        """Return the sources as file descriptors; None where there are none."""
         return None
 
     @abstractmethod

@@ -112,7 +112,7 @@ def file_parts(entries: Sequence[Entry], *, block: bool) -> tuple[Part, ...]:
 
 
 def _congruence(parts: Sequence[Part]) -> int | None:
-    """Where the data should begin, modulo the block, so that most bytes can be cloned; None: nothing can."""
+    """Return the offset modulo the block at which most bytes can be cloned; None: none can."""
     gains: dict[int, int] = {}
     at = 0
     for part in parts:
@@ -182,7 +182,7 @@ class WeightsLayout:
         return sum(len(names) for _, names, _ in self.files)
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the summary should know."""
+        """Return notes for the reader of the summary."""
         found: list[str] = []
         if self.contents.leaves_frozen_out:
             found.append(

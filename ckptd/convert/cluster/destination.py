@@ -1,4 +1,4 @@
-"""Where a cluster's outputs go: the folder of a store with the attempt's note, and how it is given up."""
+"""Write a cluster's outputs to a folder of a store with the attempt's log; publish it or give it up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Where outputs go: the folder `name` of a store; `note_key`: the attempt's note."""
+    """Describe the destination of outputs: the folder `name` of a store; `note_key`: the attempt's log."""
 
     store: Store
     url: str

@@ -291,7 +291,7 @@ class Worker:
             done += step
 
     def _made(self, fd: int, at: int, part: Part, dirty: Dirty) -> None:
-        """What no file system can copy (rearranged, or from elsewhere): read and write, block by block."""
+        """Read and write block by block what no file system can copy (rearranged, or from elsewhere)."""
         begin = at
         for data in blocks_of(part, self.sources):
             self._check_stop()

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def numpy_for(options: ConvertOptions) -> str:
-    """Where the executor imports numpy from; empty when nothing is rounded.
+    """Return the folder that the executor imports numpy from; empty when nothing is rounded.
 
     Raises:
         UsageError: an unknown form; numpy is needed and not installed.

@@ -1,4 +1,4 @@
-"""What copying threads write with: limits, counts, folders on demand, a window of dirty pages (P12, P15)."""
+"""Write output files from copying threads: limits, counts, folders on demand, a window of dirty pages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Settings:
 
 
 class Counters:
-    """What was done, shared by the threads and the progress line."""
+    """Count the work done, for the threads and the progress line."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

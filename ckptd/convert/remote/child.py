@@ -38,7 +38,7 @@ WINDOW_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """Where sources come from and outputs go to; an empty URL: this machine."""
+    """Name the source and the target of a conversion; an empty URL: this machine."""
 
     source_url: str = ""
     source_access: dict[str, Any]
@@ -72,7 +72,7 @@ class RangedExecution(Execution):
             self.target = Target(store, ends.target_name, mode=modes[0], folder_mode=modes[1])
 
     def run(self) -> None:
-        """As the executor; a target that stays unfinished is emptied again, unless it was stopped."""
+        """Run the executor; a target that stays unfinished is emptied again, unless it was stopped."""
         if self.target is None:
             super().run()
             return

@@ -120,7 +120,7 @@ class Ranged:
             raise errors.from_os_error(error, f"converting into {self._destination}") from error
 
     def forecast(self) -> Forecast:
-        """What `run` would make; plans and throws the plan away.
+        """Forecast what `run` would make: plan, and discard the plan.
 
         Raises:
             as `run`, except what happens while bytes are moved.

@@ -82,7 +82,7 @@ class Made:
 
     @property
     def planned(self) -> Planned:
-        """What it comes to, second names of outputs counted: each is an object."""
+        """Return the size of the plan; second names of outputs count, since each is an object."""
         files, trailer = self.order.files, self._outputs.trailer
         return Planned(
             plan_sha256=trailer.sha256,
@@ -130,7 +130,7 @@ class Made:
                 raise CannotBeMade(msg, hint=hint)
 
     def recompare(self) -> None:
-        """What an earlier attempt sent was made of bytes that nobody compared then: made again, for its CRC.
+        """Make again what an earlier attempt uploaded, for its CRC: nobody compared its source bytes then.
 
         Raises:
             SourceChanged: it comes out otherwise, for a shard was damaged then, or is.
@@ -292,7 +292,7 @@ def _twice(attempt: Callable[[], Found]) -> Found:
 def _of_shards(
     order: ShipOrder, making: Making, root: int, plan: IO[bytes], control: Control
 ) -> Iterator[Made]:
-    """Of the sealed shards of this node."""
+    """Derive a form from the sealed shards of this node."""
     options = _options(order.manifest.form)
 
     def look() -> SourceFolder:
@@ -319,8 +319,10 @@ def _of_objects(
     control: Control,
     store: Store,
 ) -> Made:
-    """Of the objects that a COMMIT lists: each block is read once and hashed, all that is used of them is
-    compared with what was committed (adr/0128)."""
+    """Derive a form from the objects that a COMMIT lists.
+
+    Each block is read once and hashed; all that is used is compared with what was committed (ADR 0128).
+    """
     options = _options(order.manifest.form)
     source, fingerprints = committed_source(store, order, making, zero)
     records: dict[str, tuple[Record, ...]] = {}
@@ -368,7 +370,7 @@ def _of_objects(
 
 
 def _mirror(source: RemoteSource, place_fd: int, options: ConvertOptions, control: Control) -> None:
-    """What planning reads; where that is refused every object is proven first.
+    """Mirror what planning reads; if that is refused, prove every object before raising.
 
     Raises:
         DamagedError: one is not what was committed. RefusedError: they all are, and there is no such form.

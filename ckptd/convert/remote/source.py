@@ -128,7 +128,7 @@ def of_manifest(file: ManifestFile, path: str, tag: str) -> RemoteFile:
 
 
 def source_of(url: str, access: Access, store: Store, name: str, found: list[RemoteFile]) -> RemoteSource:
-    """Of what was found, the files that a conversion reads.
+    """Select from the found files those that a conversion reads.
 
     Raises:
         NotFoundError: there are no shards among them.

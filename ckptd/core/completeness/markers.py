@@ -36,7 +36,7 @@ SLOWEST_COPY_BYTES_PER_SECOND = 10e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
+class EndMarkers:
     """`waits_for`: what is missing, None when nothing is; `is_patient`: its absence is no damage yet."""
 
     waits_for: str | None = None
@@ -68,22 +68,22 @@ def out_of_order(listing: FolderListing, shards: Mapping[str, FileFacts]) -> str
     return None
 
 
-def judge_marks(
+def judge_markers(
     listing: FolderListing, facts: Mapping[str, FileFacts], processes: int, quiet_seconds: float
-) -> Marks:
-    """What the trainer's own marks say of a folder whose shards are all there."""
+) -> EndMarkers:
+    """Judge by the trainer's own end-of-save markers a folder whose shards are all there."""
     names = frozenset(f.path for f in listing.files)
     if listing.trainer is Trainer.HUGGINGFACE:
         state = facts.get(TRAINER_STATE)
         if TRAINER_STATE not in names or state is None:
-            return Marks(waits_for=f"{TRAINER_STATE} is not there yet")
+            return EndMarkers(waits_for=f"{TRAINER_STATE} is not there yet")
         step = state.trainer.global_step if state.trainer else None
         if step != step_of_folder(listing.tag):
-            return Marks(waits_for=f"{TRAINER_STATE} is of step {step}, not of {listing.tag}")
+            return EndMarkers(waits_for=f"{TRAINER_STATE} is of step {step}, not of {listing.tag}")
     missing = [name for name in wanted_marks(listing.trainer, names, processes) if name not in names]
     if missing and quiet_seconds < PATIENCE_SECONDS:
-        return Marks(waits_for=f"{missing[0]} is not there yet", is_patient=True)
-    return Marks(notes=tuple(f"{name} was never written" for name in missing))
+        return EndMarkers(waits_for=f"{missing[0]} is not there yet", is_patient=True)
+    return EndMarkers(notes=tuple(f"{name} was never written" for name in missing))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -118,6 +118,6 @@ def replicas(save: SealedSave) -> frozenset[str]:
 
 
 def role_of(path: str) -> Role | None:
-    """What a shard is for, by its name."""
+    """Return the role of a shard by its name; None if the name is no shard's."""
     named = parse_shard_name(path.rpartition("/")[2])
     return named.role if named else None

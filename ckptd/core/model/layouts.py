@@ -14,7 +14,7 @@ from ckptd.base.identity import Model
 
 
 class Role(StrEnum):
-    """What a file of a checkpoint is for."""
+    """Name the purpose of a file of a checkpoint."""
 
     OPTIM = "optim"
     MODEL = "model"
@@ -276,7 +276,7 @@ def wanted_marks(trainer: Trainer, names: frozenset[str], processes: int) -> tup
 
 
 def added_by_us(paths: Iterable[str], roots: tuple[str, ...]) -> frozenset[str]:
-    """What `ckptd resume` put beside the shards: universal forms that say so, and the pointer to them."""
+    """Return the files that `ckptd resume` put beside the shards: marked universal forms, their pointer."""
     listed = frozenset(paths)
     ours = tuple(f"{universal_name(r)}/" for r in roots if r and f"{universal_name(r)}/ckptd.json" in listed)
     found = frozenset(path for path in listed if ours and path.startswith(ours))
@@ -289,7 +289,7 @@ def is_in_roots(path: str, roots: tuple[str, ...]) -> bool:
 
 
 def universal_name(root: str) -> str:
-    """What the universal form of a shard root is called beside it: loaders look for exactly this."""
+    """Return the folder name of the universal form beside a shard root: loaders look for exactly this."""
     return f"{root}_universal"
 
 

@@ -81,7 +81,7 @@ class FolderListing:
 
     @cached_property
     def added(self) -> tuple[ListedFile, ...]:
-        """What our `resume` put in: derived, so no part of the save, and removed with it."""
+        """Return the files that our `resume` added: derived, so no part of the save, and removed with it."""
         ours = added_by_us((f.path for f in self.files), self.roots)
         return tuple(f for f in self.files if f.path in ours)
 
@@ -153,7 +153,7 @@ RESUMED = "resumed.json"
 RESUMED_PATH = f"{OURS}/{RESUMED}"
 
 
-class Resumed(BaseModel):
+class ResumeMarker(BaseModel):
     """The checkpoint, and what lay beside it then."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
@@ -167,16 +167,16 @@ class Resumed(BaseModel):
         return save.tag != self.tag and all(file.identity.mtime_ns != known for file in save.files)
 
 
-def word_of(tag: str, folders: Iterable[FolderListing]) -> Resumed:
+def resume_marker_text(tag: str, folders: Iterable[FolderListing]) -> ResumeMarker:
     """The word for `tag`; `folders`: all that lie in save_dir, whole or not."""
     newest = {f.tag: max((s.identity.mtime_ns for s in f.shards), default=0) for f in folders}
-    return Resumed(tag=tag, written_ns=newest)
+    return ResumeMarker(tag=tag, written_ns=newest)
 
 
 @functools.lru_cache(maxsize=64)
-def read_word(text: str | None) -> Resumed | None:
+def read_resume_marker(text: str | None) -> ResumeMarker | None:
     """None: nothing was resumed from, or somebody else wrote that."""
     try:
-        return None if text is None else Resumed.model_validate_json(text)
+        return None if text is None else ResumeMarker.model_validate_json(text)
     except ValidationError:
         return None

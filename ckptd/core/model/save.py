@@ -132,7 +132,7 @@ class SealedSave(Model):
 
 
 class SaveMark(Model):
-    """What two descriptions of saves are compared by."""
+    """Hold the values by which two descriptions of saves are compared."""
 
     run_id: str | None
     step: int

@@ -19,8 +19,8 @@ from ckptd.core.model.save import Order
 from ckptd.core.policy.local import best_here, dates_of, is_committed, score_of
 from ckptd.core.policy.permit import unheard
 from ckptd.core.policy.remote import is_configured_otherwise
-from ckptd.core.policy.retention import Held, Item, RetentionPolicy, fates
-from ckptd.core.policy.safety import to_ship
+from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionPolicy, apply_policy
+from ckptd.core.policy.safety import is_to_upload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -266,7 +266,7 @@ class _Disk:
             for piece in newest_first
             if piece.key not in unsent
         ]
-        kept = fates(counted, self.ground.policy)
+        kept = apply_policy(counted, self.ground.policy)
         top = newest_first[0].key if newest_first else ""
         return [
             piece
@@ -318,15 +318,15 @@ class _Disk:
         return waiting
 
 
-def _held(piece: Piece, committed_at_seconds: float | None) -> Held:
-    item = Item(
+def _held(piece: Piece, committed_at_seconds: float | None) -> PolicyFacts:
+    item = PolicyItem(
         key=piece.key,
         order=piece.order,
         pinned=piece.is_pinned,
         committed_at_seconds=committed_at_seconds,
         score=piece.score,
     )
-    return Held(item=item, forms=piece.forms, standing=piece.forms & _ALONE)
+    return PolicyFacts(item=item, forms=piece.forms, standing=piece.forms & _ALONE)
 
 
 # --- What the last saves tell, and why a disk fills ------------------------------------------------------
@@ -621,7 +621,7 @@ def _piece(
         is_pinned=save.is_pinned,
         score=score_of(view, save.save.best),
         may_go=save.is_adopted and not save.has_unlisted and save.save.tag != best,
-        is_sent=to_ship(view, save) and not any(record.state in _NEVER_SENT for record in records),
+        is_sent=is_to_upload(view, save) and not any(record.state in _NEVER_SENT for record in records),
         is_trainers=rotation is not None and save.order > rotation.newest_gone,
         forms=_forms(view, save),
     )

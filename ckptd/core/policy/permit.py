@@ -124,17 +124,12 @@ def may_go_uncommitted(view: JobView, save: SaveView) -> bool:
 
 
 def loose_policy(view: JobView) -> RetentionPolicy:
-    """What keeps an uncommitted one that may go: under disk pressure not the limit, which counts commits.
+    """Return the policy for uncommitted saves that may be deleted.
 
-    Without pressure it stays within the limit for as long as the link may still take it. No ladder: what was
-    never committed does not age.
+    The limit counts commits; under disk pressure (`thin`) it protects none. Without pressure a save within it
+    stays, since its upload may still succeed. No ladder: a save that was never committed does not age.
     """
-    return loose_under(view.local_retention, view.unuploaded, is_short=view.disk.is_short)
-
-
-def loose_under(policy: RetentionPolicy, unuploaded: Unuploaded, *, is_short: bool) -> RetentionPolicy:
-    """The same of a disk that is only thought of."""
-    policy = policy.model_copy(update={"ladder": ()})
-    if unuploaded == "thin" and is_short and policy.save_total_limit is not None:
+    policy = view.local_retention.model_copy(update={"ladder": ()})
+    if view.unuploaded == "thin" and view.disk.is_short and policy.save_total_limit is not None:
         return policy.model_copy(update={"save_total_limit": 0})
     return policy

@@ -110,7 +110,7 @@ def directory_place(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> tupl
 
 
 def header_offsets(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> list[int]:
-    """Where the local headers lie by the central directory; nothing is followed there yet.
+    """Return the offsets of the local headers that the central directory names, without reading there.
 
     Raises:
         TornArchiveError, RefusedError: as `read_directory`.

@@ -35,7 +35,7 @@ _WEIGHTS = ("w1", "w2", "w3")
 
 
 def layers(model: Opened) -> list[dict[Any, Any]]:
-    """What the model states say of each AutoEP layer; empty when there is none."""
+    """Return the metadata of each AutoEP layer in the model states; empty when there is none."""
     found = model.root.get("ds_autoep_layers") or model.root.get("autoep_layers") or []
     return [as_dict(layer) for layer in found] if isinstance(found, list) else [{}]
 
@@ -127,7 +127,7 @@ class Experts:
         return [range(rank, dp, self.ep) for rank in range(self.ep)]
 
     def notes(self) -> tuple[str, ...]:
-        """What a resumed run must hold to."""
+        """Return the conditions that a resumed run must meet."""
         if not self.groups or self.automatic:
             return ()
         said = f"experts are shared by {self.ep} ranks: resume with ep_size {self.ep}"

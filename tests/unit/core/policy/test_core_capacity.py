@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.model.save import Order, SaveWindow
-from ckptd.core.policy import capacity
+from ckptd.core.policy import capacity, retention
 from ckptd.core.policy.capacity import (
     Ground,
     Pace,
@@ -24,7 +24,7 @@ from ckptd.core.policy.capacity import (
     rotation_of,
     saves_that_fit,
 )
-from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
+from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Tier
 from ckptd.core.policy.view import Disk
 from tests.support.core_views import job_view, resized, save_view, sealed
 
@@ -185,7 +185,7 @@ def ground(room: int, count: int, policy: RetentionPolicy, **more: Any) -> Groun
         # of what is here three go, and one of two that come
         ({"save_total_limit": 1, "keep_every_seconds": 1200.0}, 12, "keep_every_seconds"),
         ({"ephemeral": Ephemeral(every_steps=20, keep=1)}, 12, "ephemeral"),
-        ({"save_total_limit": 1, "ladder": (Rung(form="universal", after_newer=1),)}, 4, "ladder"),
+        ({"save_total_limit": 1, "ladder": (Tier(form="universal", after_newer=1),)}, 4, "ladder"),
         # five go, and the newest of those that are here
         ({"save_total_limit": 1, "keep_steps": tuple(range(70, 200, 10))}, 10, "keep_steps"),
     ],
@@ -201,7 +201,7 @@ def test_every_key_that_keeps_fills_a_disk(policy: dict[str, Any], fit: int, kep
 
 def test_what_lets_go_in_time_fills_nothing() -> None:
     """A span that is over before the disk is full, and a ladder that ends."""
-    ends = (Rung(form="universal", after_newer=2), Rung(form="gone", after_newer=4))
+    ends = (Tier(form="universal", after_newer=2), Tier(form="gone", after_newer=4))
     for policy in (
         RetentionPolicy(save_total_limit=1, keep_within_seconds=1800.0),
         RetentionPolicy(save_total_limit=1, ladder=ends),
@@ -300,13 +300,13 @@ def test_a_disk_that_cannot_hold_the_limit_and_one_is_never_silent(limit: int, l
 def asked(patch: pytest.MonkeyPatch) -> list[int]:
     """How many checkpoints each question to the policy was about."""
     found: list[int] = []
-    real = capacity.fates
+    real = retention.apply_policy
 
-    def fates(held: Any, policy: Any) -> Any:
+    def apply_policy(held: Any, policy: Any) -> Any:
         found.append(len(held))
         return real(held, policy)
 
-    patch.setattr(capacity, "fates", fates)
+    patch.setattr(capacity, "apply_policy", apply_policy)
     return found
 
 
