@@ -1,4 +1,4 @@
-"""The grid of a save, proven by metadata inside its shards, else by names known before (H13, H28)."""
+"""Prove the grid of a save by metadata inside its shards, else by names of shards known before."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Is this folder a complete save? A verdict on structure, from listing and inspected facts (§3 *Complete*).
+"""Judge whether a folder is a complete save, from its listing and inspected facts (design.md §3 *Complete*).
 
-`latest` is never asked. The grid is what metadata inside the shards proves; names present only raise the
-expectation (H13). A verdict never deletes: what is not complete is left alone and explained (P5).
+`latest` is never asked: trainers write it whatever the shards are. The grid is what metadata inside the
+shards proves; file names only raise the expectation. A verdict never deletes: an incomplete folder is left
+alone and explained.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Marks that trainers leave when a save is whole, beside the shards (docs/formats.md §1.2, H25).
+"""Judge the markers that trainers leave beside the shards when a save is whole, and a node's part of a save.
 
-Measured: Hugging Face writes everything twice at stage 3, so complete shards mean nothing before
-trainer_state.json; and other ranks' random states appear after it. Neither mark alone is an end.
+Measured (docs/formats.md §1.2): Hugging Face writes everything twice at stage 3, so complete shards mean
+nothing before trainer_state.json; and other ranks' random states appear after it. Neither marker alone is an
+end.
 """
 
 from __future__ import annotations
@@ -86,10 +87,10 @@ def judge_markers(
     return EndMarkers(notes=tuple(f"{name} was never written" for name in missing))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# A node's part of a save: the shards that its ranks wrote; others lie on other nodes' disks (H27, H29).
-# "Complete for this node" is never more than that: a part is shipped as a node manifest, which grows by
-# revisions until the union over nodes covers the proven grid. Nothing here decides on a COMMIT or a deletion.
+# --- A node's part of a save -----------------------------------------------------------------------------
+# A node has only the shards that its ranks wrote; the others lie on other nodes' disks. "Complete for this
+# node" never means more than that: a part is uploaded with a node manifest, which grows by revisions until
+# the union over all nodes covers the proven grid. Nothing here decides on a COMMIT or a deletion.
 
 
 def may_be_elsewhere(

@@ -1,6 +1,7 @@
-"""Which ranks' shards a save lacks for good, as it seems, and on which node they were last seen (P17).
+"""Find the ranks' shards that a save will most likely never get, and the nodes that held them last.
 
-From manifests and heartbeats; nothing is committed or deleted because of it.
+The facts come from manifests and heartbeats; they are reported to people, nothing is committed or deleted by
+them.
 """
 
 from __future__ import annotations

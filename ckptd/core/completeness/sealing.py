@@ -1,4 +1,4 @@
-"""From listed and inspected files to a sealed save, and back: is it still that save? (§3, P4, H50)"""
+"""Seal a save from listed and inspected files; check whether a folder still holds it (docs/design.md §3)."""
 
 from __future__ import annotations
 

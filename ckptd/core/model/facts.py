@@ -119,11 +119,9 @@ class FileFacts(Model):
     """Of `trainer_state.json` alone."""
 
 
-# --- Values by step from a file that the trainer writes (`metrics_file`, docs/contract.md) ---------------
-# So keep_best can rank checkpoints of plain DeepSpeed, which records no metric of its own.
-#
-# Pure: bytes in, numbers out. The file may be cut anywhere and hold anything; what is no value is passed
-# over.
+# --- Metrics by step from a file that the trainer writes (`metrics_file`) --------------------------------
+# They let keep_best rank checkpoints of plain DeepSpeed, which records no metric of its own. The file may
+# be cut anywhere and hold anything: lines without a value are skipped.
 
 LONGEST_LINE_BYTES = 64 << 10
 LARGEST_DOCUMENT_BYTES = 1 << 20

@@ -1,9 +1,9 @@
-"""Which generation of its tag a save belongs to (docs/design.md §3 *Generations*; H1, H3, H16, H49).
+"""Choose the generation of its tag that a save belongs to (docs/design.md §3 *Generations*).
 
-A generation is bound to one save: a node takes the highest open one that holds manifests of no other save, or
-the next after all that are known. Not the highest of all: two nodes with two saves would pass each other for
-ever, each opening one more (ADR 0098). Pure, and decided anew before each attempt, so that a lost journal
-costs one listing and not one byte.
+A generation is bound to one save: a node joins the highest open one that holds manifests of no other save, or
+opens the next after all known ones. Not simply the highest: two nodes with two saves would overtake each
+other for ever, each opening one more (ADR 0098). Pure, and decided anew before each attempt, so that a lost
+journal costs one listing and not one uploaded byte.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A save_dir as one scan saw it: names and identities, nothing read; the listing is the truth (§3)."""
+"""List a save_dir as one scan saw it: names and identities, no contents; decisions rest on listings alone."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ class SaveDirListing:
         return frozenset(one.path for one in self.unprotected if one.kind is Kind.LOOSE)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What a run was resumed from, where no `latest` of the trainer names it: it stays until the run has gone on.
-# `resume` leaves the word before it does anything else; what is no such word says nothing (docs/adr/0154).
+# --- The resume marker: which save a run was resumed from (ADR 0154) -------------------------------------
+# `ckptd resume` writes it before it does anything else. It protects the save where no `latest` of the
+# trainer names it, until the run has committed a newer one. A file that cannot be parsed protects nothing.
 
 
 if TYPE_CHECKING:

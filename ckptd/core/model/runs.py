@@ -1,4 +1,4 @@
-"""Which run a checkpoint is of, and whose turn it is in a remote (docs/adr/0185; P2, P4, P5, P6).
+"""Identify the run of a checkpoint, and choose the run that may commit in a remote (ADR 0185).
 
 A run is what one training saved, over restarts, nodes and world sizes. Its id stands in all that it commits.
 A remote keeps a row of numbered documents, each created once: the highest names the run that goes on there
@@ -163,7 +163,7 @@ def short(run_id: str) -> str:
     return run_id[:SHORT]
 
 
-# --- whose turn it is ------------------------------------------------------------------------------------
+# --- The run that may commit -----------------------------------------------------------------------------
 
 
 def judge(

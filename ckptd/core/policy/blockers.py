@@ -1,6 +1,6 @@
-"""Why nothing leaves the node although it should, or although the disk is short: for people (P17).
+"""Explain to people why nothing is deleted on the node although it should be, or although the disk is short.
 
-A pure function beside the planner: it decides nothing, and says what the planner found in its way.
+A pure function beside the planner: it decides nothing, and reports what blocked the plan.
 """
 
 from __future__ import annotations
@@ -225,9 +225,9 @@ def _strongest(view: JobView, save: SaveView, fate: RetentionVerdict) -> str:
     return "within the policy" if fate.keeps else "free to go"
 
 
-# --- Which uploads that failed are tried again once their time has come: what `--once` waits for ---------
-# Not every failed one: of a save that went meanwhile, that nobody wants sent any more, or whose universal
-# form a newer one replaced, nothing is tried again, and a run that waited for it would never end.
+# --- Failed uploads that are tried again: `run --once` waits for them ------------------------------------
+# Uploads are not tried again if the save was deleted meanwhile, if nothing wants them uploaded any more, or
+# if a newer universal form replaced theirs; a run that waited for those would never end.
 
 
 def tried_again(view: JobView, fates: dict[int, RetentionVerdict]) -> list[ShipRecord]:
@@ -255,8 +255,8 @@ def _wanted(view: JobView, remote: RemoteView, form: str) -> Iterator[SaveView]:
     yield from (s for s in view.saves if (s.is_intact or s.is_held) and is_to_upload(view, s))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What of a folder no COMMIT and no supplement lists: it is shipped beside it, or the folder stays (P1).
+# --- Files that no COMMIT and no supplement lists --------------------------------------------------------
+# They are uploaded as a supplement, or the folder stays: nothing is deleted that no remote has.
 
 
 def late_now(save: SealedSave, now: Mapping[str, FileIdentity]) -> tuple[SealedFile, ...]:

@@ -1,6 +1,6 @@
-"""Which derived forms are made, which stay on the node, and what `latest_universal` names (design.md §4, P9).
+"""Decide which derived forms are made, which stay on the node, what `latest_universal` names (design.md §4).
 
-Apart from planner.py, which decides what is shipped and deleted: derived forms can be made again.
+Uploads and deletions of saves are decided in `ckptd.core.policy.planner`; derived forms can be made again.
 """
 
 from __future__ import annotations

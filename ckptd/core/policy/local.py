@@ -1,7 +1,7 @@
-"""Which checkpoints stay on the node, each with its reasons (docs/design.md P1, P5, §5).
+"""Decide which checkpoints stay on the node, each with its reasons (docs/design.md §5).
 
-The policy's keeps are joined with everything that must never go, whatever the policy says; what is left
-without a reason is for the planner to remove, with a permit.
+The policy's keeps are joined with everything that must never be deleted, whatever the policy says; what is
+left without a reason is for the planner to delete, with a permit.
 """
 
 from __future__ import annotations

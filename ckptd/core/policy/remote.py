@@ -1,7 +1,7 @@
-"""Which COMMITs of each remote stay, each with its reasons: one pure function of the remote's data (§5).
+"""Decide which COMMITs of each remote stay, each with its reasons: a pure function of the remote's data.
 
 Facts of this node (a save still here, what its trainer calls the best) only ever add reasons to keep, so that
-all nodes of a job let go the same set.
+all nodes of a job delete the same set.
 """
 
 from __future__ import annotations

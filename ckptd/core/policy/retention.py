@@ -1,8 +1,8 @@
-"""Which checkpoints a policy keeps, and why: a pure function of an ordered list (§5 *Retention*).
+"""Apply a retention policy to an ordered list of checkpoints: which stay, and why (design.md §5 *Retention*).
 
-Keeps join by union; every kept item carries its reasons, an item without one may go. The same function
-serves the node's disk and each remote, so that both explain themselves in the same words. Time is the time
-that COMMITs carry, never a clock (P9): a node whose clock jumps deletes nothing for it.
+Keeps join by union; every kept item carries its reasons, an item without one may be deleted. The same
+function serves the node's disk and each remote, so that both explain themselves in the same words. Time is
+the time that COMMITs carry, never a clock: a node whose clock jumps deletes nothing for it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 
-# --- How a checkpoint ages on one tier: full, universal, weights, gone (docs/adr/0094) -------------------
-# What the other retention keys let go does not vanish at once but steps down. A fuller form goes only when
-# the rung's own form is there, so that nothing is left without a form before the rung that says "gone".
+# --- Tiers: a checkpoint ages from full to universal to weights to gone (ADR 0094) -----------------------
+# A checkpoint that the other retention keys would delete is reduced step by step instead. A fuller form is
+# deleted only when the tier's own form exists, so that no checkpoint is without a form before the tier
+# "gone".
 
 GONE = "gone"
 RungForm = Literal["universal", "weights-fp32", "weights-bf16", "weights-fp16", "gone"]
@@ -119,7 +120,7 @@ def span(seconds: float | None) -> str:
     return f"{left}s"
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- The policy ------------------------------------------------------------------------------------------
 
 _MOST_GAPS = 4
 """From one COMMIT to the next counts as at most that many times what is usual."""

@@ -1,5 +1,6 @@
-"""The newest checkpoint that is safe, in a COMMIT on every required remote as last observed, and what is here
-that would be lost with this node (P17, P2).
+"""Choose the saves to upload; find the newest safe one: with a COMMIT on every required remote, as last seen.
+
+What is newer than the safe save would be lost with this node.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ if TYPE_CHECKING:
     from ckptd.core.policy.view import JobView, RemoteCommit, SaveView
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Which of the checkpoints that were found at the first start are sent: `backfill` (H20, docs/adr/0155).
-# The newest of them is a guess where the run was rewound before the journal was begun: nobody saw it happen.
-# Whatever may be the newest is sent too.
+# --- Which saves from before the first start are uploaded: `backfill` (ADR 0155) -------------------------
+# If the run was rewound before the journal began, nobody saw it, and the newest of those saves is a guess.
+# So every save that may be the newest is uploaded too.
 
 
 def is_to_upload(view: JobView, save: SaveView) -> bool:
@@ -52,7 +52,7 @@ def unsent(view: JobView) -> tuple[str, ...]:
     return tuple(s.save.tag for s in sorted(left, key=lambda s: s.order, reverse=True))
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- The newest safe save --------------------------------------------------------------------------------
 
 
 def newest_safe(view: JobView, below: Order | None = None) -> RemoteCommit | None:

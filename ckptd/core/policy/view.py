@@ -64,7 +64,7 @@ class Drain:
         return seconds / BEGUN_FACTOR if is_begun else seconds
 
 
-# --- The file system of save_dir as the planner sees it (docs/design.md P13) -----------------------------
+# --- The disk of save_dir --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Disk:
         return self.free_bytes < self.min_free_bytes
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- Saves, remotes and the job --------------------------------------------------------------------------
 
 
 _NOT_MADE = DerivedRecord()
