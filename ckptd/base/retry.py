@@ -38,6 +38,11 @@ def changed_seconds(tries: int) -> float:
     return doubled(_CHANGED_SECONDS, tries, _CHANGED_MOST_SECONDS)
 
 
+def jittered_seconds(first_seconds: float, tries: int, most_seconds: float) -> float:
+    """Return a random wait of up to `first_seconds`, twice as long for each further try."""
+    return random.uniform(0.0, doubled(first_seconds, tries, most_seconds))  # noqa: S311 — no secret
+
+
 def doubled(first_seconds: float, tries: int, most_seconds: float) -> float:
     """The first time's, twice as long after each further one, at most `most_seconds`.
 

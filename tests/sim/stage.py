@@ -18,9 +18,6 @@ import types
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import tenacity.nap
-import tenacity.wait
-
 from ckptd.base import files, retry
 from ckptd.convert.engine import inspect, inspect_child
 from ckptd.core.model.facts import FileFacts
@@ -241,8 +238,6 @@ class Stage:
                         self._plan(module, attribute, world)
         self._plan(pathlib, "os", system)
         self._plan(pathlib, "io", _copy(io, open=kernel.open_stream))
-        self._plan(tenacity.nap, "time", clock)
-        self._plan(tenacity.wait, "random", chance)
         self._plan(workers, "ThreadPoolExecutor", lambda *_, **__: Queued(tasks))
         self._plan(transfer, "ThreadPoolExecutor", Inline)
         self._plan(flights, "SMALL_BYTES", SMALL_BYTES)

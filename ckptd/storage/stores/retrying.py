@@ -11,12 +11,11 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
+from ckptd.base.retry import jittered_seconds
 from ckptd.storage.stores.rate_limit import Pacer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from tenacity import Retrying
 
     from ckptd.storage.stores.base import Store
 
@@ -36,28 +35,17 @@ def briefly(action: Callable[P, T], *kinds: type[Exception]) -> Callable[P, T]:
         return isinstance(error, kinds) if kinds else _is_passing(error)
 
     def tried(*arguments: P.args, **more: P.kwargs) -> T:
-        try:
-            return action(*arguments, **more)
-        except Exception as error:
-            if not is_worth_it(error):
-                raise
-        return _retrying(is_worth_it)(action, *arguments, **more)
+        for failures in range(1, _TRIES):
+            try:
+                return action(*arguments, **more)
+            except Exception as error:
+                if not is_worth_it(error):
+                    raise
+            if failures > 1:
+                time.sleep(jittered_seconds(_FIRST_SECONDS, failures - 1, _LONGEST_SECONDS))
+        return action(*arguments, **more)
 
     return tried
-
-
-def _retrying(is_worth_it: Callable[[BaseException], bool]) -> Retrying:
-    """Return the tries that follow a failed first one.
-
-    tenacity is loaded only then: the asyncio that it imports takes 4 MiB of every process.
-    """
-    from tenacity import Retrying, retry_if_exception, stop_after_attempt
-    from tenacity.wait import wait_random_exponential
-
-    wait = wait_random_exponential(multiplier=_FIRST_SECONDS, max=_LONGEST_SECONDS)
-    return Retrying(
-        stop=stop_after_attempt(_TRIES - 1), wait=wait, retry=retry_if_exception(is_worth_it), reraise=True
-    )
 
 
 def tried_again(store: Store) -> Store:
