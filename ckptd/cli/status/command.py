@@ -5,12 +5,13 @@ Fast by importing little: the file is JSON, the table is rich's; no journal, no 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -22,7 +23,10 @@ from ckptd.cli.status.tables import checkpoints_table, remote_table
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+
+_INTERVAL_SECONDS, _LEAST_INTERVAL_SECONDS = 2.0, 0.1
 
 
 def register(app: typer.Typer) -> None:
@@ -50,35 +54,93 @@ def register(app: typer.Typer) -> None:
             help="Every checkpoint, and why it is kept; without it: the 20 newest, and what is not settled.",
         ),
         watch: bool = typer.Option(False, "--watch", help="Again and again, until Ctrl-C."),
-        interval: float = typer.Option(2.0, "--interval", min=0.1, help="Of --watch, in seconds."),
+        interval: float = typer.Option(
+            _INTERVAL_SECONDS, "--interval", min=_LEAST_INTERVAL_SECONDS, help="Of --watch, in seconds."
+        ),
         live: bool = typer.Option(False, "--live", help="Exit 0 while the daemon's turns go on, else 1."),
         state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
         config_dir: str | None = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
-        places = [Path(place) if place else None for place in (state_dir, config_dir)]
+        raise typer.Exit(
+            show(
+                job,
+                tag,
+                as_json=as_json,
+                retention=retention,
+                watch=watch,
+                interval=interval,
+                live=live,
+                state_dir=state_dir,
+                config_dir=config_dir,
+            )
+        )
 
-        if job is not None and tag is None and is_remote(job):
-            _must_be_of_a_node(job, live=live, retention=retention, watch=watch)
-            raise typer.Exit(show_url(job, places[1], as_json=as_json))
 
-        def look() -> dict[str, Any]:
-            return find_status(job, *places)
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
 
-        if live:
-            raise typer.Exit(_liveness(look))
-        if watch:
-            if as_json or tag is not None:
-                raise UsageError("--watch shows jobs; it takes neither --json nor a TAG")
-            raise typer.Exit(_watch(lambda: _chosen(look(), job), retention, interval))
-        document = look()
-        life = words.life_of(document, time.time())
-        if as_json:
-            jobs = [one for one in document["jobs"] if job is None or is_meant(one, job)]
-            _print_json(document | {"jobs": jobs}, tag, is_alive=life.is_well)
-        else:
-            jobs = _chosen(document, job)["jobs"]
-            _print(document | {"jobs": jobs}, tag, retention)
-        raise typer.Exit(words.exit_code(jobs, is_alive=life.is_well))
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace | None:
+    """Parse the command line of `status` without Typer, as keywords of `show`.
+
+    None where something does not parse, or help is asked for: Typer, which knows the same options,
+    then says so in its words.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    named = (value for name in ENV_JOB if (value := os.environ.get(name)))
+    parser.add_argument("job", nargs="?", default=next(named, None))
+    parser.add_argument("tag", nargs="?")
+    for flag in ("--retention", "--watch", "--live"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--json", action="store_true", dest="as_json")
+    parser.add_argument("--interval", type=float, default=_INTERVAL_SECONDS)
+    parser.add_argument("--state-dir")
+    parser.add_argument("--config-dir")
+    try:
+        found = parser.parse_intermixed_args(arguments)
+    except UsageError:
+        return None
+    return found if found.interval >= _LEAST_INTERVAL_SECONDS else None
+
+
+def show(
+    job: str | None,
+    tag: str | None,
+    *,
+    as_json: bool,
+    retention: bool,
+    watch: bool,
+    interval: float,
+    live: bool,
+    state_dir: str | None,
+    config_dir: str | None,
+) -> int:
+    """Print what was asked for, and return the exit code."""
+    places = [Path(place) if place else None for place in (state_dir, config_dir)]
+
+    if job is not None and tag is None and is_remote(job):
+        _must_be_of_a_node(job, live=live, retention=retention, watch=watch)
+        return show_url(job, places[1], as_json=as_json)
+
+    def look() -> dict[str, Any]:
+        return find_status(job, *places)
+
+    if live:
+        return _liveness(look)
+    if watch:
+        if as_json or tag is not None:
+            raise UsageError("--watch shows jobs; it takes neither --json nor a TAG")
+        return _watch(lambda: _chosen(look(), job), retention, interval)
+    document = look()
+    life = words.life_of(document, time.time())
+    if as_json:
+        jobs = [one for one in document["jobs"] if job is None or is_meant(one, job)]
+        _print_json(document | {"jobs": jobs}, tag, is_alive=life.is_well)
+    else:
+        jobs = _chosen(document, job)["jobs"]
+        _print(document | {"jobs": jobs}, tag, retention)
+    return words.exit_code(jobs, is_alive=life.is_well)
 
 
 def _must_be_of_a_node(url: str, **options: bool) -> None:
