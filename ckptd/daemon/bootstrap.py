@@ -1,4 +1,6 @@
-"""What a job needs once before it acts: node id, settings of remotes, device (P1, P19)."""
+"""Prepare once what a job needs before it acts: node id, settings of remotes, device; finish or undo what a
+crash interrupted.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def is_default_state(state_dir: Path, save_dir: Path) -> bool:
 def begun(
     config: JobConfig, journal: Journal, state_dir: Path, save_dir_fd: int, here: frozenset[str]
 ) -> Beginning:
-    """What lay in save_dir before us; `here`: its tags when this daemon first looked."""
+    """Return what lay in save_dir before ckptd; `here`: its tags when this daemon first listed it."""
     save_dir, inode = config.save_dir, os.fstat(save_dir_fd).st_ino
     holds_state = is_default_state(state_dir, save_dir)
     return beginning(journal, str(save_dir), inode, here, holds_state=holds_state)
@@ -120,7 +122,9 @@ def remote_settings(
     node_id: str,
     apart_from: tuple[str, ...] = (),
 ) -> m.RemoteSettings:
-    """What a remote's child is told: the job file's words, and the identity seen before (P2)."""
+    """Build the settings of a remote's child process: the job file's keys and the identity seen before (P2:
+    no other remote is taken for it).
+    """
     return m.RemoteSettings(
         name=remote.name,
         url=remote.url,
@@ -141,7 +145,7 @@ def remote_settings(
 
 
 class _Known(Model):
-    """What a remote was seen to do, where, and which it was."""
+    """Record a remote's abilities together with its URL and identity."""
 
     url: str
     remote_id: str
@@ -149,7 +153,9 @@ class _Known(Model):
 
 
 def _abilities_of(journal: Journal, remote: RemoteConfig) -> Abilities | None:
-    """Of that very remote, as it was attached last; None: it was not, or another version wrote that."""
+    """Return the abilities of this very remote when it was last attached; None: not known, or written by
+    another version.
+    """
     text = journal.meta(f"abilities:{remote.name}")
     if text is None:
         return None
@@ -161,7 +167,9 @@ def _abilities_of(journal: Journal, remote: RemoteConfig) -> Abilities | None:
 
 
 def on_attached(job: WatchedJob, name: str) -> Callable[[m.Attached], None]:
-    """What is kept of a remote that was proved to be ours, and no other one of the job."""
+    """Return the callback that records a remote once it is proved to be this job's and no duplicate of
+    another.
+    """
 
     def attached(answer: m.Attached) -> None:
         assert job.state is not None

@@ -1,4 +1,4 @@
-"""What this node says of itself in its heartbeat: its status, in durations of its own clock."""
+"""Build and send this node's heartbeat: its status, with durations measured by its own clock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def nodes_of(job: WatchedJob, state: JobState, node_id: str) -> Nodes:
 
 
 def heartbeat_of(job: WatchedJob, node_id: str) -> Heartbeat:
-    """As of now; `job_id` is the remote's and filled in by whoever sends it."""
+    """Build the heartbeat of this moment; the sender fills in the remote's own `job_id`."""
     status = job_status(job)
     newest = newest_save(job.view) if job.view is not None else None
     cells = sorted(cells_of(newest.save.files)) if newest is not None else []

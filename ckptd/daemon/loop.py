@@ -226,9 +226,9 @@ class Daemon:
         return str(wrong[0]) if wrong else None
 
     def _still_invalid(self, found: Changes) -> list[Invalid]:
-        """What is wrong after a change: files that are refused, and jobs that it leaves as they are.
+        """Return what is wrong after a change: refused files, and jobs that the change does not touch.
 
-        What was wrong before in the same words is so since then.
+        A problem that was reported before in the same words keeps its time.
         """
         before = {one.save_dir: one for one in self.invalid}
         wrong = []
@@ -240,7 +240,7 @@ class Daemon:
         return wrong + [one for one in self.invalid if one.save_dir in left]
 
     def _look_for_matches(self, now: float) -> None:
-        """What a glob matches by now becomes a job, and what a lock, a disk or rights kept from being one."""
+        """Start jobs for new matches of globs, and those that a lock, a disk or rights kept from starting."""
         if now - self._globbed_at < GLOB_SECONDS:
             return
         self._globbed_at = now
@@ -382,5 +382,5 @@ class Daemon:
 
 
 def _words(loaded: LoadedConfig) -> list[tuple[str, str]]:
-    """What is wrong with which file; errors of two readings are never equal themselves."""
+    """Return (file, error text) of each problem: errors of two readings never compare equal themselves."""
     return [(str(path), str(error)) for path, error in loaded.problems]

@@ -43,7 +43,7 @@ class Patience:
 
     @property
     def seconds_left(self) -> float:
-        """Until the job is opened again; 0 when it may be now."""
+        """Return the seconds until the job may be opened again; 0: now."""
         return max(0.0, self._again_at_seconds - time.monotonic())
 
     def turn(self, call: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
-"""What happened to a job between two of its statuses: a pure comparison, so that nobody has to report twice.
+"""Compare two statuses of a job and return the events between them, purely, so that nothing reports twice.
 
-Hooks and notifications tell what `status` says, in the same words (P17).
+Hooks and notifications use the same words as `ckptd status` (P17).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ _HOUR_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What `[notify]` asks for."""
+    """Hold the settings of `[notify]`."""
 
     severity: str
     repeat_seconds: float
@@ -190,7 +190,7 @@ class Desk:
         return True
 
     def _lasting(self, status: JobStatus, now_seconds: float) -> list[Event]:
-        """What is open for longer than `repeat` since it was told."""
+        """Return the events that are open for longer than `repeat` since they were last reported."""
         found = []
         for event in events_between(None, status):
             key = (event.job, event.code or event.kind, event.about)

@@ -234,7 +234,9 @@ class Chores:
         self._wake()
 
     def stop_converting(self, action: StopConverting) -> None:
-        """What it has written goes at once; it is tried again when there is room."""
+        """Stop the conversion under way and delete its output at once; it is tried again when there is
+        space.
+        """
         if not self.signals.give_room.is_set():
             log.warning("the conversion under way is given up: %s", action.reason)
             self.signals.give_room.set()

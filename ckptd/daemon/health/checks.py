@@ -1,4 +1,5 @@
-"""What each turn sees on the side: vanished saves, standing problems, whether anything is left to do (P17).
+"""Check each turn for vanished saves and standing problems, and whether anything is left to do (P17: people
+learn of each problem).
 
 Reads the job's memory only; raises and clears problems, decides nothing about data.
 """
@@ -258,7 +259,7 @@ def _is_lost(job: WatchedJob, state: JobState, tag: str) -> bool:
 
 
 def _see_failures(see: Problems, state: JobState, late: Late) -> None:
-    """What this node's own disk refused lately; it is tried again."""
+    """Report recent failures of this node's own disk; each is tried again."""
     now = time.monotonic()
     state.failures = {what: f for what, f in state.failures.items() if f.until_seconds > now}
     for what, failure in state.failures.items():
@@ -281,7 +282,9 @@ def _see_weights(see: Problems, row: SaveRow) -> None:
 
 
 def see_conversions(see: Problems, state: JobState) -> None:
-    """What has no universal form, once per reason; a failure only until a newer one has its form."""
+    """Report saves without a universal form, once per reason; a failure only until a newer save has its
+    form.
+    """
     rows = sorted((r for r in state.rows.values() if r.state == "present"), key=lambda r: r.save.order)
     ready = [r.save.order for r in rows if r.derived.state is DerivedState.READY]
     refused: dict[str, list[SaveRow]] = {}

@@ -185,7 +185,9 @@ def url_of(given: str) -> str:
 
 
 def _proxy_of(url: str) -> str | None:
-    """Of the environment ($https_proxy, $no_proxy …), since nodes often reach the outside by it alone."""
+    """Return the proxy that the environment names for a URL ($https_proxy, $no_proxy …); many nodes have no
+    other way out.
+    """
     from urllib.parse import urlsplit
     from urllib.request import getproxies, proxy_bypass
 

@@ -1,4 +1,4 @@
-"""What health checks, heartbeats and a job's start read of a job, without importing it."""
+"""Declare what health checks, heartbeats and a job's start read of a job, so that they need not import it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What people decided (pin, accept, adopt): files of the state directory and objects of the remotes (P8).
+"""Keep what people decided (pin, accept, adopt): files of the state directory and objects of the remotes (P8:
+a decision counts on every node).
 
-Pins of other nodes lie in the remotes alone, so the journal mirrors them: they hold while those are away. It
-never ends a pin that a file here or a remote tells of.
+Pins of other nodes lie in the remotes alone, so the journal mirrors them: they hold while those are away. The
+journal never ends a pin that a file here or a remote records. Decisions that a remote lacks are published
+there again (adr/0165).
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ def _read(
 
 
 def _named_pin(name: str) -> Decision | None:
-    """What the name of a pin's file says of it; None: of another decision."""
+    """Parse the decision from the name of a pin's file; None: the file is of another decision."""
     kind, _, rest = name.removesuffix(".json").partition("~")
     tag, _, serial = rest.rpartition("~")
     if kind != "pin" or not tag:
@@ -192,8 +194,10 @@ class Decisions:
 
     @property
     def words(self) -> tuple[Decision, ...]:
-        """What every remote is to have: the newest pin or unpin of each tag, whoever said it, and what else
-        this state directory holds. What lets something go (adopt, accept) is published where it was said.
+        """Return the decisions that every remote must hold.
+
+        These are the newest pin or unpin of each tag, whoever made it, and the other decisions of this state
+        directory. A decision that permits a deletion (adopt, accept) is published only where it was made.
         """
         pins = self.pins
         newest = newest_words([*self._kept.values(), *self.known]).values()
@@ -227,7 +231,7 @@ _OF_ONE = (DamagedError, RefusedError)
 
 @dataclass
 class _Told:
-    """What was done about one remote."""
+    """Track what was published to one remote."""
 
     basis: tuple[tuple[Decision, ...], tuple[Decision, ...]] = ((), ())
     """What was compared: words that are known here, decisions that it showed."""
@@ -244,7 +248,9 @@ class _Told:
 
 
 class Telling:
-    """Of one job; every method is called in the deciding thread."""
+    """Publish one job's decisions to remotes that lack them; every method is called in the deciding
+    thread.
+    """
 
     def __init__(self, state: JobState, links: Mapping[str, RemoteLink], wake: Callable[[], None]) -> None:
         self._state = state

@@ -1,7 +1,8 @@
-"""What lay in save_dir before us: when this daemon first looked, and when the first one did (H20, adr/0157).
+"""Record what lay in save_dir before ckptd: at this daemon's first listing, and at the first start ever
+(adr/0157).
 
 The first start is settled once every remote has answered. That may take days and restarts; what was saved
-meanwhile was not found.
+meanwhile does not count as found (H20: without `backfill`, only what was found stays unsent).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Beginning:
 
 
 class FirstLook:
-    """What lay in save_dir when this daemon first looked: what the trainer saved before us."""
+    """Remember the tags that lay in save_dir when this daemon first listed it."""
 
     def __init__(self) -> None:
         self._born_ns = time.time_ns()
@@ -81,8 +82,10 @@ class FirstLook:
 def beginning(
     journal: Journal, save_dir: str, inode: int, now: frozenset[str], *, holds_state: bool = False
 ) -> Beginning:
-    """What the journal noted; else what is noted now: a new journal, one of a release that noted nothing, or
-    another directory than before, of which nothing is known.
+    """Return what lay in save_dir at the first start, from the journal, else from now.
+
+    It is recorded now for a new journal, for one of a release that did not record it, and for another
+    directory than before, of which nothing is known.
     """
     text = journal.meta(AT_BEGIN)
     known: Mapping[str, object] = json.loads(text) if text is not None else {}

@@ -37,7 +37,7 @@ TRIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Refused:
-    """What a disk did not give of a folder as it lies there; `lost`: what it was judged without."""
+    """Record a read failure of one state of a folder; `lost`: the files that it was judged without."""
 
     digest: str
     failures: int
@@ -62,7 +62,7 @@ class Reading:
         self._refused: dict[str, _Refused] = {}
 
     def known_facts(self, folder: FolderListing) -> dict[str, FileFacts]:
-        """What the journal knows of files that are as they were."""
+        """Return the journal's facts of those files that have not changed."""
         known = {}
         for file in folder.files:
             facts = self._state.journal.facts(file.path, file.identity)

@@ -1,6 +1,8 @@
-"""What a job knows beyond its own disk: decisions, first start, orders recorded in remotes (P8, H20).
+"""Look up saves that a job knows beyond its own disk: orders in remotes, decisions, the first start (P8,
+H20).
 
-A save that a COMMIT lists already is recognised by its fingerprints and keeps its order (H49).
+A save that a COMMIT lists already is recognised by its fingerprints and keeps its order (H49: a restored copy
+is not a new save).
 """
 
 from __future__ import annotations
@@ -181,7 +183,9 @@ class Knowledge(Recogniser):
     # --- Recogniser ------------------------------------------------------------------------------------
 
     def is_run_settled(self, ready: Ready) -> bool:
-        """By what stands in save_dir, else once every remote was heard."""
+        """Tell whether the run is known: from the content of save_dir, else once every remote has
+        answered.
+        """
         if self.runs is None:
             return True
         has_heard_all = self.has_heard_all or self._goes_on_without
@@ -219,7 +223,9 @@ class Knowledge(Recogniser):
     def original(
         self, tag: str, fingerprints: tuple[tuple[str, str], ...], shards: frozenset[tuple[str, str]]
     ) -> Order | None:
-        """Of a row here, one that was let go, or a committed manifest that was read: nothing is asked."""
+        """Return the order of the same shards under another tag, from rows, the journal or manifests read;
+        asks no remote.
+        """
         if not shards:
             return None
         rows = (row.save for row in self._state.rows.values() if row.save.tag != tag)
@@ -244,7 +250,9 @@ class Knowledge(Recogniser):
         return max(orders, default=None)
 
     def may_precede(self, written_ns: int, order: Order) -> bool:
-        """By save windows, which names of manifests tell; nodes' clocks agree to `save_spread`."""
+        """Tell whether files were written before a commit's save window ended; nodes' clocks agree to
+        `save_spread`.
+        """
         seen = [link.observation for link in self._links.values() if link.observation]
         commits = [v.commit for one in seen for v in one.commits if order_of(v.commit) == order]
         spread_seconds = self._save_spread_seconds
@@ -262,7 +270,7 @@ class Knowledge(Recogniser):
         return frozenset(first.tags)
 
     def came_back(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> bool:
-        """What was found had a COMMIT before this first start, of just this content."""
+        """Tell whether a save found here had a COMMIT of exactly this content before this first start."""
         return self._first.had_commit(tag) and self.known_order(tag, fingerprints) is not None
 
     # --- generations -----------------------------------------------------------------------------------
@@ -310,7 +318,9 @@ class Knowledge(Recogniser):
             link.tag_views.pop(row.save.tag, None)  # no upload of ours ends it: that of another node was it
 
     def _hear_of_commits(self, name: str, link: RemoteLink) -> None:
-        """What other nodes did: the COMMIT that a part waits for, or the end of one that counted (H1)."""
+        """Take over what other nodes did: the COMMIT that a part waits for, or a dispute that ends one (H1:
+        two nodes may commit at once).
+        """
         state, seen = self._state, link.observation
         commits = seen.commits if seen is not None else ()
         made = {(v.commit.tag, v.commit.generation) for v in commits if v.commit.form == ZERO}

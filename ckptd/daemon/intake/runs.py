@@ -251,7 +251,7 @@ class Runs:
         )
 
     def _part(self) -> Part:
-        """What this node has of its newest save."""
+        """Describe the share of its newest save that this node holds."""
         rows = [row for row in self._state.rows.values() if row.state == "present" or row.held]
         newest = max(rows, key=lambda row: row.save.order, default=None)
         is_shared = self._config.shared_fs
@@ -291,7 +291,7 @@ class Runs:
     # --- what is said ----------------------------------------------------------------------------------
 
     def see_problems(self, see: Problems) -> None:
-        """For as long as each turn sees it: who else saves to a remote, and what other runs left there."""
+        """Report each turn other jobs that save to a remote, and what other runs left there."""
         self._see_copied(see)
         for name, link in self._links.items():
             if link.others:

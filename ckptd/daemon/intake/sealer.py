@@ -140,7 +140,9 @@ class Intake:
         return max(0.05, min([*waits, *reads, self.metrics.seconds_to_look(now_seconds), 60.0]))
 
     def is_due(self, now_seconds: float) -> bool:
-        """What a disk refused or a metric that came late is due, however seldom else a job at rest looks."""
+        """Tell whether a failed read or a late metric is due, however seldom an idle job is scanned
+        otherwise.
+        """
         waits = [*self._reading.seconds_to_read(now_seconds), self.metrics.seconds_to_look(now_seconds)]
         return any(wait <= 0 for wait in waits)
 

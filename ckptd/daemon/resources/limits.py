@@ -1,8 +1,9 @@
-"""What all jobs of a daemon share: uploads at once, one conversion at a time, bandwidth, memory (P11, P12).
+"""Share a daemon's limits between its jobs: uploads at once, one conversion at a time, bandwidth, memory
+(P11, P12: training comes first).
 
-The limits are those of `ckptd.toml`, and what `ckptd.budget` makes of them. First come, first served; a job
-that does not ask again in its next turn loses its place. Everything here is called in the deciding thread, so
-nothing needs a lock.
+The limits are those of `ckptd.toml`, and what `config.budget` derives from them. First come, first served; a
+job that does not ask again in its next turn loses its place. Everything here is called in the deciding
+thread, so nothing needs a lock. Freed memory is returned to the kernel here too.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ class Totals:
         return self.division.children < sum(map(len, self._remotes()))
 
     def conversion_bytes(self) -> int:
-        """What a conversion may use: what the daemon and the remotes' children leave of the budget."""
+        """Return the memory that a conversion may use: the budget less the daemon's and the remotes'
+        children's shares.
+        """
         return self.division.conversion_bytes
 
     def begin_turn(self, mine: Sequence[Hashable]) -> None:

@@ -49,7 +49,7 @@ class OneJobs:
         then: Callable[[Result], None],
         failed: Callable[[CkptdError], None],
     ) -> None:
-        """As `Workers.submit`."""
+        """Submit work like `Workers.submit`; results and errors are reported through this wrapper."""
         self._workers.submit(
             what,
             work,

@@ -1,4 +1,4 @@
-"""What a remote knows of a tag or of a save, in core's words: messages in, core's data out."""
+"""Translate a remote's messages on a tag or a save into the records of `core`."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def adopt_commits(state: JobState, links: Iterable[RemoteLink]) -> None:
 
 
 def forget_gone(state: JobState, links: Iterable[RemoteLink]) -> None:
-    """What was read of tags of which nothing is here any more: it tells of every file of every node (P12)."""
+    """Drop cached manifests of tags that are no longer here: they list every file of every node (P12: memory
+    is bounded).
+    """
     if state.listing is None:
         return
     tags = {folder.tag for folder in state.listing.folders}
@@ -180,9 +182,8 @@ def named_in(view: TagView) -> list[tuple[int, ManifestName]]:
 
 
 def told_in(view: TagView) -> tuple[Told, ...]:
-    """What each generation of the ZeRO form proves to a node without model states.
-
-    Of one that is settled, what its COMMIT lists.
+    """Return what each ZeRO generation proves to a node without model states; of a settled one, what its
+    COMMIT lists.
     """
     settled = {v.commit.generation for v in view.commits if v.commit.form == ZERO}
     settled |= {stone.generation for stone in view.retired if stone.form == ZERO}
@@ -203,7 +204,7 @@ def told_in(view: TagView) -> tuple[Told, ...]:
 
 
 def _told(read: Sequence[NodeManifest], named: tuple[ManifestName, ...], *, is_settled: bool) -> Told:
-    """By the word of one that has model states, where there is one."""
+    """Build the evidence of one generation, from a manifest with model states where there is one."""
     first = next((m for m in read if any(f.role is Role.MODEL for f in m.files)), read[0])
     rows = frozenset((f.path, f.bytes, f.fingerprint) for m in read for f in m.files)
     return Told(

@@ -1,6 +1,7 @@
-"""What the deciding thread knows of one job between turns: memory that the next scan or journal can refill.
+"""Hold what the deciding thread knows of one job between turns: memory that the next scan or the journal can
+refill.
 
-Only the deciding thread touches it.
+Only the deciding thread reads or writes it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Sharer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """What the last attempt to commit lacked; `reason`: the same in words."""
+    """Record what the last commit attempt lacked; `reason`: the same as text."""
 
     reason: str
     hint: str = "see the other nodes"
@@ -70,9 +71,11 @@ class Waiting:
 
     @property
     def retry_seconds(self) -> float:
-        """Until the next attempt: as long as nothing comes, as long again as it has waited, at most 8 times
-        the first. Of a save that a node never wrote all others would ask again each minute, for ever; that
-        somebody committed is heard at once, whatever this says."""
+        """Return the seconds until the next attempt, doubled with each one, at most 8 times the first wait.
+
+        Without the back-off all other nodes would ask each minute, for ever, for a save that one node never
+        wrote. A COMMIT by another node is noticed at once, whatever this returns.
+        """
         return doubled(self.first_seconds, self.attempts, self.first_seconds * MOST_TIMES)
 
 
@@ -116,7 +119,7 @@ class Stays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """What a remote would not let go: how often in a row, and when last (monotonic)."""
+    """Record a deletion that a remote refused: how often in a row, and when last (monotonic)."""
 
     about: str
     text: str
@@ -303,7 +306,9 @@ class JobState:
         return record.model_copy(update={"retry_at_seconds": known.retry_at_seconds})
 
     def reload(self, *ids: int) -> None:
-        """The same for saves that changed: of thousands, one is read."""
+        """Read the rows of changed saves again from the journal; the others, possibly thousands, are not
+        read.
+        """
         ships = self.journal.ships(*ids)
         for row in self.journal.saves(*ids):
             self.rows[row.id] = row
@@ -427,7 +432,7 @@ class JobState:
         self.reload(save_id)
 
     def forget_damage(self, save_id: int) -> None:
-        """Its files were put back, perhaps because they were damaged: what was refused is looked at anew."""
+        """Reset refused uploads of a save whose files were put back, so that they are read again."""
         for record in list(self.ships.get(save_id, {}).values()):
             if record.form == ZERO and record.state is ShipState.REFUSED:
                 update = {"state": ShipState.NEW, "reason": None, "is_damaged": False}

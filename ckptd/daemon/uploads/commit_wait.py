@@ -1,4 +1,6 @@
-"""Why a part of a save is not committed yet: which ranks are missing, and where they were last (P17)."""
+"""Explain why a part of a save is not committed yet: which ranks are missing, and where they were last
+(P17).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def waiting_on(before: Waiting | None, answer: ShipResult, first_seconds: float) -> Waiting:
-    """What an attempt lacked, after what the one before it lacked."""
+    """Return the record of a commit attempt that lacked something, counting on from the attempt before."""
     reason = answer.reason or ""
     attempts = before.attempts + 1 if before is not None and before.reason == reason else 1
     return Waiting(
@@ -39,10 +41,10 @@ def waiting_on(before: Waiting | None, answer: ShipResult, first_seconds: float)
 def told_of_parts(
     waiting: Waiting, retry_at_seconds: float, *, is_whole: bool, now_seconds: float
 ) -> tuple[Waiting, float]:
-    """What a look told of the other parts, and when to ask again now.
+    """Return the record updated with what other nodes' manifests show, and when to try again now.
 
-    The node whose part was the last commits; dies it before, the others ask as after a first attempt, however
-    long they had waited. Not at once: of a thousand nodes each would read a thousand manifests beside it.
+    The node with the last part commits. If it dies before, the others try again after the first wait, however
+    long they had waited, but not at once: of a thousand nodes each would read a thousand manifests.
     """
     if is_whole and not waiting.is_whole:
         retry_at_seconds = min(retry_at_seconds, now_seconds + waiting.first_seconds)

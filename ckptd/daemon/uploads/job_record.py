@@ -1,4 +1,4 @@
-"""What the rooms below know of a job: the part of `daemon.job.Job` that uploads, intake and actions read."""
+"""Declare the part of `daemon.job.Job` that uploads, intake and actions read."""
 
 from __future__ import annotations
 

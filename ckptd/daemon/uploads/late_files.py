@@ -1,7 +1,8 @@
-"""Files that appear in a folder after it was sealed: durable first, then shipped beside its COMMIT (P1).
+"""Upload files that appear in a folder after it was sealed: flushed first, then stored beside its COMMIT
+(P1).
 
 A trainer writes trainer_state.json or a README late, a user drops notes into a checkpoint. A file that still
-changes, or that somebody has open for writing, waits, and the folder with it.
+changes, or that a process has open for writing, waits, and the folder with it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _OF_THIS_SAVE = (RefusedError, DamagedError, CommitConflict, NotPermitted)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Refused:
-    """What could not be read of a folder as it lies there, and when it is looked at again."""
+    """Record a read failure of one state of a folder, and when it is read again."""
 
     digest: str
     failures: int

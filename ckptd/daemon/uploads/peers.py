@@ -1,7 +1,7 @@
-"""The job's other nodes, as far as one knows: heartbeats, and whether a save is spread over several (§5).
+"""Track the job's other nodes: their heartbeats, and whether a save is spread over several nodes.
 
-Words and economy. What is committed follows from manifests alone, what is deleted from COMMITs alone; a node
-that is thought to be there, or dead, changes when a part is sent and what status says, never what is safe.
+A heartbeat changes when a part is uploaded and what status says, never what is safe: commits follow from
+manifests alone, deletions from COMMITs alone.
 """
 
 from __future__ import annotations
@@ -206,7 +206,9 @@ class Nodes:
         )
 
     def _told(self, tag: str) -> tuple[Told, ...]:
-        """What manifests of the tag prove; asked for again as long as nothing of it is taken."""
+        """Return the evidence in peers' manifests of a tag; they are read again as long as none of it is
+        used.
+        """
         quiet, verdict = self._state.quiet.get(tag), self._state.verdicts.get(tag)
         since = quiet.since_seconds if quiet is not None else 0.0
         # what was told before the last shard was written may be of the save before

@@ -1,7 +1,7 @@
-"""Remote retention as the deciding thread orders it: audited first, refused removals left alone (§5).
+"""Delete in remotes what retention permits: audited first, refused deletions retried later.
 
-A crash between tombstone, COMMIT and objects is finished by the next start (P7); what a remote refuses to
-let go is a problem with a next step, not a failure of the remote.
+A crash between tombstone, COMMIT and objects is finished by the next start (P7); a deletion that a remote
+refuses is a problem with a next step, not a failure of the remote.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _count(state: JobState, remote: str, commit_sha256: str) -> None:
 
 
 def take_up_belt(state: JobState) -> None:
-    """What went from remotes in the hour before a start counts after it (adr/0147).
+    """Restore the rate limit on deletions after a restart: those of the hour before count (adr/0147).
 
     An older journal has digests alone: each counts for every remote.
     """

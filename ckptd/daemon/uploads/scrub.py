@@ -1,7 +1,7 @@
-"""The slow scrub: committed objects are read again, those longest unproven first, while all is quiet.
+"""Read committed objects again at a low rate, those longest unproven first, while nothing else is going on.
 
-What is found damaged, or cannot be read, is a problem that names what to do, and as long as it lasts its
-checkpoint is treated as pinned: this node's copy may be the last good one. Where it was lies in the journal.
+A damaged or unreadable object is a problem that names what to do. As long as it lasts its checkpoint is
+treated as pinned: this node's copy may be the last good one. The position is kept in the journal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST_UNREAD = 64
 
 
 class Progress(Model):
-    """What the journal keeps of one remote, by the SHA-256 of COMMITs."""
+    """Record in the journal how far one remote is scrubbed, by the SHA-256 of COMMITs."""
 
     proven_at: dict[str, float] = Field(default_factory=dict)
     """Unix seconds."""
@@ -64,7 +64,7 @@ class Progress(Model):
 
 
 class Scrubber:
-    """Of one job; every method is called in the deciding thread."""
+    """Schedule the scrubbing of one job's remotes; every method is called in the deciding thread."""
 
     def __init__(self, config: JobConfig, state: JobState, links: Mapping[str, RemoteLink]) -> None:
         self._config = config
@@ -205,7 +205,7 @@ class Scrubber:
         self._say(name)
 
     def _found(self, old: Progress, view: m.CommitView, order: Scrub, answer: Scrubbed) -> dict[str, object]:
-        """What changes in the progress by one answer."""
+        """Return the fields of the progress that one answer changes."""
         sha, keys = view.sha256, {copy.key for copy in answer.bad}
         # a disk that fails answers with errors: what it could not read was not found good
         stay = set(answer.unread)

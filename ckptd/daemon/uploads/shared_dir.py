@@ -1,7 +1,7 @@
-"""One host's part in a directory that hosts share: whether it holds the lease just now (adr/0110, H36).
+"""Hold one host's lease on a directory that hosts share (adr/0110, H36: only one host deletes and converts).
 
-What was read is trusted for half of the time after which others step in, counted by the monotonic clock from
-before the heartbeat was sent: a process that was stopped and wakes finds that its time is over.
+A lease that was read is trusted for half of the time after which others take over, counted by the monotonic
+clock from before the heartbeat was sent: a process that was stopped and wakes finds that its lease is over.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Tenancy:
         return beat_seconds(self.takeover_seconds, usual_seconds)
 
     def heard(self, lease: LeaseSeen | None, asked_at_seconds: float) -> bool:
-        """What the remote said; whether this host may do more, or less, than before."""
+        """Update the lease from a remote's answer; return whether this host's rights changed."""
         before = self.holds()
         if lease is not None:
             if lease.is_ours and (self.lease is None or not self.lease.is_ours):
@@ -187,7 +187,7 @@ def sharer_in(save: SealedSave, view: TagView, node: str, node_id: str) -> Share
 
 
 def see_sharer(problems: Problems, save_dir: str, state: JobState) -> None:
-    """Until a restart: nothing here tells that the other is gone."""
+    """Report another host on this directory until a restart: nothing here shows that it has stopped."""
     found = state.sharer
     if found is None:
         return

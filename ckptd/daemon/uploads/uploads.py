@@ -1,7 +1,7 @@
-"""Ship, retire and confirm: orders to a remote's child, and what their answers mean for the journal (§5).
+"""Request uploads and deletions from a remote's child, and journal the answers.
 
-The intent is journalled before the order is sent and the outcome when the answer arrives, so that a crash in
-between leaves a ship that the next start continues (P7).
+The intent is journalled before the request is sent and the outcome when the answer arrives, so that a crash
+in between leaves an upload that the next start continues (P7: a crash at any moment loses nothing).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Shipping:
         self._wake()
 
     def _planned(self, action: Ship, planned: m.Planned) -> None:
-        """What an attempt by another plan sent is not of this one."""
+        """Record the plan of a derived form, and forget objects that an attempt by another plan uploaded."""
         state, key = self._state, (action.save_id, action.remote, action.form)
         state.moving[key].total_bytes = planned.bytes
         record = state.rows[action.save_id].derived_of(action.form)
@@ -261,7 +261,9 @@ class Shipping:
         state.put_ship(action.save_id, record)
 
     def _wait_seconds(self, action: Ship, answer: m.ShipResult) -> float:
-        """Until it is tried again: other nodes' parts, a form that another makes, or a mend, are to come."""
+        """Return the seconds until the next attempt, while other nodes' parts, another node's form or a
+        repair are awaited.
+        """
         if action.form != ZERO:
             return self._config.shared_takeover_seconds
         key, first = (action.save_id, action.remote, action.form), self._step_in_seconds
@@ -350,7 +352,9 @@ class Shipping:
 
 
 def running_speed(state: JobState, remote: str, least_seconds: float) -> float | None:
-    """What the upload of a ZeRO form under way has done so far: the first day has no finished one."""
+    """Return the speed (bytes/s) of a ZeRO upload under way: on the first day there is no finished one to
+    measure.
+    """
     now = time.monotonic()
     for (_, name, form), moving in state.moving.items():
         seconds, done = now - moving.started_seconds, moving.done_bytes - moving.start_bytes
