@@ -25,7 +25,7 @@ from ckptd.daemon.bootstrap import must_wait
 from ckptd.daemon.health.status import job_status, problems_of
 from ckptd.daemon.resources.limits import tree_bytes
 from ckptd.daemon.resources.reserve import FULL
-from ckptd.daemon.supervisor import say_internal
+from ckptd.daemon.supervisor import report_internal_error
 from ckptd.daemon.systemd import start_command
 from ckptd.errors import CkptdError, LockHeld
 from ckptd.observe import status as st
@@ -253,7 +253,7 @@ def _status(job: Job, before: st.JobStatus | None) -> st.JobStatus:
         raise
     except Exception as error:
         log.exception("the status of job %s failed", job.config.name)
-        say_internal(job, error)
+        report_internal_error(job, error)
         name, save_dir = job.config.name, str(job.config.save_dir)
         known = before or st.JobStatus(name=name, job_id=job.job_id, save_dir=save_dir, state="attention")
         # as of then, but for "safe": that is never said of what was not looked at (P17)

@@ -27,7 +27,7 @@ AGAIN_SECONDS = 10.0
 INTERNAL_SECONDS = 3600.0
 
 
-class Patience:
+class JobSupervisor:
     """One job's; `is_patient` False: it ends with the error instead (`--once`)."""
 
     def __init__(
@@ -109,7 +109,7 @@ def _in_words(error: OSError | RuntimeError) -> CkptdError | None:
     return None
 
 
-def say_internal(job: WatchedJob, error: Exception) -> None:
+def report_internal_error(job: WatchedJob, error: Exception) -> None:
     """A defect, which no patience mends; what its end looks like nobody knows, so an hour after the last."""
     text = f"a defect of ckptd: {type(error).__name__}: {error}"
     next_step = "the log has the trace; please report it"

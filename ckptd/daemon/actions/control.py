@@ -183,9 +183,7 @@ class Control:
             link.pace(BUSY_FRACTION if self.makes_way(job) else 1.0)
 
     def makes_way(self, job: JobRecord) -> bool:
-        """Tell whether transfers slow down for a save in flight; never during a drain, after which nobody
-        trains here.
-        """
+        """Tell whether transfers slow down for a save in flight; during a drain they never do."""
         return self._is_beside_save(job) and not self.is_draining
 
     @staticmethod

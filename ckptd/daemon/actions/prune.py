@@ -52,7 +52,7 @@ class _End(Enum):
     WAITS = "waits"
 
 
-class Pruner:
+class LocalDeleter:
     """The prunes of one job; every method is called in the deciding thread."""
 
     def __init__(

@@ -22,7 +22,7 @@ from ckptd.core.policy.blockers import blocked, blocked_there
 from ckptd.core.policy.remote import is_configured_otherwise
 from ckptd.daemon.uploads.requests import hold_name
 from ckptd.daemon.uploads.session import NEXT_STEP, STILL_SECONDS
-from ckptd.daemon.uploads.shared_dir import see_sharer
+from ckptd.daemon.uploads.shared_dir import report_other_host
 from ckptd.storage.local import fs
 from ckptd.storage.local.probe import user
 
@@ -113,11 +113,11 @@ _REBUILT = "nothing to do: it was rebuilt from disk and remote"
 _TRIED_AGAIN = (ShipState.NEW, ShipState.SHIPPING)
 
 
-def see_stuck(job: WatchedJob, state: JobState) -> None:
+def report_stalls(job: WatchedJob, state: JobState) -> None:
     """Report everything that does not leave this node or a remote although it should."""
-    see_uploads(job, state)
+    report_uploads(job, state)
     _see_late(job, state)
-    see_prunes(job.problems, state)
+    report_deletions(job.problems, state)
     _see_retirements(job, state)
     _see_holds(job, state)
     _see_still(job)
@@ -128,7 +128,7 @@ def see_stuck(job: WatchedJob, state: JobState) -> None:
         job.problems.see("journal-set-aside", str(aside), text, _REBUILT)
 
 
-def see_uploads(job: WatchedJob, state: JobState) -> None:
+def report_uploads(job: WatchedJob, state: JobState) -> None:
     """Report damaged files and repeatedly failed uploads of checkpoints that are here or held."""
     remotes = {remote.name: remote for remote in job.config.remotes}
     for save_id, records in state.ships.items():
@@ -184,7 +184,7 @@ def _cure(job: WatchedJob, state: JobState, row: SaveRow, record: ShipRecord) ->
     return f"{record.hint}; {command} {what}".removeprefix("; ")
 
 
-def see_prunes(problems: Problems, state: JobState) -> None:
+def report_deletions(problems: Problems, state: JobState) -> None:
     """Report deletions that were permitted and failed, unless the save is kept by now."""
     for save_id, stays in list(state.prune_blocked.items()):
         row = state.rows.get(save_id)
@@ -267,7 +267,7 @@ _NOT_LATE = (State.LEFTOVER, State.COMPLETE)
 _NAME = re.compile(r"\((\S+\.pt)\)")
 
 
-def see_alarms(job: WatchedJob, state: JobState) -> None:
+def report_alarms(job: WatchedJob, state: JobState) -> None:
     """Report early alarms: missing shards, blocked retention, another host on this directory, other
     configurations.
     """
@@ -276,7 +276,7 @@ def see_alarms(job: WatchedJob, state: JobState) -> None:
         if left is not None and left <= 0:
             _see_missing(job, state, tag, verdict)
     _see_blocked(job, state)
-    see_sharer(job.problems, str(job.config.save_dir), state)
+    report_other_host(job.problems, str(job.config.save_dir), state)
     if job.view is not None:
         _see_other_configurations(job, job.view)
         _see_belts(job, job.view, state.plan)

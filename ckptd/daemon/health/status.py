@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptd.core.policy.view import RemoteCommit
     from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.state import JobState, ShipKey
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
 
     ShipTimes = Mapping[ShipKey, tuple[float | None, float | None]]
 
@@ -112,7 +112,7 @@ def _shared(job: WatchedJob) -> st.SharedStatus | None:
     )
 
 
-def _remote(job: WatchedJob, link: RemoteLink) -> st.RemoteStatus:
+def _remote(job: WatchedJob, link: RemoteSession) -> st.RemoteStatus:
     """Build the status of one remote, with the abilities that its store showed when it was attached."""
     if link.attached is None:
         return st.RemoteStatus(name=link.name, url=link.settings.url, attached=False)

@@ -40,7 +40,7 @@ _ASIDE = ".unknown"
 """After the name of a hold that is not known to be of any save, and a number."""
 
 
-def take_up_holds(state: JobState, save_dir_fd: int) -> None:
+def recover_holds(state: JobState, save_dir_fd: int) -> None:
     """Settle each hold that is there: known, let go, made and not noted, or of a journal that is lost."""
     names = fs.names_in(save_dir_fd, fs.HOLD)
     known = {hold_name(row): row for row in state.rows.values()}

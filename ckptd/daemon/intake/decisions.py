@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.journal.journal import Journal
 
 log = logging.getLogger("ckptd.decisions")
@@ -247,12 +247,12 @@ class _Told:
     done_at_seconds: float = 0.0
 
 
-class Telling:
+class DecisionPublisher:
     """Publish one job's decisions to remotes that lack them; every method is called in the deciding
     thread.
     """
 
-    def __init__(self, state: JobState, links: Mapping[str, RemoteLink], wake: Callable[[], None]) -> None:
+    def __init__(self, state: JobState, links: Mapping[str, RemoteSession], wake: Callable[[], None]) -> None:
         self._state = state
         self._links = links
         self._wake = wake
@@ -276,15 +276,15 @@ class Telling:
                 told.looked_at_seconds = link.observed_at_seconds
                 self._order(link, told)
 
-    def _is_due(self, link: RemoteLink, told: _Told) -> bool:
+    def _is_due(self, link: RemoteSession, told: _Told) -> bool:
         if told.left or not link.is_ready or told.looked_at_seconds == link.observed_at_seconds:
             return False
         return told.lacks != told.done or time.monotonic() - told.done_at_seconds >= _AGAIN_SECONDS
 
-    def _order(self, link: RemoteLink, told: _Told) -> None:
+    def _order(self, link: RemoteSession, told: _Told) -> None:
         link.order(m.Record(decision=told.left[0]), partial(self._recorded, link, told))
 
-    def _recorded(self, link: RemoteLink, told: _Told, answer: m.Answer) -> None:
+    def _recorded(self, link: RemoteSession, told: _Told, answer: m.Answer) -> None:
         word = told.left.pop(0)
         if isinstance(answer, m.Failed):
             error = error_of(answer)
@@ -303,7 +303,7 @@ class Telling:
         link.observe()
         self._wake()
 
-    def _not_recorded(self, link: RemoteLink, word: Decision, error: CkptdError) -> None:
+    def _not_recorded(self, link: RemoteSession, word: Decision, error: CkptdError) -> None:
         log.warning("%s %s is not published to %s: %s", word.kind, word.tag, link.name, error)
         if isinstance(error, _GONE):
             link.trouble(error)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.facts import FileFacts
     from ckptd.core.model.listing import FolderListing
-    from ckptd.daemon.resources.workers import OneJobs
+    from ckptd.daemon.resources.workers import JobWorkers
     from ckptd.daemon.state.state import JobState
     from ckptd.errors import CkptdError
 
@@ -46,11 +46,11 @@ class _Refused:
     reason: str = ""
 
 
-class Reading:
+class ShardInspector:
     """The workers' half of intake, for one job. `flushed`: tag → digest of the folder that is on disk."""
 
     def __init__(
-        self, config: JobConfig, state: JobState, workers: OneJobs, wake: Callable[[], None]
+        self, config: JobConfig, state: JobState, workers: JobWorkers, wake: Callable[[], None]
     ) -> None:
         self._config = config
         self._state = state

@@ -25,7 +25,7 @@ LONGEST_SECONDS = 1800.0
 """Other jobs go on beside what looks like a save for longer than that."""
 
 
-class Way:
+class DiskYield:
     """Which jobs of a daemon save on which disk (`st_dev` of save_dir); called in the deciding thread."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Way:
                 pace()
 
 
-class Ear:
+class SaveDetector:
     """Detect a save from file events, and confirm it by the next scan; `hint` is called in any thread.
 
     `post` runs a call in the deciding thread at once, `on_writing` is the call when something is written.

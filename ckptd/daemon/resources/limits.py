@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ckptd.config.budget import Division, divide, shortage
-from ckptd.daemon.resources.disk_yield import Way
+from ckptd.daemon.resources.disk_yield import DiskYield
 from ckptd.storage.child.slots import Places
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import DaemonConfig
     from ckptd.daemon.state.problems import Problems
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
 
 log = logging.getLogger("ckptd")
 
@@ -84,7 +84,7 @@ class Slots:
             waiting.wake()
 
 
-class Totals:
+class HostLimits:
     """The shared limits of a daemon; `links` are those of all its jobs, `converting` how many convert.
 
     `remotes`: the URLs of each job's remotes, as configured: the budget is divided for all of them.
@@ -93,7 +93,7 @@ class Totals:
     def __init__(
         self,
         daemon: DaemonConfig,
-        links: Callable[[], Sequence[RemoteLink]],
+        links: Callable[[], Sequence[RemoteSession]],
         converting: Callable[[], int],
         *,
         remotes: Callable[[], Sequence[Sequence[str]]],
@@ -105,7 +105,7 @@ class Totals:
         self.uploads = Slots(lambda: self.division.uploads, lambda: sum(link.is_shipping for link in links()))
         self.conversions = Slots(lambda: CONVERSIONS, converting)
         self.places = Places(lambda: self.division.children)
-        self.way = Way()
+        self.way = DiskYield()
         self._told: tuple[str, str] | None = None
         self.change(daemon)
 
@@ -166,7 +166,7 @@ class Totals:
             else:
                 problems.put("memory-short", "memory_budget", *found)
 
-    def share(self, starting: RemoteLink | None = None) -> None:
+    def share(self, starting: RemoteSession | None = None) -> None:
         """Tell those who ship their part; who is about to start hears it before its first byte.
 
         Timetables are read anew each time: a limit that begins now holds with the next turn.
@@ -178,14 +178,14 @@ class Totals:
             link.limit(rate)
 
 
-def shares(total: int | None, limits: Mapping[RemoteLink, int | None]) -> dict[RemoteLink, int | None]:
+def shares(total: int | None, limits: Mapping[RemoteSession, int | None]) -> dict[RemoteSession, int | None]:
     """Bytes per second for each transfer: equal parts of `total`; what a slower remote cannot use goes on.
 
     `limits`: a remote's own bandwidth, None for none. The sum never exceeds `total`.
     """
     if total is None:
         return dict(limits)
-    found: dict[RemoteLink, int | None] = {}
+    found: dict[RemoteSession, int | None] = {}
     left_bytes, left = total, len(limits)
     for link, limit in sorted(limits.items(), key=lambda pair: pair[1] if pair[1] is not None else total):
         part = left_bytes // left

@@ -24,7 +24,7 @@ SOON_SECONDS = 5.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Rights:
+class DeletionRights:
     """Prove the right to delete for one job in one save_dir; called in the deciding thread.
 
     `is_missing`: the last proof failed, and the next turn tries again.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptd.core.policy.actions import Plan
     from ckptd.core.policy.view import Drain, Tenure
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.remote.messages import CommitView
 
 from typing import TYPE_CHECKING
@@ -92,7 +92,7 @@ def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
 def build_view(
     config: JobConfig,
     state: JobState,
-    links: Mapping[str, RemoteLink],
+    links: Mapping[str, RemoteSession],
     save_dir_fd: int,
     *,
     pins: frozenset[str],
@@ -148,7 +148,7 @@ def build_view(
     )
 
 
-def of_untold(state: JobState, links: Mapping[str, RemoteLink]) -> frozenset[tuple[str, str]]:
+def of_untold(state: JobState, links: Mapping[str, RemoteSession]) -> frozenset[tuple[str, str]]:
     """All COMMITs of remotes that a decision is yet to be published to."""
     seen = [(name, links[name].observation) for name in state.untold if name in links]
     return frozenset((name, view.sha256) for name, one in seen if one is not None for view in one.commits)
@@ -302,7 +302,7 @@ def _planned(view: CommitView) -> RemoteCommit:
     )
 
 
-def _remote(state: JobState, config: RemoteConfig, link: RemoteLink, retirements_left: int) -> RemoteView:
+def _remote(state: JobState, config: RemoteConfig, link: RemoteSession, retirements_left: int) -> RemoteView:
     seen = link.observation
     commits = () if seen is None else tuple(as_planned(v) for v in seen.commits if not v.disputed)
     return RemoteView(

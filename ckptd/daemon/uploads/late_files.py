@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from ckptd.core.model.facts import FileFacts
     from ckptd.core.model.listing import FolderListing, SaveDirListing
     from ckptd.core.policy.actions import Supplement
-    from ckptd.daemon.resources.workers import OneJobs
+    from ckptd.daemon.resources.workers import JobWorkers
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.errors import CkptdError
     from ckptd.storage.local.scan import OpenWriters
 
@@ -57,14 +57,14 @@ class _Refused:
     reason: str
 
 
-class Late:
+class LateFiles:
     """The late files of one job's saves, as they become durable."""
 
     def __init__(
         self,
         config: JobConfig,
         state: JobState,
-        workers: OneJobs,
+        workers: JobWorkers,
         writers: OpenWriters,
         wake: Callable[[], None],
     ) -> None:
@@ -156,7 +156,7 @@ class Late:
         self._workers.submit(f"looking at what came late in {folder.tag}", work, then, failed)
 
 
-class Supplementing:
+class SupplementUploader:
     """Orders supplements, and notes what is committed beside a COMMIT."""
 
     def __init__(
@@ -164,7 +164,7 @@ class Supplementing:
         config: JobConfig,
         config_digest: str,
         state: JobState,
-        links: Mapping[str, RemoteLink],
+        links: Mapping[str, RemoteSession],
         wake: Callable[[], None],
     ) -> None:
         self._config = config

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.state.state import JobState
 
 
-def files_to_ship(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
+def files_to_upload(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
     """Every file of one form, from the hold where there is one; None when its source is gone."""
     folder = _folder_of(row, action)
     if action.form != ZERO:
@@ -62,7 +62,7 @@ def files_to_ship(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipF
     return shards + _extras(row.save.extras, folder, save_dir_fd)
 
 
-def forget_others(state: JobState, row: SaveRow, action: Ship) -> None:
+def forget_replaced_objects(state: JobState, row: SaveRow, action: Ship) -> None:
     """Forget what other saves of this tag verified in this request's folder, before the request replaces it.
 
     An object of the same size would be taken for the verified one. A held save may be uploaded again after
@@ -147,7 +147,7 @@ def committed_source(row: SaveRow, zero: ShipRecord, takeover_seconds: float) ->
     return Committed(sha256=zero.commit_sha256, takeover_seconds=takeover_seconds)
 
 
-def making_of(
+def derive_request(
     row: SaveRow, action: Ship, zero: Committed | None, staging: str, memory_bytes: int
 ) -> m.Making:
     """Build the request to derive a form that lies nowhere here; `zero`: derive from that, not from files

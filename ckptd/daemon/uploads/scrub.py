@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
 
 log = logging.getLogger("ckptd.scrub")
 
@@ -66,7 +66,7 @@ class Progress(Model):
 class Scrubber:
     """Schedule the scrubbing of one job's remotes; every method is called in the deciding thread."""
 
-    def __init__(self, config: JobConfig, state: JobState, links: Mapping[str, RemoteLink]) -> None:
+    def __init__(self, config: JobConfig, state: JobState, links: Mapping[str, RemoteSession]) -> None:
         self._config = config
         self._state = state
         self._links = links
@@ -138,7 +138,7 @@ class Scrubber:
             self._keep(name, kept)
         self._say(name)
 
-    def _go_on(self, name: str, link: RemoteLink, now: float) -> None:
+    def _go_on(self, name: str, link: RemoteSession, now: float) -> None:
         progress = self._progress[name]
         views = {view.sha256: view for view in self._views(name)}
         suspects = [sha for sha in progress.suspects if sha in views]
@@ -184,7 +184,7 @@ class Scrubber:
         due = [v for v in readable if time.time() - proven.get(v.sha256, 0.0) >= AGAIN_SECONDS]
         return min(due, key=lambda v: (proven.get(v.sha256, 0.0), order_of(v.commit)), default=None)
 
-    def _order(self, name: str, link: RemoteLink, view: m.CommitView, order: Scrub) -> None:
+    def _order(self, name: str, link: RemoteSession, view: m.CommitView, order: Scrub) -> None:
         def done(answer: m.Answer) -> None:
             if isinstance(answer, Scrubbed):
                 self._scrubbed(name, view, order, answer)

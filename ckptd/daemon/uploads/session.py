@@ -51,7 +51,7 @@ STILL_SECONDS = 10.0
 NEXT_STEP = "it accepts and then hangs: look at the server, the mount, the network in between"
 
 
-class Standstill:
+class StallDetector:
     """One remote's uploads."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ AT_REST_SECONDS = 60.0
 STALLED_SECONDS = 120.0
 
 
-class RemoteLink:
+class RemoteSession:
     """See the module's first lines. All methods are called in the deciding thread."""
 
     def __init__(
@@ -168,7 +168,7 @@ class RemoteLink:
         """Apart: a remote that answers every look and takes no upload is left alone with uploads."""
         self._lacks_room = False
         """The last upload or removal found none: looks that are answered do not mean that it is over."""
-        self._standstill = Standstill()
+        self._standstill = StallDetector()
         self._is_asking = self._is_regular_look = False
         self._knows_what_child_said = True
         """False: the last observation came too late to count, so "unchanged" since then means nothing."""
@@ -468,7 +468,7 @@ class RemoteLink:
     def seen(self, tag: str) -> tuple[list[SeenManifest], list[SeenCommit]]:
         """Manifests and COMMITs of a tag in the words of `choose_generation`."""
         view = self.tag_views.get(tag)
-        return ([], []) if view is None else seen_in(view)
+        return ([], []) if view is None else commits_of(view)
 
     def known_tags(self) -> frozenset[str]:
         """Tags that the remote holds anything of."""
@@ -495,7 +495,7 @@ def of_run(seen: Observation, run_id: str) -> Observation:
     return seen.model_copy(update=update)
 
 
-def seen_in(view: TagView) -> tuple[list[SeenManifest], list[SeenCommit]]:
+def commits_of(view: TagView) -> tuple[list[SeenManifest], list[SeenCommit]]:
     """Manifests and COMMITs of a tag."""
     manifests = [
         SeenManifest(

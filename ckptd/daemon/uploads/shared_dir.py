@@ -18,7 +18,7 @@ from ckptd.base.owned_dirs import lies_in_save_dir, opened_ours
 from ckptd.core.model.records import ZERO, ShipState
 from ckptd.core.policy.leases import beat_seconds, term_seconds
 from ckptd.core.policy.view import Tenure
-from ckptd.daemon.state.state import Sharer
+from ckptd.daemon.state.state import OtherHost
 from ckptd.errors import ConfigError, LockHeld, StorageError
 from ckptd.storage.local import fs
 from ckptd.storage.local.state_dir import prepare_state_dir
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from ckptd.core.policy.leases import LeaseSeen
     from ckptd.daemon.state.problems import Problems
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.observe.audit import Audit
     from ckptd.storage.remote.messages import TagView
 
 log = logging.getLogger("ckptd.nodes")
 
 
-class Tenancy:
+class SharedDirLease:
     """One job's; every method is called in the deciding thread but `holds`."""
 
     def __init__(self, config: JobConfig) -> None:
@@ -157,7 +157,7 @@ _WRITTEN_NS = 2_000_000_000
 """A file whose times lie further apart was put there with the times of another."""
 
 
-def look_for_sharer(state: JobState, link: RemoteLink, tags_at_start: frozenset[str]) -> None:
+def look_for_sharer(state: JobState, link: RemoteSession, tags_at_start: frozenset[str]) -> None:
     """Whether a remote tells of another host that ships what lies here."""
     if state.sharer is not None or state.is_shared:
         return
@@ -170,7 +170,7 @@ def look_for_sharer(state: JobState, link: RemoteLink, tags_at_start: frozenset[
             return
 
 
-def sharer_in(save: SealedSave, view: TagView, node: str, node_id: str) -> Sharer | None:
+def sharer_in(save: SealedSave, view: TagView, node: str, node_id: str) -> OtherHost | None:
     """The host whose manifests list files of this save with their very times."""
     ours = {
         (f.path, f.identity.size_bytes, f.identity.mtime_ns, f.fingerprint)
@@ -182,11 +182,11 @@ def sharer_in(save: SealedSave, view: TagView, node: str, node_id: str) -> Share
         if other.form != ZERO or other.node == node or other.node_id == node_id:
             continue
         if any((f.path, f.bytes, f.mtime_ns, f.fingerprint) in ours for f in other.files):
-            return Sharer(node=other.node, tag=save.tag, stands_by=other.node_id < node_id)
+            return OtherHost(node=other.node, tag=save.tag, stands_by=other.node_id < node_id)
     return None
 
 
-def see_sharer(problems: Problems, save_dir: str, state: JobState) -> None:
+def report_other_host(problems: Problems, save_dir: str, state: JobState) -> None:
     """Report another host on this directory until a restart: nothing here shows that it has stopped."""
     found = state.sharer
     if found is None:
