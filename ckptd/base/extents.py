@@ -205,7 +205,9 @@ def _may_ask(fd: int) -> bool:
 
 
 def drop_pages_but(fd: int, kept: tuple[tuple[int, int], ...], offset: int, length: int) -> None:
-    """As `drop_pages`, but for the page-aligned ranges `kept` (in order), whole pages at both ends."""
+    """Drop a range from the page cache but for the page-aligned ranges `kept` (in order), whole pages at both
+    ends.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     at, end = offset // page * page, -(-(offset + length) // page) * page
     index = bisect.bisect_right(kept, at, key=lambda run: run[1])

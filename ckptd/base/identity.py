@@ -1,7 +1,8 @@
-"""What makes a file *that* file: identity by inode, content by fingerprint (docs/design.md §3, P4).
+"""Identify a file by inode and its content by fingerprint.
 
-An identity that differs means "written, replaced or touched since"; an equal one means that the bytes
-are those we read. It exists so that no decision about deleting or committing rests on a path alone.
+An identity that differs means "written, replaced or touched since"; an equal one means that the bytes are
+those we read. It exists so that no decision about deleting or committing rests on a path alone
+(docs/design.md §3).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Where ckptd's own folder lies: `_ckptd` in save_dir, else `_ckptd.<name>` beside it (docs/adr/0050).
+"""Choose where ckptd's own folder lies: `_ckptd` in save_dir, else `_ckptd.<name>` beside it.
 
 Accelerate's automatic naming lists its folder, sorts all names by their numbers and removes the first ones:
-with a `total_limit` it dies of a name without a number (measured). So nothing of ours may lie in there.
+with a `total_limit` it dies of a name without a number (measured; docs/adr/0050). So nothing of ours may lie
+in there.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def lies_in_save_dir(path: Path, save_dir: Path) -> bool:
 
 
 def path_beside(save_dir: Path) -> Path:
-    """Where our folder lies that may not lie in save_dir."""
+    """Return where our folder lies when it may not lie in save_dir."""
     return save_dir.parent / f"{OURS}.{save_dir.name}"
 
 

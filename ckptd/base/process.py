@@ -19,12 +19,10 @@ from ckptd.errors import RemoteUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import FrameType
 
 import ctypes
 from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 SAID_SECONDS = 5.0
 """After this long without an answer a command says on stderr which remote or path it waits for."""

@@ -61,7 +61,7 @@ class LeftAlone:
 
 
 class Asking:
-    """What is asked of a remote thing by thing: each once at a time, and more seldom while it fails."""
+    """Schedule questions to a remote: each subject once at a time, and more seldom while it fails."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -71,7 +71,7 @@ class Asking:
 
     @property
     def seconds_left(self) -> float:
-        """Until the next that failed may be asked again; 0 when none waits."""
+        """Return the seconds until the next failed subject may be asked again; 0 when none waits."""
         waits = [at - self._clock() for _, at in self._failed.values()]
         return min((wait for wait in waits if wait > 0), default=0.0)
 
@@ -104,12 +104,12 @@ class Breaker:
 
     @property
     def seconds_left(self) -> float:
-        """Until the next order may be tried; 0 when it may be now."""
+        """Return the seconds until the next order may be tried; 0 when it may be now."""
         return max(0.0, self._retry_at_seconds - self._clock())
 
     @property
     def left_alone(self) -> LeftAlone | None:
-        """What status says while `PATIENCE` is spent; also while the probe is under way."""
+        """Return what status shows while `PATIENCE` is spent; also while the probe is under way."""
         return self._alone
 
     def failed(self, reason: str) -> None:

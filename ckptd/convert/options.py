@@ -1,4 +1,4 @@
-"""What a conversion is asked to do, what it reports on the way, and what it made (docs/design.md §4)."""
+"""Define the options, the progress and the report of a conversion (docs/design.md §4)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertProgress:
-    """Where a conversion stands; bytes of output files."""
+    """Report the progress of a conversion; bytes are of output files."""
 
     phase: Literal["planning", "verifying", "copying", "publishing"]
     bytes_done: int
@@ -50,7 +50,7 @@ class ConvertProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterReport:
-    """What the workers of a cluster did; bytes of sources."""
+    """Report the work of a cluster's workers; bytes are of sources."""
 
     workers: int
     tasks: int
@@ -58,13 +58,13 @@ class ClusterReport:
     """Asked for again after an error that may pass; what dask does again after a lost worker is not in it."""
     bytes_read: int
     bytes_local: int
-    """Of `bytes_read`: from the disks of the workers that read it, not from SRC."""
+    """Part of `bytes_read`: from the disks of the workers that read it, not from SRC."""
     bytes_needed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertReport:
-    """What a finished conversion made."""
+    """Report the result of a finished conversion."""
 
     destination: Path | str
     """A URL when it lies in a remote."""

@@ -1,4 +1,4 @@
-"""A conversion as data: a text file of one JSON value per line, written by one child, executed by another.
+"""Describe a conversion as data: a text file of JSON lines, written by one child, executed by another.
 
 Lines: header, identities, one per output file, trailer. Printable, testable, read line by line, so that
 neither side holds it in memory (docs/design.md §4). The digest covers everything but the identities: the
@@ -68,7 +68,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the plan is of."""
+    """Describe the source and the form of a plan."""
 
     form: str
     layout: str
@@ -230,7 +230,7 @@ def _trailer(raw: dict[str, Any]) -> Trailer:
 
 @contextlib.contextmanager
 def _saying_so() -> Iterator[None]:
-    """What the child that wrote it got wrong is damage of the plan, whichever way it shows."""
+    """Turn any error in reading a plan into DamagedError: the child that wrote it is not trusted."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:

@@ -17,7 +17,7 @@ MADE_BY: Mapping[str, Any] = {"format": "1.0", "ckptd_version": ckptd.__version_
 
 
 def description_of(header: Header, trailer: Trailer, made_by: Mapping[str, Any] = MADE_BY) -> bytes:
-    """Its content."""
+    """Return the content of `ckptd.json`."""
     text = {
         **made_by,
         "form": header.form,

@@ -1,4 +1,4 @@
-"""The universal layout as output files: strict as the stock converter writes, or the superset.
+"""Plan the universal layout as output files: strict as the stock converter writes, or the superset.
 
 docs/formats.md §5, §6 (strict) and §7.2 (superset, loads in stages 1, 2 and 3). Every file is a header of
 ours and ranges of the source; nothing of ours lies in a parameter folder.
@@ -144,7 +144,7 @@ class UniversalLayout:
                 yield OutputLink(other, model.source.path)
 
     def _fp32_copies(self, model: Opened) -> Iterator[OutputFile]:
-        """What 0.19.8 writes for names of `module` that no optimizer holds; no loader reads them."""
+        """Yield files that 0.19.8 writes for names of `module` in no optimizer; no loader reads them."""
         if version_tuple(self.save.ds_version) < FP32_COPIES_SINCE:
             return
         for name, tensor in as_dict(model.root.get("module")).items():
@@ -185,7 +185,7 @@ class UniversalLayout:
         return OutputFile(path, tuple(parts))
 
     def _congruence(self, parts: tuple[Part, ...], item_bytes: int) -> int | None:
-        """Where a storage should begin, modulo the block, so that its largest range can be cloned.
+        """Return the offset modulo the block at which a storage's largest range can be cloned.
 
         Never between two elements' natural places: in a legacy file a storage may begin at any byte.
         """

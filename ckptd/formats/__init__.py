@@ -1,1 +1,1 @@
-"""What DeepSpeed and torch put on disk, read without torch."""
+"""Read the files that DeepSpeed and torch write, without torch."""

@@ -1,4 +1,4 @@
-"""What `ckptd check` proves of a job: rights on the node, remotes and their abilities, the children (P19).
+"""Prove what a job needs: rights on the node, remotes and their abilities, the child processes.
 
 A remote is asked through its own child process, so that a dead mount costs a time-out and not the command.
 """
@@ -78,7 +78,7 @@ _PROOFS = {
 
 
 def settings_rows(remote: RemoteConfig, access: Access) -> tuple[tuple[str, str], ...]:
-    """What the job file says of the way there; never a secret, only where secrets lie."""
+    """List what the job file says about reaching a remote; never a secret, only where secrets lie."""
     if not is_s3(remote.url):
         return ()
     if access.signs_payload:
@@ -93,7 +93,7 @@ def settings_rows(remote: RemoteConfig, access: Access) -> tuple[tuple[str, str]
 
 
 def abilities_rows(can: Abilities, *, is_read_back: bool) -> tuple[tuple[str, str], ...]:
-    """What the probe saw."""
+    """List what the probe saw."""
     proof = _PROOFS[can.proof] if is_read_back or can.checksum else 'none: verify = "none"'
     rows = [
         ("create-only", "enforced by the store" if can.create_only else "looked at first, read again after"),
@@ -181,7 +181,7 @@ def _at_rest(job: JobConfig) -> Context:
 
 
 def check_glob(daemon: DaemonConfig, environ: Mapping[str, str]) -> Finding:
-    """Of a glob in save_dir that stands for no directory yet: its jobs will need a place for their state."""
+    """Check a glob in save_dir that matches no directory yet: its jobs will need a place for their state."""
     try:
         state_base(daemon.state_dir, environ, 2)
     except CkptdError as error:
@@ -340,7 +340,7 @@ def _who_writes(
 def _twin(
     job: JobConfig, remote: RemoteConfig, answer: Attached, seen: Mapping[str, Attached]
 ) -> ConfigError | None:
-    """The same directory under two paths is one copy (docs/adr/0166)."""
+    """Return an error where a remote is the same directory as another one: two paths to it are one copy."""
     for other in job.remotes:
         if other.name in seen and are_one(seen[other.name], answer):
             return ConfigError(one_place(remote.url, other.name, other.url), hint=NEXT_STEP)
@@ -494,7 +494,7 @@ def _port(where: str, writes: bool) -> Finding:
 
 
 def _wrong(error: OSError, what: str) -> CkptdError:
-    """What is not there is a wrong name in the file."""
+    """Translate an OSError; a path or host that is not there is a wrong name in ckptd.toml."""
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | socket.gaierror):
         return ConfigError(f"{what}: {error.strerror}", hint="make it, or correct ckptd.toml")
     wrong = from_os_error(error, what)

@@ -51,7 +51,7 @@ def ended_seconds_ago(rows: Sequence[NodeRow]) -> float | None:
 
 
 def newest_step(rows: Sequence[NodeRow], seen: Sequence[SeenNode], opened: Sequence[OpenRow]) -> int | None:
-    """Of the newest save that is known, which after a rewind is not the one of the most steps."""
+    """Return the step of the newest known save, which after a rewind is not the largest step."""
     names = {row.node for row in rows}
     saves = [save_of(one) for one in seen if one.node in names]
     saves += [(row.branch, row.step) for row in opened]
@@ -81,7 +81,7 @@ def is_ahead(one: SeenNode, safe: SafeRow, there: Set[str]) -> bool:
 
 
 def silent(row: NodeRow, ahead: Set[str]) -> str:
-    """What a person is told of a node that has died; `ahead`: nodes with a newer save than the safe one."""
+    """Say that a node has died; `ahead`: nodes with a newer save than the safe one."""
     clock = "" if row.is_store_time else " (by the nodes' own clocks)"
     text = f"node {row.node} has not been heard of for {ago(row.heard_seconds_ago or 0.0)}{clock}"
     if row.node not in ahead:
@@ -122,7 +122,7 @@ def headline(
 def headline_of_end(
     verdict: Verdict, safe: SafeRow | None, ended: float, risk: float | None, newest: int | None
 ) -> str:
-    """The same of a job whose daemons were all stopped in order."""
+    """Return the headline for a job whose daemons were all stopped in order."""
     when = f"ended {ago(ended)} ago"
     if safe is None:
         return f"NOT SAFE: {when}, nothing is committed"
@@ -332,7 +332,7 @@ class Jobwide:
     # --- saves -----------------------------------------------------------------------------------------
 
     def _age_of(self, view: CommitView) -> float:
-        """Of a COMMIT, by the store's time of the object."""
+        """Return the age of a COMMIT in seconds, by the store's time of the object."""
         info = self._store.stat(view.key)
         if info is not None and info.mtime_ns:
             return max(0.0, self._now_seconds - info.mtime_ns / 1e9)

@@ -215,7 +215,7 @@ class Collector:
         )
 
     def conversion(self, url: str, store: Store) -> bool:
-        """What a killed `ckptd convert` left open in its destination; False: nothing was noted there."""
+        """Collect what a killed `ckptd convert` left open in its destination; False: no note is there."""
         note = read_note(store, NOTE)
         if note is None:
             return False
@@ -297,7 +297,7 @@ class Collector:
                 self._noted(f"{folder}/{name}", size, "left by a conversion that was killed")
 
     def _uploads(self, sights: Sequence[RemoteSight], state_dir: Path) -> None:
-        """What killed and ended work of this node left in remotes; as this node, whose names they bear."""
+        """Collect uploads that killed or ended work of this node left in remotes, under its id."""
         with opened_ours(state_dir) as fd:
             node_id = read_node_id(fd) or ""
         journal = Journal(state_dir / "journal.db")
@@ -349,7 +349,7 @@ class Collector:
             self._say(f"{sight.name}: {_counted(rows, ended.found)} that this node sent stay: {error}")
 
     def aside(self, job: JobConfig) -> None:
-        """What `resume`, `restore` and repairs moved aside: kept until a person says this."""
+        """Collect what `resume`, `restore` and repairs moved aside: kept until a person asks for this."""
         with _opened(job) as fd:
             for name in fs.names_in(fd, fs.ASIDE) if fd is not None else ():
                 assert fd is not None

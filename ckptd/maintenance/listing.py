@@ -1,4 +1,4 @@
-"""What a remote holds, one row a COMMIT, in (branch, step) order: the data of `ckptd list`."""
+"""List what a remote holds, one row a COMMIT, in (branch, step) order: the data of `ckptd list`."""
 
 from __future__ import annotations
 

@@ -182,7 +182,9 @@ class Repair:
 
     @contextlib.contextmanager
     def _locked(self, faults: Sequence[LocalFault]) -> Iterator[None]:
-        """As `restore`: shared with other recoveries, never beside a daemon, which may be pruning."""
+        """Lock save_dir as `restore` does: shared with other recoveries, never beside a daemon, which may be
+        pruning.
+        """
         try:
             lock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -284,7 +286,9 @@ class Repair:
     def _sources(
         self, remote: RemoteSight, bad: BadObject, resender: Resender
     ) -> Iterator[tuple[str, Callable[[], contextlib.AbstractContextManager[Callable[[], Source]]]]]:
-        """Where the committed bytes may lie: the node first, then other remotes, then an earlier repair's."""
+        """Yield where the committed bytes may lie: the node first, then other remotes, then an earlier
+        repair's.
+        """
         commit, file = bad.view.commit, bad.file
         path = self._local.find(commit.tag, commit.form, file) if self._local is not None else None
         if path is not None:

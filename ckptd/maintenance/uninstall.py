@@ -146,7 +146,7 @@ class Removal:
         return Piece(folder=folder, name=name, bytes=size, fate=fate, why=why)
 
     def _known(self) -> tuple[dict[int, SaveRow], Mapping[int, Mapping[tuple[str, str], ShipRecord]]]:
-        """What the journal says; without one nothing is known to be committed."""
+        """Read the journal's saves and uploads; without a journal nothing is known to be committed."""
         path = self._state_dir / "journal.db" if self._state_dir is not None else None
         if path is None or not path.exists():
             return {}, {}
@@ -202,7 +202,7 @@ class Removal:
     # --- carrying it out -------------------------------------------------------------------------------
 
     def refuse_what_is_only_here(self, pieces: list[Piece]) -> None:
-        """What a removal begins with; a dry run ends with it.
+        """Refuse to remove what is committed nowhere; a removal begins with this, a dry run ends with it.
 
         Raises:
             RefusedError: something lies only here (65).
@@ -263,7 +263,7 @@ class Removal:
             place.rmdir()
 
     def _remove_folders(self, fd: int) -> None:
-        """What is empty by now; a folder in which something stays is left with it."""
+        """Remove the folders that are empty by now; one that still holds something stays with it."""
         place = path_of(self._job.save_dir, OURS)
         below = (
             "derived/universal",

@@ -247,7 +247,7 @@ class Verifier:
         return Difference(key=file.key, expected=expected, found=f"CRC64 {to_hex(crc)} over {done} bytes")
 
     def _collect_uncommitted(self) -> None:
-        """What a shipment under way has put there already is listed by its manifests, if it has any yet."""
+        """Collect the objects that manifests of uploads under way list already."""
         seen = self._remote.observation
         for where in {*seen.uncommitted, *seen.retiring}:
             with contextlib.suppress(*_KEPT_FROM_READING):

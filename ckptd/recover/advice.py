@@ -1,4 +1,4 @@
-"""What the trainer needs to know to go on from the chosen checkpoint: lines for stderr (H54).
+"""Tell the trainer how to go on from the chosen checkpoint: lines for stderr.
 
 A universal load needs a line in the DeepSpeed configuration, another number of ranks another accumulation,
 and neither restores frozen parameters or buffers (docs/formats.md §5.1).
@@ -124,17 +124,20 @@ _DESCRIPTION_LIMIT_BYTES = 8 << 20
 
 
 def derived_universals(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
-    """What lies in `_ckptd/derived/universal`: tag → fingerprints of its source; None when unreadable."""
+    """Read which save each universal form in `_ckptd/derived` was made from.
+
+    Returns tag → fingerprints of its source; None for one that is unreadable.
+    """
     return _derived(save_dir_fd, DERIVED_UNIVERSAL, "")
 
 
 def derived_accelerate(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
-    """The same of `_ckptd/derived/accelerate`, where the form lies one level deeper."""
+    """Read which save each form in `_ckptd/derived/accelerate` was made from, one level deeper."""
     return _derived(save_dir_fd, DERIVED_ACCELERATE, "/pytorch_model", "/checkpoint")
 
 
 def put_in_universals(save_dir_fd: int, listing: SaveDirListing) -> dict[str, dict[str, str] | None]:
-    """The same of what lies beside shards under a universal form's name, by that name below save_dir."""
+    """Read the sources of universal forms that lie beside shards, by their names below save_dir."""
     names = [f"{f.tag}/{universal_name(root)}" for f in listing.folders for root in f.roots if root]
     is_there = [name for name in names if files.stat_beneath(save_dir_fd, name) is not None]
     return {name: source_of(save_dir_fd, name) for name in is_there}

@@ -23,7 +23,7 @@ from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.remote.convert import convert_copy
 from ckptd.core.model.layouts import Role, Trainer
-from ckptd.core.model.listing import OURS, RESUMED, word_of
+from ckptd.core.model.listing import OURS, RESUMED, resume_marker_text
 from ckptd.errors import (
     CkptdError,
     LockHeld,
@@ -333,7 +333,9 @@ class Execution:
         )
 
     def _convert_from(self, step: ConvertFrom) -> None:
-        """By ranges; a form that cannot be read so is fetched whole and converted here after all."""
+        """Convert straight from a remote by ranges; fetch a form that cannot be read so whole and convert it
+        here.
+        """
         os.close(ensure_ours(self._fd, STAGING))
         target, staging = (path_of(self._save_dir, name) for name in (step.target, STAGING))
         try:
@@ -388,7 +390,7 @@ class Execution:
 
 
 def staging_name(form: str, copy: Copy) -> str:
-    """Where a fetch lies until it is whole: named by its COMMIT, so that a killed one goes on."""
+    """Name the folder of a fetch that is not whole yet: by its COMMIT, so that a killed one goes on."""
     return f"{_FETCHED}{form}.{copy.view.sha256[:16]}"
 
 
@@ -414,7 +416,7 @@ def leave_word(
     """
     if candidate.layout[0] is Trainer.DEEPSPEED:  # `latest` names it
         return
-    text = word_of(candidate.tag, listing.folders).model_dump_json()
+    text = resume_marker_text(candidate.tag, listing.folders).model_dump_json()
     if text == listing.resumed:
         return
     try:

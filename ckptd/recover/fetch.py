@@ -48,7 +48,7 @@ class _Incoming:
 
     @property
     def partial(self) -> str:
-        """Its name until it is whole; of a name that leaves no room for the prefix, a digest."""
+        """Return the file's name until it is whole; a digest where the name leaves no room for the prefix."""
         name = f"{names.TEMPORARY_PREFIX}{self.name}"
         if len(os.fsencode(name)) <= NAME_BYTES:
             return name
@@ -56,7 +56,7 @@ class _Incoming:
 
     @property
     def offsets(self) -> range:
-        """Where its ranges begin; an empty file has one."""
+        """Return where its ranges begin; an empty file has one."""
         return range(0, max(self.file.bytes, 1), RANGE_BYTES)
 
 
@@ -223,7 +223,7 @@ class Fetcher:
         os.close(incoming.folder)
 
     def _drop(self, incoming: _Incoming) -> None:
-        """What did not become whole goes: it may have holes."""
+        """Remove a file that did not become whole: it may have holes."""
         try:
             files.remove_file(incoming.folder, incoming.partial)
         finally:

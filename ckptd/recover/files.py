@@ -1,4 +1,4 @@
-"""What of a committed form lies in a folder already: every file compared by size and CRC64 (P2).
+"""Compare the files in a folder with a committed form: every file by size and CRC64.
 
 A second `restore` fetches only what is missing or bad. A folder under the same name that is another save is
 never mixed with this one: shards of two saves load without a warning and train wrongly (docs/design.md §3).
@@ -422,7 +422,7 @@ class LocalFiles:
         return sorted(path for path in paths if files.stat_beneath(self._fd, f"{tag}/{path}") is None)
 
     def _lacking(self, tag: str, whole: Copy) -> list[ManifestFile] | None:
-        """What of a committed save is bad or absent here; None: the folder is another save.
+        """Return the files of a committed save that are bad or absent here; None: the folder is another save.
 
         Where fingerprints tell nothing any more (rot in a zip directory), sizes and times do: whoever saves
         again changes the time of what it writes.
@@ -460,7 +460,7 @@ class LocalFiles:
         return False
 
     def _ours(self, copy: Copy, tag: str) -> Copy:
-        """What of a copy this node wrote; where that is not known, what is here of it."""
+        """Return this node's part of a copy; where that is not known, the part that lies here."""
         whole = of_node(copy, Nodes())
         if len(copy.manifests) == 1:
             return whole
@@ -549,7 +549,7 @@ class Mended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be repaired: `targets`: names of remotes; `here`: save_dir as well."""
+    """Choose what is to be repaired: `targets`: names of remotes; `here`: save_dir as well."""
 
     targets: frozenset[str]
     here: bool = True

@@ -68,7 +68,7 @@ def pointer_in(candidate: Candidate, place: str) -> list[Point]:
 
 
 def the_root(candidate: Candidate) -> str:
-    """Where in a folder of another trainer the one engine's shards lie.
+    """Return where the only engine's shards lie in a folder of another trainer.
 
     Raises:
         RefusedError: there are several: no universal load by one call; or none: a model alone.
@@ -187,7 +187,9 @@ def _is_of(candidate: Candidate, root: str, sources: Mapping[str, str] | None) -
 
 
 def beside_shards(copy: Copy, root: str) -> Copy:
-    """What of a ZeRO form lies beside its shards: all that a trainer reads with a universal load."""
+    """Return the files of a ZeRO form that lie beside its shards: all that a trainer reads with a universal
+    load.
+    """
     files = tuple(f for f in copy.files if f.role is Role.SIDE and not f.path.startswith(f"{root}/"))
     return replace(copy, files=files)
 

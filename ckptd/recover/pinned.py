@@ -63,7 +63,8 @@ class OneSave:
         return self.nodes.count > 1 or self.tag is not None
 
     def check_remotes(self, sources: Sources) -> None:
-        """Of several nodes each sees every remote of the job: the newest save may lie in one alone.
+        """Check that each of several nodes sees every remote of the job: the newest save may lie in one
+        alone.
 
         Raises:
             RemoteError, NotPermitted: one is not there (69, 77).
@@ -158,6 +159,6 @@ def _counts(views: Sequence[tuple[RemoteSight, CommitView]], nodes: Nodes) -> bo
 
 
 def _of_its_kind(error: CkptdError, message: str, hint: str) -> CkptdError:
-    """What is wrong with a remote: not there (69), or no rights (77)."""
+    """Make an error of the kind that is wrong with a remote: not there (69), or no rights (77)."""
     kind = type(error) if isinstance(error, RemoteError | NotPermitted) else RemoteUnreachable
     return kind(message, hint=hint)

@@ -1,4 +1,4 @@
-"""What `resume` will do, as data: printed by --dry-run, executed once by `execute` (H54).
+"""Plan what `resume` will do, as data: printed by --dry-run, executed once by `execute`.
 
 Nothing is deleted: what is in the way is renamed into `_ckptd/aside/`. Every step is idempotent, and the
 pointers come last, so that a resume that is killed half-way leaves nothing that DeepSpeed would load.

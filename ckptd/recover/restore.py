@@ -58,7 +58,7 @@ _POINTER_LIMIT_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreOptions:
-    """What the command line says beside JOB and DIR; sizes in bytes."""
+    """Hold the command line's options beside JOB and DIR; sizes in bytes."""
 
     tag: str | None = None
     wish: Wish = field(default_factory=Wish)
@@ -79,13 +79,13 @@ class Directory:
         self._fd = fd
 
     def held(self, target: str, whole: Copy, wanted: Copy) -> Held:
-        """What of a form is there already."""
+        """Return which files of a form are there already."""
         if self._fd is None:
             return Held(is_there=False, lacking=wanted.files)
         return look_into(self._path, self._fd, target, whole, wanted)
 
     def source_of(self, target: str) -> dict[str, str] | None:
-        """What a universal folder was made from."""
+        """Return the fingerprints of the save that a universal folder was made from."""
         return None if self._fd is None else source_of(self._fd, target)
 
     def has(self, name: str) -> bool:

@@ -1,7 +1,8 @@
-"""What `restore` will do in another directory, as data (docs/adr/0060).
+"""Plan what `restore` will do in another directory, as data.
 
-The layout is the one that `resume` makes in save_dir, so that DeepSpeed, Hugging Face and a later
-`resume` find what they expect; nothing that lies there already is replaced but bad files of this very save.
+The layout is the one that `resume` makes in save_dir, so that DeepSpeed, Hugging Face and a later `resume`
+find what they expect; nothing that lies there already is replaced but bad files of this very save
+(docs/adr/0060).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What is wanted of a checkpoint. `ranks`: data-parallel ranks as in file names; None: all."""
+    """Describe what is wanted of a checkpoint. `ranks`: data-parallel ranks as in file names; None: all."""
 
     form: str | None = None
     world_size: int | None = None
@@ -65,7 +66,7 @@ class Ground(Protocol):
     """The directory as it is now."""
 
     def held(self, target: str, whole: Copy, wanted: Copy) -> Held:
-        """What of a form lies in `target`; TargetExists when it is another content."""
+        """Return which files of a form lie in `target`; TargetExists when it is another content."""
         ...
 
     def source_of(self, target: str) -> dict[str, str] | None:

@@ -20,7 +20,7 @@ from ckptd.core.completeness.judge import State
 from ckptd.core.model import unprotected
 from ckptd.core.model.listing import SaveDirListing
 from ckptd.core.model.runs import short
-from ckptd.core.model.unprotected import told
+from ckptd.core.model.unprotected import warn_unprotected
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -62,7 +62,10 @@ NEXT_SAVE_FACTOR = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeOptions:
-    """What the launch script says. `state_dir`: where the daemon's status may lie; sizes in bytes."""
+    """Hold the launch script's options; sizes in bytes.
+
+    `state_dir`: where the daemon's status may lie.
+    """
 
     world_size: int | None = None
     nodes: Nodes = field(default_factory=Nodes)
@@ -211,7 +214,7 @@ class Resume:
         return False
 
     def _say_which(self, runs: Runs, run_id: str | None, held: str | None) -> None:
-        """Whose checkpoints are taken, where save_dir does not say that they are its own."""
+        """Say which run's checkpoints are taken, where save_dir does not say that they are its own."""
         if run_id is None:
             self._say(
                 f"what lies in {self._job.save_dir} is of no run in the remotes: {runs.said_of_others(None)}"
@@ -315,7 +318,7 @@ class Resume:
                 return done
 
     def _strange(self, seen: _Seen) -> tuple[MoveAside, ...]:
-        """What lies here of another run than the one that a person had brought in its place."""
+        """Return moves for folders here of another run than the one that a person chose instead."""
         chosen = self._chosen
         if chosen is None or chosen.is_held or chosen.run_id is None:
             return ()
@@ -384,7 +387,10 @@ class Resume:
         self._say(f"{tag}: {error.message}; {then}")
 
     def _is_proven(self, fd: int | None, candidate: Candidate, seen: _Seen) -> bool:
-        """What the daemon refused is read again: its word is a hint, the bytes are the proof (adr/0162)."""
+        """Whether the chosen folder may be trusted: one that the daemon refused is read to its end first.
+
+        The daemon's refusal is a hint that a byte may be wrong; reading the bytes decides (docs/adr/0162).
+        """
         here = candidate.local
         if fd is None or here is None or here.tag not in seen.memory.refused - self._proven:
             return True
@@ -410,13 +416,13 @@ class Resume:
     def _say_unprotected(self, tag: str, seen: _Seen, said: set[str]) -> None:
         """Tell of checkpoints here that are none of ours, once: one of them may be newer."""
         listing = seen.listing
-        for one in told(listing.unprotected, str(self._job.save_dir), listing.latest, (tag,)):
+        for one in warn_unprotected(listing.unprotected, str(self._job.save_dir), listing.latest, (tag,)):
             if one.text not in said:
                 self._say(f"{one.text}; {one.next_step}")
                 said.add(one.text)
 
     def _must_be_read(self, sights: Iterable[LocalSight]) -> None:
-        """What a disk does not give now may be the newest: nothing older is taken in its place (P18)."""
+        """Refuse to go on while a folder cannot be read: it may be the newest, nothing older replaces it."""
         for sight in sights:
             if sight.unread is not None and not sight.is_complete:
                 folder = self._job.save_dir / sight.tag
@@ -466,7 +472,7 @@ class Resume:
         """Nobody is told to start from scratch beside a checkpoint that ckptd does not know."""
         listing = seen.listing
         if listing.unprotected:
-            first = told(listing.unprotected, str(self._job.save_dir), listing.latest, ())[0]
+            first = warn_unprotected(listing.unprotected, str(self._job.save_dir), listing.latest, ())[0]
             msg = (
                 f"nothing to resume from is committed or whole, and {self._job.save_dir} holds a checkpoint "
             )

@@ -1,1 +1,1 @@
-"""Where bytes and records lie: the node's disk, the journal, stores, remotes."""
+"""Store bytes and records: the node's disk, the journal, object stores, remotes."""

@@ -34,7 +34,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(slots=True)
 class Tally:
-    """What an attempt came to; bytes of sources, but `bytes_done` of outputs."""
+    """Count what an attempt did; bytes are of sources, but `bytes_done` of outputs."""
 
     bytes_local: int = 0
     """Of `bytes_read`: from workers' own disks."""
@@ -42,7 +42,7 @@ class Tally:
     bytes_done: int = 0
     files_resumed: int = 0
     was_begun: bool = False
-    """What an earlier attempt noted is gone on with; nobody compared what that one read."""
+    """It continues an earlier attempt; nobody compared what that one read."""
     bytes_read: int = 0
     bytes_needed: int = 0
     tasks: int = 0
@@ -112,10 +112,10 @@ class Attempt:
         self.tally = Tally()
 
     def run(self) -> Tally:
-        """Until every output is in its place and proven.
+        """Run tasks until every output is in its place and proven.
 
         Raises:
-            CkptdError: what a worker ran into. BehindError: stopped. RemoteUnreachable: no cluster any more.
+            CkptdError: what a worker ran into. BehindError: stopped. RemoteUnreachable: the cluster is gone.
             LockHeld: another command took the destination over.
         """
         missing = self._take_over()
@@ -193,7 +193,7 @@ class Attempt:
             self._take_what_is_ready()
 
     def _feed(self, feed: _Feed) -> None:
-        """As many tasks as the workers of that home need to stay busy."""
+        """Submit as many tasks as the workers of that home need to stay busy."""
         most = QUEUED_PER_THREAD * max(1, self._crew.threads_of(feed.home)) + 2
         while not feed.is_over and len(feed.waiting) + feed.asked < most:
             handful = next(feed.handfuls, None)

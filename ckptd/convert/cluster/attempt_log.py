@@ -1,4 +1,4 @@
-"""Whose attempt a destination is, and what of it is done: a small object there (P7, docs/adr/0106).
+"""Record in the destination whose attempt it is and what of it is done: a small object (ADR 0106).
 
 It outlives the command and the scheduler. The next command takes it over by writing an attempt of its own;
 workers and a command of an older attempt that find another's name in it stop.
@@ -25,7 +25,7 @@ _SHARE = 10
 
 @dataclass(slots=True)
 class Progress:
-    """What is known to be at the destination."""
+    """Hold the outputs, uploads and parts known to be at the destination."""
 
     done: dict[str, str] = field(default_factory=dict)
     """CRC64 by path."""

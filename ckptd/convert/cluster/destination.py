@@ -1,4 +1,4 @@
-"""Where a cluster's outputs go: the folder of a store with the attempt's note, and how it is given up."""
+"""Write a cluster's outputs to a folder of a store with the attempt's log; publish it or give it up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Where outputs go: the folder `name` of a store; `note_key`: the attempt's note."""
+    """Describe the destination of outputs: the folder `name` of a store; `note_key`: the attempt's log."""
 
     store: Store
     url: str
@@ -54,8 +54,7 @@ def give_up(end: End, note: Note) -> None:
         end.store.delete(end.note_key)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Publishing what workers gathered in a shared folder: the outputs of the plan alone, one rename (P3).
+# --- Publishing a shared folder by one rename: the outputs of the plan alone -----------------------------
 
 
 def publish_folder(

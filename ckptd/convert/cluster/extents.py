@@ -76,13 +76,13 @@ def _cut(begin: int, end: int, borders: list[int], size: int) -> Iterator[tuple[
 
 
 class Place(Protocol):
-    """Where sources lie."""
+    """Read sources where they are stored."""
 
     local_bytes: int
-    """Of what was fetched: from this worker's own disk, though SRC is elsewhere."""
+    """Bytes fetched from this worker's own disk, though SRC is elsewhere."""
 
     def fetch(self, source: TaskSource, offset: int, nbytes: int) -> bytes:
-        """Exactly those bytes.
+        """Return exactly those bytes.
 
         Raises:
             SourceChanged: it is no longer the planned file.

@@ -45,7 +45,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a task is to make: an item under one name, whole or (first, count) of its parts."""
+    """Name an output of a task: an item under one name, whole or (first, count) of its parts."""
 
     item: Item
     name: str
@@ -148,7 +148,7 @@ def clipped(parts: Iterable[Part], begin: int, end: int) -> tuple[tuple[Part, ..
 def tasks_of(
     index: Index, done: set[str], layout: Layout, *, task_bytes: int, missing: dict[str, list[int]]
 ) -> Iterator[tuple[Home, list[Wanted]]]:
-    """What each task makes, and whose it is; `done` names are left out.
+    """Group the outputs into tasks, each with its home workers; names in `done` are left out.
 
     `layout` says which outputs are sent in parts; `missing`: of uploads that an earlier attempt began, the
     parts that lack.

@@ -28,7 +28,7 @@ _HASH_BYTES = 1 << 20
 
 
 def save_dirs(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Where this machine's shards lie: `CKPTD_SAVE_DIR`, the job of `CKPTD_JOB`, else all configured jobs.
+    """Return this machine's save_dirs: `CKPTD_SAVE_DIR`, the job of `CKPTD_JOB`, else all configured jobs.
 
     Raises:
         ConfigError, NotFoundError: `CKPTD_JOB` names none.
@@ -125,7 +125,7 @@ class HeldPlace:
         self.local_bytes = 0
 
     def fetch(self, source: TaskSource, offset: int, nbytes: int) -> bytes:
-        """As `Place.fetch`."""
+        """Return those bytes from the local disk, else from the other place; raises as `Place.fetch`."""
         data = self._own(source, offset, nbytes)
         if data is None:
             return self._other.fetch(source, offset, nbytes)

@@ -76,7 +76,7 @@ def totals_of(runs: Iterable[Run], begin: int = 0, end: int | None = None) -> di
 
 
 def borders_of(runs: Sequence[Run], least_bytes: int = LEAST_PART_BYTES) -> tuple[int, ...]:
-    """Where to cut: stretches of `least_bytes` or more, but the last; as few foreign bytes as possible.
+    """Return cuts into stretches of `least_bytes` or more (but the last) with the fewest foreign bytes.
 
     Cuts are at the ends of runs alone: what is too small for a stretch goes with whom it costs least.
     """

@@ -30,7 +30,7 @@ _SETTINGS = {_M_ARENA_MAX: 2, _M_MMAP_THRESHOLD: 256 << 10, _M_TRIM_THRESHOLD: 1
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What fits into a budget: `tasks` at a time, each with `lanes` and a cache of blocks."""
+    """Divide a memory budget: `tasks` at a time, each with `lanes` and a cache of blocks."""
 
     tasks: int
     lanes: int
@@ -38,7 +38,7 @@ class Shares:
 
     @property
     def bytes(self) -> int:
-        """Of all of it, and of the process that it is in."""
+        """Return the memory of all tasks and of the process that runs them."""
         return BASE_BYTES + self.tasks * (self.cache_bytes + self.lanes * LANE_BYTES)
 
 

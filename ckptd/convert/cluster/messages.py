@@ -1,4 +1,4 @@
-"""What travels through a scheduler: descriptors as JSON text, never data and never a secret (docs/adr/0106).
+"""Define the messages through a scheduler: descriptors as JSON, never data, never a secret (ADR 0106).
 
 A `Job` is what all tasks of an attempt share, a `Task` what one of them makes, a `Result` what came of it.
 """
@@ -10,7 +10,7 @@ from ckptd.storage.stores.access import Access
 
 
 class Ability(Model):
-    """What the destination was seen to do (`ckptd.storage.stores.base.Abilities`): found out once for all."""
+    """Hold the destination's capabilities (`ckptd.storage.stores.base.Abilities`), found out once."""
 
     create_only: bool
     checksum: str | None
@@ -67,7 +67,7 @@ class Question(Model):
 
 
 class Claims(Model):
-    """Its answer, by number; `error`: what is wrong with its settings."""
+    """Answer a `Question` by the numbers of sources; `error`: what is wrong with the worker's settings."""
 
     numbers: tuple[int, ...] = ()
     error: str = ""
@@ -145,7 +145,7 @@ class Parts(Model):
 
 
 class Extent(Model):
-    """What was read of a source: its CRC64."""
+    """Report the CRC64 of a range that was read of a source."""
 
     source: int
     offset: int
@@ -154,7 +154,7 @@ class Extent(Model):
 
 
 class Result(Model):
-    """What came of a task; `error`: a class of `ckptd.errors`."""
+    """Report the result of a task; `error`: a class of `ckptd.errors`."""
 
     number: int
     worker: str
@@ -163,7 +163,7 @@ class Result(Model):
     extents: tuple[Extent, ...] = ()
     read_bytes: int = 0
     local_bytes: int = 0
-    """Of `read_bytes`: from this worker's own disk."""
+    """Part of `read_bytes`: from this worker's own disk."""
     needed_bytes: int = 0
     peak_rss_bytes: int = 0
     error: str = ""

@@ -40,7 +40,7 @@ _PIP = "pip install 'ckptd[cluster]'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """What `--cluster` says: `kind` local, slurm or scheduler (`url`)."""
+    """Hold the parsed `--cluster`: `kind` local, slurm or scheduler (`url`)."""
 
     kind: str
     count: int = 1
@@ -106,7 +106,7 @@ def gathered(address: Address, budget_bytes: int, should_stop: Callable[[], bool
 
 
 def _place(address: Address, budget_bytes: int, stack: ExitStack) -> Any:
-    """What dask's client connects to."""
+    """Return the cluster or the address that dask's client connects to."""
     if address.kind == "scheduler":
         return address.url
     folder = stack.enter_context(
@@ -163,7 +163,7 @@ class Crew:
         self._threads: dict[str, int] = {}
 
     def wait(self, should_stop: Callable[[], bool] | None) -> None:
-        """Until there is a worker; see `gathered`."""
+        """Wait until there is a worker; see `gathered`."""
         begun = time.monotonic()
         while not self._look():
             if should_stop is not None and should_stop():
@@ -201,15 +201,15 @@ class Crew:
 
     @property
     def threads(self) -> int:
-        """Of all workers."""
+        """Return the number of threads of all workers."""
         return sum(self._threads.values())
 
     def threads_of(self, home: Home) -> int:
-        """Of the workers of a home; of all where none of them is left."""
+        """Return the threads of the workers of a home; of all workers where none of them is left."""
         return sum(n for address, n in self._threads.items() if address in home) or self.threads
 
     def holders(self, sources: Iterable[TaskSource]) -> dict[int, Home]:
-        """By source the workers that say they have it on their own disk.
+        """Ask the workers which sources they have on their own disk: source → workers.
 
         Raises:
             ConfigError: the settings of one are wrong.

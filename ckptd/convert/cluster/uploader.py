@@ -70,7 +70,7 @@ class Unit:
 
 
 def units_of(piece: Piece) -> list[Unit]:
-    """What a piece is sent as."""
+    """Split a piece into the units that it is uploaded as."""
     whole = parts_of(piece.line)
     spans = [(0, 0, piece.nbytes)]
     if piece.token:

@@ -1,4 +1,4 @@
-"""What a worker of the cluster runs: one task, from descriptors to proven outputs (docs/adr/0106).
+"""Run one task on a worker of the cluster, from descriptors to proven outputs (docs/adr/0106).
 
 It never unpickles a checkpoint. What goes wrong comes back as data, which the command raises as its own.
 Credentials are those of its environment. A task does nothing for an attempt that another one took over.
@@ -74,7 +74,7 @@ class _Ends:
 
 
 class _Attempts:
-    """What this process knows of attempts: which are over, how many tasks of each run here, their clients.
+    """Track attempts in this process: which are over, how many tasks of each run here, their clients.
 
     A worker may live for months and serve thousands of attempts, so clients are closed with their attempt:
     when it is over, or, if its command died without a word, when another attempt opens its own.
@@ -179,7 +179,7 @@ def kept_open() -> int:
 
 
 def claims(question_text: str) -> str:
-    """What this process's machine holds of the sources in question; a `Claims` as JSON."""
+    """Answer which of the sources in question are on this machine; a `Claims` as JSON."""
     question = Question.model_validate_json(question_text)
     try:
         return Claims(numbers=_shelf().claims(question.sources)).model_dump_json()

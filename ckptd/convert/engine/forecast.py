@@ -1,4 +1,4 @@
-"""What a conversion would do, without doing it: the planning child alone, whose plan goes nowhere.
+"""Forecast a conversion without doing it: run the planning child alone and discard its plan.
 
 For `ckptd inspect` and `ckptd convert --dry-run`. Nothing is written: whether extents clone is tried on a
 file that has no name (O_TMPFILE).
@@ -32,7 +32,7 @@ BLOCK_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What converting would make and cost; sizes in bytes."""
+    """Hold the outputs and costs of a conversion that is not run; sizes in bytes."""
 
     source: Path | str
     layout: str
@@ -82,7 +82,7 @@ def forecast(source: Path, destination: Path, options: ConvertOptions | None = N
 def planned(
     folder: SourceFolder, origin: Origin, options: ConvertOptions, started: float, *, clones: bool = False
 ) -> Forecast:
-    """What the planning child says; `started` is of the monotonic clock; the disk's room is not asked for.
+    """Return the forecast of the planning child, without free space; `started` is of the monotonic clock.
 
     Raises:
         RefusedError, DamagedError, TornArchiveError: the source has no such form, or is damaged.

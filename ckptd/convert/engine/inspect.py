@@ -1,4 +1,4 @@
-"""Inspecting files without reading a pickle here: batches go to a restricted child (P14).
+"""Inspect files without reading a pickle in this process: batches go to a restricted child.
 
 The daemon and `ckptd inspect` call `inspect_files`; a file that kills or stalls the child costs itself,
 never the batch.
@@ -108,7 +108,7 @@ def _inspect_batch(
 
 
 def _raise_if_unread(line: dict[str, Any], path: str, *, is_final: bool) -> None:
-    """What a child could not read of the file that was meant, or not now."""
+    """Raise if the child found another file than was listed, or could not read it now."""
     if line.get("is_another"):
         reason = f"{path} was replaced or written since it was listed"
         raise SourceChanged(reason, hint="the next turn looks again")
@@ -175,7 +175,7 @@ def _is_universal(path: str) -> bool:
 
 
 def _facts_of(path: str, line: dict[str, Any]) -> FileFacts:
-    """What a child said of a file; what is no finding is its reason."""
+    """Parse a child's findings on a file; a line that is none becomes a torn archive with a reason."""
     try:
         return _read(path, line)
     except (ValueError, TypeError):

@@ -1,8 +1,8 @@
-"""What a child that reads a checkpoint gives up before it opens one (P14): resources, network, privileges.
+"""Restrict a child before it opens a checkpoint: resources, network, privileges.
 
-Called first thing in the child. The environment is empty and descriptors are closed by the parent;
-here come rlimits, no-new-privileges, death with the parent, and a network namespace where the kernel
-lets an ordinary user have one. Nothing here needs root, nothing widens a right.
+Called first thing in the child, since checkpoints may be hostile (P14). The parent empties the environment
+and closes descriptors; this module sets rlimits, no-new-privileges, death with the parent, and a network
+namespace where the kernel lets an ordinary user have one. Nothing here needs root, nothing widens a right.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The folder beside the destination in which a conversion is built, and what is known of source and target.
+"""Build a conversion in a folder beside its destination, after checking source and target.
 
 `.<name>.ckptd-partial/` holds plan.jsonl, tmp/ and out/; `out` becomes the destination by one rename. It is
-locked while a conversion runs and survives a kill, so that the next attempt finishes it (P7).
+locked while a conversion runs and survives a kill, so that the next attempt finishes it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def partial_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SourceFolder:
-    """What a source folder lists: shards, sub-folders, and the rights that outputs take over (P15)."""
+    """List a source folder: shards, sub-folders, and the access rights that outputs take over."""
 
     path: str
     shards: tuple[tuple[str, NamedShard], ...]
@@ -59,7 +59,7 @@ class SourceFolder:
     folder_mode: int
     gid: int
     disk_bytes: int
-    """That the shards occupy; less than their sizes where they have holes."""
+    """Bytes that the shards occupy; less than their sizes where they have holes."""
     partial: bool = False
     """The files are mirrors of remote ones: what planning reads is in them, the rest are holes."""
 
@@ -98,12 +98,12 @@ def look_at_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
 
 
 def is_folder(path: str) -> bool:
-    """As `os.path.isdir`, which takes a disk that refuses for a no."""
+    """Tell whether it is a folder; raises where `os.path.isdir` takes an I/O error for a no."""
     return stat.S_ISDIR(_mode(path))
 
 
 def is_file(path: str) -> bool:
-    """As `os.path.isfile`, likewise."""
+    """Tell whether it is a regular file; raises where `os.path.isfile` takes an I/O error for a no."""
     return stat.S_ISREG(_mode(path))
 
 
@@ -241,7 +241,7 @@ class Workplace:
         return files.open_dir_beneath(self.fd, name, create_mode=0o700)
 
     def check_made(self, trailer: Trailer) -> None:
-        """What the executor writes last is there, whatever its exit status said.
+        """Check that the file the executor writes last is there, whatever its exit status said.
 
         Raises:
             StorageError: it is not, or of another plan.
@@ -307,7 +307,7 @@ def remove_workplace(parent: str, name: str) -> None:
 
 
 def was_published(place: Workplace, source: SourceFolder, target: str) -> tuple[Header, Trailer] | None:
-    """What an attempt made that was killed between publishing and tidying up; None when `target` is not that.
+    """Return the plan that `target` results from, if its attempt was killed before tidying up; else None.
 
     It is when the plan in `place` is of the source files as they are now and `target` says that it is
     the plan's result (the rename that makes it is the last step of a conversion).
@@ -326,10 +326,10 @@ def was_published(place: Workplace, source: SourceFolder, target: str) -> tuple[
     return (reader.header, trailer) if made == trailer.sha256 else None
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The small files that a loader wants beside exported weights: configuration, tokenizer, chat template.
-# Trainers on Hugging Face's shoulders write them into the folder that holds the shards, or the one above
-# (docs/formats.md §1.2, §8). They are read and copied like shards, never changed.
+# --- Companions: the small files that a loader wants beside exported weights -----------------------------
+# These are configuration, tokenizer and chat template. Trainers built on Hugging Face write them into the
+# folder of the shards, or the one above (docs/formats.md §1.2, §8). They are read and copied like shards,
+# never changed.
 
 CONFIGS = frozenset({"config.json", ADAPTER_CONFIG})
 """One of these makes a folder the trainer's: a model's configuration, or that of PEFT's adapters."""
@@ -345,7 +345,7 @@ _COMPANION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a conversion reads: shards at `root`/`prefix`…, and `companions`, names in `root`."""
+    """Name what a conversion reads: shards at `root`/`prefix`…, and `companions`, names in `root`."""
 
     root: str
     prefix: str

@@ -1,9 +1,8 @@
-"""`python -m ckptd.convert.remote.child`: makes the files of a plan from or in a remote (docs/adr/0092).
+"""Run `python -m ckptd.convert.remote.child`: make the files of a plan from or in a remote (ADR 0092).
 
-The executor of `ckptd.convert.engine.executor_child` with other ends: ranges come out of a store
-(`RemoteRanges`),
-or outputs go into one (`Uploader`), or both. It holds network and credentials, and never unpickles. Request,
-progress and last words are those of the executor; `Ends` says what is added.
+It is the executor of `ckptd.convert.engine.executor_child` with other ends: ranges come out of a store
+(`RemoteRanges`), or outputs go into one (`Uploader`), or both. It holds network and credentials, and never
+unpickles. Request, progress and the last error are those of the executor; `Ends` says what is added.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ WINDOW_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """Where sources come from and outputs go to; an empty URL: this machine."""
+    """Name the source and the target of a conversion; an empty URL: this machine."""
 
     source_url: str = ""
     source_access: dict[str, Any]
@@ -72,7 +71,7 @@ class RangedExecution(Execution):
             self.target = Target(store, ends.target_name, mode=modes[0], folder_mode=modes[1])
 
     def run(self) -> None:
-        """As the executor; a target that stays unfinished is emptied again, unless it was stopped."""
+        """Run the executor; a target that stays unfinished is emptied again, unless it was stopped."""
         if self.target is None:
             super().run()
             return

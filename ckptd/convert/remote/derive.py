@@ -1,6 +1,6 @@
-"""The outputs of a plan as the files of an order to ship, made on demand (docs/adr/0093).
+"""Derive a form while it is uploaded: the outputs of a plan are the files of an upload order (ADR 0093).
 
-Where their bytes come from is `Ranges`: shards here, or objects of a remote.
+Their bytes come from `Ranges`: shards on this node, or objects of a remote.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Made:
 
     @property
     def planned(self) -> Planned:
-        """What it comes to, second names of outputs counted: each is an object."""
+        """Return the size of the plan; second names of outputs count, since each is an object."""
         files, trailer = self.order.files, self._outputs.trailer
         return Planned(
             plan_sha256=trailer.sha256,
@@ -130,7 +130,7 @@ class Made:
                 raise CannotBeMade(msg, hint=hint)
 
     def recompare(self) -> None:
-        """What an earlier attempt sent was made of bytes that nobody compared then: made again, for its CRC.
+        """Make again what an earlier attempt uploaded, for its CRC: nobody compared its source bytes then.
 
         Raises:
             SourceChanged: it comes out otherwise, for a shard was damaged then, or is.
@@ -180,10 +180,9 @@ def _planned(order: ShipOrder, making: Making, outputs: Outputs, found: tuple[Sh
     return order.model_copy(update={"manifest": manifest, "files": found, **done})
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The committed ZeRO form of a remote as what another form is made of, in that very remote (docs/adr/0118).
-# The COMMIT is read afresh, its manifests by their digests, and nothing of them is used before they can be
-# believed (P15): what a node makes of them is committed for the whole job.
+# --- The committed ZeRO form of a remote as the source of another form (ADR 0118) ------------------------
+# What a node makes of it is committed for the whole job. So the COMMIT is read afresh, its manifests by
+# their digests, and nothing of them is used before it is checked.
 
 MIRROR = "mirror."
 """Begins the name of a folder in staging: what planning reads of objects, gone once it is planned."""
@@ -249,13 +248,10 @@ def cache_for(room_bytes: int, sources: int) -> int:
     return max(LEAST_CACHE_BYTES, min(room_bytes // 2, 2 * WINDOW_BYTES * sources))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Derived forms made while they are sent: a plan's outputs as the files of an order to ship (docs/adr/0093).
-# Nothing of the form lies on this node: the plan, in a file without a name, is all (of objects, until it is
-# planned, a mirror of what planning reads of them; adr/0118). The restricted child plans (P14), and
-# everything
-# that a transfer does with sealed files it does with these: lanes, pace, resuming, proof, manifest and
-# COMMIT.
+# --- Plan outputs as the files of an upload order (ADR 0093) ---------------------------------------------
+# Nothing of the form is written on this node but the plan, in a file without a name (and, for objects, a
+# mirror of what planning reads, until it is planned). The restricted child plans. The transfer treats the
+# outputs like sealed files: parallel uploads, rate limit, resuming, proof, manifest and COMMIT.
 
 Found = TypeVar("Found")
 
@@ -292,7 +288,7 @@ def _twice(attempt: Callable[[], Found]) -> Found:
 def _of_shards(
     order: ShipOrder, making: Making, root: int, plan: IO[bytes], control: Control
 ) -> Iterator[Made]:
-    """Of the sealed shards of this node."""
+    """Derive a form from the sealed shards of this node."""
     options = _options(order.manifest.form)
 
     def look() -> SourceFolder:
@@ -319,8 +315,10 @@ def _of_objects(
     control: Control,
     store: Store,
 ) -> Made:
-    """Of the objects that a COMMIT lists: each block is read once and hashed, all that is used of them is
-    compared with what was committed (adr/0128)."""
+    """Derive a form from the objects that a COMMIT lists.
+
+    Each block is read once and hashed; all that is used is compared with what was committed (ADR 0128).
+    """
     options = _options(order.manifest.form)
     source, fingerprints = committed_source(store, order, making, zero)
     records: dict[str, tuple[Record, ...]] = {}
@@ -368,7 +366,7 @@ def _of_objects(
 
 
 def _mirror(source: RemoteSource, place_fd: int, options: ConvertOptions, control: Control) -> None:
-    """What planning reads; where that is refused every object is proven first.
+    """Mirror what planning reads; if that is refused, prove every object before raising.
 
     Raises:
         DamagedError: one is not what was committed. RefusedError: they all are, and there is no such form.

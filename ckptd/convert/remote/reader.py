@@ -1,4 +1,4 @@
-"""Ranges of remote objects for a conversion: blocks, each fetched once, all hashed on the way (P2, P12).
+"""Read ranges of remote objects for a conversion: in blocks, each fetched once, all hashed on the way.
 
 A plan reads its sources forwards, in pieces from bytes to gigabytes; requests are of blocks, of which a few
 are kept. Where a manifest says what a file's bytes are, the CRC64s of its blocks are joined at the end; of a
@@ -145,7 +145,7 @@ class RemoteRanges(Ranges):
         return data
 
     def take_over(self, source: int, offset: int, nbytes: int, crc: int) -> None:
-        """What somebody else read of a source, and its CRC64: `prove` needs not read it again."""
+        """Take over a range that another process read, and its CRC64, so that `prove` can skip it."""
         self._passed[source].take(offset, nbytes, crc)
 
     def recheck(self) -> None:
@@ -191,15 +191,17 @@ class RemoteRanges(Ranges):
         return Proof(compared=compared, in_part=in_part)
 
     def _compare_records(self, number: int, sums: RecordSums) -> None:
-        """Of those that something was read of, what is left is read now."""
+        """Read the rest of the records that were read in part, and raise if one has another checksum."""
         for begin, end in sums.gaps:
             self._read_range(number, begin, end)
         if sums.wrong is not None:
             raise self._wrong(number, str(sums.wrong))
 
     def _wrong(self, number: int, what: str) -> CkptdError:
-        """What was read is not what was committed. All nodes may be told that the object is damaged, so it is
-        read once more, apart from what was read before: one wrong answer on the way is none (adr/0137)."""
+        """Return the error for bytes that differ from the committed ones, after reading the object once more.
+
+        All nodes may be told that the object is damaged, so one wrong read is not enough (ADR 0137).
+        """
         file = self._sources[number]
         again = RemoteRanges(self._store, [file], cache_bytes=0, check_stop=self._check_stop)
         if to_hex(again._crc_of(0)) == file.crc64:
@@ -210,7 +212,7 @@ class RemoteRanges(Ranges):
         return DamagedError(msg, hint=hint)
 
     def _crc_of(self, number: int) -> int:
-        """Of the whole file: what was hashed, and the rest read now."""
+        """Return the CRC64 of the whole file: what was hashed, and the rest read now."""
         passed, size = self._passed[number], self._sources[number].bytes
         for begin, end in passed.gaps(0, size):
             self._read_range(number, begin, end)

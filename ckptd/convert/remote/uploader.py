@@ -1,7 +1,7 @@
-"""Outputs of a plan straight into a store: each is an upload whose bytes are made while it is sent (P2, P12).
+"""Upload the outputs of a plan straight into a store: the bytes are made while they are uploaded.
 
-Nothing of it lies on this machine. The folder counts once `ckptd.json` is in it, which is created last; until
-then a note names the plan, so that the next attempt of the same one goes on.
+Nothing of them is written on this machine. The folder counts once `ckptd.json` is in it, which is created
+last; until then a note names the plan, so that the next attempt of the same one goes on.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PartsSource:
         return count
 
     def peek_into(self, offset: int, buffer: memoryview) -> int:
-        """The same for what is read again to be sent: no progress."""
+        """Read bytes again that are uploaded again, without counting them as progress."""
         if offset >= self.size_bytes:
             return 0
         with self._lock:
@@ -206,7 +206,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What lies in a folder that does not count yet: whose it is, and what is open there."""
+    """Describe an unpublished target folder: the plan it is of, and its open uploads."""
 
     plan_sha256: str
     uploads: dict[str, str]
@@ -218,7 +218,7 @@ def write_note(store: Store, key: str, note: Note) -> None:
 
 
 def read_note(store: Store, key: str) -> Note | None:
-    """What a conversion noted; None: nothing, or nothing that can be read."""
+    """Read the note of a conversion; None: there is none, or it cannot be read."""
     try:
         raw = json.loads(store.get(key) or b"")
         uploads = {str(path): str(token) for path, token in dict(raw.get("uploads", {})).items()}
@@ -266,7 +266,7 @@ class Uploader:
             self._counters.add(files=1, resumed=int(resumed))
 
     def compare(self, check: OutputCheck) -> None:
-        """As `ckptd.convert.engine.executor.Worker.compare`."""
+        """Compare both sides of a check; raises RefusedError if they differ."""
         self._check_stop()
         if not same_bytes(check.one, check.other, self._ranges):
             raise RefusedError(
@@ -316,7 +316,7 @@ class Uploader:
         briefly(send, VerifyError, RemoteUnreachable, TargetExists)()
 
     def _is_whole(self, path: str, output: OutputFile) -> bool:
-        """What a killed attempt left is compared instead of sent."""
+        """Tell whether a killed attempt already uploaded this output, by comparing it."""
         source, crc, at = self._source(output, counts=False), 0, 0
         view = memoryview(bytearray(_HASH_BYTES))
         while at < output.nbytes:

@@ -1,4 +1,4 @@
-"""From listed and inspected files to a sealed save, and back: is it still that save? (§3, P4, H50)"""
+"""Seal a save from listed and inspected files; check whether a folder still holds it (docs/design.md §3)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.judge import Memory
 from ckptd.core.model.layouts import TRAINER_STATE, Role, ShardKey, is_in_roots
-from ckptd.core.model.metric_names import evaluation_of
+from ckptd.core.model.metric_names import logged_name
 from ckptd.core.model.save import Best, SealedFile, SealedSave
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def shards_of(save: SealedSave) -> frozenset[tuple[str, str]]:
 
 
 def shards_among(files: Iterable[SealedFile], roots: tuple[str, ...]) -> frozenset[tuple[str, str]]:
-    """The same of files that are not a save's yet."""
+    """Return (path, fingerprint) of the shards among files that are not sealed yet."""
     return frozenset(
         (f.path, f.fingerprint)
         for f in files
@@ -62,8 +62,11 @@ def memory_of(row: SaveRow | None, folder: FolderListing, facts: Mapping[str, Fi
 
 
 def refreshed(save: SealedSave, folder: FolderListing, facts: Mapping[str, FileFacts]) -> SealedSave | None:
-    """The same save with new identities, when only ctimes changed or files were put back (`verify --repair`,
-    rsync -t): same size, mtime and fingerprint. None when it is another save (H50)."""
+    """Return the save with the identities that its files have now, or None if the folder holds another save.
+
+    It is the same save if only ctimes changed, or if files were put back with the same size, mtime and
+    fingerprint (`verify --repair`, rsync -t).
+    """
     now = {f.path: f for f in folder.own}
     if set(now) != {f.path for f in save.files} or folder.folder != save.folder:
         return None
@@ -116,7 +119,7 @@ def best_of(tag: str, facts: Mapping[str, FileFacts], metric: str | None = None)
         return None
     if metric is not None:
         logged = dict(state.trainer.metrics)
-        value = logged.get(evaluation_of(metric), logged.get(metric))
+        value = logged.get(logged_name(metric), logged.get(metric))
         is_best = state.trainer.best_checkpoint == tag
         return None if value is None else Best(metric=metric, value=value, is_best=is_best)
     if state.trainer.best_metric is None:

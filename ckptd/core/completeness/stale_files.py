@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenShard:
-    """What decides which layout a shard is of; `stage` and `dtype` as its pickle says, None when unknown."""
+    """Describe a shard by what decides its layout; `stage` and `dtype` are its pickle's, None if unknown."""
 
     path: str
     is_optimizer: bool

@@ -1,7 +1,8 @@
-"""Commit by coverage: when manifests of one save make a COMMIT, and what the pointers name (design.md §5).
+"""Commit by coverage: decide when manifests of one save make a COMMIT, choose the pointers (design.md §5).
 
 Pure: every node that sees the same documents decides the same, so no membership and no leader is needed.
-Tests of "one save" only veto; the grid comes from the manifests' proofs, never from the files at hand (H13).
+Tests of "one save" only veto; the grid comes from the manifests' proofs, never from the files at hand, since
+half a model would else count as whole.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class KnownManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pointers:
-    """What `latest` and `latest_universal` should hold; None: no such file."""
+    """Hold the tags that `latest` and `latest_universal` should name; None: no such file."""
 
     latest: str | None
     latest_universal: str | None
@@ -129,12 +130,12 @@ def merged_grid(manifests: Sequence[KnownManifest]) -> Grid:
 
 
 def missing(manifests: Sequence[KnownManifest], form: str) -> tuple[str, ...]:
-    """What the manifests lack of their proven grid; a derived form is whole in one manifest."""
+    """Return shards of the proven grid that no manifest lists; a derived form is whole in one manifest."""
     return missing_shards(merged_grid(manifests), _present(manifests)) if form == "zero" else ()
 
 
 def absent(manifests: Sequence[KnownManifest]) -> tuple[NamedShard, ...]:
-    """The same for ranks' shards and model states, as data."""
+    """Return the missing shards of ranks and the missing model states, as data."""
     return absent_ranks(merged_grid(manifests), _present(manifests))
 
 
@@ -148,7 +149,7 @@ def _present(manifests: Sequence[KnownManifest]) -> frozenset[NamedShard]:
 
 
 def missing_words(missing: tuple[str, ...], members: Iterable[KnownManifest]) -> str:
-    """What a node waits for, and who did his part."""
+    """Word which shards a node waits for, and which nodes uploaded their part."""
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     there = ", ".join(sorted({known.manifest.node for known in members}))
     return f"waiting for {', '.join(missing[:3])}{more}; so far only {there} shipped its part"
@@ -225,7 +226,7 @@ def is_after(written_ns: int, commit: Commit, save_spread_seconds: float) -> boo
 
 
 def choose_pointers(commits: Iterable[Commit]) -> Pointers:
-    """What the pointers name, given the COMMITs that count: neither disputed nor being retired (P6)."""
+    """Choose the tags for the pointer files from the COMMITs that count: not disputed, not being retired."""
     newest: dict[str, Commit] = {}
     for commit in commits:
         if commit.grid.is_model_only:

@@ -1,4 +1,4 @@
-"""What a person decided, what a first start found: a file with the state, an object in each remote (P8)."""
+"""Record people's decisions and what a first start found: a file with the state, an object in each remote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PINS = ("pin", "unpin")
 
 
 class Decision(Document):
-    """What a person decided: pin, unpin, accept, adopt (P8). The newest `serial` of a subject counts."""
+    """Record a decision of a person: pin, unpin, accept, adopt. The newest `serial` of a subject counts."""
 
     kind: Literal["pin", "unpin", "accept", "adopt", "first-start"]
     tag: str
@@ -34,7 +34,7 @@ class Decision(Document):
     serial: int = 0
 
 
-def newest_words(decisions: Iterable[Decision]) -> dict[str, Decision]:
+def newest_decisions(decisions: Iterable[Decision]) -> dict[str, Decision]:
     """Tag → its newest pin or unpin."""
     newest: dict[str, Decision] = {}
     for decision in decisions:
@@ -45,7 +45,7 @@ def newest_words(decisions: Iterable[Decision]) -> dict[str, Decision]:
 
 
 def subject_of(decision: Decision) -> tuple[str, str]:
-    """What it is about: words of one subject have serials one above the other."""
+    """Return the subject of a decision: decisions on one subject have ascending serials."""
     return ("pin" if decision.kind in PINS else decision.kind), decision.tag
 
 
@@ -65,7 +65,7 @@ def _lacks(word: Decision, held: Sequence[Decision]) -> bool:
     is_said = any(one.model_copy(update={"serial": word.serial}) == word for one in held)
     if word.kind not in PINS:
         return not is_said
-    newest = newest_words(held).get(word.tag)
+    newest = newest_decisions(held).get(word.tag)
     if newest is None or newest.serial >= word.serial:
         return newest is None
     # without a time it cannot be told from one that was said before

@@ -1,7 +1,7 @@
-"""What an inspection of one file yields: data only, made in a restricted child, cached by identity.
+"""Hold the result of inspecting one file: data only, made in a restricted child, cached by identity.
 
 `FileFacts` is the single interface between reading pickles (torchfile, zero) and deciding (lifecycle);
-every field that is not known is None, never guessed (docs/design.md §3, H13).
+every field that is not known is None, never guessed (docs/design.md §3).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.identity import Model
 from ckptd.core.model.layouts import Role, ShardKey
-from ckptd.core.model.metric_names import evaluation_of, finite
+from ckptd.core.model.metric_names import finite, logged_name
 from ckptd.core.model.save import Best
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Archive(StrEnum):
 
 
 class ShardFacts(Model):
-    """What the pickle of one shard says about its save (docs/formats.md §2)."""
+    """Hold what the pickle of one shard says about its save (docs/formats.md §2)."""
 
     ds_version: str | None = None
     zero_stage: int | None = None
@@ -88,7 +88,7 @@ class ShardFacts(Model):
 
 
 class TrainerFacts(Model):
-    """What `trainer_state.json` of Hugging Face's Trainer says."""
+    """Hold what `trainer_state.json` of Hugging Face's Trainer says."""
 
     global_step: int | None = None
     best_metric: float | None = None
@@ -119,11 +119,9 @@ class FileFacts(Model):
     """Of `trainer_state.json` alone."""
 
 
-# --- Values by step from a file that the trainer writes (`metrics_file`, docs/contract.md) ---------------
-# So keep_best can rank checkpoints of plain DeepSpeed, which records no metric of its own.
-#
-# Pure: bytes in, numbers out. The file may be cut anywhere and hold anything; what is no value is passed
-# over.
+# --- Metrics by step from a file that the trainer writes (`metrics_file`) --------------------------------
+# They let keep_best rank checkpoints of plain DeepSpeed, which records no metric of its own. The file may
+# be cut anywhere and hold anything: lines without a value are skipped.
 
 LONGEST_LINE_BYTES = 64 << 10
 LARGEST_DOCUMENT_BYTES = 1 << 20
@@ -183,12 +181,15 @@ def _rows(whole: dict[str, object] | list[object], metric: str) -> Iterator[dict
 
 
 def _collected(rows: Iterable[dict[str, object]], metric: str) -> Values:
-    """Of the evaluation where the file holds any: a training loss is neither it nor comparable with it."""
+    """Collect a metric by step; values of evaluations, where there are any, replace those of training.
+
+    A training loss is not comparable with an evaluation loss.
+    """
     named: dict[int, list[float]] = {}
     evaluated: dict[int, list[float]] = {}
     for row in rows:
         step = _step_of(row)
-        for found, name in ((named, metric), (evaluated, evaluation_of(metric))):
+        for found, name in ((named, metric), (evaluated, logged_name(metric))):
             value = finite(row.get(name))
             if step is not None and value is not None:
                 found.setdefault(step, []).append(value)

@@ -80,7 +80,7 @@ class SeenNode(Model):
 
     @property
     def has_ended(self) -> bool:
-        """Its daemon said so."""
+        """Tell whether the node's daemon announced its end."""
         return self.heartbeat is not None and self.heartbeat.ended
 
     @property

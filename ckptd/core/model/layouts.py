@@ -1,6 +1,6 @@
-"""DeepSpeed's file names: which shard a name is, and which names a proven grid demands (docs/formats.md §1).
+"""Parse DeepSpeed's file names: which shard a name is, and which names a grid demands (docs/formats.md §1).
 
-Names only *raise* an expectation, they never prove one: the grid comes from metadata inside the shards (H13).
+Names only *raise* an expectation, they never prove one: the grid comes from metadata inside the shards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckptd.base.identity import Model
 
 
 class Role(StrEnum):
-    """What a file of a checkpoint is for."""
+    """Name the purpose of a file of a checkpoint."""
 
     OPTIM = "optim"
     MODEL = "model"
@@ -152,10 +152,9 @@ def missing_shards(grid: Grid, present: frozenset[NamedShard]) -> tuple[str, ...
     return tuple(missing)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Whose folder is it? The layouts of trainers on top of DeepSpeed (docs/formats.md §1.2; docs/adr/0050).
-# DeepSpeed's shards lie in the checkpoint folder itself; Hugging Face's Trainer, Accelerate and Lightning put
-# them one level deeper, beside files of their own. Names only raise an expectation.
+# --- Layouts of trainers on top of DeepSpeed (docs/formats.md §1.2) --------------------------------------
+# DeepSpeed's shards lie in the checkpoint folder itself; Hugging Face's Trainer, Accelerate and Lightning
+# put them one level deeper, beside files of their own. Names only raise an expectation.
 
 
 if TYPE_CHECKING:
@@ -276,7 +275,7 @@ def wanted_marks(trainer: Trainer, names: frozenset[str], processes: int) -> tup
 
 
 def added_by_us(paths: Iterable[str], roots: tuple[str, ...]) -> frozenset[str]:
-    """What `ckptd resume` put beside the shards: universal forms that say so, and the pointer to them."""
+    """Return the files that `ckptd resume` put beside the shards: marked universal forms, their pointer."""
     listed = frozenset(paths)
     ours = tuple(f"{universal_name(r)}/" for r in roots if r and f"{universal_name(r)}/ckptd.json" in listed)
     found = frozenset(path for path in listed if ours and path.startswith(ours))
@@ -289,7 +288,7 @@ def is_in_roots(path: str, roots: tuple[str, ...]) -> bool:
 
 
 def universal_name(root: str) -> str:
-    """What the universal form of a shard root is called beside it: loaders look for exactly this."""
+    """Return the folder name of the universal form beside a shard root: loaders look for exactly this."""
     return f"{root}_universal"
 
 

@@ -1,4 +1,4 @@
-"""What the remote holds beside the objects: remote.json, node manifests, COMMITs (docs/contract.md).
+"""Define the documents of a remote: remote.json, node manifests, COMMITs, tombstones (docs/contract.md).
 
 Every document is immutable and named or quoted by the SHA-256 of its canonical bytes, so that two readers
 that saw the same digest decided on the same thing. Unknown fields are ignored; a higher major is refused.
@@ -30,11 +30,10 @@ if TYPE_CHECKING:
 
 from ckptd.core.model.save import SaveMark, _tensors
 
-# --- Which rank of a run wrote which shard, as DeepSpeed's own topology numbers them (docs/adr/0133) -----
-# A shard's name tells two numbers, D and MM; its data-parallel rank alone tells no node, since pipeline
-# stages
-# and tensor ranks have the same. Where the layout is not known, or manifests speak against it, nothing is
-# said.
+# --- The topology: which rank of a run wrote which shard (ADR 0133) --------------------------------------
+# A shard's name holds two numbers, D (data-parallel rank) and MM (model-parallel rank). D alone names no
+# node, since the pipeline stages and tensor ranks repeat it. If the layout is unknown, or manifests
+# contradict it, the answer is None.
 
 
 class Cell(NamedTuple):
@@ -60,7 +59,7 @@ class Topology:
     pp: int
 
     def cell_of(self, rank: int) -> Cell:
-        """What a rank of the run writes."""
+        """Return the cell of the grid that a rank of the run writes."""
         rest, tensor = divmod(rank, self.tp)
         stage, d = divmod(rest, self.dp)
         return Cell(d, stage * self.tp + tensor)
@@ -81,10 +80,10 @@ class Topology:
 
 
 def topology_of(grid: Grid, layers: Iterable[ManifestFile] = ()) -> Topology | None:
-    """As the grid records it; before DeepSpeed 0.19.5 a pipeline's layer files tell its tensor parallelism,
-    and what has no layers is no pipeline.
+    """Return the topology of a grid; None: unknown, or with sequence-parallel ranks (in Megatron's order).
 
-    None: it is not known, or sequence-parallel ranks stand between (their order is Megatron's).
+    Before DeepSpeed 0.19.5 the grid does not record it: a pipeline's layer files tell its tensor parallelism,
+    and a grid without layers is no pipeline.
     """
     if grid.mm_count == 1:
         return Topology(dp=grid.dp, tp=1, pp=1)
@@ -99,9 +98,9 @@ def topology_of(grid: Grid, layers: Iterable[ManifestFile] = ()) -> Topology | N
 
 
 def proven_topology(grid: Grid, manifests: Sequence[NodeManifest]) -> Topology | None:
-    """The same of a whole save; None also where a node held ranks that do not follow each other.
+    """Return the topology of a whole save; None also if some node's ranks are not consecutive in it.
 
-    With one rank a node nothing can speak against DeepSpeed's order.
+    With one rank a node nothing can contradict DeepSpeed's order.
     """
     layers = [file for m in manifests for file in m.files if file.role is Role.LAYER]
     found = topology_of(grid, layers)
@@ -111,12 +110,10 @@ def proven_topology(grid: Grid, manifests: Sequence[NodeManifest]) -> Topology |
     return found if all(found.first_of_run(cells) is not None for cells in parts) else None
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What the name of a node manifest tells without its being read: enough to know whether reading is worth it.
-# With a thousand nodes a generation holds a thousand manifests. A node that waits need not read them: names
-# say
-# how many optimizer shards are listed, and of what save. They only ever veto or let wait; what a COMMIT rests
-# on is read (docs/adr/0105).
+# --- Hints in the names of node manifests (ADR 0105) -----------------------------------------------------
+# With a thousand nodes a generation has a thousand manifests, which a waiting node need not read: their
+# names say how many optimizer shards are listed, and of which save. Hints may only veto or delay; a COMMIT
+# rests on manifests that were read.
 
 
 if TYPE_CHECKING:
@@ -148,7 +145,7 @@ class ManifestName(Model):
 
 
 def hint_of(manifest: NodeManifest) -> str:
-    """What stands between node and digest in the name of a ZeRO form's manifest; "" for derived forms."""
+    """Return the hint between node and digest in the name of a ZeRO form's manifest; "" for derived forms."""
     if manifest.form != "zero":
         return ""
     have = sum(file.role is Role.OPTIM for file in manifest.files)
@@ -176,7 +173,7 @@ def _mark(step: int, grid: tuple[int, int, int], ds_version: str | None) -> str:
 
 @lru_cache(maxsize=8192)
 def name_in(key: str) -> ManifestName | None:
-    """What a key tells; None: of a derived form, or of a version that did not say it."""
+    """Parse the hint in a manifest's key; None: it is of a derived form, or of a version without hints."""
     parts = key.rpartition("/")[2].split("~")
     found = _HINT.fullmatch(parts[1]) if len(parts) == 3 else None
     if found is None or any(len(digits) > _MOST_DIGITS for digits in found.groups()):
@@ -194,7 +191,7 @@ def name_in(key: str) -> ManifestName | None:
 
 
 def node_in(key: str) -> str:
-    """Whose manifest a key names."""
+    """Return the node whose manifest a key names."""
     return decode_name(key.rpartition("/")[2].partition("~")[0])
 
 
@@ -247,8 +244,9 @@ def absent_by_names(names: Iterable[ManifestName], read: Iterable[NodeManifest])
     )
 
 
-# --- The one way in which a document is written, so that equal documents have equal digests --------------
-# Rows are written one by one: as one tree, the files of a large checkpoint are many times their text (P12).
+# --- Canonical text: equal documents have equal digests --------------------------------------------------
+# Rows are written one by one: as one tree, the files of a large checkpoint would take many times the memory
+# of their text.
 
 _NO_ROWS = '"files":[]'
 """Quotes are escaped in a value, so that this is the key."""
@@ -260,12 +258,12 @@ def canonical(document: Model) -> str:
 
 
 def canonical_with_rows(empty: Model, rows: Iterable[Model]) -> str:
-    """The same of a document with these `files`, given the one without any."""
+    """Return the canonical text of a document with these `files`, given the document without any."""
     head, none, tail = canonical(empty).partition(_NO_ROWS)
     return f"{head}{none[:-1]}{','.join(map(canonical, rows))}]{tail}"
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- The documents and their keys ------------------------------------------------------------------------
 
 FORMAT = "1.0"
 MAJOR = 1
@@ -302,7 +300,7 @@ class RemoteIdentity(Document):
 
 
 class DerivedSource(Model):
-    """What a derived form was made from (H15)."""
+    """Identify the source that a derived form was made from, so that equal forms are recognised."""
 
     generation: int
     fingerprints: Many[tuple[str, str]] = ()
@@ -419,7 +417,7 @@ class Commit(Document):
         return self.form != "universal" or "_universal" in self.folder.removeprefix(encode_name(self.tag))
 
 
-class Headstone(Document):
+class TombstoneHeader(Document):
     """A tombstone without the names of what lay there: as much as an observation tells of it."""
 
     tag: str
@@ -434,7 +432,7 @@ class Headstone(Document):
     """As the COMMIT had it."""
 
 
-class Tombstone(Headstone):
+class Tombstone(TombstoneHeader):
     """`_ckptd/retired/…`: what retention removed ((path, fingerprint), sorted), never sent again (H16)."""
 
     fingerprints: Many[tuple[str, str]] = ()

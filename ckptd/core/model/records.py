@@ -1,4 +1,4 @@
-"""Rows of the journal as models: what is remembered of saves, objects under way and deletions (P7, P8)."""
+"""Model the rows of the journal: saves, uploads, derived forms, objects and deletions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ WEIGHTS = ("weights-fp32", "weights-bf16", "weights-fp16")
 
 
 class ShipState(StrEnum):
-    """Where one form of one save stands on one remote."""
+    """Name the state of one form of one save on one remote."""
 
     NEW = "new"
     SHIPPING = "shipping"
     WAITING = "waiting"
-    """Shipped; other nodes' shards are missing."""
+    """Uploaded; other nodes' shards are missing."""
     COMMITTED = "committed"
     RETIRED = "retired"
-    """Was committed; remote retention let it go."""
+    """Was committed; remote retention deleted it."""
     FAILED = "failed"
     REFUSED = "refused"
 
@@ -73,7 +73,7 @@ class ShipRecord(Model):
 
 
 class DerivedState(StrEnum):
-    """Where a derived form of a save stands on this node."""
+    """Name the state of a derived form of a save on this node."""
 
     NONE = "none"
     CONVERTING = "converting"
@@ -122,7 +122,7 @@ class SaveRow(Model):
     ended_at: float | None
 
     def derived_of(self, form: str) -> DerivedRecord:
-        """Where a derived form stands on this node."""
+        """Return the record of a derived form on this node."""
         return self.derived if form == UNIVERSAL else self.weights.get(form) or DerivedRecord()
 
 
@@ -139,7 +139,7 @@ class ObjectRow(Model):
 
 
 class DeletionIntent(Model):
-    """What a prune was going to do, written before the folder is renamed aside."""
+    """Record a deletion before the folder is renamed aside, so that it can be finished after a crash."""
 
     tag: str
     generation: int

@@ -109,7 +109,7 @@ def _owing(shards: Mapping[str, FileFacts], mms: int) -> list[Short]:
 
 
 def _problem(short: Short, folder: str, by_folder: Mapping[str, Mapping[str, int]]) -> str | None:
-    """What a rank's folder lacks: of each state one file for each sub-group, at least as long as it."""
+    """Word what a rank's folder lacks: per state one file for each sub-group, at least as long as it."""
     if folder not in by_folder:
         return f"{folder} is not there"
     names = by_folder[folder]

@@ -21,8 +21,8 @@ from ckptd.core.model.save import Order
 from ckptd.core.policy.local import best_here, dates_of, is_committed, score_of
 from ckptd.core.policy.permit import loose_under, unheard
 from ckptd.core.policy.remote import is_configured_otherwise
-from ckptd.core.policy.retention import Held, Item, RetentionPolicy, fates
-from ckptd.core.policy.safety import to_ship
+from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionPolicy, apply_policy
+from ckptd.core.policy.safety import is_to_upload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -160,14 +160,14 @@ def going(
     committed = [p for p in pieces if p.is_committed]
     safe = max((p.order for p in committed), default=None)
     loose = [p for p in pieces if not p.is_committed and _may_go_uncommitted(p, ground, safe)]
-    by_policy = fates([_held(p) for p in committed], ground.policy)
+    by_policy = apply_policy([_held(p) for p in committed], ground.policy)
     mine = by_policy
     if loose:
         everything = [_held(p) for p in (*committed, *loose)]
         policy = loose_under(ground.policy, ground.unuploaded, is_short=is_short)
-        mine = fates(everything, policy)
+        mine = apply_policy(everything, policy)
         if ground.unuploaded == "delete":
-            by_policy = fates(everything, ground.policy)
+            by_policy = apply_policy(everything, ground.policy)
     top = max(pieces, key=lambda p: p.order, default=None)
     found: dict[str, frozenset[str]] = {}
     for piece in (*committed, *loose):
@@ -187,15 +187,15 @@ def _may_go_uncommitted(piece: Piece, ground: Ground, safe: Order | None) -> boo
     return ground.unuploaded == "delete"
 
 
-def _held(piece: Piece) -> Held:
-    item = Item(
+def _held(piece: Piece) -> PolicyFacts:
+    item = PolicyItem(
         key=piece.key,
         order=piece.order,
         pinned=piece.is_pinned,
         committed_at_seconds=piece.committed_at_seconds,
         score=piece.score,
     )
-    return Held(item=item, forms=piece.forms, standing=piece.forms & _ALONE)
+    return PolicyFacts(item=item, forms=piece.forms, standing=piece.forms & _ALONE)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -716,7 +716,7 @@ def _piece(
         is_pinned=save.is_pinned,
         score=score_of(view, save.save.best),
         may_go=save.is_adopted and not save.has_unlisted and save.save.tag != best,
-        is_sent=to_ship(view, save) and not any(record.state in _NEVER_SENT for record in records),
+        is_sent=is_to_upload(view, save) and not any(record.state in _NEVER_SENT for record in records),
         is_trainers=rotation is not None and save.order > rotation.newest_gone,
         forms=_forms(view, save),
     )

@@ -1,7 +1,7 @@
-"""What leaves the node, under which permit: the second half of local retention (docs/design.md §5 *Permit*).
+"""Plan local deletions, each under a permit: the second half of local retention (docs/design.md §5 *Permit*).
 
-Apart from planner.py, which orders the turn, and from keeping.py, which says what stays. A permit is made
-from a young confirmation only; without one it is asked for.
+`ckptd.core.policy.local` decides what stays, `ckptd.core.policy.planner` orders the turn. A permit is made
+only from a recent confirmation of the remote; without one the plan asks for it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ckptd.core.policy.permit import DeletePermit, OptOutPermit, newer_commits, 
 from ckptd.core.policy.remote import is_configured_otherwise
 
 if TYPE_CHECKING:
-    from ckptd.core.policy.retention import Fate
+    from ckptd.core.policy.retention import RetentionVerdict
     from ckptd.core.policy.view import CommitRef, JobView, SaveView
 
 CONFIRMATION_SECONDS = 20.0
 """A confirmation older than this is asked for again, so that a permit made from it is young."""
 
 
-def victims(view: JobView, fates: dict[int, Fate]) -> list[SaveView]:
-    """What nothing keeps here, oldest first."""
+def victims(view: JobView, fates: dict[int, RetentionVerdict]) -> list[SaveView]:
+    """Return the saves on this node that nothing keeps, oldest first."""
     loose = (s for s in view.saves if s.is_present and not fates[s.id].keeps)
     return sorted(loose, key=lambda s: s.order)
 
 
-def prune(view: JobView, fates: dict[int, Fate]) -> list[Action]:
+def prune(view: JobView, fates: dict[int, RetentionVerdict]) -> list[Action]:
     """Oldest first, as many as the seat belt allows; a hold goes before what it would keep alive."""
     if view.is_first_scan or view.is_save_in_flight or not view.may_delete or view.deletions_left <= 0:
         return []

@@ -1,6 +1,6 @@
-"""What the planner sees of one job: plain data gathered by the deciding thread before each turn.
+"""Hold the planner's input for one job: plain data gathered by the deciding thread before each turn.
 
-Nothing here is asked for during planning, so that the same view always gives the same plan.
+Planning asks for nothing beyond it, so that the same view always gives the same plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckptd.core.policy.retention import RetentionPolicy
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckptd.core.model.listing import Resumed
+    from ckptd.core.model.listing import ResumeMarker
 
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ class CommitRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """What the planner sees of a drain."""
+    """Hold the planner's input for a drain."""
 
     seconds_left: float
     speeds: Mapping[str, float] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Drain:
         return seconds / BEGUN_FACTOR if is_begun else seconds
 
 
-# --- The file system of save_dir as the planner sees it (docs/design.md P13) -----------------------------
+# --- The disk of save_dir --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Disk:
         return self.free_bytes < self.min_free_bytes
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- Saves, remotes and the job --------------------------------------------------------------------------
 
 
 _NOT_MADE = DerivedRecord()
@@ -156,11 +156,11 @@ class SaveView:
 
     @property
     def stands_alone(self) -> bool:
-        """Its universal form loads without its other files: a trainer's own lie beside it (adr/0050)."""
+        """Tell whether the universal form loads alone; trainers' layouts have files beside it (ADR 0050)."""
         return self.save.roots == ("",)
 
     def derived(self, form: str) -> DerivedRecord:
-        """Where a derived form stands here."""
+        """Return the record of a derived form on this node."""
         return self.universal if form == UNIVERSAL else self.weights.get(form) or _NOT_MADE
 
     def ship(self, remote: str, form: str) -> ShipRecord:
@@ -226,7 +226,7 @@ class RemoteView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationAnswer:
-    """What `choose_generation` said of one save on one remote."""
+    """Hold the answer of `choose_generation` for one save on one remote."""
 
     generation: int
     attempt: int = 1
@@ -241,7 +241,7 @@ class Confirmation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenure:
+class LeaseStatus:
     """A job on a shared directory, as the planner of one host sees it."""
 
     holds_lease: bool
@@ -298,9 +298,9 @@ class JobView:
     """This node's name."""
     due_since_seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """(remote, COMMIT key) → since when nothing has kept it here; monotonic."""
-    tenure: Tenure | None = None
+    tenure: LeaseStatus | None = None
     """save_dir is shared by hosts (adr/0110); None: it is this host's alone."""
-    resumed: Resumed | None = None
+    resumed: ResumeMarker | None = None
     """What `resume` gave to the trainer last, whatever came of it since."""
     unsealed_tags: frozenset[str] = frozenset()
     """Checkpoints on this node of which nothing is known yet, as after the loss of the journal."""

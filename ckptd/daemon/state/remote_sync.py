@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.missing import Part
-from ckptd.core.completeness.peer_evidence import Told
+from ckptd.core.completeness.peer_evidence import PeerEvidence
 from ckptd.core.model.coverage import order_of
 from ckptd.core.model.layouts import Role, is_in_roots, layout_of
 from ckptd.core.model.manifest import mark_of_manifest
@@ -181,7 +181,7 @@ def unread_manifests(view: TagView) -> list[tuple[int, ManifestName]]:
     return [(one.generation, one.name) for one in view.named if one.form == ZERO]
 
 
-def evidence_of(view: TagView) -> tuple[Told, ...]:
+def evidence_of(view: TagView) -> tuple[PeerEvidence, ...]:
     """Return what each ZeRO generation proves to a node without model states; of a settled one, what its
     COMMIT lists.
     """
@@ -203,11 +203,11 @@ def evidence_of(view: TagView) -> tuple[Told, ...]:
     )
 
 
-def _told(read: Sequence[NodeManifest], named: tuple[ManifestName, ...], *, is_settled: bool) -> Told:
+def _told(read: Sequence[NodeManifest], named: tuple[ManifestName, ...], *, is_settled: bool) -> PeerEvidence:
     """Build the evidence of one generation, from a manifest with model states where there is one."""
     first = next((m for m in read if any(f.role is Role.MODEL for f in m.files)), read[0])
     rows = frozenset((f.path, f.bytes, f.fingerprint) for m in read for f in m.files)
-    return Told(
+    return PeerEvidence(
         grid=first.grid,
         step=first.step,
         node=first.node,

@@ -1,4 +1,4 @@
-"""A `torch.save` archive as named byte ranges, read from the zip's central directory alone.
+"""Read a `torch.save` archive as named byte ranges, from the zip's central directory alone.
 
 It exists because conversion, fingerprints and completeness need offsets, sizes and CRCs, never the
 payload, and because Python's `zipfile` neither proves that records lie inside the file nor that they
@@ -110,7 +110,7 @@ def directory_place(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> tupl
 
 
 def header_offsets(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> list[int]:
-    """Where the local headers lie by the central directory; nothing is followed there yet.
+    """Return the offsets of the local headers that the central directory names, without reading there.
 
     Raises:
         TornArchiveError, RefusedError: as `read_directory`.

@@ -1,6 +1,6 @@
-"""What a shard may cost to read: every count and size that a hostile file could inflate (P14).
+"""Limit the cost of reading a shard: every count and size that a hostile file could inflate.
 
-One place, so that the reader, the unpickler and the tests speak of the same numbers.
+They stand in one place, so that the reader, the unpickler and the tests speak of the same numbers.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Rebuilder:
         return known if len(pid) < 6 or pid[5] is None else self._view(known, pid[5])
 
     def place(self, key: str, dtype: str, numel: int) -> int:
-        """Where in the file a storage begins."""
+        """Return the offset in the file at which a storage begins."""
         record = self.directory.records.get(f"data/{key}")
         if record is None:
             raise TornArchiveError(f"{self.name} lacks the record of storage {key}")

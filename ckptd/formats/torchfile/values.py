@@ -1,6 +1,6 @@
-"""What the restricted unpickler yields instead of objects: inert stand-ins and byte ranges (P14).
+"""Stand in for unpickled objects: inert values and byte ranges, which can run no code of a checkpoint.
 
-Nothing here can run code of a checkpoint: a global is a pair of strings, an object is its arguments,
+The restricted unpickler yields them: a global is a pair of strings, an object is its arguments,
 a tensor is a place in a file. docs/formats.md §2.4 lists the classes that occur.
 """
 
@@ -127,7 +127,7 @@ class Tensor:
 
     @property
     def byte_offset(self) -> int:
-        """Where element 0 lies in the file."""
+        """Return the offset of element 0 in the file."""
         return self.storage.offset + self.start * self.item_bytes
 
     @property

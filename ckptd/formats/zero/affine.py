@@ -55,7 +55,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _turned(piece: Block) -> Block:
-    """The same elements with shard and full parameter changing places."""
+    """Return the block of the same elements with shard and full parameter swapped."""
     return Block(piece.rank, piece.shape, piece.at, piece.strides, piece.out, piece.out_strides)
 
 

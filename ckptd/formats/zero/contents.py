@@ -1,4 +1,4 @@
-"""What a save holds of the model besides the optimizer's masters: frozen parameters, buffers, second names.
+"""Read the model's state besides the optimizer's master weights: frozen parameters, buffers, second names.
 
 Exported weights need it (docs/formats.md §2.3, §8); resuming does not. Names are those of the trainer's
 state dictionary; a pipeline has none, so there they are `<layer>.<name>` as in its optimizer files.

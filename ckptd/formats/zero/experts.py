@@ -1,4 +1,4 @@
-"""Mixture of experts: which ranks hold which experts, and how their shards make one parameter.
+"""Join the shards of a mixture of experts: which ranks hold which experts, and one parameter of them.
 
 On every expert-parallel rank the experts have the same local names, and their optimizer groups are
 partitioned over fewer ranks than the others. The universal form stacks the ranks' tensors of one name along
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from ckptd.formats.zero.shards import Opened, Source
 
 
-# ---------------------------------------------------------------------------------------------------------
-# AutoEP: experts that DeepSpeed itself spreads over ranks, one tensor of rows per layer and weight.
-# The trainer's metadata say which parameters they are and which rank has which rows. Where every rank has the
-# next equal run of rows, stacking the ranks gives the whole layer, which loads with any expert-parallel size;
-# any other placement is refused (docs/formats.md §7.1, ADR 0085).
+# --- AutoEP: DeepSpeed itself spreads the experts over ranks ---------------------------------------------
+# Each layer and weight is one tensor of rows. The trainer's metadata say which parameters they are and
+# which rank has which rows. If every rank has the next equal run of rows, stacking the ranks gives the
+# whole layer, which loads with any expert-parallel size; any other placement is refused (docs/formats.md
+# §7.1, ADR 0085).
 
 SAFE = "the ZeRO form is safe all the same"
 _WEIGHTS = ("w1", "w2", "w3")
 
 
 def layers(model: Opened) -> list[dict[Any, Any]]:
-    """What the model states say of each AutoEP layer; empty when there is none."""
+    """Return the metadata of each AutoEP layer in the model states; empty when there is none."""
     found = model.root.get("ds_autoep_layers") or model.root.get("autoep_layers") or []
     return [as_dict(layer) for layer in found] if isinstance(found, list) else [{}]
 
@@ -95,7 +95,7 @@ def _is_run(values: Any, begin: int, count: int) -> bool:
     return all(value == begin + i for i, value in enumerate(values))
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- Native experts --------------------------------------------------------------------------------------
 
 _FILE_NAME = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_\d+_model_states\.pt")
 _GROUP_NAME = re.compile(r"ep_size_([1-9][0-9]{0,6})")
@@ -127,7 +127,7 @@ class Experts:
         return [range(rank, dp, self.ep) for rank in range(self.ep)]
 
     def notes(self) -> tuple[str, ...]:
-        """What a resumed run must hold to."""
+        """Return the conditions that a resumed run must meet."""
         if not self.groups or self.automatic:
             return ()
         said = f"experts are shared by {self.ep} ranks: resume with ep_size {self.ep}"

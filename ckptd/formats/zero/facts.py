@@ -1,6 +1,6 @@
-"""What an unpickled shard says about its save: stage, grid, dtype, step (docs/formats.md §2).
+"""Extract facts about its save from an unpickled shard: stage, grid, dtype, step (docs/formats.md §2).
 
-Runs in restricted children, so it yields a plain dataclass with the field names of
+This runs in restricted children, so it yields a plain dataclass with the field names of
 `ckptd.core.model.facts.ShardFacts`; the parent validates it into that model. A field that is not known is
 None, never guessed.
 """

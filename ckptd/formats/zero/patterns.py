@@ -1,4 +1,4 @@
-"""What `universal_checkpoint_info` says of each parameter: how its tensor-parallel shards join.
+"""Join the tensor-parallel shards of each parameter as `universal_checkpoint_info` prescribes.
 
 The trainer names parameters by patterns; the first rule that matches, in the stock converter's order, gives
 a `Join`: geometry for the bytes and marks for the header of the parameter's files (docs/formats.md §6.1).
@@ -103,7 +103,7 @@ class Patterns:
         return sorted(self._unmatched)
 
     def _join(self, name: str, shapes: list[tuple[int, ...]]) -> Join:
-        """By the first rule that matches; an affine map goes before all (and uses their patterns up)."""
+        """Choose the first rule that matches; an affine map precedes all (and uses their patterns up)."""
         mapped = self._affine.find(name)
         subs = self._sub_params_of(name)
         matched = {key: self._matches(key, name) for key in _LISTS} if mapped else {}

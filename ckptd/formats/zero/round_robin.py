@@ -1,4 +1,4 @@
-"""Where parameters truly lie under `round_robin_gradients`, which DeepSpeed's own mappings get wrong.
+"""Locate parameters under `round_robin_gradients`, which DeepSpeed's own mappings get wrong.
 
 With that option the flat buffer is laid out in a shuffled order, which `param_shapes` has, but
 `param_slice_mappings` adds addresses up in the order before the shuffle (DeepSpeed 0.19.8,

@@ -1,6 +1,6 @@
-"""What install-service and uninstall-service would do, as data; nothing is executed here.
+"""Plan what install-service and uninstall-service would do, as data; nothing is executed here.
 
-Reads the units that are there: what bears no mark of ours is never overwritten nor removed, and the slice's
+Reads the units that are there: a unit without our mark is never overwritten nor removed, and the slice's
 limit is the sum of all instances'.
 """
 
@@ -35,7 +35,7 @@ SYSTEM_UNITS = Path("/etc/systemd/system")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where: `folder` holds the units; `user` is the training user, None in a user's own manager."""
+    """Name where units go: `folder` holds them; `user` is the training user, None in a user's own manager."""
 
     folder: Path
     user: str | None

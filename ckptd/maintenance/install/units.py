@@ -26,7 +26,7 @@ _ROOM = 1.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropIn:
-    """What one instance may write, and how much memory it may take."""
+    """Hold what one instance may write, and how much memory it may take."""
 
     paths: tuple[str, ...]
     memory_budget_bytes: int
@@ -37,12 +37,12 @@ class DropIn:
 
     @property
     def memory_max_bytes(self) -> int:
-        """Where the kernel ends it."""
+        """Return the memory at which the kernel ends it."""
         return int(self.memory_budget_bytes * _ROOM)
 
     @property
     def text(self) -> str:
-        """As a drop-in of systemd."""
+        """Render it as a drop-in of systemd."""
         lines = [f"MemoryHigh={self.memory_budget_bytes}", f"{_MAX}{self.memory_max_bytes}"]
         if self.sets_paths:
             lines += [f"{_PATHS}{quoted('-' + path)}" for path in self.paths]
@@ -91,7 +91,7 @@ def paths_of(text: str) -> tuple[str, ...]:
 
 
 def config_dir_of(text: str) -> str:
-    """Where a drop-in of ours has the jobs read; empty: where the unit says."""
+    """Return the folder of jobs that a drop-in of ours sets; empty: the unit's own."""
     words = (_unquoted(line.removeprefix(_ENVIRONMENT)) for line in text.splitlines() if _CONFIG_DIR in line)
     return next((word.removeprefix(_CONFIG_DIR) for word in words if word.startswith(_CONFIG_DIR)), "")
 

@@ -58,7 +58,7 @@ class Candidate:
 
     @property
     def layout(self) -> tuple[Trainer, tuple[str, ...]]:
-        """Whose folder it is, and where in it the shards lie."""
+        """Return which trainer wrote the folder, and where in it the shards lie."""
         if self.local is not None:
             return self.local.listing.trainer, self.local.listing.roots
         whole = self.copies or self.universals
@@ -71,7 +71,7 @@ class Candidate:
 
     @property
     def is_universal_alone(self) -> bool:
-        """Its ZeRO form is nowhere any more."""
+        """Whether its ZeRO form is nowhere any more."""
         return self.local is None and not self.copies
 
     @property

@@ -1,4 +1,4 @@
-"""What of a committed copy is wanted, and what it is worth by itself: pure questions about a copy."""
+"""Select the wanted part of a committed copy, and judge a copy by itself: pure functions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from ckptd.errors import NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from ckptd.core.model.manifest import Cell
-    from ckptd.recover.select.inventory import LocalSight
+    from ckptd.core.model.manifest import Cell, NodeManifest
+    from ckptd.recover.select.inventory import LocalSight, RemoteSight
+    from ckptd.storage.remote.messages import CommitView
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.errors import UsageError
-
-if TYPE_CHECKING:
-    from ckptd.core.model.manifest import NodeManifest
-    from ckptd.recover.select.inventory import RemoteSight
-    from ckptd.storage.remote.messages import CommitView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +39,7 @@ class Copy:
 
     @property
     def all_for_each(self) -> str | None:
-        """What is said where every node is given all of it."""
+        """Say why every node is given all shards, where that is so; None: each node gets its own."""
         words = f"all shards of {self.view.commit.tag} are wanted on each node"
         why = (
             "nodes that saved unlike numbers of ranks, or not in order, do not tell which ranks run where now"
@@ -147,9 +143,9 @@ def is_here(here: LocalSight, file: ManifestFile) -> bool:
 
 
 def of_node(copy: Copy, nodes: Nodes) -> Copy:
-    """What of a copy one node wants: the shards of its ranks, and what every rank reads (H58).
+    """Select the files of a copy that one node wants: the shards of its ranks, and what every rank reads.
 
-    By ranks, not by who shipped what: a node that was replaced shipped under two names, and the stages of a
+    By ranks, not by who uploaded what: a node that was replaced uploaded under two names, and the stages of a
     pipeline have the same data-parallel ranks. Where nothing proves which ranks run here, all: what is too
     much costs time, what is another's costs the run.
     """

@@ -1,7 +1,7 @@
-"""What can be resumed from, as it is now: the folders in save_dir and the COMMITs of each remote.
+"""Take stock of what can be resumed from: the folders in save_dir and the COMMITs of each remote.
 
-Neither the daemon's journal nor its status is needed: save_dir may have been emptied a minute ago, the
-daemon may run or be dead. Local folders are judged by the daemon's own rules.
+Neither the daemon's journal nor its status is needed: save_dir may have been emptied a minute ago, the daemon
+may run or be dead. Local folders are judged by the daemon's own rules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.apart import open_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from ckptd.config.schema import JobConfig
@@ -44,16 +44,10 @@ if TYPE_CHECKING:
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from ckptd.core.model.manifest import NodeManifest
-    from ckptd.storage.remote.messages import CommitView
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What this node knows of its saves, none of it needed: its name and id, the daemon's last status."""
+    """Hold what this node knows of its saves: its name and id, the daemon's last status; none is needed."""
 
     orders: Mapping[str, Order] = field(default_factory=dict)
     """Tag → the order that the daemon gave to the folder here."""
@@ -105,9 +99,10 @@ class RemoteSight:
     def late(
         self, commit: Commit, manifests: Sequence[NodeManifest]
     ) -> tuple[tuple[ManifestFile, ...], str | None]:
-        """What SUPPLEMENTs beside a COMMIT list, of one path the last; a note, where they cannot be believed.
+        """Return the late files that SUPPLEMENTs beside a COMMIT list, the last one of a path, and a note.
 
-        A note that came late is worth less than the checkpoint.
+        The note says why they cannot be believed; late files are worth less than the checkpoint, so they are
+        left out then.
         """
         found: dict[str, ManifestFile] = {}
         try:
@@ -172,7 +167,7 @@ class LocalSight:
 
     @property
     def step(self) -> int | None:
-        """Its step, also where the save is not whole."""
+        """Return its step, also where the save is not whole."""
         if self.verdict.step is not None:
             return self.verdict.step
         return step_of(self.tag, self.facts)[0]
@@ -280,7 +275,7 @@ def _read(folder: Path, paths: Sequence[str]) -> tuple[list[FileFacts], StorageE
 
 
 def memory_of(job: JobConfig, state_dir: Path | None, node: str) -> Memory:
-    """What this node knows of its saves: its name, its id and the daemon's last status, never needed."""
+    """Read what this node knows of its saves: its name, its id and the daemon's last status, never needed."""
     if state_dir is None:
         return Memory(node=node, is_shared=job.shared_fs)
     known = Memory(node=node, node_id=_node_id(state_dir), is_shared=job.shared_fs)

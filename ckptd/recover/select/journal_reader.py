@@ -1,4 +1,4 @@
-"""What the daemon's journal knows, for commands that run beside it: read only, and nothing if that fails."""
+"""Read the daemon's journal for commands that run beside it: read only, and nothing if that fails."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Sent:
 
 
 def sent_to(state_dir: Path | None, remote: str) -> list[Sent]:
-    """What the journal says of a remote: proof that an object there is ours."""
+    """Return the objects that the journal says lie in a remote: proof that an object there is ours."""
     if state_dir is None:
         return []
     query = (

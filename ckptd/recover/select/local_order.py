@@ -1,7 +1,8 @@
-"""Where a complete folder here that no COMMIT holds stands among all saves (docs/adr/0030).
+"""Place a complete local folder that no COMMIT holds in the order of all saves.
 
 Pure. A rewind is never guessed. A tag whose COMMIT has other content was saved again here, later, only if
-that COMMIT and all above it are this node's own: the job may have gone on elsewhere under the same names.
+that COMMIT and all above it are this node's own: the job may have gone on elsewhere under the same names
+(docs/adr/0030).
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ def standing_of(
     memory: Memory,
     is_own: Callable[[RemoteSight, CommitView], bool],
 ) -> Standing:
-    """Of a complete folder here at `step`; `known`: every order known by now; `is_own`: of a save from here.
+    """Return the place of a complete folder here at `step` in the order of saves.
 
-    The daemon's word where it is of this content; behind everything known, where the tag was saved again here
-    or no rewind is in question; else below what was committed later, be it elsewhere.
+    Use the order in the daemon's status if it is for this content. Otherwise place the save after every known
+    save if the tag was saved again here or no rewind is possible, else before anything committed later.
+
+    `known`: every order known by now; `is_own`: whether a COMMIT is of a save from here.
     """
     highest = max(known, default=None)
     views = [view for remote in remotes for view in remote.commits]

@@ -1,4 +1,4 @@
-"""Whose a remote must be, judged as the daemon does: by the job id that its journal knows, else by the name.
+"""Determine whose a remote must be, as the daemon does: by the job id in its journal, else by the name.
 
 A job file may be renamed: its daemon goes on, because it remembers which remote is its own. A command that
 went by the name alone would call that remote a stranger's.
@@ -71,7 +71,9 @@ def owner_of(job: JobConfig, state_dir: Path | None) -> Owner:
 
 
 def state_dir_hint(job: JobConfig, environ: Mapping[str, str], config_dir: Path | None) -> Path | None:
-    """Where the daemon's state may lie: a wrong ckptd.toml does not stop a command that can do without."""
+    """Return where the daemon's state may lie; a wrong ckptd.toml does not stop a command that can do
+    without.
+    """
     try:
         daemon = load_daemon((config_dir or default_config_dir(environ)) / "ckptd.toml", environ)
         return state_dir_of(job.save_dir, job.name, daemon.state_dir, environ)

@@ -165,7 +165,7 @@ class Runs:
         return replace(sight, commits=tuple(kept))
 
     def view(self, run_id: str) -> RunView | None:
-        """What is known of a run, in the first remote that knows it."""
+        """Return what is known of a run, from the first remote that knows it."""
         return next((view for view in self.views if self.is_same(view.run_id, run_id)), None)
 
     def words(self, run_id: str) -> str:
@@ -183,7 +183,7 @@ class Runs:
         return tuple(found.values())
 
     def said_of_others(self, run_id: str | None) -> str:
-        """What the others hold, and what takes it; empty where there are none."""
+        """Say what other runs hold, and the option that takes it; empty where there are none."""
         others = self.others(run_id)
         told = [
             f"{view.words} holds {view.checkpoints} checkpoint{'s' * (view.checkpoints != 1)} there "

@@ -1,7 +1,8 @@
-"""Where a command reads: the remotes of a job or one URL, which of them answer, which copies are bad.
+"""Open the sources that a command reads: remotes of a job or one URL; know which answer, which copies are
+bad.
 
-`list`, `verify`, `restore` and `resume` mean the same by JOB, URL and --remote; a remote that fails
-half-way is left out and the next one is asked (P18).
+`list`, `verify`, `restore` and `resume` mean the same by JOB, URL and --remote; a remote that fails half-way
+is left out and the next one is asked.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _OF_A_REMOTE = (RemoteError, NotPermitted, StorageError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """What JOB|URL names: remotes, whose they must be (None: anybody's), and the job where there is one."""
+    """Hold what JOB|URL names: remotes, their required owner (None: anybody), and the job if any."""
 
     remotes: tuple[RemoteConfig, ...]
     owner: Owner | None
@@ -132,7 +133,7 @@ class Sources:
         self.remotes = [runs.only(remote, run_id) for remote in self.remotes]
 
     def said_of_others(self) -> str:
-        """What other runs hold in the remotes, and what takes it; empty where there are none."""
+        """Say what other runs hold in the remotes, and the option that takes it; empty: there are none."""
         return self._runs.said_of_others(self.run_id) if self._runs is not None else ""
 
     def said_of_tag(self, tag: str) -> str:

@@ -1,4 +1,4 @@
-"""What `ckptd verify` says: differences, verdicts, exit code; and which slice of all objects it reads."""
+"""Describe what `ckptd verify` found: differences, verdicts, exit code; choose the slice that it reads."""
 
 from __future__ import annotations
 

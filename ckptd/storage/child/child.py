@@ -1,9 +1,9 @@
-"""A remote's own process, `python -m ckptd.storage.child.child [WINDOW_BYTES [MODULE]]`: orders in, answers
-out.
+"""Run a remote's own process: read orders, write answers.
 
-It exists because a call on a dead hard mount cannot be interrupted: then this process hangs and the daemon
-does not. It ends with its parent or at end of input; being killed at any instant loses nothing.
-MODULE makes forms while they are sent (adr/0113): it is another part's, and loaded when it is needed.
+Started as `python -m ckptd.storage.child.child [WINDOW_BYTES [MODULE]]`. It exists because a call on a dead
+hard mount cannot be interrupted: then this process hangs and the daemon does not. It ends with its parent or
+at end of input; being killed at any instant loses nothing. MODULE makes forms while they are uploaded
+(docs/adr/0113): it belongs to a higher layer, so its name is handed in, and it is loaded when it is needed.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main() -> None:
 def _opened(
     making: str | None, order: ShipOrder, root: int, control: Control, store: Store
 ) -> AbstractContextManager[Origin]:
-    """Where an order's bytes come from: files that lie here, or a form that `making` makes."""
+    """Open the source of an upload's bytes: files that lie here, or a form that `making` makes."""
     if order.making is None:
         return sealed(order, root, control, store)
     if making is None:

@@ -147,9 +147,10 @@ class RemoteClient:
         return self.silent_seconds()
 
     def silent_seconds(self, but: int | None = None) -> float:
-        """The same without one order, which is judged by the bytes that it moves.
+        """Return how long the child has been silent, leaving out the order `but`.
 
-        Long orders and short ones each have a thread there: what one of them does is no sign of the other.
+        That one is judged by the bytes that it moves. Long orders and short ones each have a thread in the
+        child: what one of them does is no sign of life of the other.
         """
         with self._lock:
             open_ = (order for order_id, order in self._open.items() if order_id != but)

@@ -1,7 +1,8 @@
-"""What a remote's child process does with an order, apart from the process around it (docs/design.md §3).
+"""Carry out one order in a remote's child process, apart from the process around it.
 
-It holds no state that matters: the attached remote, found again when lost; the pace; which orders were
-cancelled. Every failure of the tree becomes a `Failed` answer, anything else is a bug and ends the process.
+It holds no state that matters: the attached remote, found again when lost; the rate limit; which orders were
+cancelled. Every failure of the error tree becomes a `Failed` answer, anything else is a bug and ends the
+process (docs/design.md §3).
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class Service:
         return Done()
 
     def _observe(self, ground: AttachedRemote, order: Observe) -> Observation | Unchanged:
-        """What the remote holds, or that it is as it was."""
+        """Answer what the remote holds, or that it has not changed."""
         seen = observe(ground.store, ground.identity, self._documents)
         bare = seen.model_copy(update={"free_bytes": None})
         before, self._observed = self._observed, bare
@@ -263,7 +264,7 @@ class _Reporter:
         self._motion = Motion()
 
     def control(self, pacer: Pacer) -> Control:
-        """What a transfer needs."""
+        """Return the callbacks and the rate limit that a transfer needs."""
         return Control(
             pacer=WatchedPacer(pacer, self._motion),
             check=self.check,

@@ -33,7 +33,7 @@ class Guest(Protocol):
         """End the child if it has nothing to do; whether it is gone."""
 
     def begin(self) -> None:
-        """Its turn has come: it has a place."""
+        """Begin: this guest has been given a slot."""
 
 
 class Places:
@@ -92,7 +92,7 @@ MAKING = "ckptd.convert.remote.derive"
 
 
 class Process:
-    """As `RemoteClient`; every method is called in the deciding thread."""
+    """Run a `RemoteClient` within a slot; every method is called in the deciding thread."""
 
     def __init__(
         self,

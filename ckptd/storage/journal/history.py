@@ -1,7 +1,8 @@
-"""What the journal lets go of: rows of saves that ended long ago, and of files that are gone (docs/adr/0117).
+"""Remove rows from the journal: of saves that ended long ago, and of files that are gone.
 
-A run seals tens of thousands of saves. Nobody asks for those that ended, but for the newest of them, for the
-order of shards that come back (P9), and for what was there before the first start (P5).
+A run seals tens of thousands of saves, and nobody asks for those that ended. Kept are the newest of them, the
+order of shards that come back (a save that returns keeps its place in the order), and what was there before
+the first start, which ckptd never deletes on its own (docs/adr/0117).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def objects(db: Connection, save_id: int, remote: str, form: str) -> list[Object
 
 
 def why_pruned(db: Connection, save_id: int) -> str | None:
-    """What the newest prune of a save was for that was not taken back."""
+    """Return the reason of a save's newest prune that was not undone."""
     row = db.execute(
         "SELECT intent FROM deletions WHERE save_id=? AND state != 'undone' ORDER BY id DESC LIMIT 1",
         (save_id,),
@@ -168,7 +169,7 @@ def add_sums(db: Connection) -> None:
 
 
 def compare_sums(db: Connection) -> None:
-    """Of all rows.
+    """Compare the checksums of all rows.
 
     Raises:
         ValueError: one is not what was written.

@@ -119,7 +119,7 @@ class Journal:
 
     @whole
     def facts(self, path: str, identity: FileIdentity) -> FileFacts | None:
-        """What an inspection of exactly this file said."""
+        """Return what an inspection of exactly this file said; None: it was not inspected."""
         row = self._db.execute(
             "SELECT facts FROM facts WHERE identity=? AND path=?", (past.identity_key(identity), path)
         ).fetchone()
@@ -184,7 +184,9 @@ class Journal:
         return [past.save_row(row) for row in rows]
 
     def replace_sealed(self, save_id: int, save: SealedSave) -> None:
-        """The same save with refreshed identities (a ctime that changed alone, H50)."""
+        """Store a sealed save with refreshed identities, where a file's ctime alone changed (chmod, hard
+        link).
+        """
         self._db.execute("UPDATE saves SET sealed=? WHERE id=?", (save.model_dump_json(), save_id))
 
     def end_save(self, save_id: int, state: SaveState) -> None:
@@ -206,12 +208,12 @@ class Journal:
         self._db.execute("UPDATE saves SET held=? WHERE id=?", (held, save_id))
 
     def set_weights(self, save_id: int, weights: Mapping[str, DerivedRecord]) -> None:
-        """Where the exports of a save stand, by form."""
+        """Store the state of a save's weight exports, by form."""
         text = json.dumps({form: record.model_dump(mode="json") for form, record in weights.items()})
         self._db.execute("UPDATE saves SET weights=? WHERE id=?", (text, save_id))
 
     def set_derived(self, save_id: int, record: DerivedRecord) -> None:
-        """Where the local universal form stands."""
+        """Store the state of a save's local universal form."""
         self._db.execute("UPDATE saves SET derived=? WHERE id=?", (record.model_dump_json(), save_id))
 
     # --- ships -----------------------------------------------------------------------------------------

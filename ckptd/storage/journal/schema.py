@@ -47,15 +47,15 @@ class Database(sqlite3.Connection):
     path: Path
 
     def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
-        """As sqlite3's."""
+        """Run `execute` of sqlite3, translating its errors."""
         return self._run(super().execute, sql, *args)
 
     def executemany(self, sql: str, *args: Any) -> sqlite3.Cursor:
-        """As sqlite3's."""
+        """Run `executemany` of sqlite3, translating its errors."""
         return self._run(super().executemany, sql, *args)
 
     def executescript(self, sql: str) -> sqlite3.Cursor:
-        """As sqlite3's."""
+        """Run `executescript` of sqlite3, translating its errors."""
         return self._run(super().executescript, sql)
 
     def _run(self, statement: Callable[..., sqlite3.Cursor], *args: Any) -> sqlite3.Cursor:

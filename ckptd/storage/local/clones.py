@@ -103,7 +103,7 @@ def release(save_dir_fd: int, name: str) -> None:
 
 
 def remove_temporary(save_dir_fd: int, name: str) -> None:
-    """What is left of a word about a hold when its writer was killed."""
+    """Remove the temporary file of a hold's record whose writer was killed."""
     with fs.closing(files.open_dir_beneath(save_dir_fd, fs.HOLD)) as fd:
         files.remove_file(fd, name)
 

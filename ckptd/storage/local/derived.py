@@ -1,4 +1,4 @@
-"""What lies in `_ckptd/derived/universal`: each folder says in its `ckptd.json` what it was made from (H15).
+"""Read which save each folder in `_ckptd/derived/universal` was made from, as its `ckptd.json` says.
 
 A derived form is usable for a save exactly when its source fingerprints are the save's; with the journal
 lost, or after a resume put it there, this is how it is recognised.

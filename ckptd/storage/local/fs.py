@@ -1,9 +1,8 @@
-"""What ckptd changes on the node: prune with a permit, holds, derived forms, pointers, trash (P1, P11, P15).
+"""Change what lies on the node: prune with a permit, holds, derived forms, pointers, trash.
 
 Everything of ours lies below `<save_dir>/_ckptd` (or beside it: ckptd/base/owned_dirs.py). A trainer's file
-is removed
-in one function only, `prune`, and only under a permit whose every claim is checked again by descriptor,
-before and after the folder is renamed aside (docs/design.md §5 *Permit*).
+is removed in one function only, `prune`, and only under a permit whose every claim is checked again by
+descriptor, before and after the folder is renamed aside (docs/design.md §5 *Permit*).
 """
 
 from __future__ import annotations
@@ -74,7 +73,10 @@ def _below(folder_fd: int, prefix: str = "") -> Iterator[tuple[str, bool]]:
 
 
 def stays_in_trash(name: str, left: Sequence[str], *, is_listed: bool) -> StorageError:
-    """What is said of a removal that could not end; `is_listed`: of what stands where a sealed file stood."""
+    """Return the error for a removal that could not end.
+
+    `is_listed`: the file stands where a sealed file stood.
+    """
     more = f" (with {len(left) - 1} more)" if len(left) > 1 else ""
     why = "is not the file that was committed" if is_listed else "was no part of what was committed"
     text = f"{min(left)}{more} in {OURS}/trash/{name} {why}, so the removal that was begun there stops"
@@ -109,7 +111,7 @@ def trash_name(tag: str) -> str:
 
 
 def is_ours_in_trash(name: str) -> bool:
-    """What was ours when it came there; a folder of the tag `ours.x` was not (`trash_name`)."""
+    """Whether a name in the trash was ours when it came there; a folder of the tag `ours.x` was not."""
     return name.startswith(names.TEMPORARY_PREFIX) or _OURS_IN_TRASH.fullmatch(name) is not None
 
 
@@ -299,7 +301,7 @@ def _is_whole(folder_fd: int, sealed: Sequence[SealedFile]) -> bool:
 
 
 def names_in(save_dir_fd: int, folder: str) -> list[str]:
-    """What lies in a folder of ours; nothing when it is not there."""
+    """List a folder of ours; empty when it is not there."""
     try:
         with closing(files.open_dir_beneath(save_dir_fd, folder)) as fd:
             return sorted(os.listdir(fd))
@@ -308,7 +310,7 @@ def names_in(save_dir_fd: int, folder: str) -> list[str]:
 
 
 def trash_names(save_dir_fd: int) -> list[str]:
-    """What lies in the trash."""
+    """List the trash."""
     return names_in(save_dir_fd, TRASH)
 
 

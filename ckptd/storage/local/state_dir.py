@@ -1,7 +1,7 @@
-"""Where a job's journal, status.json and audit.jsonl live (docs/contract.md *On the node*).
+"""Choose where a job's journal, status.json and audit.jsonl lie (docs/contract.md *On the node*).
 
-SQLite and flock need a local file system, and a home directory is often a network one: then the state goes
-to /var/tmp, into a directory that only its owner can enter.
+SQLite and flock need a local file system, and a home directory is often a network one: then the state goes to
+/var/tmp, into a directory that only its owner can enter.
 """
 
 from __future__ import annotations

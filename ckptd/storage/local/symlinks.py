@@ -16,7 +16,9 @@ _CHECKPOINT = re.compile(r"^(global_step|checkpoint[-_]|step[-_]?|iter_)\d+$")
 
 
 def may_be_checkpoint(name: str, latest: str | None) -> bool:
-    """By its name: as DeepSpeed, Hugging Face and others write it, or as `latest` says."""
+    """Whether a name may be a checkpoint's: as DeepSpeed, Hugging Face and others write it, or as `latest`
+    says.
+    """
     is_one = _CHECKPOINT.match(name) is not None or name == latest
     return is_one and shown(name) == name and name_problem(name) is None
 

@@ -1,1 +1,1 @@
-"""What ckptd keeps in a remote: documents, commits, deletions."""
+"""Read and write what ckptd keeps in a remote: documents, commits, leases, deletions."""

@@ -82,7 +82,10 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
 
 
 def _abilities(store: Store, settings: RemoteSettings, found: RemoteIdentity) -> Abilities:
-    """What the store can; a full one lets nothing be tried, and what is retired there makes the room."""
+    """Probe what the store can do; on a full remote return the abilities known from before.
+
+    A full remote refuses the probe's small objects, and retiring saves there is what frees the space.
+    """
     try:
         return store.probe()
     except NoSpaceError:
@@ -218,7 +221,7 @@ def _known_at(settings: RemoteSettings) -> str:
 
 
 def _flush_names(folder: Path) -> None:
-    """Where that can be done: not on some network file systems, nor in a folder that we may not read."""
+    """Fsync a folder where that is possible; some network file systems and unreadable folders refuse it."""
     with contextlib.suppress(OSError), files.opened_dir(folder) as fd:
         files.fsync_dir(fd)
 
@@ -252,7 +255,7 @@ def _device_of(path: Path) -> int | None:
 
 
 def identity_of(store: Store) -> RemoteIdentity:
-    """Whose a remote is.
+    """Read which job and run a remote belongs to.
 
     Raises:
         RemoteNotOurs: it has no identity.

@@ -371,7 +371,7 @@ class _Shipping:
         return self._beside(commit, self._look(ours).read, carried)
 
     def _members(self, ours: KnownManifest, listed: tuple[KnownManifest, ...]) -> tuple[KnownManifest, ...]:
-        """What a COMMIT would rest on; a derived form is whole in one manifest."""
+        """Return the manifests that a COMMIT would list; a derived form is whole in one manifest."""
         if self._where[2] != "zero":
             return (ours,)
         return coverage.newest_revisions({known.key: known for known in (*listed, ours)}.values())
@@ -515,7 +515,11 @@ class _Supplementing:
         )
 
     def _placed(self, file: ShipFile, base: CommitView, listed: tuple[KnownManifest, ...]) -> ShipFile:
-        """Its own place in the folder, unless another content or another node may take that."""
+        """Return the file under its own path in the folder, or under another key where that path may be
+        taken.
+
+        Another content or another node's file may have the path.
+        """
         ours = [k.sha256 for k in listed if k.manifest.node_id == self._order.manifest.node_id]
         is_ours_alone = all(ref.sha256 in ours for ref in base.commit.manifests)
         taken = {entry.key for known in listed for entry in known.manifest.files}

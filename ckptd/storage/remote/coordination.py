@@ -1,7 +1,7 @@
-"""What hosts over one directory agree on in a remote: shares of a save, and the lease (adr/0110).
+"""Coordinate hosts that share one save_dir through a remote: shares of a save, and the lease.
 
 Each is a row of numbered documents, created only if absent: of two hosts that write the same number one wins,
-and both read back who. No clock but the store's says who lives.
+and both read back who (docs/adr/0110). Only the store's clock decides which host is alive.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ckptd.core.model.coverage import KnownManifest
+    from ckptd.core.model.heartbeat import SeenNode
     from ckptd.core.model.manifest import ManifestFile
     from ckptd.storage.remote.messages import ShipFile, ShipOrder
     from ckptd.storage.stores.base import ObjectInfo, Store
@@ -182,12 +183,12 @@ def _age_by_clocks(heartbeat: Heartbeat) -> float | None:
 
 
 def tensors(file: ShipFile | ManifestFile) -> tuple[str, str]:
-    """What a replica is recognised by: its path, and the fingerprint of its storages."""
+    """Return what identifies a replica of a file: its path, and the fingerprint of its storages."""
     return file.path, file.tensor_fingerprint or file.fingerprint
 
 
 def tensors_of(manifests: Iterable[KnownManifest]) -> frozenset[tuple[str, str]]:
-    """The same of every file that manifests list."""
+    """Return what identifies replicas (see `tensors`) for every file that the manifests list."""
     return frozenset(tensors(file) for known in manifests for file in known.manifest.files)
 
 
@@ -212,14 +213,6 @@ def leave_to_owner(order: ShipOrder, listed: Callable[[], Iterable[KnownManifest
 
 # ---------------------------------------------------------------------------------------------------------
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from ckptd.core.model.coverage import KnownManifest
-    from ckptd.core.model.heartbeat import SeenNode
-    from ckptd.storage.remote.messages import ShipOrder
-    from ckptd.storage.stores.base import Store
 
 _TRIES = 8
 _Row = TypeVar("_Row", bound=Document)
@@ -307,7 +300,7 @@ def lacking(whole: ShipOrder, members: Iterable[KnownManifest]) -> tuple[str, ..
 
 
 def forget_rows(store: Store, where: tuple[str, int, str]) -> None:
-    """Of a generation that was retired: nobody divides or makes it any more."""
+    """Delete the shares and attempts of a retired generation: no node divides or makes it any more."""
     for info in list(store.list(shares_folder(*where) if where[2] == ZERO else attempts_folder(*where))):
         store.delete(info.key)
 
@@ -380,7 +373,10 @@ def stale_temporaries(store: Store) -> tuple[ObjectInfo, ...]:
 
 
 def said_of(found: Sequence[SeenNode], remote: str, since: str) -> str:
-    """Of the last heard of: somebody who begins a run may have meant another remote, or another name."""
+    """Say in words that other nodes write under this name, naming the one last heard of.
+
+    Whoever begins a run may have meant another remote, or another name.
+    """
     seen = found[0]
     newest = seen.heartbeat.newest if seen.heartbeat is not None else None
     step = f", its newest step {newest.step}" if newest is not None else ""
@@ -394,7 +390,10 @@ def _is_own(seen: SeenNode, node_id: str) -> bool:
 
 
 def present_seconds(store: Store) -> float | None:
-    """By its answers, else by the time that it gives to what is written now; None: it keeps none."""
+    """Return the store's time: from its answers, else from the time stamp of a small object written now.
+
+    None: the store keeps no times.
+    """
     now = store_now_seconds(store)
     if now is not None:
         return now

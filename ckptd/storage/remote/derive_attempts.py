@@ -114,7 +114,7 @@ def made(ground: AttachedRemote, order: ShipOrder, run: Callable[[], ShipResult]
 
 
 def _as_attempt(order: ShipOrder, making: Making, number: int) -> ShipOrder:
-    """The same into the folder of that attempt."""
+    """Return the upload request with its keys in the folder of attempt `number`."""
     ours = order.manifest
     folder = attempt_folder(*stem_of(ours), making.below, number)
     files = tuple(
@@ -180,9 +180,9 @@ def _committed(ground: AttachedRemote, order: ShipOrder, commit: CommitView) -> 
 
 
 def _sweep(ground: AttachedRemote, order: ShipOrder, commit: Commit) -> None:
-    """What other attempts sent: objects that the committed one has too, in their folders, listed nowhere.
+    """Delete objects of losing attempts that the committed one has too and that no manifest lists.
 
-    Half uploads are given up by their own node, when it hears of the COMMIT.
+    Unfinished uploads are given up by their own node when it hears of the COMMIT.
     """
     assert order.making is not None
     store, where, row = ground.store, stem_of(commit), attempts_folder(*stem_of(commit))

@@ -17,11 +17,11 @@ from ckptd.core.model.decision import Decision
 from ckptd.core.model.manifest import (
     AnyDocument,
     Commit,
-    Headstone,
     Lease,
     ManifestName,
     NodeManifest,
     RemoteIdentity,
+    TombstoneHeader,
     commit_key,
     may_cover,
     name_in,
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptd.base.identity import Model
+    from ckptd.core.model.coverage import KnownManifest
+    from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.stores.base import ObjectInfo, Store
 
 IDENTITY_KEY = f"{ROOT}/remote.json"
@@ -46,14 +48,14 @@ LEASES = f"{ROOT}/leases/"
 _TRIES = 3
 _AFTER_SLASH = chr(ord("/") + 1)
 """What begins with it comes right after a folder's contents."""
-Stone = TypeVar("Stone", bound=Headstone)
+Stone = TypeVar("Stone", bound=TombstoneHeader)
 Stem = tuple[str, int, str]
 """(tag, generation, form)."""
 
 
 @dataclass(slots=True)
 class Documents:
-    """What was read; `damaged` names what could not be."""
+    """Hold the documents read from a remote; `damaged` names those that could not be read."""
 
     commits: list[CommitView] = field(default_factory=list)
     stones: dict[Stem, ObjectInfo] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class Documents:
         return [v for v in self.commits if not v.disputed and stem_of(v.commit) not in self.stones]
 
 
-def stem_of(document: Commit | NodeManifest | Headstone | Lease) -> Stem:
+def stem_of(document: Commit | NodeManifest | TombstoneHeader | Lease) -> Stem:
     """(tag, generation, form) of a document."""
     return document.tag, document.generation, document.form
 
@@ -236,12 +238,12 @@ def _collect(
 
 
 def manifest_folder(where: Stem) -> str:
-    """Where the manifests of one generation of one form lie; ends with `/`."""
+    """Return the folder that holds the manifests of one generation of one form; it ends with `/`."""
     return f"{ROOT}/nodes/{stem(*where)}/"
 
 
 def lease_folder(where: Stem) -> str:
-    """Where nodes say that they replace objects of one generation of one form; ends with `/`."""
+    """Return the folder of the leases by which nodes announce that they replace objects; it ends with `/`."""
     return f"{LEASES}{stem(*where)}/"
 
 
@@ -347,13 +349,6 @@ def committed_digests(commits: Iterable[CommitView]) -> set[str]:
 # Manifests never change, and their names hold their digests: what was read once is not fetched again. That
 # one is there still is told by each listing (docs/adr/0105).
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ckptd.core.model.coverage import KnownManifest
-    from ckptd.storage.remote.messages import CommitView
-    from ckptd.storage.stores.base import Store
 
 FEW = 8
 """So many manifests are read at each look, so that status can name the shards that are missing."""

@@ -1,7 +1,8 @@
-"""What lies in a remote though nothing counts on it, and is provably ours: for `ckptd gc` (design.md §5).
+"""Find objects in a remote that nothing refers to and that are provably ours, for `ckptd gc`.
 
 Keys come from tombstones, from manifests that a newer revision replaced and from this node's own journal,
-never from a prefix. An object that nobody ever listed stays else: an upload under way looks just so.
+never from a prefix (docs/design.md §5). Any other object that nobody ever listed stays: an upload under way
+looks the same.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What `gc` finds in a remote: objects, removals that were cut short, and what it cannot prove ours."""
+    """List what `gc` finds in a remote: objects, interrupted removals, bytes not provably ours."""
 
     objects: tuple[Garbage, ...]
     retiring: tuple[tuple[Tombstone, int], ...]
@@ -239,7 +240,7 @@ def _wanted_since(store: Store, new: Iterable[str], garbage: Iterable[Garbage]) 
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
-    """What one pass over all manifests leaves in memory: keys of objects, not the manifests."""
+    """Keep what one pass over all manifests needs in memory: keys of objects, not the manifests."""
 
     listed: dict[str, int] = field(default_factory=dict)
     """Object → how many generations list it, in revisions that are not replaced."""
@@ -294,7 +295,9 @@ def _generation(store: Store, where: Stem, keys: Iterable[str]) -> list[KnownMan
 
 
 def _objects(seen: _Seen, stones: dict[Stem, Tombstone], sizes: dict[str, int]) -> dict[str, Garbage]:
-    """What only replaced revisions list, and what came back after its generation was retired."""
+    """Return objects listed only by replaced revisions, and objects uploaded after their generation was
+    retired.
+    """
     objects: dict[str, Garbage] = {}
     for known in seen.dead:
         m = known.manifest

@@ -1,8 +1,9 @@
-"""What manifests say of the objects of a generation, and the announcement before one that none lists goes.
+"""Index the objects that manifests of a generation list, and announce the replacement of unlisted ones.
 
-Between verifying an object and listing it hours may pass, and nobody else can tell it from what a killed
-attempt left. So who is about to replace such an object says so first and looks for a listing afterwards; who
-commits looks for such words after the listings it rests on. One of the two sees the other (adr/0083).
+An object may be uploaded hours before a manifest lists it, and nobody else can tell it from what a killed
+attempt left. A node that replaces an unlisted object first writes a lease, then re-reads the manifests; a
+committer reads the manifests, then the leases. Whatever the interleaving, one of them detects the other
+(docs/adr/0083).
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def in_the_way(store: Store, ours: NodeManifest, members: Iterable[KnownManifest
 
 
 def _node_of(store: Store, key: str) -> str:
-    """Whose lease it is; its name in the key where it cannot be read."""
+    """Return the node that wrote a lease; the name in the key where the lease cannot be read."""
     data = store.get(key)
     try:
         return parse(Lease, data, key).node if data is not None else key.rsplit("/", 1)[1].partition("~")[0]
@@ -164,7 +165,7 @@ def _crc_of(store: Store, key: str) -> str | None:
 def as_listed(
     file: ShipFile, size_bytes: int, crc64nvme: str, fingerprint: str, proof: Proof
 ) -> ManifestFile:
-    """As a manifest lists a file, once it lies in the remote."""
+    """Return the manifest entry of a file that lies in the remote now."""
     return ManifestFile(
         path=file.path,
         key=file.key,

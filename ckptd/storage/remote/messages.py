@@ -1,6 +1,6 @@
-"""What the deciding thread and a remote's child process say to each other: one JSON object a line.
+"""Define the messages between the deciding thread and a remote's child process: one JSON object a line.
 
-The child holds no state that matters: an order carries all it needs, results and events carry all that the
+The child holds no state that matters: a request carries all it needs, results and events carry all that the
 journal keeps. A call on a dead hard mount hangs the child, never the daemon (docs/design.md §3).
 """
 
@@ -18,12 +18,12 @@ from ckptd.core.model.heartbeat import Heartbeat, SeenNode
 from ckptd.core.model.layouts import NamedShard, Role, ShardKey
 from ckptd.core.model.manifest import (
     Commit,
-    Headstone,
     ManifestName,
     NodeManifest,
     Proof,
     RemoteIdentity,
     Tombstone,
+    TombstoneHeader,
 )
 from ckptd.core.model.runs import Claim, Row, RunSeen
 from ckptd.core.policy.leases import LeaseSeen
@@ -451,7 +451,9 @@ LONG_ORDERS = (ShipOrder, Retire, Scrub)
 
 
 def in_short(order: Order) -> Order:
-    """What is remembered of an order while it is open: not its files, of which there may be thousands."""
+    """Return an order without its files: there may be thousands, and an open order is remembered without
+    them.
+    """
     if isinstance(order, ShipOrder):
         return order.model_copy(update={"files": (), "shipped": (), "partly": ()})
     return order
@@ -468,12 +470,12 @@ class OrderLine(Model):
 
 
 class Observation(Model):
-    """What the remote holds; dated by whoever receives it."""
+    """Describe what the remote holds; the receiver dates it."""
 
     kind: Literal["observation"] = "observation"
     identity: RemoteIdentity
     commits: tuple[CommitView, ...]
-    retired: tuple[Headstone, ...] = ()
+    retired: tuple[TombstoneHeader, ...] = ()
     """Tombstones of removals that are under way and others that matter (`storage/remote/observe.py`)."""
     retired_tags: tuple[str, ...] = ()
     """Of all tombstones."""

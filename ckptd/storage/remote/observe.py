@@ -1,7 +1,7 @@
-"""What the deciding thread asks of a remote: observe, describe, confirm, point, record (docs/design.md §5).
+"""Read and record what a remote holds, for the deciding thread: observe, describe, confirm, point, record.
 
-Each is one pass of fresh reads; nothing is remembered between two calls, so that a remote that changed
-hands or lost its identity is noticed at the next question (P2).
+Each is one pass of fresh reads; nothing is remembered between two calls, so that a remote that changed hands
+or lost its identity is noticed at the next question (docs/design.md §5).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ckptd.core.model.coverage import choose_pointers, order_of
 from ckptd.core.model.decision import PINS, Decision, lacking
 from ckptd.core.model.manifest import (
     Commit,
-    Headstone,
     RemoteIdentity,
     Tombstone,
+    TombstoneHeader,
     may_cover,
     name_in,
     parse,
@@ -61,17 +61,13 @@ from ckptd.storage.stores.base import settled
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptd.core.model.manifest import NodeManifest
+    from ckptd.core.model.manifest import NodeManifest, RemoteIdentity
     from ckptd.core.model.runs import Row
     from ckptd.storage.remote.documents import Documents, Stem
-    from ckptd.storage.stores.base import ObjectInfo, Store
+    from ckptd.storage.stores.base import Abilities, ObjectInfo, Store
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ckptd.core.model.manifest import RemoteIdentity
-    from ckptd.storage.stores.base import Abilities, Store
 
 _POINTER_TRIES = 3
 _SERIAL_TRIES = 20
@@ -167,14 +163,14 @@ def _is_whole(keys: Sequence[str]) -> bool:
 
 def _stones_that_matter(
     store: Store, found: Documents, left: set[Stem], cache: DocumentCache | None
-) -> list[Headstone]:
+) -> list[TombstoneHeader]:
     """Tombstones of removals that are under way, and of disputed COMMITs: no other can be the highest order,
     because a COMMIT that counted went only while a higher one stood (P5). That is not relied on where a
     document is unreadable, or nothing counts.
     """
     is_doubtful = bool(found.damaged) or not found.live()
     wanted = found.stones.keys() if is_doubtful else found.stones.keys() & (left | found.disputed)
-    return read_stones(store, found, wanted, Headstone, cache)
+    return read_stones(store, found, wanted, TombstoneHeader, cache)
 
 
 def describe(
@@ -223,9 +219,9 @@ def describe(
 def _needed(
     store: Store, where: Stem, node: str | None, cache: ManifestCache, commit: CommitView | None
 ) -> Seen:
-    """What a node asks of a generation: is it of our save, and of a committed one, does it list our files?
+    """Read the manifests of a generation that tell a node whether it is its save and lists its files.
 
-    One that is open may tell a node without model states which save this is.
+    An open generation may tell a node without model states which save this is.
     """
     seen = look(store, where, cache, node=node, commit=commit, reads_one=commit is None)
     is_counted = commit is not None and not commit.disputed
@@ -344,7 +340,7 @@ def _key_of(decision: Decision) -> str:
 
 
 def _of(decision: Decision) -> dict[str, object]:
-    """What may differ between two ways of saying the same."""
+    """Return the fields that may differ between two records of the same decision."""
     return {"serial": decision.serial, "at": decision.at, "by": decision.by}
 
 
@@ -353,7 +349,7 @@ def _newest(store: Store, decision: Decision) -> Decision | None:
 
 
 def _of_subject(store: Store, decision: Decision) -> list[Decision]:
-    """What the remote holds on the same subject; of others the names alone are read."""
+    """Read the decisions in the remote on the same subject; of other decisions only the names are read."""
     kinds = PINS if decision.kind in PINS else (decision.kind,)
     found: list[Decision] = []
     for info in store.list(f"{ROOT}/{_folder_of(decision)}/"):
@@ -384,7 +380,9 @@ UNREADABLE = (DamagedError, NotPermitted, StorageError)
 def read_remote(
     store: Store, identity: RemoteIdentity | None = None, *, is_tolerant: bool = False
 ) -> Observation:
-    """What the remote holds now; `is_tolerant`: also where rights or the disk forbid reading one document.
+    """Read what the remote holds now.
+
+    `is_tolerant`: also where rights or the disk forbid reading one document.
 
     Raises:
         RemoteNotOurs: it has no `remote.json` ("not mounted?"), or another than `identity`.
@@ -432,7 +430,7 @@ def manifests_of(store: Store, commit: Commit | CommitView) -> list[NodeManifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachedRemote:
-    """What a remote was seen to be when it was attached."""
+    """Hold a store with the abilities and the identity that were seen when it was attached."""
 
     store: Store
     abilities: Abilities

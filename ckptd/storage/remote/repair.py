@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.core.model.manifest import ManifestFile, RemoteIdentity
+    from ckptd.storage.remote.documents import Stem
     from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import Progress, Source, Store
@@ -78,7 +79,7 @@ class ExactSource:
         return count
 
     def drop(self, offset: int, length: int) -> None:
-        """As the inner source."""
+        """Drop a range from the page cache of the inner source."""
         self._inner.drop(offset, length)
 
     def _other(self) -> DamagedError:
@@ -135,7 +136,7 @@ def holds(store: Store, key: str, file: ManifestFile) -> bool:
 
 
 def spare_key(file: ManifestFile) -> str:
-    """Where the good bytes of an object lie while the bad ones make way."""
+    """Return the key under which the good bytes of an object lie while the bad ones are replaced."""
     name = hashlib.sha256(f"{file.key}\0{file.checksums.crc64nvme}".encode()).hexdigest()
     return f"{SPARE}{name[:32]}"
 
@@ -197,7 +198,7 @@ class Resender:
         return True
 
     def spare_of(self, file: ManifestFile) -> ManifestFile | None:
-        """What a killed repair left, as an object to read."""
+        """Return the good bytes that a killed repair left, as an object to read; None: there are none."""
         info = self._store.stat(spare_key(file))
         if info is None or info.bytes != file.bytes:
             return None
@@ -210,7 +211,7 @@ class Resender:
             raise RefusedError(msg, hint="what is disputed or retired does not count for anybody")
 
     def _is_alone(self, file: ManifestFile) -> None:
-        """What is bad for one manifest may be intact for another: then nobody can say what is right."""
+        """Refuse an object that is listed with two contents: nobody can say which one is right."""
         if self._contents is None:
             self._contents = contents_of(self._store)
         if len(self._contents.get(file.key, ())) > 1:
@@ -343,14 +344,6 @@ def _compare(store: Store, file: ManifestFile, pacer: Pacer, check: Callable[[],
 # A lease holds up a COMMIT because objects may have changed under a manifest that lists them (adr/0083). Only
 # a person knows that its node will not come back; that the objects are what manifests say is found by
 # reading.
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ckptd.core.model.manifest import ManifestFile, RemoteIdentity
-    from ckptd.storage.remote.documents import Stem
-    from ckptd.storage.stores.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

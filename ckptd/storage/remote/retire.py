@@ -155,7 +155,13 @@ def _spared(ground: AttachedRemote, order: Retire, commit: CommitView) -> None:
 
 
 def _whole(store: Store, order: Retire, form: str, sha256: str) -> None:
-    """What stays instead is committed, and every object of it is there with its size (adr/0094)."""
+    """Check that the form which replaces the retired one is committed, each object there with its size.
+
+    Tiered retention retires a form only because another form of the same save stays (docs/adr/0094).
+
+    Raises:
+        RefusedError: the other form does not count, or lacks a manifest or an object.
+    """
     where: Stem = (order.tag, order.generation, form)
     commit = read_commit(store, where)
     about = f"{order.tag} stays as it is: its {form} form in {store.url}"

@@ -1,5 +1,7 @@
-"""The runs of a remote: its row of numbered documents, and who may go on there (core/model/runs.py,
-adr/0185)."""
+"""Register runs in a remote, in its row of numbered documents, and decide who may go on there.
+
+The rules are in core/model/runs.py (docs/adr/0185).
+"""
 
 from __future__ import annotations
 

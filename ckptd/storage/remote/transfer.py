@@ -99,7 +99,7 @@ def folder_mode(root: int, source: str) -> int:
 
 
 def mode_of_folder(root: int, parent: str) -> int:
-    """The same by the folder's own name; "": the root."""
+    """Return the permission bits of a folder below `root`; "": of the root itself."""
     status = files.stat_beneath(root, parent) if parent else os.fstat(root)
     return stat.S_IMODE(status.st_mode) if status is not None else 0o700
 
@@ -124,7 +124,7 @@ class Started(Protocol):
     """An object on its way."""
 
     def end(self, on_progress: Callable[[Progress], None]) -> int:
-        """As `Store.upload` ends."""
+        """Finish the upload as `Store.upload` does and return its CRC64NVME."""
         ...
 
     def abandon(self) -> None:
@@ -494,7 +494,7 @@ class Transfer:
         return _Sent(file=file, bytes=source.size_bytes, crc=crc, fingerprint=fingerprint)
 
     def _tell_whole(self, file: ShipFile, size_bytes: int, progress: Progress) -> None:
-        """What is sent again in a moment needs no row in the journal."""
+        """Report a small file as moved without a row in the journal: uploading it again takes a moment."""
         self._control.on_moving(file.key, size_bytes, replace(progress, flushed_bytes=0, crc64=0))
 
     def _verify(self, sent: _Sent) -> None:

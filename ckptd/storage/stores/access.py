@@ -99,12 +99,13 @@ class Access(Model):
 
 
 def access_of(remote: RemoteConfig) -> Access:
-    """What a job file says of a remote."""
+    """Return how a remote is reached, as its job file says."""
     return Access.model_validate({name: getattr(remote, name) for name in Access.model_fields})
 
 
 def credentials_path(given: str) -> str:
-    """Where the file of `credentials = "file:GIVEN"` lies; a bare name is one of systemd's credentials.
+    """Return the path of the file that `credentials = "file:GIVEN"` names; a bare name is a systemd
+    credential.
 
     Raises:
         NotPermitted: a name, and no unit gave this process credentials.

@@ -78,7 +78,7 @@ class ApartStore:
 
     @property
     def lanes(self) -> int:
-        """As many as the directory's own store moves at a time."""
+        """Return how many transfers run at a time: as many as in the directory's own store."""
         from ckptd.storage.stores.directory import LANES
 
         return LANES

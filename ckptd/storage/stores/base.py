@@ -22,7 +22,7 @@ DOCUMENT_LIMIT_BYTES = 64 << 20
 
 
 def too_large(key: str) -> DocumentDamaged:
-    """What `get` raises for more: one bad object must not keep others from being read (P18)."""
+    """Return the error that `get` raises for a larger object: one bad object must not keep others unread."""
     return DocumentDamaged(f"{key} is no document: it holds more than {DOCUMENT_LIMIT_BYTES} bytes")
 
 
@@ -37,7 +37,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What a store was seen to do when it was probed."""
+    """Record what a store was seen to do when it was probed."""
 
     create_only: bool
     """`put_if_absent` is enforced by the store, also between two writers (P10)."""
@@ -59,7 +59,7 @@ class Abilities:
 
     @property
     def proof(self) -> str:
-        """What an upload is verified by, as manifests name it."""
+        """Name the means by which an upload is verified, as manifests spell it."""
         return "store-checksum" if self.checksum else "part-etags" if self.joined_etags else "read-back"
 
 
@@ -74,7 +74,9 @@ class Resume:
 
 
 class Source(Protocol):
-    """Where an upload reads: one file, sequentially, its identity checked by the caller before and after."""
+    """Read the bytes of an upload: one file, sequentially, its identity checked by the caller before and
+    after.
+    """
 
     @property
     def size_bytes(self) -> int:
@@ -130,7 +132,7 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """As configured, for messages; never with credentials."""
+        """Return the URL as configured, for messages; never with credentials."""
         ...
 
     @property
@@ -167,7 +169,7 @@ class Store(Protocol):
         ...
 
     def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
-        """As `read_at`, in chunks of a few MiB at most; FileNotFoundError at the first."""
+        """Read a range as `read_at` does, in chunks of a few MiB at most; FileNotFoundError at the first."""
         ...
 
     def upload(
@@ -208,9 +210,10 @@ class Store(Protocol):
 
 
 def settled(store: Store, key: str) -> None:
-    """What was found under a key, and not put there just now, is made as durable as if it had been.
+    """Make an object that was found, not written just now, as durable as if it had been written now.
 
-    Whoever put it may have been killed in between. Only directories know a difference (`flush_name`).
+    Whoever wrote it may have been killed before its name was flushed. Only directories know a difference
+    (`flush_name`).
     """
     flush = getattr(store, "flush_name", None)
     if flush is not None:

@@ -18,7 +18,7 @@ def crc64_combined(first: int, second: int, second_bytes: int) -> int:
 
 
 def crc32_combined(first: int, second: int, second_bytes: int) -> int:
-    """The same for CRC32, as zip archives have it."""
+    """Return the CRC32 of two adjoining ranges from the CRC32 of each, as zip archives use it."""
     from awscrt.checksums import combine_crc32
 
     return int(combine_crc32(first, second, second_bytes))

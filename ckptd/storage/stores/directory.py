@@ -304,7 +304,7 @@ def read_back(fd: int, buffer_bytes: int, on_progress: Callable[[int], None]) ->
 
 
 def share_notes(folder: int, name: str) -> tuple[str, ...]:
-    """What an NFS server's export may lack, in words, tried with a small file of ours in an open folder."""
+    """Say in words what an NFS export lacks, tried with a small file of ours in an open folder."""
     notes = []
     owner = os.stat(name, dir_fd=folder, follow_symlinks=False).st_uid
     if os.geteuid() == 0 and owner != 0:
@@ -605,7 +605,7 @@ class DirectoryStore:
         return 0 if status is None else status.st_size
 
     def flush_name(self, key: str) -> None:
-        """What was found there has its name for good: whoever made it may have been killed before that."""
+        """Fsync the folder of an object: its writer may have been killed between rename and fsync."""
         with self._folder_of(key, f"flushing {key}") as (folder, _):
             files.fsync_dir(folder)
 

@@ -234,7 +234,7 @@ def _entry(found: dict[str, Any]) -> Entry:
 
 
 def explain(error: Exception, where: str) -> Exception:
-    """What a driver raised, by its status, its class, its words; a bug as it is."""
+    """Translate an exception of a driver by its status, its class or its words; return a bug as it is."""
     if isinstance(error, (CkptdError, *_BUGS)):
         return error
     kinds = " ".join(kind.__name__ for kind in type(error).__mro__)
@@ -263,7 +263,7 @@ def _status(error: Exception) -> int:
 
 
 def _words(error: Exception) -> str:
-    """Its message without what signs a request (P15)."""
+    """Return an error's message without the query of a URL, which may sign a request."""
     text = re.sub(r"\?\S+", "?…", str(error)).strip()
     return (text.splitlines() or [type(error).__name__])[0][:200]
 
@@ -328,7 +328,7 @@ def _sftp(url: str, access: Access, *, owner: str, read_back: bool, window_bytes
 
 
 def missing(url: str, error: Exception) -> ConfigError:
-    """What to install for a URL."""
+    """Return the error that names the package to install for a URL."""
     scheme, package = urlsplit(url).scheme, scheme_of(url).package
     name = getattr(error, "name", None)
     msg = f"{scheme}:// needs a package that is not installed ({name or error})"

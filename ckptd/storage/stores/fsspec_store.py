@@ -53,7 +53,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rights:
-    """What a copy may get at most: permission bits of the file and of a new folder for it, and the group."""
+    """Limit the rights of a copy: permission bits of the file and of a new folder for it, and the group."""
 
     mode: int
     folder_mode: int
@@ -136,7 +136,7 @@ class Drive(Protocol):
         ...
 
     def explain(self, error: Exception, what: str) -> Exception:
-        """What was raised, as an error of the tree; a bug as it is."""
+        """Translate what was raised into an error of the tree; return a bug as it is."""
         ...
 
     @property
@@ -242,7 +242,7 @@ class FilesStore:
 
     @property
     def url(self) -> str:
-        """As configured; secrets are refused there."""
+        """Return the URL as configured; secrets are refused in URLs."""
         return self._url
 
     def close(self) -> None:
@@ -253,7 +253,9 @@ class FilesStore:
 
     @property
     def lanes(self) -> int:
-        """As many as leave a connection for reading back and one for short questions."""
+        """Return how many transfers run at a time: one connection is left for reading back, one for short
+        questions.
+        """
         return self._lanes
 
     def probe(self) -> Abilities:

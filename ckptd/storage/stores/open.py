@@ -90,10 +90,11 @@ _ADDED = {
 
 
 def clean_environment(*urls: str) -> dict[str, str]:
-    """What a child may know: where programs and this package lie; credentials only of its own remotes.
+    """Return the environment of a child: paths of programs and of this package, credentials of its own
+    remotes.
 
     The usual AWS chain, ssh-agent and the drivers of fsspec read variables and files of the user, so a child
-    gets those of its schemes; nothing secret passes through a message, a log or the journal (P15; adr/0040).
+    gets those of its schemes; nothing secret passes through a message, a log or the journal (docs/adr/0040).
     """
     wanted = [name for name in os.environ if name in _PASSED_ON]
     for url in urls:

@@ -58,7 +58,9 @@ class Lanes:
         self.settle()
 
     def begin(self, work: Iterable[T], do: Callable[[T], None]) -> Callable[[], None]:
-        """What a lane runs: takes pieces of the shared work until there is none, or a lane failed."""
+        """Return the function that a lane runs: it takes pieces of the shared work until none is left or one
+        failed.
+        """
         left = iter(work)
 
         def lane() -> None:

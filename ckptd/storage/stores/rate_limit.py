@@ -76,7 +76,7 @@ class Pacer:
         self._released.at = self._clock()
 
     def give_back(self, count_bytes: int) -> None:
-        """Of the bytes that were granted last, these did not move: they are no part of the speed."""
+        """Return granted bytes that did not move, so that they do not count as speed."""
         with self._lock:
             self._credit += count_bytes
 

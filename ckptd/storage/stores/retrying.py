@@ -47,7 +47,10 @@ def briefly(action: Callable[P, T], *kinds: type[Exception]) -> Callable[P, T]:
 
 
 def _retrying(is_worth_it: Callable[[BaseException], bool]) -> Retrying:
-    """What follows a first try that failed; only then is tenacity loaded: asyncio takes 4 MiB (P12)."""
+    """Return the tries that follow a failed first one.
+
+    tenacity is loaded only then: the asyncio that it imports takes 4 MiB of every process.
+    """
     from tenacity import Retrying, retry_if_exception, stop_after_attempt
     from tenacity.wait import wait_random_exponential
 
@@ -58,7 +61,7 @@ def _retrying(is_worth_it: Callable[[BaseException], bool]) -> Retrying:
 
 
 def tried_again(store: Store) -> Store:
-    """The same store, its small verbs tried again."""
+    """Wrap a store so that its small verbs are tried again after a passing failure."""
     return cast("Store", _TriedAgain(store))
 
 
@@ -86,7 +89,7 @@ class _TriedAgain:
         return verb
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """As the inner one; whether a try that failed did create it after all is looked up."""
+        """Create an object, trying again; after a failed try look whether that try created it after all."""
         inner, asked = self._inner, 0
 
         def create() -> bool:
@@ -107,7 +110,7 @@ _MOST_DOUBLINGS = 6
 
 
 class NoRoom:
-    """Of one store in one process, which its lanes share."""
+    """Remember the uploads that found a store full; one object for a store, shared by its lanes."""
 
     def __init__(self) -> None:
         self._lacked: dict[str, tuple[int, float]] = {}
@@ -189,11 +192,11 @@ class WatchedPacer(Pacer):
         self._motion = motion
 
     def chunk_bytes(self, limit_bytes: int) -> int:
-        """As the inner one."""
+        """Return the chunk size of the inner rate limiter."""
         return self._inner.chunk_bytes(limit_bytes)
 
     def take(self, count_bytes: int, check: Callable[[], None]) -> None:
-        """As the inner one."""
+        """Take bytes from the inner rate limiter; each wait after the first counts as a sign of life."""
         is_first = True
 
         def still_waiting() -> None:
@@ -207,17 +210,19 @@ class WatchedPacer(Pacer):
         self._motion.read()
 
     def give_back(self, count_bytes: int) -> None:
-        """As the inner one."""
+        """Give bytes back to the inner rate limiter."""
         self._inner.give_back(count_bytes)
 
     def breathe(self, check: Callable[[], None]) -> None:
-        """As the inner one; called after bytes came back."""
+        """Let the inner rate limiter pause; it is called after bytes came back, which counts as a sign of
+        life.
+        """
         self._motion.moved()
         self._inner.breathe(check)
 
 
 def watched(store: Store, heard: Callable[[], None]) -> Store:
-    """The same store; `heard` is called whenever it answers, and for each entry of a listing."""
+    """Wrap a store so that `heard` is called whenever it answers, and for each entry of a listing."""
     return cast("Store", _WatchedStore(store, heard))
 
 

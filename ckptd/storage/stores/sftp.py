@@ -88,7 +88,9 @@ class SftpReader:
         self._handle = handle
 
     def read(self, offset: int, length: int) -> bytes:
-        """Until `length` or the end; a server that gives less per answer is asked again from there."""
+        """Read `length` bytes or up to the end; a server that gives less per answer is asked again from
+        there.
+        """
         data = bytearray()
         while len(data) < length:
             got = len(data)

@@ -56,7 +56,7 @@ _STATUS = {
 
 @dataclass(slots=True)
 class SftpPlace:
-    """Where a remote lies, and what was learned of its server by all connections."""
+    """Hold where a remote lies, and what all connections learned of its server."""
 
     url: str
     host: str

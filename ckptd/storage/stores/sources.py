@@ -1,7 +1,7 @@
-"""What an upload reads: a sealed file by descriptor, bytes in memory, and two decorators.
+"""Give uploads their bytes: a sealed file by descriptor, bytes in memory, and two decorators.
 
 `CheckedSource` compares the CRC32s that `torch.save` left in the zip directory in the same pass, so that a
-bit that flipped since the save is found before it is shipped; `PacedSource` limits the speed.
+bit that flipped since the save is found before it is uploaded; `PacedSource` limits the speed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptd.formats.torchfile.archive import Framing, frame, read_directory
 from ckptd.storage.stores.checksums import crc32_combined, crc64
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckptd.formats.torchfile.archive import Record
     from ckptd.storage.stores.base import Source
@@ -37,7 +37,10 @@ _Stretch = tuple[int, int, int]
 
 
 class Stretches:
-    """What has passed of one range. `lock` may be shared by many of them: nothing is hashed under it."""
+    """Track which parts of one range have passed, with their CRCs.
+
+    `lock` may be shared by many of them: nothing is hashed under it.
+    """
 
     __slots__ = ("_combined", "_crc", "_held", "_lock")
 
@@ -60,7 +63,7 @@ class Stretches:
         return count
 
     def take(self, offset: int, length: int, crc: int) -> None:
-        """What passed elsewhere, with its CRC; left where some of it passed here."""
+        """Add a stretch that passed elsewhere, with its CRC; ignore it where some of it passed here."""
         if length and self.gaps(offset, offset + length) == [(offset, offset + length)]:
             self._add((offset, offset + length, crc))
 
@@ -77,7 +80,7 @@ class Stretches:
         return held[2] if held is not None and held[:2] == (begin, end) else None
 
     def gaps(self, first: int, last: int) -> list[tuple[int, int]]:
-        """What of that range has not passed."""
+        """Return the parts of a range that have not passed."""
         gaps = []
         with self._lock:
             for begin, end, _ in self._held:
@@ -107,12 +110,6 @@ class Stretches:
 # A record is compared once all of it passed; of one that was right nothing is kept. CRC 0 proves nothing.
 
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from ckptd.formats.torchfile.archive import Record
-
-
 @dataclass(frozen=True, slots=True)
 class WrongRecord:
     """A record whose bytes are not those that `torch.save` wrote; `crc`: what they come to."""
@@ -125,7 +122,7 @@ class WrongRecord:
 
 
 class RecordSums:
-    """Of one archive; what passes again counts once."""
+    """Compare the CRC32s of an archive's records while their bytes pass; what passes again counts once."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self._records = sorted((r for r in records if r.crc != 0 and r.size > 0), key=lambda r: r.offset)
@@ -178,7 +175,7 @@ class RecordSums:
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """What has not passed of the records that were asked for, as (begin, end)."""
+        """Return the parts of the requested records that have not passed, as (begin, end)."""
         found = []
         for index in sorted(self._asked):
             record = self._records[index]
@@ -190,11 +187,11 @@ class RecordSums:
 
     @property
     def wrong(self) -> WrongRecord | None:
-        """Of the records that were asked for, the first that is."""
+        """Return the first requested record whose CRC differs; None: none does."""
         return next((self._wrong[index] for index in sorted(self._asked & self._wrong.keys())), None)
 
     def beginning(self, offset: int) -> int:
-        """Where the record begins that `offset` lies within; `offset` itself where there is none."""
+        """Return where the record begins that `offset` lies within; `offset` itself where there is none."""
         index = bisect.bisect_right(self._records, offset, key=_end)
         return min(self._records[index].offset, offset) if index < len(self._records) else offset
 
@@ -242,7 +239,7 @@ class FileSource:
         extents.drop_pages_but(self._fd, self._cached, offset, length)
 
     def drop_all(self) -> None:
-        """As `drop`, of the whole file: what was read ahead, or looked at on the way, goes as well."""
+        """Drop the whole file from the page cache, with what was read ahead or looked at on the way."""
         self.drop(0, self.size_bytes)
 
 
@@ -293,7 +290,7 @@ class CheckedSource:
         return count
 
     def drop(self, offset: int, length: int) -> None:
-        """As the file."""
+        """Drop a range of the file from the page cache."""
         self._inner.drop(offset, length)
 
     def peek_into(self, offset: int, buffer: memoryview) -> int:
@@ -355,7 +352,7 @@ class PacedSource:
         return self._inner.read_into(offset, buffer)
 
     def drop(self, offset: int, length: int) -> None:
-        """As the inner source."""
+        """Drop a range from the page cache of the inner source."""
         self._inner.drop(offset, length)
 
 

@@ -13,7 +13,8 @@ import pytest
 import yaml
 from typer.main import get_group
 
-from bench.docs_nav import decisions
+from bench.docs_nav import decisions, without_code_links
+from ckptd import __version__
 from ckptd.cli.main import VERBS, build_app
 from ckptd.daemon.state.problems import CODES
 from tests.support import configuration_page, console
@@ -83,16 +84,35 @@ def test_the_site_has_every_page_once() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    """Pages and pictures that are linked are there, and inside docs/: the site has nothing else."""
+    """Pages and pictures that are linked are there, and inside docs/: the site has nothing else.
+
+    Links to the code are no links there; tests/test_house.py looks where they lead.
+    """
     broken = [
         f"{path.relative_to(DOCS)}: {target}"
         for path in DOCS.rglob("*.md")
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", without_code_links(path.read_text()))
         if "://" not in target
         and not ((path.parent / target).is_file() and (path.parent / target).resolve().is_relative_to(DOCS))
     ]
 
     assert broken == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_links_of_pages_at_the_top_lead_somewhere(name: str) -> None:
+    """Into docs/, config/ or examples/: what was moved or removed is not linked any more."""
+    root = DOCS.parent
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", (root / name).read_text())
+
+    assert [target for target in targets if "://" not in target and not (root / target).exists()] == []
+
+
+def test_the_version_heads_the_changelog() -> None:
+    """A release is described before it is made."""
+    text = (DOCS.parent / "CHANGELOG.md").read_text()
+
+    assert re.findall(r"^## \[([^]]+)\]", text, re.MULTILINE)[0] in (__version__, "Unreleased")
 
 
 def named_tests(text: str) -> list[tuple[str, str]]:

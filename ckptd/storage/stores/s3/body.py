@@ -1,7 +1,8 @@
-"""What one request sends: a range of a source as a file that botocore can read, measure and rewind.
+"""Give one request its body: a range of a source as a file that botocore can read, measure and rewind.
 
 Bytes are read once, in steps of at most 1 MiB, and hashed on the way; a request that botocore sends again
-starts over at the range's beginning, and the hash with it. Nothing is held whole (P12).
+starts over at the range's beginning, and the hash with it. Nothing is held whole, so that memory does not
+grow with the size of a part.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Body(io.RawIOBase):
         return data
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """As `read`; what the CRT signs bodies by."""
+        """Read into a buffer as `read` does; the CRT signs bodies through it."""
         view = memoryview(buffer).cast("B")
         data = self.take(len(view))
         view[: len(data)] = data
@@ -177,7 +178,9 @@ class Body(io.RawIOBase):
 
 
 class Held:
-    """As much of `Body` as is asked of at most 1 MiB that lies in memory: sent again it is the same."""
+    """Give the part of `Body`'s interface that is used for at most 1 MiB in memory; sent again it is the
+    same.
+    """
 
     is_whole = True
 

@@ -287,5 +287,5 @@ class S3Bucket:
 
 
 def _md5(data: bytes) -> str:
-    """What servers compare on arrival, also those that know no CRC."""
+    """Return the MD5 that servers compare on arrival, also those that know no CRC."""
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from botocore.config import Config
 
+    from ckptd.errors import CkptdError
     from ckptd.storage.stores.access import Access
 
 
@@ -142,10 +143,6 @@ def _credentials_file(given: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------
 
-
-if TYPE_CHECKING:
-    from ckptd.errors import CkptdError
-    from ckptd.storage.stores.access import Access
 
 CONNECT_SECONDS = 20
 READ_SECONDS = 75
@@ -284,7 +281,7 @@ def make_client(access: Access) -> Opened:
 
 
 def _before_signing(request: Any, **_: Any) -> None:
-    """What a signature reads of a body is read again when it is sent."""
+    """Make a body remember that bytes read for the signature are read again when they are sent."""
     if isinstance(request.data, Body):
         request.data.rehearse(True)
 
@@ -307,7 +304,7 @@ def _no_s3(endpoint: str, reason: str) -> RemoteNotOurs:
 
 
 def _no_credentials() -> tuple[type[Exception], ...]:
-    """What botocore raises when it looks for credentials in vain."""
+    """Return the errors that botocore raises when it finds no credentials."""
     from botocore import exceptions as e
 
     incomplete = (e.NoCredentialsError, e.PartialCredentialsError)
@@ -443,7 +440,7 @@ def _region(error: Any) -> str:
 
 
 def _skew(error: Any) -> str:
-    """By how much, when the answer carries the server's time."""
+    """Say how far this clock is from the server's, when the answer carries the server's time."""
     from email.utils import parsedate_to_datetime
     from time import time
 

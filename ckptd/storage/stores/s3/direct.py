@@ -32,7 +32,7 @@ _TAKEN = 412
 
 
 class _Place(NamedTuple):
-    """Where the client's own requests went."""
+    """Hold where the client's own requests went."""
 
     scheme: str
     host: str
@@ -114,7 +114,9 @@ class Direct:
     # --- inside ----------------------------------------------------------------------------------------
 
     def _learn(self, request: Any, **_: Any) -> None:
-        """Where the client sends its PUTs, and for which region it signs; no proxy, no path of its own."""
+        """Learn where the client sends its PUTs and for which region it signs; give up behind a proxy or odd
+        paths.
+        """
         from botocore.utils import get_environ_proxies
 
         if self._place is not None:
@@ -206,7 +208,7 @@ class Direct:
         return made
 
     def _context(self) -> ssl.SSLContext:
-        """As botocore's session makes it: its ciphers, the same authorities."""
+        """Make a TLS context as botocore's session does: its ciphers, the same authorities."""
         from botocore.httpsession import create_urllib3_context, get_cert_path
 
         with self._lock:
@@ -219,7 +221,7 @@ class Direct:
             return self._tls
 
     def wake(self) -> None:
-        """What failed was meant to."""
+        """End the rest after a failure that was caused on purpose."""
         self._rests_until = 0.0
 
     def failed(self) -> None:
@@ -234,7 +236,7 @@ class Direct:
             _close(self._idle)
 
     def give_back(self, connection: http.client.HTTPConnection) -> None:
-        """Its answer was read to the end."""
+        """Keep a connection for the next request, its answer having been read to the end."""
         with self._lock:
             if len(self._idle) < _MOST_IDLE:
                 self._idle.append(connection)
@@ -280,7 +282,7 @@ class Flight:
         return True
 
     def end(self) -> dict[str, Any] | None:
-        """What the client would have answered; None: it did not succeed, and nobody knows how far it came."""
+        """Return what the client would have answered; None: it failed, and nobody knows how much arrived."""
         connection = self._connection
         try:
             answer = connection.getresponse()

@@ -68,7 +68,7 @@ class Cuts:
 
 
 def parsed(text: str, size_bytes: int) -> Cuts | None:
-    """What `Cuts.text` says; None: it is none of that size's."""
+    """Parse `Cuts.text` for an object of `size_bytes`; None: it does not describe that size."""
     size, _, rest = text.partition("@")
     words = rest.split(",") if rest else []
     if not size.isdecimal() or int(size) == 0 or not all(word.isdecimal() for word in words):
@@ -118,12 +118,12 @@ class Upload:
 
     @property
     def token(self) -> str:
-        """What a restart needs to find it again."""
+        """Return the text by which a restart finds this upload again."""
         return f"{self.cuts.text}:{self.upload_id}"
 
     @property
     def cuts(self) -> Cuts:
-        """Where its parts begin and end."""
+        """Return where its parts begin and end."""
         return Cuts(self.size_bytes, self.part_bytes, self.borders)
 
     @property
@@ -144,7 +144,7 @@ class Upload:
             self.done_bytes += length
 
     def progress(self, moving_bytes: int = 0) -> Progress:
-        """What is durable, and how much of the object moved: whole parts, and what is on its way."""
+        """Return how many bytes are durable, and how many moved: whole parts, and those under way."""
         held = sum(self.range_of(number)[1] for number in self.crcs)
         return Progress(
             done_bytes=self.done_bytes + held + moving_bytes,
@@ -237,13 +237,13 @@ class _Told:
         return peek(self.inner)(offset, buffer)
 
     def drop(self, offset: int, length: int) -> None:
-        """As the inner source."""
+        """Drop a range from the page cache of the inner source."""
         self.inner.drop(offset, length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What became of a range: the server's answer, CRC64 and, where an ETag may prove it, MD5 as read."""
+    """Hold the result of sending a range: the server's answer, CRC64 and, where an ETag may prove it, MD5."""
 
     answer: dict[str, Any]
     crc: int
@@ -298,7 +298,7 @@ def held_of(store: S3Bucket, source: Source, offset: int, length: int) -> Held:
 
 
 def send_held(store: S3Bucket, key: str, held: Held, request: dict[str, Any]) -> Sent:
-    """The same for what lies in memory."""
+    """Send bytes that lie in memory, as `send` does a range of a source."""
     number = request.get("PartNumber")
     arguments = request | arguments_of(store, held)
     known = _told_directly(store, key, held, arguments)
@@ -358,7 +358,7 @@ def _send_once_read(
 
 
 def _ask(store: S3Bucket, key: str, body: Body | Held, arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """By botocore's client, which tries again; None: the server received other bytes."""
+    """Send a body by botocore's client, which tries again; None: the server received other bytes."""
     number = arguments.get("PartNumber")
     with store.asking(f"writing {_name(key, number)}"):
         try:
@@ -379,7 +379,7 @@ def _sent(answer: dict[str, Any], body: Body, inner: Source, span: tuple[int, in
 
 
 def _is_intact(store: S3Bucket, sent: Sent, number: int | None) -> bool:
-    """Where ETags are MD5s, whether a part arrived as it was read; an object is looked at as a whole."""
+    """Whether a part arrived as it was read, where ETags are MD5s; an object is looked at as a whole."""
     is_shown = bool(number) and store.abilities.part_etags and sent.md5 is not None
     return not is_shown or bare(sent.etag) == (sent.md5 or b"").hex()
 
@@ -407,5 +407,5 @@ def taken(key: str) -> TargetExists:
 
 
 def encoded(crc: int) -> str:
-    """As in S3's headers."""
+    """Encode a CRC64 as S3's headers carry it."""
     return base64.b64encode(crc.to_bytes(8)).decode()

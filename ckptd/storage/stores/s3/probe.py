@@ -1,7 +1,8 @@
-"""What an S3 server keeps its word on: tried with small objects, because its answers do not say (adr/0040).
+"""Probe which guarantees an S3 server keeps, with small objects, because its answers do not say.
 
 Measured: servers that accept a wrong checksum, that ignore If-None-Match on PUT, on Complete, or on both,
-whose ETags are no MD5s. What is not enforced or not seen is no proof and no lock (P2, P10; adr/0089).
+whose ETags are no MD5s (docs/adr/0040, 0089). A guarantee that is not seen to be enforced counts neither as
+proof nor as lock.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _NOT_UNDERSTOOD = {"NotImplemented", "InvalidArgument", "InvalidRequest", "501"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What an upload in parts showed."""
+    """Record what a multipart upload showed."""
 
     refuses_to_replace: bool
     are_listed: bool
@@ -94,7 +95,7 @@ class WrongSum(Body):
 
     @property
     def encoded_crc(self) -> bytes:
-        """Of other bytes."""
+        """Return the checksum of other bytes, which a server that compares must refuse."""
         return _encoded(bytes(8)).encode()
 
 
@@ -122,7 +123,7 @@ def takes_trailers(client: Any, place: dict[str, str], direct: Direct, key: str,
 
 
 def _notes(can: Abilities, access: Access, is_read_back: bool) -> tuple[str, ...]:
-    """What a person should know of a server that does less than it might."""
+    """List in words what a person should know of a server that does less than it might."""
     notes = []
     if not can.create_only:
         notes.append("If-None-Match is ignored: one writing node only, each creation is read again")
@@ -180,7 +181,7 @@ def _multipart(client: Any, place: dict[str, str], access: Access, data: bytes) 
 
 
 def _joined(client: Any, place: dict[str, str], join: dict[str, Any], *, is_open: bool) -> dict[str, Any]:
-    """What the server says of the joined object, asked afresh; nothing when it could not be joined."""
+    """Join the parts and ask afresh about the object; empty when it could not be joined."""
     try:
         if is_open:
             client.complete_multipart_upload(**join)

@@ -1,6 +1,6 @@
-"""What proves that an S3 server holds what was sent: its checksum or ETag where they hold, else reading (P2).
+"""Prove that an S3 server holds what was sent: by a checksum or ETag that it keeps, else by reading.
 
-Apart from the store because it is the one place where "sent" becomes "verified".
+It is apart from the store because it is the one place where "sent" becomes "verified".
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ckptd.storage.stores.base import Abilities
+    from ckptd.storage.stores.s3.bucket import S3Bucket
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -54,11 +55,6 @@ def changed(what: str, often: str = "") -> VerifyError:
 
 # ---------------------------------------------------------------------------------------------------------
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ckptd.storage.stores.s3.bucket import S3Bucket
 
 _SMALL_BYTES = 8 << 20
 _STREAMS = 4

@@ -88,7 +88,7 @@ class Started:
         self.arguments = arguments
 
     def end(self, on_progress: Callable[[Progress], None]) -> int:
-        """As `Store.upload` ends: the CRC64NVME of what was read."""
+        """Finish the upload as `Store.upload` does and return the CRC64NVME of what was read."""
         return self._uploads.ended(self, self._flight, on_progress)
 
     def abandon(self) -> None:

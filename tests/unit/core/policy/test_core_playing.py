@@ -27,7 +27,7 @@ from ckptd.core.policy.capacity import (
     rotation_of,
     summed,
 )
-from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
+from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Tier
 from ckptd.core.policy.view import Disk
 from tests.support.core_views import job_view, resized, save_view, sealed
 
@@ -186,7 +186,7 @@ def ground(room: int, count: int, policy: RetentionPolicy, **more: Any) -> Groun
         # of what is here three go, and one of two that come
         ({"save_total_limit": 1, "keep_every_seconds": 1200.0}, 12, "keep_every_seconds"),
         ({"ephemeral": Ephemeral(every_steps=20, keep=1)}, 12, "ephemeral"),
-        ({"save_total_limit": 1, "ladder": (Rung(form="universal", after_newer=1),)}, 4, "ladder"),
+        ({"save_total_limit": 1, "ladder": (Tier(form="universal", after_newer=1),)}, 4, "ladder"),
         # five go, and the newest of those that are here
         ({"save_total_limit": 1, "keep_steps": tuple(range(70, 200, 10))}, 10, "keep_steps"),
     ],
@@ -202,7 +202,7 @@ def test_every_key_that_keeps_fills_a_disk(policy: dict[str, Any], fit: int, kep
 
 def test_what_lets_go_in_time_fills_nothing() -> None:
     """A span that is over before the disk is full, and a ladder that ends."""
-    ends = (Rung(form="universal", after_newer=2), Rung(form="gone", after_newer=4))
+    ends = (Tier(form="universal", after_newer=2), Tier(form="gone", after_newer=4))
     for policy in (
         RetentionPolicy(save_total_limit=1, keep_within_seconds=1800.0),
         RetentionPolicy(save_total_limit=1, ladder=ends),
