@@ -27,7 +27,7 @@ from ckptd.errors import NotPermitted
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import committed_record, job_view, key_of, save_view, sealed
 
-DAEMON = Path(of_problems.__file__).parents[3]
+DAEMON = Path(of_problems.__file__).parents[1]
 WITHOUT_A_JOB = {"config-invalid", "lock-held"}
 """Said of a job that does not run: until a reload, or until the lock is free."""
 
