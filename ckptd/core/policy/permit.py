@@ -129,12 +129,7 @@ def loose_policy(view: JobView) -> RetentionPolicy:
     The limit counts commits; under disk pressure (`thin`) it protects none. Without pressure a save within it
     stays, since its upload may still succeed. No ladder: a save that was never committed does not age.
     """
-    return loose_under(view.local_retention, view.unuploaded, is_short=view.disk.is_short)
-
-
-def loose_under(policy: RetentionPolicy, unuploaded: Unuploaded, *, is_short: bool) -> RetentionPolicy:
-    """Return the policy for uncommitted saves, for a disk that may be only assumed."""
-    policy = policy.model_copy(update={"ladder": ()})
-    if unuploaded == "thin" and is_short and policy.save_total_limit is not None:
+    policy = view.local_retention.model_copy(update={"ladder": ()})
+    if view.unuploaded == "thin" and view.disk.is_short and policy.save_total_limit is not None:
         return policy.model_copy(update={"save_total_limit": 0})
     return policy
