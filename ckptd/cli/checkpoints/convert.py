@@ -163,7 +163,7 @@ def resolve_source(source: Path) -> Path:
 
 
 def look_ahead(source: str, destination: str, options: ConvertOptions) -> Forecast:
-    """What converting would do."""
+    """Return the forecast of a conversion without doing it."""
     import os
 
     from ckptd.convert.engine.forecast import forecast
@@ -314,7 +314,9 @@ def _cluster_rows(report: ConvertReport) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def showing(*, as_json: bool) -> Iterator[Callable[[ConvertProgress], None] | None]:
-    """What to tell progress to: a bar on a terminal, JSON lines on stderr where JSON is wanted, else None."""
+    """Yield the progress callback: a bar on a terminal, JSON lines on stderr where JSON is wanted, else
+    None.
+    """
     import sys
 
     if sys.stderr is not None and sys.stderr.isatty():  # None: started with it closed
