@@ -265,7 +265,7 @@ class Stage:
             retry.Asking.__init__,
             retry.Breaker.__init__,
             rate_limit.Pacer.__init__,
-            limits.Totals.__init__,
+            limits.HostLimits.__init__,
         ):
             self._defaults.append((function, function.__kwdefaults__))
         self._motion = retrying.Motion.__init__.__defaults__
