@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.config.retention import Retention
 from ckptd.config.s3 import S3Keys
-from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, NotifyConfig, RemoteConfig
+from ckptd.config.schema import JobConfig, LocalConfig, RemoteConfig
 from ckptd.config.section import Section
 
 if TYPE_CHECKING:
@@ -32,21 +32,6 @@ def job_template(save_dir: str, url: str, name: str, *, remote_name: str = "nas"
         "# show their default, or an example where nothing is the default. Test it with: ckptd check FILE"
     )
     return "\n".join([head, "", *top, "", "[local]", *local, "", "[[remote]]", *remote, ""])
-
-
-def daemon_template() -> str:
-    """TOML text of a `ckptd.toml` in which every key is commented out."""
-    return "\n".join(
-        [
-            "# The daemon as a whole; jobs stand in jobs.d/*.toml",
-            "",
-            *_lines(DaemonConfig, {}),
-            "",
-            "[notify]",
-            *_lines(NotifyConfig, {}),
-            "",
-        ]
-    )
 
 
 def _lines(

@@ -110,8 +110,8 @@ class Rig:
     def signs(self, count: int) -> None:
         """Wait for so many signs of life of an open order: waiting is not hanging."""
         for _ in range(count):
-            silent = self.client.stalled_seconds
-            while (now := self.client.stalled_seconds) >= silent:
+            silent = self.client.silent_seconds()
+            while (now := self.client.silent_seconds()) >= silent:
                 assert now < 200
                 silent = now
                 time.sleep(0.01)
@@ -305,7 +305,7 @@ def test_a_paused_transfer_gives_signs_of_life_and_a_hung_one_does_not(slow: Rig
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     # a sign that was on its way may still come
-    wait_until(lambda: slow.client.stalled_seconds > 2.5)
+    wait_until(lambda: slow.client.silent_seconds() > 2.5)
     slow.client.abandon("no sign of life for 2 s")
     failed = slow.ear.final(shipping)
     assert isinstance(failed, Failed)

@@ -6,6 +6,7 @@ the next goes on where the trainer is. What the trainer has written lies outside
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -16,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptd.convert.engine.sandbox import die_with_parent
 from ckptd.errors import CkptdError
 from tests.killpoints import trainer
 from tests.killpoints.process import Process, quiet
@@ -262,12 +262,18 @@ def _heal(place: Place, process: Process, is_safe: Callable[[Place], bool] | Non
     process.seams.fate, process.seams.is_open = Fate(), True
 
 
+def _die_with_parent() -> None:
+    """Be killed when the thread that started this process ends."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
 def fork(place: Place, *fates: Fate, **more: object) -> int:
     """Live in a forked process; its exit status as `waitpid` tells it (SIGKILL: the point was reached)."""
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        die_with_parent()
+        _die_with_parent()
         code = 1
         try:
             live(place, fates, **more)  # type: ignore[arg-type]

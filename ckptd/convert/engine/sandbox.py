@@ -52,11 +52,6 @@ def restrict(
     return tuple(held)
 
 
-def die_with_parent() -> None:
-    """Be killed when the thread that started us ends: no orphan goes on writing."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def lower_priority(libc: ctypes.CDLL | None = None) -> None:
     """Nice 10, preempting nobody, the lowest best-effort I/O class; failures are harmless."""
     with contextlib.suppress(OSError):

@@ -229,7 +229,6 @@ class JobState:
     run_id: str | None = None
     """The run that save_dir holds; None: not known yet, or runs are not told apart."""
     listing: SaveDirListing | None = None
-    listing_at_seconds: float = 0.0
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     facts: dict[str, dict[str, FileFacts]] = field(default_factory=dict)
     """tag → path → facts of the current identities."""

@@ -141,11 +141,6 @@ class RemoteClient:
         with self._lock:
             return tuple(self._open)
 
-    @property
-    def stalled_seconds(self) -> float:
-        """How long an order has been open without any sign of the child; 0 while none is open."""
-        return self.silent_seconds()
-
     def silent_seconds(self, but: int | None = None) -> float:
         """Return how long the child has been silent, leaving out the order `but`.
 
