@@ -133,8 +133,7 @@ def _show_status(arguments: Sequence[str]) -> None:
 
     Typer loads pydantic to turn a text into a text, which is half of what `status` takes (docs/adr/0197).
     """
-    from ckptd.cli.status import command
-
+    command = importlib.import_module(f"ckptd.cli.{_MODULES['status']}")
     options = command.parse(arguments)
     if options is None:
         return
