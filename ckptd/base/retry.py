@@ -48,7 +48,7 @@ def doubled(first_seconds: float, tries: int, most_seconds: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftAlone:
+class BackedOff:
     """Something that is left alone: until when (unix seconds), after how many failures, why."""
 
     until: float
@@ -60,7 +60,7 @@ class LeftAlone:
         return f"left alone until {clock} after {self.failures} failures: {self.reason}"
 
 
-class Asking:
+class RetryTimer:
     """Schedule questions to a remote: each subject once at a time, and more seldom while it fails."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -100,7 +100,7 @@ class Breaker:
         self._unix = unix
         self._failures = 0
         self._retry_at_seconds = 0.0
-        self._alone: LeftAlone | None = None
+        self._alone: BackedOff | None = None
 
     @property
     def seconds_left(self) -> float:
@@ -108,7 +108,7 @@ class Breaker:
         return max(0.0, self._retry_at_seconds - self._clock())
 
     @property
-    def left_alone(self) -> LeftAlone | None:
+    def left_alone(self) -> BackedOff | None:
         """Return what status shows while `PATIENCE` is spent; also while the probe is under way."""
         return self._alone
 
@@ -119,7 +119,7 @@ class Breaker:
         wait = seldom_seconds(self._failures) if is_spent else backoff_seconds(self._failures)
         self._retry_at_seconds = self._clock() + wait
         if is_spent:
-            self._alone = LeftAlone(until=self._unix() + wait, failures=self._failures, reason=reason)
+            self._alone = BackedOff(until=self._unix() + wait, failures=self._failures, reason=reason)
 
     def succeeded(self) -> bool:
         """It works: all is forgotten. True when it had been left alone."""

@@ -50,7 +50,7 @@ from ckptd.storage.local.scan import scan
 from ckptd.storage.local.state_dir import filesystem_type, is_network, state_base, state_dir_of
 from ckptd.storage.remote.attach import NEXT_STEP, are_one, one_place
 from ckptd.storage.remote.coordination import NEXT_STEP as IS_OWN_RUN
-from ckptd.storage.remote.coordination import said_of
+from ckptd.storage.remote.coordination import other_writers
 from ckptd.storage.remote.documents import IDENTITY_KEY
 from ckptd.storage.remote.messages import Attach, Attached, Failed, RemoteSettings
 from ckptd.storage.stores.access import access_of, credentials_path
@@ -333,7 +333,7 @@ def _who_writes(
     own = job.node_name or this_node(os.environ)
     others = [seen for seen in unnamed if seen.node != own]
     if others and remote.name not in owner.job_ids:
-        text = said_of(others, remote.url, answer.identity.created)
+        text = other_writers(others, remote.url, answer.identity.created)
         yield Finding(what=what, verdict="note", text=text, hint=IS_OWN_RUN)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.manifest import Commit, NodeManifest
     from ckptd.maintenance.listing import ListedRun
     from ckptd.maintenance.uncommitted import OpenRow
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.stores.base import Store
 
@@ -179,7 +179,7 @@ class NodeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobwideStatus:
+class FleetStatus:
     """Everything that is shown; `seconds_at_risk`: training since the safe save was written."""
 
     url: str
@@ -212,10 +212,10 @@ class JobwideStatus:
         return 3 if self.verdict == "behind" else 0
 
 
-class Jobwide:
+class FleetReader:
     """One look at one remote."""
 
-    def __init__(self, sight: RemoteSight) -> None:
+    def __init__(self, sight: RemoteInventory) -> None:
         runs = Runs([sight])
         self._run_id = runs.views[0].run_id if runs.views else None
         self._runs = tuple(map(listed_run, runs.views))
@@ -224,7 +224,7 @@ class Jobwide:
         self._problems: list[str] = []
         self._clock: Literal["store", "reader", "nodes"] = "store"
 
-    def look(self) -> JobwideStatus:
+    def look(self) -> FleetStatus:
         """Read what there is; the remote was seen a moment ago (`sight`).
 
         Raises:
@@ -255,7 +255,7 @@ class Jobwide:
         verdict: Verdict = "not-safe" if shown is None else "behind" if found.rows or ahead else "safe"
         alive = sum(map(is_alive, rows))
         risk = seconds_at_risk(shown, seen, ended)
-        return JobwideStatus(
+        return FleetStatus(
             url=self._sight.url,
             job=identity.job,
             job_id=identity.job_id,

@@ -29,7 +29,7 @@ from ckptd.core.model.heartbeat import DEAD_SECONDS
 from ckptd.core.model.runs import short
 from ckptd.errors import CkptdError, LockHeld, NotFoundError, RefusedError, StorageError
 from ckptd.recover.execute import one_at_a_time
-from ckptd.recover.files import FETCHED, opened_save_dir, unrest
+from ckptd.recover.files import FETCHED, opened_save_dir, why_busy
 from ckptd.recover.select.copies import DESCRIPTION
 from ckptd.recover.select.damage import damage_in
 from ckptd.recover.select.journal_reader import sent_to
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
     from ckptd.core.model.save import SealedSave
     from ckptd.maintenance.repair import Unfinished
     from ckptd.observe.audit import Audit
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.journal_reader import Sent
     from ckptd.storage.remote.garbage import Collected
-    from ckptd.storage.remote.repair import Held
+    from ckptd.storage.remote.repair import BlockingLease
     from ckptd.storage.stores.base import Store
 
 HERE = "here"
@@ -98,7 +98,7 @@ class Collector:
     # --- remotes ---------------------------------------------------------------------------------------
 
     def remote(
-        self, sight: RemoteSight, unfinished: Unfinished | None, state_dir: Path | None = None
+        self, sight: RemoteInventory, unfinished: Unfinished | None, state_dir: Path | None = None
     ) -> None:
         """Finish removals, remove what is provably nobody's, abort what a killed repair left.
 
@@ -130,7 +130,7 @@ class Collector:
             )
         self._unlisted(sight, found, sent_to(state_dir, sight.name))
 
-    def _unlisted(self, sight: RemoteSight, found: Collected, sent: Sequence[Sent]) -> None:
+    def _unlisted(self, sight: RemoteInventory, found: Collected, sent: Sequence[Sent]) -> None:
         """Say whose the objects are that nobody lists; what is left of ended uploads goes later (`node`)."""
         left = dict(found.unlisted)
         ours = [one for one in sent if one.is_whole and left.get(one.key) == one.bytes]
@@ -153,7 +153,7 @@ class Collector:
                 "as far as it knows; they stay. `ckptd gc JOB` on the node that did knows more"
             )
 
-    def gone(self, sight: RemoteSight, node: str) -> None:
+    def gone(self, sight: RemoteInventory, node: str) -> None:
         """That node will not come back: what it was replacing is compared, then its lease goes (adr/0101).
 
         Raises:
@@ -165,7 +165,7 @@ class Collector:
             held = compare(store, key, where, node)
             tag, generation, form = where
 
-            def done(name: str, size: int, held: Held = held) -> None:
+            def done(name: str, size: int, held: BlockingLease = held) -> None:
                 is_lease = name == held.key
                 why = f"{node} is gone" if is_lease else "not what its manifest lists; it is sent again"
                 self._gone(sight.name, _garbage(name, size, why, held))
@@ -183,7 +183,7 @@ class Collector:
         if not found:
             self._say(f"{sight.name}: no lease of a node {node!r} holds up anything")
 
-    def run(self, sight: RemoteSight, run_id: str) -> None:
+    def run(self, sight: RemoteInventory, run_id: str) -> None:
         """All that one run committed there, which is neither the newest nor saved by anybody now.
 
         Raises:
@@ -246,7 +246,7 @@ class Collector:
 
     # --- the node --------------------------------------------------------------------------------------
 
-    def node(self, job: JobConfig, sights: Sequence[RemoteSight], state_dir: Path | None) -> None:
+    def node(self, job: JobConfig, sights: Sequence[RemoteInventory], state_dir: Path | None) -> None:
         """Trash and staging of ours, uploads that the journal knows: only where no daemon is at work."""
         with _opened(job) as fd:
             if fd is None:
@@ -296,7 +296,7 @@ class Collector:
             if self._dry_run or fs.remove_idle(fd, folder, name):
                 self._noted(f"{folder}/{name}", size, "left by a conversion that was killed")
 
-    def _uploads(self, sights: Sequence[RemoteSight], state_dir: Path) -> None:
+    def _uploads(self, sights: Sequence[RemoteInventory], state_dir: Path) -> None:
         """Collect uploads that killed or ended work of this node left in remotes, under its id."""
         with opened_ours(state_dir) as fd:
             node_id = read_node_id(fd) or ""
@@ -321,7 +321,7 @@ class Collector:
         finally:
             journal.close()
 
-    def _sent_in_vain(self, sight: RemoteSight, node_id: str) -> None:
+    def _sent_in_vain(self, sight: RemoteInventory, node_id: str) -> None:
         """Whole objects of uploads that ended before a manifest listed them; what they copy is gone here."""
         ended = self._ended.pop(sight.name, None)
         if ended is None:
@@ -414,7 +414,7 @@ class Collector:
             raise RefusedError(f"{tag} is pinned", hint=f"{command_for(job, 'unpin', tag)} first")
         if not listing.is_checkpoint:
             raise RefusedError(f"{job.save_dir}/{tag} is no checkpoint folder", hint="ckptd leaves it alone")
-        busy = unrest(str(job.save_dir), fd, tag)
+        busy = why_busy(str(job.save_dir), fd, tag)
         if busy is not None:
             raise RefusedError(f"{tag}: {busy}", hint="call it again when nobody writes there")
         rows = _read(job.save_dir / tag, [file.path for file in listing.files])
@@ -447,7 +447,7 @@ class Collector:
             self._audit.write("gc", tag=tag, generation=0, form="", reason=why, files=[(what, size)])
 
 
-def _garbage(key: str, size: int, why: str, held: Held) -> Garbage:
+def _garbage(key: str, size: int, why: str, held: BlockingLease) -> Garbage:
     tag, generation, form = held.where
     return Garbage(key=key, bytes=size, why=why, tag=tag, generation=generation, form=form)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.decision import Decision
     from ckptd.core.model.layouts import Grid
     from ckptd.core.model.manifest import Commit
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.runs import RunView
     from ckptd.storage.remote.documents import Stem
 
@@ -102,7 +102,7 @@ def pinned_tags(decisions: Sequence[Decision]) -> set[str]:
     return {tag for tag, decision in newest.items() if decision.kind == "pin"}
 
 
-def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
+def list_remote(remote: RemoteInventory, now: datetime) -> RemoteListing:
     """Rows of one remote."""
     seen = remote.observation
     pinned = pinned_tags(seen.decisions)

@@ -26,7 +26,7 @@ from ckptd.errors import (
 )
 from ckptd.recover.fetch import PARALLEL, read_through
 from ckptd.recover.select.inventory import is_gone
-from ckptd.recover.select.manifest_check import distrust
+from ckptd.recover.select.manifest_check import why_untrusted
 from ckptd.recover.select.verify_result import BadObject, Difference, VerifiedCommit, VerifiedRemote
 from ckptd.storage.remote.documents import manifests_of_commit, read_generation, stem_of
 from ckptd.storage.stores.checksums import to_hex
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ckptd.core.model.manifest import Commit, ManifestFile
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.verify_result import Slice
     from ckptd.storage.remote.messages import CommitView
 
@@ -48,7 +48,7 @@ class Verifier:
 
     def __init__(
         self,
-        remote: RemoteSight,
+        remote: RemoteInventory,
         *,
         read: Slice | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
@@ -172,7 +172,7 @@ class Verifier:
         if own != view.key:
             differences.append(Difference(key=view.key, expected=f"the COMMIT {own}", found="another name"))
         known = manifests_of_commit(self._remote.store, commit)
-        problem = distrust(identity, commit, [one.manifest for one in known])
+        problem = why_untrusted(identity, commit, [one.manifest for one in known])
         if problem is not None:
             differences.append(Difference(key=view.key, expected="a COMMIT of this job", found=problem))
             return {}

@@ -41,14 +41,14 @@ from ckptd.recover.select.steps import (
     Convert,
     ConvertFrom,
     CopyBeside,
-    Drop,
+    Delete,
     Fetch,
+    Install,
     Mend,
     MoveAside,
-    Place,
-    Point,
     RestoreExtras,
     Step,
+    WritePointer,
     done,
     name_of_extra,
 )
@@ -210,7 +210,7 @@ class Execution:
                 self.move_aside(step.name, step.label)
             case Fetch():
                 self._fetch(step)
-            case Place():
+            case Install():
                 self._place(step)
             case Mend():
                 self._mend(step)
@@ -222,9 +222,9 @@ class Execution:
                 self._restore(step)
             case CopyBeside():
                 self._copy_beside(step)
-            case Drop():
+            case Delete():
                 remove_ours(self._fd, step.folder, step.name)
-            case Point():
+            case WritePointer():
                 head, _, base = step.name.rpartition("/")
                 with files.opened_dir(head or ".", self._fd) as folder:
                     files.write_atomic(folder, base, step.value.encode())
@@ -272,7 +272,7 @@ class Execution:
         finally:
             os.close(staging)
 
-    def _place(self, step: Place) -> None:
+    def _place(self, step: Install) -> None:
         head, _, base = step.target.rpartition("/")
         staging = ensure_ours(self._fd, STAGING)
         parent = self._parent_of(head)
@@ -342,7 +342,7 @@ class Execution:
             self._made_by(step, lambda options, tell: convert_copy(step.copy, target, staging, options, tell))
         except NeedsWholeFiles:
             tag = step.copy.view.commit.tag
-            instead = Fetch(form=ZERO, copy=step.copy), Place(form=ZERO, copy=step.copy, target=tag)
+            instead = Fetch(form=ZERO, copy=step.copy), Install(form=ZERO, copy=step.copy, target=tag)
             self._check_room(instead)
             for one in (*instead, Convert(tag=tag, target=step.target, verify=False)):
                 self._one(one)
@@ -407,7 +407,7 @@ def drop_leftovers(save_dir_fd: int, tag: str) -> None:
 # --- The word that `resume` leaves where no `latest` says what a run is resumed from (docs/adr/0154) -----
 
 
-def leave_word(
+def write_resume_marker(
     save_dir_fd: int, candidate: Candidate, listing: SaveDirListing, say: Callable[[str], None]
 ) -> None:
     """Durable before anything is fetched or printed: a folder may be let go as soon as it is there.

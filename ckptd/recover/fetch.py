@@ -20,7 +20,7 @@ from ckptd.base.names import NAME_BYTES
 from ckptd.errors import DamagedError, RefusedError, from_os_error
 from ckptd.storage.stores import parallel
 from ckptd.storage.stores.checksums import crc64, to_hex
-from ckptd.storage.stores.parallel import Lanes, Stopped
+from ckptd.storage.stores.parallel import FailFastPool, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,7 +74,7 @@ class Fetcher:
         self._on_progress = on_progress
         self._done_bytes = 0
         self._lock = threading.Lock()
-        self._lanes = Lanes()
+        self._lanes = FailFastPool()
         self._open: set[_Incoming] = set()
         self._sizes: dict[str, int] = {}
         self._folder_mode = stat.S_IMODE(os.fstat(staging_fd).st_mode) & 0o777

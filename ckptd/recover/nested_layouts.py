@@ -17,11 +17,11 @@ from ckptd.recover.select.steps import (
     DERIVED_ACCELERATE,
     Convert,
     CopyBeside,
-    Drop,
+    Delete,
     Fetch,
+    Install,
     MoveAside,
-    Place,
-    Point,
+    WritePointer,
 )
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ def beside(
     return tag, _huggingface(candidate, root, listing, before, put_in or {})
 
 
-def pointer_in(candidate: Candidate, place: str) -> list[Point]:
+def pointer_in(candidate: Candidate, place: str) -> list[WritePointer]:
     """Lightning loads without a tag: DeepSpeed then follows `latest_universal` in the folder it is given."""
     if candidate.layout[0] is not Trainer.LIGHTNING:
         return []
-    return [Point(name=f"{place}/{LATEST_UNIVERSAL}", value=the_root(candidate))]
+    return [WritePointer(name=f"{place}/{LATEST_UNIVERSAL}", value=the_root(candidate))]
 
 
 def the_root(candidate: Candidate) -> str:
@@ -88,7 +88,7 @@ def bring(candidate: Candidate, copy: Copy, listing: SaveDirListing, before: Seq
     return [
         Fetch(form=ZERO, copy=copy),
         *place_for(candidate.tag, listing, before),
-        Place(form=ZERO, copy=copy, target=candidate.tag),
+        Install(form=ZERO, copy=copy, target=candidate.tag),
     ]
 
 
@@ -128,7 +128,7 @@ def _huggingface(
     a checkpoint in place, and a converter of DeepSpeed's that was killed leaves half a folder.
     """
     tag, name = candidate.tag, universal_name(root)
-    target, pointer = f"{tag}/{name}", Point(name=f"{tag}/{LATEST_UNIVERSAL}", value=name)
+    target, pointer = f"{tag}/{name}", WritePointer(name=f"{tag}/{LATEST_UNIVERSAL}", value=name)
     convert = Convert(tag=f"{tag}/{root}", target=target, verify=not candidate.is_committed)
     if candidate.local is None:
         whole = without_form(candidate.copies[0], name)
@@ -158,15 +158,15 @@ def _loadable(
     tag = candidate.tag
     place = f"{DERIVED_ACCELERATE}/{tag}"
     steps: list[Step] = [
-        Drop(folder=DERIVED_ACCELERATE, name=name)
+        Delete(folder=DERIVED_ACCELERATE, name=name)
         for name, sources in derived.items()
         if name != tag or not _is_of(candidate, root, sources)
     ]
-    if tag in derived and not any(isinstance(s, Drop) and s.name == tag for s in steps):
+    if tag in derived and not any(isinstance(s, Delete) and s.name == tag for s in steps):
         return steps
     if candidate.local is None and candidate.universals:
         copy = beside_shards(candidate.copies[0], root)
-        steps += [Fetch(form=ZERO, copy=copy), Place(form=ZERO, copy=copy, target=place)]
+        steps += [Fetch(form=ZERO, copy=copy), Install(form=ZERO, copy=copy, target=place)]
         return steps + _placed(candidate.universals[0], universal_name(root), f"{place}/{root}")
     if candidate.local is None:
         steps += bring(candidate, candidate.copies[0], listing, before)
@@ -218,7 +218,7 @@ def within(universal: Copy, name: str) -> Copy:
 def _placed(universal: Copy, name: str, target: str) -> list[Step]:
     """Fetch a committed universal form from below `name` in its folder and put it at `target`."""
     copy = within(universal, name)
-    return [Fetch(form=UNIVERSAL, copy=copy), Place(form=UNIVERSAL, copy=copy, target=target)]
+    return [Fetch(form=UNIVERSAL, copy=copy), Install(form=UNIVERSAL, copy=copy, target=target)]
 
 
 def place_for(tag: str, listing: SaveDirListing, steps: Sequence[Step]) -> list[Step]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.save import Order
     from ckptd.recover.select.choose import Candidate
     from ckptd.recover.select.copies import Nodes
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.sources import Sources
     from ckptd.storage.remote.messages import CommitView
 
@@ -42,7 +42,7 @@ _NEAREST = 3
 
 
 @dataclass(slots=True, kw_only=True)
-class OneSave:
+class PinnedSelection:
     """Which save may be taken; of one node that names none: any."""
 
     job: JobConfig
@@ -54,7 +54,7 @@ class OneSave:
     why: CkptdError | None = None
     """What was wrong with the copy that was given up last."""
     _key: tuple[Order, str] | None = None
-    _views: list[tuple[RemoteSight, CommitView]] = field(default_factory=list)
+    _views: list[tuple[RemoteInventory, CommitView]] = field(default_factory=list)
     """Its COMMITs, as they were seen first."""
 
     @property
@@ -150,7 +150,7 @@ class OneSave:
         return DamagedError(msg, hint=f"mend it (`{mend}`), or go back: `ckptd resume` with {back}")
 
 
-def _counts(views: Sequence[tuple[RemoteSight, CommitView]], nodes: Nodes) -> bool:
+def _counts(views: Sequence[tuple[RemoteInventory, CommitView]], nodes: Nodes) -> bool:
     """A save that cannot be read here is one to resume from, as far as anybody can tell."""
     if any(view.commit.form == ZERO and not view.commit.grid.is_model_only for _, view in views):
         return True

@@ -33,8 +33,8 @@ from ckptd.errors import (
 )
 from ckptd.recover.advice import advice, model_facts, source_of
 from ckptd.recover.execute import Execution, drop_leftovers, one_at_a_time
-from ckptd.recover.files import Held, look_into
-from ckptd.recover.restore_plan import Wish, make_restore_plan
+from ckptd.recover.files import ExistingFiles, compare_folder
+from ckptd.recover.restore_plan import RestoreRequest, make_restore_plan
 from ckptd.recover.resume import Resumed, reserve_bytes
 from ckptd.recover.select.choose import Candidate, Choice, Wanted, committed_saves, committed_weights
 from ckptd.recover.select.copies import UNIVERSAL, ZERO, Nodes
@@ -61,7 +61,7 @@ class RestoreOptions:
     """Hold the command line's options beside JOB and DIR; sizes in bytes."""
 
     tag: str | None = None
-    wish: Wish = field(default_factory=Wish)
+    wish: RestoreRequest = field(default_factory=RestoreRequest)
     run: str | None = None
     """Of this run, named by the beginning of its id; None: of the job's own, else of the newest."""
     dry_run: bool = False
@@ -78,11 +78,11 @@ class Directory:
         self._path = path
         self._fd = fd
 
-    def held(self, target: str, whole: Copy, wanted: Copy) -> Held:
+    def held(self, target: str, whole: Copy, wanted: Copy) -> ExistingFiles:
         """Return which files of a form are there already."""
         if self._fd is None:
-            return Held(is_there=False, lacking=wanted.files)
-        return look_into(self._path, self._fd, target, whole, wanted)
+            return ExistingFiles(is_there=False, lacking=wanted.files)
+        return compare_folder(self._path, self._fd, target, whole, wanted)
 
     def source_of(self, target: str) -> dict[str, str] | None:
         """Return the fingerprints of the save that a universal folder was made from."""

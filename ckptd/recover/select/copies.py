@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from ckptd.core.model.manifest import Cell, NodeManifest
-    from ckptd.recover.select.inventory import LocalSight, RemoteSight
+    from ckptd.recover.select.inventory import LocalCheckpoint, RemoteInventory
     from ckptd.storage.remote.messages import CommitView
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from ckptd.errors import UsageError
 class Copy:
     """A committed copy of one form on one remote, with what of it is wanted on this node."""
 
-    remote: RemoteSight
+    remote: RemoteInventory
     view: CommitView
     manifests: tuple[NodeManifest, ...]
     files: tuple[ManifestFile, ...]
@@ -107,7 +107,7 @@ def is_made_from(universal: Copy, fingerprints: Mapping[str, str]) -> bool:
     )
 
 
-def is_held(here: LocalSight, copy: Copy) -> bool:
+def is_held(here: LocalCheckpoint, copy: Copy) -> bool:
     """Whether a folder holds every wanted shard of that save, whole (docs/adr/0121).
 
     What lies beside them tells no saves apart: a note that somebody wrote over or took away would make the
@@ -130,7 +130,7 @@ def folders_above(path: str) -> list[str]:
     return ["/".join(parts[: count + 1]) for count in range(len(parts))]
 
 
-def is_here(here: LocalSight, file: ManifestFile) -> bool:
+def is_here(here: LocalCheckpoint, file: ManifestFile) -> bool:
     """Whether a folder holds that very file; of replicas of model states: its tensors."""
     facts = here.facts.get(file.path)
     if facts is None:
@@ -142,7 +142,7 @@ def is_here(here: LocalSight, file: ManifestFile) -> bool:
     return is_replica and facts.tensor_fingerprint == file.tensor_fingerprint is not None
 
 
-def of_node(copy: Copy, nodes: Nodes) -> Copy:
+def files_for_node(copy: Copy, nodes: Nodes) -> Copy:
     """Select the files of a copy that one node wants: the shards of its ranks, and what every rank reads.
 
     By ranks, not by who uploaded what: a node that was replaced uploaded under two names, and the stages of a
@@ -166,7 +166,7 @@ def of_node(copy: Copy, nodes: Nodes) -> Copy:
     )
 
 
-def of_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
+def files_for_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
     """The shards of some data-parallel ranks, and all that is nobody's alone.
 
     Raises:

@@ -20,7 +20,7 @@ _POINTERS = ("latest", "latest_universal")
 _INT64 = 1 << 63
 
 
-def distrust(identity: RemoteIdentity, commit: Commit, manifests: Iterable[NodeManifest]) -> str | None:
+def why_untrusted(identity: RemoteIdentity, commit: Commit, manifests: Iterable[NodeManifest]) -> str | None:
     """Why a COMMIT and its manifests cannot be this remote's own; None when nothing speaks against them."""
     if commit.job_id != identity.job_id:
         return f"the COMMIT is of job {commit.job_id!r}, this remote is {identity.job_id!r}'s"

@@ -18,7 +18,7 @@ from ckptd.core.model.runs import Place, ranked, run_of, short
 from ckptd.errors import CkptdError, DamagedError, LockHeld, NotFoundError, RefusedError, UsageError
 from ckptd.recover.select.copies import ZERO, is_here
 from ckptd.storage.local.run_file import host_name, read_run, run_file, user_name, write_run
-from ckptd.storage.remote.coordination import Heartbeats, present_seconds
+from ckptd.storage.remote.coordination import Heartbeats, server_time_seconds
 from ckptd.storage.stores.base import store_now_seconds
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.heartbeat import SeenNode
     from ckptd.core.model.manifest import Commit
     from ckptd.core.model.runs import Row
-    from ckptd.recover.select.inventory import LocalSight, RemoteSight
+    from ckptd.recover.select.inventory import LocalCheckpoint, RemoteInventory
     from ckptd.storage.stores.base import Store
 
 SILENT_SECONDS = 180.0
@@ -58,7 +58,7 @@ class RunView:
         return f"run {short(self.run_id)}{of}"
 
 
-def runs_in(sight: RemoteSight) -> tuple[RunView, ...]:
+def runs_in(sight: RemoteInventory) -> tuple[RunView, ...]:
     """Every run with a row or a COMMIT in a remote, the newest first."""
     rows, by_run = sight.observation.rows, _by_run(sight)
     found = []
@@ -81,7 +81,7 @@ def runs_in(sight: RemoteSight) -> tuple[RunView, ...]:
     return tuple(found)
 
 
-def _by_run(sight: RemoteSight) -> dict[str, list[Commit]]:
+def _by_run(sight: RemoteInventory) -> dict[str, list[Commit]]:
     found: dict[str, list[Commit]] = {}
     for view in sight.commits:
         if _is_of_job(view.commit, sight):
@@ -89,7 +89,7 @@ def _by_run(sight: RemoteSight) -> dict[str, list[Commit]]:
     return found
 
 
-def _is_of_job(commit: Commit, sight: RemoteSight) -> bool:
+def _is_of_job(commit: Commit, sight: RemoteInventory) -> bool:
     """Whether a COMMIT was made for this remote: one that was copied from another job's is no run's."""
     return commit.job_id == sight.observation.identity.job_id
 
@@ -104,7 +104,7 @@ class Runs:
     Two remotes of a job that were made apart have two job ids; the first run of the one is that of the other.
     """
 
-    def __init__(self, sights: Sequence[RemoteSight]) -> None:
+    def __init__(self, sights: Sequence[RemoteInventory]) -> None:
         self._sights = tuple(sights)
         self._firsts = frozenset(sight.observation.identity.job_id for sight in sights)
         self.views = tuple(view for sight in sights for view in runs_in(sight))
@@ -153,7 +153,7 @@ class Runs:
             f"{self._urls()} knows no run {text!r}", hint=f"there are: {there}; see `ckptd list`"
         )
 
-    def only(self, sight: RemoteSight, run_id: str | None) -> RemoteSight:
+    def only(self, sight: RemoteInventory, run_id: str | None) -> RemoteInventory:
         """A remote with what one run committed alone; None: with nothing."""
         kept = (
             view
@@ -215,7 +215,7 @@ class Runs:
 # --- what save_dir holds ---------------------------------------------------------------------------------
 
 
-def is_of(sight: LocalSight, remote: RemoteSight) -> bool:
+def is_of(sight: LocalCheckpoint, remote: RemoteInventory) -> bool:
     """Whether a folder here is what a COMMIT in that remote lists, as far as it is here.
 
     Raises:
@@ -240,15 +240,15 @@ class Chosen:
     is_held: bool
     """save_dir holds it already, or what lies there is of it."""
 
-    def is_strange(self, sight: LocalSight, remotes: Iterable[RemoteSight]) -> bool:
+    def is_strange(self, sight: LocalCheckpoint, remotes: Iterable[RemoteInventory]) -> bool:
         """Whether a folder here is another run's, where a person had this one brought in its place."""
         return not self.is_held and not any(is_of(sight, remote) for remote in remotes)
 
 
 def choose_run(
     runs: Runs,
-    remotes: Sequence[RemoteSight],
-    local: Sequence[LocalSight],
+    remotes: Sequence[RemoteInventory],
+    local: Sequence[LocalCheckpoint],
     *,
     held: str | None,
     asked: str | None,
@@ -283,7 +283,9 @@ def choose_run(
     return Chosen(run_id=None if is_whole and has_rows else runs.newest(), is_held=True)
 
 
-def recognised(runs: Runs, remotes: Sequence[RemoteSight], local: Sequence[LocalSight]) -> str | None:
+def recognised(
+    runs: Runs, remotes: Sequence[RemoteInventory], local: Sequence[LocalCheckpoint]
+) -> str | None:
     """The newest run that committed something that lies here."""
     for run_id in dict.fromkeys(view.run_id for view in runs.views):
         of_run = [runs.only(remote, run_id) for remote in remotes]
@@ -292,7 +294,7 @@ def recognised(runs: Runs, remotes: Sequence[RemoteSight], local: Sequence[Local
     return None
 
 
-def known_rows(remotes: Iterable[RemoteSight]) -> tuple[tuple[str, int], ...]:
+def known_rows(remotes: Iterable[RemoteInventory]) -> tuple[tuple[str, int], ...]:
     """(remote id, number of the newest row) of each."""
     return tuple(
         (one.observation.identity.remote_id, max((row.number for row in one.observation.rows), default=0))
@@ -330,7 +332,7 @@ def elsewhere(rows: Iterable[Row], run_id: str, save_dir: str) -> Row | None:
     return row
 
 
-def wait_until_silent(remote: RemoteSight, row: Row, say: Callable[[str], None], command: str) -> bool:
+def wait_until_silent(remote: RemoteInventory, row: Row, say: Callable[[str], None], command: str) -> bool:
     """Wait until that place is silent or has said that it ends; False: it was already.
 
     Raises:
@@ -358,7 +360,7 @@ def wait_until_silent(remote: RemoteSight, row: Row, say: Callable[[str], None],
     return True
 
 
-def _heard(remote: RemoteSight, row: Row) -> SeenNode | None:
+def _heard(remote: RemoteInventory, row: Row) -> SeenNode | None:
     """The last heartbeat of the place of a row."""
     found = [
         seen
@@ -372,7 +374,7 @@ def _heard(remote: RemoteSight, row: Row) -> SeenNode | None:
     return min(found, key=lambda seen: seen.seconds_ago or 0.0, default=None)
 
 
-def alive(remote: RemoteSight, run_id: str) -> SeenNode | None:
+def alive(remote: RemoteInventory, run_id: str) -> SeenNode | None:
     """Who goes on with a run there, heard of lately; None: nobody does."""
     job_id = remote.observation.identity.job_id
     found = [
@@ -386,7 +388,7 @@ def alive(remote: RemoteSight, run_id: str) -> SeenNode | None:
 def _now_seconds(store: Store) -> float | None:
     """The store's present; by this machine's clock where it tells none and nothing may be written there."""
     with contextlib.suppress(CkptdError):
-        return present_seconds(store)
+        return server_time_seconds(store)
     return store_now_seconds(store) or time.time()
 
 

@@ -27,7 +27,7 @@ from ckptd.errors import (
     SourceChanged,
     StorageError,
 )
-from ckptd.recover.select.inventory import is_gone, look_at_remote
+from ckptd.recover.select.inventory import is_gone, read_remote_inventory
 from ckptd.recover.select.named import job_named, no_remote
 from ckptd.recover.select.owner import owner_of, state_dir_hint
 from ckptd.recover.select.steps import Convert, ConvertFrom, Fetch, RestoreExtras
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig, RemoteConfig
     from ckptd.recover.select.copies import Copy
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.owner import Owner
     from ckptd.recover.select.runs import Runs
     from ckptd.recover.select.steps import Step
@@ -105,7 +105,7 @@ class Sources:
     """The remotes that answer, the errors of the others, and (remote, COMMIT digest) of bad copies."""
 
     say: Callable[[str], None]
-    remotes: list[RemoteSight] = field(default_factory=list)
+    remotes: list[RemoteInventory] = field(default_factory=list)
     absent: list[CkptdError] = field(default_factory=list)
     damaged: set[tuple[str, str]] = field(default_factory=set)
     run_id: str | None = None
@@ -118,7 +118,7 @@ class Sources:
         for remote in remotes:
             self._asked[remote.name] = (remote, owner)
             try:
-                sight = look_at_remote(remote.name, remote.url, owner, access_of(remote))
+                sight = read_remote_inventory(remote.name, remote.url, owner, access_of(remote))
             except CkptdError as error:
                 self.absent.append(error)
                 self.say(said_of(remote.name, remote.url, str(error)))
@@ -170,7 +170,7 @@ class Sources:
         try:
             if not is_gone(copy.remote.store, copy.view):
                 return
-            sight = look_at_remote(remote.name, remote.url, owner, access_of(remote))
+            sight = read_remote_inventory(remote.name, remote.url, owner, access_of(remote))
         except CkptdError as error:
             self.drop(remote.name, error)
         else:

@@ -46,7 +46,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Install:
     """Rename what was fetched from staging to `target`; nothing is replaced."""
 
     form: str
@@ -93,7 +93,7 @@ class RestoreExtras:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class WritePointer:
     """Write a pointer file atomically."""
 
     name: str
@@ -129,7 +129,7 @@ class CopyBeside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
+class Delete:
     """Remove a derived form of ours that was made from another save; it can be made again."""
 
     folder: str
@@ -139,7 +139,18 @@ class Drop:
         return f"drop {self.folder}/{self.name} (made from another save)"
 
 
-Step = MoveAside | Fetch | Place | Mend | Convert | ConvertFrom | RestoreExtras | Point | CopyBeside | Drop
+Step = (
+    MoveAside
+    | Fetch
+    | Install
+    | Mend
+    | Convert
+    | ConvertFrom
+    | RestoreExtras
+    | WritePointer
+    | CopyBeside
+    | Delete
+)
 
 
 _DONE = {

@@ -64,8 +64,8 @@ from ckptd.storage.remote.runs import claim_run
 from ckptd.storage.remote.transfer import Control, sealed
 from ckptd.storage.stores.base import Progress
 from ckptd.storage.stores.open import WINDOW_BYTES, open_store
-from ckptd.storage.stores.rate_limit import Cancelled, Pacer
-from ckptd.storage.stores.retrying import Motion, WatchedPacer, watched
+from ckptd.storage.stores.rate_limit import Cancelled, RateLimiter
+from ckptd.storage.stores.retrying import Motion, WatchedRateLimiter, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +91,7 @@ class Service:
         self._emit = emit
         self._window_bytes = window_bytes
         self._open_origin = open_origin
-        self._pacer = Pacer()
+        self._pacer = RateLimiter()
         self._settings: RemoteSettings | None = None
         self._ground: AttachedRemote | None = None
         self._lock = threading.Lock()
@@ -263,10 +263,10 @@ class _Reporter:
         self._flushed: dict[str, tuple[int, str]] = {}
         self._motion = Motion()
 
-    def control(self, pacer: Pacer) -> Control:
+    def control(self, pacer: RateLimiter) -> Control:
         """Return the callbacks and the rate limit that a transfer needs."""
         return Control(
-            pacer=WatchedPacer(pacer, self._motion),
+            pacer=WatchedRateLimiter(pacer, self._motion),
             check=self.check,
             on_moving=self._on_moving,
             on_done=self._on_done,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # next in line, whose orders wait until then. Everything here is called in the deciding thread.
 
 
-class Guest(Protocol):
+class SlotUser(Protocol):
     """Whoever has a child."""
 
     def make_room(self) -> bool:
@@ -36,27 +36,27 @@ class Guest(Protocol):
         """Begin: this guest has been given a slot."""
 
 
-class Places:
+class SlotPool:
     """First come, first served; `count` may change at any time, and nobody is sent away from an order."""
 
     def __init__(self, count: Callable[[], int] = lambda: sys.maxsize) -> None:
         self._count = count
-        self._here: list[Guest] = []
-        self._waiting: list[Guest] = []
+        self._here: list[SlotUser] = []
+        self._waiting: list[SlotUser] = []
 
     @property
     def is_crowded(self) -> bool:
         """Somebody waits."""
         return bool(self._waiting)
 
-    def take(self, who: Guest) -> bool:
+    def take(self, who: SlotUser) -> bool:
         """Whether `who` has a place; else it waits in line, and `begin` is called when it has."""
         if who not in self._here and who not in self._waiting:
             self._waiting.append(who)
             self._admit(but=who)
         return who in self._here
 
-    def leave(self, who: Guest) -> None:
+    def leave(self, who: SlotUser) -> None:
         """It neither has a place nor waits for one any more."""
         self._here = [one for one in self._here if one is not who]
         self._waiting = [one for one in self._waiting if one is not who]
@@ -65,7 +65,7 @@ class Places:
         """After all turns: whose turn is over makes room, and those who wait begin."""
         self._admit()
 
-    def _admit(self, but: Guest | None = None) -> None:
+    def _admit(self, but: SlotUser | None = None) -> None:
         count = self._count()
         self._make_room(count)
         while self._waiting:
@@ -91,16 +91,16 @@ class Places:
 MAKING = "ckptd.convert.remote.derive"
 
 
-class Process:
+class RemoteProcess:
     """Run a `RemoteClient` within a slot; every method is called in the deciding thread."""
 
     def __init__(
         self,
         settings: m.RemoteSettings,
         on_answer: Callable[[int, m.Answer], None],
-        places: Places | None = None,
+        places: SlotPool | None = None,
     ) -> None:
-        self._places = places or Places()
+        self._places = places or SlotPool()
         self._has_made = False
         self._held: dict[int, m.Order] = {}
         """Orders that wait for a place; the child has none of them."""

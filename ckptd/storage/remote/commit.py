@@ -34,16 +34,21 @@ from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChange
 from ckptd.storage.remote import derive_attempts
 from ckptd.storage.remote.coordination import lacking, leave_to_owner, take_share, tensors, tensors_of
 from ckptd.storage.remote.documents import (
-    Seen,
-    look,
+    GenerationSnapshot,
     manifests_of_commit,
     number_of,
     read_commit,
     read_generation,
+    read_snapshot,
     read_supplements,
     stem_of,
 )
-from ckptd.storage.remote.manifest_index import Listed, as_listed, in_the_way, withdraw
+from ckptd.storage.remote.manifest_index import (
+    ManifestIndex,
+    manifest_entry,
+    pending_replacement,
+    release_lease,
+)
 from ckptd.storage.remote.messages import CommitView, ShipResult, SupplementView
 from ckptd.storage.remote.observe import AttachedRemote, point, still_ours
 from ckptd.storage.remote.transfer import CannotBeMade, Transfer, changed, sealed
@@ -144,13 +149,13 @@ def ship(
     """
     still_ours(ground.store, ground.identity)
     one_writer(ground, order)
-    taken = derive_attempts.take(ground, order)
+    taken = derive_attempts.claim_attempt(ground, order)
     if isinstance(taken, ShipResult):
         return taken
     root = open_root(order.root)
     try:
         shipping = _Shipping(ground, taken, control, root)
-        return derive_attempts.made(ground, taken, lambda: shipping.run(open_origin))
+        return derive_attempts.finish_attempt(ground, taken, lambda: shipping.run(open_origin))
     finally:
         os.close(root)
 
@@ -183,7 +188,7 @@ class _Shipping:
         commit = read_commit(self._store, self._where)
         if commit is not None:
             return self._beside(commit, seen.read)
-        if derive_attempts.place_is_taken(self._ground, self._where, self._order.manifest.folder):
+        if derive_attempts.folder_in_use(self._ground, self._where, self._order.manifest.folder):
             reason = f"a ZeRO form lists objects in {self._order.manifest.folder} under this form's names"
             return ShipResult(outcome="conflict", reason=reason)  # the next attempt has its own folder
         self._order = leave_to_owner(self._order, lambda: self._look(is_all=True).read)
@@ -200,13 +205,13 @@ class _Shipping:
 
     def _look(
         self, ours: KnownManifest | None = None, *, is_all: bool = False, commit: CommitView | None = None
-    ) -> Seen:
+    ) -> GenerationSnapshot:
         node, cache = None if is_all else self._order.manifest.node, self._ground.manifests
-        return look(self._store, self._where, cache, node=node, ours=ours, commit=commit)
+        return read_snapshot(self._store, self._where, cache, node=node, ours=ours, commit=commit)
 
-    def _carry(self, origin: Origin, seen: Seen) -> ShipResult:
+    def _carry(self, origin: Origin, seen: GenerationSnapshot) -> ShipResult:
         self._order = origin.order
-        listed = Listed(self._store, self._order.manifest, seen, self._ground.manifests)
+        listed = ManifestIndex(self._store, self._order.manifest, seen, self._ground.manifests)
         carried = Transfer(self._store, origin, self._root, listed, self._control).run()
         # P4: a manifest speaks of one save, so nothing may have changed while the last file was sent
         origin.recheck()
@@ -220,7 +225,7 @@ class _Shipping:
         ours = self._put_manifest(carried.files, seen.read)
         return self._commit(ours, carried)
 
-    def _conflict(self, seen: Seen) -> str | None:
+    def _conflict(self, seen: GenerationSnapshot) -> str | None:
         ours = self._order.manifest.model_copy(update={"files": self._expected_files()})
         spread_seconds = self._order.save_spread_seconds
         read = coverage.conflict(ours, seen.read, save_spread_seconds=spread_seconds)
@@ -229,7 +234,7 @@ class _Shipping:
 
     def _expected_files(self) -> tuple[ManifestFile, ...]:
         """The files as the manifest will list them, as far as comparing saves needs them."""
-        return tuple(as_listed(f, f.bytes, "", f.fingerprint, "none") for f in self._order.files)
+        return tuple(manifest_entry(f, f.bytes, "", f.fingerprint, "none") for f in self._order.files)
 
     # --- a COMMIT is there already ----------------------------------------------------------------------
 
@@ -334,7 +339,7 @@ class _Shipping:
         return KnownManifest(key=key, sha256=sha256, manifest=manifest)
 
     def _commit(self, ours: KnownManifest, carried: Carried) -> ShipResult:
-        withdraw(self._store, ours.manifest)
+        release_lease(self._store, ours.manifest)
         seen = self._look(ours)
         if seen.named:
             commit = read_commit(self._store, self._where)
@@ -355,7 +360,7 @@ class _Shipping:
         waits = (
             (coverage.missing_words(missing, members), "")
             if missing
-            else in_the_way(self._store, ours.manifest, listed)
+            else pending_replacement(self._store, ours.manifest, listed)
         )
         if waits is not None and existing is None:
             return waiting(waits, ours, carried, coverage.absent(members) if missing else ())
@@ -463,17 +468,17 @@ class _Supplementing:
         absent = [file for file in self._order.files if _row(file) not in held]
         if not absent:
             return self._result(base, before, 0, sum(file.bytes for file in self._order.files))
-        seen = look(self._store, self._where, self._ground.manifests, node=None)
+        seen = read_snapshot(self._store, self._where, self._ground.manifests, node=None)
         listed = seen.read
         order = self._order.model_copy(update={"files": tuple(self._placed(f, base, listed) for f in absent)})
         with sealed(order, self._root, self._control, self._store) as origin:
-            known = Listed(self._store, order.manifest, seen, self._ground.manifests)
+            known = ManifestIndex(self._store, order.manifest, seen, self._ground.manifests)
             carried = Transfer(self._store, origin, self._root, known, self._control).run()
             # P4: what is listed is what the files hold now
             origin.recheck()
         still_ours(self._store, self._ground.identity)
         ours = self._put_manifest(carried.files)
-        withdraw(self._store, ours.manifest)
+        release_lease(self._store, ours.manifest)
         if self._base() is None:
             return self._no_base()
         # what was created counts, whatever a list shows of it

@@ -218,17 +218,19 @@ _TRIES = 8
 _Row = TypeVar("_Row", bound=Document)
 
 
-def newest_row(store: Store, folder: str, kind: type[_Row]) -> tuple[int, _Row | None]:
+def latest_row(store: Store, folder: str, kind: type[_Row]) -> tuple[int, _Row | None]:
     """The newest document of a row; (0, None): there is none."""
     number = max((number_of(folder, info.key) for info in store.list(folder)), default=0)
     data = store.get(numbered(folder, number)) if number else None
     return (number, parse(kind, data, numbered(folder, number))) if data is not None else (number, None)
 
 
-def agreed(store: Store, folder: str, kind: type[_Row], wanted: Callable[[_Row | None], _Row | None]) -> _Row:
+def append_row(
+    store: Store, folder: str, kind: type[_Row], wanted: Callable[[_Row | None], _Row | None]
+) -> _Row:
     """The newest document, superseded by `wanted` where that gives one; what is read back counts."""
     for _ in range(_TRIES):
-        number, found = newest_row(store, folder, kind)
+        number, found = latest_row(store, folder, kind)
         after = wanted(found)
         if after is None:
             if found is not None:
@@ -273,7 +275,7 @@ def take_share(store: Store, order: ShipOrder, listed: Callable[[], Sequence[Kno
             return None
         return Shares(job_id=ours.job_id, number=0, members=members, by=ours.node)
 
-    shares = agreed(store, shares_folder(tag, generation, form), Shares, wanted)
+    shares = append_row(store, shares_folder(tag, generation, form), Shares, wanted)
     folder = [f.path for f in order.files if f.identity is not None]
     mine = share_of(tag, folder, shares.members, ours.node)
     known = listed() if shares.number > 1 or ours.node not in shares.members else ()
@@ -323,7 +325,7 @@ def hold_lease(
             return None
         return LeaseTerm(job_id=job_id, number=0, node=node, node_id=node_id)
 
-    term = agreed(store, LEASE, LeaseTerm, wanted)
+    term = append_row(store, LEASE, LeaseTerm, wanted)
     is_ours = term.node_id == node_id
     if is_ours:
         for info in list(store.list(LEASE)):
@@ -348,7 +350,7 @@ def live_nodes(store: Store, *, but_node: str = "", but_node_id: str = "") -> tu
     """
     if next(iter(store.list(HEARTBEATS)), None) is None:
         return ()
-    found = Heartbeats(store).others(but_node, reads_all=True, now_seconds=present_seconds(store))
+    found = Heartbeats(store).others(but_node, reads_all=True, now_seconds=server_time_seconds(store))
     here = [
         (seen.seconds_ago, seen.node, seen)
         for seen in found
@@ -368,11 +370,11 @@ def remove_stale_temporaries(store: Store) -> tuple[ObjectInfo, ...]:
 def stale_temporaries(store: Store) -> tuple[ObjectInfo, ...]:
     """List it. Only directories have temporaries."""
     look = getattr(store, "stale_temporaries", None)
-    now = present_seconds(store) if look is not None else None
+    now = server_time_seconds(store) if look is not None else None
     return () if look is None or now is None else look(now)
 
 
-def said_of(found: Sequence[SeenNode], remote: str, since: str) -> str:
+def other_writers(found: Sequence[SeenNode], remote: str, since: str) -> str:
     """Say in words that other nodes write under this name, naming the one last heard of.
 
     Whoever begins a run may have meant another remote, or another name.
@@ -389,7 +391,7 @@ def _is_own(seen: SeenNode, node_id: str) -> bool:
     return bool(node_id) and seen.heartbeat is not None and seen.heartbeat.node_id == node_id
 
 
-def present_seconds(store: Store) -> float | None:
+def server_time_seconds(store: Store) -> float | None:
     """Return the store's time: from its answers, else from the time stamp of a small object written now.
 
     None: the store keeps no times.

@@ -388,7 +388,7 @@ class ManifestCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class GenerationSnapshot:
     """The manifests of one generation of one form, as one listing told of them."""
 
     read: tuple[KnownManifest, ...]
@@ -412,7 +412,7 @@ class Seen:
         )
 
 
-def look(
+def read_snapshot(
     store: Store,
     where: Stem,
     cache: ManifestCache,
@@ -421,7 +421,7 @@ def look(
     ours: KnownManifest | None = None,
     commit: CommitView | None = None,
     reads_one: bool = False,
-) -> Seen:
+) -> GenerationSnapshot:
     """List a generation and read what needs to be read; `node` None: all.
 
     Of many: our own node's, those whose names say nothing, and all once their shards may cover the grid;
@@ -444,7 +444,7 @@ def look(
         damaged = (*damaged, *worse)
     taken = wanted | {one.key for one in read}
     left = () if is_all else tuple(n for key, n in names.items() if n is not None and key not in taken)
-    return Seen(read=read, named=left, damaged=damaged)
+    return GenerationSnapshot(read=read, named=left, damaged=damaged)
 
 
 def _one_of(

@@ -33,16 +33,16 @@ from ckptd.errors import CkptdError, DamagedError, NotPermitted, RemoteNotOurs, 
 from ckptd.storage.remote.documents import (
     IDENTITY_KEY,
     DocumentCache,
+    GenerationSnapshot,
     ManifestCache,
-    Seen,
     committed_digests,
     generations_with_manifests,
-    look,
     manifest_keys,
     manifests_of_commit,
     read_commits,
     read_decisions,
     read_identity,
+    read_snapshot,
     read_stones,
     stem_of,
     stem_of_key,
@@ -218,15 +218,15 @@ def describe(
 
 def _needed(
     store: Store, where: Stem, node: str | None, cache: ManifestCache, commit: CommitView | None
-) -> Seen:
+) -> GenerationSnapshot:
     """Read the manifests of a generation that tell a node whether it is its save and lists its files.
 
     An open generation may tell a node without model states which save this is.
     """
-    seen = look(store, where, cache, node=node, commit=commit, reads_one=commit is None)
+    seen = read_snapshot(store, where, cache, node=node, commit=commit, reads_one=commit is None)
     is_counted = commit is not None and not commit.disputed
     is_strange = is_counted and all(known.manifest.node != node for known in seen.read)
-    return look(store, where, cache, node=None, commit=commit) if is_strange and seen.named else seen
+    return read_snapshot(store, where, cache, node=None, commit=commit) if is_strange and seen.named else seen
 
 
 def confirm(

@@ -30,17 +30,17 @@ from ckptd.errors import (
     VerifyError,
     from_os_error,
 )
-from ckptd.storage.remote.manifest_index import as_listed
+from ckptd.storage.remote.manifest_index import manifest_entry
 from ckptd.storage.remote.messages import Shipped
 from ckptd.storage.stores.base import Progress, Resume, settled
 from ckptd.storage.stores.checksums import crc64, from_hex, to_hex
-from ckptd.storage.stores.parallel import Lanes
+from ckptd.storage.stores.parallel import FailFastPool
 from ckptd.storage.stores.rate_limit import Cancelled
 from ckptd.storage.stores.sources import (
     CheckedSource,
     FileSource,
     MemorySource,
-    PacedSource,
+    RateLimitedSource,
     crc64_of,
     records_of,
 )
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
     from ckptd.base.identity import FileIdentity
     from ckptd.core.model.manifest import ManifestFile, Proof
-    from ckptd.storage.remote.manifest_index import Listed
+    from ckptd.storage.remote.manifest_index import ManifestIndex
     from ckptd.storage.remote.messages import PartlyShipped, Planned, ShipFile, ShipOrder
     from ckptd.storage.stores.base import Source, Store
-    from ckptd.storage.stores.rate_limit import Pacer
+    from ckptd.storage.stores.rate_limit import RateLimiter
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ _MOST_BYTES = 4 << 20
 """Held by one lane: a file stays in memory until its answer came."""
 
 
-class Started(Protocol):
+class PendingPut(Protocol):
     """An object on its way."""
 
     def end(self, on_progress: Callable[[Progress], None]) -> int:
@@ -140,7 +140,7 @@ def is_small(file: ShipFile) -> bool:
 class _Offers(Protocol):
     """A store that can do so."""
 
-    def begin(self, key: str, source: Source) -> Started | None:
+    def begin(self, key: str, source: Source) -> PendingPut | None:
         """Read and send; None where that is not possible now."""
         ...
 
@@ -155,19 +155,19 @@ def overlap(store: Store) -> int:
     return int(getattr(store, "overlap", 1))
 
 
-def begin(store: Store, key: str, source: Source) -> Started | None:
+def begin(store: Store, key: str, source: Source) -> PendingPut | None:
     """Read and send a small object where nothing lies; None: `upload` it."""
     return cast("_Offers", store).begin(key, source)
 
 
-class Fleet:
+class PutPipeline:
     """How flying lanes work: `begin` a file (None: leave it to `otherwise`), `end` it when its turn comes."""
 
     def __init__(
         self,
         store: Store,
-        begin: Callable[[ShipFile], Started | None],
-        end: Callable[[ShipFile, Started], None],
+        begin: Callable[[ShipFile], PendingPut | None],
+        end: Callable[[ShipFile, PendingPut], None],
         otherwise: Callable[[ShipFile], None],
     ) -> None:
         self._store = store
@@ -177,7 +177,7 @@ class Fleet:
 
     def ship(self, files: deque[ShipFile]) -> None:
         """One lane: takes from `files`, which it shares with others, until there is none."""
-        under_way: deque[tuple[ShipFile, Started]] = deque()
+        under_way: deque[tuple[ShipFile, PendingPut]] = deque()
         held_bytes, most = 0, flights(self._store)
         try:
             while (file := next_of(files)) is not None:
@@ -220,7 +220,7 @@ class Control:
     `on_planned(what)` tell.
     """
 
-    pacer: Pacer
+    pacer: RateLimiter
     check: Callable[[], None]
     on_moving: Callable[[str, int, Progress], None]
     on_done: Callable[[Shipped], None]
@@ -247,7 +247,9 @@ class _Sent:
 class Transfer:
     """One order's objects on one store; `listed`: what the generation's manifests say of them already."""
 
-    def __init__(self, store: Store, origin: Origin, root: int, listed: Listed, control: Control) -> None:
+    def __init__(
+        self, store: Store, origin: Origin, root: int, listed: ManifestIndex, control: Control
+    ) -> None:
         self._store = store
         self._origin = origin
         self._order = order = origin.order
@@ -258,7 +260,7 @@ class Transfer:
         self._listed = listed
         self._results: dict[str, ManifestFile] = {}
         self._held: dict[str, int] | None = None
-        self._lanes = Lanes()
+        self._lanes = FailFastPool()
         self._lock = threading.Lock()
         self._sent = 0
         self._skipped = 0
@@ -285,7 +287,7 @@ class Transfer:
             small, lanes = [file for file in small if file.key not in keys], max(1, lanes - FLYING_LANES)
         ways = min(overlap(self._store), self._origin.most_lanes, len(large))
         with ThreadPoolExecutor(lanes + FLYING_LANES + ways, "lane") as pool:
-            fleet = Fleet(self._store, self._begin, self._end, self._ship_beside)
+            fleet = PutPipeline(self._store, self._begin, self._end, self._ship_beside)
             for _ in range(FLYING_LANES if flying else 0):
                 pool.submit(self._lanes.begin([flying], fleet.ship))
             lane = self._lanes.begin(small, self._ship_beside)
@@ -328,11 +330,11 @@ class Transfer:
             return False
         return flights(self._store) > 0 and self._held is not None and self._held_bytes(file) is None
 
-    def _begin(self, file: ShipFile) -> Started | None:
+    def _begin(self, file: ShipFile) -> PendingPut | None:
         """Read and send; None: it is to be sent the usual way."""
         self._check()
         with self._origin.opened(file) as source:
-            paced = PacedSource(source, self._control.pacer, self._check)
+            paced = RateLimitedSource(source, self._control.pacer, self._check)
             started = begin(self._store, file.key, paced)
         with self._lock:
             self._sent += paced.read_bytes
@@ -341,7 +343,7 @@ class Transfer:
             raise SourceChanged(f"{file.path} was written while it was shipped", hint=_AGAIN)
         return started
 
-    def _end(self, file: ShipFile, started: Started) -> None:
+    def _end(self, file: ShipFile, started: PendingPut) -> None:
         """Wait for its answer; what another put there meanwhile is compared."""
         try:
             crc = started.end(lambda done: self._tell_whole(file, file.bytes, done))
@@ -429,7 +431,7 @@ class Transfer:
         listed = self._listed.find(file.key)
         crc: int | None = None
         if held_bytes == source.size_bytes:
-            paced = PacedSource(source, self._control.pacer, self._check)
+            paced = RateLimitedSource(source, self._control.pacer, self._check)
             crc = crc64_of(paced, 0, source.size_bytes, drops=True)
         if listed is None:
             return crc is not None and self._verified_in_place(file, source, crc, fingerprint)
@@ -469,7 +471,7 @@ class Transfer:
         )
         if resume is not None and isinstance(source, CheckedSource):
             source.go_on(resume.flushed_bytes, self._check)
-        paced = PacedSource(source, self._control.pacer, self._check)
+        paced = RateLimitedSource(source, self._control.pacer, self._check)
         is_whole = self._store.lanes > 1 and is_small(file)
         is_noted = resume is not None
 
@@ -516,7 +518,7 @@ class Transfer:
             self._skipped += count_bytes
 
     def _keep(self, file: ShipFile, size: int, crc: str, proof: str, fingerprint: str) -> None:
-        entry = as_listed(file, size, crc, fingerprint, cast("Proof", proof))
+        entry = manifest_entry(file, size, crc, fingerprint, cast("Proof", proof))
         self._results[file.key] = entry
         self._control.on_done(Shipped(key=file.key, bytes=size, crc64nvme=crc, proof=entry.proof))
 
@@ -569,7 +571,7 @@ if TYPE_CHECKING:
     """From an order and the open folder that its sources are relative to, or the store that holds them."""
 
 
-class Sealed:
+class SealedFiles:
     """Files as they were sealed: opened by identity, the CRC32s of records compared while they are read."""
 
     most_lanes = 64
@@ -611,7 +613,7 @@ def sealed(order: ShipOrder, root: int, _control: Control, _store: Store) -> Ite
     if order.making is not None:
         msg = f"this process makes no {order.manifest.form} forms"
         raise RefusedError(msg, hint="a defect of ckptd: it sends what lies here")
-    yield Sealed(order, root)
+    yield SealedFiles(order, root)
 
 
 def changed(root: int, source: str, identity: FileIdentity | None, name: str) -> str | None:

@@ -37,7 +37,7 @@ from ckptd.errors import (
 )
 from ckptd.storage.stores.base import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, Progress
 from ckptd.storage.stores.checksums import crc64
-from ckptd.storage.stores.retrying import NoRoom
+from ckptd.storage.stores.retrying import FullStoreMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -393,7 +393,7 @@ class DirectoryStore:
         self._buffer_bytes = min(buffer_bytes, window_bytes)
         self._pinned: tuple[int, int] | None = None
         self._flushed: set[tuple[int, int]] = set()
-        self._no_room = NoRoom()
+        self._no_room = FullStoreMemory()
         # no lane removes as empty what another is about to put its first file into
         self._folders = threading.Lock()
 

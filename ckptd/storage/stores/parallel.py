@@ -29,7 +29,7 @@ class Stopped(Cancelled):
     """Another lane failed; what it raised is raised."""
 
 
-class Lanes:
+class FailFastPool:
     """Threads that share a fate: the first failure ends all, at their next `check`."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Lanes:
             raise self._failure
 
 
-class Turns:
+class OrderedTurns:
     """A few places; of those who wait for one, who has the least number comes first."""
 
     def __init__(self, places: int) -> None:
@@ -135,7 +135,7 @@ def crc_of(
     and may raise to stop.
     """
     found: dict[int, tuple[int, int]] = {}
-    lanes = Lanes()
+    lanes = FailFastPool()
 
     def read(offset: int) -> None:
         done = crc = 0

@@ -24,7 +24,7 @@ class Cancelled(SourceChanged):
     """The daemon cancelled the order; what is flushed can be resumed from."""
 
 
-class Pacer:
+class RateLimiter:
     """Bytes per second × a fraction that changes on the fly; also a fraction of the time when unlimited.
 
     `fraction` 0 pauses. Shared by all transfers of a remote; thread-safe.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from ckptd.storage.stores.rate_limit import Pacer
+from ckptd.storage.stores.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,7 +109,7 @@ _QUOTA_SECONDS, _QUOTA_MOST_SECONDS = 60.0, 900.0
 _MOST_DOUBLINGS = 6
 
 
-class NoRoom:
+class FullStoreMemory:
     """Remember the uploads that found a store full; one object for a store, shared by its lanes."""
 
     def __init__(self) -> None:
@@ -184,10 +184,10 @@ class Motion:
             self.moved()
 
 
-class WatchedPacer(Pacer):
+class WatchedRateLimiter(RateLimiter):
     """The remote's pacer as one order uses it: waiting for our own limit is no standstill."""
 
-    def __init__(self, inner: Pacer, motion: Motion) -> None:
+    def __init__(self, inner: RateLimiter, motion: Motion) -> None:
         self._inner = inner
         self._motion = motion
 

@@ -1,7 +1,7 @@
 """Give uploads their bytes: a sealed file by descriptor, bytes in memory, and two decorators.
 
 `CheckedSource` compares the CRC32s that `torch.save` left in the zip directory in the same pass, so that a
-bit that flipped since the save is found before it is uploaded; `PacedSource` limits the speed.
+bit that flipped since the save is found before it is uploaded; `RateLimitedSource` limits the speed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ckptd.formats.torchfile.archive import Record
     from ckptd.storage.stores.base import Source
-    from ckptd.storage.stores.rate_limit import Pacer
+    from ckptd.storage.stores.rate_limit import RateLimiter
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ _Stretch = tuple[int, int, int]
 """Begin, end, CRC."""
 
 
-class Stretches:
+class CrcRanges:
     """Track which parts of one range have passed, with their CRCs.
 
     `lock` may be shared by many of them: nothing is hashed under it.
@@ -121,13 +121,13 @@ class WrongRecord:
         return f"record {self.record.name} has CRC {self.crc:08x}, torch.save wrote {self.record.crc:08x}"
 
 
-class RecordSums:
+class RecordChecksums:
     """Compare the CRC32s of an archive's records while their bytes pass; what passes again counts once."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self._records = sorted((r for r in records if r.crc != 0 and r.size > 0), key=lambda r: r.offset)
         self._lock, self._hashing = threading.Lock(), threading.Lock()
-        self._open: dict[int, Stretches] = {}
+        self._open: dict[int, CrcRanges] = {}
         self._right = bytearray(len(self._records))
         self._wrong: dict[int, WrongRecord] = {}
         self._asked: set[int] = set()
@@ -151,7 +151,7 @@ class RecordSums:
                 return self._wrong.get(index)
             passed = self._open.get(index)
             if passed is None:
-                passed = self._open[index] = Stretches(isal_zlib.crc32, crc32_combined, self._hashing)
+                passed = self._open[index] = CrcRanges(isal_zlib.crc32, crc32_combined, self._hashing)
         passed.feed(first, data)
         crc = passed.crc_of(record.offset, _end(record))
         if crc is None:
@@ -273,7 +273,7 @@ class CheckedSource:
     def __init__(self, inner: Source, records: Iterable[Record], name: str) -> None:
         self._inner = inner
         self._name = name
-        self._sums = RecordSums(records)
+        self._sums = RecordChecksums(records)
         self.size_bytes: int = inner.size_bytes
         self.mode: int = inner.mode
         self.folder_mode: int = inner.folder_mode
@@ -316,10 +316,10 @@ class CheckedSource:
             raise DamagedError(f"{self._name}: {wrong}", hint=hint)
 
 
-class PacedSource:
+class RateLimitedSource:
     """Reads no faster than the pacer allows, and stops when `check` raises."""
 
-    def __init__(self, inner: Source, pacer: Pacer, check: Callable[[], None]) -> None:
+    def __init__(self, inner: Source, pacer: RateLimiter, check: Callable[[], None]) -> None:
         self._inner = inner
         self.read_bytes = 0
         self._pacer = pacer
@@ -376,7 +376,7 @@ def crc64_of(
     `is_read_again`: it will be sent, and its records' CRCs compared then. `also` gets the bytes too.
     """
     read = peek(source) if is_read_again else source.read_into
-    if not is_read_again and isinstance(source, PacedSource):
+    if not is_read_again and isinstance(source, RateLimitedSource):
         read = source.look_into
     view = memoryview(bytearray(min(_REREAD_BYTES, max(length, 1))))
     end, crc = offset + length, 0

@@ -177,7 +177,7 @@ class Body(io.RawIOBase):
         return self._hashed == self._length
 
 
-class Held:
+class BufferedBody:
     """Give the part of `Body`'s interface that is used for at most 1 MiB in memory; sent again it is the
     same.
     """

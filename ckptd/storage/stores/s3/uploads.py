@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 
 from ckptd.errors import CkptdError, RefusedError, VerifyError
 from ckptd.storage.stores.base import Progress
-from ckptd.storage.stores.parallel import Turns
+from ckptd.storage.stores.parallel import OrderedTurns
 from ckptd.storage.stores.s3 import client as sc
 from ckptd.storage.stores.s3.body import STEP_BYTES
 from ckptd.storage.stores.s3.parts import (
     PARTS_AT_ONCE,
     ROOM,
-    Cuts,
+    PartLayout,
     Sending,
     Sent,
     Upload,
     arguments_of,
     encoded,
     held_of,
-    parsed,
+    parse_layout,
     send_held,
     send_range,
     taken,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.storage.stores.base import Resume, Source
-    from ckptd.storage.stores.s3.body import Held
+    from ckptd.storage.stores.s3.body import BufferedBody
     from ckptd.storage.stores.s3.bucket import S3Bucket
     from ckptd.storage.stores.s3.direct import Flight
 
@@ -67,7 +67,7 @@ def part_size(size_bytes: int, wanted_bytes: int | None) -> int:
 def shared_upload(token: str, size_bytes: int) -> Upload | None:
     """The upload that a token means; None: it is no token of an upload of that size."""
     text, _, upload_id = token.partition(":")
-    cuts = parsed(text, size_bytes)
+    cuts = parse_layout(text, size_bytes)
     if cuts is None or not upload_id:
         return None
     return Upload(
@@ -79,7 +79,12 @@ class Started:
     """A small object on its way, in memory until the answer came."""
 
     def __init__(
-        self, uploads: S3Uploads, key: str, held: Held, arguments: dict[str, str], flight: Flight | None
+        self,
+        uploads: S3Uploads,
+        key: str,
+        held: BufferedBody,
+        arguments: dict[str, str],
+        flight: Flight | None,
     ) -> None:
         self._uploads = uploads
         self._flight = flight
@@ -107,7 +112,7 @@ class S3Uploads:
         self._proved: dict[str, tuple[int, int, str]] = {}
         self._expected: dict[str, tuple[int, str]] = {}
         self._room = threading.Semaphore(ROOM)
-        self._turns = Turns(PARTS_AT_ONCE)
+        self._turns = OrderedTurns(PARTS_AT_ONCE)
 
     def upload(
         self, key: str, source: Source, resume: Resume | None, on_progress: Callable[[Progress], None]
@@ -126,7 +131,7 @@ class S3Uploads:
             return self._whole(key, source, on_progress)
         upload = self._continued(key, source, resume) if resume else None
         if upload is None:
-            upload = self._begin(key, Cuts(source.size_bytes, chosen))
+            upload = self._begin(key, PartLayout(source.size_bytes, chosen))
         self._ours[key] = upload.upload_id
         on_progress(upload.progress())
         try:
@@ -212,7 +217,7 @@ class S3Uploads:
         on_progress(Progress(done_bytes=size, flushed_bytes=size, crc64=sent.crc))
         return sent.crc
 
-    def _begin(self, key: str, cuts: Cuts) -> Upload:
+    def _begin(self, key: str, cuts: PartLayout) -> Upload:
         store = self._store
         checksum: dict[str, str] = {}
         if store.abilities.checksum:
@@ -327,7 +332,7 @@ class S3Uploads:
 
     # --- an upload whose parts are sent by several processes (docs/adr/0106) -------------------------------
 
-    def begin_shared(self, key: str, cuts: Cuts) -> Upload:
+    def begin_shared(self, key: str, cuts: PartLayout) -> Upload:
         """Begin one; its token is what the others need."""
         self._refuse_if_there(key)
         return self._begin(key, cuts)
