@@ -38,7 +38,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test pytest adams bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures docs \
+.PHONY: help check-tools setup run test pytest adams bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -183,6 +183,9 @@ fleet: setup ## simulated nodes: 10,000 histories of <= 8, 100 of 64 x 50, one o
 
 figures: $(INSTALL) ## write what the long runs came to into docs/faults.md
 	$(PY) -m tests.support.figures
+
+house: $(INSTALL) ## how the code is laid out, now and before the rooms (writes the picture of docs/internals/architecture.md)
+	$(PY) -m tests.support.house
 
 seeded: setup ## defects put into ckptd one at a time: a test must find each (writes docs/faults.md)
 	$(PY) -m tests.seeded --jobs 2 $(ARGS)

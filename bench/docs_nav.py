@@ -1,9 +1,12 @@
-"""A hook of mkdocs (`make docs`): every decision of docs/adr/ is a page, without a list to keep by hand."""
+"""A hook of mkdocs (`make docs`): the decisions of docs/adr/ in nav, and no links to what the site lacks."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
+
+_CODE = re.compile(r"\[([^\]]+)\]\((?:\.\./){2}(?:ckptd|tests)/[^)]+\)")
 
 
 def decisions(docs: Path) -> list[str]:
@@ -11,7 +14,17 @@ def decisions(docs: Path) -> list[str]:
     return [f"adr/{path.name}" for path in sorted((docs / "adr").glob("*.md"))]
 
 
+def without_code_links(page: str) -> str:
+    """Name files of the code instead of linking to them: they are in the repository, not on the site."""
+    return _CODE.sub(r"`\1`", page)
+
+
 def on_config(config: Any) -> Any:
-    """mkdocs calls it before it reads nav."""
+    """Add the decisions; mkdocs calls it before it reads nav."""
     config.nav.append({"Decisions": decisions(Path(config.docs_dir))})
     return config
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return what is rendered of a page."""
+    return without_code_links(markdown)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.house import ROOT, circles, graph_of, room_of, rooms
+from tests.support.house import PAGE, ROOT, circles, graph_of, room_of, rooms, with_rooms
 
 PACKAGE = ROOT / "ckptd"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -153,6 +154,29 @@ def test_there_is_no_circle() -> None:
     """Among modules imports for types count; among rooms those that run."""
     assert circles(graph_of(ROOT, for_types=True)) == []
     assert circles(rooms()) == []
+
+
+def test_the_picture_of_the_rooms_is_of_this_code() -> None:
+    """`make house` writes it into docs/internals/architecture.md."""
+    assert PAGE.read_text() == with_rooms(PAGE.read_text())
+
+
+def test_every_room_is_in_the_table() -> None:
+    named = set(re.findall(r"`([\w.]+)`", PAGE.read_text().split("## The rooms")[1].split("<!-- rooms")[0]))
+    tops = {room.split(".")[0] if room.startswith("cli") else room for row in ROOMS for room in row}
+    assert {f"{room}.py" if (PACKAGE / f"{room}.py").exists() else room for room in tops} - named == {
+        "__main__.py"
+    }
+
+
+def test_files_that_internal_pages_link_are_there() -> None:
+    broken = [
+        f"{page.name}: {target}"
+        for page in PAGE.parent.glob("*.md")
+        for target in re.findall(r"\]\((\.\./\.\./(?!docs/)[^)#]+)", page.read_text())
+        if not (page.parent / target).is_file()
+    ]
+    assert not broken
 
 
 def test_the_demonstration_uses_ckptd_from_outside() -> None:
