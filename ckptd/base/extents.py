@@ -1,4 +1,4 @@
-"""Ranges of open files: share extents, copy inside the kernel, keep the page cache small (design.md §4, P12).
+"""Work on ranges of open files: share extents, copy inside the kernel, keep the page cache small.
 
 Everything here takes descriptors that `ckptd.base.files` opened; nothing here opens or names a file.
 """

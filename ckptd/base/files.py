@@ -1,9 +1,9 @@
-"""Files by descriptor: the one module that opens, syncs, renames and removes (docs/design.md §7, P15).
+"""Open, sync, rename and remove files by descriptor: the one module that does so (docs/design.md §7).
 
 Everything is relative to a directory descriptor and a validated relative name; below it no symlink is
-followed and no mount crossed, so a name swapped by someone else cannot lead outside. Durability has
-three small names: `fsync_dir`, `write_atomic` (temporary, fsync, rename, fsync dir), `create_exclusive`.
-An fsync that failed is never tried again on the same descriptor: the kernel may have dropped the pages.
+followed and no mount crossed, so a name swapped by someone else cannot lead outside. Durability has three
+small names: `fsync_dir`, `write_atomic` (temporary, fsync, rename, fsync dir), `create_exclusive`. An fsync
+that failed is never tried again on the same descriptor: the kernel may have dropped the pages.
 """
 
 from __future__ import annotations
@@ -353,10 +353,10 @@ def remove_tree(dir_fd: int, name: str) -> None:
     os.rmdir(name, dir_fd=dir_fd)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Directories by their real path: what a name was resolved to once may not become a link afterwards (P15).
-# Children are told paths, not descriptors. A path is resolved once, here, and opened without following a link
-# in any of its components from then on, so that names swapped in between lead nowhere.
+# --- directories by their real path ----------------------------------------------------------------------
+# What a name was resolved to once may not become a link afterwards. Children are told paths, not descriptors.
+# A path is resolved once, here, and opened without following a link in any of its components from then on, so
+# that names swapped in between lead nowhere.
 
 _THROUGH = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """A directory on the way needs to be searched, not read (mode 0711)."""

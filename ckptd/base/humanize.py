@@ -1,4 +1,4 @@
-"""Spans of time and runs of ranks in the words that people read; any text, fit for their terminal (P15)."""
+"""Say spans of time and runs of ranks as people read them; make any text fit for their terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which relative names may be a path of ours, on the node and in a remote (P15).
+"""Validate the relative names that may be a path of ours, on the node and in a remote.
 
-Pure, and one rule for both sides: what `restore` would refuse is not shipped in the first place, so nothing
-is pruned here that could not come back.
+Pure, and one rule for both sides: what `restore` would refuse is not uploaded in the first place, so nothing
+is deleted here that could not come back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starting a child of ours: it is born with SIGTERM blocked, its parent ends it.
+"""Start a child of ours: it is born with SIGTERM blocked, its parent ends it.
 
 Slurm signals every process of a step, systemd and `kill -- -PGID` may as well: a daemon that drains needs its
 children to its end. The mask is inherited through exec, so there is no moment at which a child would die.

@@ -67,8 +67,7 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import Abilities
 
 
-# ---------------------------------------------------------------------------------------------------------
-# A remote's settings and what its store was seen to do, as rows of words for `ckptd check` (adr/0089).
+# --- rows about a remote ---------------------------------------------------------------------------------
 
 _PROOFS = {
     "store-checksum": "store-checksum: the store computes CRC64NVME, keeps it and refuses a wrong one",
@@ -117,7 +116,7 @@ def _guard(can: Abilities) -> str:
     return "found when the object is read back"
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the checks of a job ---------------------------------------------------------------------------------
 
 REMOTE_SECONDS = 30.0
 _CHECK_NODE_ID = "check"
@@ -411,8 +410,7 @@ def attach_once(settings: RemoteSettings, timeout_seconds: float) -> Attached | 
     return errors.RemoteError(f"{settings.url} answered with {answer.kind}")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Whether what ckptd.toml names beside the jobs can be used: who is told ([notify]), where metrics go.
+# --- the checks of ckptd.toml: notifications and metrics -------------------------------------------------
 # An alarm that nobody hears is found out when it was needed. Nothing is sent and no program is run here.
 
 _PROGRAMS = ("command", "on_complete", "on_committed", "on_converted", "on_pruned", "on_problem")

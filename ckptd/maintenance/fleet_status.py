@@ -1,7 +1,8 @@
-"""A whole job as its remote knows it: what is safe, which nodes are alive, which saves lack whose shards.
+"""Report on a whole job from its remote: what is safe, which nodes are alive, which saves lack whose shards.
 
 The data of `ckptd status URL`: from COMMITs, node manifests and heartbeats, from anywhere. Ages are by the
-store's own times; what is by other clocks says so (`clock`). Safe is what a COMMIT proves, heartbeats tell.
+store's own times; what is by other clocks says so (`clock`). A COMMIT proves what is safe; heartbeats only
+tell which nodes are alive.
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import Store
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What the rows of a whole job come to: alive, over or behind, and the training that is at risk; in words.
-# Pure; part of `ckptd status URL` (`jobwide.py` reads what there is).
+# --- verdict and headline --------------------------------------------------------------------------------
+# Pure: whether the job is alive, over or behind, and the training that is at risk; in words.
 
 
 def is_alive(row: NodeRow) -> bool:
@@ -134,7 +134,7 @@ def headline_of_end(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- reading a remote ------------------------------------------------------------------------------------
 
 SCHEMA_VERSION = 1
 SKEW_SECONDS = 5.0

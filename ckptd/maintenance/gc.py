@@ -1,8 +1,9 @@
-"""`ckptd gc`: what nothing counts on any more goes, on the node and in remotes; everything is listed first.
+"""Remove what nothing refers to any more, on the node and in remotes; everything is listed first (`ckptd
+gc`).
 
 Nothing is guessed: remote keys come from tombstones and replaced manifests (storage/remote/garbage.py) and
-from our
-own journal, as do the uploads that are aborted, and a local folder goes only by its name and for cause.
+from our own journal, as do the uploads that are aborted, and a local folder is removed only by its name and
+for a reason.
 """
 
 from __future__ import annotations

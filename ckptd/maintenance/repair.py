@@ -1,4 +1,4 @@
-"""`ckptd verify --repair`: what verifying found is put right from intact bytes elsewhere (P1, P2; adr/0091).
+"""Repair what verifying found, from intact bytes elsewhere (`ckptd verify --repair`; docs/adr/0091).
 
 A bad or absent file of a folder in save_dir comes from a remote, a bad or absent object from save_dir or
 another remote. What counts as intact is CRC64 equal to the manifest's; nothing intact is ever touched.
@@ -389,8 +389,9 @@ def _is_stored(remote: RemoteInventory, file: ManifestFile) -> bool:
     return info is not None and info.bytes == file.bytes
 
 
-# --- Uploads that a killed `verify --repair` leaves on a server: their ids, kept until they are over -----
-# Only what is noted here is ever aborted by the next repair or `ckptd gc`, of which one is at work at a time.
+# --- uploads that a killed repair leaves on a server -----------------------------------------------------
+# Their ids are kept until they are over. Only what is noted here is ever aborted by the next repair or `ckptd
+# gc`, of which one is at work at a time.
 
 NAME = "repair-uploads.json"
 

@@ -1,4 +1,4 @@
-"""Saves that some nodes shipped their parts of and that are not committed, and what each lacks (P17).
+"""List saves that some nodes uploaded their parts of and that are not committed, and what each lacks.
 
 Part of `ckptd status URL`: from node manifests and heartbeats, by the store's times.
 """
@@ -157,7 +157,7 @@ def _problem(lead: NodeManifest, lost: Lost, *, is_one_of_several: bool) -> str:
     return f"{lead.tag}{which} is not committed: {lost.text}{again}"
 
 
-# --- which are looked into -------------------------------------------------------------------------------
+# --- which generations are read --------------------------------------------------------------------------
 
 
 def _newest(

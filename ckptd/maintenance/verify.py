@@ -1,7 +1,7 @@
-"""`ckptd verify`: what a remote claims, proven again from the remote alone (P2, P18).
+"""Prove what a remote claims, from the remote alone (`ckptd verify`).
 
-COMMIT → digests of its manifests → every object's presence and size, and on demand its bytes. Nothing
-local is asked: neither the daemon nor its journal nor save_dir.
+COMMIT → digests of its manifests → every object's presence and size, and on demand its bytes. Nothing local
+is asked: neither the daemon nor its journal nor save_dir.
 """
 
 from __future__ import annotations

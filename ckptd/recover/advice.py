@@ -118,7 +118,8 @@ def _batch(facts: ShardFacts, ranks: int) -> list[str]:
     return [f"{text}train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {steps}"]
 
 
-# --- Universal forms that lie in a directory already, and what each was made from (H15) ------------------
+# --- universal forms that lie in a directory already -----------------------------------------------------
+# Each says in its `ckptd.json` which shards it was made from.
 
 _DESCRIPTION_LIMIT_BYTES = 8 << 20
 

@@ -1,4 +1,4 @@
-"""Carrying out a resume plan, once: renames, fetches, a conversion, pointers last (H54, P11).
+"""Carry out a resume plan, once: renames, fetches, a conversion, pointers last.
 
 Everything is written below `_ckptd/` and renamed in; the lock is flock on `_ckptd/staging` itself, so that
 the launch scripts of all ranks of a node may call `resume` at the same time.
@@ -64,9 +64,9 @@ if TYPE_CHECKING:
     from ckptd.recover.select.copies import Copy
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Small files that a trainer keeps beside the shards, copied to where a universal form will be read from.
-# There may be one for each rank: each is opened, copied, made durable and closed before the next.
+# --- files beside the shards -----------------------------------------------------------------------------
+# Small files that a trainer keeps there are copied to where a universal form will be read from. There may be
+# one for each rank: each is opened, copied, made durable and closed before the next.
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -104,7 +104,7 @@ def _copy(source_fd: int, path: str, target_fd: int, folder_mode: int) -> None:
         files.fsync_dir(parent)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- carrying out the steps ------------------------------------------------------------------------------
 
 _OTHER_CONVERSION_SECONDS = 3600.0
 _CLONING = ("xfs", "btrfs", "bcachefs")
@@ -404,7 +404,9 @@ def drop_leftovers(save_dir_fd: int, tag: str) -> None:
             remove_ours(save_dir_fd, STAGING, name)
 
 
-# --- The word that `resume` leaves where no `latest` says what a run is resumed from (docs/adr/0154) -----
+# --- the resume marker -----------------------------------------------------------------------------------
+# Where no `latest` says what a run is resumed from, `resume` writes it down, so that the daemon does not
+# delete that checkpoint before the run has committed another (docs/adr/0154).
 
 
 def write_resume_marker(
@@ -427,8 +429,8 @@ def write_resume_marker(
         say(f"{OURS}/{RESUMED} cannot be written ({why}): retention may let {candidate.tag} go")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# One recovery at a time in a save_dir: flock on `_ckptd/staging` itself, which leaves no lock file (H54).
+# --- one recovery at a time ------------------------------------------------------------------------------
+# The lock is flock on `_ckptd/staging` itself, which leaves no lock file.
 
 
 @contextlib.contextmanager

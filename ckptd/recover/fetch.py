@@ -1,8 +1,8 @@
-"""Bringing committed bytes back: ranges in parallel, CRC64 compared, written beside the name, renamed.
+"""Fetch committed bytes: ranges in parallel, CRC64 compared, written under a temporary name, renamed.
 
-A file gets its name in staging only when its bytes are those that were committed, so a resume that was
-killed goes on with the files that are missing, and no file with holes is taken for one. Memory is a chunk per
-lane, dirty pages a few MiB per lane (P12).
+A file gets its name in staging only when its bytes are those that were committed, so a resume that was killed
+goes on with the files that are missing, and no file with holes is taken for one. Memory is a chunk per lane,
+dirty pages a few MiB per lane.
 """
 
 from __future__ import annotations

@@ -138,9 +138,9 @@ def same_bytes(folder: int, file: ManifestFile) -> bool:
         os.close(fd)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Putting committed files back into a checkpoint folder of save_dir: fetched beside, swapped in (adr/0091).
-# At every instant a name holds the old bytes or the committed ones; the bad file ends up in `_ckptd/aside/`.
+# --- repairing files of a folder -------------------------------------------------------------------------
+# Committed files are fetched beside and swapped in: at every instant a name holds the old bytes or the
+# committed ones, and the bad file ends up in `_ckptd/aside/` (docs/adr/0091).
 
 Seen = Mapping[str, "FileIdentity"]
 """The files of a folder by path."""
@@ -320,7 +320,7 @@ def _times_kept(*folders: int) -> Iterator[None]:
         os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-# --- What of committed checkpoints lies intact or damaged in save_dir, by size and CRC64 (adr/0091) ------
+# --- finding what lies intact or damaged in save_dir -----------------------------------------------------
 
 _COMPARED = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT, Role.WEIGHTS)
 _DERIVED = f"{OURS}/derived/universal"
@@ -526,7 +526,7 @@ def opened_save_dir(path: Path) -> int | None:
         return None
 
 
-# --- What a repair is asked for, and what it says of each damaged file -----------------------------------
+# --- requests and results of a repair --------------------------------------------------------------------
 
 HERE = "here"
 

@@ -1,8 +1,8 @@
-"""Steps for layouts in which the shards lie one level deeper (docs/adr/0050).
+"""Plan steps for layouts in which the shards lie one level deeper.
 
-None follows a pointer in save_dir. The Trainer finds a universal form beside its shards; Accelerate opens
-`pytorch_model` by name, and Lightning wants a folder `checkpoint`: there the universal form lies under that
-name in a folder of ours.
+None of these trainers follows a pointer in save_dir. The Trainer finds a universal form beside its shards;
+Accelerate opens `pytorch_model` by name, and Lightning wants a folder `checkpoint`: there the universal form
+lies under that name in a folder of ours (docs/adr/0050).
 """
 
 from __future__ import annotations

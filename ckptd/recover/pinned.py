@@ -1,4 +1,4 @@
-"""One save or none: for several nodes that resume together, each by itself, and for `resume --tag`.
+"""Pin one save for several nodes that resume together, each by itself, and for `resume --tag`.
 
 Which save it is follows from the COMMITs as this node first sees them. What it cannot read of that save it
 takes from another remote that holds it; where none does it ends with an error: an older save would be another

@@ -1,7 +1,7 @@
-"""`ckptd restore`: a committed checkpoint into another directory, which DeepSpeed loads there (P3, P6, P18).
+"""Restore a committed checkpoint into another directory, which DeepSpeed loads there (`ckptd restore`).
 
 Looks at the remotes alone, chooses, plans, executes as `resume` does, but in DIR; a copy whose bytes are bad
-or a remote that goes away is said and left out, and the choice is made again.
+or a remote that does not answer is named and left out, and the choice is made again.
 """
 
 from __future__ import annotations

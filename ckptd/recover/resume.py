@@ -1,7 +1,7 @@
-"""`ckptd resume`: make save_dir resumable in place (H54, docs/contract.md *Commands*).
+"""Make save_dir resumable in place (`ckptd resume`; docs/contract.md *Commands*).
 
 Looks, chooses, plans, executes; when a remote's copy turns out to be damaged it says so and goes on with the
-next best (of several nodes: with another copy of the same save, `one_save.py`). Idempotent, safe beside a
+next best (of several nodes: with another copy of the same save, `pinned.py`). Idempotent, safe beside a
 running daemon, and needs neither its journal nor its status.
 """
 

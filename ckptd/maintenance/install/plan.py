@@ -166,9 +166,9 @@ def _text(path: Path) -> str | None:
         return None
 
 
-# --- Which directories the daemon of a configuration writes: what `ReadWritePaths` must cover (H32) ------
-# A directory that is not there yet stands for its nearest parent, since a service sees it only if it was
-# writable when the service started.
+# --- directories that the service writes -----------------------------------------------------------------
+# `ReadWritePaths` must cover them. A directory that is not there yet stands for its nearest parent, since a
+# service sees it only if it was writable when the service started.
 
 
 def writable_paths(loaded: LoadedConfig) -> tuple[str, ...]:
@@ -213,7 +213,7 @@ def _covers(place: str, path: str) -> bool:
     return path == place or path.startswith(place.rstrip("/") + "/")
 
 
-# --- Whether an installed service may write what its job files name now; `ckptd check` tells (H32) -------
+# --- whether an installed service may write what its job files name now ----------------------------------
 
 _CONFIG = Path("/etc/ckptd")
 
@@ -240,10 +240,10 @@ def service_paths(
     return target, uncovered(writable_paths(loaded), units.paths_of(text))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Whether the user who trains can run what the service is to start: systemd says it late, and not in words.
-# An interpreter below /root, or in another user's home, is run by nobody else. Worse: where its own library
-# cannot be reached the loader takes the system's of another release, and ssl fails once a store is asked.
+# --- whether the training user can run the service -------------------------------------------------------
+# systemd says it late, and not in words. An interpreter below /root, or in another user's home, is run by
+# nobody else. Worse: where its own library cannot be reached the loader takes the system's of another
+# release, and ssl fails once a store is asked.
 
 IMPORTS = ("-c", "import ssl, ckptd.daemon.loop")
 """What a daemon needs of its interpreter and packages; an interpreter of another release lacks some."""

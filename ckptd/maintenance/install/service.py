@@ -1,4 +1,4 @@
-"""Carrying out the steps of install-service and uninstall-service, one after the other."""
+"""Carry out the steps of install-service and uninstall-service, one after the other."""
 
 from __future__ import annotations
 

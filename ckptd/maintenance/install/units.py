@@ -1,4 +1,4 @@
-"""The units as text: what the wheel carries of `systemd/`, made to fit this installation; pure.
+"""Render the units that the wheel carries in `systemd/`, made to fit this installation; pure.
 
 Whatever is written begins with `MARK`: nothing without it is overwritten or removed.
 """

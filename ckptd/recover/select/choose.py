@@ -1,7 +1,7 @@
-"""Which checkpoint to resume from: the newest in (branch, step) that is complete here or committed (P9, H54).
+"""Choose the checkpoint to resume from: the newest in (branch, step) that is complete here or committed.
 
-Pure. A local folder that is the very save of a COMMIT has that COMMIT's order; of others `standing.py` says
-where they stand. Clocks are never asked.
+Pure. A local folder that is the very save of a COMMIT has that COMMIT's order; `local_order.py` places the
+others. Clocks are never asked.
 """
 
 from __future__ import annotations

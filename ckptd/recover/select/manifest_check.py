@@ -1,4 +1,4 @@
-"""Whether the documents behind a COMMIT may be believed before a byte or a name of them is used (P2, P15).
+"""Check the documents behind a COMMIT before a byte or a name of them is used.
 
 A remote is written by others: a COMMIT copied from another job, a manifest with `../` or a control character
 in a path is damage like a flipped bit; the checkpoint is named and not offered.

@@ -1,7 +1,7 @@
-"""Which run a command means, of those whose checkpoints lie in its remotes (core/model/runs.py, adr/0187).
+"""Choose the run that a command means, of those whose checkpoints lie in its remotes.
 
 By name (`--run`), else the one that save_dir holds, else the newest of the remotes. Nothing that another run
-committed is taken in its place, and whose it is stands on stderr.
+committed is taken in its place, and stderr says whose it is (core/model/runs.py, docs/adr/0187).
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Runs:
         return ", ".join(sight.url for sight in self._sights) or "no remote"
 
 
-# --- what save_dir holds ---------------------------------------------------------------------------------
+# --- the run that save_dir holds -------------------------------------------------------------------------
 
 
 def is_of(sight: LocalCheckpoint, remote: RemoteInventory) -> bool:
@@ -314,7 +314,7 @@ def bind(save_dir_fd: int, save_dir: str, run_id: str, seen: tuple[tuple[str, in
         write_run(save_dir_fd, found)
 
 
-# --- whoever else goes on with it ------------------------------------------------------------------------
+# --- other hosts that go on with the run -----------------------------------------------------------------
 
 
 def elsewhere(rows: Iterable[Row], run_id: str, save_dir: str) -> Row | None:

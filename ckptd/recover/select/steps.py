@@ -1,4 +1,4 @@
-"""The steps of a recovery, as data: printed by --dry-run, carried out once by `execute` (H54).
+"""Define the steps of a recovery, as data: printed by --dry-run, carried out once by `execute`.
 
 Each is idempotent. What is in the way is renamed into `_ckptd/aside/`, and pointers come last.
 """

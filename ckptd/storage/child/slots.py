@@ -1,8 +1,9 @@
-"""The process of one remote, which also makes what it sends (docs/adr/0093, 0113).
+"""Run the process of one remote, within the slots that the memory budget has room for.
 
-One for everything: two of them would each hold Python, the messages and the S3 library. What making a form
-takes is loaded with the first order that makes one, and goes with the process, which is ended after it.
-Where `memory_budget` has no room for a process of every remote, orders wait for a place (docs/adr/0135).
+One process does everything for a remote, also making the forms that it uploads: two of them would each hold
+Python, the messages and the S3 library. What making a form takes is loaded with the first order that makes
+one, and the process is ended after it (docs/adr/0093, 0113). Where `memory_budget` has no room for a process
+of every remote, orders wait for a slot (docs/adr/0135).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from ckptd.storage.remote import messages as m
 
 
-# ---------------------------------------------------------------------------------------------------------
-# How many remotes' children live at once: as many as `memory_budget` has room for (docs/adr/0135, P12).
-# Where there is room for all, each lasts. Where there is not, one that has nothing to do makes room for the
-# next in line, whose orders wait until then. Everything here is called in the deciding thread.
+# --- slots for children ----------------------------------------------------------------------------------
+# As many children live at once as `memory_budget` has room for (docs/adr/0135). Where there is room for all,
+# each lasts. Where there is not, one that has nothing to do gives its slot to the next in the queue, whose
+# orders wait until then. Everything here is called in the deciding thread.
 
 
 class SlotUser(Protocol):
@@ -86,7 +87,7 @@ class SlotPool:
                 self._here.remove(one)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- a remote's process ----------------------------------------------------------------------------------
 
 MAKING = "ckptd.convert.remote.derive"
 

@@ -139,10 +139,10 @@ def facts_of_gone(db: Connection, alive: Iterable[FileIdentity]) -> list[tuple[s
     return [(row[0],) for row in old.fetchall() if row[0] not in keep]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# A sum of each row of the journal: SQLite keeps none, and what was noted is believed (docs/adr/0139).
-# It is the last column of every table. Triggers of the connection write it with whatever changes a row; who
-# opens a journal compares all of them, once. A row that is not what was written makes the journal a lost one.
+# --- checksums of rows -----------------------------------------------------------------------------------
+# SQLite keeps none, and what the journal says is believed (docs/adr/0139). The checksum is the last column of
+# every table. Triggers of the connection write it with whatever changes a row; whoever opens a journal
+# compares all of them, once. A row that is not what was written means that the journal is set aside as lost.
 
 _SUM = "row_sum"
 

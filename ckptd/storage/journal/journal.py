@@ -1,9 +1,9 @@
-"""SQLite journal: what was decided and done on this node (docs/design.md P7, P8).
+"""Record in SQLite what was decided and done on this node.
 
-Expendable by design: every row can be rebuilt from the disk (identities, fingerprints) and the remotes
-(COMMITs). It makes a restart cheap and a half-done deletion finishable. One writer: the deciding thread.
-A journal of another schema, one that SQLite cannot read, one with a row that is not what was written
-(journal_sums.py), or a link elsewhere (SQLite would write there) is set aside and a new one begun.
+The journal is expendable by design: every row can be rebuilt from the disk (identities, fingerprints) and the
+remotes (COMMITs). It makes a restart cheap and a half-done deletion finishable. One writer: the deciding
+thread. A journal of another schema, one that SQLite cannot read, one with a row that is not what was written
+(history.py), or a link elsewhere (SQLite would write there) is set aside and a new one begun.
 """
 
 from __future__ import annotations

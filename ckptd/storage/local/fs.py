@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from ckptd.core.policy.permit import DeletePermit
 
 
-# --- What lies in a folder that was renamed aside, and what of it is what was sealed (P1, adr/0163) ------
-# A permit compares whole identities, before and after the rename aside. What lies in the trash later may have
-# another owner or mode, and its disk another number since the boot: what was written shows in the rest.
+# --- folders that were renamed aside ---------------------------------------------------------------------
+# A permit compares whole identities, before and after the rename. What lies in the trash later may have
+# another owner or mode, and its disk another number since the boot, so that only the rest of an identity is
+# compared there (docs/adr/0163).
 
 _BY_HAND = "ckptd and trainer use nothing there: look at it, and move that folder away or remove it by hand"
 
@@ -83,7 +84,7 @@ def stays_in_trash(name: str, left: Sequence[str], *, is_listed: bool) -> Storag
     return StorageError(text, hint=_BY_HAND)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- changing what lies on the node ----------------------------------------------------------------------
 
 TRASH = f"{OURS}/trash"
 HOLD = f"{OURS}/hold"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.listing import SaveDirListing
 
 
-# --- What this process may and can do in a save_dir, proved by doing it below `_ckptd` (P19, P11) --------
+# --- rights, proved by using them below `_ckptd` ---------------------------------------------------------
 
 _NOBODYS_SECONDS = 3600.0
 """Older temporary names than this are of no proof that is under way, on whatever host."""
@@ -148,7 +148,7 @@ def _who(save_dir_fd: int, save_dir: str) -> NotPermitted:
     return NotPermitted(msg, hint=f"run ckptd as {user(owner)}; until then nothing is deleted")
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the checks of a save_dir ----------------------------------------------------------------------------
 
 Verdict = Literal["ok", "note", "fail"]
 _SEE = "see `ckptd check`"

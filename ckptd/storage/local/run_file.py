@@ -1,4 +1,4 @@
-"""`<save_dir>/_ckptd/run.json`: which run a directory holds; read and written here alone (adr/0185)."""
+"""Read and write `<save_dir>/_ckptd/run.json`, which says which run a directory holds (docs/adr/0185)."""
 
 from __future__ import annotations
 

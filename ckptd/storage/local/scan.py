@@ -1,7 +1,7 @@
-"""One look at a save_dir: names and identities by descriptor, nothing opened for reading but pointers (P15).
+"""Scan a save_dir once: names and identities by descriptor; only pointers are opened for reading.
 
 The scanner never enters `_ckptd`, follows no symlink and crosses no mount; what is neither a folder nor a
-regular file is reported, not touched (H8).
+regular file is reported, not touched.
 """
 
 from __future__ import annotations

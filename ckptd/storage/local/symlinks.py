@@ -1,4 +1,4 @@
-"""Links where checkpoints should be: seen by their names, never followed (P15)."""
+"""Detect links where checkpoints should be, by their names, without following them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shipping one save and committing it by coverage (docs/design.md §5, docs/adr/0021; P2, P3, P4, P10).
+"""Upload one save and commit it once all nodes' manifests cover it (docs/design.md §5, docs/adr/0021).
 
 Order of operations, each of which may be the last before a crash: objects → verification of each → every
 source identity again → node manifest → (any node) COMMIT, created once → read back → pointers. A COMMIT is
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from ckptd.storage.remote.transfer import Carried, Control, OpenOrigin, Origin
 
 
-# --- How an attempt to commit ends while other nodes' parts have not come, or once others committed ------
+# --- results of an attempt that cannot commit now --------------------------------------------------------
 
 MOST_NAMED = 4096
 """Missing shards that an answer names: what is missing of more is said in words."""
@@ -130,7 +130,7 @@ def left_out(whole: ShipOrder, ours: NodeManifest) -> tuple[str, ...]:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- upload and commit -----------------------------------------------------------------------------------
 
 
 def ship(
@@ -422,11 +422,10 @@ def now_utc() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Files that appeared in a folder after its COMMIT, committed beside it (docs/design.md P1, docs/adr/0102).
+# --- supplements: files that appeared in a folder after its COMMIT ---------------------------------------
 # A trainer writes its README late, a user drops the result of an evaluation: what no COMMIT lists would keep
 # the folder on the node for ever. Objects → verification → manifest → SUPPLEMENT k, created once; the COMMIT
-# stays as it is. Readers that know no supplements lack these files and nothing else.
+# stays as it is. Readers that know no supplements lack these files and nothing else (docs/adr/0102).
 
 _TRIES = 100
 

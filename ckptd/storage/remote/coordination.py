@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import ObjectInfo, Store
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Heartbeats in a remote: one small object a node, replaced at most once a minute, read by whoever asks.
-# Ages are by the store's own times: between two nodes whose clocks differ by an hour they are still right.
-# Where a store keeps no times, the documents' own are compared, and the answer says so.
+# --- heartbeats ------------------------------------------------------------------------------------------
+# Each node replaces one small object at most once a minute; whoever asks reads them. Ages are by the store's
+# own times: between two nodes whose clocks differ by an hour they are still right. Where a store keeps no
+# times, the documents' own are compared, and the answer says so.
 
 READ_AGAIN_SECONDS = 600.0
 """What is known of a node is read again so seldom, unless somebody wants it."""
@@ -175,11 +175,11 @@ def _age_by_clocks(heartbeat: Heartbeat) -> float | None:
     return max(0.0, (datetime.now(UTC) - aware).total_seconds())
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Files that several nodes have, sent once: `mp_rank_*_model_states.pt` under ZeRO-1/2 (design.md §5; H29).
-# The holder of data-parallel rank 0 sends them at once. The others leave them to it for a while after their
-# own shards are verified, and for good once a manifest of the generation lists them with the same tensors:
-# pickles of replicas may differ, their storages do not.
+# --- replicas: files that several nodes have, uploaded once ----------------------------------------------
+# Under ZeRO-1/2 every node has the same `mp_rank_*_model_states.pt`. The holder of data-parallel rank 0
+# uploads them at once. The others leave them to it for a while after their own shards are verified, and for
+# good once a manifest of the generation lists them with the same tensors: pickles of replicas may differ,
+# their storages do not (docs/design.md §5).
 
 
 def tensors(file: ShipFile | ManifestFile) -> tuple[str, str]:
@@ -211,7 +211,7 @@ def leave_to_owner(order: ShipOrder, listed: Callable[[], Iterable[KnownManifest
     return order.model_copy(update={"files": kept, "manifest": manifest})
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- rows of numbered documents --------------------------------------------------------------------------
 
 
 _TRIES = 8
@@ -250,7 +250,7 @@ def _timed(store: Store, others: Iterable[SeenNode]) -> tuple[SeenNode, ...]:
     return found
 
 
-# --- shares ----------------------------------------------------------------------------------------------
+# --- shares of a save ------------------------------------------------------------------------------------
 
 
 def take_share(store: Store, order: ShipOrder, listed: Callable[[], Sequence[KnownManifest]]) -> ShipOrder:
@@ -307,7 +307,7 @@ def forget_rows(store: Store, where: tuple[str, int, str]) -> None:
         store.delete(info.key)
 
 
-# --- the lease -------------------------------------------------------------------------------------------
+# --- the lease on a shared save_dir ----------------------------------------------------------------------
 
 
 def hold_lease(
@@ -334,9 +334,9 @@ def hold_lease(
     return LeaseSeen(epoch=term.number, node=term.node, is_ours=is_ours)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Which nodes write to a remote just now, by their heartbeats and the store's own present; and what processes
-# of this node that were killed there left of documents.
+# --- live nodes ------------------------------------------------------------------------------------------
+# They are told by their heartbeats and the store's own time. Documents half written by killed processes of
+# this node are removed here, too.
 
 NEXT_STEP = (
     "a run of its own needs a name and a url of its own; for a second node of this run nothing is to do"

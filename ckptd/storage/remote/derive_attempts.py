@@ -1,7 +1,8 @@
-"""Who makes a form of what the remote itself holds: one node, at a numbered attempt of its own (adr/0118).
+"""Elect the node that makes a form of what the remote itself holds, at a numbered attempt of its own.
 
-Economy: two nodes that both think it is theirs write into folders of their own, and one COMMIT is created.
-What attempts that do not count left is removed, by the keys of the one that counts, never by a prefix.
+It only saves work: two nodes that both think it is theirs write into folders of their own, and one COMMIT is
+created. What losing attempts left is removed, by the keys of the one that counts, never by a prefix
+(docs/adr/0118).
 """
 
 from __future__ import annotations

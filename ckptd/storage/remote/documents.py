@@ -1,7 +1,7 @@
-"""Reading what lies under `_ckptd/` in a remote: COMMITs, manifests, tombstones, disputes, decisions.
+"""Read what lies under `_ckptd/` in a remote: COMMITs, manifests, tombstones, disputes, decisions.
 
 Readers go COMMIT → manifest → objects and check each digest on the way (docs/contract.md). A document that
-cannot be read is named and skipped; one of a higher major stops everything (`RefusedError`).
+cannot be read is named and skipped; one of a higher major version stops everything (`RefusedError`).
 """
 
 from __future__ import annotations
@@ -344,10 +344,10 @@ def committed_digests(commits: Iterable[CommitView]) -> set[str]:
     return {ref.sha256 for view in commits for ref in view.commit.manifests}
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Which manifests of a generation are read: all of a few, of many only where a COMMIT may rest on them.
-# Manifests never change, and their names hold their digests: what was read once is not fetched again. That
-# one is there still is told by each listing (docs/adr/0105).
+# --- manifests of a generation, cached -------------------------------------------------------------------
+# All manifests of a small generation are read, of a large one only where a COMMIT may rest on them. Manifests
+# never change, and their names hold their digests, so what was read once is not fetched again; that a
+# manifest is still there is seen in each listing (docs/adr/0105).
 
 
 FEW = 8

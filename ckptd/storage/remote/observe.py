@@ -368,10 +368,9 @@ def is_pinned(store: Store, tag: str) -> bool:
     return newest is not None and newest.kind == "pin"
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Read-only view of a remote for commands that run without the daemon: list, resume, restore, verify.
-# Writes nothing, initialises nothing; a remote that is not there raises, a remote without commits is an
-# answer.
+# --- a remote read by commands without the daemon --------------------------------------------------------
+# `list`, `resume`, `restore` and `verify` write nothing and initialise nothing; a remote that is not there
+# raises, a remote without commits is an answer.
 
 UNREADABLE = (DamagedError, NotPermitted, StorageError)
 """What one document may fail with where the others are still wanted (`verify`)."""

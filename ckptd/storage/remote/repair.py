@@ -1,4 +1,4 @@
-"""Putting a bad or missing object of a COMMIT right, from intact bytes (P2, P3; adr/0091).
+"""Repair a bad or missing object of a COMMIT from intact bytes (docs/adr/0091).
 
 The COMMIT lists digests of manifests and these list CRC64, so the same bytes under the same key make it true
 again; nothing else is written. A bad object is removed only when a verified spare lies beside it.
@@ -254,9 +254,10 @@ class ObjectRepairer:
             raise DamagedError(f"{key} was sent with other bytes than were committed")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Reading committed objects again, slowly, in the remote's own child: rot is found while it can be repaired.
-# Paced as an upload and stopped as one; an object that differs is read twice before it is called bad (P2).
+# --- scrub -----------------------------------------------------------------------------------------------
+# Committed objects are read again, slowly, in the remote's own child, so that rot is found while it can be
+# repaired. The rate is limited and the order cancelled as for an upload; an object that differs is read twice
+# before it is called bad.
 
 _STEP_BYTES = 4 << 20
 
@@ -341,11 +342,10 @@ def _compare(
     return BadCopy(key=file.key, expected=f"CRC64 {file.checksums.crc64nvme}", found=found)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Leases of a node that is gone for good: what it was replacing is compared before they lapse (adr/0101).
-# A lease holds up a COMMIT because objects may have changed under a manifest that lists them (adr/0083). Only
-# a person knows that its node will not come back; that the objects are what manifests say is found by
-# reading.
+# --- leases of a node that is gone for good --------------------------------------------------------------
+# A lease holds up a COMMIT because objects may have changed under a manifest that lists them (docs/adr/0083).
+# Only a person knows that its node will not come back; whether the objects are what manifests say is found by
+# reading them, before the lease is removed (docs/adr/0101).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Remote retention: one committed form goes, in an order that every crash survives (H16, H17, H23; P5, P6).
+"""Delete one committed form from a remote, in an order that every crash survives.
 
-Tombstone (so that it is never sent again) → pointers → COMMIT → objects that no other manifest lists → its
-manifests. Keys come from manifests, never from a prefix; repeating the order finishes what was cut short.
+Tombstone (so that it is never uploaded again) → pointers → COMMIT → objects that no other manifest lists →
+its manifests. Keys come from manifests, never from a prefix; repeating the order finishes what was cut short.
 """
 
 from __future__ import annotations

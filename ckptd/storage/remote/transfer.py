@@ -1,8 +1,8 @@
-"""The byte part of an order: every file read once, sent, verified, its identity watched (P2, P4).
+"""Upload the files of an order: each is read once, sent, verified, its identity watched.
 
 What an earlier attempt finished is skipped, what it left half done goes on, what lies in the remote already
 is compared instead of sent; nothing that any manifest lists is ever replaced. Large files go in order, each
-verified behind the next upload; small ones beside them in lanes, as many as the store likes (adr/0088).
+verified behind the next upload; small ones beside them in lanes, as many as the store likes (docs/adr/0088).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.rate_limit import RateLimiter
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Small files beside a checkpoint (tokenizers, configurations): read whole, the same before and after.
-# They are not sealed like shards, so that their content alone decides what was shipped.
+# --- small files beside a checkpoint ---------------------------------------------------------------------
+# Tokenizers and configurations are read whole, the same before and after. They are not sealed like shards, so
+# their content alone decides what was uploaded.
 
 EXTRA_LIMIT_BYTES = 16 << 20
 
@@ -104,10 +104,10 @@ def mode_of_folder(root: int, parent: str) -> int:
     return stat.S_IMODE(status.st_mode) if status is not None else 0o700
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Small files of one lane, several on their way at a time, their answers waited for in order (adr/0101).
-# A lane that waits for each answer costs a thread per file on its way, and threads of Python stand in each
-# other's way. What a store offers for it (`flights`, `begin`) is optional; without it lanes do the same.
+# --- pipelined uploads of small files --------------------------------------------------------------------
+# A lane that waits for each answer costs a thread per file under way, and threads of Python stand in each
+# other's way. So a lane has several under way and waits for their answers in order (docs/adr/0101). What a
+# store offers for it (`flights`, `begin`) is optional; without it lanes upload one file after another.
 
 SMALL_BYTES = 8 << 20
 """What is sent beside others; larger files go in order, one after the other."""
@@ -206,7 +206,7 @@ def next_of(files: deque[ShipFile]) -> ShipFile | None:
         return None
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the transfer ----------------------------------------------------------------------------------------
 
 _BESIDE = (Role.SIDE, Role.EXTRA)
 _AGAIN = "this attempt is dropped; the next turn looks again"
@@ -523,10 +523,10 @@ class Transfer:
         self._control.on_done(Shipped(key=file.key, bytes=size, crc64nvme=crc, proof=entry.proof))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Where the bytes of an order to ship come from: sealed files of this node, or what is made while it is sent.
-# A transfer knows origins alone. What makes a derived form out of shards stands higher
-# (`ckptd.convert.remote.derive`, docs/adr/0093) and is handed in.
+# --- sources of an order's bytes -------------------------------------------------------------------------
+# They are sealed files of this node, or a form that is made while it is uploaded. A transfer knows origins
+# alone: what makes a derived form out of shards belongs to a higher layer (`ckptd.convert.remote.derive`,
+# docs/adr/0093) and is handed in.
 
 _FOLDERS = 64
 _SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)

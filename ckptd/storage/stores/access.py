@@ -1,4 +1,4 @@
-"""How a remote is reached beyond its URL: place, identity, what each request says of an object (P15).
+"""Describe how a remote is reached beyond its URL: place, identity, what each request says of an object.
 
 `credentials` names where secrets lie: the usual chain of the environment, a profile, or a file that systemd's
 LoadCredential put there. Nothing in here is a secret.

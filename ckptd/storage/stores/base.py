@@ -1,8 +1,8 @@
-"""The store contract: the few verbs that every remote offers, and what may be relied on (docs/design.md §5).
+"""Define the store contract: the few verbs that every remote offers, and what may be relied on.
 
 A key is `/`-separated, relative to the remote's root. Verbs are idempotent; an operation whose answer was
-lost is neither done nor failed and is resolved by reading. What a store cannot do is data
-(`Abilities`), never an `if` on its kind.
+lost is neither done nor failed and is resolved by reading. What a store cannot do is data (`Abilities`),
+never an `if` on its kind (docs/design.md §5).
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def settled(store: Store, key: str) -> None:
         flush(key)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What time it is for a store, where it says so: ages of its objects are by that clock, not by a reader's.
+# --- the store's own time --------------------------------------------------------------------------------
+# Ages of a store's objects are by its clock where it tells one, never by a reader's.
 
 
 def store_now_seconds(store: Store) -> float | None:

@@ -1,4 +1,4 @@
-"""CRC64NVME, the checksum of every file in a manifest: as fast as memory, parts combine (design.md §5)."""
+"""Compute CRC64NVME, the checksum of every file in a manifest: fast as memory, and those of parts combine."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A directory (usually a NAS mount) as a store: read, hash, write, drop, rename, read back (docs/adr/0020).
+"""Store objects in a directory (usually a NAS mount): read, hash, write, drop pages, rename, read back.
 
-Every call opens the root anew and compares it with the one first seen, so that an unmounted share is
-"not there" instead of an empty folder on the local disk (H5); below the root nothing is reached but by
-descriptor, no symlink is followed and no mount crossed (P15). A transfer holds one buffer and at most one
-window of dirty pages (P12), and can go on at the last flushed window (P7).
+Every call opens the root anew and compares it with the one first seen, so that an unmounted share is "not
+there" instead of an empty folder on the local disk; below the root nothing is reached but by descriptor, no
+symlink is followed and no mount crossed. A transfer holds one buffer and at most one window of dirty pages,
+and can go on at the last flushed window (docs/adr/0020).
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import Resume, Source
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Folders of a directory remote by descriptor: made durably, walked without symlinks, pruned when empty.
-# Apart from directory.py because these rules (rights never wider than the source's, P15; a new folder's name
-# flushed before anything lies in it) are the same for objects and documents.
+# --- folders of a directory remote, by descriptor --------------------------------------------------------
+# They are made durably, walked without symlinks, removed when empty. These rules (rights never wider than the
+# source's; a new folder's name flushed before anything lies in it) are the same for objects and documents.
 
 _OURS = ".ckptd-"
 _TRIED = f"{base_names.TEMPORARY_PREFIX}tried"
@@ -355,7 +354,7 @@ def lock_partial(fd: int) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the store -------------------------------------------------------------------------------------------
 
 WINDOW_BYTES = 64 << 20
 BUFFER_BYTES = 4 << 20

@@ -1,7 +1,7 @@
-"""Any service that an installed driver of fsspec speaks (gs://, abfs://, hf:// …) as a drive (adr/0042).
+"""Speak to any service that an installed driver of fsspec knows (gs://, abfs://, hf:// …), as a drive.
 
 Objects appear whole when their upload is completed, so there are no temporaries and no folders. Caches of
-instances and of listings are off: what another node wrote a moment ago must be seen.
+instances and of listings are off: what another node wrote a moment ago must be seen (docs/adr/0042).
 """
 
 from __future__ import annotations
@@ -268,10 +268,9 @@ def _words(error: Exception) -> str:
     return (text.splitlines() or [type(error).__name__])[0][:200]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# From a URL that is neither a path nor s3:// to its store: which package speaks it, and is it installed.
+# --- drivers ---------------------------------------------------------------------------------------------
 # Nothing is imported before a remote needs it; a package that is missing is named with the command that
-# brings it (docs/adr/0042).
+# installs it (docs/adr/0042).
 
 _SSH = ("sftp", "ssh")
 _SERVICE_LANES = 3

@@ -1,7 +1,7 @@
-"""Files on a server (SFTP) or in a service that fsspec knows, as a store (docs/adr/0042).
+"""Store objects as files on a server (SFTP) or in a service that fsspec knows.
 
 The rules of the contract over a `Drive`: uploads become visible whole and replace nothing, each is read back
-and compared, small verbs are tried again on a new connection, whatever fails is named.
+and compared, small verbs are tried again on a new connection, whatever fails is named (docs/adr/0042).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import Resume, Source
 
 
-# --- The seam between a store of remote files and what speaks a protocol: SFTP, or a driver of fsspec ----
-# `FilesStore` (fsspec_store.py) holds the rules of the contract; a `Drive` is one connection that does what
-# the rules ask, by absolute path. Drives come from a pool, because none is used by two threads at a time.
+# --- the file protocol below the store -------------------------------------------------------------------
+# `FilesStore` holds the rules of the contract; a `Drive` is one connection (SFTP, or a driver of fsspec) that
+# does what the rules ask, by absolute path. Drives come from a pool, because none is used by two threads at a
+# time.
 
 PARTIAL_PREFIX = ".ckptd-part-"
 TEMPORARY_PREFIX = ".ckptd-tmp-"
@@ -205,7 +206,7 @@ def quietly(action: Callable[[], object]) -> None:
         action()
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the store -------------------------------------------------------------------------------------------
 
 WINDOW_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20

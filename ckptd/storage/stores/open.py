@@ -1,4 +1,4 @@
-"""From a URL to a store: the one place that knows which kinds of remote this version speaks to."""
+"""Open the store that a URL names: the one place that knows which kinds of remote this version speaks to."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def open_store(
     raise ConfigError(msg, hint="write the whole path, e.g. /mnt/nas/llama-7b")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What a remote's processes may know of the environment: credentials of their own remotes alone (P15).
-# Apart from the client because conversions and commands start such processes too.
+# --- environment of a remote's processes -----------------------------------------------------------------
+# A child gets the credentials of its own remotes alone. This is apart from the client because conversions and
+# commands start such processes too.
 
 
 _PASSED_ON = ("PATH", "LANG")

@@ -1,4 +1,4 @@
-"""Work in a few threads until it is done or one fails, and the CRC of an object read in ranges that way.
+"""Run work in a few threads until it is done or one fails; read an object in ranges that way for its CRC.
 
 One stream of an object store is slow; the CRCs of ranges combine, so that no byte is read or held twice.
 """

@@ -1,4 +1,4 @@
-"""How fast a transfer may move, and when it must stop: a token bucket and a cancel flag (P11).
+"""Limit how fast a transfer moves, and stop it: a token bucket and a cancel flag.
 
 It decorates the source, so that no store knows of it; both are honoured at the next buffer.
 """

@@ -1,7 +1,8 @@
-"""Verbs that are tried again at once: a decorator around any store (docs/adr/0090).
+"""Decorate stores and rate limiters: small verbs tried again at once, signs of life, stores that are full.
 
 Over NFS a handle goes stale when a server restarts or another node renames a folder: opened anew by name the
-same call works. Everything that lasts longer is the daemon's to try again, with its own backoff.
+same call works. Everything that lasts longer is the daemon's to try again, with its own back-off
+(docs/adr/0090).
 """
 
 from __future__ import annotations
@@ -100,9 +101,10 @@ class _TriedAgain:
         return briefly(create)()
 
 
-# --- Objects that found no room in a remote: when they are begun again (docs/adr/0161) -------------------
-# Whoever begins one in vain sends its bytes for nothing. Blocks are counted by the file system; a quota
-# (Lustre, GPFS, NFS) often shows in no count, so after one was met only time or a removal is reason to try.
+# --- uploads that found the store full -------------------------------------------------------------------
+# An upload begun in vain moves its bytes for nothing. Blocks are counted by the file system; a quota (Lustre,
+# GPFS, NFS) often shows in no count, so after one was met only time or a removal is a reason to try again
+# (docs/adr/0161).
 
 _QUOTA_SECONDS, _QUOTA_MOST_SECONDS = 60.0, 900.0
 """After a quota an object is begun again after so long, twice as long each further time."""
@@ -137,11 +139,10 @@ class FullStoreMemory:
         self._lacked = {key: (tries, 0.0) for key, (tries, _) in list(self._lacked.items())}
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Decorators that notice whether an order moves: one around the store, one around the pacer (docs/adr/0090).
+# --- signs of life of an order ---------------------------------------------------------------------------
 # A server that accepts and then hangs looks like a slow one. What tells them apart is kept here, for every
-# kind
-# of remote alike: when a byte last moved, an answer last came, or our own limit last made the transfer wait.
+# kind of remote alike: when a byte last moved, an answer last came, or our own rate limit last made the
+# transfer wait. One decorator is around the store, one around the rate limiter (docs/adr/0090).
 
 _SUSTAINED_SECONDS = 5.0
 

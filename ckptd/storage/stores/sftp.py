@@ -1,4 +1,4 @@
-"""A server's files over SFTP, by paramiko: known hosts only, whole files under a name, or nothing.
+"""Store files on a server over SFTP, by paramiko: known hosts only; a name has a whole file or none.
 
 fsspec's own SFTP file system accepts any host key, replaces what is there and never flushes; so this speaks
 the protocol by itself (docs/adr/0042). Names are published by hard link, the one exclusive step that a server
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.sftp_session import Session
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Bytes to and from an open SFTP file, many requests in flight, since each answer costs a round trip.
+# --- pipelined reads and writes --------------------------------------------------------------------------
+# Each answer costs a round trip, so many requests are in flight on an open file.
 
 _PIECE_BYTES = 32 << 10
 """What every server takes in one request."""
@@ -168,7 +168,7 @@ class SftpSink:
             self._drive.session.let_go(self._handle)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the drive -------------------------------------------------------------------------------------------
 
 _GET_BYTES = 2 << 20
 _MAKE_TRIES = 3

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.rate_limit import RateLimiter
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The CRC of a range whose bytes pass in any order, in several threads: CRCs of adjoining stretches combine.
-# What passes again counts once: the parts of an upload are hashed, sent, and sent again.
+# --- checksum of a range whose bytes pass in any order ---------------------------------------------------
+# Bytes pass in several threads; CRCs of adjoining ranges combine. What passes again counts once: the parts of
+# an upload are hashed, sent, and sent again.
 
 _Stretch = tuple[int, int, int]
 """Begin, end, CRC."""
@@ -106,8 +106,9 @@ class CrcRanges:
         return stretch[1] - stretch[0]
 
 
-# --- The CRC32s that `torch.save` left in an archive, compared as its bytes pass, in whatever order ------
-# A record is compared once all of it passed; of one that was right nothing is kept. CRC 0 proves nothing.
+# --- checksums of an archive's records -------------------------------------------------------------------
+# `torch.save` left a CRC32 of each record in the zip directory. A record is compared once all of it passed;
+# of one that was right nothing is kept. CRC 0 proves nothing.
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ def _end(record: Record) -> int:
     return record.offset + record.size
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- sources ---------------------------------------------------------------------------------------------
 
 _REREAD_BYTES = 1 << 20
 

@@ -1,7 +1,8 @@
-"""An S3 client from a job file's words, and the server's failures in ours (docs/adr/0040).
+"""Make an S3 client from a job file's settings, and translate the server's failures into ours.
 
-botocore alone: one credentials chain, one connection pool, a third of the memory of the async stack. Its
-own bounded retries with jitter and its timeouts watch every request; what they cannot mend is named.
+botocore alone: one credentials chain, one connection pool, a third of the memory of the async stack. Its own
+bounded retries with jitter and its timeouts watch every request; what they cannot mend is named
+(docs/adr/0040).
 """
 
 from __future__ import annotations
@@ -36,10 +37,9 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.access import Access
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Where an S3 client's credentials come from: the AWS chain, a profile, a file, and a role on top (adr/0089).
-# Apart from the client because it is read anew at every attempt: keys that were rotated, and roles whose
-# permission came back, heal by themselves.
+# --- credentials -----------------------------------------------------------------------------------------
+# They come from the AWS chain, a profile or a file, with a role on top, and are read anew at every attempt:
+# keys that were rotated, and roles whose permission came back, heal by themselves (docs/adr/0089).
 
 _SERVICES = ("s3", "sts", "sso", "portal.sso", "oidc")
 _METHOD = "assume-role"
@@ -141,7 +141,7 @@ def _credentials_file(given: str) -> str:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the client ------------------------------------------------------------------------------------------
 
 
 CONNECT_SECONDS = 20

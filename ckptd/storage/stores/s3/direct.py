@@ -1,8 +1,9 @@
-"""PUTs that go straight to a connection: signed by botocore, sent by http.client (adr/0101).
+"""Send small PUTs straight to a connection: signed by botocore, sent by http.client.
 
 For each request botocore's client resolves an endpoint, validates, serialises and parses anew, a millisecond
 that is the price of a small file. What its own PUTs show, place and region, holds for the next; whatever is
-not answered with a plain success is left to the client, which tries again and finds the words.
+not answered with a plain success is left to the client, which tries again and names the failure
+(docs/adr/0101).
 """
 
 from __future__ import annotations

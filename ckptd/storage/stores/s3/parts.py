@@ -1,7 +1,7 @@
-"""The parts of one upload, several in flight: each streamed and hashed by itself, told in order (adr/0088).
+"""Upload the parts of one object, several in flight: each streamed and hashed by itself, reported in order.
 
-What is told as durable is the parts from the first one on without a gap, so that the journal needs one
-number and one CRC; parts that were done out of order are found again by list_parts.
+Reported as durable are the parts from the first one on without a gap, so that the journal needs one number
+and one CRC; parts that were done out of order are found again by list_parts (docs/adr/0088).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.s3.bucket import S3Bucket
 
 
-# --- Where an upload is cut into parts: at borders that somebody chose, and evenly between them ----------
-# Without borders all parts but the last have one size. With borders each stretch between two of them is cut
-# by itself, so that a part never holds bytes from both sides of one (docs/adr/0111). Pure.
+# --- layout of parts -------------------------------------------------------------------------------------
+# Without borders all parts but the last have one size. With borders each range between two of them is cut by
+# itself, so that a part never holds bytes from both sides of one (docs/adr/0111). Pure.
 
 LEAST_PART_BYTES = 5 << 20
 """Of every part but the last: what S3 asks for."""
@@ -90,7 +90,7 @@ def _ends(cuts: PartLayout) -> tuple[int, ...]:
     return tuple(found)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- sending parts ---------------------------------------------------------------------------------------
 
 PARTS_AT_ONCE = 4
 """Parts in flight on one remote; those of the object that was begun first go first (docs/adr/0123)."""

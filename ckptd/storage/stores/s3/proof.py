@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.s3.bucket import S3Bucket
 
 
-# ---------------------------------------------------------------------------------------------------------
-# ETags as a proof: the MD5 of each part as it was sent against what the server says arrived (adr/0089).
-# Used only where `probe` saw that the server's ETags are MD5s of what it received, also of joined parts. What
+# --- ETags as a proof ------------------------------------------------------------------------------------
+# The MD5 of each part as it was sent is compared with what the server says arrived (docs/adr/0089). This is
+# used only where `probe` saw that the server's ETags are MD5s of what it received, also of joined parts. What
 # does not fit is looked into, never believed: a part is sent again, a whole object is read back.
 
 CHANGED = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
@@ -53,7 +53,7 @@ def changed(what: str, often: str = "") -> VerifyError:
     return VerifyError(msg, hint="something on the way to the server changes bytes: a network card, a proxy")
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the proof of an object ------------------------------------------------------------------------------
 
 
 _SMALL_BYTES = 8 << 20

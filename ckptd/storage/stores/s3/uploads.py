@@ -1,7 +1,8 @@
-"""Uploads to S3 in parts: streamed, resumed by list_parts, joined once, aborted only if ours (P7; adr/0041).
+"""Upload to S3 in parts: streamed, resumed by list_parts, joined once, aborted only if ours.
 
 A few parts in flight, a buffer of 1 MiB each: memory does not grow with the file or its parts. The id of an
-upload travels with its progress into the journal, so that a restart sends again what was in flight at most.
+upload travels with its progress into the journal, so that a restart sends again what was in flight at most
+(docs/adr/0041).
 """
 
 from __future__ import annotations
