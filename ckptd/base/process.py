@@ -32,7 +32,7 @@ NOT_ANSWERING = "is the server up? a hard mount waits for ever; see `ckptd check
 
 
 def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """`subprocess.Popen`, of a child that SIGTERM does not end."""
+    """Start `subprocess.Popen` for a child that SIGTERM does not end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return subprocess.Popen(command, **options)
@@ -89,7 +89,7 @@ _NICE = 10
 
 
 def end_with_parent() -> None:
-    """Die with the parent process, not with the thread of it that started us; leave Ctrl-C to it."""
+    """Make this process die with its parent process, not with the thread that started us; ignore Ctrl-C."""
     parent = os.getppid()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:

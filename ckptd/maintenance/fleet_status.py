@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def is_alive(row: NodeRow) -> bool:
-    """It was heard of lately, and goes on."""
+    """Whether the node was heard of lately, and goes on."""
     return row.heard_seconds_ago is not None and not (row.is_dead or row.has_ended)
 
 
@@ -60,7 +60,8 @@ def newest_step(rows: Sequence[NodeRow], seen: Sequence[SeenNode], opened: Seque
 
 
 def present(seen: Sequence[SeenNode], seconds_ago: float, nodes: Set[str]) -> frozenset[str]:
-    """Nodes that were there when a COMMIT was made so long ago, or since: those it rests on, who was alive.
+    """Return the nodes that were there when a COMMIT was made so long ago, or since: those it rests on, who
+    was alive.
 
     Alive is, as everywhere, who was heard of in the five minutes before: the last minute of a node is not
     told, and clocks may be off.
@@ -72,7 +73,7 @@ def present(seen: Sequence[SeenNode], seconds_ago: float, nodes: Set[str]) -> fr
 
 
 def is_ahead(one: SeenNode, safe: SafeRow, there: Set[str]) -> bool:
-    """A node that was there when the safe save was committed has a newer one: alive, ended or dead.
+    """Whether a node that was there when the safe save was committed has a newer one: alive, ended or dead.
 
     Who left before that COMMIT had its save passed by: the run went on without it.
     """
@@ -110,7 +111,7 @@ def seconds_at_risk(safe: SafeRow | None, seen: Sequence[SeenNode], ended: float
 def headline(
     verdict: Verdict, safe: SafeRow | None, alive: int, expected: int, risk: float | None, newest: int | None
 ) -> str:
-    """The first line, of a job that goes on."""
+    """Return the first line, for a job that goes on."""
     nodes = f"{alive}/{expected} nodes"
     if safe is None:
         return f"NOT SAFE: nothing is committed yet; {nodes}"
@@ -280,7 +281,9 @@ class FleetReader:
     # --- nodes -----------------------------------------------------------------------------------------
 
     def _nodes(self) -> tuple[SeenNode, ...]:
-        """Every heartbeat; ages by the store's present where it tells it, else by this machine's clock."""
+        """Return every heartbeat; ages by the store's present where it tells it, else by this machine's
+        clock.
+        """
         now = store_now_seconds(self._store)
         if now is None:
             self._clock, now = "reader", time.time()
@@ -301,7 +304,7 @@ class FleetReader:
         return self._run_id is None or run_of(document, job_id) == self._run_id
 
     def _without_others(self, seen: Sequence[SeenNode]) -> tuple[SeenNode, ...]:
-        """Nodes of this run; one of another run that lives is a problem."""
+        """Return the nodes of this run; one of another run that lives is a problem."""
         own: list[SeenNode] = []
         for one in seen:
             beat = one.heartbeat
@@ -342,8 +345,9 @@ class FleetReader:
 
 
 def _rows(seen: Sequence[SeenNode], safe: CommitView | None, ahead: Set[str]) -> tuple[NodeRow, ...]:
-    """Nodes of the safe COMMIT and those that are alive, or went on after it; who left before it is nobody's
-    loss."""
+    """Return the nodes of the safe COMMIT and those that are alive, or went on after it; who left before it
+    is nobody's loss.
+    """
     shipped = _nodes_of(safe.commit) if safe is not None else set()
     known = {one.node: one for one in seen}
     names = shipped | {one.node for one in seen if safe is None or not one.is_dead} | ahead
@@ -351,7 +355,7 @@ def _rows(seen: Sequence[SeenNode], safe: CommitView | None, ahead: Set[str]) ->
 
 
 def _nodes_of(commit: Commit) -> set[str]:
-    """Names of the nodes whose manifests a COMMIT rests on: they stand in the keys."""
+    """Return the names of the nodes whose manifests a COMMIT rests on: they stand in the keys."""
     names = (ref.key.rsplit("/", 1)[-1].partition("~")[0] for ref in commit.manifests)
     return {decode_name(name) for name in names if name}
 

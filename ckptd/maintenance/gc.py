@@ -155,7 +155,7 @@ class Collector:
             )
 
     def gone(self, sight: RemoteInventory, node: str) -> None:
-        """That node will not come back: what it was replacing is compared, then its lease goes (adr/0101).
+        """Remove the leases of a node that will not come back, once what it was replacing is compared.
 
         Raises:
             RefusedError: another node is at work on what is wrong.
@@ -185,7 +185,7 @@ class Collector:
             self._say(f"{sight.name}: no lease of a node {node!r} holds up anything")
 
     def run(self, sight: RemoteInventory, run_id: str) -> None:
-        """All that one run committed there, which is neither the newest nor saved by anybody now.
+        """Remove all that one run committed there, which is neither the newest nor saved by anybody now.
 
         Raises:
             LockHeld: somebody saves it (75). RefusedError: it is the newest there (65).
@@ -248,7 +248,7 @@ class Collector:
     # --- the node --------------------------------------------------------------------------------------
 
     def node(self, job: JobConfig, sights: Sequence[RemoteInventory], state_dir: Path | None) -> None:
-        """Trash and staging of ours, uploads that the journal knows: only where no daemon is at work."""
+        """Collect trash and staging of ours, uploads in the journal: only where no daemon is at work."""
         with _opened(job) as fd:
             if fd is None:
                 return
@@ -268,7 +268,7 @@ class Collector:
                 self._uploads(sights, state_dir)
 
     def _trash(self, fd: int) -> None:
-        """All of it is measured before any goes: it goes together."""
+        """Collect the trash: all of it is measured before any is removed."""
         found = [(folder, name) for folder in (fs.TRASH, fs.STAGING) for name in fs.names_in(fd, folder)]
         ours = [(folder, name) for folder, name in found if fs.is_ours_in_trash(name)]
         sizes = [(f"{folder}/{name}", _bytes_below(fd, f"{folder}/{name}")) for folder, name in ours]
@@ -285,7 +285,7 @@ class Collector:
             )
 
     def _half_made(self, fd: int, folder: str) -> None:
-        """Conversions that were killed, of checkpoints that are gone or whose form is there since."""
+        """Collect conversions that were killed, of checkpoints that are gone or whose form is there since."""
         for name in fs.names_in(fd, folder):
             tag = name.removeprefix(".").removesuffix(partial_name("").removeprefix("."))
             if name != partial_name(tag):
@@ -323,7 +323,9 @@ class Collector:
             journal.close()
 
     def _sent_in_vain(self, sight: RemoteInventory, node_id: str) -> None:
-        """Whole objects of uploads that ended before a manifest listed them; what they copy is gone here."""
+        """Collect whole objects of uploads that ended before a manifest listed them; their source is gone
+        here.
+        """
         ended = self._ended.pop(sight.name, None)
         if ended is None:
             return
@@ -390,7 +392,7 @@ class Collector:
                     self._clones(fd, tag)
 
     def _clones(self, fd: int, tag: str) -> None:
-        """Holds of a damaged checkpoint keep its bytes on the disk: those that are damaged too go with it."""
+        """Collect damaged clones of a damaged checkpoint, which keep its bytes on the disk."""
         for name in fs.names_in(fd, fs.HOLD):
             place = f"{fs.HOLD}/{name}"
             is_its = name.rpartition(".")[0] == tag and name.rpartition(".")[2].isdecimal()
@@ -406,7 +408,7 @@ class Collector:
     def _given_up(
         self, job: JobConfig, fd: int, listing: FolderListing, pins: frozenset[str], *, is_sealed: bool
     ) -> str:
-        """Why the folder is not whole; refuses whatever may still be wanted.
+        """Return why the folder is not whole; refuses whatever may still be wanted.
 
         What was sealed is whole, or this node's part of a save, which looks like one that was cut short.
         """
@@ -472,7 +474,7 @@ def _opened(job: JobConfig) -> Iterator[int | None]:
 
 
 def _bytes_below(fd: int, name: str) -> int:
-    """Bytes of a file, or of everything in a folder; 0 for what cannot be looked at."""
+    """Return the bytes of a file, or of everything in a folder; 0 for what cannot be looked at."""
     with contextlib.suppress(OSError, CkptdError):
         status = files.stat_beneath(fd, name)
         if status is not None and not stat.S_ISDIR(status.st_mode):
@@ -484,6 +486,6 @@ def _bytes_below(fd: int, name: str) -> int:
 
 
 def _counted(keys: Iterable[str], found: Collected) -> str:
-    """How many objects, and how large."""
+    """Say how many objects, and how large."""
     sizes = [found.unlisted[key] for key in keys]
     return f"{len(sizes)} object{'s' if len(sizes) != 1 else ''} ({show_bytes(sum(sizes))})"

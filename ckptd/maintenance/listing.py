@@ -92,7 +92,7 @@ class RemoteListing:
 
 
 def pinned_tags(decisions: Sequence[Decision]) -> set[str]:
-    """Tags whose newest pin or unpin is a pin (P8)."""
+    """Return the tags whose newest pin or unpin is a pin (P8)."""
     newest: dict[str, Decision] = {}
     for decision in decisions:
         if decision.kind in ("pin", "unpin"):
@@ -103,7 +103,7 @@ def pinned_tags(decisions: Sequence[Decision]) -> set[str]:
 
 
 def list_remote(remote: RemoteInventory, now: datetime) -> RemoteListing:
-    """Rows of one remote."""
+    """Return the rows of one remote."""
     seen = remote.observation
     pinned = pinned_tags(seen.decisions)
     grouped: dict[tuple[int, int, int, str, int], list[ListedForm]] = {}
@@ -163,7 +163,7 @@ def list_remote(remote: RemoteInventory, now: datetime) -> RemoteListing:
 
 
 def listed_run(view: RunView) -> ListedRun:
-    """A run as it is shown and printed as JSON."""
+    """Return a run as it is shown and printed as JSON."""
     place = view.place
     return ListedRun(
         run_id=view.run_id,

@@ -308,7 +308,7 @@ class Repair:
             yield lambda: FileSource(fd, path)
 
     def _same_in(self, other: RemoteInventory, bad: BadObject) -> ManifestFile | None:
-        """The object of another remote that its own COMMIT of this tag says to be the same bytes."""
+        """Return the object of another remote that its own COMMIT of this tag says to be the same bytes."""
         for view in other.commits:
             commit = view.commit
             if (commit.tag, commit.form) != (bad.view.commit.tag, bad.view.commit.form):
@@ -423,7 +423,7 @@ class Unfinished:
             yield
 
     def of(self, remote: str) -> list[tuple[str, str]]:
-        """(key, token) of uploads to a remote that nobody goes on with."""
+        """Return (key, token) of uploads to a remote that nobody goes on with."""
         return [(key, token) for (name, key), token in self._open.items() if name == remote]
 
     def note(self, remote: str, key: str, token: str) -> None:

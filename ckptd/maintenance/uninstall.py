@@ -284,6 +284,6 @@ class Removal:
 
 
 def _id_of(name: str) -> int:
-    """The save that a hold's name ends with; -1: it is no name of ours."""
+    """Return the save that a hold's name ends with; -1: it is no name of ours."""
     number = name.rpartition(".")[2]
     return int(number) if number.isdecimal() else -1

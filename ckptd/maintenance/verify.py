@@ -108,7 +108,7 @@ class Verifier:
         )
 
     def _list(self, folders: set[str] | None) -> None:
-        """Sizes of all objects by one listing: thousands of single questions would cost minutes on S3."""
+        """List the sizes of all objects in one pass: thousands of questions would cost minutes on S3."""
         prefixes = (
             [""] if folders is None else [f"{folder.rstrip('/')}/" for folder in sorted(folders) if folder]
         )
@@ -166,7 +166,7 @@ class Verifier:
         return "damaged" if is_proven else "unreadable"
 
     def _documents(self, view: CommitView, differences: list[Difference]) -> Mapping[str, ManifestFile]:
-        """The objects that a COMMIT promises; what does not agree among its documents is added."""
+        """Return the objects that a COMMIT promises; what does not agree among its documents is added."""
         commit, identity = view.commit, self._remote.observation.identity
         own = commit_key(commit.tag, commit.generation, commit.form)
         if own != view.key:
@@ -216,7 +216,7 @@ class Verifier:
     def _object(
         self, file: ManifestFile, told: Callable[[int], None], stop: threading.Event
     ) -> Difference | None:
-        """One object; a replica that several COMMITs list is read once."""
+        """Verify one object; a replica that several COMMITs list is read once."""
         mark = (file.key, file.bytes, file.checksums.crc64nvme)
         if mark not in self._checked:
             try:

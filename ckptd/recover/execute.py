@@ -135,7 +135,7 @@ class Execution:
         self._left: Sequence[Step] = ()
 
     def run(self, steps: Sequence[Step]) -> None:
-        """All steps in order.
+        """Carry out all steps in order.
 
         Raises:
             DamagedError: a remote's copy is not what was committed; nothing of it was put in place.
@@ -178,7 +178,9 @@ class Execution:
         return found
 
     def _check_room(self, steps: Sequence[Step]) -> None:
-        """P13, before the first byte: never leave less free than the next save and `min_free` need."""
+        """Refuse, before the first byte, a recovery that leaves less free than the next save and `min_free`
+        need.
+        """
         needed = sum(self._missing_bytes(step) for step in steps if isinstance(step, Fetch))
         needed += sum(
             f.bytes for s in steps if isinstance(s, ConvertFrom) for f in s.copy.files if f.role is Role.OPTIM
@@ -313,7 +315,7 @@ class Execution:
         remove_ours(self._fd, STAGING, name)
 
     def _parent_of(self, head: str) -> int:
-        """The folder that something is put into: ours is made, a trainer's must be there."""
+        """Return the folder that something is put into: ours is made, a trainer's must be there."""
         if not head:
             return os.dup(self._fd)
         if head.startswith(f"{OURS}/"):
@@ -412,8 +414,9 @@ def drop_leftovers(save_dir_fd: int, tag: str) -> None:
 def write_resume_marker(
     save_dir_fd: int, candidate: Candidate, listing: SaveDirListing, say: Callable[[str], None]
 ) -> None:
-    """Durable before anything is fetched or printed: a folder may be let go as soon as it is there.
+    """Write the resume marker, durably, before anything is fetched or printed.
 
+    From then on the daemon keeps the checkpoint, which it might otherwise delete as soon as it is there.
     Where nothing can be written a daemon cannot remove anything either: said, and no reason to stop.
     """
     if candidate.layout[0] is Trainer.DEEPSPEED:  # `latest` names it

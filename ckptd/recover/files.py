@@ -119,7 +119,7 @@ def _is_something(folder: int, path: str) -> bool:
 
 
 def same_bytes(folder: int, file: ManifestFile) -> bool:
-    """Same size and same CRC64; pages are dropped after reading."""
+    """Whether a file has the committed size and CRC64; pages are dropped after reading."""
     try:
         fd = files.open_beneath(folder, file.path)
     except (OSError, RefusedError):
@@ -150,7 +150,7 @@ _NOT_SWAPPED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def why_busy(save_dir: str, save_dir_fd: int, tag: str) -> str | None:
-    """Why a folder is better left alone now: somebody writes in it, or removes it; None: it is quiet."""
+    """Return why a folder must be left alone: somebody writes in it, or removes it; None: it is quiet."""
     listing = scan_folder(save_dir_fd, tag)
     if listing is None:
         return "it vanished"
@@ -162,7 +162,7 @@ def why_busy(save_dir: str, save_dir_fd: int, tag: str) -> str | None:
 
 
 def file_identities(save_dir_fd: int, tag: str) -> Seen:
-    """Identities of the files of a folder, by path; nothing where it is not there."""
+    """Return the identities of the files of a folder, by path; nothing where it is not there."""
     listing = scan_folder(save_dir_fd, tag)
     return {} if listing is None else {file.path: file.identity for file in listing.files}
 
@@ -265,7 +265,9 @@ class FileRepairer:
                 files.fsync_dir(source)
 
     def _aside(self, source: int, into: int, base: str) -> None:
-        """The good file goes to the aside under a name of its own, then the two are swapped."""
+        """Move the bad file aside: the good one is put there under a name of its own, then the two are
+        swapped.
+        """
         aside = ensure_ours(self._fd, ASIDE)
         try:
             name = _renamed(source, base, aside, f"{self._tag}.{base}")
@@ -283,7 +285,7 @@ class FileRepairer:
 
 
 def is_same_file(one: ManifestFile, other: ManifestFile) -> bool:
-    """Two manifests speak of the same content under the same path."""
+    """Whether two manifests speak of the same content under the same path."""
     return (one.path, one.bytes, one.checksums) == (other.path, other.bytes, other.checksums)
 
 
@@ -363,7 +365,7 @@ class LocalFiles:
         self._good: dict[tuple[str, str], bool] = {}
 
     def find(self, tag: str, form: str, file: ManifestFile) -> str | None:
-        """Path below save_dir of a file with exactly those bytes; None: there is none."""
+        """Return the path below save_dir of a file with exactly those bytes; None: there is none."""
         for path in _candidates(tag, form, file):
             mark = (path, file.checksums.crc64nvme)
             if mark not in self._good:
@@ -373,7 +375,7 @@ class LocalFiles:
         return None
 
     def is_good_now(self, tag: str, file: ManifestFile) -> None:
-        """It was mended."""
+        """Note that a file was repaired."""
         self._good[f"{tag}/{file.path}", file.checksums.crc64nvme] = True
 
     def faults(
@@ -417,7 +419,7 @@ class LocalFiles:
         return found, folders
 
     def _lost(self, tag: str, copy: Copy) -> list[str]:
-        """The empty folders of this node's part of a save that are not there."""
+        """Return the empty folders of this node's part of a save that are not there."""
         is_alone = len(copy.manifests) == 1
         mine = (m for m in copy.manifests if is_alone or m.node_id == self._node_id)
         paths = {path for manifest in mine for path in manifest.empty_folders}
@@ -485,7 +487,7 @@ def _candidates(tag: str, form: str, file: ManifestFile) -> Iterable[str]:
 def _newest_by_tag(
     remotes: Sequence[RemoteInventory], tag: str | None, say: Callable[[str], None]
 ) -> dict[str, list[Copy]]:
-    """The newest committed save of each tag, on every remote that holds it."""
+    """Return the newest committed save of each tag, on every remote that holds it."""
     views = [
         (order_of(view.commit), view.commit.generation, remote, view)
         for remote in remotes
@@ -519,7 +521,7 @@ def _is_of_save(other: Copy, whole: Copy) -> bool:
 
 
 def opened_save_dir(path: Path) -> int | None:
-    """A descriptor of save_dir; None where there is none."""
+    """Return a descriptor of save_dir; None where there is none."""
     try:
         return os.open(path, files.DIR_FLAGS)
     except (FileNotFoundError, NotADirectoryError):

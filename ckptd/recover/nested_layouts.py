@@ -42,8 +42,9 @@ def beside(
     is_universal: bool,
     put_in: Mapping[str, Mapping[str, str] | None] | None = None,
 ) -> tuple[str, list[Step]]:
-    """(path to resume from, steps). `derived`: what lies in `_ckptd/derived/accelerate`, by tag; `put_in`:
-    fingerprints of what each universal form was made from that lies beside shards here, by its name.
+    """Return (path to resume from, steps). `derived`: what lies in `_ckptd/derived/accelerate`, by tag;
+    `put_in`: fingerprints of what each universal form was made from that lies beside shards here, by its
+    name.
 
     Raises:
         RefusedError: two engines in one checkpoint, and another number of ranks.
@@ -93,15 +94,18 @@ def bring(candidate: Candidate, copy: Copy, listing: SaveDirListing, before: Seq
 
 
 def unreplaced(candidate: Candidate, copy: Copy) -> Copy:
-    """A ZeRO form, or a share of it, without objects that our universal form went over (adr/0121): of what a
-    person had put beside the shards no byte is left, and the shards are what is wanted."""
+    """Return a ZeRO form, or a share of it, without objects that our universal form went over (adr/0121): of
+    what a person had put beside the shards no byte is left, and the shards are what is wanted.
+    """
     there = (universal for universal in candidate.universals if universal.remote.name == copy.remote.name)
     taken = {file.key for universal in there for file in universal.files}
     return replace(copy, files=tuple(file for file in copy.files if file.key not in taken))
 
 
 def _stale(candidate: Candidate, put_in: Mapping[str, Mapping[str, str] | None]) -> list[Step]:
-    """Forms that say that they were made from another save: a trainer told to load one would follow them."""
+    """Return the forms that say that they were made from another save: a trainer told to load one would
+    follow them.
+    """
     tag = candidate.tag
     steps: list[Step] = []
     for root in candidate.layout[1]:
@@ -151,7 +155,7 @@ def _loadable(
     derived: Mapping[str, Mapping[str, str] | None],
     before: Sequence[Step],
 ) -> list[Step]:
-    """A folder of ours that the trainer opens: what lies beside the shards, then the universal form.
+    """Return a folder of ours that the trainer opens: what lies beside the shards, then the universal form.
 
     `load_state` hands the tag `pytorch_model` to DeepSpeed, which then reads no `latest_universal`.
     """
@@ -195,7 +199,8 @@ def beside_shards(copy: Copy, root: str) -> Copy:
 
 
 def without_form(copy: Copy, name: str) -> Copy:
-    """A ZeRO form without a universal form `name` that somebody put beside its shards before it was shipped.
+    """Return a ZeRO form without a universal form `name` that somebody put beside its shards before it was
+    shipped.
 
     Nothing proves what that was made from; the one that is wanted takes its place.
     """
@@ -206,7 +211,7 @@ def without_form(copy: Copy, name: str) -> Copy:
 
 
 def within(universal: Copy, name: str) -> Copy:
-    """A universal form as it lies in its own folder `name` beside the shards."""
+    """Return a universal form as it lies in its own folder `name` beside the shards."""
     inside = tuple(
         f.model_copy(update={"path": f.path.removeprefix(f"{name}/")})
         for f in universal.files

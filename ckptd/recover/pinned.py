@@ -59,7 +59,7 @@ class PinnedSelection:
 
     @property
     def is_bound(self) -> bool:
-        """No other save will do."""
+        """Whether no other save will do."""
         return self.nodes.count > 1 or self.tag is not None
 
     def check_remotes(self, sources: Sources) -> None:
@@ -84,7 +84,7 @@ class PinnedSelection:
                 raise _of_its_kind(error, msg, hint)
 
     def settle(self, choice: Choice, sources: Sources) -> None:
-        """Which it is, before a remote that failed meanwhile is left out."""
+        """Pin the save, before a remote that failed meanwhile is left out."""
         if not self.is_bound or self._key is not None:
             return
         saves = views_by_save(sources.remotes, FORMS)
@@ -96,7 +96,7 @@ class PinnedSelection:
                 return
 
     def candidate(self, choice: Choice, sources: Sources) -> Candidate | None:
-        """The one to take; None: nothing is there at all.
+        """Return the one to take; None: nothing is there at all.
 
         Raises:
             NotFoundError: no save has the tag (66). DamagedError: no intact copy of it is left (65).
@@ -129,7 +129,7 @@ class PinnedSelection:
         return NotFoundError(msg, hint=f"nearest: {near}; `ckptd list` shows all" if near else "")
 
     def _lost(self, key: tuple[Order, str], choice: Choice, sources: Sources) -> CkptdError:
-        """Why it cannot be taken, and what to do."""
+        """Return why it cannot be taken, and what to do."""
         order, tag = key
         several = self.nodes.count > 1
         names = {remote.name for remote in sources.remotes}

@@ -49,7 +49,7 @@ class ResumePlan:
 
     @property
     def fetches(self) -> tuple[Fetch, ...]:
-        """The steps that need bytes from a remote."""
+        """Return the steps that need bytes from a remote."""
         return tuple(step for step in self.steps if isinstance(step, Fetch))
 
 
@@ -134,7 +134,7 @@ def _plain(
 
 
 def _in_the_way(candidate: Candidate, local: Sequence[LocalCheckpoint]) -> list[LocalCheckpoint]:
-    """Unusable folders that are newer than the chosen one, or bear its name (H54)."""
+    """Return the unusable folders that are newer than the chosen one, or bear its name (H54)."""
     found = []
     for sight in local:
         # refused: whole, and none that ckptd knows
@@ -157,7 +157,7 @@ def _why(sight: LocalCheckpoint) -> str:
 
 
 def _universal(candidate: Candidate, derived: Mapping[str, Mapping[str, str] | None]) -> list[Step]:
-    """The universal form: the one that is here, else a remote's, else made on the way."""
+    """Return the universal form: the one that is here, else a remote's, else made on the way."""
     target = f"{DERIVED_UNIVERSAL}/{candidate.tag}"
     stale: list[Step] = []
     if candidate.tag in derived:

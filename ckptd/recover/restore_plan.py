@@ -70,7 +70,7 @@ class TargetFolder(Protocol):
         ...
 
     def source_of(self, target: str) -> dict[str, str] | None:
-        """Fingerprints of what the universal folder `target` was made from."""
+        """Return the fingerprints of what the universal folder `target` was made from."""
         ...
 
     def has(self, name: str) -> bool:
@@ -78,7 +78,7 @@ class TargetFolder(Protocol):
         ...
 
     def pointer(self, name: str) -> str | None:
-        """Content of a pointer file."""
+        """Return the content of a pointer file."""
         ...
 
 
@@ -186,7 +186,7 @@ def _universal_beside(candidate: Candidate, place: TargetFolder) -> list[Step]:
 
 
 def _universal_loadable(candidate: Candidate, place: TargetFolder) -> list[Step]:
-    """The universal form under the engine's own name, beside what else the trainer reads."""
+    """Return the universal form under the engine's own name, beside what else the trainer reads."""
     root = the_root(candidate)
     folder = f"{DERIVED_ACCELERATE}/{candidate.tag}"
     whole = candidate.copies[0]
@@ -207,7 +207,7 @@ def _universal_loadable(candidate: Candidate, place: TargetFolder) -> list[Step]
 
 
 def _made_or_fetched(candidate: Candidate, root: str, target: str, place: TargetFolder) -> list[Step]:
-    """The universal form in `target`: there already, else fetched, else converted.
+    """Return the universal form in `target`: there already, else fetched, else converted.
 
     From the ZeRO form where that lies here or trainers want what lies beside it, else from the remote's.
     """
@@ -238,7 +238,7 @@ def _made_or_fetched(candidate: Candidate, root: str, target: str, place: Target
 
 
 def _extras(candidate: Candidate, place: TargetFolder) -> list[Step]:
-    """Files of save_dir that travelled along, where DIR has none of that name."""
+    """Return the files of save_dir that travelled along, where DIR has none of that name."""
     copy = (candidate.copies or candidate.universals)[0]
     names = {name_of_extra(file): file for file in copy.extras}
     absent = tuple(file for name, file in names.items() if is_plain(name) and not place.has(name))

@@ -100,7 +100,7 @@ class _Seen:
 
 
 def reserve_bytes(fd: int, job: JobConfig, sizes_bytes: Iterable[int]) -> int:
-    """P13: what must stay free on the disk of `fd`: the next save × 1.1 and min_free."""
+    """Return what must stay free on the disk of `fd`: the next save × 1.1 and min_free."""
     status = os.fstatvfs(fd)
     next_save = int(max(sizes_bytes, default=0) * NEXT_SAVE_FACTOR)
     return job.local.min_free.of(status.f_blocks * status.f_frsize) + next_save
@@ -134,7 +134,7 @@ class Resume:
         )
 
     def run(self) -> Resumed:
-        """Do it.
+        """Make save_dir resumable.
 
         Raises:
             NothingCommitted: the remote is there and ours, it holds nothing of this run and neither does
@@ -327,7 +327,9 @@ class Resume:
         return tuple(MoveAside(name=tag, label=tag, reason=reason) for tag in strange)
 
     def _bind(self, fd: int, candidate: Candidate) -> None:
-        """Before anything is fetched: a daemon that runs beside takes what comes for this run's."""
+        """Bind save_dir to the run before anything is fetched: a daemon beside takes what comes for that
+        run's.
+        """
         chosen = self._chosen
         if chosen is None or chosen.run_id is None:
             return
@@ -336,7 +338,7 @@ class Resume:
             bind(fd, save_dir, chosen.run_id, known_rows(self._sources.remotes))
 
     def _carry_out(self, fd: int | None, plan: ResumePlan, seen: _Seen, choice: Choice) -> Resumed | None:
-        """None: something was left out, choose again."""
+        """Carry out the plan; None: something was left out, choose again."""
         for note in plan.notes:
             self._say(typed(self._job, note))
         path = path_of(self._job.save_dir, plan.path)
@@ -404,7 +406,7 @@ class Resume:
         return reason is None
 
     def _is_surely_newest(self, candidate: Candidate, seen: _Seen) -> None:
-        """Without any remote, what is here is taken only if the daemon's status knows nothing newer."""
+        """Take what is here without any remote only if the daemon's status knows nothing newer."""
         if self._sources.remotes or not self._job.remotes or self._options.tag is not None:
             return
         hints = seen.memory.orders
@@ -469,7 +471,7 @@ class Resume:
         raise NothingCommitted(msg)
 
     def _must_be_known(self, seen: _Seen) -> None:
-        """Nobody is told to start from scratch beside a checkpoint that ckptd does not know."""
+        """Refuse to start from scratch beside a checkpoint that ckptd does not know."""
         listing = seen.listing
         if listing.unprotected:
             first = told(listing.unprotected, str(self._job.save_dir), listing.latest, ())[0]

@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def is_committed(self) -> bool:
-        """On at least one remote."""
+        """Whether it is committed on at least one remote."""
         return bool(self.copies or self.universals)
 
     @property
@@ -76,12 +76,12 @@ class Candidate:
 
     @property
     def saved_world_size(self) -> int:
-        """Ranks that wrote it."""
+        """Return the number of ranks that wrote it."""
         return self.grid.dp * self.grid.mm_count
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprint by path of the ZeRO form."""
+        """Return the fingerprint by path of the ZeRO form."""
         if self.copies:
             return self.copies[0].fingerprints
         if self.local is not None:
@@ -109,8 +109,11 @@ def choose(
     damaged: frozenset[tuple[str, str]] = frozenset(),
     tag: str | None = None,
 ) -> Choice:
-    """Candidates, newest first: of what is committed the newest, those of `tag`, and all that lies here;
-    `damaged`: (remote, digest of a COMMIT) whose bytes are bad."""
+    """Return the candidates, newest first: of what is committed the newest, those of `tag`, and all that lies
+    here.
+
+    `damaged`: (remote, digest of a COMMIT) whose bytes are bad.
+    """
     choice = Choice()
     wanted = Wanted(tags=frozenset({tag or "", *(sight.tag for sight in local)}))
     committed = committed_saves(remotes, nodes, damaged, choice, wanted)
@@ -156,7 +159,7 @@ def committed_saves(
     *,
     model: str | None = None,
 ) -> list[Candidate]:
-    """One candidate per (tag, order) wanted, newest first, with every remote that holds its ZeRO form.
+    """Return one candidate per (tag, order) wanted, newest first, with every remote that holds its ZeRO form.
 
     Where a ladder left the universal form alone, that is enough (adr/0094). A model alone is none, but for
     the one asked for by its tag (`model`).
@@ -200,7 +203,9 @@ def committed_weights(
     damaged: frozenset[tuple[str, str]],
     lost: dict[str, CkptdError],
 ) -> list[Candidate]:
-    """The newest weights (of a tag): from copies of that form alone, whatever else is left of their save."""
+    """Return the newest weights (of a tag): from copies of that form alone, whatever else is left of their
+    save.
+    """
     saves = views_by_save(remotes, (form,))
     for order, one in sorted(saves, reverse=True):
         if tag not in (None, one):
@@ -219,7 +224,7 @@ def committed_weights(
 def views_by_save(
     remotes: Sequence[RemoteInventory], forms: Collection[str]
 ) -> dict[tuple[Order, str], list[tuple[RemoteInventory, CommitView]]]:
-    """COMMITs of some forms by (order, tag), in the remotes' order.
+    """Return the COMMITs of some forms by (order, tag), in the remotes' order.
 
     Of several generations of one save only the newest counts: an older one is being superseded.
     """
@@ -240,7 +245,7 @@ def readable_copies(
     damaged: frozenset[tuple[str, str]],
     choice: Choice,
 ) -> list[Copy]:
-    """Every copy whose documents are as they should be; `choice` hears of the others."""
+    """Return every copy whose documents are as they should be; `choice` hears of the others."""
     copies: list[Copy] = []
     for remote, view in views:
         if (remote.name, view.sha256) in damaged or remote.name in choice.lost:

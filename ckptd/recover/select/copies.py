@@ -48,18 +48,18 @@ class Copy:
 
     @property
     def bytes(self) -> int:
-        """Bytes of `files`."""
+        """Return the bytes of `files`."""
         return sum(file.bytes for file in self.files)
 
     @property
     def empty_folders(self) -> tuple[str, ...]:
-        """Folders of the save with nothing in them, of all nodes."""
+        """Return the folders of the save with nothing in them, of all nodes."""
         found = {path for manifest in self.manifests for path in manifest.empty_folders}
         return tuple(sorted(found))
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprint by path, of all nodes' files without extras."""
+        """Return the fingerprint by path, of all nodes' files without extras."""
         return {f.path: f.fingerprint for m in self.manifests for f in m.files if f.role is not Role.EXTRA}
 
 
@@ -82,7 +82,7 @@ class Nodes:
         return self.count > 1 and self.world_size in (None, saved_ranks)
 
     def ranks(self, saved_ranks: int) -> range | None:
-        """The ranks that run on this node; None: not as many on each, or all files are wanted."""
+        """Return the ranks that run on this node; None: not as many on each, or all files are wanted."""
         if not self.is_share(saved_ranks) or saved_ranks % self.count:
             return None
         each = saved_ranks // self.count
@@ -125,7 +125,7 @@ def is_held(here: LocalCheckpoint, copy: Copy) -> bool:
 
 
 def folders_above(path: str) -> list[str]:
-    """The folders that a path lies in."""
+    """Return the folders that a path lies in."""
     parts = path.split("/")[:-1]
     return ["/".join(parts[: count + 1]) for count in range(len(parts))]
 
@@ -167,7 +167,7 @@ def files_for_node(copy: Copy, nodes: Nodes) -> Copy:
 
 
 def files_for_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
-    """The shards of some data-parallel ranks, and all that is nobody's alone.
+    """Return the shards of some data-parallel ranks, and all that is nobody's alone.
 
     Raises:
         NotFoundError: a rank is not in the grid (66).
@@ -181,7 +181,7 @@ def files_for_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
 
 
 def _cells_here(copy: Copy, nodes: Nodes) -> frozenset[Cell] | None:
-    """Those of the ranks that run on this node.
+    """Return those of the ranks that run on this node.
 
     None: not known. Nodes that saved unlike numbers of ranks may get them dealt out otherwise now, though
     they are as many (3 and 1, then 2 and 2); so may ranks that were not in DeepSpeed's order.

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def damage_in(save_dir_fd: int, listing: FolderListing) -> str | None:
-    """The first shard whose bytes are not those that were saved, and how; None: none is known to be other.
+    """Return the first shard whose bytes are not those that were saved, and how; None: none is known to be
+    other.
 
     Raises:
         SourceChanged: somebody writes there. StorageError: the disk cannot read a shard.

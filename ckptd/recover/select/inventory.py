@@ -85,7 +85,7 @@ class RemoteInventory:
     access: Access = _DEFAULT
 
     def manifests(self, commit: Commit) -> tuple[NodeManifest, ...]:
-        """The manifests of a COMMIT, digests checked.
+        """Return the manifests of a COMMIT, digests checked.
 
         Raises:
             DamagedError: one is gone, another, or not to be believed (P15).
@@ -124,7 +124,7 @@ class RemoteInventory:
         return tuple(found.values()), None
 
     def supplements(self, commit: Commit) -> tuple[NodeManifest, ...]:
-        """The manifests of the SUPPLEMENTs beside a COMMIT, in order.
+        """Return the manifests of the SUPPLEMENTs beside a COMMIT, in order.
 
         Raises:
             DamagedError: as `manifests`, of one of them.
@@ -174,7 +174,7 @@ class LocalCheckpoint:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprint by path."""
+        """Return the fingerprint by path."""
         return {path: facts.fingerprint for path, facts in self.facts.items()}
 
 
@@ -207,7 +207,9 @@ def read_remote_inventory(
 
 
 def forms_alone(remotes: Sequence[RemoteInventory]) -> dict[str, set[str]]:
-    """Tags of which nothing is left but weights, with the forms of those: no resume points (adr/0094)."""
+    """Return the tags of which nothing is left but weights, with the forms of those: no resume points
+    (adr/0094).
+    """
     forms: dict[str, set[str]] = {}
     for remote in remotes:
         for view in remote.commits:

@@ -21,7 +21,9 @@ _INT64 = 1 << 63
 
 
 def why_untrusted(identity: RemoteIdentity, commit: Commit, manifests: Iterable[NodeManifest]) -> str | None:
-    """Why a COMMIT and its manifests cannot be this remote's own; None when nothing speaks against them."""
+    """Return why a COMMIT and its manifests cannot be this remote's own; None when nothing speaks against
+    them.
+    """
     if commit.job_id != identity.job_id:
         return f"the COMMIT is of job {commit.job_id!r}, this remote is {identity.job_id!r}'s"
     problem = tag_problem(commit.tag) or name_problem(commit.tag)

@@ -53,13 +53,13 @@ class RunView:
 
     @property
     def words(self) -> str:
-        """Which, and whose."""
+        """Return which, and whose."""
         of = f" of {self.place.words}" if self.place is not None else ""
         return f"run {short(self.run_id)}{of}"
 
 
 def runs_in(sight: RemoteInventory) -> tuple[RunView, ...]:
-    """Every run with a row or a COMMIT in a remote, the newest first."""
+    """Return every run with a row or a COMMIT in a remote, the newest first."""
     rows, by_run = sight.observation.rows, _by_run(sight)
     found = []
     for index, run_id in enumerate(ranked(rows, by_run)):
@@ -129,11 +129,11 @@ class Runs:
         raise RefusedError(msg, hint="name one: --run RUN; `ckptd list` shows them")
 
     def newest_committed(self) -> str | None:
-        """The newest that has committed something: `latest` names a checkpoint of it."""
+        """Return the newest that has committed something: `latest` names a checkpoint of it."""
         return next((view.run_id for view in self.views if view.checkpoints), None)
 
     def named(self, text: str) -> str:
-        """The run whose id begins so.
+        """Return the run whose id begins so.
 
         Raises:
             NotFoundError: none does (66). UsageError: several do.
@@ -154,7 +154,7 @@ class Runs:
         )
 
     def only(self, sight: RemoteInventory, run_id: str | None) -> RemoteInventory:
-        """A remote with what one run committed alone; None: with nothing."""
+        """Return a remote with what one run committed alone; None: with nothing."""
         kept = (
             view
             for view in sight.commits
@@ -169,12 +169,12 @@ class Runs:
         return next((view for view in self.views if self.is_same(view.run_id, run_id)), None)
 
     def words(self, run_id: str) -> str:
-        """Which run, and whose."""
+        """Return which run, and whose."""
         view = self.view(run_id)
         return view.words if view is not None else f"run {short(run_id)}"
 
     def others(self, run_id: str | None) -> tuple[RunView, ...]:
-        """The other runs that have committed checkpoints, each once."""
+        """Return the other runs that have committed checkpoints, each once."""
         found: dict[str, RunView] = {}
         for view in self.views:
             is_other = run_id is None or not self.is_same(view.run_id, run_id)
@@ -201,7 +201,7 @@ class Runs:
         return "; ".join([*told, *more])
 
     def said_of_tag(self, tag: str, run_id: str | None) -> str:
-        """The other run that has a checkpoint of that name, and what takes it; empty: none has."""
+        """Return the other run that has a checkpoint of that name, and what takes it; empty: none has."""
         for view in self.others(run_id):
             of_run = (self.only(sight, view.run_id).commits for sight in self._sights)
             if any(one.commit.tag == tag for commits in of_run for one in commits):
@@ -254,11 +254,11 @@ def choose_run(
     asked: str | None,
     nodes: int,
 ) -> Chosen:
-    """The run that was asked for, else the one that save_dir holds, else that of the newest row.
+    """Return the run that was asked for, else the one that save_dir holds, else that of the newest row.
 
     `held`: as `run.json` of this very directory has it. What lies here without such a word and is what a run
-    committed is of that run; what no run committed is of a new one. Several nodes take the newest or none,
-    so that they all take one.
+    committed is of that run; what no run committed is of a new one. Several nodes take the newest or none, so
+    that they all take one.
 
     Raises:
         RefusedError: of several nodes this one holds another run (65). As `Runs.named` and `Runs.newest`.
@@ -286,7 +286,7 @@ def choose_run(
 def recognised(
     runs: Runs, remotes: Sequence[RemoteInventory], local: Sequence[LocalCheckpoint]
 ) -> str | None:
-    """The newest run that committed something that lies here."""
+    """Return the newest run that committed something that lies here."""
     for run_id in dict.fromkeys(view.run_id for view in runs.views):
         of_run = [runs.only(remote, run_id) for remote in remotes]
         if any(is_of(sight, remote) for remote in of_run for sight in local):
@@ -295,7 +295,7 @@ def recognised(
 
 
 def known_rows(remotes: Iterable[RemoteInventory]) -> tuple[tuple[str, int], ...]:
-    """(remote id, number of the newest row) of each."""
+    """Return (remote id, number of the newest row) of each."""
     return tuple(
         (one.observation.identity.remote_id, max((row.number for row in one.observation.rows), default=0))
         for one in remotes
@@ -318,7 +318,7 @@ def bind(save_dir_fd: int, save_dir: str, run_id: str, seen: tuple[tuple[str, in
 
 
 def elsewhere(rows: Iterable[Row], run_id: str, save_dir: str) -> Row | None:
-    """The newest row of a run, where its place is surely not this one.
+    """Return the newest row of a run, where its place is surely not this one.
 
     The same path on another host is taken for a job that moved; parts of one save, and hosts over one
     directory, are no other place.
@@ -361,7 +361,7 @@ def wait_until_silent(remote: RemoteInventory, row: Row, say: Callable[[str], No
 
 
 def _heard(remote: RemoteInventory, row: Row) -> SeenNode | None:
-    """The last heartbeat of the place of a row."""
+    """Return the last heartbeat of the place of a row."""
     found = [
         seen
         for seen in Heartbeats(remote.store).everyone(_now_seconds(remote.store))
@@ -375,7 +375,7 @@ def _heard(remote: RemoteInventory, row: Row) -> SeenNode | None:
 
 
 def alive(remote: RemoteInventory, run_id: str) -> SeenNode | None:
-    """Who goes on with a run there, heard of lately; None: nobody does."""
+    """Return who goes on with a run there, heard of lately; None: nobody does."""
     job_id = remote.observation.identity.job_id
     found = [
         seen
@@ -386,14 +386,16 @@ def alive(remote: RemoteInventory, run_id: str) -> SeenNode | None:
 
 
 def _now_seconds(store: Store) -> float | None:
-    """The store's present; by this machine's clock where it tells none and nothing may be written there."""
+    """Return the store's present; by this machine's clock where it tells none and nothing may be written
+    there.
+    """
     with contextlib.suppress(CkptdError):
         return server_time_seconds(store)
     return store_now_seconds(store) or time.time()
 
 
 def held_by(save_dir: os.PathLike[str]) -> str | None:
-    """The run that a directory holds; None: nobody said."""
+    """Return the run that a directory holds; None: nobody said."""
     try:
         fd = os.open(save_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

@@ -60,7 +60,7 @@ class Where:
 def where_of(
     job: str, environ: Mapping[str, str], *, only: str | None = None, config_dir: Path | None = None
 ) -> Where:
-    """A URL, a directory with `_ckptd/remote.json`, or a job; `only`: one remote of it by name.
+    """Resolve a URL, a directory with `_ckptd/remote.json`, or a job; `only`: one remote of it by name.
 
     Raises:
         NotFoundError: no such job, it has no remote, or none of that name (66).
@@ -81,13 +81,13 @@ def where_of(
 
 
 def said_of(name: str, url: str, text: str) -> str:
-    """A line about a remote; a URL that the text names already is not said twice."""
+    """Return a line about a remote; a URL that the text names already is not said twice."""
     shown = shown_remote(name, url)
     return text if shown == url and url in text else f"{shown}: {text}"
 
 
 def named(remotes: Sequence[RemoteConfig], only: str | None) -> tuple[RemoteConfig, ...]:
-    """All remotes, or the one called `only`.
+    """Return all remotes, or the one called `only`.
 
     Raises:
         NotFoundError: none is called so.
@@ -128,7 +128,7 @@ class Sources:
                     self.say(said_of(remote.name, remote.url, text))
 
     def take(self, runs: Runs, run_id: str | None) -> None:
-        """From now on only what one run committed is there; None: nothing is."""
+        """Keep only what one run committed; None: nothing."""
         self._runs, self.run_id = runs, run_id
         self.remotes = [runs.only(remote, run_id) for remote in self.remotes]
 
@@ -137,7 +137,7 @@ class Sources:
         return self._runs.said_of_others(self.run_id) if self._runs is not None else ""
 
     def said_of_tag(self, tag: str) -> str:
-        """Which other run has a checkpoint of that name, and what takes it; empty where none has."""
+        """Return which other run has a checkpoint of that name, and what takes it; empty where none has."""
         return self._runs.said_of_tag(tag, self.run_id) if self._runs is not None else ""
 
     def is_numbered(self) -> bool:
@@ -157,7 +157,7 @@ class Sources:
         return True
 
     def drop(self, name: str, error: CkptdError) -> None:
-        """A remote failed half-way: it is asked no more."""
+        """Leave out a remote that failed half-way: it is asked no more."""
         self.remotes = [remote for remote in self.remotes if remote.name != name]
         self.absent.append(error)
         others = ", ".join(remote.name for remote in self.remotes)

@@ -172,7 +172,7 @@ def done(step: Step) -> str:
 
 
 def name_of_extra(file: ManifestFile) -> str:
-    """The name in save_dir of a file of role extra (`_extra/<name>` in the remote folder)."""
+    """Return the name in save_dir of a file of role extra (`_extra/<name>` in the remote folder)."""
     return file.path.rpartition("/")[2]
 
 

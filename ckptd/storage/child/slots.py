@@ -47,7 +47,7 @@ class SlotPool:
 
     @property
     def is_crowded(self) -> bool:
-        """Somebody waits."""
+        """Whether somebody waits."""
         return bool(self._waiting)
 
     def take(self, who: SlotUser) -> bool:
@@ -58,12 +58,12 @@ class SlotPool:
         return who in self._here
 
     def leave(self, who: SlotUser) -> None:
-        """It neither has a place nor waits for one any more."""
+        """Release the user's slot, or its place in the queue."""
         self._here = [one for one in self._here if one is not who]
         self._waiting = [one for one in self._waiting if one is not who]
 
     def settle(self) -> None:
-        """After all turns: whose turn is over makes room, and those who wait begin."""
+        """Release slots whose users have nothing to do, and begin those that wait; called after all turns."""
         self._admit()
 
     def _admit(self, but: SlotUser | None = None) -> None:
@@ -79,7 +79,9 @@ class SlotPool:
                 who.begin()
 
     def _make_room(self, most: int) -> None:
-        """The last that came goes first: those before it last, instead of all being started again in turn."""
+        """Release the slot that was taken last: those before it stay, instead of all being started again in
+        turn.
+        """
         for one in reversed(self._here.copy()):
             if len(self._here) <= most:
                 return
@@ -115,7 +117,7 @@ class RemoteProcess:
 
     @property
     def pid(self) -> int | None:
-        """None when there is none."""
+        """Return the process id; None when there is none."""
         return self._child.pid
 
     def submit(self, order: m.Order) -> int:
@@ -129,7 +131,7 @@ class RemoteProcess:
         return order_id
 
     def begin(self) -> None:
-        """It has a place: what waited goes to the child."""
+        """Submit what waited, now that there is a slot."""
         for order_id, order in list(self._held.items()):
             self._child.submit(order, order_id)
             del self._held[order_id]  # one that no child could be started for is held until the next
@@ -144,7 +146,7 @@ class RemoteProcess:
         return is_gone
 
     def ended(self) -> None:
-        """An order has its last answer: the memory of a form that was made is given back."""
+        """Note that an order has its last answer: the memory of a form that was made is given back."""
         if self._has_made:
             self.make_room()
 
@@ -179,7 +181,7 @@ class RemoteProcess:
 
 
 def error_of(failed: m.Failed) -> errors.CkptdError:
-    """The error of the tree that a child reported by class name."""
+    """Return the error of the tree that a child reported by class name."""
     kind = getattr(errors, failed.error, errors.RemoteError)
     if not (isinstance(kind, type) and issubclass(kind, errors.CkptdError)):
         kind = errors.RemoteError

@@ -68,7 +68,7 @@ class Database(sqlite3.Connection):
 
 
 def whole(read: Callable[P, Result]) -> Callable[P, Result]:
-    """A method that reads rows: one that cannot be read as what was written is damage, not a defect.
+    """Return a method that reads rows: one that cannot be read as what was written is damage, not a defect.
 
     SQLite keeps no checksums, so a bit that flipped inside a row shows in its content alone.
     """

@@ -28,7 +28,7 @@ def about_name(name: str) -> str:
 
 
 def hold_of(name: str) -> str:
-    """The hold that a file beside holds is about; any other name as it is."""
+    """Return the hold that a file beside holds is about; any other name as it is."""
     return name.removesuffix(".json")
 
 

@@ -42,7 +42,7 @@ _NOBODYS_SECONDS = 3600.0
 
 
 def new_mark() -> str:
-    """A name for the proofs of one process in one save_dir.
+    """Return a name for the proofs of one process in one save_dir.
 
     Of what a disk refuses to let go there is one, and the next proof of that mark takes it along.
     """
@@ -127,7 +127,7 @@ def _remove(dir_fd: int, name: str) -> None:
 
 
 def user(uid: int) -> str:
-    """A user's name and number, for people."""
+    """Return a user's name and number, for people."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} ({uid})"
     except KeyError:
@@ -170,7 +170,7 @@ class Finding:
 
 
 def failed(what: str, error: CkptdError) -> Finding:
-    """A finding from an error of the tree."""
+    """Return a finding from an error of the tree."""
     hint = error.hint.removesuffix(_SEE).rstrip(" ,;")
     return Finding(what=what, verdict="fail", text=error.message, hint=hint, exit_code=error.exit_code)
 
@@ -186,7 +186,9 @@ def user_name(uid: int) -> str:
 def probe_save_dir(
     save_dir: Path, min_free: Share, *, writes: bool, trainer: str = "auto"
 ) -> Iterator[Finding]:
-    """Findings about a save_dir; with `writes` by really creating, renaming and removing below `_ckptd/`."""
+    """Yield the findings about a save_dir; with `writes` by really creating, renaming and removing below
+    `_ckptd/`.
+    """
     try:
         fd = os.open(save_dir, files.DIR_FLAGS)
     except FileNotFoundError:

@@ -107,7 +107,7 @@ class Hints:
 
 
 def _bound(address: bytes) -> socket.socket:
-    """A socket of that name which says who sends to it."""
+    """Return a socket of that name which says who sends to it."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)

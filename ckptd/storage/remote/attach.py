@@ -240,7 +240,7 @@ def _check_place(path: Path, settings: RemoteSettings) -> None:
 
 
 def _device_of(path: Path) -> int | None:
-    """Device of the path or of its nearest ancestor that exists."""
+    """Return the device of the path or of its nearest ancestor that exists."""
     for candidate in (path, *path.parents):
         try:
             return candidate.stat().st_dev

@@ -73,7 +73,7 @@ MOST_NAMED = 4096
 def waiting(
     why: tuple[str, str], ours: KnownManifest, carried: Carried, absent: tuple[NamedShard, ...]
 ) -> ShipResult:
-    """Shipped and listed, not committed; `why`: reason and next step."""
+    """Return the result "uploaded and listed, not committed"; `why`: reason and next step."""
     return ShipResult(
         outcome="waiting",
         reason=why[0],
@@ -87,7 +87,7 @@ def waiting(
 
 
 def as_others_committed(whole: ShipOrder, commit: CommitView, members: Iterable[KnownManifest]) -> ShipResult:
-    """Committed by others: our files are listed all the same (replicas), or are not needed for it.
+    """Return the result where others committed: our files are listed all the same, or are not needed.
 
     `whole`: the order with all its files; `members`: the manifests that the COMMIT rests on.
     """
@@ -136,7 +136,7 @@ def left_out(whole: ShipOrder, ours: NodeManifest) -> tuple[str, ...]:
 def ship(
     ground: AttachedRemote, order: ShipOrder, control: Control, open_origin: OpenOrigin = sealed
 ) -> ShipResult:
-    """Ship one form of one save and commit it if the manifests of its generation cover the grid.
+    """Upload one form of one save and commit it if the manifests of its generation cover the grid.
 
     Outcomes: committed; waiting (other nodes' shards are missing); conflict (this generation holds another
     save: choose again); refused (there is no such form of it); damaged (an object that it is made of is).
@@ -233,7 +233,7 @@ class _Shipping:
         return read or named_conflict(mark, seen.named, save_spread_seconds=spread_seconds)
 
     def _expected_files(self) -> tuple[ManifestFile, ...]:
-        """The files as the manifest will list them, as far as comparing saves needs them."""
+        """Return the files as the manifest will list them, as far as comparing saves needs them."""
         return tuple(manifest_entry(f, f.bytes, "", f.fingerprint, "none") for f in self._order.files)
 
     # --- a COMMIT is there already ----------------------------------------------------------------------
@@ -241,7 +241,7 @@ class _Shipping:
     def _beside(
         self, commit: CommitView, listed: tuple[KnownManifest, ...], carried: Carried | None = None
     ) -> ShipResult:
-        """The generation is committed: with our manifest, without it, or disputed."""
+        """Return the result where the generation is committed: with our manifest, without it, or disputed."""
         settled(self._store, commit.key)
         refs = {ref.sha256 for ref in commit.commit.manifests}
         members = [known for known in listed if known.sha256 in refs]
@@ -262,7 +262,7 @@ class _Shipping:
         return self._joined(commit, mine, None)
 
     def _joined(self, commit: CommitView, mine: KnownManifest, carried: Carried | None) -> ShipResult:
-        """Our manifest is in the COMMIT: dispute it if files were written again while other nodes joined."""
+        """Finish where our manifest is in the COMMIT; dispute it if files were written again meanwhile."""
         if len(commit.commit.manifests) > 1:
             rewritten = self._rewritten()
             if rewritten is not None:
@@ -280,7 +280,7 @@ class _Shipping:
         )
 
     def _rewritten(self) -> str | None:
-        """A file that is there with another identity; one that is gone was deleted, not saved again."""
+        """Return a file that has another identity now; one that is gone was deleted, not saved again."""
         reasons = (changed(self._root, f.source, f.identity, f.path) for f in self._order.files)
         return next((reason for reason in reasons if reason and not reason.endswith("vanished")), None)
 
@@ -304,7 +304,9 @@ class _Shipping:
         return [known for known in listed if known.manifest.node_id == self._order.manifest.node_id]
 
     def _lists_our_files(self, known: KnownManifest) -> bool:
-        """A derived form may differ in bytes, as another version laid it out, never in its source."""
+        """Whether a manifest lists our files; of a derived form the source counts, as versions lay it out
+        differently.
+        """
         if self._order.manifest.source is not None and known.manifest.source is not None:
             return known.manifest.source.fingerprints == self._order.manifest.source.fingerprints
         rows = {(file.path, file.bytes, file.fingerprint) for file in known.manifest.files}
@@ -406,7 +408,7 @@ class _Shipping:
 
 
 def one_writer(ground: AttachedRemote, order: ShipOrder) -> None:
-    """On a store that enforces no create-only write only one node may ever write (P10)."""
+    """Refuse a second writing node on a store that enforces no create-only write."""
     if ground.abilities.create_only:
         return
     node = order.manifest.node
@@ -431,7 +433,7 @@ _TRIES = 100
 
 
 def supplement(ground: AttachedRemote, order: ShipOrder, control: Control) -> ShipResult:
-    """Ship files beside the COMMIT that `order.supplement_to` quotes, and create a SUPPLEMENT over them.
+    """Upload files beside the COMMIT that `order.supplement_to` quotes, and create a SUPPLEMENT over them.
 
     Outcomes: committed (what lies there already is not sent again); conflict: that COMMIT does not count.
 
@@ -485,7 +487,7 @@ class _Supplementing:
         return self._result(base, [*before, made], carried.bytes_sent, carried.bytes_skipped)
 
     def _base(self) -> CommitView | None:
-        """The COMMIT, if it counts and is the one that is meant."""
+        """Return the COMMIT, if it counts and is the one that is meant."""
         commit = read_commit(self._store, self._where)
         if commit is None or commit.disputed or commit.sha256 != self._order.supplement_to:
             return None
@@ -496,7 +498,7 @@ class _Supplementing:
         return ShipResult(outcome="conflict", reason=f"the COMMIT of {self._where[0]} is another one now")
 
     def _listing(self, base: CommitView) -> list[SupplementView]:
-        """The COMMIT and its SUPPLEMENTs, each with what it lists."""
+        """Return the COMMIT and its SUPPLEMENTs, each with what it lists."""
         views = []
         for view in (base, *read_supplements(self._store, self._where)):
             settled(self._store, view.key)
@@ -558,7 +560,7 @@ class _Supplementing:
         return found == data
 
     def _create(self, ours: KnownManifest) -> SupplementView:
-        """SUPPLEMENT k, the first that nobody has; read back."""
+        """Create SUPPLEMENT k, the first that nobody has, and read it back."""
         document = build_commit(
             (ours,),
             committed_by=self._order.manifest.node,

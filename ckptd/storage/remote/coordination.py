@@ -79,7 +79,7 @@ class Heartbeats:
     def others(
         self, node: str, *, reads_all: bool = False, now_seconds: float | None = None
     ) -> tuple[SeenNode, ...]:
-        """Every node's but `node`'s, by name; `now_seconds`: the store's present, where it is known."""
+        """Return the heartbeats of all nodes but `node`, by name; `now_seconds`: the store's time."""
         found = [
             (name, info)
             for info in self.store.list(HEARTBEATS)
@@ -116,17 +116,19 @@ class Heartbeats:
         return tuple(seen for seen in self.others("") if _is_elsewhere(seen, ours))
 
     def everyone(self, now_seconds: float | None = None) -> tuple[SeenNode, ...]:
-        """Every daemon's, read afresh, also of those that share a node name."""
+        """Return every daemon's, read afresh, also of those that share a node name."""
         return self.others("", reads_all=True, now_seconds=now_seconds)
 
     def of(self, node: str) -> SeenNode | None:
-        """One node's, read afresh; None: there is none."""
+        """Return one node's, read afresh; None: there is none."""
         found = list(self.store.list(HEARTBEATS))
         info = next((info for info in found if node_of_key(info.key) == node), None)
         return None if info is None else self._seen(node, info, self._now_ns(found), reads_all=True)
 
     def _now_ns(self, infos: Sequence[ObjectInfo]) -> int | None:
-        """The store's present: its time of our own heartbeat and what passed since, else its newest time."""
+        """Return the store's present: its time of our own heartbeat and what passed since, else its newest
+        time.
+        """
         newest = max((info.mtime_ns for info in infos), default=0)
         if self._put_at is not None:
             put_ns, at_seconds = self._put_at
@@ -193,7 +195,7 @@ def tensors_of(manifests: Iterable[KnownManifest]) -> frozenset[tuple[str, str]]
 
 
 def leave_to_owner(order: ShipOrder, listed: Callable[[], Iterable[KnownManifest]]) -> ShipOrder:
-    """The order without the replicas that another node listed, or that are still its business.
+    """Return the order without the replicas that another node listed, or that are still left to it.
 
     `listed` reads the generation's manifests; it is asked only by who would step in.
     """
@@ -219,7 +221,7 @@ _Row = TypeVar("_Row", bound=Document)
 
 
 def latest_row(store: Store, folder: str, kind: type[_Row]) -> tuple[int, _Row | None]:
-    """The newest document of a row; (0, None): there is none."""
+    """Return the newest document of a row; (0, None): there is none."""
     number = max((number_of(folder, info.key) for info in store.list(folder)), default=0)
     data = store.get(numbered(folder, number)) if number else None
     return (number, parse(kind, data, numbered(folder, number))) if data is not None else (number, None)
@@ -228,7 +230,7 @@ def latest_row(store: Store, folder: str, kind: type[_Row]) -> tuple[int, _Row |
 def append_row(
     store: Store, folder: str, kind: type[_Row], wanted: Callable[[_Row | None], _Row | None]
 ) -> _Row:
-    """The newest document, superseded by `wanted` where that gives one; what is read back counts."""
+    """Supersede the newest document by `wanted` where that gives one; return the newest, read back."""
     for _ in range(_TRIES):
         number, found = latest_row(store, folder, kind)
         after = wanted(found)
@@ -254,7 +256,8 @@ def _timed(store: Store, others: Iterable[SeenNode]) -> tuple[SeenNode, ...]:
 
 
 def take_share(store: Store, order: ShipOrder, listed: Callable[[], Sequence[KnownManifest]]) -> ShipOrder:
-    """The order with this node's share of the files alone; the others are left to theirs, by fingerprint.
+    """Return the order with this node's share of the files alone; the others are left to theirs, by
+    fingerprint.
 
     What somebody listed already is nobody's to send, what we listed ourselves stays ours.
 
@@ -294,7 +297,9 @@ def take_share(store: Store, order: ShipOrder, listed: Callable[[], Sequence[Kno
 
 
 def lacking(whole: ShipOrder, members: Iterable[KnownManifest]) -> tuple[str, ...]:
-    """Files of a shared folder that no manifest lists yet: nothing is committed before each has its place."""
+    """Return the files of a shared folder that no manifest lists yet: nothing is committed before each has
+    its place.
+    """
     if whole.takeover_seconds is None or whole.manifest.form != ZERO:
         return ()
     held = tensors_of(members)
@@ -344,7 +349,8 @@ NEXT_STEP = (
 
 
 def live_nodes(store: Store, *, but_node: str = "", but_node_id: str = "") -> tuple[SeenNode, ...]:
-    """Nodes that were heard of lately and have not ended, but for the one named; the last heard of first.
+    """Return the nodes that were heard of lately and have not ended, but for the one named; the last heard of
+    first.
 
     Writes a small object and removes it again where there are heartbeats and the store tells no time itself.
     """

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 def claim_attempt(ground: AttachedRemote, order: ShipOrder) -> ShipOrder | ShipResult:
-    """The order as an attempt of this node, or how it ends before anything is read: committed by whoever it
-    was, refused, retired, or another node's for now.
+    """Claim an attempt for this order: returns the order with the attempt's folder, or the final result.
 
-    What is made of shards here, or not made, is returned as it is.
+    It ends before anything is read where the form is committed by whoever it was, refused, retired, or made
+    by another node for now.
     """
     making = order.making
     if making is None or making.zero is None:
@@ -91,7 +91,9 @@ def folder_in_use(ground: AttachedRemote, where: Stem, folder: str) -> bool:
 
 
 def finish_attempt(ground: AttachedRemote, order: ShipOrder, run: Callable[[], ShipResult]) -> ShipResult:
-    """How an attempt ends: with the COMMIT that is there, whosever it is; why it cannot is told to all."""
+    """Finish an attempt by `run`: with the COMMIT that is there, whosever it is; a failure is recorded for
+    all.
+    """
     making = order.making
     if making is None or making.zero is None:
         return run()
@@ -142,7 +144,8 @@ def _is_mended(ground: AttachedRemote, order: ShipOrder, refusal: Attempt) -> bo
 
 
 def shards_look(store: Store, order: ShipOrder, cache: ManifestCache) -> str:
-    """Digest of names, sizes and times of the objects that the manifests list; other once one is mended.
+    """Return the digest of names, sizes and times of the objects that the manifests list; other once one is
+    mended.
 
     Of these alone: forms that are made, and files that come late, lie in the same folder.
     """
@@ -157,7 +160,7 @@ def shards_look(store: Store, order: ShipOrder, cache: ManifestCache) -> str:
 
 
 def _tell(ground: AttachedRemote, order: ShipOrder, result: ShipResult, damaged: str = "") -> None:
-    """There is no such form: the next in the row says so, while the row is ours."""
+    """Record that there is no such form, while the row is ours: the next node then does not try it."""
     ours, folder = order.manifest, attempts_folder(*stem_of(order.manifest))
     number, found = latest_row(ground.store, folder, Attempt)
     if found is None or found.node_id != ours.node_id:

@@ -228,7 +228,7 @@ def remove_run(
 
 
 def _wanted_since(store: Store, new: Iterable[str], garbage: Iterable[Garbage]) -> set[str]:
-    """Keys that are garbage no more, as manifests came that the search did not see."""
+    """Return the keys that are garbage no more, as manifests came that the search did not see."""
     wanted: set[str] = set()
     for where, keys in _by_generation(new).items():
         wanted |= {one.key for one in garbage if (one.tag, one.generation, one.form) == where}
@@ -351,7 +351,7 @@ class _Dead:
         self._quoted = {ref.sha256 for view in views for ref in view.commit.manifests}
 
     def of(self, where: Stem, manifests: list[KnownManifest]) -> list[KnownManifest]:
-        """Those of one generation."""
+        """Return those of one generation."""
         if where not in self._over:
             return []
         current = {known.key for known in newest_revisions(manifests)}

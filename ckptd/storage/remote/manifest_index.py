@@ -53,7 +53,7 @@ class ManifestIndex:
         self._is_doubtful: bool | None = None
 
     def find(self, key: str) -> Row | None:
-        """Who lists the object as it is; None: nobody, and after this call it may be removed."""
+        """Return who lists the object as it is; None: nobody, and after this call it may be removed."""
         found = self._pick(key) or self._ask_likely(key)
         if found is None:
             with self._lock:
@@ -84,7 +84,7 @@ class ManifestIndex:
         return rows[-1] if rows else None
 
     def _was_replaced(self) -> bool:
-        """Somebody replaced objects before this attempt, and the manifests may speak of those before."""
+        """Whether somebody replaced objects before this attempt: the manifests may speak of those before."""
         with self._lock:
             if self._is_doubtful is None:
                 folder = lease_folder(stem_of(self._ours))
@@ -93,7 +93,7 @@ class ManifestIndex:
 
 
 def release_lease(store: Store, ours: NodeManifest) -> None:
-    """Our manifest lists now what we replaced."""
+    """Remove the lease: our manifest lists now what we replaced."""
     key = lease_key(ours)
     if any(info.key == key for info in store.list(lease_folder(stem_of(ours)))):
         store.delete(key)
@@ -102,7 +102,7 @@ def release_lease(store: Store, ours: NodeManifest) -> None:
 def pending_replacement(
     store: Store, ours: NodeManifest, members: Iterable[KnownManifest]
 ) -> tuple[str, str] | None:
-    """Why nothing is committed over these manifests now, read a moment ago: a node replaces objects.
+    """Return why nothing is committed over these manifests now, read a moment ago: a node replaces objects.
 
     The reason, and what a person may do about it ("": nothing).
     """

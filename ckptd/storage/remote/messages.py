@@ -599,7 +599,7 @@ ANSWER_LINE: TypeAdapter[AnswerLine] = TypeAdapter(AnswerLine)
 
 
 def known(settings: RemoteSettings, found: Attached) -> RemoteSettings:
-    """The settings for the next time: only this very remote is meant from now on (P2)."""
+    """Return the settings for the next time: only this very remote is meant from now on (P2)."""
     identity = found.identity
     learned = {"remote_id": identity.remote_id, "job_id": identity.job_id, "may_initialise": False}
     return settings.model_copy(update={**learned, "abilities": found.abilities})

@@ -364,7 +364,8 @@ class BlockingLease:
 
 
 def leases_of(store: Store, node: str) -> list[tuple[str, Stem]]:
-    """Keys and generations of that node's leases, of generations that are neither committed nor retired.
+    """Return the keys and generations of that node's leases, of generations that are neither committed nor
+    retired.
 
     Raises:
         DamagedError: a lease cannot be read.

@@ -194,7 +194,7 @@ def _supplements(store: Store, where: Stem) -> list[str]:
 
 
 def listed_elsewhere(ground: AttachedRemote, where: Stem, mine: Collection[str]) -> set[str]:
-    """Those of our keys that any other manifest lists, committed or not: they stay (H17).
+    """Return those of our keys that any other manifest lists, committed or not: they stay (H17).
 
     Keys lie in folders that are named after tag and generation, so only manifests of that generation, and of
     COMMITs that name such a folder, can list them; what is not committed is read as well, as no COMMIT tells

@@ -26,7 +26,7 @@ _TRIES = 8
 
 
 def read_runs(store: Store, cache: DocumentCache | None = None) -> tuple[Row, ...]:
-    """Every row, in order of number.
+    """Return every row, in order of number.
 
     Raises:
         DocumentDamaged, RefusedError: one cannot be read; whose turn it is, is not known then.
@@ -78,7 +78,7 @@ def claim_run(
 
 
 def row_of(claim: Claim, job_id: str, run_id: str, number: int) -> Row:
-    """The row that a place appends."""
+    """Return the row that a place appends."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     said = claim.model_dump(include=set(Row.model_fields) - {"run_id", "number"})
     return Row(**said, job_id=job_id, run_id=run_id, number=number, created_at=now)
@@ -102,6 +102,6 @@ def append_run(store: Store, claim: Claim) -> Row:
 
 
 def newest_run(store: Store) -> Row | None:
-    """The newest row; None: no release that knows runs wrote there."""
+    """Return the newest row; None: no release that knows runs wrote there."""
     number, row = latest_row(store, RUNS, Row)
     return None if row is None else row.model_copy(update={"number": number})

@@ -66,7 +66,7 @@ EXTRA_LIMIT_BYTES = 16 << 20
 
 
 def read_whole(root: int, file: ShipFile) -> tuple[bytes, MemorySource]:
-    """A small file beside the checkpoint, whole, the same before and after it was read.
+    """Return a small file beside the checkpoint, whole, the same before and after it was read.
 
     Raises:
         SourceChanged: it is gone or being written.
@@ -94,7 +94,7 @@ def inline(file: ShipFile) -> tuple[bytes, MemorySource]:
 
 
 def folder_mode(root: int, source: str) -> int:
-    """Permission bits of the folder that `source` lies in."""
+    """Return the permission bits of the folder that `source` lies in."""
     return mode_of_folder(root, source.rpartition("/")[0])
 
 
@@ -128,7 +128,7 @@ class PendingPut(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Nobody waits for it any more; whether it arrived is found out by who sends it again."""
+        """Stop waiting for it; whoever uploads the file again finds out whether it arrived."""
         ...
 
 
@@ -146,12 +146,14 @@ class _Offers(Protocol):
 
 
 def flights(store: Store) -> int:
-    """How many small objects one lane may have on their way; 0: the store offers no such thing now."""
+    """Return how many small objects one lane may have on their way; 0: the store offers no such thing now."""
     return int(getattr(store, "flights", 0))
 
 
 def overlap(store: Store) -> int:
-    """How many large objects may be under way at a time, the parts of the first one before the others'."""
+    """Return how many large objects may be under way at a time, the parts of the first one before the
+    others'.
+    """
     return int(getattr(store, "overlap", 1))
 
 
@@ -176,7 +178,7 @@ class PutPipeline:
         self._otherwise = otherwise
 
     def ship(self, files: deque[ShipFile]) -> None:
-        """One lane: takes from `files`, which it shares with others, until there is none."""
+        """Upload as one lane: take from `files`, which other lanes share, until there is none."""
         under_way: deque[tuple[ShipFile, PendingPut]] = deque()
         held_bytes, most = 0, flights(self._store)
         try:
@@ -199,7 +201,7 @@ class PutPipeline:
 
 
 def next_of(files: deque[ShipFile]) -> ShipFile | None:
-    """The next of what several threads share; None: there is none."""
+    """Return the next of what several threads share; None: there is none."""
     try:
         return files.popleft()
     except IndexError:
@@ -266,7 +268,7 @@ class Transfer:
         self._skipped = 0
 
     def run(self) -> Carried:
-        """Ship and verify every file.
+        """Upload and verify every file.
 
         Raises:
             SourceChanged: a file is not the one that was sealed (P4), or the order was cancelled.
@@ -304,7 +306,7 @@ class Transfer:
         )
 
     def _ship_in_order(self, files: deque[ShipFile]) -> None:
-        """One way: takes from `files`, which it may share with another, until there is none."""
+        """Upload in order from `files`, which may be shared with another thread, until there is none."""
         with ThreadPoolExecutor(1, "verify") as verifier:
             waiting: Future[None] | None = None
             while (file := next_of(files)) is not None:
@@ -324,7 +326,7 @@ class Transfer:
             self._verify(sent)
 
     def _may_fly(self, file: ShipFile) -> bool:
-        """A small sealed file that no earlier attempt began and of which nothing lies there."""
+        """Whether it is a small sealed file that no earlier attempt began and of which nothing lies there."""
         is_begun = file.key in self._shipped or file.key in self._partly
         if file.is_extra or is_begun or file.bytes > TINY_BYTES or self._origin.most_lanes < FLYING_LANES:
             return False
@@ -392,7 +394,7 @@ class Transfer:
         return True
 
     def _held_bytes(self, file: ShipFile) -> int | None:
-        """Size of what lies under the key; of small files as it was when the order began.
+        """Return the size of what lies under the key; of small files as it was when the order began.
 
         Should another object have come since, the upload of a small one refuses to replace it.
         """
@@ -423,7 +425,7 @@ class Transfer:
             raise
 
     def _compare(self, file: ShipFile, source: Source, fingerprint: str, held_bytes: int) -> bool:
-        """True when the object under the key is this file, or another node's replica of it.
+        """Whether the object under the key is this file, or another node's replica of it.
 
         Raises:
             CommitConflict: a manifest lists that object and it is neither.
@@ -541,24 +543,24 @@ class Origin(Protocol):
 
     @property
     def order(self) -> ShipOrder:
-        """The order with all its files: of a form that is made they are known once it is planned."""
+        """Return the order with all its files: of a form that is made they are known once it is planned."""
         ...
 
     @property
     def most_lanes(self) -> int:
-        """How many of them may be read at a time (P12)."""
+        """Return how many of them may be read at a time (P12)."""
         ...
 
     def opened(self, file: ShipFile) -> AbstractContextManager[Source]:
-        """One of these files, to be read."""
+        """Return one of these files, to be read."""
         ...
 
     def why_changed(self, file: ShipFile) -> str | None:
-        """Why it is not what it was when the order was given; None when it is."""
+        """Return why it is not what it was when the order was given; None when it is."""
         ...
 
     def recheck(self) -> None:
-        """All that was read is what it was.
+        """Check that all that was read is what it was.
 
         Raises:
             SourceChanged: something is not (P4).
@@ -609,7 +611,7 @@ class SealedFiles:
 
 @contextmanager
 def sealed(order: ShipOrder, root: int, _control: Control, _store: Store) -> Iterator[Origin]:
-    """The origin of an order whose files lie here."""
+    """Yield the origin of an order whose files lie here."""
     if order.making is not None:
         msg = f"this process makes no {order.manifest.form} forms"
         raise RefusedError(msg, hint="a defect of ckptd: it sends what lies here")
@@ -617,7 +619,9 @@ def sealed(order: ShipOrder, root: int, _control: Control, _store: Store) -> Ite
 
 
 def changed(root: int, source: str, identity: FileIdentity | None, name: str) -> str | None:
-    """Why a file is not the sealed one any more; None when it is (and of extras, which are not sealed)."""
+    """Return why a file is not the sealed one any more; None when it is (and of extras, which are not
+    sealed).
+    """
     if identity is None:
         return None
     status = files.stat_beneath(root, source)

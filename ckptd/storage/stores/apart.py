@@ -73,7 +73,7 @@ class ApartStore:
 
     @property
     def url(self) -> str:
-        """The path."""
+        """Return the path."""
         return self._path
 
     @property

@@ -67,7 +67,7 @@ GONE = {
 
 
 def is_ours(name: str) -> bool:
-    """True for temporaries and partial uploads, which are no objects."""
+    """Whether a name is a temporary's or a partial upload's, which are no objects."""
     return name.startswith(_OURS)
 
 
@@ -151,7 +151,7 @@ def _make(parent: int, name: str, mode: int | None, gid: int | None, key: str) -
 
 
 def walk(root: int, prefix: str) -> Iterator[ObjectInfo]:
-    """Regular files below `prefix` (a folder, "" or ending with `/`), depth first, unordered."""
+    """Yield regular files below `prefix` (a folder, "" or ending with `/`), depth first, unordered."""
     base = prefix.rstrip("/")
     try:
         top = files.open_dir_beneath(root, base) if base else os.dup(root)
@@ -185,7 +185,9 @@ def _walk(fd: int, prefix: str, device: int) -> Iterator[ObjectInfo]:
 
 
 def temporaries(root: int, prefix: str) -> Iterator[ObjectInfo]:
-    """Files whose names begin so, where documents are written: in the root itself, and below `_ckptd`."""
+    """Yield the files whose names begin so, where documents are written: in the root itself, and below
+    `_ckptd`.
+    """
     yield from _named_so(root, "", prefix, is_deep=False)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), files.opened_dir(ROOT, root) as ours:
         yield from _named_so(ours, f"{ROOT}/", prefix, is_deep=True)
@@ -289,7 +291,9 @@ def pump(
 
 
 def read_back(fd: int, buffer_bytes: int, on_progress: Callable[[int], None]) -> int:
-    """CRC64NVME of a whole file, its pages dropped first so that it comes from the share where it can."""
+    """Return the CRC64NVME of a whole file, its pages dropped first so that it comes from the share where it
+    can.
+    """
     extents.drop_pages(fd)
     view = buffer_of(buffer_bytes)
     done = crc = 0
@@ -331,7 +335,7 @@ def try_folder(root: int) -> None:
 
 
 def explained(error: OSError, where: str) -> CkptdError:
-    """An error of the share in our words: what is denied to root is denied by a server."""
+    """Translate an error of the share: what is denied to root is denied by a server."""
     if error.errno == errno.EACCES and os.geteuid() == 0:
         msg = f"{where}: {error.strerror}, although ckptd is root: the server squashes root (root_squash)"
         return NotPermitted(msg, hint="run ckptd as the user who trains")
@@ -339,7 +343,7 @@ def explained(error: OSError, where: str) -> CkptdError:
 
 
 def buffer_of(size_bytes: int) -> memoryview:
-    """Memory that goes back to the system with its last reference, whatever the heap looks like (P12)."""
+    """Allocate memory that goes back to the system with its last reference, whatever the heap looks like."""
     return memoryview(mmap.mmap(-1, size_bytes))
 
 
@@ -398,12 +402,12 @@ class DirectoryStore:
 
     @property
     def url(self) -> str:
-        """The path."""
+        """Return the path."""
         return self._path
 
     @property
     def lanes(self) -> int:
-        """A few: each flush waits for the share."""
+        """Return how many transfers run at a time: a few, as each flush waits for the share."""
         return LANES
 
     def probe(self) -> Abilities:
@@ -427,7 +431,7 @@ class DirectoryStore:
         return Abilities(create_only=create_only, checksum=None, resumable=True, rename=True, notes=notes)
 
     def get(self, key: str) -> bytes | None:
-        """A small object, whole; None when absent.
+        """Return a small object, whole; None when absent.
 
         Raises:
             DamagedError: a link or a huge file lies there.
@@ -453,12 +457,12 @@ class DirectoryStore:
             return files.create_exclusive(folder, name, data, mode=_DOCUMENT_MODE, mark=self._mark)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects below the folder `prefix` ("" = all), without our temporaries and partial uploads."""
+        """Yield objects below the folder `prefix` ("" = all), without temporaries and partial uploads."""
         with self._at_root(f"listing {prefix or 'the root'}") as root:
             yield from walk(root, prefix)
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """Size and mtime of an object; None when absent or no regular file."""
+        """Return the size and mtime of an object; None when absent or no regular file."""
         with self._at_root(f"looking at {key}") as root:
             status = files.stat_beneath(root, key)
         if status is None or not stat.S_ISREG(status.st_mode):
@@ -466,11 +470,11 @@ class DirectoryStore:
         return ObjectInfo(key=key, bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
     def read_at(self, key: str, offset: int, length: int) -> bytes:
-        """A range; FileNotFoundError when absent."""
+        """Return a range; FileNotFoundError when absent."""
         return b"".join(self.stream(key, offset, length))
 
     def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
-        """A range, its cached pages dropped first so that it comes from the share where it can."""
+        """Yield a range, its cached pages dropped first so that it comes from the share where it can."""
         end = offset + length
         with self._at_root(f"reading {key}", absent_is_error=True) as root:
             fd = files.open_beneath(root, key)
@@ -581,7 +585,8 @@ class DirectoryStore:
             self._no_room.freed()
 
     def stale_temporaries(self, now_seconds: float) -> tuple[ObjectInfo, ...]:
-        """Temporaries of documents that a killed process of this owner left; `now_seconds`: the share's time.
+        """Return the temporaries of documents that a killed process of this owner left; `now_seconds`: the
+        share's time.
 
         Known by the owner's id in their names: another node's may be in use, however old it looks.
         """
@@ -595,7 +600,7 @@ class DirectoryStore:
             )
 
     def partial_bytes(self, key: str) -> int:
-        """Bytes of our partial file of that key; 0: there is none."""
+        """Return the bytes of our partial file of that key; 0: there is none."""
         parent, _, _ = key.rpartition("/")
         with self._at_root(f"looking at the partial upload of {key}") as root:
             status = files.stat_beneath(
@@ -609,7 +614,7 @@ class DirectoryStore:
             files.fsync_dir(folder)
 
     def free_bytes(self) -> int | None:
-        """Bytes that we may still write there."""
+        """Return the bytes that we may still write there."""
         with self._at_root("asking for free space") as root:
             return extents.free_bytes(root)
 
@@ -645,7 +650,7 @@ class DirectoryStore:
     def _folder_of(
         self, key: str, doing: str, *, mode: int | None = None, gid: int | None = None
     ) -> Iterator[tuple[int, str]]:
-        """The folder of a key, made where missing, and the last component."""
+        """Yield the folder of a key, made where missing, and the last component."""
         name = files.check_relative(key)[-1]
         with self._at_root(doing) as root:
             folder = make_parents(root, key, mode, gid, self._flushed)
@@ -665,8 +670,10 @@ class DirectoryStore:
         return f"{PARTIAL_PREFIX}{digest[:24]}"
 
     def _open_partial(self, folder: int, name: str, resume: Resume | None) -> tuple[int, int, int]:
-        """(descriptor, offset to go on at, CRC64 so far). A file that cannot be continued gets a new inode:
-        a hung predecessor may still hold the old one."""
+        """Open a partial file; returns (descriptor, offset to go on at, CRC64 so far).
+
+        A file that cannot be continued gets a new inode: a hung predecessor may still hold the old one.
+        """
         flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         if resume is not None and resume.flushed_bytes > 0:
             with contextlib.suppress(FileNotFoundError):

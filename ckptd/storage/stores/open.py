@@ -20,7 +20,7 @@ _DEFAULT = Access()
 
 
 def directory_path(url: str) -> Path | None:
-    """The path of a directory remote (`/path` or `file:///path`); None for every other kind."""
+    """Return the path of a directory remote (`/path` or `file:///path`); None for every other kind."""
     if url.startswith("file://"):
         parts = urlsplit(url)
         return Path(unquote(parts.path)) if parts.netloc in ("", "localhost") else None
@@ -40,7 +40,7 @@ def open_store(
     read_back: bool = True,
     window_bytes: int = WINDOW_BYTES,
 ) -> Store:
-    """The store of a remote; touches nothing yet.
+    """Return the store of a remote; touches nothing yet.
 
     `owner` (a node id) keeps the partial uploads of two nodes apart; `window_bytes` is how much a directory
     or an SFTP server is sent between two flushes.

@@ -43,7 +43,8 @@ class FailFastPool:
             raise Stopped(msg)
 
     def run(self, count: int, work: Iterable[T], do: Callable[[T], None], *, name: str) -> None:
-        """`do` each piece of work, begun in order, `count` at a time; without threads where one is enough.
+        """Run `do` on each piece of work, begun in order, `count` at a time; without threads where one is
+        enough.
 
         Raises:
             BaseException: what the first lane that failed raised; no lane runs any more then.
@@ -100,7 +101,7 @@ class OrderedTurns:
 
     @property
     def waiting(self) -> int:
-        """How many wait for one."""
+        """Return how many wait for one."""
         return len(self._waiting)
 
     @contextmanager
@@ -151,7 +152,7 @@ def crc_of(
 
 
 def joined(size_bytes: int, ranges: Iterable[tuple[int, int]], range_bytes: int) -> tuple[int, int]:
-    """(bytes, CRC64) of ranges of `range_bytes` in order, up to the first that ended early."""
+    """Return (bytes, CRC64) of ranges of `range_bytes` in order, up to the first that ended early."""
     total = crc = 0
     for done, more in ranges:
         crc = crc64_combined(crc, more, done)

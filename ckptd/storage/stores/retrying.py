@@ -31,7 +31,7 @@ _VERBS = ("probe", "get", "put", "stat", "read_at", "verify", "delete", "discard
 
 
 def briefly(action: Callable[P, T], *kinds: type[Exception]) -> Callable[P, T]:
-    """`action` in at most three tries, full jitter after the second: on these errors, or what passes."""
+    """Wrap `action` in at most three tries, full jitter after the second: on these errors, or what passes."""
 
     def is_worth_it(error: BaseException) -> bool:
         return isinstance(error, kinds) if kinds else _is_passing(error)
@@ -124,18 +124,18 @@ class FullStoreMemory:
         return tries > 0 and (time.monotonic() < until_seconds or (free_bytes() or 0) < size_bytes)
 
     def missed(self, key: str, size_bytes: int, free_bytes: int | None) -> None:
-        """It found none; `free_bytes`: as counted then, None: not known."""
+        """Note that an upload found no room; `free_bytes`: as counted then, None: not known."""
         tries = self._lacked.get(key, (0, 0.0))[0]
         has_quota = free_bytes is not None and free_bytes >= size_bytes
         wait_seconds = min(_QUOTA_SECONDS * 2 ** min(tries, _MOST_DOUBLINGS), _QUOTA_MOST_SECONDS)
         self._lacked[key] = (tries + 1, time.monotonic() + wait_seconds if has_quota else 0.0)
 
     def found(self, key: str) -> None:
-        """It is there."""
+        """Note that an upload found room."""
         self._lacked.pop(key, None)
 
     def freed(self) -> None:
-        """Something was removed there: a quota may have room again."""
+        """Note that something was removed there: a quota may have room again."""
         self._lacked = {key: (tries, 0.0) for key, (tries, _) in list(self._lacked.items())}
 
 
@@ -162,21 +162,21 @@ class Motion:
 
     @property
     def idle_seconds(self) -> float:
-        """Since the last motion."""
+        """Return the seconds since the last motion."""
         return self._clock() - self._moved_at
 
     def moved(self) -> None:
-        """Something did."""
+        """Note that something moved."""
         self._moved_at = self._clock()
 
     def advanced(self, key: str, done_bytes: int) -> None:
-        """That many bytes of an object are done: motion, if never so many before."""
+        """Note that so many bytes of an object are done: motion only if never so many before."""
         if done_bytes > self._furthest.get(key, -1):
             self._furthest[key] = done_bytes
             self.moved()
 
     def read(self) -> None:
-        """Some bytes of the source were asked for."""
+        """Note that some bytes of the source were asked for."""
         now = self._clock()
         if now - self._read_at > _SUSTAINED_SECONDS:
             self._reading_since = now

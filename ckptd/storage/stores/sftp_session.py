@@ -234,7 +234,7 @@ def _refused(error: Exception, place: SftpPlace) -> Exception:
 
 
 def explain(error: Exception, where: str, *, is_alive: bool) -> Exception:
-    """A failed request as an error of the tree; a bug as it is."""
+    """Return a failed request as an error of the tree; a bug as it is."""
     if isinstance(error, TimeoutError):
         return RemoteUnreachable(f"{where}: the server gave no answer for {ANSWER_SECONDS} s")
     if isinstance(error, EOFError | paramiko.SSHException | ConnectionError) or not is_alive:

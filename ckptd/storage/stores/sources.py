@@ -69,12 +69,12 @@ class CrcRanges:
 
     @property
     def passed(self) -> int:
-        """How many bytes have."""
+        """Return how many bytes have passed."""
         with self._lock:
             return sum(end - begin for begin, end, _ in self._held)
 
     def crc_of(self, begin: int, end: int) -> int | None:
-        """CRC of exactly this range; None while some of it has not passed."""
+        """Return the CRC of exactly this range; None while some of it has not passed."""
         with self._lock:
             held = self._held[0] if self._held else None
         return held[2] if held is not None and held[:2] == (begin, end) else None
@@ -358,7 +358,7 @@ class RateLimitedSource:
 
 
 def peek(source: Source) -> Callable[[int, memoryview], int]:
-    """How a source reads what it will be asked for again; by `read_into` where it makes no difference."""
+    """Return how a source reads what it is asked for twice; by `read_into` where it makes no difference."""
     found: Callable[[int, memoryview], int] = getattr(source, "peek_into", source.read_into)
     return found
 
@@ -372,7 +372,7 @@ def crc64_of(
     drops: bool = False,
     also: Callable[[memoryview], None] | None = None,
 ) -> int:
-    """CRC64NVME of a range that is not sent, or later; of less where the source ends early.
+    """Return the CRC64NVME of a range that is not sent, or later; of less where the source ends early.
 
     `is_read_again`: it will be sent, and its records' CRCs compared then. `also` gets the bytes too.
     """
@@ -392,7 +392,7 @@ def crc64_of(
 
 
 def records_of(fd: int, name: str, *, is_shard: bool) -> list[Record]:
-    """The records of a `torch.save` archive, empty for other files.
+    """Return the records of a `torch.save` archive, empty for other files.
 
     Raises:
         TornArchiveError: a shard whose zip directory is not whole.

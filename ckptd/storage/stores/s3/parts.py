@@ -49,11 +49,11 @@ class PartLayout:
 
     @property
     def parts(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(_ends(self)) if self.borders else -(-self.size_bytes // self.part_bytes)
 
     def range_of(self, number: int) -> tuple[int, int]:
-        """Offset and length of a part."""
+        """Return the offset and length of a part."""
         if self.borders:
             ends = _ends(self)
             begin = ends[number - 2] if number > 1 else 0
@@ -130,11 +130,11 @@ class Upload:
 
     @property
     def parts(self) -> int:
-        """How many there will be."""
+        """Return how many there will be."""
         return self.cuts.parts
 
     def range_of(self, number: int) -> tuple[int, int]:
-        """Offset and length of a part."""
+        """Return the offset and length of a part."""
         return self.cuts.range_of(number)
 
     def close_gap(self) -> None:
@@ -253,7 +253,7 @@ class Sent:
 
     @property
     def etag(self) -> str:
-        """The server's name for what arrived."""
+        """Return the server's name for what arrived."""
         return str(self.answer.get("ETag", ""))
 
 
@@ -295,7 +295,7 @@ def send_range(
 
 
 def held_of(store: S3Bucket, source: Source, offset: int, length: int) -> BufferedBody:
-    """A small range in memory, hashed."""
+    """Return a small range in memory, hashed."""
     return BufferedBody(_read(source, offset, length), wants_md5=store.wants_md5)
 
 
@@ -327,7 +327,7 @@ def _told_directly(store: S3Bucket, key: str, held: BufferedBody, arguments: dic
 
 
 def arguments_of(store: S3Bucket, held: BufferedBody) -> dict[str, str]:
-    """The checksum that goes along with a small range."""
+    """Return the checksum that goes along with a small range."""
     checked = {"ChecksumCRC64NVME": encoded(held.crc)} if store.abilities.checksum else {}
     return checked | guard(store.abilities, held.content_md5)
 

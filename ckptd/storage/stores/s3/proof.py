@@ -31,12 +31,12 @@ CHANGED = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzCon
 
 
 def bare(etag: str) -> str:
-    """An ETag without its quotes."""
+    """Return an ETag without its quotes."""
     return etag.strip('"').lower()
 
 
 def joined(md5s: Iterable[bytes]) -> str:
-    """The ETag of an object made of parts with these MD5s."""
+    """Return the ETag of an object made of parts with these MD5s."""
     parts = list(md5s)
     return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
 
@@ -48,7 +48,7 @@ def guard(abilities: Abilities, content_md5: Callable[[], str]) -> dict[str, str
 
 
 def changed(what: str, often: str = "") -> VerifyError:
-    """The server received other bytes than were sent."""
+    """Return the error for a server that received other bytes than were sent."""
     msg = f"{what} arrived changed{often}"
     return VerifyError(msg, hint="something on the way to the server changes bytes: a network card, a proxy")
 

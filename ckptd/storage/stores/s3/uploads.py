@@ -51,7 +51,8 @@ _MIB = 1 << 20
 
 
 def part_size(size_bytes: int, wanted_bytes: int | None) -> int:
-    """Bytes per part: what was asked for, or 16 MiB, more where a file would need over 10,000 parts.
+    """Return the bytes per part: what was asked for, or 16 MiB, more where a file would need over 10,000
+    parts.
 
     Raises:
         RefusedError: even parts of 5 GiB are too many.
@@ -66,7 +67,7 @@ def part_size(size_bytes: int, wanted_bytes: int | None) -> int:
 
 
 def shared_upload(token: str, size_bytes: int) -> Upload | None:
-    """The upload that a token means; None: it is no token of an upload of that size."""
+    """Return the upload that a token means; None: it is no token of an upload of that size."""
     text, _, upload_id = token.partition(":")
     cuts = parse_layout(text, size_bytes)
     if cuts is None or not upload_id:
@@ -149,7 +150,7 @@ class S3Uploads:
         return upload.crc
 
     def proved(self, key: str, size_bytes: int, crc: int) -> str | None:
-        """The proof that the answer to an upload of this process held, once; None: look."""
+        """Return the proof that the answer to an upload of this process held, once; None: look."""
         found = self._proved.pop(key, None)
         if found is None or found[:2] != (size_bytes, crc):
             return None
@@ -157,7 +158,9 @@ class S3Uploads:
         return found[2]
 
     def expected_etag(self, key: str, crc: int) -> str | None:
-        """The ETag that the object with this CRC must have; None: it was not sent whole by this process."""
+        """Return the ETag that the object with this CRC must have; None: it was not sent whole by this
+        process.
+        """
         sent_crc, etag = self._expected.pop(key, (None, None))
         return etag if sent_crc == crc else None
 
@@ -235,7 +238,7 @@ class S3Uploads:
         )
 
     def _continued(self, key: str, source: Source, resume: Resume) -> Upload | None:
-        """The upload that an earlier attempt began, as far as the server holds it; None: begin anew."""
+        """Return the upload that an earlier attempt began, as the server holds it; None: begin anew."""
         size, _, upload_id = resume.token.partition(":")
         if not upload_id or not size.isdecimal() or int(size) == 0:
             return None
@@ -339,7 +342,7 @@ class S3Uploads:
         return self._begin(key, cuts)
 
     def held_shared(self, key: str, size_bytes: int, token: str) -> Upload | None:
-        """One that was begun, with what the server holds of it; None: it is over."""
+        """Return one that was begun, with what the server holds of it; None: it is over."""
         found = shared_upload(token, size_bytes)
         return found if found is not None and self._list_parts(key, found) else None
 
