@@ -17,7 +17,7 @@ from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.core.model.save import Best
 from ckptd.core.policy.local import keep_local
 from ckptd.core.policy.remote import keep_remote
-from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
+from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Tier
 from ckptd.daemon.state.view_builder import planned
 from tests.support.core_views import job_view, remote_commit, save_view, sealed
 
@@ -36,8 +36,8 @@ POLICY = RetentionPolicy(
     keep_steps=(300, 7000),
     ephemeral=Ephemeral(every_steps=500, keep=3),
     ladder=(
-        Rung(form="universal", after_seconds=72 * HOUR_SECONDS),
-        Rung(form="gone", after_seconds=2000 * HOUR_SECONDS),
+        Tier(form="universal", after_seconds=72 * HOUR_SECONDS),
+        Tier(form="gone", after_seconds=2000 * HOUR_SECONDS),
     ),
 )
 

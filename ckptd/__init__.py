@@ -1,3 +1,3 @@
 """ckptd keeps DeepSpeed checkpoints safe: complete, universal, uploaded, verified, rotated."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from ckptd.config.quantities import Count, Seconds, parse_duration, reject
 from ckptd.config.section import Section, key
-from ckptd.core.policy.retention import GONE, Ephemeral, RetentionPolicy, Rung, RungForm, fullness
+from ckptd.core.policy.retention import GONE, Ephemeral, RetentionPolicy, RungForm, Tier, fullness
 
 _Span = Annotated[Seconds, Field(gt=0)]
 
@@ -39,11 +39,11 @@ class RungConfig(Section):
     form: RungForm
 
     @property
-    def rung(self) -> Rung:
+    def rung(self) -> Tier:
         """As the policy has it."""
         if isinstance(self.after, int):
-            return Rung(form=self.form, after_newer=self.after)
-        return Rung(form=self.form, after_seconds=self.after)
+            return Tier(form=self.form, after_newer=self.after)
+        return Tier(form=self.form, after_seconds=self.after)
 
 
 class Retention(Section):

@@ -1,7 +1,7 @@
-"""Widening 16-bit and integer elements to float32 without numpy or torch, block by block.
+"""Convert elements block by block: widen to float32 in pure Python, round to 16 bits with numpy.
 
-Only the strict layout needs it, for the float32 copies of buffers and frozen parameters that the stock
-converter of 0.19.8 writes and no loader reads (docs/formats.md §5).
+Only the strict universal layout widens, for the float32 copies of buffers and frozen parameters that the
+stock converter of 0.19.8 writes and no loader reads (docs/formats.md §5).
 """
 
 from __future__ import annotations
@@ -73,10 +73,9 @@ def _half_bits(h: int) -> int:
     return sign | ((exponent + 112) << 23) | (mantissa << 13)
 
 
-# --- Rounding floating-point elements to bfloat16 and float16, block by block, at the speed of memory ----
-# The only place of ckptd outside the quickstart that uses numpy: pure Python would take minutes where writing
-# takes seconds (docs/adr/0082-weights.md). The executor child imports it, and only when 16-bit weights are
-# made; the extra is `ckptd[weights]`.
+# --- Rounding to bfloat16 and float16 with numpy, at the speed of memory (ADR 0082) ----------------------
+# Only this part of ckptd uses numpy: pure Python would take minutes where writing takes seconds. The
+# executor child imports it, and only when 16-bit weights are made; the extra is `ckptd[weights]`.
 
 ROUNDED = ("bfloat16", "float16")
 FLOATS = ("float64", "float32", "bfloat16", "float16")

@@ -1,6 +1,7 @@
-"""The outputs of a plan by name, each read from the plan file when it is wanted (P12).
+"""Read the outputs of a plan by name, each from the plan file when it is wanted.
 
-Whoever makes files in an order of their own, or some of them again, holds names, sizes and offsets alone.
+A caller that makes files in another order, or some of them again, holds only names, sizes and offsets in
+memory.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# --- In which order the outputs of a plan are made: the few largest first, the rest as planned -----------
-# A file is written by one thread: a large one that came last (model states, `optimizer_state.pt`) would be
-# written alone while the other threads wait. The plan's own order reads cold sources forwards.
+# --- Order of work: the few largest files first, the rest as planned -------------------------------------
+# A file is written by one thread: a large one at the end of the plan (model states, `optimizer_state.pt`)
+# would be written alone while the other threads wait. The plan's own order reads cold sources forwards.
 
 FILE = re.compile(rb'\{"f":("(?:[^"\\]|\\.)*"),"n":(\d+),"p":')
 """How the line of an output file begins: its path as JSON, its bytes."""
@@ -44,7 +45,7 @@ def large_first(stream: IO[bytes], plan: PlanReader, large_bytes: int) -> Iterat
             yield output
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- Outputs by name -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

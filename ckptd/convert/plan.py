@@ -1,4 +1,4 @@
-"""A conversion as data: a text file of one JSON value per line, written by one child, executed by another.
+"""Describe a conversion as data: a text file of JSON lines, written by one child, executed by another.
 
 Lines: header, identities, one per output file, trailer. Printable, testable, read line by line, so that
 neither side holds it in memory (docs/design.md §4). The digest covers everything but the identities: the

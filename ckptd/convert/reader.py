@@ -1,6 +1,6 @@
-"""The bytes of a part, in blocks: what the executor writes when it cannot copy, and what `--verify` expects.
+"""Read the bytes of a part in blocks: for writing where copying fails, and for `--verify`.
 
-Reads by offset from open descriptors or from `Ranges`, holds a block or two, knows nothing of outputs (P12).
+Reads by offset from open descriptors or from `Ranges`, holds a block or two, knows nothing of outputs.
 """
 
 from __future__ import annotations
@@ -177,9 +177,9 @@ def _scatter(
         out[to : to + width] = view[begin : begin + width]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Parts cut into pieces that can be made by themselves: uploads send a file from many places at once.
-# What is made of a large part beginning in its middle would else be made from its beginning, again and again.
+# --- Cutting parts into pieces that can be made by themselves --------------------------------------------
+# An upload sends a file from several offsets at once. If a large part could only be made from its
+# beginning, each of them would make it anew.
 
 
 def pieces(part: Part, nbytes: int) -> Iterator[Part]:

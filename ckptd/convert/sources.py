@@ -1,7 +1,7 @@
-"""The source files of a plan: opened when first read, proven to be the planned ones, closed when too many.
+"""Open the source files of a plan: when first read, proven to be the planned ones, closed when too many.
 
 It exists because a checkpoint of a thousand ranks has more files than a process may have open (1024 is the
-usual limit), and because each must still be the very file that the plan was made from (P4).
+usual limit), and because each must still be the very file that the plan was made from.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import overload
 from ckptd.base import extents, files
 from ckptd.errors import SourceChanged
 
-# ---------------------------------------------------------------------------------------------------------
-# Where the bytes of a plan come from: local files by descriptor, or any place that gives ranges of them.
-# Local files keep their fast paths (clones, copies in the kernel, O_DIRECT): whoever has those asks for
-# `local`. Everything else reads blocks through `read`, wherever they lie (docs/adr/0092).
+# --- The interface of sources: local files, or any place that serves ranges (ADR 0092) -------------------
+# Local files keep their fast paths (clones, copies in the kernel, O_DIRECT): callers that can use them ask
+# for `local`. All others read blocks through `read`, wherever the bytes lie.
 
 
 class Ranges(ABC):
@@ -39,7 +38,7 @@ class Ranges(ABC):
         """
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- Local files -----------------------------------------------------------------------------------------
 
 RESERVED_DESCRIPTORS = 320
 """For outputs that wait for their flush (threads × batch), pipes, folders, the plan."""

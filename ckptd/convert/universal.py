@@ -1,4 +1,4 @@
-"""The universal layout as output files: strict as the stock converter writes, or the superset.
+"""Plan the universal layout as output files: strict as the stock converter writes, or the superset.
 
 docs/formats.md §5, §6 (strict) and §7.2 (superset, loads in stages 1, 2 and 3). Every file is a header of
 ours and ranges of the source; nothing of ours lies in a parameter folder.

@@ -1,4 +1,4 @@
-"""Consolidated weights as safetensors: what zero_to_fp32 makes, and of saves that it refuses (ADR 0082).
+"""Plan consolidated weights as safetensors: what zero_to_fp32 makes, and of saves that it refuses (ADR 0082).
 
 Every trained parameter from its fp32 master, whatever else the model's state dictionary holds as it is,
 each tensor once; adapters of PEFT in files of their own, as its `save_pretrained` writes them. Planned like
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from ckptd.formats.zero.save import Read, Save
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The safetensors file format: a length, a JSON header, then tensors one after another without a gap.
-# Written here by hand because the tensors are byte ranges of other files and never pass through memory
-# (docs/formats.md §8). Within a file tensors go by size of their elements, then by name, as the library does.
+# --- The safetensors file format: a length, a JSON header, tensors without gaps --------------------------
+# It is written here by hand because the tensors are byte ranges of other files and never pass through
+# memory (docs/formats.md §8). Within a file tensors are ordered by the size of their elements, then by
+# name, as the library does.
 
 DTYPES = {
     "float64": "F64",
@@ -151,7 +151,7 @@ def read_names(fd: int, path: str) -> list[str]:
     return [str(name) for name in header]
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- The layout of the output files ----------------------------------------------------------------------
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 LAYOUT = "safetensors"

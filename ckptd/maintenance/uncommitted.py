@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.base.names import ROOT
-from ckptd.core.completeness.missing import OpenSave, Part, late
+from ckptd.core.completeness.missing import Part, UncommittedSave, late
 from ckptd.core.model import coverage
 from ckptd.core.model.heartbeat import DEAD_SECONDS
 from ckptd.core.model.manifest import name_in
@@ -20,7 +20,7 @@ from ckptd.storage.remote.documents import read_generation, stem_of_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ckptd.core.completeness.missing import Lost
+    from ckptd.core.completeness.missing import MissingShards
     from ckptd.core.model.coverage import KnownManifest
     from ckptd.core.model.heartbeat import SeenNode
     from ckptd.core.model.manifest import NodeManifest
@@ -135,9 +135,9 @@ def _open_save(
     of_tag: Sequence[KnownManifest],
     lead: NodeManifest,
     now_seconds: float,
-) -> OpenSave:
+) -> UncommittedSave:
     infos = [info for info in (store.stat(known.key) for known in members) if info is not None]
-    return OpenSave(
+    return UncommittedSave(
         missing=coverage.absent(members),
         branch=lead.branch,
         step=lead.step,
@@ -152,7 +152,7 @@ def _open_save(
     )
 
 
-def _problem(lead: NodeManifest, lost: Lost, *, is_one_of_several: bool) -> str:
+def _problem(lead: NodeManifest, lost: MissingShards, *, is_one_of_several: bool) -> str:
     which = f" (generation {lead.generation})" if is_one_of_several else ""
     again = "; save again" if lost.apart else ""
     return f"{lead.tag}{which} is not committed: {lost.text}{again}"

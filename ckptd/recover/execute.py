@@ -23,7 +23,7 @@ from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.remote.convert import convert_copy
 from ckptd.core.model.layouts import Role, Trainer
-from ckptd.core.model.listing import OURS, RESUMED, word_of
+from ckptd.core.model.listing import OURS, RESUMED, resume_marker_text
 from ckptd.errors import (
     CkptdError,
     LockHeld,
@@ -421,7 +421,7 @@ def write_resume_marker(
     """
     if candidate.layout[0] is Trainer.DEEPSPEED:  # `latest` names it
         return
-    text = word_of(candidate.tag, listing.folders).model_dump_json()
+    text = resume_marker_text(candidate.tag, listing.folders).model_dump_json()
     if text == listing.resumed:
         return
     try:

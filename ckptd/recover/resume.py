@@ -20,7 +20,7 @@ from ckptd.core.completeness.judge import State
 from ckptd.core.model import unprotected
 from ckptd.core.model.listing import SaveDirListing
 from ckptd.core.model.runs import short
-from ckptd.core.model.unprotected import told
+from ckptd.core.model.unprotected import warn_unprotected
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -418,7 +418,7 @@ class Resume:
     def _say_unprotected(self, tag: str, seen: _Seen, said: set[str]) -> None:
         """Tell of checkpoints here that are none of ours, once: one of them may be newer."""
         listing = seen.listing
-        for one in told(listing.unprotected, str(self._job.save_dir), listing.latest, (tag,)):
+        for one in warn_unprotected(listing.unprotected, str(self._job.save_dir), listing.latest, (tag,)):
             if one.text not in said:
                 self._say(f"{one.text}; {one.next_step}")
                 said.add(one.text)
@@ -474,7 +474,7 @@ class Resume:
         """Refuse to start from scratch beside a checkpoint that ckptd does not know."""
         listing = seen.listing
         if listing.unprotected:
-            first = told(listing.unprotected, str(self._job.save_dir), listing.latest, ())[0]
+            first = warn_unprotected(listing.unprotected, str(self._job.save_dir), listing.latest, ())[0]
             msg = (
                 f"nothing to resume from is committed or whole, and {self._job.save_dir} holds a checkpoint "
             )

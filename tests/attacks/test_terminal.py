@@ -223,7 +223,7 @@ def test_every_verb_that_looks_at_a_folder_or_a_remote(
 def test_no_verb_speaks_past_these() -> None:
     """A `print` in the command line is of a constant, of JSON, or of what was made printable; one console."""
     wrong = []
-    for path in sorted(CLI.glob("*.py")):
+    for path in sorted(CLI.rglob("*.py")):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             names = [a.name for a in node.names] if isinstance(node, ast.ImportFrom) else []

@@ -36,7 +36,7 @@ def saved_with(
     text = json.dumps(setting, sort_keys=True)
     name = f"with-{hashlib.sha256((text + OTHER.read_text()).encode()).hexdigest()[:12]}"
     monkeypatch.setenv("CKPTD_DS_CONFIG", text)
-    monkeypatch.setattr(real, "MODULE", f"tests.{OTHER.stem}")
+    monkeypatch.setattr(real, "MODULE", f"tests.support.{OTHER.stem}")
     monkeypatch.setattr(real, "CACHE", real.CACHE / name)
     monkeypatch.setattr(real, "EXPECTED", {})
     prepare(recipes)

@@ -34,7 +34,7 @@ def ckptd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     base = tmp_path_factory.mktemp("quickstart")
-    result = ckptd("ckptd", "quickstart", "--keep", base / "kept", "--out", base / "out")
+    result = ckptd("examples.demo", "--keep", base / "kept", "--out", base / "out")
     return Played(base / "kept", base / "out", result)
 
 
@@ -97,9 +97,7 @@ def test_the_judge_sees_a_removal_that_no_commit_covers(played: Played) -> None:
 def on_s3(tmp_path: Path) -> None:
     """The same judge, and it sees a changed object; server and way are real, the bucket's content is kept."""
     kept = tmp_path / "kept"
-    result = ckptd(
-        "ckptd", "quickstart", "--remote", "s3", "--short", "--keep", kept, "--out", tmp_path / "out"
-    )
+    result = ckptd("examples.demo", "--remote", "s3", "--short", "--keep", kept, "--out", tmp_path / "out")
     assert result.returncode == 0, result.stdout + result.stderr
     verdict = json.loads((kept / "verdict.json").read_text())
     assert verdict["ok"]
@@ -122,7 +120,7 @@ if os.environ.get("CKPTD_FULL"):  # two minutes; tests/faults/test_s3_daemon.py 
 
 @pytest.mark.full
 def test_convert_only(tmp_path: Path) -> None:
-    result = ckptd("ckptd", "quickstart", "--convert-only", "--stage", "3", "--out", tmp_path / "out")
+    result = ckptd("examples.demo", "--convert-only", "--stage", "3", "--out", tmp_path / "out")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "4 ranks" in result.stdout
     assert (tmp_path / "out" / "losses.png").stat().st_size > 10_000
@@ -130,12 +128,12 @@ def test_convert_only(tmp_path: Path) -> None:
 
 def test_refuses_a_directory_in_use(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("x")
-    result = ckptd("ckptd", "quickstart", "--keep", tmp_path)
+    result = ckptd("examples.demo", "--keep", tmp_path)
     assert result.returncode == 73
     assert "is not empty" in result.stderr
 
 
 def test_refuses_ranks_that_do_not_divide_the_batch() -> None:
-    result = ckptd("ckptd", "quickstart", "--world-size", "3")
+    result = ckptd("examples.demo", "--world-size", "3")
     assert result.returncode == 2
     assert "3 ranks" in result.stderr

@@ -17,7 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptd.core.model import coverage
-from ckptd.core.model.generation import Already, SeenCommit, SeenManifest, Use, choose_generation
+from ckptd.core.model.generation import (
+    AlreadyCommitted,
+    JoinGeneration,
+    SeenCommit,
+    SeenManifest,
+    choose_generation,
+)
 from ckptd.errors import CkptdError
 from ckptd.storage.remote.attach import attach
 from ckptd.storage.remote.commit import ship
@@ -212,9 +218,9 @@ class Actor:
         save = self.node.sealed(seconds=self.saved * APART_SECONDS)
         identity = observe(self.shared).identity
         choice = self.chooser(save, describe(store, self.node.tag))
-        if isinstance(choice, Already):
+        if isinstance(choice, AlreadyCommitted):
             return
-        assert isinstance(choice, Use)
+        assert isinstance(choice, JoinGeneration)
         ground = AttachedRemote(store=store, abilities=self.shared.probe(), identity=identity)
         order = self.node.order(save, generation=choice.generation)
         # words that tell saves apart, no archives
@@ -327,7 +333,7 @@ def test_the_late_node_s_save_is_committed(tmp_path: Path) -> None:
 
 def test_the_model_sees_a_protocol_without_generations(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="never committed"):
-        run(tmp_path, 2, LATE, chooser=lambda save, view: Use(generation=1))
+        run(tmp_path, 2, LATE, chooser=lambda save, view: JoinGeneration(generation=1))
 
 
 def test_the_model_sees_saves_that_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,8 +153,8 @@ def _add(known: dict[str, Any], told: Told, chosen: argparse.Namespace) -> None:
 def code_digest() -> str:
     """Other code, other histories: what was done with it counts no more."""
     found = hashlib.sha256()
-    for folder in ("ckptd/core", "ckptd/daemon", "ckptd/remote", "tests/fleet"):
-        for path in sorted((ROOT / folder).glob("*.py")):
+    for folder in ("ckptd/core", "ckptd/daemon", "ckptd/storage", "tests/fleet"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
             found.update(path.read_bytes())
     return found.hexdigest()[:8]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ckptd.core.model import coverage, generation
-from ckptd.core.model.generation import Use
+from ckptd.core.model.generation import JoinGeneration
 from ckptd.core.policy import deletion, local, planner
 from ckptd.core.policy import remote as keeping_remote
 from ckptd.core.policy.remote import keep_remote
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from ckptd.core.model.manifest import Commit
     from ckptd.core.model.save import Order, SealedSave
     from ckptd.core.policy.actions import Action
-    from ckptd.core.policy.retention import Fate
+    from ckptd.core.policy.retention import RetentionVerdict
     from ckptd.core.policy.view import JobView, RemoteCommit
 
 
-def _no_generations(*_: object, **__: object) -> Use:
-    return Use(generation=1)
+def _no_generations(*_: object, **__: object) -> JoinGeneration:
+    return JoinGeneration(generation=1)
 
 
-def _by_local_view(view: JobView) -> dict[tuple[str, str], Fate]:
+def _by_local_view(view: JobView) -> dict[tuple[str, str], RetentionVerdict]:
     """Retention by what lies on this node: what does not counts as the oldest."""
     mine = {record.commit_key for save in view.saves for record in save.ships.values()}
     remotes = tuple(
@@ -61,7 +61,7 @@ def _unheard(_: object) -> None:
     """What COMMITs call the best."""
 
 
-def _beside_a_save(view: JobView, fates: dict[int, Fate]) -> list[Action]:
+def _beside_a_save(view: JobView, fates: dict[int, RetentionVerdict]) -> list[Action]:
     return deletion.prune(replace(view, is_save_in_flight=False), fates)
 
 

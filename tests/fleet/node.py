@@ -17,7 +17,7 @@ from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.base.retry import backoff_seconds
 from ckptd.core.completeness.markers import replicas
 from ckptd.core.completeness.order import next_order, sealing_order
-from ckptd.core.model.generation import Already, Retired, Use, choose_generation
+from ckptd.core.model.generation import AlreadyCommitted, GenerationRetired, JoinGeneration, choose_generation
 from ckptd.core.model.layouts import Grid, Role, parse_shard_name
 from ckptd.core.model.manifest import NodeManifest, folder_name, sha256_of
 from ckptd.core.model.records import ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
@@ -493,9 +493,9 @@ class Daemon:
                 named=named_in(view),
             )
             match choice:
-                case Use(generation=g):
+                case JoinGeneration(generation=g):
                     self.generations[key] = GenerationAnswer(generation=g)
-                case Already() as already:
+                case AlreadyCommitted() as already:
                     found = {
                         "state": ShipState.COMMITTED,
                         "generation": already.generation,
@@ -504,7 +504,7 @@ class Daemon:
                     }
                     row.record = row.record.model_copy(update=found)
                     self.is_stale = True
-                case Retired(generation=g):
+                case GenerationRetired(generation=g):
                     row.record = row.record.model_copy(update={"state": ShipState.RETIRED, "generation": g})
 
     def _adopt_commits(self, seen: Observation) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptd.core.model.generation import Already, GenerationChoice, Use
+from ckptd.core.model.generation import AlreadyCommitted, GenerationChoice, JoinGeneration
 from ckptd.core.model.manifest import commit_key, sha256_of, to_bytes
 from ckptd.errors import CkptdError
 from ckptd.storage.remote import commit, documents, observe, retire
@@ -160,9 +160,9 @@ class World:
         node = self.rules.slots[index].names[0]
         view = observe.describe(store, TAG, IDENTITY, node=node)  # type: ignore[arg-type]
         choice = self.rules.chooser(code.sealed(self.rules.slots[index], number), view)
-        if isinstance(choice, Use):
+        if isinstance(choice, JoinGeneration):
             return "use", number, choice.generation
-        return "already" if isinstance(choice, Already) else "retired", number
+        return "already" if isinstance(choice, AlreadyCommitted) else "retired", number
 
     def _ship(self, io: Io, index: int, name: int, number: int, generation: int) -> tuple[Hashable, ...]:
         order = code.order_of(self.rules.slots[index], name, number, generation)

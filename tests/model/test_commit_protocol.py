@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.model.generation import GenerationChoice, Use
+from ckptd.core.model.generation import GenerationChoice, JoinGeneration
 from ckptd.storage.remote import documents
 from tests.model.commit_code import TWO_NODES, TWO_REPLICAS, Slot, choose, stepwise
 from tests.model.commit_world import Rules, World
@@ -155,14 +155,18 @@ def test_two_writing_nodes_commit_nothing_there() -> None:
 def fixed(save: SealedSave, view: TagView) -> GenerationChoice:
     """Without generations."""
     del save, view
-    return Use(generation=1)
+    return JoinGeneration(generation=1)
 
 
 def highest(save: SealedSave, view: TagView) -> GenerationChoice:
     """The highest generation or the one after it, as it once was: two saves pass each other for ever."""
     found = choose(save, view)
     newest = max((m.manifest.generation for m in view.manifests), default=1)
-    return Use(generation=newest + 1) if isinstance(found, Use) and found.generation < newest else found
+    return (
+        JoinGeneration(generation=newest + 1)
+        if isinstance(found, JoinGeneration) and found.generation < newest
+        else found
+    )
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def _holds_for_ever(holds: Callable[..., list[Any]]) -> Callable[..., list[Any]]
 THIN: dict[str, Any] = {"unuploaded": "thin", "limit": 3, "trainer_limit": None, "away": range(0)}
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "derived forms stay": (planner, "keep_derived", _nothing),
-    "derived forms stay under pressure": (derived_forms, "first_to_go", lambda view, local: None),
+    "derived forms stay under pressure": (derived_forms, "next_to_evict", lambda view, local: None),
     "nothing is pruned": (planner, "prune", _nothing),
     "holds stay": (planner, "_holds", _holds_for_ever(planner._holds)),
     "half conversions stay": (planner, "_convert", _never_stops(planner._convert)),

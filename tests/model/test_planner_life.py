@@ -30,13 +30,13 @@ from ckptd.core.policy.actions import Action, Prune, Retire
 from ckptd.core.policy.local import keep_local
 from ckptd.core.policy.permit import OptOutPermit
 from ckptd.core.policy.remote import keep_remote
-from ckptd.core.policy.retention import Fate, RetentionPolicy, Rung
+from ckptd.core.policy.retention import RetentionPolicy, RetentionVerdict, Tier
 from ckptd.core.policy.view import Unuploaded
 from tests.model.world import Remote, World, order_of
 
 LIMITS = st.one_of(st.none(), st.integers(1, 3))
-STEPS = (Rung(form="universal", after_newer=1), Rung(form="gone", after_newer=4))
-SPANS = (Rung(form="universal", after_seconds=20.0), Rung(form="gone", after_seconds=200.0))
+STEPS = (Tier(form="universal", after_newer=1), Tier(form="gone", after_newer=4))
+SPANS = (Tier(form="universal", after_seconds=20.0), Tier(form="gone", after_seconds=200.0))
 LADDERS = st.sampled_from([(), STEPS, STEPS[:1], STEPS[:1], SPANS[:1], SPANS])
 SETTINGS = settings(
     max_examples=600,
@@ -47,7 +47,7 @@ SETTINGS = settings(
 )
 
 
-def aged(policy: RetentionPolicy, rungs: tuple[Rung, ...]) -> RetentionPolicy:
+def aged(policy: RetentionPolicy, rungs: tuple[Tier, ...]) -> RetentionPolicy:
     """With a ladder, which is for what a limit lets go."""
     limit = policy.save_total_limit or (1 if rungs else None)
     return policy.model_copy(update={"ladder": rungs, "save_total_limit": limit})
@@ -87,7 +87,7 @@ class Life(RuleBasedStateMachine):
         )
 
     @initialize(ladders=st.tuples(LADDERS, LADDERS, LADDERS))
-    def age(self, ladders: tuple[tuple[Rung, ...], ...]) -> None:
+    def age(self, ladders: tuple[tuple[Tier, ...], ...]) -> None:
         """Runs before or after `begin`: a ladder may come with a later configuration."""
         if hasattr(self, "world"):
             world = self.world
@@ -339,7 +339,9 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
             },
         )
     else:
-        monkeypatch.setattr(planner, "keep_remote", lambda view: {("nas", "none"): Fate(keeps=("x",))})
+        monkeypatch.setattr(
+            planner, "keep_remote", lambda view: {("nas", "none"): RetentionVerdict(keeps=("x",))}
+        )
         monkeypatch.setattr(
             planner,
             "_retire",
@@ -361,7 +363,7 @@ def test_what_a_rung_leaves_is_not_dropped_for_room_in_the_same_turn() -> None:
     life.begin(
         limits=(None, None, None), both=False, can_clone=False, keeps_universal=True, unuploaded="keep"
     )
-    rungs = (Rung(form="universal", after_newer=1), Rung(form="gone", after_newer=4))
+    rungs = (Tier(form="universal", after_newer=1), Tier(form="gone", after_newer=4))
     life.age(ladders=(rungs, (), ()))
     life.a_save_comes_while_a_form_is_sent(gain=2)
     life.rewind(back=1)

@@ -19,7 +19,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIMIT_SECONDS = 240.0
 _COPIED = ("ckptd", "tests", "bench", "config", "docs", "examples")
-_FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "Makefile", "constraints.txt")
+_FILES = (
+    *("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
+    *("Makefile", "constraints.txt", "mkdocs.yml", "LICENSE"),
+)
 _HEADER = re.compile(r"^(Promise|Lost|Tests|Reason): (.+)$", re.MULTILINE)
 
 

@@ -114,7 +114,7 @@ def start(run: Run, out: Path, work: Path, *, name: str = "run", notes: Path | N
     place = work / name
     place.mkdir()
     (place / "jobs.json").write_text(json.dumps([job]))
-    command = (f"tests.{run.script}", [str(place / "jobs.json")], place)
+    command = (f"tests.support.{run.script}", [str(place / "jobs.json")], place)
     return Training(ranks.start(*command, ranks=run.processes), losses)
 
 
@@ -209,7 +209,7 @@ def _make(batch: list[Run]) -> None:
             place.mkdir()
             jobs.append(_job(run, place / "save", place / "losses.json", place / "notes"))
         (work / "jobs.json").write_text(json.dumps(jobs))
-        module, seconds = f"tests.{batch[0].script}", START_SECONDS + 30 * len(batch)
+        module, seconds = f"tests.support.{batch[0].script}", START_SECONDS + 30 * len(batch)
         ranks.train(module, [str(work / "jobs.json")], work, ranks=batch[0].processes, seconds=seconds)
         for run in batch:
             shutil.rmtree(CACHE / key_of(run), ignore_errors=True)

@@ -24,7 +24,7 @@ from ckptd.core.completeness.judge import State, judge
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Grid, Role
 from ckptd.core.model.listing import FolderListing, ListedFile
-from ckptd.core.model.unprotected import told
+from ckptd.core.model.unprotected import warn_unprotected
 from ckptd.errors import CkptdError, NotFoundError
 from ckptd.storage.local.scan import read_pointer, scan, scan_folder
 
@@ -94,8 +94,8 @@ def _print_overview(console: Console, seen: Seen) -> None:
         ranks = f"{c.grid.dp} × {c.grid.mm_count}" if c.grid else ""
         stage = "" if c.zero_stage is None else str(c.zero_stage)
         step = "" if c.step is None else str(c.step)
-        told = (c.tag, c.kind, c.state, step, stage, c.dtype or "", ranks, f"{c.bytes:,}", " ".join(marks))
-        table.add_row(*cells(*told))
+        row = (c.tag, c.kind, c.state, step, stage, c.dtype or "", ranks, f"{c.bytes:,}", " ".join(marks))
+        table.add_row(*cells(*row))
     console.print(table)
 
 
@@ -278,8 +278,8 @@ def look(path: Path) -> Seen:
         return Seen(path=str(path), kind="weights", checkpoints=(exported,))
     if listing.shards:
         checkpoint = _zero(listing, Path(parent))
-        told = checkpoint.model_copy(update={"conversion": look_ahead(Path(absolute))})
-        return Seen(path=str(path), kind="zero", checkpoints=(told,))
+        whole = checkpoint.model_copy(update={"conversion": look_ahead(Path(absolute))})
+        return Seen(path=str(path), kind="zero", checkpoints=(whole,))
     return _save_dir(path, absolute)
 
 
@@ -317,7 +317,7 @@ def _save_dir(path: Path, absolute: str) -> Seen:
             elif listing.shards:
                 found.append(_zero(listing, Path(absolute)))
     tags = [one.tag for one in found if one.kind == "zero"]
-    others = told(seen.unprotected, absolute, latest, tags)
+    others = warn_unprotected(seen.unprotected, absolute, latest, tags)
     if not found:
         raise NotFoundError(
             f"{path} holds no DeepSpeed checkpoint{''.join(f'; {one.text}' for one in others)}",

@@ -54,8 +54,7 @@ def give_up(end: End, note: Note) -> None:
         end.store.delete(end.note_key)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Publishing what workers gathered in a shared folder: the outputs of the plan alone, one rename (P3).
+# --- Publishing a shared folder by one rename: the outputs of the plan alone -----------------------------
 
 
 def publish_folder(

@@ -1,4 +1,4 @@
-"""Starting children: an argument list of ours, an empty environment, closed descriptors (docs/design.md §7).
+"""Start children: an argument list of ours, an empty environment, closed descriptors (docs/design.md §7).
 
 Every child is `python -m ckptd.convert.engine.<name>` by spawn and exec, never fork: threads, sockets and
 secrets of the daemon do not travel.
@@ -114,7 +114,7 @@ def died_of(status: int) -> str:
     return f"signal {names.get(-status, -status)}"
 
 
-# --- Watching one child: its progress lines, its last words, stop, pause and time-out --------------------
+# --- Watching one child: progress lines, last error, stop, pause and time-out ----------------------------
 
 POLL_SECONDS = 0.02
 """A pause takes hold after so long at most: a save may last half a second."""

@@ -1,8 +1,8 @@
-"""Making the files of a plan: clone extents where the file system can, else copy in bounded windows.
+"""Make the files of a plan: clone extents where the file system can, else copy in bounded windows.
 
 Never unpickles. Each file is written under a temporary name in a folder of its own, flushed, and renamed;
-so a final name in the output folder is a finished, durable file, and a restart skips it (P7). Dirty pages
-are written back and dropped window by window, so that the page cache counted to us stays small (P12).
+so a final name in the output folder is a finished, durable file, and a restart skips it. Dirty pages
+are written back and dropped window by window, so that the page cache counted to us stays small.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from ckptd.convert.sources import Sources
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Which part of a range can share extents with its source: one rule for executor, planner and forecast.
-# Extents are shared in whole blocks, so the range must lie at the same offset modulo the block in both files;
+# --- Clonable ranges: one rule for executor, planner and forecast ----------------------------------------
+# Extents are shared in whole blocks, so a range must lie at the same offset modulo the block in both files;
 # below 16 KiB a clone costs more than a copy (docs/design.md §4).
 
 MIN_CLONE_BYTES = 16 << 10
@@ -76,7 +75,7 @@ class Tally:
             at += part.nbytes
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- The executor ----------------------------------------------------------------------------------------
 
 _BATCH_FILES = 48
 

@@ -1,4 +1,4 @@
-"""Inspecting files without reading a pickle here: batches go to a restricted child (P14).
+"""Inspect files without reading a pickle in this process: batches go to a restricted child.
 
 The daemon and `ckptd inspect` call `inspect_files`; a file that kills or stalls the child costs itself,
 never the batch.

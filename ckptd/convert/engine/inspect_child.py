@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptd.base import files
 from ckptd.convert.engine.sandbox import restrict
-from ckptd.core.model.metric_names import evaluation_of, finite
+from ckptd.core.model.metric_names import finite, logged_name
 from ckptd.errors import CkptdError, RefusedError, TornArchiveError
 from ckptd.formats.torchfile.archive import Directory, Framing, frame
 from ckptd.formats.torchfile.fingerprint import fingerprint, has_crc, tensor_fingerprint
@@ -131,7 +131,7 @@ def _metrics_at(step: object, history: object) -> list[tuple[str, float]]:
             if number is not None and len(name) <= _NAME_LETTERS:
                 found[name] = number
     evaluated = {name for entry in entries for name in entry}
-    return sorted((n, v) for n, v in found.items() if evaluation_of(n) not in evaluated)[:_MOST_METRICS]
+    return sorted((n, v) for n, v in found.items() if logged_name(n) not in evaluated)[:_MOST_METRICS]
 
 
 def _framing(fd: int, path: str, *, expected: bool) -> dict[str, Any]:

@@ -158,7 +158,7 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-# --- A child's progress: a line of JSON on stdout every quarter of a second, and one at the end ----------
+# --- Progress: a line of JSON on stdout every quarter of a second, and one at the end --------------------
 
 PROGRESS_SECONDS = 0.25
 

@@ -1,7 +1,7 @@
-"""The folder beside the destination in which a conversion is built, and what is known of source and target.
+"""Build a conversion in a folder beside its destination, after checking source and target.
 
 `.<name>.ckptd-partial/` holds plan.jsonl, tmp/ and out/; `out` becomes the destination by one rename. It is
-locked while a conversion runs and survives a kill, so that the next attempt finishes it (P7).
+locked while a conversion runs and survives a kill, so that the next attempt finishes it.
 """
 
 from __future__ import annotations
@@ -326,10 +326,10 @@ def was_published(place: Workplace, source: SourceFolder, target: str) -> tuple[
     return (reader.header, trailer) if made == trailer.sha256 else None
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The small files that a loader wants beside exported weights: configuration, tokenizer, chat template.
-# Trainers on Hugging Face's shoulders write them into the folder that holds the shards, or the one above
-# (docs/formats.md §1.2, §8). They are read and copied like shards, never changed.
+# --- Companions: the small files that a loader wants beside exported weights -----------------------------
+# These are configuration, tokenizer and chat template. Trainers built on Hugging Face write them into the
+# folder of the shards, or the one above (docs/formats.md §1.2, §8). They are read and copied like shards,
+# never changed.
 
 CONFIGS = frozenset({"config.json", ADAPTER_CONFIG})
 """One of these makes a folder the trainer's: a model's configuration, or that of PEFT's adapters."""

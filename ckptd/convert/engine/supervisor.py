@@ -1,4 +1,4 @@
-"""The API of conversion for the daemon and the command line (docs/design.md §4).
+"""Convert for the daemon and the command line (docs/design.md §4).
 
 `convert` starts the restricted planning child, then the executor child, watches both, and publishes the
 result by one rename.
@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What the planning child is asked, from a folder and options: for converting and for forecasts alike.
+# --- The request to the planning child, for conversions and forecasts alike ------------------------------
 
 
 def numpy_for(options: ConvertOptions) -> str:
@@ -88,7 +87,7 @@ def plan_request(
     }
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- The conversion --------------------------------------------------------------------------------------
 
 MAX_THREADS = 4
 PLAN_SECONDS = 3600.0

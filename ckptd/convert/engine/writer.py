@@ -148,12 +148,11 @@ class Dirty:
         self._begin, self._bytes = at, 0
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Writing a large output past the page cache: one copy in memory, no dirty pages, half the CPU (adr/0081).
+# --- Large outputs past the page cache: one copy in memory, half the CPU (ADR 0081) ----------------------
 # Source bytes are read into an aligned buffer at the place that they have in the output, and whole buffers
-# are written with O_DIRECT. The ragged end is written normally. Where a file system knows no O_DIRECT,
-# `begin` says so. For sources in the page cache alone: what comes from disk is faster through the cache,
-# whose write-back goes on while the next block is read.
+# are written with O_DIRECT; the ragged end is written normally. `begin` tells if a file system has no
+# O_DIRECT. Only for sources in the page cache: what comes from disk is faster through the cache, whose
+# write-back goes on while the next block is read.
 
 BUFFER_BYTES = 4 << 20
 MIN_FILE_BYTES = 1 << 20
@@ -243,11 +242,9 @@ class DirectWriter:
         return bool(flags & os.O_DIRECT)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# A large file made by several threads: its parts in stripes, each written and flushed by one thread.
+# --- Large outputs by several threads: parts in stripes, each flushed by its thread ----------------------
 # Universal checkpoints are thousands of files, so there a thread per file is enough; weights are a few
-# files of
-# gigabytes, of tensors between bytes and gigabytes. Stripes also bound what is dirty at a time (P12).
+# files of gigabytes, of tensors between bytes and gigabytes. Stripes also bound the dirty pages.
 
 STRIPE_BYTES = 16 << 20
 

@@ -1,9 +1,8 @@
-"""`python -m ckptd.convert.remote.child`: makes the files of a plan from or in a remote (docs/adr/0092).
+"""Run `python -m ckptd.convert.remote.child`: make the files of a plan from or in a remote (ADR 0092).
 
-The executor of `ckptd.convert.engine.executor_child` with other ends: ranges come out of a store
-(`RemoteRanges`),
-or outputs go into one (`Uploader`), or both. It holds network and credentials, and never unpickles. Request,
-progress and last words are those of the executor; `Ends` says what is added.
+It is the executor of `ckptd.convert.engine.executor_child` with other ends: ranges come out of a store
+(`RemoteRanges`), or outputs go into one (`Uploader`), or both. It holds network and credentials, and never
+unpickles. Request, progress and the last error are those of the executor; `Ends` says what is added.
 """
 
 from __future__ import annotations

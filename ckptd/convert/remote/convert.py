@@ -1,7 +1,7 @@
-"""Conversions from or to a remote: ranges, nothing local but the plan (docs/adr/0092).
+"""Convert from or to a remote by ranges: only the plan is local (ADR 0092).
 
-The parent looks at the source and mirrors what planning reads; the restricted planning child plans over the
-mirror, without network or credentials; the executor (`ranged_child`) moves ranges.
+The parent reads the source's listing and mirrors what planning reads; the restricted planning child plans
+over the mirror, without network or credentials; the executor (`ckptd.convert.remote.child`) moves ranges.
 """
 
 from __future__ import annotations

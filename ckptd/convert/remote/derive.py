@@ -1,6 +1,6 @@
-"""The outputs of a plan as the files of an order to ship, made on demand (docs/adr/0093).
+"""Derive a form while it is uploaded: the outputs of a plan are the files of an upload order (ADR 0093).
 
-Where their bytes come from is `Ranges`: shards here, or objects of a remote.
+Their bytes come from `Ranges`: shards on this node, or objects of a remote.
 """
 
 from __future__ import annotations
@@ -180,10 +180,9 @@ def _planned(order: ShipOrder, making: Making, outputs: Outputs, found: tuple[Sh
     return order.model_copy(update={"manifest": manifest, "files": found, **done})
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The committed ZeRO form of a remote as what another form is made of, in that very remote (docs/adr/0118).
-# The COMMIT is read afresh, its manifests by their digests, and nothing of them is used before they can be
-# believed (P15): what a node makes of them is committed for the whole job.
+# --- The committed ZeRO form of a remote as the source of another form (ADR 0118) ------------------------
+# What a node makes of it is committed for the whole job. So the COMMIT is read afresh, its manifests by
+# their digests, and nothing of them is used before it is checked.
 
 MIRROR = "mirror."
 """Begins the name of a folder in staging: what planning reads of objects, gone once it is planned."""
@@ -251,13 +250,10 @@ def cache_for(room_bytes: int, sources: int) -> int:
     return max(LEAST_CACHE_BYTES, min(room_bytes // 2, 2 * WINDOW_BYTES * sources))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Derived forms made while they are sent: a plan's outputs as the files of an order to ship (docs/adr/0093).
-# Nothing of the form lies on this node: the plan, in a file without a name, is all (of objects, until it is
-# planned, a mirror of what planning reads of them; adr/0118). The restricted child plans (P14), and
-# everything
-# that a transfer does with sealed files it does with these: lanes, pace, resuming, proof, manifest and
-# COMMIT.
+# --- Plan outputs as the files of an upload order (ADR 0093) ---------------------------------------------
+# Nothing of the form is written on this node but the plan, in a file without a name (and, for objects, a
+# mirror of what planning reads, until it is planned). The restricted child plans. The transfer treats the
+# outputs like sealed files: parallel uploads, rate limit, resuming, proof, manifest and COMMIT.
 
 Found = TypeVar("Found")
 

@@ -1,4 +1,4 @@
-"""Ranges of remote objects for a conversion: blocks, each fetched once, all hashed on the way (P2, P12).
+"""Read ranges of remote objects for a conversion: in blocks, each fetched once, all hashed on the way.
 
 A plan reads its sources forwards, in pieces from bytes to gigabytes; requests are of blocks, of which a few
 are kept. Where a manifest says what a file's bytes are, the CRC64s of its blocks are joined at the end; of a

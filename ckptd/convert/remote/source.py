@@ -1,7 +1,7 @@
-"""A checkpoint in a remote as the source of a conversion: which one a URL means, and what lies there.
+"""Read a checkpoint in a remote as the source of a conversion: resolve its URL, list and mirror its files.
 
-SRC may name a checkpoint's folder, or a folder with `latest`. Below the root of a remote of ckptd only what
-is committed exists (P3), and its manifests say what every byte must be (P2).
+SRC may name a checkpoint's folder, or a folder with `latest`. Below the root of a remote of ckptd only
+committed checkpoints exist, and their manifests say what every byte must be.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import ObjectInfo, Store
 
 
-# ---------------------------------------------------------------------------------------------------------
-# A checkpoint in a remote as source files, and its mirror for planning: no line of planning knows of it.
-# What planning reads of a shard is little (adr/0092): it is fetched into a sparse file of the shard's size.
-# Apart from ranged_source.py, which finds what a URL means, so that a remote's child loads no more than this.
+# --- The checkpoint as source files ----------------------------------------------------------------------
+# Planning reads little of a shard: that is fetched into a sparse file of the shard's size, the mirror (ADR
+# 0092), so that the code of planning is the same as for local files.
 
 PARALLEL = 4
 _COMPANION_LIMIT_BYTES = 64 << 20
@@ -150,7 +149,7 @@ def _matters(path: str) -> bool:
     return is_companion(name) or (not head and name in MARKS)
 
 
-# --- its mirror ------------------------------------------------------------------------------------------
+# --- The mirror ------------------------------------------------------------------------------------------
 
 
 def make_mirror(source: RemoteSource, place_fd: int, *, companions: bool) -> None:
@@ -205,7 +204,7 @@ def _mirror(store: Store, file: RemoteFile, place_fd: int, mode: int) -> None:
         os.close(fd)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- Resolving a URL -------------------------------------------------------------------------------------
 
 _POINTER_LIMIT_BYTES = 4096
 
@@ -259,7 +258,7 @@ def is_root(url: str, access: Access, *, must_answer: bool) -> bool:
         return False
 
 
-# --- what lies there -------------------------------------------------------------------------------------
+# --- Listing a folder of the remote ----------------------------------------------------------------------
 
 
 def _committed(sight: RemoteInventory, access: Access, folder: str) -> RemoteSource:

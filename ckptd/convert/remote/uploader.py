@@ -1,7 +1,7 @@
-"""Outputs of a plan straight into a store: each is an upload whose bytes are made while it is sent (P2, P12).
+"""Upload the outputs of a plan straight into a store: the bytes are made while they are uploaded.
 
-Nothing of it lies on this machine. The folder counts once `ckptd.json` is in it, which is created last; until
-then a note names the plan, so that the next attempt of the same one goes on.
+Nothing of them is written on this machine. The folder counts once `ckptd.json` is in it, which is created
+last; until then a note names the plan, so that the next attempt of the same one goes on.
 """
 
 from __future__ import annotations

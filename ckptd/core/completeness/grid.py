@@ -1,4 +1,4 @@
-"""The grid of a save, proven by metadata inside its shards, else by names known before (H13, H28)."""
+"""Prove the grid of a save by metadata inside its shards, else by names of shards known before."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.core.completeness.peer_evidence import Told
+from ckptd.core.completeness.peer_evidence import PeerEvidence
 
 if TYPE_CHECKING:
-    from ckptd.core.completeness.peer_evidence import Told
+    from ckptd.core.completeness.peer_evidence import PeerEvidence
     from ckptd.core.model.manifest import Cell
 
 
@@ -27,7 +27,7 @@ class Spread:
 
     usual: frozenset[Cell] = frozenset()
     """Whose shards this node held of its last save."""
-    told: tuple[Told, ...] = ()
+    told: tuple[PeerEvidence, ...] = ()
     """What manifests of the tag prove, of whichever save; for a node without model states."""
 
 
@@ -51,7 +51,7 @@ class Context:
     run_id: str | None = None
     spread: Spread | None = None
     """The job runs on several nodes; None: all of a save lies here."""
-    told: Told | None = None
+    told: PeerEvidence | None = None
     """What is taken of what `spread` tells."""
     is_to_send: bool = True
     """False: what the folder is called does not matter; a save that no remote takes may still be whole."""

@@ -1,7 +1,8 @@
-"""Is this folder a complete save? A verdict on structure, from listing and inspected facts (§3 *Complete*).
+"""Judge whether a folder is a complete save, from its listing and inspected facts (design.md §3 *Complete*).
 
-`latest` is never asked. The grid is what metadata inside the shards proves; names present only raise the
-expectation (H13). A verdict never deletes: what is not complete is left alone and explained (P5).
+`latest` is never asked: trainers write it whatever the shards are. The grid is what metadata inside the
+shards proves; file names only raise the expectation. A verdict never deletes: an incomplete folder is left
+alone and explained.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.names import tag_problem
 from ckptd.core.completeness.grid import Context, expert_notes, known, named, prove_grid, two_saves
-from ckptd.core.completeness.markers import judge_marks, may_be_elsewhere, out_of_order
-from ckptd.core.completeness.peer_evidence import told_of
+from ckptd.core.completeness.markers import judge_markers, may_be_elsewhere, out_of_order
+from ckptd.core.completeness.peer_evidence import find_evidence
 from ckptd.core.completeness.stale_files import WrittenShard, stale_layout
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import (
@@ -114,7 +115,9 @@ def judge(
     left = {path for root in listing.roots for path in _of_other_layout(_within(root, shards), written)}
     shards = {path: fact for path, fact in shards.items() if path not in left}
     if context.spread is not None and context.spread.told:
-        told = told_of(context.spread.told, shards, written, save_spread_seconds=context.save_spread_seconds)
+        told = find_evidence(
+            context.spread.told, shards, written, save_spread_seconds=context.save_spread_seconds
+        )
         context = replace(context, told=told)
     grids: list[Grid] = []
     current: dict[str, FileFacts] = {}
@@ -127,7 +130,7 @@ def judge(
         current |= inside
         elsewhere += missing
     ranks = 0 if elsewhere else grids[0].dp * grids[0].mm_count
-    marks = judge_marks(listing, facts, ranks, context.quiet_seconds)
+    marks = judge_markers(listing, facts, ranks, context.quiet_seconds)
     # of a trainer's own marks other nodes may have none
     if marks.waits_for is not None and (context.is_in_flight or not elsewhere):
         # the writer is at work or has gone quiet in mid-save: which of the two, its age tells
@@ -143,7 +146,7 @@ def _only_a_model(
     listing: FolderListing, facts: Mapping[str, FileFacts], memory: Memory | None, context: Context
 ) -> Verdict:
     """save_only_model without shards: every weights file and trainer_state.json of that step."""
-    marks = judge_marks(listing, facts, 0, context.quiet_seconds)
+    marks = judge_markers(listing, facts, 0, context.quiet_seconds)
     absent = missing_weights(f.path for f in listing.files)
     reason = f"missing: {absent}" if absent else marks.waits_for
     if reason is not None:

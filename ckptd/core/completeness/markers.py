@@ -1,7 +1,8 @@
-"""Marks that trainers leave when a save is whole, beside the shards (docs/formats.md §1.2, H25).
+"""Judge the markers that trainers leave beside the shards when a save is whole, and a node's part of a save.
 
-Measured: Hugging Face writes everything twice at stage 3, so complete shards mean nothing before
-trainer_state.json; and other ranks' random states appear after it. Neither mark alone is an end.
+Measured (docs/formats.md §1.2): Hugging Face writes everything twice at stage 3, so complete shards mean
+nothing before trainer_state.json; and other ranks' random states appear after it. Neither marker alone is an
+end.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SLOWEST_COPY_BYTES_PER_SECOND = 10e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
+class EndMarkers:
     """`waits_for`: what is missing, None when nothing is; `is_patient`: its absence is no damage yet."""
 
     waits_for: str | None = None
@@ -68,28 +69,28 @@ def out_of_order(listing: FolderListing, shards: Mapping[str, FileFacts]) -> str
     return None
 
 
-def judge_marks(
+def judge_markers(
     listing: FolderListing, facts: Mapping[str, FileFacts], processes: int, quiet_seconds: float
-) -> Marks:
+) -> EndMarkers:
     """Judge by the trainer's own end-of-save markers a folder whose shards are all there."""
     names = frozenset(f.path for f in listing.files)
     if listing.trainer is Trainer.HUGGINGFACE:
         state = facts.get(TRAINER_STATE)
         if TRAINER_STATE not in names or state is None:
-            return Marks(waits_for=f"{TRAINER_STATE} is not there yet")
+            return EndMarkers(waits_for=f"{TRAINER_STATE} is not there yet")
         step = state.trainer.global_step if state.trainer else None
         if step != step_of_folder(listing.tag):
-            return Marks(waits_for=f"{TRAINER_STATE} is of step {step}, not of {listing.tag}")
+            return EndMarkers(waits_for=f"{TRAINER_STATE} is of step {step}, not of {listing.tag}")
     missing = [name for name in wanted_marks(listing.trainer, names, processes) if name not in names]
     if missing and quiet_seconds < PATIENCE_SECONDS:
-        return Marks(waits_for=f"{missing[0]} is not there yet", is_patient=True)
-    return Marks(notes=tuple(f"{name} was never written" for name in missing))
+        return EndMarkers(waits_for=f"{missing[0]} is not there yet", is_patient=True)
+    return EndMarkers(notes=tuple(f"{name} was never written" for name in missing))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# A node's part of a save: the shards that its ranks wrote; others lie on other nodes' disks (H27, H29).
-# "Complete for this node" is never more than that: a part is shipped as a node manifest, which grows by
-# revisions until the union over nodes covers the proven grid. Nothing here decides on a COMMIT or a deletion.
+# --- A node's part of a save -----------------------------------------------------------------------------
+# A node has only the shards that its ranks wrote; the others lie on other nodes' disks. "Complete for this
+# node" never means more than that: a part is uploaded with a node manifest, which grows by revisions until
+# the union over all nodes covers the proven grid. Nothing here decides on a COMMIT or a deletion.
 
 
 def may_be_elsewhere(

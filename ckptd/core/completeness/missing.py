@@ -1,6 +1,7 @@
-"""Which ranks' shards a save lacks for good, as it seems, and on which node they were last seen (P17).
+"""Find the ranks' shards that a save will most likely never get, and the nodes that held them last.
 
-From manifests and heartbeats; nothing is committed or deleted because of it.
+The facts come from manifests and heartbeats; they are reported to people, nothing is committed or deleted by
+them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenSave:
+class UncommittedSave:
     """A generation of a tag that is not committed."""
 
     missing: Sequence[NamedShard]
@@ -51,7 +52,7 @@ class OpenSave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class MissingShards:
     """Describe shards that will most likely never be uploaded."""
 
     text: str
@@ -59,7 +60,7 @@ class Lost:
     """Nodes that uploaded their part as another save of the tag: the tag has to be saved again."""
 
 
-def late(save: OpenSave, others: Sequence[SeenNode]) -> Lost | None:
+def late(save: UncommittedSave, others: Sequence[SeenNode]) -> MissingShards | None:
     """Which ranks are missing for good, as it seems, and where they were last; None: perhaps on their way.
 
     A node that is alive, has that save and has not sent all it has of it is waited for, however long its
@@ -79,7 +80,7 @@ def late(save: OpenSave, others: Sequence[SeenNode]) -> Lost | None:
         text = f"missing {_words(lost, save.mm_count)} ({_where(lost, held, others, save.mm_count)})"
     here = {part.node for part in save.parts if part.generation == save.generation}
     apart = {p.node: p for p in sorted(save.parts, key=lambda p: p.generation) if p.node not in here | coming}
-    return Lost(text=text + _other_saves(apart.values()), apart=tuple(sorted(apart)))
+    return MissingShards(text=text + _other_saves(apart.values()), apart=tuple(sorted(apart)))
 
 
 def _held(seen: SeenNode, lacking: Set[Cell]) -> frozenset[Cell]:
@@ -92,7 +93,7 @@ def _held(seen: SeenNode, lacking: Set[Cell]) -> frozenset[Cell]:
     return frozenset(lacking & {Cell(*pair) for pair in beat.shards})
 
 
-def _is_coming(seen: SeenNode, save: OpenSave) -> bool:
+def _is_coming(seen: SeenNode, save: UncommittedSave) -> bool:
     """Whether a node is alive and has that save, and more of its newest than manifests of the tag tell.
 
     Whose newest save is in another generation already sends nothing into this one; a rank that came later

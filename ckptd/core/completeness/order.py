@@ -93,7 +93,7 @@ def sealing_order(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class CoexistingSave:
     """A save of which another was there, unsealed, when it was sealed; or that other one."""
 
     order: Order
@@ -106,7 +106,7 @@ class Found:
     """The trainer's `latest` names it."""
 
 
-def is_proven(one: Found, other: Found) -> bool:
+def is_proven(one: CoexistingSave, other: CoexistingSave) -> bool:
     """Whether the order that two saves were given may be relied on when one of them is to be removed.
 
     Seen one after the other: if it was given so. Found at once: unless their times, or `latest`, contradict.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class PeerEvidence:
     """Hold what the manifests of one generation prove: the grid and the step of its save."""
 
     grid: Grid
@@ -36,19 +36,19 @@ class Told:
     """(path, bytes, fingerprint) of what is committed; None: the generation is open."""
 
 
-def told_of(
-    told: Iterable[Told],
+def find_evidence(
+    told: Iterable[PeerEvidence],
     shards: Mapping[str, FileFacts],
     written: Mapping[str, int],
     *,
     save_spread_seconds: float,
-) -> Told | None:
+) -> PeerEvidence | None:
     """Return the evidence that fits this node's own shards; None: none fits, or two disagree.
 
     A committed generation matches only the files it lists (this matters after journal loss); an open one also
     matches files not uploaded yet. `written`: path → mtime_ns.
     """
-    fitting: dict[tuple[int, int, int, int], Told] = {}
+    fitting: dict[tuple[int, int, int, int], PeerEvidence] = {}
     for one in told:
         grid = one.grid
         inside = {path: fact for path, fact in shards.items() if _is_inside(path, grid)}
@@ -68,7 +68,7 @@ def _is_inside(path: str, grid: Grid) -> bool:
     return named is not None and (named.shard.d or 0) < grid.dp and (named.shard.mm or 0) < grid.mm_count
 
 
-def _is_proven_by(shards: Mapping[str, FileFacts], told: Told) -> bool:
+def _is_proven_by(shards: Mapping[str, FileFacts], told: PeerEvidence) -> bool:
     """These shards were written by so many ranks, at that stage and optimizer step."""
     known = [fact.facts for fact in shards.values() if fact.facts is not None]
     counts = {max(facts.partition_count) for facts in known if facts.partition_count}
@@ -79,7 +79,10 @@ def _is_proven_by(shards: Mapping[str, FileFacts], told: Told) -> bool:
 
 
 def _is_of(
-    shards: Mapping[str, FileFacts], written: Mapping[str, int], told: Told, save_spread_seconds: float
+    shards: Mapping[str, FileFacts],
+    written: Mapping[str, int],
+    told: PeerEvidence,
+    save_spread_seconds: float,
 ) -> bool:
     """Whether the generation would take these shards, as `choose_generation` asks once they are sealed."""
     known = [fact.facts for fact in shards.values() if fact.facts is not None]

@@ -1,4 +1,4 @@
-"""From listed and inspected files to a sealed save, and back: is it still that save? (§3, P4, H50)"""
+"""Seal a save from listed and inspected files; check whether a folder still holds it (docs/design.md §3)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.judge import Memory
 from ckptd.core.model.layouts import TRAINER_STATE, Role, ShardKey, is_in_roots
-from ckptd.core.model.metric_names import evaluation_of
+from ckptd.core.model.metric_names import logged_name
 from ckptd.core.model.save import Best, SealedFile, SealedSave
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def best_of(tag: str, facts: Mapping[str, FileFacts], metric: str | None = None)
         return None
     if metric is not None:
         logged = dict(state.trainer.metrics)
-        value = logged.get(evaluation_of(metric), logged.get(metric))
+        value = logged.get(logged_name(metric), logged.get(metric))
         is_best = state.trainer.best_checkpoint == tag
         return None if value is None else Best(metric=metric, value=value, is_best=is_best)
     if state.trainer.best_metric is None:

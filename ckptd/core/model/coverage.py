@@ -1,7 +1,8 @@
-"""Commit by coverage: when manifests of one save make a COMMIT, and what the pointers name (design.md §5).
+"""Commit by coverage: decide when manifests of one save make a COMMIT, choose the pointers (design.md §5).
 
 Pure: every node that sees the same documents decides the same, so no membership and no leader is needed.
-Tests of "one save" only veto; the grid comes from the manifests' proofs, never from the files at hand (H13).
+Tests of "one save" only veto; the grid comes from the manifests' proofs, never from the files at hand, since
+half a model would else count as whole.
 """
 
 from __future__ import annotations

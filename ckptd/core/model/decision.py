@@ -34,7 +34,7 @@ class Decision(Document):
     serial: int = 0
 
 
-def newest_words(decisions: Iterable[Decision]) -> dict[str, Decision]:
+def newest_decisions(decisions: Iterable[Decision]) -> dict[str, Decision]:
     """Tag → its newest pin or unpin."""
     newest: dict[str, Decision] = {}
     for decision in decisions:
@@ -65,7 +65,7 @@ def _lacks(word: Decision, held: Sequence[Decision]) -> bool:
     is_said = any(one.model_copy(update={"serial": word.serial}) == word for one in held)
     if word.kind not in PINS:
         return not is_said
-    newest = newest_words(held).get(word.tag)
+    newest = newest_decisions(held).get(word.tag)
     if newest is None or newest.serial >= word.serial:
         return newest is None
     # without a time it cannot be told from one that was said before

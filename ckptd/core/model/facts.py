@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.identity import Model
 from ckptd.core.model.layouts import Role, ShardKey
-from ckptd.core.model.metric_names import evaluation_of, finite
+from ckptd.core.model.metric_names import finite, logged_name
 from ckptd.core.model.save import Best
 
 if TYPE_CHECKING:
@@ -119,11 +119,9 @@ class FileFacts(Model):
     """Of `trainer_state.json` alone."""
 
 
-# --- Values by step from a file that the trainer writes (`metrics_file`, docs/contract.md) ---------------
-# So keep_best can rank checkpoints of plain DeepSpeed, which records no metric of its own.
-#
-# Pure: bytes in, numbers out. The file may be cut anywhere and hold anything; what is no value is passed
-# over.
+# --- Metrics by step from a file that the trainer writes (`metrics_file`) --------------------------------
+# They let keep_best rank checkpoints of plain DeepSpeed, which records no metric of its own. The file may
+# be cut anywhere and hold anything: lines without a value are skipped.
 
 LONGEST_LINE_BYTES = 64 << 10
 LARGEST_DOCUMENT_BYTES = 1 << 20
@@ -191,7 +189,7 @@ def _collected(rows: Iterable[dict[str, object]], metric: str) -> Values:
     evaluated: dict[int, list[float]] = {}
     for row in rows:
         step = _step_of(row)
-        for found, name in ((named, metric), (evaluated, evaluation_of(metric))):
+        for found, name in ((named, metric), (evaluated, logged_name(metric))):
             value = finite(row.get(name))
             if step is not None and value is not None:
                 found.setdefault(step, []).append(value)

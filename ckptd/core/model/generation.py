@@ -1,9 +1,9 @@
-"""Which generation of its tag a save belongs to (docs/design.md §3 *Generations*; H1, H3, H16, H49).
+"""Choose the generation of its tag that a save belongs to (docs/design.md §3 *Generations*).
 
-A generation is bound to one save: a node takes the highest open one that holds manifests of no other save, or
-the next after all that are known. Not the highest of all: two nodes with two saves would pass each other for
-ever, each opening one more (ADR 0098). Pure, and decided anew before each attempt, so that a lost journal
-costs one listing and not one byte.
+A generation is bound to one save: a node joins the highest open one that holds manifests of no other save, or
+opens the next after all known ones. Not simply the highest: two nodes with two saves would overtake each
+other for ever, each opening one more (ADR 0098). Pure, and decided anew before each attempt, so that a lost
+journal costs one listing and not one uploaded byte.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class SeenCommit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
+class JoinGeneration:
     """Ship the save as this generation."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Already:
+class AlreadyCommitted:
     """A COMMIT lists every shard of the save; `unlisted`: files beside the shards that it does not list."""
 
     generation: int
@@ -64,13 +64,13 @@ class Already:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retired:
+class GenerationRetired:
     """Retention removed this very save: it is never sent again (H16)."""
 
     generation: int
 
 
-GenerationChoice = Use | Already | Retired
+GenerationChoice = JoinGeneration | AlreadyCommitted | GenerationRetired
 
 
 def choose_generation(
@@ -103,12 +103,12 @@ def choose_generation(
     for stone in (one for one in tombstones if _is_of_run(one, job_id, run_id)):
         gone = set(stone.fingerprints)
         if gone and all((p, mark) in gone or (p, tensors) in gone for p, mark, tensors in _shards(save)):
-            return Retired(generation=stone.generation)
+            return GenerationRetired(generation=stone.generation)
     taken = {seen.generation for seen in commits} | {stone.generation for stone in tombstones}
     taken |= set(unreadable)
     known = taken | {seen.generation for seen in manifests} | {generation for generation, _ in named}
     if not known:
-        return Use(generation=1)
+        return JoinGeneration(generation=1)
     fitting = [
         generation
         for generation in known - taken
@@ -121,7 +121,7 @@ def choose_generation(
             run_id,
         )
     ]
-    return Use(generation=max(fitting, default=max(known) + 1))
+    return JoinGeneration(generation=max(fitting, default=max(known) + 1))
 
 
 def _is_of_run(document: NodeManifest | Tombstone, job_id: str, run_id: str | None) -> bool:
@@ -151,11 +151,13 @@ def choose_derived(
     for seen in ours:
         if seen.form == form and seen.committed and seen.generation in live:
             commit = live[seen.generation]
-            return Already(generation=commit.generation, commit_key=commit.key, commit_sha256=commit.sha256)
+            return AlreadyCommitted(
+                generation=commit.generation, commit_key=commit.key, commit_sha256=commit.sha256
+            )
     for stone in stones:
         is_same = (stone.branch, stone.step, stone.save_seq) == (save.branch, save.step, save.save_seq)
         if is_same and stone.form == form and _is_of_run(stone, job_id, run_id):
-            return Retired(generation=stone.generation)
+            return GenerationRetired(generation=stone.generation)
     taken = {seen.generation for seen in commits if seen.form == form}
     taken |= {stone.generation for stone in stones if stone.form == form}
     taken |= set(unreadable)
@@ -163,7 +165,7 @@ def choose_derived(
     fitting = {seen.generation for seen in ours} - taken - others
     known = {seen.generation for seen in manifests} | {seen.generation for seen in commits}
     known |= {stone.generation for stone in stones} | taken
-    return Use(generation=max(fitting, default=max(known, default=0) + 1))
+    return JoinGeneration(generation=max(fitting, default=max(known, default=0) + 1))
 
 
 def _is_of(save: SealedSave, manifest: NodeManifest) -> bool:
@@ -172,7 +174,7 @@ def _is_of(save: SealedSave, manifest: NodeManifest) -> bool:
 
 def _already(
     save: SealedSave, job_id: str, manifests: Sequence[SeenManifest], commits: Sequence[SeenCommit]
-) -> Already | None:
+) -> AlreadyCommitted | None:
     for commit in sorted(commits, key=lambda seen: -seen.generation):
         if commit.disputed:
             continue
@@ -199,7 +201,7 @@ def _already(
         ]
         shards = [file for file in save.files if file.role not in _BESIDE]
         if shards and not any(file.role not in _BESIDE for file in absent):
-            return Already(
+            return AlreadyCommitted(
                 generation=commit.generation,
                 commit_key=commit.key,
                 commit_sha256=commit.sha256,

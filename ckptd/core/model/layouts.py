@@ -1,6 +1,6 @@
-"""DeepSpeed's file names: which shard a name is, and which names a proven grid demands (docs/formats.md §1).
+"""Parse DeepSpeed's file names: which shard a name is, and which names a grid demands (docs/formats.md §1).
 
-Names only *raise* an expectation, they never prove one: the grid comes from metadata inside the shards (H13).
+Names only *raise* an expectation, they never prove one: the grid comes from metadata inside the shards.
 """
 
 from __future__ import annotations
@@ -152,10 +152,9 @@ def missing_shards(grid: Grid, present: frozenset[NamedShard]) -> tuple[str, ...
     return tuple(missing)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Whose folder is it? The layouts of trainers on top of DeepSpeed (docs/formats.md §1.2; docs/adr/0050).
-# DeepSpeed's shards lie in the checkpoint folder itself; Hugging Face's Trainer, Accelerate and Lightning put
-# them one level deeper, beside files of their own. Names only raise an expectation.
+# --- Layouts of trainers on top of DeepSpeed (docs/formats.md §1.2) --------------------------------------
+# DeepSpeed's shards lie in the checkpoint folder itself; Hugging Face's Trainer, Accelerate and Lightning
+# put them one level deeper, beside files of their own. Names only raise an expectation.
 
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A save_dir as one scan saw it: names and identities, nothing read; the listing is the truth (§3)."""
+"""List a save_dir as one scan saw it: names and identities, no contents; decisions rest on listings alone."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ class SaveDirListing:
         return frozenset(one.path for one in self.unprotected if one.kind is Kind.LOOSE)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What a run was resumed from, where no `latest` of the trainer names it: it stays until the run has gone on.
-# `resume` leaves the word before it does anything else; what is no such word says nothing (docs/adr/0154).
+# --- The resume marker: which save a run was resumed from (ADR 0154) -------------------------------------
+# `ckptd resume` writes it before it does anything else. It protects the save where no `latest` of the
+# trainer names it, until the run has committed a newer one. A file that cannot be parsed protects nothing.
 
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ RESUMED = "resumed.json"
 RESUMED_PATH = f"{OURS}/{RESUMED}"
 
 
-class Resumed(BaseModel):
+class ResumeMarker(BaseModel):
     """The checkpoint, and what lay beside it then."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
@@ -167,16 +167,16 @@ class Resumed(BaseModel):
         return save.tag != self.tag and all(file.identity.mtime_ns != known for file in save.files)
 
 
-def word_of(tag: str, folders: Iterable[FolderListing]) -> Resumed:
+def resume_marker_text(tag: str, folders: Iterable[FolderListing]) -> ResumeMarker:
     """The word for `tag`; `folders`: all that lie in save_dir, whole or not."""
     newest = {f.tag: max((s.identity.mtime_ns for s in f.shards), default=0) for f in folders}
-    return Resumed(tag=tag, written_ns=newest)
+    return ResumeMarker(tag=tag, written_ns=newest)
 
 
 @functools.lru_cache(maxsize=64)
-def read_word(text: str | None) -> Resumed | None:
+def read_resume_marker(text: str | None) -> ResumeMarker | None:
     """None: nothing was resumed from, or somebody else wrote that."""
     try:
-        return None if text is None else Resumed.model_validate_json(text)
+        return None if text is None else ResumeMarker.model_validate_json(text)
     except ValidationError:
         return None

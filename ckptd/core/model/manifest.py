@@ -30,11 +30,10 @@ if TYPE_CHECKING:
 
 from ckptd.core.model.save import SaveMark, _tensors
 
-# --- Which rank of a run wrote which shard, as DeepSpeed's own topology numbers them (docs/adr/0133) -----
-# A shard's name tells two numbers, D and MM; its data-parallel rank alone tells no node, since pipeline
-# stages
-# and tensor ranks have the same. Where the layout is not known, or manifests speak against it, nothing is
-# said.
+# --- The topology: which rank of a run wrote which shard (ADR 0133) --------------------------------------
+# A shard's name holds two numbers, D (data-parallel rank) and MM (model-parallel rank). D alone names no
+# node, since the pipeline stages and tensor ranks repeat it. If the layout is unknown, or manifests
+# contradict it, the answer is None.
 
 
 class Cell(NamedTuple):
@@ -111,12 +110,10 @@ def proven_topology(grid: Grid, manifests: Sequence[NodeManifest]) -> Topology |
     return found if all(found.first_of_run(cells) is not None for cells in parts) else None
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What the name of a node manifest tells without its being read: enough to know whether reading is worth it.
-# With a thousand nodes a generation holds a thousand manifests. A node that waits need not read them: names
-# say
-# how many optimizer shards are listed, and of what save. They only ever veto or let wait; what a COMMIT rests
-# on is read (docs/adr/0105).
+# --- Hints in the names of node manifests (ADR 0105) -----------------------------------------------------
+# With a thousand nodes a generation has a thousand manifests, which a waiting node need not read: their
+# names say how many optimizer shards are listed, and of which save. Hints may only veto or delay; a COMMIT
+# rests on manifests that were read.
 
 
 if TYPE_CHECKING:
@@ -247,8 +244,9 @@ def absent_by_names(names: Iterable[ManifestName], read: Iterable[NodeManifest])
     )
 
 
-# --- The one way in which a document is written, so that equal documents have equal digests --------------
-# Rows are written one by one: as one tree, the files of a large checkpoint are many times their text (P12).
+# --- Canonical text: equal documents have equal digests --------------------------------------------------
+# Rows are written one by one: as one tree, the files of a large checkpoint would take many times the memory
+# of their text.
 
 _NO_ROWS = '"files":[]'
 """Quotes are escaped in a value, so that this is the key."""
@@ -265,7 +263,7 @@ def canonical_with_rows(empty: Model, rows: Iterable[Model]) -> str:
     return f"{head}{none[:-1]}{','.join(map(canonical, rows))}]{tail}"
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- The documents and their keys ------------------------------------------------------------------------
 
 FORMAT = "1.0"
 MAJOR = 1
@@ -419,7 +417,7 @@ class Commit(Document):
         return self.form != "universal" or "_universal" in self.folder.removeprefix(encode_name(self.tag))
 
 
-class Headstone(Document):
+class TombstoneHeader(Document):
     """A tombstone without the names of what lay there: as much as an observation tells of it."""
 
     tag: str
@@ -434,7 +432,7 @@ class Headstone(Document):
     """As the COMMIT had it."""
 
 
-class Tombstone(Headstone):
+class Tombstone(TombstoneHeader):
     """`_ckptd/retired/…`: what retention removed ((path, fingerprint), sorted), never sent again (H16)."""
 
     fingerprints: Many[tuple[str, str]] = ()

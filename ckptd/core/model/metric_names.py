@@ -16,6 +16,6 @@ def finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def evaluation_of(metric: str) -> str:
+def logged_name(metric: str) -> str:
     """Return the logged name of a metric's short name, as Hugging Face's `metric_for_best_model` does."""
     return f"eval_{metric}"

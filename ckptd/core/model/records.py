@@ -1,4 +1,4 @@
-"""Rows of the journal as models: what is remembered of saves, objects under way and deletions (P7, P8)."""
+"""Model the rows of the journal: saves, uploads, derived forms, objects and deletions."""
 
 from __future__ import annotations
 

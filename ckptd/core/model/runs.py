@@ -1,4 +1,4 @@
-"""Which run a checkpoint is of, and whose turn it is in a remote (docs/adr/0185; P2, P4, P5, P6).
+"""Identify the run of a checkpoint, and choose the run that may commit in a remote (ADR 0185).
 
 A run is what one training saved, over restarts, nodes and world sizes. Its id stands in all that it commits.
 A remote keeps a row of numbered documents, each created once: the highest names the run that goes on there
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from ckptd.base.identity import Model
 from ckptd.base.names import ROOT
 from ckptd.core.model.listing import OURS
-from ckptd.core.model.manifest import Commit, Document, Headstone, NodeManifest
+from ckptd.core.model.manifest import Commit, Document, NodeManifest, TombstoneHeader
 
 if TYPE_CHECKING:
     from ckptd.core.model.heartbeat import Heartbeat, SeenNode
@@ -124,7 +124,7 @@ class RunSeen(Model):
     """Not empty: the claim was refused."""
 
 
-def run_of(document: NodeManifest | Commit | Headstone | Heartbeat, job_id: str) -> str:
+def run_of(document: NodeManifest | Commit | TombstoneHeader | Heartbeat, job_id: str) -> str:
     """The run of a document; what releases before wrote is of the first run, which bears the job's id."""
     return document.run_id or job_id
 
@@ -163,7 +163,7 @@ def short(run_id: str) -> str:
     return run_id[:SHORT]
 
 
-# --- whose turn it is ------------------------------------------------------------------------------------
+# --- The run that may commit -----------------------------------------------------------------------------
 
 
 def judge(

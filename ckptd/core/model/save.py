@@ -1,7 +1,7 @@
-"""A save: what one `save_checkpoint` call left in one folder, how it is ordered and told from others (§3).
+"""Describe a save: what one `save_checkpoint` call left in one folder, its order, how it differs.
 
-Order is (branch, step, save_seq), never a clock and never the step alone (P9). The tests of `same_save`
-only veto: nothing proves that two halves are of one save, but any difference proves that they are not (H1).
+Order is (branch, step, save_seq), never a clock and never the step alone. Comparisons of saves only veto:
+nothing proves that two halves are of one save, but any difference proves that they are not.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Writer(Model):
     optimizer: str | None = None
 
 
-# --- Which checkpoint is the best: the trainer's word, carried by COMMITs to every node (§5, H37) --------
-# trainer_state.json and metrics lie beside one node's shards; what all nodes keep rests on what all can read.
+# --- The best checkpoint: the trainer names it, COMMITs carry the name to every node ---------------------
+# trainer_state.json and metrics lie beside one node's shards; what all nodes keep must rest on data that
+# all can read.
 
 
 class Best(Model):
@@ -54,7 +55,7 @@ def best_named(words: Iterable[tuple[Order, str | None]]) -> str | None:
     return max(named)[1] if named else None
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- Orders, sealed files and saves ----------------------------------------------------------------------
 
 
 class Order(NamedTuple):

@@ -66,7 +66,7 @@ class Unprotected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class UnprotectedWarning:
     """Word a warning about unprotected checkpoints of one kind in one place."""
 
     about: str
@@ -169,9 +169,9 @@ def _single(name: str) -> Kind | None:
     return Kind.TORCH_FILE if _TORCH_FILE.match(name) else None
 
 
-def told(
+def warn_unprotected(
     found: Sequence[Unprotected], save_dir: str, latest: str | None, protected: Iterable[str]
-) -> tuple[Told, ...]:
+) -> tuple[UnprotectedWarning, ...]:
     """Return what is said of them, one for each kind and place; `protected`: tags that are watched."""
     last = max((u.number for u in (Unprotected(path=t, kind=Kind.ZERO) for t in protected)), default=None)
     groups: dict[tuple[Kind, str], list[Unprotected]] = {}
@@ -180,7 +180,9 @@ def told(
     return tuple(_told(group, save_dir, latest, last) for group in groups.values())
 
 
-def _told(group: Sequence[Unprotected], save_dir: str, latest: str | None, last: int | None) -> Told:
+def _told(
+    group: Sequence[Unprotected], save_dir: str, latest: str | None, last: int | None
+) -> UnprotectedWarning:
     newest = next((one for one in group if one.path == latest), None)
     newest = newest or max(group, key=lambda one: (one.number, one.path))
     kind, holder = newest.kind, newest.holder
@@ -191,7 +193,7 @@ def _told(group: Sequence[Unprotected], save_dir: str, latest: str | None, last:
         text = f"{save_dir} is itself {kind}: it is not watched, and nothing of it is sent"
         name = save_dir.rstrip("/").rpartition("/")[0] or "/"
         step = f"name its parent as save_dir: {name}" if kind is Kind.ZERO else KNOWN_ALONE
-        return Told(about=save_dir, text=text, next_step=step, is_urgent=True)
+        return UnprotectedWarning(about=save_dir, text=text, next_step=step, is_urgent=True)
     text = f"{newest.path}{more}{pointed} is {kind}: it is not watched, and nothing of it is sent"
     step = KNOWN_ALONE
     if kind is Kind.LOOSE:
@@ -206,7 +208,7 @@ def _told(group: Sequence[Unprotected], save_dir: str, latest: str | None, last:
         text += "and nothing of it is sent"
         step = f'name the folder that holds it: save_dir = "{save_dir}/{_glob(holder)}"'
     about = f"{_NUMBERS.sub('*', holder)}/{kind.name.lower()}" if holder else kind.name.lower()
-    return Told(about=about, text=text, next_step=step, is_urgent=is_urgent)
+    return UnprotectedWarning(about=about, text=text, next_step=step, is_urgent=is_urgent)
 
 
 KNOWN_ALONE = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckptd.core.model.save import SealedFile
     from ckptd.core.policy.permit import DeletePermit
-    from ckptd.core.policy.retention import Fate
+    from ckptd.core.policy.retention import RetentionVerdict
     from ckptd.core.policy.view import CommitRef, RemoteCommit
 
 
@@ -145,9 +145,9 @@ class Plan:
     """Actions in order, and for everything there is why it stays or goes."""
 
     actions: tuple[Action, ...]
-    local_fates: dict[int, Fate]
+    local_fates: dict[int, RetentionVerdict]
     """Save on the node → what becomes of its folder."""
-    remote_fates: dict[tuple[str, str], Fate]
+    remote_fates: dict[tuple[str, str], RetentionVerdict]
     """(remote, COMMIT key) → what becomes of it."""
     drained: Drained | None = None
     """While the job drains."""

@@ -1,6 +1,6 @@
-"""Why nothing leaves the node although it should, or although the disk is short: for people (P17).
+"""Explain to people why nothing is deleted on the node although it should be, or although the disk is short.
 
-A pure function beside the planner: it decides nothing, and says what the planner found in its way.
+A pure function beside the planner: it decides nothing, and reports what blocked the plan.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from ckptd.core.model.manifest import parse_stem
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.core.policy.deletion import victims
-from ckptd.core.policy.derived_forms import is_open, is_streamed, stays_for_want_of, to_derive
+from ckptd.core.policy.derived_forms import is_converted_on_the_fly, is_open, kept_until_converted, to_derive
 from ckptd.core.policy.local import is_committed
 from ckptd.core.policy.permit import unheard
 from ckptd.core.policy.planner import let_go
-from ckptd.core.policy.remote import is_configured_otherwise, to_retire
+from ckptd.core.policy.remote import commits_to_delete, is_configured_otherwise
 from ckptd.core.policy.retention import GONE
-from ckptd.core.policy.safety import to_ship
+from ckptd.core.policy.safety import is_to_upload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sized
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.listing import FolderListing, ListedFile
     from ckptd.core.model.records import ShipRecord
     from ckptd.core.model.save import SealedFile, SealedSave
-    from ckptd.core.policy.retention import Fate
+    from ckptd.core.policy.retention import RetentionVerdict
     from ckptd.core.policy.view import JobView, RemoteView, SaveView
 
 SOON_SECONDS = 120.0
@@ -40,7 +40,7 @@ _GOES_ON = "nothing to do; if this was meant, it goes on within the hour"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocked:
+class RetentionBlocker:
     """Describe what blocks retention; it is reported once it has lasted `patience_seconds`."""
 
     what: str
@@ -52,7 +52,7 @@ class Blocked:
     """Say as a note that more lies here than the policy keeps, until that patience is over."""
 
 
-def blocked(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
+def blocked(view: JobView, fates: dict[int, RetentionVerdict]) -> RetentionBlocker | None:
     """The first thing in the way of what may go; else, on a short disk, why nothing may."""
     if view.tenure is not None and not view.tenure.holds_lease:
         return None  # another host's business (adr/0110)
@@ -65,7 +65,7 @@ def blocked(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
     names = f"{due[0].save.tag} may go and stays{_with(due)}"
     for is_so, what, next_step, patience in _obstacles(view, due[0]):
         if is_so:
-            return Blocked(
+            return RetentionBlocker(
                 what=what,
                 text=f"{names}: {what}",
                 next_step=next_step,
@@ -76,7 +76,9 @@ def blocked(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
     return None
 
 
-def blocked_there(view: JobView, remote: RemoteView, fates: Mapping[tuple[str, str], Fate]) -> Blocked | None:
+def blocked_there(
+    view: JobView, remote: RemoteView, fates: Mapping[tuple[str, str], RetentionVerdict]
+) -> RetentionBlocker | None:
     """The seat belt of a remote, once it has held up for a while what may go there."""
     rests = view.is_first_scan or not view.may_delete or not remote.is_attached
     if rests or remote.retirements_left > 0:
@@ -84,14 +86,14 @@ def blocked_there(view: JobView, remote: RemoteView, fates: Mapping[tuple[str, s
     begin = view.now_seconds - SOON_SECONDS
     due = [
         c
-        for c in to_retire(view, remote, fates)
+        for c in commits_to_delete(view, remote, fates)
         if view.due_since_seconds.get((remote.name, c.key), view.now_seconds) <= begin
     ]
     if not due:
         return None
     first = min(due, key=lambda c: c.order)
     what = "as many as are allowed in an hour were removed there (the seat belt)"
-    return Blocked(
+    return RetentionBlocker(
         what=what,
         text=f"{first.tag} may go from {remote.name} and stays{_with(due)}: {what}",
         next_step=_GOES_ON,
@@ -151,7 +153,7 @@ def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, flo
     ]
 
 
-def _all_kept(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
+def _all_kept(view: JobView, fates: dict[int, RetentionVerdict]) -> RetentionBlocker | None:
     here = [s for s in view.saves if s.is_present]
     if not here:
         return None
@@ -161,7 +163,7 @@ def _all_kept(view: JobView, fates: dict[int, Fate]) -> Blocked | None:
     beside = f", and {left} universal form{'s' if left > 1 else ''} that the ladder left" if left else ""
     others = "`ckptd status --retention` names each; unpin, lower the limit, or free space"
     ending = _ending(view, [s for s in here if why[s.id] == _NO_ROOM], left)
-    return Blocked(
+    return RetentionBlocker(
         what="all are kept",
         text=f"the disk is short, and every checkpoint here is kept: {counted}{beside}",
         next_step=f"{adopting(view)}{ending}{others}",
@@ -206,7 +208,7 @@ def adopting(view: JobView) -> str:
     return f"`ckptd adopt` has the {count} found at the first start sent and rotated; " if count else ""
 
 
-def _strongest(view: JobView, save: SaveView, fate: Fate) -> str:
+def _strongest(view: JobView, save: SaveView, fate: RetentionVerdict) -> str:
     """The one reason that a person would have to change first."""
     if not save.is_adopted:
         return "found at the first start"
@@ -217,18 +219,18 @@ def _strongest(view: JobView, save: SaveView, fate: Fate) -> str:
     if save.has_unlisted:
         return "with files that no COMMIT lists"
     if fate.awaits == UNIVERSAL and len(fate.keeps) == 1:
-        may_be_made = stays_for_want_of(save, fate) and UNIVERSAL in view.local_forms
+        may_be_made = kept_until_converted(save, fate) and UNIVERSAL in view.local_forms
         is_tried = save.universal.state in (DerivedState.NONE, DerivedState.CONVERTING)
         return _NO_ROOM if may_be_made and is_tried else _NO_FORM
     return "within the policy" if fate.keeps else "free to go"
 
 
-# --- Which uploads that failed are tried again once their time has come: what `--once` waits for ---------
-# Not every failed one: of a save that went meanwhile, that nobody wants sent any more, or whose universal
-# form a newer one replaced, nothing is tried again, and a run that waited for it would never end.
+# --- Failed uploads that are tried again: `run --once` waits for them ------------------------------------
+# Uploads are not tried again if the save was deleted meanwhile, if nothing wants them uploaded any more, or
+# if a newer universal form replaced theirs; a run that waited for those would never end.
 
 
-def tried_again(view: JobView, fates: dict[int, Fate]) -> list[ShipRecord]:
+def tried_again(view: JobView, fates: dict[int, RetentionVerdict]) -> list[ShipRecord]:
     """Failed uploads to attached remotes that are wanted still, whenever they are due."""
     loose = let_go(view, fates)
     return [
@@ -247,14 +249,14 @@ def _wanted(view: JobView, remote: RemoteView, form: str) -> Iterator[SaveView]:
         # what is neither here nor made as it is sent waits for its conversion, not for a try
         for save in to_derive(view, remote, form):
             is_here = save.derived(form).state is DerivedState.READY
-            if is_here or is_streamed(view, save, form, is_now=False):
+            if is_here or is_converted_on_the_fly(view, save, form, is_now=False):
                 yield save
         return
-    yield from (s for s in view.saves if (s.is_intact or s.is_held) and to_ship(view, s))
+    yield from (s for s in view.saves if (s.is_intact or s.is_held) and is_to_upload(view, s))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What of a folder no COMMIT and no supplement lists: it is shipped beside it, or the folder stays (P1).
+# --- Files that no COMMIT and no supplement lists --------------------------------------------------------
+# They are uploaded as a supplement, or the folder stays: nothing is deleted that no remote has.
 
 
 def late_now(save: SealedSave, now: Mapping[str, FileIdentity]) -> tuple[SealedFile, ...]:

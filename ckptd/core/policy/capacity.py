@@ -1,28 +1,26 @@
 """What the recent saves say of the next hours: when the next one comes, how large, when the disk is full.
 
-A pure function, so that status can warn from the first day: what fills a disk is known before it is full, and
-the cures are a person's (docs/design.md P13, P17). The coming saves are played (core/policy/capacity.py);
-what fills the disk is found by playing again without it.
+Pure functions, so that status can warn from the first day: what fills a disk is known before it is full, and
+only a person can save less often or keep less (docs/design.md P13, P17). The room of each coming save is free
+space plus what lies here, less what the policy keeps by then; the cause is found by asking again without one
+key of the policy (docs/adr/0195).
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from heapq import merge
-from itertools import count, pairwise
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.local import best_here, dates_of, is_committed, score_of
-from ckptd.core.policy.permit import loose_under, unheard
+from ckptd.core.policy.permit import unheard
 from ckptd.core.policy.remote import is_configured_otherwise
-from ckptd.core.policy.retention import Held, Item, RetentionPolicy, fates
-from ckptd.core.policy.safety import to_ship
+from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionPolicy, apply_policy
+from ckptd.core.policy.safety import is_to_upload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,10 +29,11 @@ if TYPE_CHECKING:
     from ckptd.core.policy.view import JobView, SaveView, Unuploaded
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What a play of the coming saves is about: a disk, its checkpoints, and the pace of a run (adr/0160).
+# --- The disk of a job, and the pace at which its run saves ----------------------------------------------
 
 _ZERO = frozenset({ZERO})
+_ALONE = frozenset({UNIVERSAL})
+_BOTH = frozenset({ZERO, UNIVERSAL})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,366 +63,273 @@ class Pace:
     """How the run goes on."""
 
     sizes_bytes: tuple[int, ...]
-    """Of the coming saves, over and over."""
+    """Of the last saves; of the last one alone where they grow."""
     every_seconds: float
     flight_seconds: float = 0.0
-    """From the first file of a save until it may be sent; nothing is let go meanwhile."""
+    """From the first file of a save until it may be sent; nothing is deleted meanwhile."""
     last_step: int = 0
     steps: int = 1
     """From save to save."""
     since_last_seconds: float = 0.0
     now_unix_seconds: float = 0.0
 
+    @property
+    def usual_bytes(self) -> int:
+        """Return the mean size of a save."""
+        return round(sum(self.sizes_bytes) / len(self.sizes_bytes))
+
+    @property
+    def largest_bytes(self) -> int:
+        """Return the room that the next save may need."""
+        return max(self.sizes_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """The disk, what lies on it, and what may leave it."""
+    """The disk, what lies on it, and what may be deleted from it."""
 
     free_bytes: int
-    """With what makes room under disk pressure before a save lacks it."""
+    """With the derived forms that are deleted under disk pressure before a save lacks room."""
     pieces: tuple[Piece, ...] = ()
     policy: RetentionPolicy = field(default_factory=RetentionPolicy)
     unuploaded: Unuploaded = "keep"
     link_bytes_per_second: float | None = None
     """Of the slowest required remote; None: it takes nothing; inf: not known, and fast enough."""
     may_delete: bool = True
-    """False: removals rest (a pause, a drain, rights that are not proved)."""
+    """False: deletions rest (a pause, a drain, rights that are not proved)."""
     sent: str | None = None
-    """Key of what is under way."""
+    """Key of the save that is uploaded just now."""
     left_bytes: int = 0
     """Of that, still to be sent."""
     written_bytes: int = 0
     """Of the save in flight."""
     is_in_flight: bool = False
-    reserve_bytes: int = 0
-    """P13's line."""
     makes_universal: bool = False
     """A ladder leaves a universal form, and those to come can be made."""
     trainer_keeps: int | None = None
     """What the trainer's own rotation leaves here; None: it removes nothing."""
-    others: tuple[tuple[float, int], ...] = ()
-    """(seconds from now, bytes) that other jobs will have taken of this disk by then."""
+    others: tuple[tuple[Ground, Pace], ...] = ()
+    """Other jobs that save to this disk."""
 
     @property
     def deletes(self) -> bool:
-        """Something of ours may go at all."""
+        """Whether ckptd may delete anything here at all."""
         return self.may_delete and self.policy.deletes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """What became of it."""
-
-    fit: int
-    """Saves that found room."""
-    full_at_seconds: float | None
-    """When the next one runs out of it; None: it did not fill."""
-    taken: tuple[tuple[float, int], ...] = ()
-    """(seconds, bytes taken by then): what other jobs on this disk must reckon with."""
-
-    @property
-    def is_full(self) -> bool:
-        """Within the horizon."""
-        return self.full_at_seconds is not None
-
-
-# ---------------------------------------------------------------------------------------------------------
-# What leaves a disk that is played: as keeping.py decides it for a view, by the same policy (adr/0160).
-
-_ALONE = frozenset({UNIVERSAL})
-
-
-def moving(ground: Ground) -> tuple[Piece, ...]:
-    """Without what stays for ever by its step, which takes no newer one's place where all goes by number."""
-    policy = ground.policy.model_copy(update={"keep_every_steps": None, "keep_steps": (), "ephemeral": None})
-    if not goes_by_number(policy):
-        return ground.pieces
-    first = (policy.save_total_limit or 0) + 1
-    newest_first = sorted(ground.pieces, key=lambda p: p.order, reverse=True)
-    rest = (
-        p for p in newest_first[first:] if not p.is_committed or not ground.policy.keeps_step(p.order.step)
-    )
-    return (*newest_first[:first], *rest)
-
-
-def goes_by_number(policy: RetentionPolicy) -> bool:
-    """What goes is a matter of how many there are."""
-    keys = (policy.keep_every_steps, policy.keep_every_seconds, policy.keep_within_seconds, policy.keep_best)
-    others = (policy.keep_steps, policy.ephemeral, policy.ladder)
-    return not any(keys) and not any(others)
-
-
-def going(
-    pieces: Sequence[Piece], ground: Ground, sent: str | None, *, is_short: bool
-) -> dict[str, frozenset[str]]:
-    """What may go now, with the forms that stay of it: as core/policy/local.py decides it for a view."""
-    committed = [p for p in pieces if p.is_committed]
-    safe = max((p.order for p in committed), default=None)
-    loose = [p for p in pieces if not p.is_committed and _may_go_uncommitted(p, ground, safe)]
-    by_policy = fates([_held(p) for p in committed], ground.policy)
-    mine = by_policy
-    if loose:
-        everything = [_held(p) for p in (*committed, *loose)]
-        policy = loose_under(ground.policy, ground.unuploaded, is_short=is_short)
-        mine = fates(everything, policy)
-        if ground.unuploaded == "delete":
-            by_policy = fates(everything, ground.policy)
-    top = max(pieces, key=lambda p: p.order, default=None)
-    found: dict[str, frozenset[str]] = {}
-    for piece in (*committed, *loose):
-        is_newest = top is not None and (piece is top or piece.order.step >= top.order.step)
-        if is_newest or not piece.may_go or piece.key == sent:
-            continue
-        fate = (by_policy if piece.is_committed else mine)[piece.key]
-        stay = frozenset(form for form, one in fate.items() if one.keeps)
-        if stay != piece.forms:
-            found[piece.key] = stay
-    return found
-
-
-def _may_go_uncommitted(piece: Piece, ground: Ground, safe: Order | None) -> bool:
-    if ground.unuploaded == "thin":
-        return safe is not None and safe > piece.order
-    return ground.unuploaded == "delete"
-
-
-def _held(piece: Piece) -> Held:
-    item = Item(
-        key=piece.key,
-        order=piece.order,
-        pinned=piece.is_pinned,
-        committed_at_seconds=piece.committed_at_seconds,
-        score=piece.score,
-    )
-    return Held(item=item, forms=piece.forms, standing=piece.forms & _ALONE)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The coming saves of a job, lived in advance: how many of them its disk takes, and what it looks like then.
-# No formula: what decides for real (`retention.fates`) decides here too, over the checkpoints that are here
-# and
-# those to come, so that a forecast knows every key that the job file knows (docs/adr/0160). Times are seconds
-# from now; a COMMIT that is played carries the unix time that it would have.
+# --- How many more saves fit: free space, and what the policy keeps of those here and those to come ------
 
 HORIZON_SAVES = 100
 """A disk that takes so many more does not fill, as far as anybody is told."""
-LEAST_SAVES = 5
-"""Are played however many checkpoints there are: an alarm looks three ahead."""
-_MOST_JUDGED = 8000
-"""Checkpoints judged in one play, in all; after so many it ends early."""
-MOST_PIECES = 1000
-"""Of more that go by time, or one by one, no play is worth its cost."""
-_MOST_KNOWN = 500
-"""A ground of more checkpoints is not remembered."""
-_BOTH = frozenset({ZERO, UNIVERSAL})
+_LOOKS = (0, 1, 2, 3, 4, 5, 6, 8, 11, 15, 20, 28, 38, 52, 72, HORIZON_SAVES)
+"""Numbers of further saves at which the room is computed; between two of them the first that fails is found
+by halving, so that a policy is asked about 20 times and not 100."""
+_MOST_JUDGED = 1000
+"""The newest so many are put to the policy; older ones count as they lie. That keeps a turn short."""
 
 
-def play(ground: Ground, pace: Pace) -> Played:
-    """Live the coming saves; the same ground and pace always give the same, so what was played is known."""
-    if len(ground.pieces) > MOST_PIECES:
-        ground = replace(ground, pieces=moving(ground))
-        judged = sum(piece.is_committed or ground.unuploaded != "keep" for piece in ground.pieces)
-        if judged > MOST_PIECES and ground.deletes:
-            return Played(fit=0, full_at_seconds=None)
-    return _known(ground, pace) if len(ground.pieces) <= _MOST_KNOWN else _Play(ground, pace).run()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How many more saves find room, and when the next one runs out of it."""
+
+    saves: int = 0
+    full_at_seconds: float | None = None
+    """From now; None: the disk does not fill within the horizon."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk fills within the horizon."""
+        return self.full_at_seconds is not None
 
 
-@lru_cache(maxsize=32)
-def _known(ground: Ground, pace: Pace) -> Played:
-    return _Play(ground, pace).run()
+def saves_that_fit(ground: Ground, pace: Pace) -> Fit:
+    """Return how many more saves fit, if the run goes on at this pace.
+
+    Save n + 1 fits if its bytes fit into: free + bytes here now − bytes that are kept after n more saves.
+    """
+    disk = _Disk(ground, pace)
+    others = [_Disk(other, its_pace) for other, its_pace in ground.others]
+
+    def room(count: int) -> int:
+        at_seconds = disk.begins_seconds(count) + disk.flight_seconds
+        return disk.room_bytes(count) - sum(other.taken_bytes(at_seconds) for other in others)
+
+    good = -1
+    for bad in _LOOKS:
+        if room(bad) < disk.needed_bytes(bad):
+            break
+        good = bad
+    else:
+        return Fit(saves=HORIZON_SAVES)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if room(middle) < disk.needed_bytes(middle):
+            bad = middle
+        else:
+            good = middle
+    written = pace.largest_bytes - disk.needed_bytes(bad)
+    share = min(max((written + room(bad)) / pace.largest_bytes, 0.0), 1.0)
+    ends_seconds = disk.begins_seconds(bad) + disk.flight_seconds
+    return Fit(saves=bad, full_at_seconds=max(ends_seconds - (1 - share) * pace.every_seconds, 0.0))
 
 
-def _when(event: tuple[float, int, int]) -> float:
-    return event[0]
+class _Disk:
+    """The bytes that one job keeps on its disk after so many more saves."""
 
-
-def summed(one: Sequence[tuple[float, int]], other: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """What two have taken together, by time."""
-    if not one or not other:
-        return [*one, *other]
-    events = merge(((at, 0, taken) for at, taken in one), ((at, 1, taken) for at, taken in other), key=_when)
-    latest, found = [0, 0], []
-    for at, who, taken in events:
-        latest[who] = taken
-        found.append((at, sum(latest)))
-    return found
-
-
-class _Play:
     def __init__(self, ground: Ground, pace: Pace) -> None:
         self.ground, self.pace = ground, pace
-        self.pieces = {piece.key: piece for piece in ground.pieces}
-        self.now = 0.0
-        self.free = ground.free_bytes
-        self.sent = ground.sent if ground.sent in self.pieces else None
-        self.left = float(ground.left_bytes)
-        self.going: dict[str, frozenset[str]] = {}
-        """What nothing keeps, with the forms that stay of it; it is not sent any more."""
-        self.queue: list[Piece] | None = None
-        """What waits for the link, the newest last; None: to be made anew."""
-        self.has_news = True
-        self.judged = 0
-        self.marks: set[tuple[object, ...]] = set()
-        self.taken: list[tuple[float, int]] = []
-        self.top = max((piece.order for piece in ground.pieces), default=Order(1, pace.last_step, 0))
+        self.flight_seconds = min(pace.flight_seconds, pace.every_seconds)
+        self.here_bytes = sum(piece.bytes for piece in ground.pieces)
+        newest_first = sorted(ground.pieces, key=lambda p: p.order, reverse=True)
+        self._judged = newest_first[:_MOST_JUDGED]
+        self._older_bytes = sum(piece.bytes for piece in newest_first[_MOST_JUDGED:])
+        self._top = newest_first[0].order if newest_first else Order(1, pace.last_step, 0)
+        self._safe = max((piece.order for piece in ground.pieces if piece.is_committed), default=None)
+        self._coming: list[Piece] = []
+        self._kept: dict[int, int] = {}
 
-    def run(self) -> Played:
+    def begins_seconds(self, count: int) -> float:
+        """Return when the save after `count` more begins to be written, from now."""
         pace = self.pace
-        flight = min(pace.flight_seconds, pace.every_seconds)
-        done = max(pace.every_seconds - pace.since_last_seconds, 0.0)
-        written = self.ground.written_bytes
-        self._rotate()
-        if not self.ground.is_in_flight:
-            self._settle()
-        for fit in count():
-            begins = max(done - flight, self.now)
-            size = pace.sizes_bytes[fit % len(pace.sizes_bytes)]
-            if fit or not self.ground.is_in_flight:
-                self._pass(begins, is_at_rest=True)
-            needed = max(size - written, 0)
-            self._tell(needed)
-            room = self.free - self._others(max(done, begins))
-            if needed > room:
-                share = min(max((written + room) / size, 0.0), 1.0)
-                at = max(done - (1 - share) * pace.every_seconds, 0.0)
-                return Played(fit=fit, full_at_seconds=at, taken=tuple(self.taken))
-            if (
-                fit >= HORIZON_SAVES
-                or self._comes_round(fit)
-                or (self.judged > _MOST_JUDGED and fit >= LEAST_SAVES)
-            ):
-                return Played(fit=fit, full_at_seconds=None, taken=tuple(self.taken))
-            self._pass(max(done, begins), is_at_rest=False)
-            self._add(fit, size, needed)
-            self._settle()
-            written, done = 0, self.now + pace.every_seconds
-        raise AssertionError("a play ends")
+        first = max(pace.every_seconds - pace.since_last_seconds - self.flight_seconds, 0.0)
+        return first + count * pace.every_seconds
 
-    def _comes_round(self, fit: int) -> bool:
-        """The disk was as it is now before another save, and all goes by number: for ever so."""
-        policy = self.ground.policy
-        if self.ground.others or not goes_by_number(policy) or self.ground.trainer_keeps is not None:
-            return False
-        waiting = tuple(p.is_committed for p in sorted(self.pieces.values(), key=lambda p: p.order))
-        sent = self.top.save_seq - self.pieces[self.sent].order.save_seq if self.sent else None
-        phase = fit % len(self.pace.sizes_bytes)
-        mark = (self.free, waiting, sent, round(self.left / max(self.pace.sizes_bytes), 6), phase)
-        if mark not in self.marks:
-            self.marks.add(mark)
-            return False
-        self.taken.append((self.now, max(taken for _, taken in self.taken)))
-        return True
+    def needed_bytes(self, count: int) -> int:
+        """Return what the save after `count` more still has to write."""
+        written = self.ground.written_bytes if count == 0 else 0
+        return max(self.pace.largest_bytes - written, 0)
 
-    # --- the link ----------------------------------------------------------------------------------------
+    def room_bytes(self, count: int) -> int:
+        """Return the free bytes that the save after `count` more finds; below 0: one before lacked it."""
+        written = self.ground.written_bytes if count else 0
+        return self.ground.free_bytes + self.here_bytes + written - self.kept_bytes(count)
 
-    def _pass(self, until: float, *, is_at_rest: bool) -> None:
-        """Time goes on: what is sent arrives, and lets go of others, but not while a save is written."""
-        link = self.ground.link_bytes_per_second
-        if link == math.inf:
-            self._commit_all(is_at_rest=is_at_rest)
-        while link and (self.sent is not None or self._begin()):
-            arrives = self.now + self.left / link
-            if arrives > until:
-                self.left -= link * (until - self.now)
-                break
-            self.now = arrives
-            self._commit(self.pieces[self.sent or ""])
-            if self.judged > _MOST_JUDGED:
-                continue
-            if is_at_rest:
-                self._settle()
-            elif self.ground.unuploaded != "keep":
-                self._judge()
-        if is_at_rest and self.has_news:
-            self._settle()
-        self.now = max(self.now, until)
+    def taken_bytes(self, at_seconds: float) -> int:
+        """Return what this job will have taken of the free space by then, a save in flight included."""
+        pace = self.pace
+        done = int(max(at_seconds + pace.since_last_seconds, 0.0) / pace.every_seconds)
+        done = min(done, HORIZON_SAVES)
+        return self.kept_bytes(done) - self.here_bytes + self.needed_bytes(done)
 
-    def _begin(self) -> bool:
-        """The newest that waits."""
-        if self.queue is None:
-            waiting = (p for p in self.pieces.values() if p.is_sent and not p.is_committed)
-            self.queue = sorted((p for p in waiting if p.key not in self.going), key=lambda p: p.order)
-        if not self.queue:
-            return False
-        newest = self.queue.pop()
-        self.sent, self.left = newest.key, float(newest.bytes)
-        return True
+    def kept_bytes(self, count: int) -> int:
+        """Return the bytes that lie here after `count` more saves, before the next one is written."""
+        if count not in self._kept:
+            self._kept[count] = self._older_bytes + sum(piece.bytes for piece in self._stays(count))
+        return self._kept[count]
 
-    def _commit_all(self, *, is_at_rest: bool) -> None:
-        """A link that nobody knows keeps nothing back."""
-        for piece in list(self.pieces.values()):
-            if piece.is_sent and not piece.is_committed and piece.key not in self.going:
-                self._commit(piece)
-        if is_at_rest and self.has_news:
-            self._settle()
-
-    def _commit(self, piece: Piece) -> None:
-        at = self.pace.now_unix_seconds + self.now
-        self.pieces[piece.key] = replace(piece, is_committed=True, committed_at_seconds=at)
-        self.sent, self.has_news = None, True
-
-    # --- the disk ----------------------------------------------------------------------------------------
-
-    def _add(self, number: int, size: int, needed: int) -> None:
-        """A save is whole."""
-        branch, step, seq = self.top
-        self.top = Order(branch, step + max(self.pace.steps, 1), seq + 1)
-        key = f"+{number}"
-        forms = _BOTH if self.ground.makes_universal else _ZERO
-        self.pieces[key] = Piece(key=key, order=self.top, bytes=size, forms=forms)
-        self.free -= needed
-        self.queue = None
-        self._rotate()
-
-    def _rotate(self) -> None:
-        """The trainer's own."""
+    def _stays(self, count: int) -> list[Piece]:
+        pieces = [*self._come(count)[::-1], *self._judged]
+        if count == 0 and self.ground.is_in_flight:
+            return pieces  # nothing is deleted while a save is written
+        if self.ground.deletes:
+            open_ones = [p for p in pieces if not p.is_committed and not self._is_passed(p)]
+            waiting = [p for p in open_ones if p.is_sent]
+            number = self._waiting(waiting, count)
+            fixed = self._fixed(number, count)
+            # the newest is uploaded first, so that the oldest wait longest
+            undated = {p.key for p in waiting[len(waiting) - number :]}
+            unsent = {p.key for p in waiting[len(waiting) - fixed :]}
+            if not self._may_skip:
+                unsent |= {p.key for p in open_ones if not p.is_sent}
+            pieces = self._by_policy(pieces, unsent, undated)
         keeps = self.ground.trainer_keeps
-        if keeps is None:
-            return
-        mine = [p for p in self.pieces.values() if p.is_trainers and ZERO in p.forms]
-        for old in sorted(mine, key=lambda p: p.order)[:-keeps]:
-            self._remove(old)
+        if keeps is not None:
+            rotated = [p for p in pieces if p.is_trainers and ZERO in p.forms][keeps:]
+            gone = {piece.key for piece in rotated}
+            pieces = [piece for piece in pieces if piece.key not in gone]
+        return pieces
 
-    def _remove(self, piece: Piece) -> None:
-        del self.pieces[piece.key]
-        self.queue = None
-        self.going.pop(piece.key, None)
-        self.free += piece.bytes
-        if self.sent == piece.key:
-            self.sent = None
+    def _come(self, count: int) -> list[Piece]:
+        branch, step, seq = self._top
+        pace = self.pace
+        forms = _BOTH if self.ground.makes_universal else _ZERO
+        upload_seconds = pace.usual_bytes / (self.ground.link_bytes_per_second or math.inf)
+        between = max(pace.every_seconds, upload_seconds)
+        for n in range(len(self._coming) + 1, count + 1):
+            at = pace.now_unix_seconds - pace.since_last_seconds + n * between
+            self._coming.append(
+                Piece(
+                    key=f"+{n}",
+                    order=Order(branch, step + n * max(pace.steps, 1), seq + n),
+                    bytes=pace.usual_bytes,
+                    committed_at_seconds=at,
+                    forms=forms,
+                )
+            )
+        return self._coming[:count]
 
-    def _settle(self) -> None:
-        """Let go what nothing keeps."""
-        self._judge()
-        for key, forms in list(self.going.items()):
-            if forms:
-                self.pieces[key] = replace(self.pieces[key], forms=forms)
-            else:
-                self._remove(self.pieces[key])
-        self.going = {}
-        self._tell(0)
+    def _by_policy(self, newest_first: Sequence[Piece], unsent: set[str], undated: set[str]) -> list[Piece]:
+        """Return what stays: what waits for its upload, and what the policy keeps of the rest."""
+        now = self.pace.now_unix_seconds
+        counted = [
+            _held(piece, None if piece.key in undated else piece.committed_at_seconds or now)
+            for piece in newest_first
+            if piece.key not in unsent
+        ]
+        kept = apply_policy(counted, self.ground.policy)
+        top = newest_first[0].key if newest_first else ""
+        return [
+            piece
+            for piece in newest_first
+            if piece.key in unsent
+            or piece.key == top
+            or not piece.may_go
+            or any(fate.keeps for fate in kept[piece.key].values())
+        ]
 
-    def _judge(self) -> None:
-        # what is committed goes by what is committed: without an opt-out a COMMIT alone is news
-        if not self.ground.deletes or (self.ground.unuploaded == "keep" and not self.has_news):
-            return
-        self.judged, self.has_news = self.judged + len(self.pieces), False
-        self.queue = None
-        is_short = self.free < self.ground.reserve_bytes
-        self.going = going(list(self.pieces.values()), self.ground, self.sent, is_short=is_short)
+    @property
+    def _may_skip(self) -> bool:
+        """Whether a save may be deleted without an upload."""
+        return self.ground.unuploaded == "delete"
 
-    # --- other jobs --------------------------------------------------------------------------------------
+    def _is_passed(self, piece: Piece) -> bool:
+        """Return whether it needs no upload: with `thin` a newer one is committed already."""
+        if self.ground.unuploaded != "thin" or piece.key == self.ground.sent:
+            return False
+        return self._safe is not None and self._safe > piece.order
 
-    def _tell(self, in_flight: int) -> None:
-        self.taken.append((self.now, self.ground.free_bytes - self.free + in_flight))
+    def _waiting(self, waiting: Sequence[Piece], count: int) -> int:
+        """Return how many saves wait for the link when the save after `count` more begins."""
+        link, pace = self.ground.link_bytes_per_second, self.pace
+        if link == math.inf:
+            return 0
+        if not link:
+            return len(waiting)
+        size = max(pace.usual_bytes, 1)
+        now = [piece for piece in waiting if not piece.key.startswith("+")]
+        backlog = sum(self.ground.left_bytes if p.key == self.ground.sent else p.bytes for p in now)
+        least = size - link * max(pace.every_seconds - self.flight_seconds, 0.0) if count else 0.0
+        left = max(backlog + count * size - link * self.begins_seconds(count), least, 0.0)
+        return min(math.ceil(left / size - 1e-6), len(waiting))
 
-    def _others(self, at: float) -> int:
-        """What they will have taken by then, or give back."""
-        place = bisect_right(self.ground.others, (at, math.inf))
-        return self.ground.others[place - 1][1] if place else 0
+    def _fixed(self, waiting: int, count: int) -> int:
+        """Return how many of those that wait cannot be deleted before they are uploaded."""
+        link, pace, ground = self.ground.link_bytes_per_second, self.pace, self.ground
+        if not link or link == math.inf:
+            return 0 if self._may_skip else waiting
+        upload_saves = pace.usual_bytes / link / pace.every_seconds
+        if self._may_skip:  # the limit counts it, unless so many newer ones came while it was uploaded
+            return min(waiting, int(upload_saves > (ground.policy.save_total_limit or 1)))
+        first = ground.left_bytes if ground.sent is not None else pace.usual_bytes
+        if ground.unuploaded == "thin" and link * self.begins_seconds(count) >= first:
+            # what came during one upload is deleted at the end of the next; the coming save is one of it
+            coming = 2 * upload_saves + self.flight_seconds / pace.every_seconds
+            return min(waiting, max(math.ceil(coming - 1e-6) - 1, 1))
+        return waiting
 
 
-# ---------------------------------------------------------------------------------------------------------
+def _held(piece: Piece, committed_at_seconds: float | None) -> PolicyFacts:
+    item = PolicyItem(
+        key=piece.key,
+        order=piece.order,
+        pinned=piece.is_pinned,
+        committed_at_seconds=committed_at_seconds,
+        score=piece.score,
+    )
+    return PolicyFacts(item=item, forms=piece.forms, standing=piece.forms & _ALONE)
+
+
+# --- What the last saves tell, and why a disk fills ------------------------------------------------------
 
 RECENT = 6
 """Saves that count: a run that changed its cadence is believed soon."""
@@ -468,7 +374,7 @@ class Forecast:
     save_every_seconds: float | None = None
     save_every_steps: int | None = None
     full_in_saves: int | None = None
-    """Further saves that fit, if all goes on as it did; None: it does not fill as far as is played."""
+    """Further saves that fit, if all goes on as it did; None: it does not fill within the horizon."""
     full_in_seconds: float | None = None
     overdue_seconds: float | None = None
     """How long after its usual time the next save still has not come."""
@@ -494,8 +400,8 @@ def forecast(saves: Sequence[Saved], ground: Ground, *, now_seconds: float) -> F
     every = median(gaps)
     steps = _steps(recent)
     pace = _pace(recent, gaps, now_seconds)
-    played = play(ground, pace) if pace is not None else None
-    is_full = played is not None and played.is_full
+    fit = saves_that_fit(ground, pace) if pace is not None else Fit()
+    is_full = fit.is_full
     speed = ground.link_bytes_per_second or 0.0
     late = now_seconds - recent[-1].at_seconds - every
     is_late = len(recent) >= LEAST and late + every > max(OVERDUE_FACTOR * every, OVERDUE_SECONDS)
@@ -505,8 +411,8 @@ def forecast(saves: Sequence[Saved], ground: Ground, *, now_seconds: float) -> F
         production_bytes_per_second=production,
         save_every_seconds=every,
         save_every_steps=steps,
-        full_in_saves=played.fit if played is not None and is_full else None,
-        full_in_seconds=played.full_at_seconds if played is not None else None,
+        full_in_saves=fit.saves if is_full else None,
+        full_in_seconds=fit.full_at_seconds,
         overdue_seconds=late if is_late else None,
         save_steps_for_link=_rounded(steps * production / max(speed, 1.0))
         if is_slow and steps is not None
@@ -562,11 +468,11 @@ def _pace(recent: Sequence[Saved], gaps: Sequence[float], now_seconds: float) ->
 def _explained(told: Forecast, ground: Ground, pace: Pace, *, is_bounded: bool) -> Forecast:
     """What would spare this disk: `thin`, a lower limit, or other keys."""
     if ground.unuploaded != "delete" and not is_bounded:
-        thin = play(replace(ground, unuploaded="thin"), pace)
+        thin = saves_that_fit(replace(ground, unuploaded="thin"), pace)
         told = replace(told, is_spared_by_thin=ground.policy.limits and not thin.is_full)
         ground = replace(ground, link_bytes_per_second=math.inf)
-    fast = play(ground, pace)
-    if told.full_in_saves is None or not fast.is_full or 2 * fast.fit > 3 * told.full_in_saves + 2:
+    fast = saves_that_fit(ground, pace)
+    if told.full_in_saves is None or not fast.is_full or 2 * fast.saves > 3 * told.full_in_saves + 2:
         return told  # a faster link would help for long
     limit = ground.policy.save_total_limit
     if limit is not None and _fills(ground, pace, RetentionPolicy(save_total_limit=limit)):
@@ -577,7 +483,7 @@ def _explained(told: Forecast, ground: Ground, pace: Pace, *, is_bounded: bool) 
 
 
 def _fills(ground: Ground, pace: Pace, policy: RetentionPolicy) -> bool:
-    return play(replace(ground, policy=policy), pace).is_full
+    return saves_that_fit(replace(ground, policy=policy), pace).is_full
 
 
 def _without(policy: RetentionPolicy, key: str) -> RetentionPolicy:
@@ -606,7 +512,7 @@ def _rounded(steps: float) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What a play of the coming saves starts from, out of the view that the planner decides on (adr/0160).
+# The disk of a job out of the view that the planner decides on.
 
 _NEVER_SENT = (ShipState.REFUSED, ShipState.RETIRED)
 _LEAST_REMOVALS = 2
@@ -675,7 +581,6 @@ def ground_of(
         left_bytes=sent.bytes if sent is not None and left_bytes is None else left_bytes or 0,
         written_bytes=written_bytes,
         is_in_flight=is_in_flight or view.is_save_in_flight or written_bytes > 0,
-        reserve_bytes=view.disk.reserve_bytes,
         makes_universal=_makes_universal(view),
         trainer_keeps=rotation.keeps if rotation is not None else None,
     )
@@ -716,7 +621,7 @@ def _piece(
         is_pinned=save.is_pinned,
         score=score_of(view, save.save.best),
         may_go=save.is_adopted and not save.has_unlisted and save.save.tag != best,
-        is_sent=to_ship(view, save) and not any(record.state in _NEVER_SENT for record in records),
+        is_sent=is_to_upload(view, save) and not any(record.state in _NEVER_SENT for record in records),
         is_trainers=rotation is not None and save.order > rotation.newest_gone,
         forms=_forms(view, save),
     )

@@ -15,20 +15,20 @@ from ckptd.core.policy.permit import DeletePermit, OptOutPermit, newer_commits, 
 from ckptd.core.policy.remote import is_configured_otherwise
 
 if TYPE_CHECKING:
-    from ckptd.core.policy.retention import Fate
+    from ckptd.core.policy.retention import RetentionVerdict
     from ckptd.core.policy.view import CommitRef, JobView, SaveView
 
 CONFIRMATION_SECONDS = 20.0
 """A confirmation older than this is asked for again, so that a permit made from it is young."""
 
 
-def victims(view: JobView, fates: dict[int, Fate]) -> list[SaveView]:
+def victims(view: JobView, fates: dict[int, RetentionVerdict]) -> list[SaveView]:
     """Return the saves on this node that nothing keeps, oldest first."""
     loose = (s for s in view.saves if s.is_present and not fates[s.id].keeps)
     return sorted(loose, key=lambda s: s.order)
 
 
-def prune(view: JobView, fates: dict[int, Fate]) -> list[Action]:
+def prune(view: JobView, fates: dict[int, RetentionVerdict]) -> list[Action]:
     """Oldest first, as many as the seat belt allows; a hold goes before what it would keep alive."""
     if view.is_first_scan or view.is_save_in_flight or not view.may_delete or view.deletions_left <= 0:
         return []

@@ -1,6 +1,6 @@
-"""Which derived forms are made, which stay on the node, and what `latest_universal` names (design.md §4, P9).
+"""Decide which derived forms are made, which stay on the node, what `latest_universal` names (design.md §4).
 
-Apart from planner.py, which decides what is shipped and deleted: derived forms can be made again.
+Uploads and deletions of saves are decided in `ckptd.core.policy.planner`; derived forms can be made again.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from ckptd.core.model.listing import OURS
 from ckptd.core.model.records import SETTLED, UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.actions import Action, DropDerived, PointUniversal
-from ckptd.core.policy.leases import is_made_afar
-from ckptd.core.policy.retention import Fate
+from ckptd.core.policy.leases import is_derived_remotely
+from ckptd.core.policy.retention import RetentionVerdict
 
 if TYPE_CHECKING:
     from ckptd.core.model.records import DerivedRecord
-    from ckptd.core.policy.local import LocalFates
+    from ckptd.core.policy.local import LocalVerdicts
     from ckptd.core.policy.view import JobView, RemoteView, SaveView
 
 MAX_CONVERSION_TRIES = 3
@@ -56,10 +56,10 @@ def _is_begun(view: JobView, save: SaveView, remote: RemoteView, form: str) -> b
     if record.generation is None or record.state not in (ShipState.NEW, ShipState.SHIPPING, ShipState.FAILED):
         return False
     is_here = save.derived(form).state is DerivedState.READY
-    return is_here or is_streamed(view, save, form, is_now=False)
+    return is_here or is_converted_on_the_fly(view, save, form, is_now=False)
 
 
-def first_to_go(view: JobView, local: LocalFates) -> SaveView | None:
+def next_to_evict(view: JobView, local: LocalVerdicts) -> SaveView | None:
     """Under disk pressure, the save whose universal form goes next; None: no pressure, or none is left.
 
     All of them go before any hold: one a turn, clones (which free little) last, the oldest first of equals.
@@ -80,8 +80,8 @@ def _is_clone(save: SaveView) -> bool:
     return save.universal.is_cloned and save.is_intact
 
 
-def _is_all_that_is_left(view: JobView, save: SaveView, local: LocalFates) -> bool:
-    rung = local.universal.get(save.id) or Fate()
+def _is_all_that_is_left(view: JobView, save: SaveView, local: LocalVerdicts) -> bool:
+    rung = local.universal.get(save.id) or RetentionVerdict()
     # a ZeRO form that nothing keeps may go in this very turn, on the strength of this one
     is_stepping_down = not save.is_intact or not local.zero[save.id].keeps
     return is_stepping_down and (bool(rung.keeps) or _is_rung_of_a_remote(view, save))
@@ -94,7 +94,7 @@ def _will_be_left(view: JobView, save: SaveView) -> bool:
     return climbs and save.is_intact and save.stands_alone and not save.is_pinned
 
 
-def stays_for_want_of(save: SaveView, fate: Fate | None) -> bool:
+def kept_until_converted(save: SaveView, fate: RetentionVerdict | None) -> bool:
     """A whole one that would step down here, were its universal form there; such a form can be made."""
     is_awaited = fate is not None and fate.awaits == UNIVERSAL
     return is_awaited and save.stands_alone and save.is_convertible and save.is_intact
@@ -102,28 +102,28 @@ def stays_for_want_of(save: SaveView, fate: Fate | None) -> bool:
 
 def _has_source(view: JobView, save: SaveView, remote: RemoteView) -> bool:
     """Committed there; for a remote that takes no ZeRO form, on every required one, and whole here."""
-    if not (save.is_convertible or (is_made_afar(save) and ZERO in remote.forms)):
+    if not (save.is_convertible or (is_derived_remotely(save) and ZERO in remote.forms)):
         return False
     names = [remote.name] if ZERO in remote.forms else [r.name for r in view.remotes if r.is_required]
     return all(save.ship(name, ZERO).state is ShipState.COMMITTED for name in names)
 
 
-def is_streamed(view: JobView, save: SaveView, form: str, *, is_now: bool = True) -> bool:
+def is_converted_on_the_fly(view: JobView, save: SaveView, form: str, *, is_now: bool = True) -> bool:
     """Whether a form that is not kept here can be made as it is sent; `is_now`: may begin.
 
     Of the shards here, or, of a save that no node has whole, of what the remote holds (adr/0118).
     """
-    if not is_made_afar(save) and (form in view.local_forms or not save.is_intact):
+    if not is_derived_remotely(save) and (form in view.local_forms or not save.is_intact):
         return False
     # its plan lies on this disk
     may_begin = not view.is_converting and not view.is_save_in_flight and not view.disk.is_full
     return is_open(save.derived(form), view.now_seconds) and (may_begin or not is_now)
 
 
-def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
+def keep_derived(view: JobView, local: LocalVerdicts) -> list[Action]:
     """Point `latest_universal` at the newest proven universal form, then drop what is no longer kept."""
     ready = sorted((s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.order)
-    short = first_to_go(view, local)
+    short = next_to_evict(view, local)
     here = {s.save.tag for s in view.saves if s.is_present}
     proven = [s for s in _proven(ready, here) if s is not short]
     actions: list[Action] = []
@@ -144,7 +144,7 @@ def keep_derived(view: JobView, local: LocalFates) -> list[Action]:
     return actions
 
 
-def worth_making(view: JobView, local: LocalFates, saves: list[SaveView]) -> list[SaveView]:
+def worth_creating(view: JobView, local: LocalVerdicts, saves: list[SaveView]) -> list[SaveView]:
     """Return those of `saves` whose derived form would not be deleted again at the next turn."""
     ready = sorted((s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.order)
     proven = _proven(ready, {s.save.tag for s in view.saves if s.is_present})
@@ -177,10 +177,10 @@ def _is_shipped_anywhere(save: SaveView) -> bool:
     return any(r.state is ShipState.COMMITTED and r.form == ZERO for r in save.ships.values())
 
 
-def _why_drop(view: JobView, save: SaveView, proven: list[SaveView], local: LocalFates) -> str | None:
+def _why_drop(view: JobView, save: SaveView, proven: list[SaveView], local: LocalVerdicts) -> str | None:
     if save.is_present and not save.is_intact:
         return "its source was saved again"
-    rung = local.universal.get(save.id) or Fate()
+    rung = local.universal.get(save.id) or RetentionVerdict()
     if rung.keeps or _is_rung_of_a_remote(view, save) or _is_half_sent(view, save):
         return None
     if not save.is_present:

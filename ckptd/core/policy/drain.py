@@ -21,7 +21,7 @@ COMMIT_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class DrainSchedule:
     """For one remote: what to send, in this order, and what will not make it."""
 
     order: tuple[tuple[SaveView, str], ...] = ()
@@ -30,13 +30,13 @@ class Course:
     """At the speed of the link; tried last all the same, for what is durable is not sent again."""
 
 
-def course(view: JobView, drain: Drain, remote: RemoteView, waiting: Sequence[SaveView]) -> Course:
+def plan_drain(view: JobView, drain: Drain, remote: RemoteView, waiting: Sequence[SaveView]) -> DrainSchedule:
     """The course of one remote over the saves that are to be committed there, newest first.
 
     `waiting`: complete, with their bytes here, and their ZeRO form not yet committed on that remote.
     """
     if not drain.speeds.get(remote.name):
-        return Course(order=tuple((save, ZERO) for save in waiting))
+        return DrainSchedule(order=tuple((save, ZERO) for save in waiting))
     left_seconds = max(0.0, drain.seconds_left - COMMIT_SECONDS)
     fits: list[tuple[SaveView, str]] = []
     late: list[SaveView] = []
@@ -51,7 +51,7 @@ def course(view: JobView, drain: Drain, remote: RemoteView, waiting: Sequence[Sa
         forms = [form for form in WEIGHTS if form in remote.forms]
         least = (form for form in forms if drain.needs_seconds(remote, late[0], form) <= left_seconds)
         fits += [(late[0], form) for form in least][:1]
-    return Course(order=(*fits, *((save, ZERO) for save in late)), late=tuple(late))
+    return DrainSchedule(order=(*fits, *((save, ZERO) for save in late)), late=tuple(late))
 
 
 def _may_be_made(view: JobView, remote: RemoteView, save: SaveView) -> bool:

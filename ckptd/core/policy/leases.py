@@ -1,7 +1,7 @@
-"""Several daemons over one directory: who sends which file, who deletes and converts (adr/0110; P10, H36).
+"""Divide the work of several daemons over one directory: who uploads, deletes and converts (ADR 0110).
 
-Pure. What the hosts agree on is a numbered row of documents, each created once: the members among which a
-save is divided, and the holder of the lease. Who lives is told by heartbeats' ages on the store's own clock.
+Pure. The hosts agree by a numbered row of documents, each created once: the members among which a save is
+divided, and the holder of the lease. A host counts as alive by the age of its heartbeat on the store's clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ckptd.core.model.heartbeat import SeenNode
-    from ckptd.core.policy.view import JobView, RemoteView, SaveView, Tenure
+    from ckptd.core.policy.view import JobView, LeaseStatus, RemoteView, SaveView
 
 SHARED = f"{ROOT}/shared/"
 LEASE = f"{SHARED}lease/"
@@ -69,7 +69,7 @@ def number_of(folder: str, key: str) -> int:
     return int(name) if name.isdecimal() and key == numbered(folder, int(name)) else 0
 
 
-# --- who sends what --------------------------------------------------------------------------------------
+# --- The shares: which host uploads which file -----------------------------------------------------------
 
 
 def owner_of(name: str, members: Iterable[str]) -> str:
@@ -102,7 +102,7 @@ def living(node: str, others: Iterable[SeenNode], takeover_seconds: float) -> fr
     return frozenset({node, *found})
 
 
-# --- the lease -------------------------------------------------------------------------------------------
+# --- The lease: one host deletes and converts ------------------------------------------------------------
 
 
 def judge_lease(
@@ -136,7 +136,7 @@ def without_lease(actions: Iterable[a.Action]) -> list[a.Action]:
     ]
 
 
-def on_shared(actions: Iterable[a.Action], tenure: Tenure | None) -> list[a.Action]:
+def on_shared(actions: Iterable[a.Action], tenure: LeaseStatus | None) -> list[a.Action]:
     """A plan, less what is others' to do; holds are of one host's disk and never made here."""
     wanted = list(actions)
     if tenure is None:
@@ -146,11 +146,10 @@ def on_shared(actions: Iterable[a.Action], tenure: Tenure | None) -> list[a.Acti
     return [action for action in wanted if not isinstance(action, a.Hold)]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Forms of a save that no node has whole, made of its committed objects: attempts, folders (adr/0118).
-# Pure. Who makes such a form is written in the remote before a byte of it is: a row of numbered documents,
-# each created once (as in core/policy/leases.py). The number is the attempt's, and with it its folder's: two
-# nodes never write in one, whatever each of them believes, and COMMIT names the one that counts.
+# --- Attempts at derived forms of a save that no node holds whole (ADR 0118) -----------------------------
+# Before a node uploads a byte of such a form it claims an attempt in the remote: a row of numbered
+# documents, each created once. The number names the attempt and its folder, so two nodes never write into
+# one folder, whatever each of them believes; the COMMIT names the attempt that counts.
 
 
 class Attempt(LeaseTerm):
@@ -174,7 +173,7 @@ def attempt_folder(tag: str, generation: int, form: str, below: str, attempt: in
     return folder_name(tag, generation, ZERO if below else form, attempt)
 
 
-def is_made_afar(save: SaveView) -> bool:
+def is_derived_remotely(save: SaveView) -> bool:
     """No node has it whole: its other forms are made of what its remote holds."""
     return save.save.is_part and not save.is_model_only
 
@@ -185,14 +184,14 @@ def gets_nothing(view: JobView, remote: RemoteView) -> SaveView | None:
     """
     if ZERO in remote.forms:
         return None
-    spread = (s for s in view.saves if is_made_afar(s) and s.is_present)
+    spread = (s for s in view.saves if is_derived_remotely(s) and s.is_present)
     return max(spread, key=lambda s: s.order, default=None)
 
 
-def is_made_elsewhere(view: JobView, remote: RemoteView) -> bool:
+def is_committed_elsewhere(view: JobView, remote: RemoteView) -> bool:
     """Tell whether another node committed the form that this node is uploading to the remote."""
     save = next((s for s in view.saves if s.id == remote.ships_save), None)
-    if save is None or remote.ships is None or not is_made_afar(save):
+    if save is None or remote.ships is None or not is_derived_remotely(save):
         return False
     ours = save.save.tag, save.ship(remote.name, ZERO).generation, remote.ships
     return remote.ships != ZERO and any((c.tag, c.generation, c.form) == ours for c in remote.commits)

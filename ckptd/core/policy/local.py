@@ -1,7 +1,7 @@
-"""Which checkpoints stay on the node, each with its reasons (docs/design.md P1, P5, §5).
+"""Decide which checkpoints stay on the node, each with its reasons (docs/design.md §5).
 
-The policy's keeps are joined with everything that must never go, whatever the policy says; what is left
-without a reason is for the planner to remove, with a permit.
+The policy's keeps are joined with everything that must never be deleted, whatever the policy says; what is
+left without a reason is for the planner to delete, with a permit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.core.model.save import best_named
 from ckptd.core.policy.permit import loose_policy, may_go_uncommitted
-from ckptd.core.policy.retention import Fate, Held, Item, fates
+from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionVerdict, apply_policy
 from ckptd.core.policy.view import CommitRef
 
 if TYPE_CHECKING:
@@ -52,19 +52,19 @@ def was_committed(ships: Mapping[tuple[str, str], ShipRecord], required: Sequenc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalFates:
+class LocalVerdicts:
     """Hold the verdicts of local retention by save id and form."""
 
-    zero: dict[int, Fate]
+    zero: dict[int, RetentionVerdict]
     """Of every save whose folder is here."""
-    universal: dict[int, Fate]
+    universal: dict[int, RetentionVerdict]
     """Of the universal forms of a ladder: one that does not keep its form leaves it to the other rules."""
 
 
-def keep_local(view: JobView) -> LocalFates:
+def keep_local(view: JobView) -> LocalVerdicts:
     """Reasons to keep each save on the node: the policy's, joined with everything P5 forbids to delete."""
-    zero: dict[int, Fate] = {}
-    universal: dict[int, Fate] = {}
+    zero: dict[int, RetentionVerdict] = {}
+    universal: dict[int, RetentionVerdict] = {}
     for is_model_only in (False, True):
         kind = [s for s in view.saves if s.is_model_only == is_model_only]
         if not kind:
@@ -86,32 +86,36 @@ def keep_local(view: JobView) -> LocalFates:
             intact=view.intact[is_model_only],
         )
         for save in present:
-            fate = by_policy.get(str(save.id), {}).get(ZERO) or Fate()
+            fate = by_policy.get(str(save.id), {}).get(ZERO) or RetentionVerdict()
             is_safe, is_loose = save.id in safe, save.id in loose
             zero[save.id] = fate.kept_for(*_protection(save, ground, is_committed=is_safe, is_loose=is_loose))
         for save in (*present, *stepped) if view.local_retention.has_rung(UNIVERSAL) else ():
-            fate = by_policy.get(str(save.id), {}).get(UNIVERSAL) or Fate()
+            fate = by_policy.get(str(save.id), {}).get(UNIVERSAL) or RetentionVerdict()
             if not fate.keeps and save.id in zero:  # what stays whole may yet have to leave it instead
                 fate = fate.kept_for(*zero[save.id].keeps)
             universal[save.id] = fate
-    return LocalFates(zero=zero, universal=universal)
+    return LocalVerdicts(zero=zero, universal=universal)
 
 
-def _by_policy(view: JobView, committed: list[SaveView], loose: list[SaveView]) -> dict[str, dict[str, Fate]]:
+def _by_policy(
+    view: JobView, committed: list[SaveView], loose: list[SaveView]
+) -> dict[str, dict[str, RetentionVerdict]]:
     """The policy's fates; uncommitted ones that may go are ranked among all, and with "delete" so are all."""
     dates = dates_of(view)
     required = [remote.name for remote in view.remotes if remote.is_required]
     held = [_held(view, save, required, dates) for save in committed]
-    by_policy = fates(held, view.local_retention)
+    by_policy = apply_policy(held, view.local_retention)
     if not loose:
         return by_policy
     everything = [*held, *(_held(view, save, required, dates) for save in loose)]
-    among_all = fates(everything, loose_policy(view))
+    among_all = apply_policy(everything, loose_policy(view))
     mine = {str(save.id): {ZERO: _uncommitted(among_all[str(save.id)][ZERO])} for save in loose}
-    return (fates(everything, view.local_retention) if view.unuploaded == "delete" else by_policy) | mine
+    return (
+        apply_policy(everything, view.local_retention) if view.unuploaded == "delete" else by_policy
+    ) | mine
 
 
-def _uncommitted(fate: Fate) -> Fate:
+def _uncommitted(fate: RetentionVerdict) -> RetentionVerdict:
     return replace(fate, keeps=tuple(why for why in fate.keeps if why != NEWEST))
 
 
@@ -133,15 +137,15 @@ def dates_of(view: JobView) -> Dates:
     }
 
 
-def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) -> Held:
+def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) -> PolicyFacts:
     """A save on the node as the policy sees it; dated by the last of its COMMITs on required remotes."""
     is_ready = _is_ready(save)
     keys = ((name, save.ship(name, ZERO).commit_key or "") for name in required)
     times = [dates[key] for key in keys if key in dates]
     known = [at for at in times if at is not None]
     forms = {ZERO} if save.is_present else set()
-    return Held(
-        item=Item(
+    return PolicyFacts(
+        item=PolicyItem(
             key=str(save.id),
             order=save.order,
             pinned=save.is_pinned,

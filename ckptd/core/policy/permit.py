@@ -1,8 +1,9 @@
-"""The right to remove one checkpoint from the node, made by the planner alone (P1, H10).
+"""Permit the deletion of one checkpoint from the node; only the planner makes permits.
 
-A permit names the folder by device and inode and every file by identity; it is valid for sixty seconds of
-monotonic time. `storage/local/fs.py` executes it and checks everything again. Two kinds: one rests on
-verified COMMITs of the very files, the other on a line of the job file that a person wrote (docs/adr/0095).
+A permit names the folder by device and inode and every file by identity, and expires after sixty seconds of
+monotonic time. `ckptd.storage.local.fs` executes it and checks everything again. There are two kinds: one
+rests on verified COMMITs of the very files, the other on a line of the job file that a person wrote (ADR
+0095).
 """
 
 from __future__ import annotations
@@ -63,10 +64,9 @@ class OptOutPermit(DeletePermit):
         return self.unuploaded == "delete" or (self.unuploaded == "thin" and bool(self.commits))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Which checkpoints may go before they are committed, where the job file says so (P1, docs/adr/0095).
-# Everything else that P5 protects stays protected; what each may rest on is said here once, for keeping,
-# pruning and shipping alike.
+# --- Deletion of uncommitted checkpoints, where the job file allows it (ADR 0095) ------------------------
+# The newest checkpoint and all else that retention protects stay protected. The rule stands here once, for
+# local retention, deletion and uploads alike.
 
 
 def unheard(view: JobView) -> list[str]:
@@ -129,12 +129,7 @@ def loose_policy(view: JobView) -> RetentionPolicy:
     The limit counts commits; under disk pressure (`thin`) it protects none. Without pressure a save within it
     stays, since its upload may still succeed. No ladder: a save that was never committed does not age.
     """
-    return loose_under(view.local_retention, view.unuploaded, is_short=view.disk.is_short)
-
-
-def loose_under(policy: RetentionPolicy, unuploaded: Unuploaded, *, is_short: bool) -> RetentionPolicy:
-    """Return the policy for uncommitted saves, for a disk that may be only assumed."""
-    policy = policy.model_copy(update={"ladder": ()})
-    if unuploaded == "thin" and is_short and policy.save_total_limit is not None:
+    policy = view.local_retention.model_copy(update={"ladder": ()})
+    if view.unuploaded == "thin" and view.disk.is_short and policy.save_total_limit is not None:
         return policy.model_copy(update={"save_total_limit": 0})
     return policy

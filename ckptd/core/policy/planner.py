@@ -28,27 +28,27 @@ from ckptd.core.policy.actions import (
 from ckptd.core.policy.deletion import prune, victims
 from ckptd.core.policy.derived_forms import (
     PRESSURE,
-    first_to_go,
+    is_converted_on_the_fly,
     is_open,
-    is_streamed,
     keep_derived,
-    stays_for_want_of,
+    kept_until_converted,
+    next_to_evict,
     to_derive,
-    worth_making,
+    worth_creating,
 )
-from ckptd.core.policy.drain import course
-from ckptd.core.policy.leases import is_made_elsewhere, on_shared
+from ckptd.core.policy.drain import plan_drain
+from ckptd.core.policy.leases import is_committed_elsewhere, on_shared
 from ckptd.core.policy.local import is_committed, keep_local, was_committed
 from ckptd.core.policy.permit import unheard
-from ckptd.core.policy.remote import keep_remote, to_retire
-from ckptd.core.policy.safety import to_ship
+from ckptd.core.policy.remote import commits_to_delete, keep_remote
+from ckptd.core.policy.safety import is_to_upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptd.core.policy.drain import Course
-    from ckptd.core.policy.local import LocalFates
-    from ckptd.core.policy.retention import Fate
+    from ckptd.core.policy.drain import DrainSchedule
+    from ckptd.core.policy.local import LocalVerdicts
+    from ckptd.core.policy.retention import RetentionVerdict
     from ckptd.core.policy.view import Drain, JobView, RemoteCommit, RemoteView, SaveView
 
 _COMMITTED = "committed"
@@ -68,7 +68,7 @@ def plan(view: JobView) -> Plan:
         actions += [MakeWay(remote=r.name, reason="paused") for r in view.remotes if r.ships is not None]
     else:
         loose = let_go(view, local.zero)
-        actions += _holds(view, loose, is_enough=first_to_go(view, local) is not None)
+        actions += _holds(view, loose, is_enough=next_to_evict(view, local) is not None)
         moves = [action for remote in view.remotes for action in _ship(view, remote, loose)]
         # a remote does one thing at a time: a new ZeRO form comes before what removes, all else after it, so
         # that a link which is never idle, or a remote that is full, still lets go of what is due
@@ -91,9 +91,9 @@ def _comes_before_removals(view: JobView, move: Ship) -> bool:
     return save.ship(move.remote, ZERO).state is not ShipState.FAILED
 
 
-def _rest(view: JobView, local: LocalFates) -> list[Action]:
+def _rest(view: JobView, local: LocalVerdicts) -> list[Action]:
     """Plan the actions that go on while transfers, conversions and deletions rest: holds, freeing space."""
-    here = _holds(view, frozenset(), is_enough=first_to_go(view, local) is not None)
+    here = _holds(view, frozenset(), is_enough=next_to_evict(view, local) is not None)
     makes_room = (PRESSURE, _COMMITTED) if view.disk.is_short else ()
     holds = [x for x in here if not isinstance(x, ReleaseHold) or x.reason in makes_room]
     derived = keep_derived(view, local)
@@ -137,13 +137,13 @@ def _open(view: JobView, remote: RemoteView) -> list[SaveView]:
         if ZERO in remote.forms
         and (s.is_intact or s.is_held)
         and s.ship(remote.name, ZERO).state not in done
-        and to_ship(view, s)
+        and is_to_upload(view, s)
     ]
 
 
-def _course(view: JobView, drain: Drain, remote: RemoteView) -> Course:
+def _course(view: JobView, drain: Drain, remote: RemoteView) -> DrainSchedule:
     willing = [s for s in _open(view, remote) if s.ship(remote.name, ZERO).state is not ShipState.REFUSED]
-    return course(view, drain, remote, willing)
+    return plan_drain(view, drain, remote, willing)
 
 
 def _on_course(view: JobView, remote: RemoteView, order: Sequence[tuple[SaveView, str]]) -> list[Action]:
@@ -162,11 +162,11 @@ def _on_course(view: JobView, remote: RemoteView, order: Sequence[tuple[SaveView
 def _is_under_way_or_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
     if (remote.ships_save, remote.ships) == (save.id, form):
         return True
-    may_be_made = form == ZERO or (is_streamed(view, save, form) and ZERO in remote.forms)
+    may_be_made = form == ZERO or (is_converted_on_the_fly(view, save, form) and ZERO in remote.forms)
     return may_be_made and _is_due(view, save, remote, form)
 
 
-def let_go(view: JobView, fates: dict[int, Fate]) -> frozenset[int]:
+def let_go(view: JobView, fates: dict[int, RetentionVerdict]) -> frozenset[int]:
     """Uncommitted ones that are about to be removed (`unuploaded`): neither held nor sent any more."""
     if view.unuploaded == "keep" or not view.may_delete or unheard(view):
         return frozenset()
@@ -192,7 +192,7 @@ def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Act
     done += [
         ReleaseHold(save_id=s.id, reason="not sent (backfill)")
         for s in held
-        if s.is_intact and not s.is_busy and not to_ship(view, s) and not _was_committed(view, s)
+        if s.is_intact and not s.is_busy and not is_to_upload(view, s) and not _was_committed(view, s)
     ]
     if view.disk.is_short:
         last = None if done or is_enough else next((s for s in held if _is_open(view, s)), None)
@@ -206,7 +206,7 @@ def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Act
         and not s.is_held
         and not s.is_busy
         and not _was_committed(view, s)
-        and to_ship(view, s)
+        and is_to_upload(view, s)
         and s.id not in loose
     ]
 
@@ -230,7 +230,7 @@ def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Acti
     if remote.is_shipping:
         if zero is not None and remote.ships not in (None, ZERO):
             return [MakeWay(remote=remote.name)]
-        if is_made_elsewhere(view, remote):
+        if is_committed_elsewhere(view, remote):
             return [MakeWay(remote=remote.name, reason="another node was faster")]
         return []
     if zero is not None:
@@ -244,14 +244,14 @@ def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Acti
     for form in (UNIVERSAL, *WEIGHTS):
         for save in to_derive(view, remote, form) if form in remote.forms else ():
             is_here = save.derived(form).state is DerivedState.READY
-            if _is_due(view, save, remote, form) and (is_here or is_streamed(view, save, form)):
+            if _is_due(view, save, remote, form) and (is_here or is_converted_on_the_fly(view, save, form)):
                 return [_ship_or_describe(view, save, remote, form, is_streamed=not is_here)]
     return []
 
 
 def _is_zero_due(view: JobView, save: SaveView, remote: RemoteView) -> bool:
     has_source = save.is_intact or save.is_held
-    return has_source and _is_due(view, save, remote, ZERO) and to_ship(view, save)
+    return has_source and _is_due(view, save, remote, ZERO) and is_to_upload(view, save)
 
 
 def _is_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
@@ -288,7 +288,7 @@ def _ship_or_describe(
     )
 
 
-def _convert(view: JobView, local: LocalFates) -> list[Action]:
+def _convert(view: JobView, local: LocalVerdicts) -> list[Action]:
     """Plan one local conversion: newest first; every save if extents clone, else only the newest and those
     that a tier waits for.
 
@@ -303,9 +303,9 @@ def _convert(view: JobView, local: LocalFates) -> list[Action]:
     candidates = [s for s in candidates if s.is_adopted or not s.was_found_first or s is candidates[0]]
     if not view.disk.can_clone:
         newest, fates = candidates[:1], local.zero
-        candidates = newest + [s for s in candidates[1:] if stays_for_want_of(s, fates.get(s.id))]
+        candidates = newest + [s for s in candidates[1:] if kept_until_converted(s, fates.get(s.id))]
     due = [s for s in candidates if is_open(s.universal, view.now_seconds)]
-    for save in worth_making(view, local, due) if due else ():
+    for save in worth_creating(view, local, due) if due else ():
         cost_bytes = 0 if view.disk.can_clone else save.save.total_bytes
         if view.disk.free_bytes - cost_bytes < view.disk.reserve_bytes:
             return []
@@ -313,7 +313,7 @@ def _convert(view: JobView, local: LocalFates) -> list[Action]:
     return []
 
 
-def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Retire]:
+def _retire(view: JobView, fates: dict[tuple[str, str], RetentionVerdict]) -> list[Retire]:
     """Remote retention, one COMMIT per remote and turn: derived forms of what goes, then the zero form."""
     if view.is_first_scan or not view.may_delete:
         return []
@@ -321,7 +321,7 @@ def _retire(view: JobView, fates: dict[tuple[str, str], Fate]) -> list[Retire]:
     for remote in view.remotes:
         if not remote.is_attached or remote.is_shipping or remote.retirements_left <= 0:
             continue
-        willing = to_retire(view, remote, fates)
+        willing = commits_to_delete(view, remote, fates)
         if not willing:
             continue
         first = min(willing, key=lambda c: (c.branch, c.step, c.save_seq, c.form == ZERO))

@@ -1,7 +1,7 @@
-"""Which COMMITs of each remote stay, each with its reasons: one pure function of the remote's data (§5).
+"""Decide which COMMITs of each remote stay, each with its reasons: a pure function of the remote's data.
 
 Facts of this node (a save still here, what its trainer calls the best) only ever add reasons to keep, so that
-all nodes of a job let go the same set.
+all nodes of a job delete the same set.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.model.records import SETTLED, WEIGHTS, ZERO
 from ckptd.core.policy.local import best_here, best_there, score_of
-from ckptd.core.policy.retention import Fate, Held, Item, fates
+from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionVerdict, apply_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,14 +42,14 @@ class Generation:
             return "model-only"
         return "resumable" if any(form not in WEIGHTS for form in self.commits) else "weights-only"
 
-    def held(self, view: JobView) -> Held:
+    def held(self, view: JobView) -> PolicyFacts:
         """Return the facts for the policy, dated by the earliest of the COMMITs, which is the ZeRO form's."""
         times = (c.committed_at_seconds for c in self.commits.values())
         lead = self.leader
         by_form = (lead, *(self.commits[form] for form in sorted(self.commits)))
         best = next((c.best for c in by_form if c.best is not None), None)
-        return Held(
-            item=Item(
+        return PolicyFacts(
+            item=PolicyItem(
                 key=f"{lead.tag}~g{lead.generation}",
                 order=self.order,
                 pinned=lead.tag in view.pinned_tags,
@@ -82,7 +82,9 @@ def is_configured_otherwise(view: JobView, remote: RemoteView) -> bool:
     return newest.config_digest != view.config_digest
 
 
-def to_retire(view: JobView, remote: RemoteView, fates: Mapping[tuple[str, str], Fate]) -> list[RemoteCommit]:
+def commits_to_delete(
+    view: JobView, remote: RemoteView, fates: Mapping[tuple[str, str], RetentionVerdict]
+) -> list[RemoteCommit]:
     """Return the COMMITs that this node may delete from the remote: nothing keeps them there.
 
     Deletions that the remote refused a short while ago, and those elected to other nodes, are left out.
@@ -93,10 +95,10 @@ def to_retire(view: JobView, remote: RemoteView, fates: Mapping[tuple[str, str],
     if len(gone) == len(remote.commits):
         return []
     willing = (c for c in gone if (remote.name, c.sha256) not in view.not_to_retire)
-    return [c for c in willing if is_our_turn(view, remote.name, c)]
+    return [c for c in willing if is_elected_deleter(view, remote.name, c)]
 
 
-def is_our_turn(view: JobView, remote: str, commit: RemoteCommit) -> bool:
+def is_elected_deleter(view: JobView, remote: str, commit: RemoteCommit) -> bool:
     """Whether this node lets a COMMIT of several go: one is drawn, the next a minute later, and so on.
 
     Economy, never safety: each reads what it needs and finishes what another began (adr/0105). The one that
@@ -112,17 +114,17 @@ def is_our_turn(view: JobView, remote: str, commit: RemoteCommit) -> bool:
 @lru_cache(maxsize=1024)
 def _earlier(sha256: str, nodes: frozenset[str], node: str) -> int:
     """How many nodes are drawn before this one; of a COMMIT it never changes."""
-    ours = _draw(sha256, node)
-    return sum(1 for name in nodes if name != node and _draw(sha256, name) < ours)
+    ours = _rank_by_hash(sha256, node)
+    return sum(1 for name in nodes if name != node and _rank_by_hash(sha256, name) < ours)
 
 
-def _draw(sha256: str, node: str) -> str:
+def _rank_by_hash(sha256: str, node: str) -> str:
     return hashlib.sha256(f"{sha256} {node}".encode()).hexdigest()
 
 
-def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
+def keep_remote(view: JobView) -> dict[tuple[str, str], RetentionVerdict]:
     """(remote, COMMIT key) → what becomes of it."""
-    result: dict[tuple[str, str], Fate] = {}
+    result: dict[tuple[str, str], RetentionVerdict] = {}
     present = [s for s in view.saves if s.is_present]
     here = {(s.save.tag, s.order) for s in present}
     newest_word = best_here(view)
@@ -140,7 +142,7 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], Fate]:
             if not mine:
                 continue
             held = [g.held(view) for g in mine]
-            by_policy = fates(held, remote.retention)
+            by_policy = apply_policy(held, remote.retention)
             deletes = remote.retention.deletes
             for one, generation in zip(held, mine, strict=True):
                 lead = generation.leader

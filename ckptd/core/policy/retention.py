@@ -1,8 +1,8 @@
-"""Which checkpoints a policy keeps, and why: a pure function of an ordered list (§5 *Retention*).
+"""Apply a retention policy to an ordered list of checkpoints: which stay, and why (design.md §5 *Retention*).
 
-Keeps join by union; every kept item carries its reasons, an item without one may go. The same function
-serves the node's disk and each remote, so that both explain themselves in the same words. Time is the time
-that COMMITs carry, never a clock (P9): a node whose clock jumps deletes nothing for it.
+Keeps join by union; every kept item carries its reasons, an item without one may be deleted. The same
+function serves the node's disk and each remote, so that both explain themselves in the same words. Time is
+the time that COMMITs carry, never a clock: a node whose clock jumps deletes nothing for it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 
-# --- How a checkpoint ages on one tier: full, universal, weights, gone (docs/adr/0094) -------------------
-# What the other retention keys let go does not vanish at once but steps down. A fuller form goes only when
-# the rung's own form is there, so that nothing is left without a form before the rung that says "gone".
+# --- Tiers: a checkpoint ages from full to universal to weights to gone (ADR 0094) -----------------------
+# A checkpoint that the other retention keys would delete is reduced step by step instead. A fuller form is
+# deleted only when the tier's own form exists, so that no checkpoint is without a form before the tier
+# "gone".
 
 GONE = "gone"
 RungForm = Literal["universal", "weights-fp32", "weights-bf16", "weights-fp16", "gone"]
@@ -43,7 +44,7 @@ class Age(NamedTuple):
     """From its COMMIT to the newest one's; None: not known."""
 
 
-class Rung(Model):
+class Tier(Model):
     """From a certain age on, only `form` and what is less than it stays. One of the two ages is set."""
 
     form: RungForm
@@ -65,7 +66,7 @@ class Rung(Model):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
+class RetentionVerdict:
     """Hold the verdict of the policy on one form of one checkpoint."""
 
     keeps: tuple[str, ...] = ()
@@ -77,32 +78,36 @@ class Fate:
     awaits: str | None = None
     """It stays for want of this form alone, as far as the policy goes."""
 
-    def kept_for(self, *more: str) -> Fate:
+    def kept_for(self, *more: str) -> RetentionVerdict:
         """With further reasons to stay."""
         return replace(self, keeps=self.keeps + more) if more else self
 
 
 def step_down(
-    ladder: Sequence[Rung], age: Age, forms: Collection[str], standing: Collection[str], otherwise: str
-) -> dict[str, Fate]:
+    ladder: Sequence[Tier], age: Age, forms: Collection[str], standing: Collection[str], otherwise: str
+) -> dict[str, RetentionVerdict]:
     """The fate of each form of a checkpoint that no other key keeps.
 
     `standing`: those of the forms that can be used without the others. The deepest rung reached whose form
     stands counts; where none does, everything stays. `otherwise`: why it goes where there is no ladder.
     """
     if not ladder:
-        return dict.fromkeys(forms, Fate(goes=otherwise))
+        return dict.fromkeys(forms, RetentionVerdict(goes=otherwise))
     reached = [rung for rung in ladder if rung.is_reached(age)]
     for rung in reversed(reached):
         text = f"ladder: {rung.form} after {rung.after}"
         if rung.form == GONE:
-            return dict.fromkeys(forms, Fate(goes=text))
+            return dict.fromkeys(forms, RetentionVerdict(goes=text))
         if rung.form in standing:
-            least, goes, stays = fullness(rung.form), Fate(goes=text, instead=rung.form), Fate(keeps=(text,))
+            least, goes, stays = (
+                fullness(rung.form),
+                RetentionVerdict(goes=text, instead=rung.form),
+                RetentionVerdict(keeps=(text,)),
+            )
             return {form: goes if fullness(form) > least else stays for form in forms}
     why = f"whole until {ladder[0].after}" if not reached else f"no {reached[-1].form} form is here instead"
     awaits = reached[-1].form if reached else None
-    return dict.fromkeys(forms, Fate(keeps=(f"ladder: {why}",), awaits=awaits))
+    return dict.fromkeys(forms, RetentionVerdict(keeps=(f"ladder: {why}",), awaits=awaits))
 
 
 @cache
@@ -115,7 +120,7 @@ def span(seconds: float | None) -> str:
     return f"{left}s"
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- The policy ------------------------------------------------------------------------------------------
 
 _MOST_GAPS = 4
 """From one COMMIT to the next counts as at most that many times what is usual."""
@@ -138,7 +143,7 @@ class RetentionPolicy(Model):
     keep_best: int | None = None
     keep_steps: tuple[int, ...] = ()
     ephemeral: Ephemeral | None = None
-    ladder: tuple[Rung, ...] = ()
+    ladder: tuple[Tier, ...] = ()
     """Oldest rung last; only for what the other keys let go."""
 
     @property
@@ -181,7 +186,7 @@ class RetentionPolicy(Model):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class PolicyItem:
     """A committed checkpoint as the policy sees it."""
 
     key: str
@@ -194,16 +199,18 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class PolicyFacts:
     """A checkpoint with the forms that a tier holds of it."""
 
-    item: Item
+    item: PolicyItem
     forms: frozenset[str]
     standing: frozenset[str]
     """Those that can be used without the others."""
 
 
-def fates(held: Sequence[Held], policy: RetentionPolicy) -> dict[str, dict[str, Fate]]:
+def apply_policy(
+    held: Sequence[PolicyFacts], policy: RetentionPolicy
+) -> dict[str, dict[str, RetentionVerdict]]:
     """Judge each form of each checkpoint by the policy: key → form → verdict.
 
     Whole checkpoints (with their ZeRO form) are ranked among themselves; one that is already reduced to a
@@ -215,11 +222,11 @@ def fates(held: Sequence[Held], policy: RetentionPolicy) -> dict[str, dict[str, 
     if len(whole) < len(everything):
         reasons |= keep_reasons(whole, policy)
     ages = ages_of(everything) if policy.ladder else {}
-    found: dict[str, dict[str, Fate]] = {}
+    found: dict[str, dict[str, RetentionVerdict]] = {}
     for one in held:
         key = one.item.key
         if reasons[key]:
-            found[key] = dict.fromkeys(one.forms, Fate(keeps=reasons[key]))
+            found[key] = dict.fromkeys(one.forms, RetentionVerdict(keeps=reasons[key]))
         else:
             step = one.item.order.step
             # what is thrown away after the next few is not kept in a lesser form for years
@@ -229,7 +236,7 @@ def fates(held: Sequence[Held], policy: RetentionPolicy) -> dict[str, dict[str, 
     return found
 
 
-def ages_of(items: Sequence[Item]) -> dict[str, Age]:
+def ages_of(items: Sequence[PolicyItem]) -> dict[str, Age]:
     """How old each is among the others; without a date at least as old as the dated one after it."""
     newest_first = sorted(items, key=lambda item: item.order, reverse=True)
     known = _ages(newest_first)
@@ -241,7 +248,7 @@ def ages_of(items: Sequence[Item]) -> dict[str, Age]:
     return ages
 
 
-def keep_reasons(items: Sequence[Item], policy: RetentionPolicy) -> dict[str, tuple[str, ...]]:
+def keep_reasons(items: Sequence[PolicyItem], policy: RetentionPolicy) -> dict[str, tuple[str, ...]]:
     """Reasons to keep, by key; an empty tuple means that the policy lets it go.
 
     Newest is by (branch, step, save_seq), so a rewound run's new saves count before the abandoned ones (P9).
@@ -278,7 +285,7 @@ def _unlimited(policy: RetentionPolicy) -> tuple[str, ...]:
     return () if policy.limits else ("permanent: only ephemeral ones are limited",)
 
 
-def _permanent(item: Item, rank: int, policy: RetentionPolicy) -> list[str]:
+def _permanent(item: PolicyItem, rank: int, policy: RetentionPolicy) -> list[str]:
     """The keys that count or divide permanent checkpoints."""
     why: list[str] = []
     if policy.save_total_limit is not None and rank <= policy.save_total_limit:
@@ -288,7 +295,7 @@ def _permanent(item: Item, rank: int, policy: RetentionPolicy) -> list[str]:
     return why
 
 
-def _any(item: Item, policy: RetentionPolicy, age_seconds: float | None) -> list[str]:
+def _any(item: PolicyItem, policy: RetentionPolicy, age_seconds: float | None) -> list[str]:
     """The keys that name or date a checkpoint, whatever its kind."""
     why: list[str] = []
     within = policy.keep_within_seconds
@@ -303,7 +310,7 @@ def _any(item: Item, policy: RetentionPolicy, age_seconds: float | None) -> list
     return why
 
 
-def _ages(newest_first: Sequence[Item]) -> dict[str, float]:
+def _ages(newest_first: Sequence[PolicyItem]) -> dict[str, float]:
     """Seconds before the newest dated COMMIT, by key, as far as their times bear each other out (P9).
 
     From one COMMIT to the next counts as at most a few times what the others took: a clock that jumped, or a
@@ -322,7 +329,7 @@ def _ages(newest_first: Sequence[Item]) -> dict[str, float]:
     return ages
 
 
-def _spaced(newest_first: Sequence[Item], policy: RetentionPolicy) -> list[str]:
+def _spaced(newest_first: Sequence[PolicyItem], policy: RetentionPolicy) -> list[str]:
     """Keys of one checkpoint of each span, the oldest first: what is kept never depends on newer ones.
 
     A COMMIT that seems older than the one kept before it (a clock that was wrong) is kept as well.

@@ -1,5 +1,6 @@
-"""The newest checkpoint that is safe, in a COMMIT on every required remote as last observed, and what is here
-that would be lost with this node (P17, P2).
+"""Choose the saves to upload; find the newest safe one: with a COMMIT on every required remote, as last seen.
+
+What is newer than the safe save would be lost with this node.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ if TYPE_CHECKING:
     from ckptd.core.policy.view import JobView, RemoteCommit, SaveView
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Which of the checkpoints that were found at the first start are sent: `backfill` (H20, docs/adr/0155).
-# The newest of them is a guess where the run was rewound before the journal was begun: nobody saw it happen.
-# Whatever may be the newest is sent too.
+# --- Which saves from before the first start are uploaded: `backfill` (ADR 0155) -------------------------
+# If the run was rewound before the journal began, nobody saw it, and the newest of those saves is a guess.
+# So every save that may be the newest is uploaded too.
 
 
-def to_ship(view: JobView, save: SaveView) -> bool:
+def is_to_upload(view: JobView, save: SaveView) -> bool:
     """Tell whether a save is uploaded; of those found at the first start `backfill` selects.
 
     It selects all of them, those that may be the newest, or none.
@@ -48,11 +48,11 @@ def unsent(view: JobView) -> tuple[str, ...]:
     """Whole here, not committed, and left to `ckptd adopt`: newest first."""
     required = [r.name for r in view.remotes if r.is_required]
     whole = (s for kind in view.intact.values() for s in kind)
-    left = [s for s in whole if not to_ship(view, s) and not was_committed(s.ships, required)]
+    left = [s for s in whole if not is_to_upload(view, s) and not was_committed(s.ships, required)]
     return tuple(s.save.tag for s in sorted(left, key=lambda s: s.order, reverse=True))
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- The newest safe save --------------------------------------------------------------------------------
 
 
 def newest_safe(view: JobView, below: Order | None = None) -> RemoteCommit | None:
@@ -89,7 +89,7 @@ def _is_newer(view: JobView, save: SaveView, safe: RemoteCommit | None) -> bool:
     if save.order > safe.order:
         return not is_committed(view, save)
     required = [r.name for r in view.remotes if r.is_required]
-    return is_in_doubt(view, save) and to_ship(view, save) and not was_committed(save.ships, required)
+    return is_in_doubt(view, save) and is_to_upload(view, save) and not was_committed(save.ships, required)
 
 
 def steps_at_risk(view: JobView, save: SaveView) -> int:

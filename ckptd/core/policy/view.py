@@ -16,7 +16,7 @@ from ckptd.core.policy.retention import RetentionPolicy
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckptd.core.model.listing import Resumed
+    from ckptd.core.model.listing import ResumeMarker
 
 from typing import TYPE_CHECKING
 
@@ -64,7 +64,7 @@ class Drain:
         return seconds / BEGUN_FACTOR if is_begun else seconds
 
 
-# --- The file system of save_dir as the planner sees it (docs/design.md P13) -----------------------------
+# --- The disk of save_dir --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Disk:
         return self.free_bytes < self.min_free_bytes
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- Saves, remotes and the job --------------------------------------------------------------------------
 
 
 _NOT_MADE = DerivedRecord()
@@ -241,7 +241,7 @@ class Confirmation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenure:
+class LeaseStatus:
     """A job on a shared directory, as the planner of one host sees it."""
 
     holds_lease: bool
@@ -298,9 +298,9 @@ class JobView:
     """This node's name."""
     due_since_seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """(remote, COMMIT key) → since when nothing has kept it here; monotonic."""
-    tenure: Tenure | None = None
+    tenure: LeaseStatus | None = None
     """save_dir is shared by hosts (adr/0110); None: it is this host's alone."""
-    resumed: Resumed | None = None
+    resumed: ResumeMarker | None = None
     """What `resume` gave to the trainer last, whatever came of it since."""
     unsealed_tags: frozenset[str] = frozenset()
     """Checkpoints on this node of which nothing is known yet, as after the loss of the journal."""

@@ -20,9 +20,7 @@ from ckptd.core.policy.capacity import (
     forecast,
     ground_of,
     pace_of,
-    play,
     rotation_of,
-    summed,
 )
 from ckptd.daemon.state.view_builder import unsealed
 from ckptd.daemon.uploads.session import STILL_SECONDS
@@ -42,7 +40,6 @@ RUNNING_SECONDS = 10.0
 """An upload that has run for so long tells the speed of its link before it ends."""
 _ROWS = 200
 """The latest ones tell how the trainer rotates."""
-_NO_LIMIT = 1 << 62
 
 FREES_FILES = "remove small files on this disk (df -i): it has room, and no inodes left for a save"
 _CURES = {
@@ -72,7 +69,8 @@ def link_speed(job: WatchedJob, state: JobState) -> float | None:
 def outlook(job: WatchedJob, state: JobState) -> Forecast:
     """What to expect of this job if the trainer goes on as it did, and those beside it on its disk."""
     now = time.time()
-    ground = replace(_ground(job, state), others=_taken_by_others(job, now))
+    others = tuple((_ground(other, its), pace) for other, its, pace in _beside(job, now))
+    ground = replace(_ground(job, state), others=others)
     told = forecast(_saves(job, state), ground, now_seconds=now)
     if job.view is not None and job.view.disk.lacks_files:
         return replace(told, full_in_saves=0, full_in_seconds=0.0, lacks_files=True)
@@ -104,15 +102,6 @@ def _beside(job: WatchedJob, now: float) -> list[tuple[WatchedJob, JobState, Pac
     looked_at = [(o, state) for o, state in others if state is not None and o.view is not None]
     paces = [(other, state, pace_of(_saves(other, state), now)) for other, state in looked_at]
     return [(other, state, pace) for other, state, pace in paces if pace is not None]
-
-
-def _taken_by_others(job: WatchedJob, now: float) -> tuple[tuple[float, int], ...]:
-    """What the coming saves of other jobs will have taken of the disk that this one counts on, by time."""
-    taken: list[tuple[float, int]] = []
-    for other, state, pace in _beside(job, now):
-        alone = replace(_ground(other, state), free_bytes=_NO_LIMIT)
-        taken = summed(taken, play(alone, pace).taken)
-    return tuple(taken)
 
 
 def _saves(job: WatchedJob, state: JobState) -> list[Saved]:

@@ -23,7 +23,7 @@ from ckptd.core.policy.blockers import tried_again
 from ckptd.core.policy.derived_forms import MAX_CONVERSION_TRIES
 from ckptd.core.policy.leases import gets_nothing
 from ckptd.core.policy.local import is_committed
-from ckptd.core.policy.safety import newest_safe, to_ship
+from ckptd.core.policy.safety import is_to_upload, newest_safe
 from ckptd.daemon.health.capacity import FREES_FILES, see_outlook, shortage, to_adopt
 from ckptd.daemon.health.stalls import (
     REMOVES,
@@ -161,7 +161,7 @@ def see_problems(job: WatchedJob, state: JobState) -> None:
         [
             s.save.tag
             for s in job.view.saves
-            if s.is_intact and to_ship(job.view, s) and not is_committed(job.view, s)
+            if s.is_intact and is_to_upload(job.view, s) and not is_committed(job.view, s)
         ]
         if job.view
         else []
@@ -383,5 +383,5 @@ def _is_behind(job: WatchedJob) -> bool:
         s.is_intact and s.ship(r, ZERO).state not in (ShipState.COMMITTED, ShipState.RETIRED)
         for s in job.view.saves
         for r in required
-        if to_ship(job.view, s)
+        if is_to_upload(job.view, s)
     )

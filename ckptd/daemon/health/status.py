@@ -12,7 +12,7 @@ from ckptd.core.policy.local import is_committed
 from ckptd.core.policy.local import newest as newest_save
 from ckptd.core.policy.remote import generations_of
 from ckptd.core.policy.retention import fullness
-from ckptd.core.policy.safety import exposed, newest_safe, steps_at_risk, to_ship
+from ckptd.core.policy.safety import exposed, is_to_upload, newest_safe, steps_at_risk
 from ckptd.daemon.health.capacity import link_speed, outlook
 from ckptd.daemon.health.checks import is_idle
 from ckptd.daemon.health.stalls import damage, unfinished, way_out, why_gone
@@ -202,7 +202,7 @@ def _checkpoints(job: WatchedJob, state: JobState) -> tuple[st.CheckpointStatus,
     times = state.journal.ship_times()
     assert job.view is not None
     view = job.view
-    left = frozenset(s.id for s in view.saves if not to_ship(view, s) and not is_committed(view, s))
+    left = frozenset(s.id for s in view.saves if not is_to_upload(view, s) and not is_committed(view, s))
     sealed = [_sealed(job, state, row, times, row.id in left) for row in [*shown, *ended[:SHOWN_ENDED]]]
     sealed_tags = {r.save.tag for r in shown}
     folders = {f.tag: f for f in state.listing.folders} if state.listing is not None else {}

@@ -18,7 +18,7 @@ from ckptd.base import files, names
 from ckptd.base.names import decode_name
 from ckptd.base.owned_dirs import opened_ours
 from ckptd.core.model import manifest as mf
-from ckptd.core.model.decision import PINS, Decision, lacking, newest_words
+from ckptd.core.model.decision import PINS, Decision, lacking, newest_decisions
 from ckptd.errors import CkptdError, DamagedError, RefusedError, RemoteNotOurs, RemoteUnreachable
 from ckptd.storage.child.slots import error_of
 from ckptd.storage.remote import messages as m
@@ -119,7 +119,7 @@ def write_decision(state_dir: Path, decision: Decision) -> None:
 
 def pinned_tags(decisions: Iterable[Decision]) -> frozenset[str]:
     """Tags whose newest pin or unpin is a pin."""
-    return frozenset(tag for tag, decision in newest_words(decisions).items() if decision.kind == "pin")
+    return frozenset(tag for tag, decision in newest_decisions(decisions).items() if decision.kind == "pin")
 
 
 def _is_to_publish(decision: Decision) -> bool:
@@ -135,7 +135,7 @@ class Decisions:
         """Of own files and of remotes that are there."""
         self._journal = journal
         self._state_dir = state_dir
-        self._kept = newest_words(journal.decisions())
+        self._kept = newest_decisions(journal.decisions())
         self._own = _Own(read={}, named={}, unread={})
         self._read_as_of_ns: int | None = None
 
@@ -154,7 +154,7 @@ class Decisions:
 
     def _keep(self, seen: list[Decision]) -> None:
         """Pins alone: what lets something go (adopt, accept) counts where it can be read."""
-        for tag, decision in newest_words(seen).items():
+        for tag, decision in newest_decisions(seen).items():
             old = self._kept.get(tag)
             if old is None or old.serial < decision.serial:
                 self._journal.put_decision(decision)
@@ -196,7 +196,7 @@ class Decisions:
         this state directory holds. What lets something go (adopt, accept) is published where it was said.
         """
         pins = self.pins
-        newest = newest_words([*self._kept.values(), *self.known]).values()
+        newest = newest_decisions([*self._kept.values(), *self.known]).values()
         # an unpin that the journal alone has ends no pin, there either
         words = [word for word in newest if (word.kind == "pin") == (word.tag in pins)]
         # a name does not say who pinned it, and when

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from ckptd.core.completeness.sealing import shards_of
 from ckptd.core.model.coverage import is_after, order_of
 from ckptd.core.model.generation import (
-    Already,
+    AlreadyCommitted,
     GenerationChoice,
-    Retired,
-    Use,
+    GenerationRetired,
+    JoinGeneration,
     choose_derived,
     choose_generation,
 )
@@ -290,9 +290,9 @@ class Knowledge(Recogniser):
         if record.state not in _OPEN or key in state.generations:
             return
         match choice := self._choose(row.save, link, form):
-            case Use(generation=g):
+            case JoinGeneration(generation=g):
                 state.generations[key] = GenerationAnswer(generation=g, attempt=record.attempt)
-            case Already() as already:
+            case AlreadyCommitted() as already:
                 found = {
                     "state": ShipState.COMMITTED,
                     "generation": already.generation,
@@ -303,10 +303,10 @@ class Knowledge(Recogniser):
                 state.put_ship(row.id, record.model_copy(update=found))
                 link.changed()  # the observation may be older than that COMMIT
                 log.info("%s (%s) is committed on %s already; nothing is sent", row.save.tag, form, link.name)
-            case Retired(generation=g):
+            case GenerationRetired(generation=g):
                 update = {"state": ShipState.RETIRED, "generation": g}
                 state.put_ship(row.id, record.model_copy(update=update))
-        if isinstance(choice, Already | Retired):
+        if isinstance(choice, AlreadyCommitted | GenerationRetired):
             link.tag_views.pop(row.save.tag, None)  # no upload of ours ends it: that of another node was it
 
     def _hear_of_commits(self, name: str, link: RemoteLink) -> None:

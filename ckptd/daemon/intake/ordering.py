@@ -13,7 +13,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.order import (
-    Found,
+    CoexistingSave,
     copied_order,
     is_proven,
     next_order,
@@ -169,9 +169,9 @@ class Ordering:
                 found.append(row.id)
         return tuple(found)
 
-    def _found(self, folder: FolderListing, order: Order) -> Found:
+    def _found(self, folder: FolderListing, order: Order) -> CoexistingSave:
         listing = self._state.listing
-        return Found(
+        return CoexistingSave(
             order=order,
             seen_seconds=self._seen[folder.tag][1],
             written_ns=written_ns(folder),

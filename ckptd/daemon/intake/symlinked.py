@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ckptd.base.names import shown
-from ckptd.core.model.unprotected import told
+from ckptd.core.model.unprotected import warn_unprotected
 from ckptd.storage.local.scan import scan
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def look(job: JobRecord, save_dir_fd: int) -> SaveDirListing:
 def _see_unprotected(job: JobRecord, listing: SaveDirListing) -> None:
     """Say it for as long as it lies there: a job that finds nothing else would wait for ever."""
     tags = [folder.tag for folder in listing.folders if not folder.is_model_only]
-    said = told(listing.unprotected, str(job.config.save_dir), listing.latest, tags)
+    said = warn_unprotected(listing.unprotected, str(job.config.save_dir), listing.latest, tags)
     for one in said:
         severity: Severity = "attention" if one.is_urgent else "note"
         if not any((p.code, p.about) == ("unprotected-save", shown(one.about)) for p in job.problems.all()):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.missing import Part
-from ckptd.core.completeness.peer_evidence import Told
+from ckptd.core.completeness.peer_evidence import PeerEvidence
 from ckptd.core.model.coverage import order_of
 from ckptd.core.model.layouts import Role, is_in_roots, layout_of
 from ckptd.core.model.manifest import mark_of_manifest
@@ -179,7 +179,7 @@ def named_in(view: TagView) -> list[tuple[int, ManifestName]]:
     return [(one.generation, one.name) for one in view.named if one.form == ZERO]
 
 
-def told_in(view: TagView) -> tuple[Told, ...]:
+def told_in(view: TagView) -> tuple[PeerEvidence, ...]:
     """What each generation of the ZeRO form proves to a node without model states.
 
     Of one that is settled, what its COMMIT lists.
@@ -202,11 +202,11 @@ def told_in(view: TagView) -> tuple[Told, ...]:
     )
 
 
-def _told(read: Sequence[NodeManifest], named: tuple[ManifestName, ...], *, is_settled: bool) -> Told:
+def _told(read: Sequence[NodeManifest], named: tuple[ManifestName, ...], *, is_settled: bool) -> PeerEvidence:
     """By the word of one that has model states, where there is one."""
     first = next((m for m in read if any(f.role is Role.MODEL for f in m.files)), read[0])
     rows = frozenset((f.path, f.bytes, f.fingerprint) for m in read for f in m.files)
-    return Told(
+    return PeerEvidence(
         grid=first.grid,
         step=first.step,
         node=first.node,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckptd.base.extents import free_bytes
 from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.sealing import sealed_extra
-from ckptd.core.model.listing import read_word
+from ckptd.core.model.listing import read_resume_marker
 from ckptd.core.model.manifest import node_in
 from ckptd.core.model.records import ZERO, DerivedState, ShipRecord, ShipState
 from ckptd.core.policy.blockers import lacking, late_now
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.records import SaveRow
     from ckptd.core.model.save import SaveWindow, SealedFile
     from ckptd.core.policy.actions import Plan
-    from ckptd.core.policy.view import Drain, Tenure
+    from ckptd.core.policy.view import Drain, LeaseStatus
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteLink
     from ckptd.storage.remote.messages import CommitView
@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckptd.core.policy.retention import Fate
+    from ckptd.core.policy.retention import RetentionVerdict
 
 NEXT_SAVE_FACTOR = 1.1
 _NEW = ShipRecord(remote="", form=ZERO)
@@ -97,7 +97,7 @@ def build_view(
     may_delete: bool,
     is_paused: bool = False,
     drain: Drain | None = None,
-    tenure: Tenure | None = None,
+    tenure: LeaseStatus | None = None,
 ) -> JobView:
     """The view of this turn."""
     assert state.listing is not None
@@ -122,7 +122,7 @@ def build_view(
         is_higher_better=config.is_higher_better,
         latest=state.listing.latest,
         latest_universal=state.listing.latest_universal,
-        resumed=read_word(state.listing.resumed),
+        resumed=read_resume_marker(state.listing.resumed),
         is_save_in_flight=bool(state.in_flight),
         is_first_scan=state.is_first_scan,
         is_paused=is_paused,
@@ -323,7 +323,7 @@ def planned(view: JobView) -> Plan:
 
 
 def since_when(
-    known: dict[tuple[str, str], float], fates: Mapping[tuple[str, str], Fate], now_seconds: float
+    known: dict[tuple[str, str], float], fates: Mapping[tuple[str, str], RetentionVerdict], now_seconds: float
 ) -> dict[tuple[str, str], float]:
     """(remote, COMMIT key) → since when nothing has kept it."""
     return {at: known.get(at, now_seconds) for at, fate in fates.items() if not fate.keeps}

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptd.config.commands import command_for
-from ckptd.core.completeness.missing import OpenSave, late
+from ckptd.core.completeness.missing import UncommittedSave, late
 from ckptd.core.model.records import ShipState
 from ckptd.core.model.swapped_tensors import BY_LOCAL_RANK, is_state
 from ckptd.daemon.state.remote_sync import parts_in
 from ckptd.daemon.state.state import Waiting
 
 if TYPE_CHECKING:
-    from ckptd.core.completeness.missing import Lost
+    from ckptd.core.completeness.missing import MissingShards
     from ckptd.core.model.records import SaveRow, ShipRecord
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.job_record import JobRecord
@@ -91,8 +91,8 @@ def _told(job: JobRecord, row: SaveRow, remote: str, waiting: Waiting) -> Waitin
     return replace(waiting, parts=tuple(part for part in parts_in(view) if part.node != job.node))
 
 
-def _open_save(row: SaveRow, record: ShipRecord, waiting: Waiting) -> OpenSave:
-    return OpenSave(
+def _open_save(row: SaveRow, record: ShipRecord, waiting: Waiting) -> UncommittedSave:
+    return UncommittedSave(
         missing=waiting.missing,
         branch=row.save.branch,
         step=row.save.step,
@@ -103,7 +103,7 @@ def _open_save(row: SaveRow, record: ShipRecord, waiting: Waiting) -> OpenSave:
     )
 
 
-def _cure(job: JobRecord, lost: Lost, row: SaveRow) -> str:
+def _cure(job: JobRecord, lost: MissingShards, row: SaveRow) -> str:
     back = "bring that node's daemon back, or train on: the next save is not concerned"
     if lost.apart and any(is_state(file.path) for file in row.save.files):
         back = (

@@ -24,10 +24,10 @@ from ckptd.storage.remote import messages as m
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ckptd.core.completeness.peer_evidence import Told
+    from ckptd.core.completeness.peer_evidence import PeerEvidence
     from ckptd.core.model.heartbeat import Heartbeat
     from ckptd.core.model.manifest import Commit
-    from ckptd.core.policy.view import Tenure
+    from ckptd.core.policy.view import LeaseStatus
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteLink
     from ckptd.daemon.uploads.shared_dir import Tenancy
@@ -133,7 +133,7 @@ class Nodes:
         link.beat_order = link.order(beat, heard)
 
     @property
-    def tenure(self) -> Tenure | None:
+    def tenure(self) -> LeaseStatus | None:
         """For the planner; None: save_dir is this host's alone."""
         return None if self.tenancy is None else self.tenancy.view
 
@@ -205,7 +205,7 @@ class Nodes:
             if (roles := {role_of(file.path) for file in folder.shards}) and roles == {Role.OPTIM}
         )
 
-    def _told(self, tag: str) -> tuple[Told, ...]:
+    def _told(self, tag: str) -> tuple[PeerEvidence, ...]:
         """What manifests of the tag prove; asked for again as long as nothing of it is taken."""
         quiet, verdict = self._state.quiet.get(tag), self._state.verdicts.get(tag)
         since = quiet.since_seconds if quiet is not None else 0.0

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckptd.config.schema import JobConfig
-    from ckptd.core.model.manifest import Headstone
+    from ckptd.core.model.manifest import TombstoneHeader
     from ckptd.core.policy.actions import Retire
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteLink
@@ -173,7 +173,7 @@ class Retiring:
             if stone is not None:
                 self._finish(link, stone)
 
-    def _is_to_finish(self, link: RemoteLink, seen: m.Observation, stone: Headstone) -> bool:
+    def _is_to_finish(self, link: RemoteLink, seen: m.Observation, stone: TombstoneHeader) -> bool:
         stem = (stone.tag, stone.generation, stone.form)
         if stem not in seen.retiring:
             return False
@@ -183,7 +183,7 @@ class Retiring:
         since = self._state.retiring_since_seconds.setdefault((link.name, stem), now)
         return now - since >= patience_seconds(seen, link.settings.node)
 
-    def _finish(self, link: RemoteLink, stone: Headstone) -> None:
+    def _finish(self, link: RemoteLink, stone: TombstoneHeader) -> None:
         tag, generation, form = stone.tag, stone.generation, stone.form
         self._audit.write(
             "retire",
@@ -202,7 +202,7 @@ class Retiring:
         )
         link.ship_order = link.order(order, partial(self._finished, link, stone))
 
-    def _finished(self, link: RemoteLink, stone: Headstone, answer: m.Answer) -> None:
+    def _finished(self, link: RemoteLink, stone: TombstoneHeader, answer: m.Answer) -> None:
         about = _about(link, stone.tag, stone.form)
         if isinstance(answer, m.Failed):
             self._not_retired(link, about, stone.commit_sha256, error_of(answer))

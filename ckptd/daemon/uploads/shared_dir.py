@@ -17,7 +17,7 @@ from ckptd.base.identity import FolderIdentity
 from ckptd.base.owned_dirs import lies_in_save_dir, opened_ours
 from ckptd.core.model.records import ZERO, ShipState
 from ckptd.core.policy.leases import beat_seconds, term_seconds
-from ckptd.core.policy.view import Tenure
+from ckptd.core.policy.view import LeaseStatus
 from ckptd.daemon.state.state import Sharer
 from ckptd.errors import ConfigError, LockHeld, StorageError
 from ckptd.storage.local import fs
@@ -73,9 +73,9 @@ class Tenancy:
         return self.lease is not None and self.lease.is_ours and time.monotonic() < self.until_seconds
 
     @property
-    def view(self) -> Tenure:
+    def view(self) -> LeaseStatus:
         """For the planner."""
-        return Tenure(holds_lease=self.holds(), until_seconds=self.until_seconds)
+        return LeaseStatus(holds_lease=self.holds(), until_seconds=self.until_seconds)
 
     def take_over(self, state: JobState, save_dir_fd: int, audit: Audit) -> None:
         """Once after each new lease: what the holder before us had renamed aside is removed.

@@ -1,4 +1,4 @@
-"""A `torch.save` archive as named byte ranges, read from the zip's central directory alone.
+"""Read a `torch.save` archive as named byte ranges, from the zip's central directory alone.
 
 It exists because conversion, fingerprints and completeness need offsets, sizes and CRCs, never the
 payload, and because Python's `zipfile` neither proves that records lie inside the file nor that they

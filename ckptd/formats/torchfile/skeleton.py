@@ -1,4 +1,4 @@
-"""Headers and tail of a `torch.save` archive whose storages are copied in by someone else.
+"""Write headers and tail of a `torch.save` archive whose storages are copied in by someone else.
 
 It exists because torch's zip is simple enough to lay out without torch, and only so can the payload be
 cloned or range-copied: with CRC 0 in every record the header does not depend on the payload
@@ -134,11 +134,10 @@ class _Builder:
         return Skeleton(tuple(self.chunks), tuple(self.sizes))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The mirror of a remote archive: a sparse file that holds what planning reads, all else being holes.
-# It exists so that whatever reads pickles needs neither network nor credentials (P14): its parent fetches the
-# zip directory, the local headers, `data.pkl` and records up to `SMALL_BYTES` (docs/adr/0092). No pickle is
-# run here.
+# --- The mirror of a remote archive: a sparse file of what planning reads (ADR 0092) ---------------------
+# With it the process that reads pickles needs neither network nor credentials: its parent fetches the zip
+# directory, the local headers, `data.pkl` and records up to `SMALL_BYTES`; all else are holes. No pickle is
+# read here.
 
 SMALL_BYTES = 64 << 10
 """Records up to this are mirrored whole: the step of an optimizer is a tensor of one element."""

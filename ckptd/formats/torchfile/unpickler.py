@@ -1,4 +1,4 @@
-"""A pickle machine that builds data and nothing else: no import, no call, bounded work (P14).
+"""Run a pickle as data and nothing else: no import, no call, bounded work, since checkpoints may be hostile.
 
 Python's own `pickle` is not used: with it, safety would rest on every hook being overridden, and a
 single opcode may ask for 64 GB of memo. Here each opcode is ours; what a checkpoint names becomes an
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from ckptd.formats.torchfile.archive import Directory
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What each pickle opcode does to the machine of `ckptd.formats.torchfile.unpickler`: a table of small
-# functions. Opcodes that are absent (the extension registry, out-of-band buffers) are refused there.
+# --- The opcodes: a table of small functions -------------------------------------------------------------
+# Opcodes that are absent from the table (the extension registry, out-of-band buffers) are refused.
 
 
 def _push(value: Callable[[Machine], Any]) -> Callable[[Machine], None]:
@@ -234,7 +233,7 @@ for _code, _operation in _OPERATIONS.items():
     TABLE[_code[0]] = _operation
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- The machine -----------------------------------------------------------------------------------------
 
 _PLAIN_KEYS = (str, int, float, bool, bytes, type(None), Global, Inert, Tensor, Storage)
 

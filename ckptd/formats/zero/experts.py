@@ -1,4 +1,4 @@
-"""Mixture of experts: which ranks hold which experts, and how their shards make one parameter.
+"""Join the shards of a mixture of experts: which ranks hold which experts, and one parameter of them.
 
 On every expert-parallel rank the experts have the same local names, and their optimizer groups are
 partitioned over fewer ranks than the others. The universal form stacks the ranks' tensors of one name along
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from ckptd.formats.zero.shards import Opened, Source
 
 
-# ---------------------------------------------------------------------------------------------------------
-# AutoEP: experts that DeepSpeed itself spreads over ranks, one tensor of rows per layer and weight.
-# The trainer's metadata say which parameters they are and which rank has which rows. Where every rank has the
-# next equal run of rows, stacking the ranks gives the whole layer, which loads with any expert-parallel size;
-# any other placement is refused (docs/formats.md §7.1, ADR 0085).
+# --- AutoEP: DeepSpeed itself spreads the experts over ranks ---------------------------------------------
+# Each layer and weight is one tensor of rows. The trainer's metadata say which parameters they are and
+# which rank has which rows. If every rank has the next equal run of rows, stacking the ranks gives the
+# whole layer, which loads with any expert-parallel size; any other placement is refused (docs/formats.md
+# §7.1, ADR 0085).
 
 SAFE = "the ZeRO form is safe all the same"
 _WEIGHTS = ("w1", "w2", "w3")
@@ -95,7 +95,7 @@ def _is_run(values: Any, begin: int, count: int) -> bool:
     return all(value == begin + i for i, value in enumerate(values))
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- Native experts --------------------------------------------------------------------------------------
 
 _FILE_NAME = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_\d+_model_states\.pt")
 _GROUP_NAME = re.compile(r"ep_size_([1-9][0-9]{0,6})")

@@ -1,4 +1,4 @@
-"""A complete, consistent save: its grid of model-parallel ranks, and its parameters across them.
+"""Model a complete, consistent save: its grid of model-parallel ranks, and its parameters across them.
 
 A cell is one model-parallel rank (pipeline stage × tensor rank) with the optimizer shards of all its
 data-parallel ranks; a parameter belongs to one stage and has one shard per tensor rank (docs/formats.md §1).

@@ -1,4 +1,4 @@
-"""Stages 1 and 2 and BF16_Optimizer: fragments by `param_slice_mappings` (docs/formats.md §2.1, §4).
+"""Locate parameters in stages 1 and 2 and BF16_Optimizer: by `param_slice_mappings` (formats.md §2.1, §4).
 
 A rank holds one flat slice per optimizer group; the mapping says where each parameter's piece starts
 in it. A parameter is the concatenation of its pieces in ascending rank, whatever the order of addresses

@@ -1,4 +1,4 @@
-"""One save, proven whole and single before anything is planned (docs/design.md §3, §4).
+"""Prove that a save is whole and single before anything is planned (docs/design.md §3, §4).
 
 Reads every shard of the proven grid, cuts it to offsets, and refuses what is missing, mixed from two
 saves, contradictory, or of a kind that has no range-copy form here.
@@ -25,8 +25,7 @@ from ckptd.formats.zero.optimizers import stray_setting
 from ckptd.formats.zero.save import Cell, Fragments, Layer, Read, Save
 from ckptd.formats.zero.shards import Opened, OptimShard, Source, flat, open_shard
 
-# ---------------------------------------------------------------------------------------------------------
-# That shards are of one save, and what their model states say of shapes (docs/design.md §3, P4, P15).
+# --- Checks that all shards are of one save, and the shapes in its model states --------------------------
 
 MOST_NAME_BYTES = 255
 
@@ -135,7 +134,7 @@ def _shape_digest(model: Opened) -> str:
     return hashlib.sha256(repr(shapes_of(model)).encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- The survey ------------------------------------------------------------------------------------------
 
 Opening = Callable[[str], AbstractContextManager[int]]
 MAX_RANKS = 1 << 20

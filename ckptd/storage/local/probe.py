@@ -22,7 +22,7 @@ from ckptd.base import extents, files
 from ckptd.base import names as base_names
 from ckptd.config.quantities import show_bytes
 from ckptd.core.model.listing import OURS
-from ckptd.core.model.unprotected import told
+from ckptd.core.model.unprotected import warn_unprotected
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RefusedError, from_os_error
 from ckptd.storage.local.fs import STAGING, TRASH, closing, ensure_ours, remove_empty
 from ckptd.storage.local.scan import scan
@@ -268,7 +268,7 @@ def _owner(fd: int, save_dir: Path) -> Finding:
 def _unprotected(listing: SaveDirListing, save_dir: Path) -> Iterator[Finding]:
     """Name the checkpoints that the job would leave alone; newer ones than it protects are a failure."""
     tags = [folder.tag for folder in listing.folders if not folder.is_model_only]
-    for one in told(listing.unprotected, str(save_dir), listing.latest, tags):
+    for one in warn_unprotected(listing.unprotected, str(save_dir), listing.latest, tags):
         if one.is_urgent:
             yield failed("layout", RefusedError(one.text, hint=one.next_step))
         else:

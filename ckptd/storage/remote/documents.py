@@ -17,11 +17,11 @@ from ckptd.core.model.decision import Decision
 from ckptd.core.model.manifest import (
     AnyDocument,
     Commit,
-    Headstone,
     Lease,
     ManifestName,
     NodeManifest,
     RemoteIdentity,
+    TombstoneHeader,
     commit_key,
     may_cover,
     name_in,
@@ -48,7 +48,7 @@ LEASES = f"{ROOT}/leases/"
 _TRIES = 3
 _AFTER_SLASH = chr(ord("/") + 1)
 """What begins with it comes right after a folder's contents."""
-Stone = TypeVar("Stone", bound=Headstone)
+Stone = TypeVar("Stone", bound=TombstoneHeader)
 Stem = tuple[str, int, str]
 """(tag, generation, form)."""
 
@@ -73,7 +73,7 @@ class Documents:
         return [v for v in self.commits if not v.disputed and stem_of(v.commit) not in self.stones]
 
 
-def stem_of(document: Commit | NodeManifest | Headstone | Lease) -> Stem:
+def stem_of(document: Commit | NodeManifest | TombstoneHeader | Lease) -> Stem:
     """Return (tag, generation, form) of a document."""
     return document.tag, document.generation, document.form
 

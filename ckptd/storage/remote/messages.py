@@ -18,12 +18,12 @@ from ckptd.core.model.heartbeat import Heartbeat, SeenNode
 from ckptd.core.model.layouts import NamedShard, Role, ShardKey
 from ckptd.core.model.manifest import (
     Commit,
-    Headstone,
     ManifestName,
     NodeManifest,
     Proof,
     RemoteIdentity,
     Tombstone,
+    TombstoneHeader,
 )
 from ckptd.core.model.runs import Claim, Row, RunSeen
 from ckptd.core.policy.leases import LeaseSeen
@@ -470,7 +470,7 @@ class Observation(Model):
     kind: Literal["observation"] = "observation"
     identity: RemoteIdentity
     commits: tuple[CommitView, ...]
-    retired: tuple[Headstone, ...] = ()
+    retired: tuple[TombstoneHeader, ...] = ()
     """Tombstones of removals that are under way and others that matter (`storage/remote/observe.py`)."""
     retired_tags: tuple[str, ...] = ()
     """Of all tombstones."""

@@ -16,9 +16,9 @@ from ckptd.core.model.coverage import choose_pointers, order_of
 from ckptd.core.model.decision import PINS, Decision, lacking
 from ckptd.core.model.manifest import (
     Commit,
-    Headstone,
     RemoteIdentity,
     Tombstone,
+    TombstoneHeader,
     may_cover,
     name_in,
     parse,
@@ -165,7 +165,7 @@ def _is_whole(keys: Sequence[str]) -> bool:
 
 def _stones_that_matter(
     store: Store, found: Documents, left: set[Stem], cache: DocumentCache | None
-) -> list[Headstone]:
+) -> list[TombstoneHeader]:
     """Return the tombstones of removals that are under way, and of disputed COMMITs.
 
     No other can be the highest order, because a COMMIT that counted was deleted only while a higher one stood
@@ -174,7 +174,7 @@ def _stones_that_matter(
     """
     is_doubtful = bool(found.damaged) or not found.live()
     wanted = found.stones.keys() if is_doubtful else found.stones.keys() & (left | found.disputed)
-    return read_stones(store, found, wanted, Headstone, cache)
+    return read_stones(store, found, wanted, TombstoneHeader, cache)
 
 
 def describe(

@@ -14,6 +14,7 @@ import yaml
 from typer.main import get_group
 
 from bench.docs_nav import decisions, without_code_links
+from ckptd import __version__
 from ckptd.cli.main import VERBS, build_app
 from ckptd.daemon.state.problems import CODES
 from tests.support import configuration_page, console
@@ -96,6 +97,22 @@ def test_links_between_pages_lead_somewhere() -> None:
     ]
 
     assert broken == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_links_of_pages_at_the_top_lead_somewhere(name: str) -> None:
+    """Into docs/, config/ or examples/: what was moved or removed is not linked any more."""
+    root = DOCS.parent
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", (root / name).read_text())
+
+    assert [target for target in targets if "://" not in target and not (root / target).exists()] == []
+
+
+def test_the_version_heads_the_changelog() -> None:
+    """A release is described before it is made."""
+    text = (DOCS.parent / "CHANGELOG.md").read_text()
+
+    assert re.findall(r"^## \[([^]]+)\]", text, re.MULTILINE)[0] in (__version__, "Unreleased")
 
 
 def named_tests(text: str) -> list[tuple[str, str]]:

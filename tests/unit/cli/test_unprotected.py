@@ -12,7 +12,7 @@ from ckptd.base import files
 from ckptd.cli.checkpoints.inspect import look as inspect
 from ckptd.cli.status.words import Life, exit_code, headline
 from ckptd.config.quantities import parse_share
-from ckptd.core.model.unprotected import Kind, told
+from ckptd.core.model.unprotected import Kind, warn_unprotected
 from ckptd.daemon.intake.symlinked import look
 from ckptd.daemon.state.problems import Problems
 from ckptd.errors import NotFoundError
@@ -130,7 +130,7 @@ def test_what_the_trainer_saves_last_beside_its_checkpoints_is_none_of_them(tmp_
     assert [folder.tag for folder in listing.folders] == ["checkpoint-4"]
     assert listing.loose == {"global_step4"}
     assert "global_step4" in listing.foreign
-    (said,) = told(listing.unprotected, "/data", listing.latest, ["checkpoint-4"])
+    (said,) = warn_unprotected(listing.unprotected, "/data", listing.latest, ["checkpoint-4"])
     assert not said.is_urgent, "what the Trainer resumes from is protected"
     assert "the Trainer cannot resume from" in said.text
     assert seen(tmp_path, "deepspeed").loose == frozenset(), "a job file may say otherwise"
@@ -148,14 +148,14 @@ def test_where_checkpoints_lie_deeper_the_folder_to_name_is_said(
     tmp_path: Path, holder: str, wanted: str
 ) -> None:
     lay(tmp_path, *inside(holder, *SHARDS))
-    (said,) = told(seen(tmp_path).unprotected, "/data", None, [])
+    (said,) = warn_unprotected(seen(tmp_path).unprotected, "/data", None, [])
     assert f'save_dir = "{wanted}"' in said.next_step
     assert said.is_urgent
 
 
 def test_a_tag_folder_given_as_save_dir_is_told_its_parent(tmp_path: Path) -> None:
     lay(tmp_path, *SHARDS)
-    (said,) = told(seen(tmp_path).unprotected, "/data/run/global_step8", None, [])
+    (said,) = warn_unprotected(seen(tmp_path).unprotected, "/data/run/global_step8", None, [])
     assert said.next_step == "name its parent as save_dir: /data/run"
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.base import files
-from ckptd.core.model.listing import RESUMED_PATH, Resumed, read_word
+from ckptd.core.model.listing import RESUMED_PATH, ResumeMarker, read_resume_marker
 from ckptd.daemon.actions.prune import _check_no_save_began
 from ckptd.errors import SourceChanged
 from ckptd.maintenance.uninstall import Removal
@@ -48,9 +48,9 @@ def save(scene: Scene, step: int) -> str:
     return tag
 
 
-def word(scene: Scene) -> Resumed | None:
+def word(scene: Scene) -> ResumeMarker | None:
     path = scene.save_dir / RESUMED_PATH
-    return read_word(path.read_text()) if path.exists() else None
+    return read_resume_marker(path.read_text()) if path.exists() else None
 
 
 def test_the_word_is_there_before_the_folder_is(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_the_word_is_there_before_the_folder_is(scene: Scene, monkeypatch: pytes
     for step in (10, 20):
         scene.commit(save(scene, step), step)
     shutil.rmtree(scene.save_dir / "checkpoint-10")
-    seen: list[Resumed | None] = []
+    seen: list[ResumeMarker | None] = []
     run = Execution.run
 
     def watched(execution: Execution, steps: Sequence[Step]) -> None:

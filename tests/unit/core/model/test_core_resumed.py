@@ -9,7 +9,7 @@ import pytest
 
 from ckptd.base import files
 from ckptd.core.model.layouts import Grid
-from ckptd.core.model.listing import RESUMED_PATH, Resumed, read_word
+from ckptd.core.model.listing import RESUMED_PATH, ResumeMarker, read_resume_marker
 from ckptd.core.policy.actions import Prune
 from ckptd.core.policy.planner import plan
 from ckptd.daemon.actions.prune import _check_no_save_began
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from ckptd.core.policy.view import SaveView
 
-WORD = Resumed(tag="s1b1", written_ns={"s1b1": 1, "s2b1": 2, "s3b1": 3})
+WORD = ResumeMarker(tag="s1b1", written_ns={"s1b1": 1, "s2b1": 2, "s3b1": 3})
 
 
 def three() -> list[SaveView]:
     return [save_view(n, sealed(n)) for n in (1, 2, 3)]
 
 
-def goes(saves: list[SaveView], word: Resumed = WORD) -> list[str]:
+def goes(saves: list[SaveView], word: ResumeMarker = WORD) -> list[str]:
     return [a.permit.tag for a in plan(job_view(saves, resumed=word)).actions if isinstance(a, Prune)]
 
 
@@ -69,11 +69,11 @@ def test_a_word_for_what_is_not_here_keeps_nothing() -> None:
     "text", [None, "", "{", '{"tag": "s1b1"', "s1b1", '{"tag": 1, "written_ns": {}}', '{"tag": "s1b1"}', "[]"]
 )
 def test_what_is_no_such_word_says_nothing(text: str | None) -> None:
-    assert read_word(text) is None
+    assert read_resume_marker(text) is None
 
 
 def test_a_later_release_may_say_more() -> None:
-    assert read_word('{"tag": "a", "written_ns": {"b": 5}, "more": 1}') == Resumed(
+    assert read_resume_marker('{"tag": "a", "written_ns": {"b": 5}, "more": 1}') == ResumeMarker(
         tag="a", written_ns={"b": 5}
     )
 
@@ -99,7 +99,7 @@ def test_nothing_but_a_plain_file_of_ours_is_read(tmp_path: Path, kind: str) -> 
         place.parent.rmdir()
         place.parent.symlink_to(tmp_path)
     with files.opened_dir(save_dir) as fd:
-        assert read_word(scan(fd).resumed) == (WORD if kind == "file" else None)
+        assert read_resume_marker(scan(fd).resumed) == (WORD if kind == "file" else None)
 
 
 def test_what_was_handed_out_since_its_removal_was_planned_stays(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_what_was_handed_out_since_its_removal_was_planned_stays(tmp_path: Path)
     with files.opened_dir(tmp_path) as fd:
         planned = scan(fd, "auto")
         _check_no_save_began(fd, planned, "global_step1", "auto")
-        word = Resumed(tag="global_step1", written_ns={})
+        word = ResumeMarker(tag="global_step1", written_ns={})
         (tmp_path / RESUMED_PATH).parent.mkdir()
         (tmp_path / RESUMED_PATH).write_text(word.model_dump_json())
         with pytest.raises(SourceChanged, match="gave the trainer a checkpoint"):

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from ckptd.core.model.coverage import KnownManifest, build_commit, fingerprints_of
-from ckptd.core.model.generation import Already, Retired, SeenCommit, SeenManifest, choose_generation
+from ckptd.core.model.generation import (
+    AlreadyCommitted,
+    GenerationRetired,
+    SeenCommit,
+    SeenManifest,
+    choose_generation,
+)
 from ckptd.core.model.layouts import Grid, Role, ShardKey
 from ckptd.core.model.manifest import (
     Checksums,
@@ -27,7 +33,7 @@ from ckptd.core.model.manifest import (
 from ckptd.core.model.save import SaveWindow, SealedSave
 from ckptd.core.policy.actions import Prune, Retire
 from ckptd.core.policy.planner import plan
-from ckptd.core.policy.remote import TURN_SECONDS, is_our_turn
+from ckptd.core.policy.remote import TURN_SECONDS, is_elected_deleter
 from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.core.policy.view import JobView, RemoteCommit
 from tests.support.core_views import NAS, job_view, save_view, sealed
@@ -208,7 +214,7 @@ def test_a_replica_that_was_taken_over_is_committed_already() -> None:
     found = choose_generation(
         save, "j", manifests=[seen], commits=[made], tombstones=(), save_spread_seconds=60
     )
-    assert isinstance(found, Already)
+    assert isinstance(found, AlreadyCommitted)
     # tensors alone are not enough where no node took another's for its own: it may have been saved again
     own = listed.model_copy(
         update={"files": tuple(f.model_copy(update={"replica_of": None}) for f in listed.files)}
@@ -217,7 +223,7 @@ def test_a_replica_that_was_taken_over_is_committed_already() -> None:
     found = choose_generation(
         save, "j", manifests=[again], commits=[made], tombstones=(), save_spread_seconds=60
     )
-    assert not isinstance(found, Already)
+    assert not isinstance(found, AlreadyCommitted)
 
 
 def test_and_known_by_its_tombstone() -> None:
@@ -234,7 +240,7 @@ def test_and_known_by_its_tombstone() -> None:
         fingerprints=fingerprints_of([listed]),
     )
     found = choose_generation(save, "j", manifests=(), commits=(), tombstones=[stone], save_spread_seconds=60)
-    assert isinstance(found, Retired)
+    assert isinstance(found, GenerationRetired)
 
 
 # --- configurations and turns ------------------------------------------------------------------------------
@@ -284,7 +290,7 @@ def test_one_node_at_a_time_lets_a_commit_go() -> None:
             view = replace(
                 job_view([]), node=node, due_since_seconds={(NAS, commit.key): 100.0 - waited_seconds}
             )
-            found |= {node} if is_our_turn(view, NAS, commit) else set()
+            found |= {node} if is_elected_deleter(view, NAS, commit) else set()
         return found
 
     # what the others let go of their disks needs that COMMIT still
@@ -295,4 +301,4 @@ def test_one_node_at_a_time_lets_a_commit_go() -> None:
     drawn = {min(willing(replace(commit, sha256=f"{i}"), 4 * TURN_SECONDS)) for i in range(40)}
     assert len(drawn) > 2, "the same node every time"
     # of one node alone there is nobody to wait for
-    assert is_our_turn(replace(job_view([]), node="x"), NAS, replace(commit, nodes=frozenset({"n0"})))
+    assert is_elected_deleter(replace(job_view([]), node="x"), NAS, replace(commit, nodes=frozenset({"n0"})))

@@ -14,8 +14,15 @@ from ckptd.config.loader import load_job
 from ckptd.core.completeness.grid import Context, Spread
 from ckptd.core.completeness.judge import Memory, State, Verdict, judge
 from ckptd.core.completeness.markers import replicas
-from ckptd.core.completeness.missing import INCOMPLETE_SECONDS, SLOW_SECONDS, Lost, OpenSave, Part, late
-from ckptd.core.completeness.peer_evidence import Told
+from ckptd.core.completeness.missing import (
+    INCOMPLETE_SECONDS,
+    SLOW_SECONDS,
+    MissingShards,
+    Part,
+    UncommittedSave,
+    late,
+)
+from ckptd.core.completeness.peer_evidence import PeerEvidence
 from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
 from ckptd.core.model.heartbeat import Heartbeat, NewestSave, SeenNode, heartbeat_key
 from ckptd.core.model.layouts import Grid, NamedShard, Role, ShardKey, parse_shard_name
@@ -76,11 +83,11 @@ class TestParts:
     def test_without_model_states_another_nodes_manifest_proves_the_grid_and_the_step(self) -> None:
         assert judged(OURS).state is State.INCOMPLETE
         grid = Grid(dp=4, mm_count=1, zero_stage=2, proof="seen")
-        told = Told(grid=grid, step=2, node="gpu-0")
+        told = PeerEvidence(grid=grid, step=2, node="gpu-0")
         verdict = judged(OURS, replace(QUIET, spread=Spread(told=(told,))))
         assert (verdict.state, verdict.step) == (State.COMPLETE, 2)
         assert verdict.grid is not None and "gpu-0" in verdict.grid.proof
-        other = Told(grid=grid.model_copy(update={"dp": 8}), step=2, node="gpu-0")
+        other = PeerEvidence(grid=grid.model_copy(update={"dp": 8}), step=2, node="gpu-0")
         assert judged(OURS, replace(QUIET, spread=Spread(told=(other,)))).state is State.INCOMPLETE
 
     def test_a_part_grows_without_being_a_torn_save(self) -> None:
@@ -181,9 +188,9 @@ def lost(
     *,
     parts: tuple[Part, ...] = (),
     mm_count: int = 1,
-) -> Lost | None:
+) -> MissingShards | None:
     """Of generation 1 of a save at step 9."""
-    save = OpenSave(
+    save = UncommittedSave(
         missing=missing,
         branch=0,
         step=9,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.model.generation import Already, Use, choose_generation
+from ckptd.core.model.generation import AlreadyCommitted, JoinGeneration, choose_generation
 from ckptd.core.model.manifest import NodeManifest, Tombstone, parse
 from ckptd.core.model.runs import Claim
 from ckptd.daemon.uploads.session import of_run, seen_in
@@ -103,5 +103,5 @@ def test_the_same_bytes_committed_by_another_run_are_another_save(two: Two) -> N
             run_id=run_id,
         )
 
-    assert isinstance(choice("x"), Already)
-    assert choice("y") == Use(generation=2)
+    assert isinstance(choice("x"), AlreadyCommitted)
+    assert choice("y") == JoinGeneration(generation=2)

@@ -17,7 +17,7 @@ import pytest
 
 from ckptd.config.loader import job_from_arguments
 from ckptd.core.model.decision import Decision, lacking
-from ckptd.core.model.manifest import Headstone
+from ckptd.core.model.manifest import TombstoneHeader
 from ckptd.core.model.records import ZERO
 from ckptd.daemon.intake.decisions import write_decision
 from ckptd.daemon.intake.initial_scan import Beginning
@@ -284,7 +284,7 @@ def test_nothing_is_retired_from_a_remote_that_is_to_be_told(tmp_path: Path) -> 
     assert of_untold(state, links) == frozenset()
     state.untold |= {"nas", "away", "gone"}
     assert of_untold(state, links) == {("nas", "a"), ("nas", "b")}
-    stone = Headstone(
+    stone = TombstoneHeader(
         tag=TAG, generation=1, form=ZERO, commit_sha256="a", branch=1, step=20, save_seq=1, reason="limit"
     )
     half = m.Observation(identity=IDENTITY, commits=(), retired=(stone,), retiring=((TAG, 1, ZERO),))

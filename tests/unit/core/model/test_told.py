@@ -17,7 +17,7 @@ from ckptd.base import files
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import Memory, State, Verdict, judge
 from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
-from ckptd.core.model.generation import Already, Use, choose_generation
+from ckptd.core.model.generation import AlreadyCommitted, JoinGeneration, choose_generation
 from ckptd.core.model.listing import FolderListing, ListedFile
 from ckptd.daemon.state.remote_sync import named_in, told_in
 from ckptd.daemon.uploads import peers as daemon_nodes
@@ -180,7 +180,7 @@ class Daemon:
         """As the save that it is, or is thought to be."""
         save = self.sealed(self.step if step is None else step, optimizer_step=optimizer_step)
         choice = self.choice(save)
-        assert isinstance(choice, Use)
+        assert isinstance(choice, JoinGeneration)
         order = self.node.order(save, generation=choice.generation)
         return self.node.ship(self.node.attached(self.store), order)
 
@@ -395,7 +395,7 @@ class TestLostJournal:
             os.utime(file, ns=(at * 10**9, at * 10**9))
         verdict = again.judged()
         assert (verdict.state, verdict.step) == (State.COMPLETE, 7), verdict.reason
-        assert isinstance(again.choice(again.sealed(7)), Already)
+        assert isinstance(again.choice(again.sealed(7)), AlreadyCommitted)
 
     def test_another_save_of_that_tag_is_not_taken_for_it(self, job: Job) -> None:
         """Nor within the seconds that one save may take."""

@@ -11,7 +11,7 @@ from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedStat
 from ckptd.core.policy import actions as a
 from ckptd.core.policy.leases import attempt_folder, attempts_folder
 from ckptd.core.policy.planner import plan
-from ckptd.core.policy.retention import RetentionPolicy, Rung
+from ckptd.core.policy.retention import RetentionPolicy, Tier
 from ckptd.core.policy.view import Drain, JobView, RemoteView, SaveView
 from ckptd.daemon.health.checks import see_gets_nothing
 from ckptd.daemon.state.problems import Problems
@@ -72,7 +72,7 @@ def test_the_newest_committed_one_alone_and_what_was_begun_first() -> None:
 
 
 def test_where_a_ladder_leaves_the_form_alone_older_ones_get_it_too() -> None:
-    ladder = RetentionPolicy(save_total_limit=1, ladder=(Rung(form="universal", after_newer=1),))
+    ladder = RetentionPolicy(save_total_limit=1, ladder=(Tier(form="universal", after_newer=1),))
     view = job_view([part(4), with_record(part(5), state=ShipState.COMMITTED, generation=1)])
     assert made(on(view, retention=ladder)) == [(4, UNIVERSAL, True)]
 

@@ -10,7 +10,7 @@ import pytest
 from ckptd.core.model.records import ZERO
 from ckptd.core.policy.actions import ReleaseHold, Ship
 from ckptd.core.policy.planner import open_saves, plan
-from ckptd.core.policy.safety import exposed, newest_safe, steps_at_risk, to_ship, unsent
+from ckptd.core.policy.safety import exposed, is_to_upload, newest_safe, steps_at_risk, unsent
 from ckptd.core.policy.view import JobView, SaveView
 from tests.support.core_views import NAS, committed_record, job_view, save_view, sealed
 
@@ -30,7 +30,7 @@ def committed(save: SaveView) -> SaveView:
 
 
 def sent(view: JobView) -> list[int]:
-    return [s.save.step for s in view.saves if to_ship(view, s)]
+    return [s.save.step for s in view.saves if is_to_upload(view, s)]
 
 
 @pytest.mark.parametrize(("latest", "rivals"), [("s300b1", ()), (None, (1, 2)), ("s300b1", (1, 2))])

@@ -10,53 +10,62 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.core.model.save import Order
-from ckptd.core.policy.retention import GONE, Ephemeral, Held, Item, RetentionPolicy, Rung, fates, fullness
+from ckptd.core.policy.retention import (
+    GONE,
+    Ephemeral,
+    PolicyFacts,
+    PolicyItem,
+    RetentionPolicy,
+    Tier,
+    apply_policy,
+    fullness,
+)
 
 if TYPE_CHECKING:
-    from ckptd.core.policy.retention import Fate, RungForm
+    from ckptd.core.policy.retention import RetentionVerdict, RungForm
 
 HOUR = 3600.0
 FORMS = ("zero", "universal", "weights-fp32", "weights-bf16")
 RUNGS: tuple[RungForm, ...] = ("universal", "weights-fp32", "weights-bf16", "gone")
 UNIVERSAL, WEIGHTS, NOTHING = (
-    Rung(form="universal", after_newer=2),
-    Rung(form="weights-bf16", after_newer=4),
-    Rung(form="gone", after_newer=6),
+    Tier(form="universal", after_newer=2),
+    Tier(form="weights-bf16", after_newer=4),
+    Tier(form="gone", after_newer=6),
 )
 
 
 @st.composite
-def ladders(draw: st.DrawFn) -> tuple[Rung, ...]:
+def ladders(draw: st.DrawFn) -> tuple[Tier, ...]:
     """Any ladder that a job file may hold."""
     forms = draw(st.lists(st.sampled_from(RUNGS), unique=True, min_size=1))
     forms.sort(key=fullness, reverse=True)
     afters = draw(st.lists(st.integers(0, 9), unique=True, min_size=len(forms), max_size=len(forms)))
     by_span = draw(st.booleans())
     return tuple(
-        Rung(form=form, after_seconds=after * HOUR) if by_span else Rung(form=form, after_newer=after)
+        Tier(form=form, after_seconds=after * HOUR) if by_span else Tier(form=form, after_newer=after)
         for form, after in zip(forms, sorted(afters), strict=True)
     )
 
 
 @st.composite
-def tiers(draw: st.DrawFn) -> list[Held]:
+def tiers(draw: st.DrawFn) -> list[PolicyFacts]:
     """What a remote may hold: whole ones, some that stepped down, forms that do not stand alone, rewinds."""
     held = []
     for n in range(draw(st.integers(1, 12))):
         forms = draw(st.sets(st.sampled_from(FORMS), min_size=1))
         dated = draw(st.one_of(st.none(), st.floats(0, 12)))
-        item = Item(
+        item = PolicyItem(
             key=str(n),
             order=Order(draw(st.integers(1, 3)), draw(st.integers(1, 20)), n),
             pinned=draw(st.integers(0, 9)) == 0,
             committed_at_seconds=None if dated is None else dated * HOUR,
         )
         standing = forms - ({"universal"} if draw(st.integers(0, 4)) == 0 else set())
-        held.append(Held(item=item, forms=frozenset(forms), standing=frozenset(standing)))
+        held.append(PolicyFacts(item=item, forms=frozenset(forms), standing=frozenset(standing)))
     return held
 
 
-def stays(found: dict[str, dict[str, Fate]]) -> set[tuple[str, str]]:
+def stays(found: dict[str, dict[str, RetentionVerdict]]) -> set[tuple[str, str]]:
     """(key, form) of all that stays."""
     return {(key, form) for key, forms in found.items() for form, fate in forms.items() if fate.keeps}
 
@@ -64,12 +73,12 @@ def stays(found: dict[str, dict[str, Fate]]) -> set[tuple[str, str]]:
 @settings(max_examples=150)
 @given(tiers(), ladders(), st.integers(1, 5))
 def test_a_ladder_never_leaves_nothing_before_gone(
-    held: list[Held], ladder: tuple[Rung, ...], limit: int
+    held: list[PolicyFacts], ladder: tuple[Tier, ...], limit: int
 ) -> None:
     """What goes names the form that stays instead, which is there, stands alone and is less; the newest whole
     one, the pinned and the limit's stay as they are."""
     policy = RetentionPolicy(save_total_limit=limit, ladder=ladder)
-    found = fates(held, policy)
+    found = apply_policy(held, policy)
     for one in held:
         mine = found[one.item.key]
         gone = {form for form, fate in mine.items() if not fate.keeps}
@@ -87,15 +96,15 @@ def test_a_ladder_never_leaves_nothing_before_gone(
     whole = sorted((h for h in held if "zero" in h.forms), key=lambda h: h.item.order, reverse=True)
     for one in whole[:limit]:
         assert all(fate.keeps for fate in found[one.item.key].values())
-    assert fates(held[::-1], policy) == found
+    assert apply_policy(held[::-1], policy) == found
 
 
 @settings(max_examples=150)
 @given(tiers(), ladders(), st.integers(1, 5))
-def test_more_is_never_less(held: list[Held], ladder: tuple[Rung, ...], limit: int) -> None:
+def test_more_is_never_less(held: list[PolicyFacts], ladder: tuple[Tier, ...], limit: int) -> None:
     """Raising the limit, adding a key, adding the ladder itself, later rungs: nothing goes that stayed."""
     policy = RetentionPolicy(save_total_limit=limit, ladder=ladder)
-    low = stays(fates(held, policy))
+    low = stays(apply_policy(held, policy))
     more: list[dict[str, Any]] = [
         {"save_total_limit": limit + 1},
         {"keep_every_steps": 5},
@@ -105,22 +114,22 @@ def test_more_is_never_less(held: list[Held], ladder: tuple[Rung, ...], limit: i
         {"ladder": tuple(_later(rung) for rung in ladder)},
     ]
     for update in more:
-        assert low <= stays(fates(held, policy.model_copy(update=update)))
-    assert stays(fates(held, policy.model_copy(update={"ladder": ()}))) <= low
+        assert low <= stays(apply_policy(held, policy.model_copy(update=update)))
+    assert stays(apply_policy(held, policy.model_copy(update={"ladder": ()}))) <= low
 
 
-def _later(rung: Rung) -> Rung:
+def _later(rung: Tier) -> Tier:
     if rung.after_newer is not None:
         return rung.model_copy(update={"after_newer": rung.after_newer + 1})
     return rung.model_copy(update={"after_seconds": (rung.after_seconds or 0.0) + HOUR})
 
 
 @given(tiers(), ladders(), st.integers(1, 5))
-def test_carried_out_it_comes_to_rest(held: list[Held], ladder: tuple[Rung, ...], limit: int) -> None:
+def test_carried_out_it_comes_to_rest(held: list[PolicyFacts], ladder: tuple[Tier, ...], limit: int) -> None:
     """What is left after a step is judged again: it may go further down, never up, and it ends."""
     policy = RetentionPolicy(save_total_limit=limit, ladder=ladder)
     for _ in range(20):
-        left = stays(fates(held, policy))
+        left = stays(apply_policy(held, policy))
         after = [
             replace(one, forms=forms, standing=one.standing & forms)
             for one in held
@@ -133,12 +142,12 @@ def test_carried_out_it_comes_to_rest(held: list[Held], ladder: tuple[Rung, ...]
     pytest.fail("it never rests")
 
 
-def line(count: int, *, forms: tuple[str, ...] = FORMS, hours: float = 1.0) -> list[Held]:
+def line(count: int, *, forms: tuple[str, ...] = FORMS, hours: float = 1.0) -> list[PolicyFacts]:
     """Committed one after another."""
     every = frozenset(forms)
     return [
-        Held(
-            item=Item(key=str(n), order=Order(1, n, n), committed_at_seconds=n * hours * HOUR),
+        PolicyFacts(
+            item=PolicyItem(key=str(n), order=Order(1, n, n), committed_at_seconds=n * hours * HOUR),
             forms=every,
             standing=every,
         )
@@ -146,11 +155,11 @@ def line(count: int, *, forms: tuple[str, ...] = FORMS, hours: float = 1.0) -> l
     ]
 
 
-def left(held: list[Held], policy: RetentionPolicy) -> dict[str, list[str]]:
+def left(held: list[PolicyFacts], policy: RetentionPolicy) -> dict[str, list[str]]:
     """Forms that stay, in words."""
     return {
         key: sorted(form for form, fate in forms.items() if fate.keeps)
-        for key, forms in fates(held, policy).items()
+        for key, forms in apply_policy(held, policy).items()
     }
 
 
@@ -160,7 +169,7 @@ def test_what_is_ephemeral_goes_by_its_own_limit() -> None:
     policy = RetentionPolicy(save_total_limit=1, ephemeral=throw, ladder=(UNIVERSAL, WEIGHTS))
     found = left(line(12), policy)
     assert {key for key, forms in found.items() if forms} == {"4", "8", "10", "11", "12"}
-    gone = fates(line(12), policy)["9"]
+    gone = apply_policy(line(12), policy)["9"]
     assert {fate.goes for fate in gone.values()} == {"ephemeral: the newest 2 stay"}
     kept_step = left(line(12), policy.model_copy(update={"keep_steps": (9,)}))
     assert kept_step["9"] == sorted(FORMS)
@@ -190,7 +199,7 @@ def test_the_form_that_is_missing_is_waited_for() -> None:
     found = left(line(8, forms=("zero",)), policy)
     assert found["3"] == ["zero"]
     assert found["2"] == []
-    fate = fates(line(8, forms=("zero",)), policy)["3"]["zero"]
+    fate = apply_policy(line(8, forms=("zero",)), policy)["3"]["zero"]
     assert fate.keeps == ("ladder: no weights-bf16 form is here instead",)
 
 
@@ -198,8 +207,8 @@ def test_a_span_is_counted_from_the_newest_commit() -> None:
     """Not from a clock; a COMMIT dated a year ahead ages all by four usual intervals at most (P9)."""
     held = line(6, forms=("zero", "universal"))
 
-    def stepped(held: list[Held], hours: float) -> list[str]:
-        rung = Rung(form="universal", after_seconds=hours * HOUR)
+    def stepped(held: list[PolicyFacts], hours: float) -> list[str]:
+        rung = Tier(form="universal", after_seconds=hours * HOUR)
         policy = RetentionPolicy(save_total_limit=1, ladder=(rung,))
         return [key for key, forms in left(held, policy).items() if forms == ["universal"]]
 
@@ -210,14 +219,14 @@ def test_a_span_is_counted_from_the_newest_commit() -> None:
     assert stepped(jumped, 9) == []
 
 
-def undated(one: Held) -> Held:
+def undated(one: PolicyFacts) -> PolicyFacts:
     """Its COMMIT carries no time that can be read."""
     return replace(one, item=replace(one.item, committed_at_seconds=None))
 
 
 def test_an_undated_one_is_as_old_as_the_one_after_it() -> None:
     """A ZeRO COMMIT that went took its date with it: what is left ages on."""
-    span = Rung(form="gone", after_seconds=3 * HOUR)
+    span = Tier(form="gone", after_seconds=3 * HOUR)
     policy = RetentionPolicy(save_total_limit=1, ladder=(span,))
     held = line(6)
     held[1] = undated(held[1])

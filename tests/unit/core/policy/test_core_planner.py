@@ -27,7 +27,7 @@ from ckptd.core.policy.actions import (
 )
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
-from ckptd.core.policy.safety import to_ship
+from ckptd.core.policy.safety import is_to_upload
 from ckptd.core.policy.view import Disk, GenerationAnswer, JobView, RemoteView, SaveView
 from tests.support.core_views import (
     NAS,
@@ -243,9 +243,9 @@ def test_the_newest_found_of_each_kind_is_sent(turn: int) -> None:
         return save.order == max(s.order for s in kind)
 
     wanted = [s.id for s in saves if not s.was_found_first or s.is_adopted or is_newest(s)]
-    assert [s.id for s in saves if to_ship(view, s)] == wanted
+    assert [s.id for s in saves if is_to_upload(view, s)] == wanted
     assert len(wanted) == 5
-    assert all(to_ship(replace(view, saves=(s,)), s) for s in saves), "of another view, another one"
+    assert all(is_to_upload(replace(view, saves=(s,)), s) for s in saves), "of another view, another one"
 
 
 def test_conversion_respects_the_reserve_and_the_trainer() -> None:

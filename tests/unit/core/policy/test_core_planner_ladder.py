@@ -8,7 +8,7 @@ from typing import Any
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipState
 from ckptd.core.policy.actions import DropDerived, Prune, Retire, Ship
 from ckptd.core.policy.derived_forms import to_derive
-from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
+from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Tier
 from ckptd.core.policy.view import JobView, RemoteView
 from tests.support.core_views import NAS, committed_record, job_view, remote_commit, save_view, sealed
 from tests.unit.core.policy.test_core_planner import of
@@ -26,7 +26,7 @@ def aged_remote(policy: RetentionPolicy, count: int, *forms: str) -> JobView:
 
 def test_a_step_down_names_what_stays_and_an_audit_can_tell_why() -> None:
     """Oldest first, one COMMIT a turn; without the universal form the ZeRO form stays."""
-    rungs = (Rung(form="universal", after_newer=1), Rung(form="gone", after_newer=3))
+    rungs = (Tier(form="universal", after_newer=1), Tier(form="gone", after_newer=3))
     policy = RetentionPolicy(save_total_limit=1, ladder=rungs)
     (action,) = of(aged_remote(policy, 3, ZERO, UNIVERSAL), Retire)
     assert (action.commit.tag, action.commit.form) == ("s1b1", ZERO)
@@ -40,7 +40,7 @@ def test_a_step_down_names_what_stays_and_an_audit_can_tell_why() -> None:
 
 def test_a_universal_form_beside_a_trainers_files_takes_nothings_place() -> None:
     """Hugging Face's lies in the ZeRO form's own folder: the checkpoint stays whole."""
-    policy = RetentionPolicy(save_total_limit=1, ladder=(Rung(form="universal", after_newer=1),))
+    policy = RetentionPolicy(save_total_limit=1, ladder=(Tier(form="universal", after_newer=1),))
     view = aged_remote(policy, 2, ZERO, UNIVERSAL)
     nas = view.remotes[0]
     beside = tuple(replace(c, stands_alone=c.form == ZERO) for c in nas.commits)
@@ -98,7 +98,7 @@ def test_a_rewound_run_fills_the_policy_before_the_branch_it_left_goes() -> None
 
 def test_the_node_keeps_a_universal_form_for_its_ladder() -> None:
     """The folder goes once the form is ready; that stays until its own rung, or a new save of the tag."""
-    rungs = (Rung(form="universal", after_newer=1), Rung(form="gone", after_newer=2))
+    rungs = (Tier(form="universal", after_newer=1), Tier(form="gone", after_newer=2))
     policy = RetentionPolicy(save_total_limit=1, ladder=rungs)
     saves = [save_view(n, sealed(n), universal=READY) for n in (1, 2)]
     common = {"local_retention": policy, "local_forms": (UNIVERSAL,)}
@@ -117,7 +117,7 @@ def test_the_node_keeps_a_universal_form_for_its_ladder() -> None:
 
 def test_a_remotes_ladder_gets_the_forms_it_needs() -> None:
     """Universal forms of older saves too, kept here until they are there; weights of older saves too."""
-    rungs = (Rung(form="universal", after_newer=1), Rung(form="weights-fp32", after_newer=2))
+    rungs = (Tier(form="universal", after_newer=1), Tier(form="weights-fp32", after_newer=2))
     policy = RetentionPolicy(save_total_limit=1, ladder=rungs)
     saves = [save_view(n, sealed(n), universal=READY) for n in (1, 2)]
     done = {(NAS, UNIVERSAL): committed_record(saves[1].save, form=UNIVERSAL)}
@@ -158,7 +158,7 @@ def test_what_a_remote_has_half_is_sent_whole() -> None:
 
 def test_forms_of_what_is_ephemeral_are_made_of_the_newest_alone() -> None:
     """A rung leaves nothing of the others, so a form of them would be made and sent for nothing."""
-    rungs = (Rung(form="universal", after_newer=1),)
+    rungs = (Tier(form="universal", after_newer=1),)
     keys = {"save_total_limit": 1, "ladder": rungs}
     saves = [save_view(n, sealed(n * 100)) for n in (1, 2, 3, 4)]
     for ephemeral, wanted in ((None, [4, 3, 2, 1]), (Ephemeral(every_steps=200, keep=1), [4, 2])):
@@ -171,7 +171,7 @@ def test_forms_of_what_is_ephemeral_are_made_of_the_newest_alone() -> None:
 
 def test_a_form_of_what_is_ephemeral_is_not_kept_here_for_a_remote() -> None:
     """None is sent of it, so it would wait here for ever."""
-    update = {"save_total_limit": 2, "ladder": (Rung(form="universal", after_newer=1),)}
+    update = {"save_total_limit": 2, "ladder": (Tier(form="universal", after_newer=1),)}
     newest = save_view(2, sealed(200), universal=READY)
     ships = {**newest.ships, (NAS, UNIVERSAL): committed_record(newest.save, NAS, UNIVERSAL)}
     view = job_view([save_view(1, sealed(100), universal=READY), replace(newest, ships=ships)])

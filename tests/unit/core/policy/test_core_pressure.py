@@ -18,7 +18,7 @@ from ckptd.core.policy.actions import (
 )
 from ckptd.core.policy.blockers import blocked
 from ckptd.core.policy.planner import plan
-from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
+from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Tier
 from ckptd.core.policy.view import Disk, JobView, SaveView
 from tests.support.core_views import job_view, save_view, sealed
 
@@ -133,7 +133,7 @@ def test_a_full_disk_takes_nothing_that_the_policy_keeps() -> None:
 
 # --- a ladder here (adr/0164) ------------------------------------------------------------------------------
 
-LADDER = RetentionPolicy(save_total_limit=2, ladder=(Rung(form="universal", after_newer=1),))
+LADDER = RetentionPolicy(save_total_limit=2, ladder=(Tier(form="universal", after_newer=1),))
 TIGHT = Disk(free_bytes=999, reserve_bytes=1000, can_clone=False)
 BARE = DerivedRecord()
 
@@ -189,7 +189,7 @@ def test_why_a_short_disk_keeps_more_than_the_limit_is_said() -> None:
     assert found.text.endswith("and 1 universal form that the ladder left")
     assert 'end it by { after = N, form = "gone" }' in found.next_step
     assert "free 0.1 GB: then those forms are made" in found.next_step
-    ends = (*LADDER.ladder, Rung(form="gone", after_newer=2))
+    ends = (*LADDER.ladder, Tier(form="gone", after_newer=2))
     ended = replace(view, local_retention=LADDER.model_copy(update={"ladder": ends}))
     assert [a.save_id for a in of(ended, DropDerived)] == [1]
     assert [a.save_id for a in of(ended, Prune)] == [2]

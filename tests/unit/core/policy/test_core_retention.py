@@ -14,26 +14,26 @@ from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.model.save import Order
 from ckptd.core.policy.local import keep_local
 from ckptd.core.policy.remote import keep_remote
-from ckptd.core.policy.retention import Ephemeral, Item, RetentionPolicy, keep_reasons
+from ckptd.core.policy.retention import Ephemeral, PolicyItem, RetentionPolicy, keep_reasons
 from tests.support.core_views import NAS, committed_record, job_view, remote_commit, save_view, sealed
 
 ITEMS = st.lists(
     st.tuples(st.integers(1, 3), st.integers(0, 50), st.booleans()), min_size=1, max_size=12, unique=True
 ).map(
     lambda rows: [
-        Item(key=str(n), order=Order(branch, step, n), pinned=pinned)
+        PolicyItem(key=str(n), order=Order(branch, step, n), pinned=pinned)
         for n, (branch, step, pinned) in enumerate(rows)
     ]
 )
 
 
-def kept(items: list[Item], policy: RetentionPolicy) -> set[str]:
+def kept(items: list[PolicyItem], policy: RetentionPolicy) -> set[str]:
     return {key for key, why in keep_reasons(items, policy).items() if why}
 
 
 @given(ITEMS, st.integers(1, 12), st.randoms())
 def test_never_empties_keeps_pinned_and_ignores_the_order_of_its_input(
-    items: list[Item], limit: int, random: object
+    items: list[PolicyItem], limit: int, random: object
 ) -> None:
     """The newest and every pinned item stay, and exactly the limit; a permutation changes nothing."""
     policy = RetentionPolicy(save_total_limit=limit)
@@ -47,7 +47,7 @@ def test_never_empties_keeps_pinned_and_ignores_the_order_of_its_input(
 
 
 @given(ITEMS, st.integers(1, 11))
-def test_raising_the_limit_never_deletes_more(items: list[Item], limit: int) -> None:
+def test_raising_the_limit_never_deletes_more(items: list[PolicyItem], limit: int) -> None:
     """Monotone in the limit, and adding a key never removes a keep."""
     low = kept(items, RetentionPolicy(save_total_limit=limit))
     assert low <= kept(items, RetentionPolicy(save_total_limit=limit + 1))
@@ -56,7 +56,7 @@ def test_raising_the_limit_never_deletes_more(items: list[Item], limit: int) -> 
 
 
 @given(ITEMS)
-def test_without_a_key_nothing_goes(items: list[Item]) -> None:
+def test_without_a_key_nothing_goes(items: list[PolicyItem]) -> None:
     """No retention key: every item is kept, and says why."""
     assert kept(items, RetentionPolicy()) == {item.key for item in items}
 
@@ -64,19 +64,19 @@ def test_without_a_key_nothing_goes(items: list[Item]) -> None:
 HOUR = 3600.0
 
 
-def hourly(count: int, *, every_hours: float = 1.0, branch: int = 1) -> list[Item]:
+def hourly(count: int, *, every_hours: float = 1.0, branch: int = 1) -> list[PolicyItem]:
     """Committed one after another at steps 100, 200, …"""
     return [
-        Item(
+        PolicyItem(
             key=f"{branch}.{n}", order=Order(branch, n * 100, n), committed_at_seconds=n * every_hours * HOUR
         )
         for n in range(1, count + 1)
     ]
 
 
-def lived(items: list[Item], policy: RetentionPolicy) -> list[Item]:
+def lived(items: list[PolicyItem], policy: RetentionPolicy) -> list[PolicyItem]:
     """What is left when the policy is applied after each COMMIT, as a daemon does."""
-    left: list[Item] = []
+    left: list[PolicyItem] = []
     for item in items:
         left.append(item)
         stay = kept(left, policy)
@@ -90,7 +90,7 @@ def test_keep_every_leaves_no_longer_gap_than_asked(gaps: list[float], span_hour
     at, items = 0.0, []
     for n, gap in enumerate(gaps, start=1):
         at += gap * HOUR
-        items.append(Item(key=str(n), order=Order(1, n, n), committed_at_seconds=at))
+        items.append(PolicyItem(key=str(n), order=Order(1, n, n), committed_at_seconds=at))
     left = lived(items, RetentionPolicy(keep_every_seconds=span_hours * HOUR))
     times = [i.committed_at_seconds or 0.0 for i in left]
     for item in items:
@@ -154,8 +154,8 @@ def test_what_a_step_alone_keeps(step: int) -> None:
     """As the keys do it: a multiple of both where the others are ephemeral."""
     for throw in (None, Ephemeral(every_steps=500, keep=0)):
         policy = RetentionPolicy(keep_every_steps=200, keep_steps=(300,), ephemeral=throw)
-        item = Item(key="it", order=Order(1, step, 1))
-        newer = Item(key="newer", order=Order(1, 9999, 2))
+        item = PolicyItem(key="it", order=Order(1, step, 1))
+        newer = PolicyItem(key="newer", order=Order(1, 9999, 2))
         assert ("it" in kept([item, newer], policy)) is policy.keeps_step(step)
 
 
@@ -184,7 +184,7 @@ def test_each_key_keeps_what_it_names_and_says_so(policy: dict[str, Any], reason
 
 
 @given(ITEMS, st.integers(1, 6), st.integers(0, 6))
-def test_keys_join_by_union(items: list[Item], limit: int, keep: int) -> None:
+def test_keys_join_by_union(items: list[PolicyItem], limit: int, keep: int) -> None:
     """A further key never lets go what the others keep; pins and the newest stay under all of them."""
     dated = [replace(i, committed_at_seconds=float(n)) for n, i in enumerate(items)]
     throw = Ephemeral(every_steps=3, keep=keep)
@@ -198,7 +198,7 @@ def test_keys_join_by_union(items: list[Item], limit: int, keep: int) -> None:
 
 @given(ITEMS, st.lists(st.one_of(st.none(), st.floats(-5, 5)), min_size=12, max_size=12), st.integers(1, 5))
 def test_keep_best_keeps_the_best_and_no_others(
-    items: list[Item], scores: list[float | None], count: int
+    items: list[PolicyItem], scores: list[float | None], count: int
 ) -> None:
     """Beside the newest and the pinned; what has no value is passed over, and counts for nobody."""
     scored = [replace(i, score=s) for i, s in zip(items, scores, strict=False)]

@@ -23,7 +23,7 @@ from ckptd.core.policy.leases import (
     term_seconds,
 )
 from ckptd.core.policy.permit import DeletePermit
-from ckptd.core.policy.view import Tenure
+from ckptd.core.policy.view import LeaseStatus
 from ckptd.errors import RefusedError
 from ckptd.storage.remote.coordination import hold_lease
 from ckptd.storage.stores.directory import DirectoryStore
@@ -158,11 +158,11 @@ def test_a_plan_of_a_directory_of_ones_own_stays_as_it_is() -> None:
 
 
 def test_without_the_lease_a_host_sends_its_share_and_no_more() -> None:
-    assert on_shared(PLAN, Tenure(holds_lease=False)) == [ship("zero")]
+    assert on_shared(PLAN, LeaseStatus(holds_lease=False)) == [ship("zero")]
 
 
 def test_the_holder_does_all_but_hold() -> None:
-    assert on_shared(PLAN, Tenure(holds_lease=True)) == [x for x in PLAN if not isinstance(x, a.Hold)]
+    assert on_shared(PLAN, LeaseStatus(holds_lease=True)) == [x for x in PLAN if not isinstance(x, a.Hold)]
 
 
 def test_a_permit_ends_with_the_lease_that_it_was_made_under() -> None:

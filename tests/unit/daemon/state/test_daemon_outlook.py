@@ -103,7 +103,7 @@ def test_a_slow_required_remote_is_named_with_the_interval_it_could_carry() -> N
     """100 MB/s are made and 30 MB/s carried: 500 steps become 1,700."""
     found = alarms(*scene(free_gb=3000, speeds={"nas": 30e6, "s3": 1e9}))
     assert found == {
-        "link-slow": "production 100 MB/s, link 30 MB/s: uploads fall behind, disk full in 11h40m; "
+        "link-slow": "production 100 MB/s, link 30 MB/s: uploads fall behind, disk full in 11h50m; "
         'save every 1,700 steps, or make the link faster; or set unuploaded = "thin": then not every save '
         "is uploaded"
     }

@@ -16,7 +16,7 @@ from ckptd.core.completeness.judge import State, Verdict
 from ckptd.core.model.manifest import Tombstone
 from ckptd.core.model.records import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.core.policy.actions import Plan
-from ckptd.core.policy.retention import Fate, RetentionPolicy, Rung
+from ckptd.core.policy.retention import RetentionPolicy, RetentionVerdict, Tier
 from ckptd.daemon.actions.control import Control, stalled_drain
 from ckptd.daemon.health.stalls import see_stuck, unfinished, way_out
 from ckptd.daemon.intake.clones import forget_lost_holds
@@ -186,10 +186,13 @@ def house(tmp_path: Path) -> House:
     return House(tmp_path)
 
 
-GOES, PINNED = Fate(keeps=(), goes="limit"), Fate(keeps=("pinned",), goes="")
+GOES, PINNED = RetentionVerdict(keeps=(), goes="limit"), RetentionVerdict(keeps=("pinned",), goes="")
 
 
-def planned(local: dict[int, Fate] | None = None, remote: dict[tuple[str, str], Fate] | None = None) -> Plan:
+def planned(
+    local: dict[int, RetentionVerdict] | None = None,
+    remote: dict[tuple[str, str], RetentionVerdict] | None = None,
+) -> Plan:
     """Of a turn with nothing to do."""
     return Plan(actions=(), local_fates=local or {}, remote_fates=remote or {})
 
@@ -263,7 +266,7 @@ def test_a_form_that_nothing_tries_again_is_told_of_no_more(house: House) -> Non
     house.ship(2, ShipState.COMMITTED)
     assert house.told() == {}
     (remote,) = house.job.config.remotes
-    remote.policy = RetentionPolicy(save_total_limit=2, ladder=(Rung(form="universal", after_newer=3),))
+    remote.policy = RetentionPolicy(save_total_limit=2, ladder=(Tier(form="universal", after_newer=3),))
     assert set(house.told()) == {"source-damaged"}
     house.ship(1, ShipState.COMMITTED, UNIVERSAL, **WRONG)
     assert house.told() == {}, "as an earlier release noted it"
@@ -324,7 +327,9 @@ def test_what_a_remote_will_not_let_go_is_told_while_it_is_to_go(house: House) -
     )  # fmt: skip
     view = SimpleNamespace(key=key_of(save), sha256="sha")
 
-    def refused(commits: tuple[Any, ...], fates: dict[Any, Fate], retiring: tuple[Any, ...] = ()) -> set[str]:
+    def refused(
+        commits: tuple[Any, ...], fates: dict[Any, RetentionVerdict], retiring: tuple[Any, ...] = ()
+    ) -> set[str]:
         house.state.refused_to_retire("sha", "nas", "s1b1 (zero) of nas", NotPermitted("no"))
         house.link.observation = SimpleNamespace(commits=commits, retired=(stone,), retiring=retiring)
         house.state.plan = planned(remote=fates)

@@ -10,7 +10,14 @@ import pytest
 
 from ckptd.core.model import coverage
 from ckptd.core.model.coverage import KnownManifest, Pointers
-from ckptd.core.model.generation import Already, Retired, SeenCommit, SeenManifest, Use, choose_generation
+from ckptd.core.model.generation import (
+    AlreadyCommitted,
+    GenerationRetired,
+    JoinGeneration,
+    SeenCommit,
+    SeenManifest,
+    choose_generation,
+)
 from ckptd.core.model.layouts import Grid, Role, ShardKey
 from ckptd.core.model.manifest import (
     Checksums,
@@ -111,37 +118,39 @@ def other(save: SealedSave, generation: int = 1, **more: object) -> NodeManifest
 
 class TestGeneration:
     def test_nothing_known_is_the_first(self, save: SealedSave) -> None:
-        assert choose(save) == Use(generation=1)
+        assert choose(save) == JoinGeneration(generation=1)
 
     def test_one_whose_commit_cannot_be_read_is_taken(self, save: SealedSave) -> None:
         """By whom nobody knows; the manifests there may be this very save's."""
         mine = [seen(manifest_of(save, 1), committed=False)]
-        assert choose(save, unreadable=(1,)) == Use(generation=2)
-        assert choose(save, mine, unreadable=(1,)) == Use(generation=2)
-        assert choose(save, mine, unreadable=(3,)) == Use(generation=1)
-        assert choose(save, mine, unreadable=(1, 2)) == Use(generation=3)
+        assert choose(save, unreadable=(1,)) == JoinGeneration(generation=2)
+        assert choose(save, mine, unreadable=(1,)) == JoinGeneration(generation=2)
+        assert choose(save, mine, unreadable=(3,)) == JoinGeneration(generation=1)
+        assert choose(save, mine, unreadable=(1, 2)) == JoinGeneration(generation=3)
 
     def test_an_uncommitted_one_of_this_save_is_joined(self, save: SealedSave) -> None:
-        assert choose(save, [seen(manifest_of(save, 3), committed=False)]) == Use(generation=3)
+        assert choose(save, [seen(manifest_of(save, 3), committed=False)]) == JoinGeneration(generation=3)
 
     def test_one_that_holds_another_save_is_not(self, save: SealedSave) -> None:
-        assert choose(save, [seen(other(save), committed=False)]) == Use(generation=2)
+        assert choose(save, [seen(other(save), committed=False)]) == JoinGeneration(generation=2)
         foreign = manifest_of(save, job_id="x")
-        assert choose(save, [seen(foreign, committed=False)]) == Use(generation=2)
+        assert choose(save, [seen(foreign, committed=False)]) == JoinGeneration(generation=2)
 
     def test_an_open_one_of_this_save_is_joined_whatever_came_after_it(self, save: SealedSave) -> None:
         """Opening one more each time, two nodes with two saves passed each other for ever (ADR 0098)."""
         mine, foreign = manifest_of(save, 1), other(save).model_copy(update={"generation": 2})
-        assert choose(save, [seen(mine, committed=False), seen(foreign, committed=False)]) == Use(
+        assert choose(save, [seen(mine, committed=False), seen(foreign, committed=False)]) == JoinGeneration(
             generation=1
         )
         newer = manifest_of(save, 3)
         both = [seen(mine, committed=False), seen(newer, committed=False)]
-        assert choose(save, [*both, seen(foreign, committed=False)]) == Use(generation=3), "all meet in one"
+        assert choose(save, [*both, seen(foreign, committed=False)]) == JoinGeneration(generation=3), (
+            "all meet in one"
+        )
 
     def test_committed_with_our_bytes_is_already_there(self, save: SealedSave) -> None:
         mine = seen(manifest_of(save), committed=True)
-        assert choose(save, [mine], [commit(1)]) == Already(
+        assert choose(save, [mine], [commit(1)]) == AlreadyCommitted(
             generation=1, commit_key="g1", commit_sha256="s", unlisted=()
         )
 
@@ -149,7 +158,7 @@ class TestGeneration:
         files = [f for f in manifest_of(save).files if f.role is not Role.SIDE]
         mine = seen(manifest_of(save, files=tuple(files)), committed=True)
         answer = choose(save, [mine], [commit(1)])
-        assert isinstance(answer, Already)
+        assert isinstance(answer, AlreadyCommitted)
         assert answer.unlisted == ("zero_to_fp32.py",)
 
     def test_a_side_file_without_tensors_is_told_by_its_content(self, save: SealedSave) -> None:
@@ -163,18 +172,22 @@ class TestGeneration:
             for f in save.files
         ]
         answer = choose(save.model_copy(update={"files": tuple(twin)}), [mine], [commit(1)])
-        assert isinstance(answer, Already)
+        assert isinstance(answer, AlreadyCommitted)
         assert answer.unlisted == (side.path,)
 
     def test_committed_with_other_bytes_opens_the_next(self, save: SealedSave) -> None:
-        assert choose(save, [seen(other(save, files=()), committed=True)], [commit(1)]) == Use(generation=2)
+        assert choose(save, [seen(other(save, files=()), committed=True)], [commit(1)]) == JoinGeneration(
+            generation=2
+        )
 
     def test_a_listing_that_no_commit_quotes_does_not_count(self, save: SealedSave) -> None:
-        assert choose(save, [seen(manifest_of(save), committed=False)], [commit(1)]) == Use(generation=2)
+        assert choose(save, [seen(manifest_of(save), committed=False)], [commit(1)]) == JoinGeneration(
+            generation=2
+        )
 
     def test_a_disputed_commit_does_not_exist_but_its_number_is_used_up(self, save: SealedSave) -> None:
         mine = seen(manifest_of(save), committed=True)
-        assert choose(save, [mine], [commit(1, disputed=True)]) == Use(generation=2)
+        assert choose(save, [mine], [commit(1, disputed=True)]) == JoinGeneration(generation=2)
 
     def test_what_was_retired_is_never_sent_again(self, save: SealedSave) -> None:
         stone = Tombstone(
@@ -188,13 +201,13 @@ class TestGeneration:
             commit_sha256="s",
             fingerprints=save.fingerprints,
         )
-        assert choose(save, tombstones=[stone]) == Retired(generation=4)
+        assert choose(save, tombstones=[stone]) == GenerationRetired(generation=4)
         foreign = stone.model_copy(update={"fingerprints": (("x", "y"),)})
-        assert choose(save, tombstones=[foreign]) == Use(generation=5)
+        assert choose(save, tombstones=[foreign]) == JoinGeneration(generation=5)
 
     def test_derived_forms_do_not_count(self, save: SealedSave) -> None:
         derived = manifest_of(save, 5, form="universal")
-        assert choose(save, [seen(derived, committed=True)], [commit(5, form="universal")]) == Use(
+        assert choose(save, [seen(derived, committed=True)], [commit(5, form="universal")]) == JoinGeneration(
             generation=1
         )
 

@@ -1,4 +1,4 @@
-"""The play of the coming saves against a disk that is lived save by save (docs/adr/0160)."""
+"""The number of saves that fit, against a disk that is lived save by save (docs/adr/0195)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,18 @@ from hypothesis import strategies as st
 
 from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.model.save import Order, SaveWindow
-from ckptd.core.policy import capacity
+from ckptd.core.policy import capacity, retention
 from ckptd.core.policy.capacity import (
-    LEAST_SAVES,
-    MOST_PIECES,
     Ground,
     Pace,
     Piece,
     Saved,
     forecast,
     ground_of,
-    play,
     rotation_of,
-    summed,
+    saves_that_fit,
 )
-from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Rung
+from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Tier
 from ckptd.core.policy.view import Disk
 from tests.support.core_views import job_view, resized, save_view, sealed
 
@@ -40,7 +37,7 @@ Look = tuple[list[list[float]], float | None, float]
 
 @dataclass(slots=True)
 class Lived:
-    """A disk, its trainer and its link, in ticks of ten seconds: nothing here knows the play."""
+    """A disk, its trainer and its link, in ticks of ten seconds: nothing here knows the formula."""
 
     room: int
     limit: int | None
@@ -140,10 +137,12 @@ def disks(draw: Any) -> Lived:
 @given(disks())
 @settings(max_examples=150, deadline=None)
 def test_what_is_foretold_is_what_is_lived(disk: Lived) -> None:
-    """Within a save, from three saves before the disk is full; and no alarm where it does not fill.
+    """Never silent from three saves before the disk is full, and no alarm where it does not fill.
 
-    Or within what a link of one in a hundred more or less makes of it, where that is much.
+    Within a save of the truth, or of what a link of one in a hundred more or less makes of it; within three
+    where a slow link decides which saves keep_every_steps or keep_within will find.
     """
+    margin = 3 if disk.every_steps or disk.within else 1
     if disk.limit is None and disk.trainer is None:
         disk.every_steps = disk.within = None
     if disk.limit is not None:
@@ -155,7 +154,7 @@ def test_what_is_foretold_is_what_is_lived(disk: Lived) -> None:
         if full is not None:
             assert told.full_in_saves is not None, (disk, number, full)
             foretold = number + told.full_in_saves
-            assert min(near) - 1 <= foretold <= max(near) + 1, (disk, number, near, told)
+            assert min(near) - margin <= foretold <= max(near) + margin, (disk, number, near, told)
         elif min(near) == 60:
             assert told.full_in_saves is None or told.full_in_saves > 3, (disk, number, told)
 
@@ -186,7 +185,7 @@ def ground(room: int, count: int, policy: RetentionPolicy, **more: Any) -> Groun
         # of what is here three go, and one of two that come
         ({"save_total_limit": 1, "keep_every_seconds": 1200.0}, 12, "keep_every_seconds"),
         ({"ephemeral": Ephemeral(every_steps=20, keep=1)}, 12, "ephemeral"),
-        ({"save_total_limit": 1, "ladder": (Rung(form="universal", after_newer=1),)}, 4, "ladder"),
+        ({"save_total_limit": 1, "ladder": (Tier(form="universal", after_newer=1),)}, 4, "ladder"),
         # five go, and the newest of those that are here
         ({"save_total_limit": 1, "keep_steps": tuple(range(70, 200, 10))}, 10, "keep_steps"),
     ],
@@ -202,7 +201,7 @@ def test_every_key_that_keeps_fills_a_disk(policy: dict[str, Any], fit: int, kep
 
 def test_what_lets_go_in_time_fills_nothing() -> None:
     """A span that is over before the disk is full, and a ladder that ends."""
-    ends = (Rung(form="universal", after_newer=2), Rung(form="gone", after_newer=4))
+    ends = (Tier(form="universal", after_newer=2), Tier(form="gone", after_newer=4))
     for policy in (
         RetentionPolicy(save_total_limit=1, keep_within_seconds=1800.0),
         RetentionPolicy(save_total_limit=1, ladder=ends),
@@ -273,71 +272,64 @@ def test_two_jobs_fill_one_disk_together(limit: int, room: int, times: float) ->
     """Each counts on what the other will have taken: one without a limit, one that rotates in time."""
     policy = RetentionPolicy(save_total_limit=limit)
     pace = Pace(sizes_bytes=(SIZE,), every_seconds=EVERY * times, flight_seconds=10.0, since_last_seconds=0.0)
-    other = play(ground(10**6, limit, policy), pace)
     mine = Pace(sizes_bytes=(SIZE,), every_seconds=EVERY, flight_seconds=10.0)
-    alone = play(Ground(free_bytes=room * SIZE), mine)
-    beside = play(Ground(free_bytes=room * SIZE, others=other.taken), mine)
-    assert alone.fit == room
-    assert room - 1 <= beside.fit <= room, "it gives back what it takes"
-    endless = play(Ground(free_bytes=10**6 * SIZE), pace)
-    both = play(Ground(free_bytes=room * SIZE, others=endless.taken), mine)
+    alone = saves_that_fit(Ground(free_bytes=room * SIZE), mine)
+    rotated = ((ground(10**6, limit, policy), pace),)
+    beside = saves_that_fit(Ground(free_bytes=room * SIZE, others=rotated), mine)
+    assert alone.saves == room
+    assert room - 1 <= beside.saves <= room, "it gives back what it takes"
+    endless = ((Ground(free_bytes=10**6 * SIZE), pace),)
+    both = saves_that_fit(Ground(free_bytes=room * SIZE, others=endless), mine)
     count = 0
     while (count + 1) + math.floor((count + 1) / times) <= room:
         count += 1
-    assert abs(both.fit - count) <= 1
+    assert abs(both.saves - count) <= 1
 
 
-def test_what_two_took_is_summed_by_time() -> None:
-    assert summed([(1.0, 5), (3.0, 2)], [(2.0, 7)]) == [(1.0, 5), (2.0, 12), (3.0, 9)]
-    assert summed([], [(2.0, 7)]) == [(2.0, 7)]
+@pytest.mark.parametrize("link", [None, SIZE / EVERY * 5])
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_a_disk_that_cannot_hold_the_limit_and_one_is_never_silent(limit: int, link: float | None) -> None:
+    """The oldest is deleted only after the newest is committed; with room for one more nothing is said."""
+    policy = RetentionPolicy(save_total_limit=limit)
+    short = forecast(run(6), ground(0, limit, policy, link_bytes_per_second=link), now_seconds=3600.0)
+    assert short.full_in_saves == 0
+    room = ground(1, limit, policy, link_bytes_per_second=SIZE / EVERY * 5)
+    assert forecast(run(6), room, now_seconds=3600.0).full_in_saves is None
 
 
-def judged(patch: pytest.MonkeyPatch) -> list[int]:
+def asked(patch: pytest.MonkeyPatch) -> list[int]:
     """How many checkpoints each question to the policy was about."""
-    asked: list[int] = []
-    real = capacity.going
+    found: list[int] = []
+    real = retention.apply_policy
 
-    def going(pieces: Any, *rest: Any, **more: Any) -> Any:
-        asked.append(len(pieces))
-        return real(pieces, *rest, **more)
+    def apply_policy(held: Any, policy: Any) -> Any:
+        found.append(len(held))
+        return real(held, policy)
 
-    patch.setattr(capacity, "going", going)
-    return asked
-
-
-@pytest.mark.parametrize("within", [None, 3600.0])
-def test_many_that_wait_for_the_link_cost_little(
-    monkeypatch: pytest.MonkeyPatch, within: float | None
-) -> None:
-    """A remote was away for a day: each COMMIT that is played asked the policy about all of them."""
-    asked, count = judged(monkeypatch), 900
-    policy = RetentionPolicy(save_total_limit=2, keep_within_seconds=within)
-    here = ground(3, count, policy)
-    waiting = tuple(replace(p, is_committed=False, committed_at_seconds=None) for p in here.pieces)
-    pace = Pace(sizes_bytes=(SIZE,), every_seconds=EVERY, last_step=10 * count, steps=10)
-    play(replace(here, pieces=waiting, link_bytes_per_second=float(SIZE)), pace)
-    assert sum(asked) <= 20_000
+    patch.setattr(capacity, "apply_policy", apply_policy)
+    return found
 
 
+@pytest.mark.parametrize("is_committed", [True, False])
 @pytest.mark.parametrize(
-    ("policy", "count", "fit"),
+    ("policy", "fit"),
     [
-        (RetentionPolicy(save_total_limit=2, keep_every_steps=10), 10_000, 3),
-        (RetentionPolicy(save_total_limit=2, keep_every_seconds=10.0), 900, 3),
-        # so many that go by time are not judged at all
-        (RetentionPolicy(save_total_limit=2, keep_every_seconds=10.0), 10_000, None),
+        (RetentionPolicy(save_total_limit=2), None),
+        (RetentionPolicy(save_total_limit=2, keep_every_steps=10), 3),
+        (RetentionPolicy(save_total_limit=2, keep_every_seconds=10.0), 3),
     ],
 )
-def test_many_checkpoints_cost_little(
-    monkeypatch: pytest.MonkeyPatch, policy: RetentionPolicy, count: int, fit: int | None
+def test_ten_thousand_checkpoints_cost_little(
+    monkeypatch: pytest.MonkeyPatch, policy: RetentionPolicy, fit: int | None, is_committed: bool
 ) -> None:
-    asked = judged(monkeypatch)
-    here = ground(3, count, policy)
+    """The policy is asked about 20 times, of the newest thousand; older ones count as they lie."""
+    questions, count = asked(monkeypatch), 10_000
+    here = ground(3, count, policy, link_bytes_per_second=2 * SIZE / EVERY)
+    if not is_committed:
+        waiting = tuple(replace(p, is_committed=False, committed_at_seconds=None) for p in here.pieces)
+        here = replace(here, pieces=waiting)
     pace = Pace(sizes_bytes=(SIZE,), every_seconds=EVERY, last_step=10 * count, steps=10)
-    played = play(here, pace)
-    assert sum(asked) <= 5 * count
-    assert (played.fit if played.is_full else None) == fit
-    if count < MOST_PIECES:
-        far = play(replace(here, free_bytes=SIZE * 10**6), pace)
-        assert not far.is_full
-        assert far.fit >= LEAST_SAVES
+    told = saves_that_fit(here, pace)
+    assert len(questions) <= 20
+    assert max(questions) <= 1100
+    assert not is_committed or (told.saves if told.is_full else None) == fit
