@@ -51,7 +51,7 @@ def say(line: str) -> None:
 
 
 def answer(path: str) -> None:
-    """What a script takes from stdout, byte for byte; on a terminal a name may not do more than be read."""
+    """Print a result for scripts on stdout, byte for byte; on a terminal control characters are escaped."""
     print(printable(path) if sys.stdout.isatty() else path)
 
 

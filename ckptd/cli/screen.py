@@ -34,7 +34,7 @@ class Screen(Console):
         super().__init__(markup=False, emoji=False, highlight=False, stderr=stderr, width=width, file=file)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich does it, but for characters that a terminal would obey."""
+        """Render like rich, but escape characters that a terminal would obey."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             if control or text == "\n" or text.isprintable():
@@ -44,5 +44,5 @@ class Screen(Console):
 
 
 def screen() -> Screen:
-    """Of stdout."""
+    """Return the console of stdout."""
     return Screen(width=None if sys.stdout.isatty() else ELSEWHERE)

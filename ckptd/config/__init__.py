@@ -1,1 +1,1 @@
-"""Job files: schema, loader, quantities, and what is wrong with one in words."""
+"""Load and judge job files: schema, loader, quantities, and error messages in words."""

@@ -76,7 +76,7 @@ def _child_bytes(url: str) -> int:
 
 
 def shortage(division: Division, budget_bytes: int) -> tuple[str, str] | None:
-    """What is wrong with a budget that is too small, and what to do; None when it suffices."""
+    """Return what is wrong with a budget that is too small, and what to do; None when it suffices."""
     if budget_bytes >= division.needed_bytes:
         return None
     needed = f"{-(-division.needed_bytes // MIB)}MiB"

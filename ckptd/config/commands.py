@@ -1,8 +1,9 @@
-"""Where the configuration lies, what a node is called, one file for every node, and what is typed for a job.
+"""Resolve the configuration's place, node and job names, one file for every node, and the commands to type
+for a job.
 
 `{hostname}` and `{SLURM_JOB_ID}` are filled in before a file is judged, in save_dir, node_name and the
-remotes' URLs alone; a name that means nothing here is refused with what does. `{dir}` is a glob's and left
-alone (config_globs.py).
+remotes' URLs alone; a name that means nothing here is refused with those that do. `{dir}` belongs to globs
+and stays (config/globs.py).
 """
 
 from __future__ import annotations
@@ -32,18 +33,20 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def this_node(environ: Mapping[str, str]) -> str:
-    """What this node is called where nobody says it: as Slurm calls it, else its host name."""
+    """Return this node's default name: Slurm's, else the host name."""
     return environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def job_name(save_dir: Path) -> str:
-    """What a job is called where nobody names it: its directory, of which a blank or an umlaut becomes -."""
+    """Return a job's default name: its directory's, with - for characters that a name may not have."""
     fit = "".join(letter if letter in NAME_CHARACTERS else "-" for letter in save_dir.name)
     return fit.lstrip(".-") or "run"
 
 
 def user_name() -> str:
-    """Of whoever runs this; the number where it has no name, as in a container under any user id."""
+    """Return the name of the user who runs this; the number where it has no name, as in a container under any
+    user id.
+    """
     import getpass
 
     try:

@@ -91,7 +91,7 @@ def _list_wanted(path: str, value: object) -> str:
 
 
 def _without_places(path: str) -> str:
-    """Of a table in a list, what its header says."""
+    """Drop list indices from a key path, to match the header of a table in a list."""
     return re.sub(r"\[\d+\]", "", path)
 
 

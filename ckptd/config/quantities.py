@@ -276,7 +276,7 @@ def _check_s3_url(value: str) -> str:
 
 
 def check_endpoint(value: str) -> str:
-    """Where an S3 server listens: http(s)://host[:port], without a secret in it."""
+    """Return the URL of an S3 server, checked: http(s)://host[:port], without a secret in it."""
     parts = urlsplit(value)
     if parts.username or parts.password:
         reject("a secret does not belong in a URL")
@@ -286,7 +286,7 @@ def check_endpoint(value: str) -> str:
 
 
 def check_credentials(value: str) -> str:
-    """Where secrets lie, never the secrets."""
+    """Return the place of credentials, checked: env, a profile or a file, never the secrets themselves."""
     kind, _, rest = value.partition(":")
     if value != "env" and (kind not in ("profile", "file") or not rest):
         reject('it is "env", "profile:NAME" or "file:PATH"; secrets themselves stay out of job files')
@@ -427,12 +427,12 @@ class Timetable(Model):
 
 
 def constant(bytes_per_second: int | None) -> Timetable:
-    """The same at any time."""
+    """Return a timetable with the same limit at any time."""
     return Timetable(changes=((0, bytes_per_second),), text=_shown(bytes_per_second))
 
 
 def parse_timetable(value: object) -> Timetable:
-    """Of "1GB/s", "none", a timetable as above, or a list of its entries.
+    """Parse "1GB/s", "none", a timetable as above, or a list of its entries.
 
     Raises:
         ValueError: it is none of these; the text quotes the entry that is wrong.

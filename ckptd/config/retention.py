@@ -40,7 +40,7 @@ class RungConfig(Section):
 
     @property
     def rung(self) -> Tier:
-        """As the policy has it."""
+        """Return this tier as the retention policy's record."""
         if isinstance(self.after, int):
             return Tier(form=self.form, after_newer=self.after)
         return Tier(form=self.form, after_seconds=self.after)

@@ -41,7 +41,7 @@ def check_role(value: str) -> str:
 
 
 def check_external_id(value: str) -> str:
-    """What the owner of a role may ask whoever assumes it for."""
+    """Return the external id that a role's owner may require, checked for its characters."""
     if not re.fullmatch(r"[\w+=,.@:/-]{2,1224}", _no_secret(value)):
         reject("an external id has 2 to 1224 letters, digits and _ + = , . @ : / -")
     return value
@@ -90,7 +90,7 @@ def read_tags(value: object) -> tuple[tuple[str, str], ...]:
 
 
 class S3Keys(Section):
-    """What only remotes on S3 take; every one may be left out."""
+    """Declare the keys that only remotes on S3 take; every one may be left out."""
 
     endpoint_url: Endpoint | None = _key(
         None, "endpoint_url", '"https://s3.example.org"', "of an S3 server that is not AWS"

@@ -311,7 +311,9 @@ class JobConfig(Section):
 
     @property
     def given(self) -> str | None:
-        """What arguments and environment said, as JSON in the shape of a job file; None: a file said it."""
+        """Return the arguments and environment as JSON in the shape of a job file; None: the job has a
+        file.
+        """
         return self._given
 
     @property
@@ -326,7 +328,7 @@ class JobConfig(Section):
 
     @property
     def is_higher_better(self) -> bool:
-        """Of the metric; Hugging Face's rule where the job file does not say."""
+        """Tell whether a higher metric is better, by Hugging Face's rule where the job file does not say."""
         mode = self.metric_mode or ("min" if (self.metric or "").endswith("loss") else "max")
         return mode == "max"
 

@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """What ckptd knows of one scheme before it imports anything for it."""
+    """Describe one URL scheme before anything is imported for it."""
 
     package: str
     """What to install for it with pip."""
@@ -85,12 +85,12 @@ _NO_PLACES = [
 
 
 def scheme_of(url: str) -> Scheme:
-    """What is known of the scheme of a URL; nothing for a path or a stranger."""
+    """Return the scheme of a URL; an empty record for a path or an unknown scheme."""
     return SCHEMES.get(urlsplit(url).scheme, _UNKNOWN)
 
 
 def supported() -> str:
-    """What a url may be, in words."""
+    """Return the kinds of URL that are supported, as text."""
     return f"a directory, s3://, {', '.join(f'{name}://' for name in SCHEMES)}"
 
 

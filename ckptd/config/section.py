@@ -1,4 +1,4 @@
-"""What every section of a configuration file is made of: frozen models whose keys carry their own help.
+"""Provide the base of every configuration section: frozen models whose keys carry their own help.
 
 A key's name, default and one line of help are declared where the key is; `ckptd init` prints them and the
 refusals quote them.
@@ -114,7 +114,9 @@ def holds_secret(value: object) -> bool:
 
 
 def nearest(key: str, valid: Iterable[str], elsewhere: dict[str, str]) -> str:
-    """What `key` was probably meant to be; `elsewhere` maps keys of other sections to `[section]` paths."""
+    """Suggest the key that `key` was probably meant to be; `elsewhere` maps other sections' keys to
+    `[section]` paths.
+    """
     keys = list(valid)
     lowered = key.lower().replace("-", "_")
     meant = _OF_NEIGHBOUR.get(lowered, lowered)

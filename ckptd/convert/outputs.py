@@ -49,7 +49,7 @@ def large_first(stream: IO[bytes], plan: PlanReader, large_bytes: int) -> Iterat
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PlannedOutput:
     """An output: its bytes, and where its line begins in the plan file."""
 
     nbytes: int
@@ -63,7 +63,7 @@ class Outputs:
         self._stream = stream
         self._lock = threading.Lock()
         self._checks: list[int] = []
-        self.files: dict[str, Entry] = {}
+        self.files: dict[str, PlannedOutput] = {}
         """By path, second names among them."""
         stream.seek(0)
         reader = PlanReader(stream)
@@ -77,7 +77,7 @@ class Outputs:
         at = stream.tell()
         while line := stream.readline(MAX_LINE_BYTES):
             if found := FILE.match(line):
-                self.files[json.loads(found[1])] = Entry(int(found[2]), at)
+                self.files[json.loads(found[1])] = PlannedOutput(int(found[2]), at)
             elif line.startswith(b'{"c":'):
                 self._checks.append(at)
             else:

@@ -65,7 +65,7 @@ CLONE_WORTH_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """One tensor: row-major elements of `dtype` (torch's name), made by `parts`; checks of its copies."""
 
     name: str
@@ -80,7 +80,7 @@ class Entry:
         return sum(part.nbytes for part in self.parts)
 
 
-def file_parts(entries: Sequence[Entry], *, block: bool) -> tuple[Part, ...]:
+def file_parts(entries: Sequence[TensorEntry], *, block: bool) -> tuple[Part, ...]:
     """The parts of a file that holds `entries`; `block`: place the data so that most of it can be cloned.
 
     Raises:
@@ -248,9 +248,9 @@ class WeightsLayout:
                 files.append((place, [entry.name], entry.nbytes))
         return files or [("", [], 0)]
 
-    def _placed(self) -> Iterator[tuple[str, Entry]]:
+    def _placed(self) -> Iterator[tuple[str, TensorEntry]]:
         """Entries with their adapter's file: the model's own ("") first, then each adapter's."""
-        adapters: dict[str, list[Entry]] = {}
+        adapters: dict[str, list[TensorEntry]] = {}
         for entry in self._entries():
             found = adapter_place(entry.name)
             if found is None:
@@ -260,7 +260,7 @@ class WeightsLayout:
         for place, held in sorted(adapters.items()):
             yield from ((place, entry) for entry in held)
 
-    def _entries(self) -> Iterator[Entry]:
+    def _entries(self) -> Iterator[TensorEntry]:
         """Masters in the optimizer's order, then what only the model's state dictionary holds."""
         strip = self._has_prefix()
         for ranks in self.save.parameters("fp32"):
@@ -275,7 +275,7 @@ class WeightsLayout:
                 join = self.patterns.join(name, shapes)
             yield self._entry(ranks, join_as(join, ranks)[1][0], strip)
 
-    def _trained(self, ranks: list[Parameter], state: JoinedState, strip: bool) -> Iterator[Entry]:
+    def _trained(self, ranks: list[Parameter], state: JoinedState, strip: bool) -> Iterator[TensorEntry]:
         """One tensor; of experts that several ranks share one for each rank, by their global numbers."""
         ep = self.save.experts.ep
         name = state.parameter
@@ -292,11 +292,11 @@ class WeightsLayout:
         trained = (n for row in self.save.cells for cell in row for group in cell.shapes for n in group)
         return all(n.startswith(PREFIX) for n in (*trained, *self.contents.tensors))
 
-    def _entry(self, ranks: list[Parameter], state: JoinedState, strip: bool) -> Entry:
+    def _entry(self, ranks: list[Parameter], state: JoinedState, strip: bool) -> TensorEntry:
         dtype, parts = state.dtype, state.parts
         if dtype in FLOAT_BYTES and dtype != self.target:
             dtype, parts = self.target, (self._cast(state),) if prod(state.shape) else ()
-        return Entry(
+        return TensorEntry(
             name=state.parameter.removeprefix(PREFIX) if strip else state.parameter,
             dtype=dtype,
             shape=_real_shape(ranks, state.shape),

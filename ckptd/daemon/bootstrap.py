@@ -1,4 +1,6 @@
-"""What a job needs once before it acts: node id, settings of remotes, device (P1, P19)."""
+"""Prepare once what a job needs before it acts: node id, settings of remotes, device; finish or undo what a
+crash interrupted.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from ckptd.core.model.listing import OURS
 from ckptd.core.model.records import UNIVERSAL, WEIGHTS, DerivedState, ShipState
 from ckptd.daemon.actions.convert import found_universal
 from ckptd.daemon.actions.prune import finish, moved_back
-from ckptd.daemon.intake.clones import take_up_holds
-from ckptd.daemon.intake.initial_scan import Beginning, beginning
+from ckptd.daemon.intake.clones import recover_holds
+from ckptd.daemon.intake.initial_scan import PreexistingSaves, beginning
 from ckptd.daemon.state.state import HOUR_SECONDS
 from ckptd.daemon.uploads.duplicates import settle
-from ckptd.daemon.uploads.retire import take_up_belt
+from ckptd.daemon.uploads.retire import restore_rate_limit
 from ckptd.daemon.uploads.shared_dir import own_state
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
 from ckptd.observe.logs import doing
@@ -71,10 +73,10 @@ def is_default_state(state_dir: Path, save_dir: Path) -> bool:
     return state_dir.is_relative_to(save_dir) or state_dir == path_of(save_dir, f"{OURS}/state")
 
 
-def begun(
+def prior_state(
     config: JobConfig, journal: Journal, state_dir: Path, save_dir_fd: int, here: frozenset[str]
-) -> Beginning:
-    """What lay in save_dir before us; `here`: its tags when this daemon first looked."""
+) -> PreexistingSaves:
+    """Return what lay in save_dir before ckptd; `here`: its tags when this daemon first listed it."""
     save_dir, inode = config.save_dir, os.fstat(save_dir_fd).st_ino
     holds_state = is_default_state(state_dir, save_dir)
     return beginning(journal, str(save_dir), inode, here, holds_state=holds_state)
@@ -120,7 +122,9 @@ def remote_settings(
     node_id: str,
     apart_from: tuple[str, ...] = (),
 ) -> m.RemoteSettings:
-    """What a remote's child is told: the job file's words, and the identity seen before (P2)."""
+    """Build the settings of a remote's child process: the job file's keys and the identity seen before (P2:
+    no other remote is taken for it).
+    """
     return m.RemoteSettings(
         name=remote.name,
         url=remote.url,
@@ -141,7 +145,7 @@ def remote_settings(
 
 
 class _Known(Model):
-    """What a remote was seen to do, where, and which it was."""
+    """Record a remote's abilities together with its URL and identity."""
 
     url: str
     remote_id: str
@@ -149,7 +153,9 @@ class _Known(Model):
 
 
 def _abilities_of(journal: Journal, remote: RemoteConfig) -> Abilities | None:
-    """Of that very remote, as it was attached last; None: it was not, or another version wrote that."""
+    """Return the abilities of this very remote when it was last attached; None: not known, or written by
+    another version.
+    """
     text = journal.meta(f"abilities:{remote.name}")
     if text is None:
         return None
@@ -161,7 +167,9 @@ def _abilities_of(journal: Journal, remote: RemoteConfig) -> Abilities | None:
 
 
 def on_attached(job: WatchedJob, name: str) -> Callable[[m.Attached], None]:
-    """What is kept of a remote that was proved to be ours, and no other one of the job."""
+    """Return the callback that records a remote once it is proved to be this job's and no duplicate of
+    another.
+    """
 
     def attached(answer: m.Attached) -> None:
         assert job.state is not None
@@ -201,7 +209,7 @@ def open_job(config: JobConfig, state_dir: Path) -> tuple[int, int] | None:
         # beside other hosts' daemons; a command that wants save_dir alone finds that one runs
         lock_if_possible(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        let_go(fd, lock)
+        close_save_dir(fd, lock)
         msg = f"a daemon without shared_fs, or a command, owns {config.save_dir}"
         raise LockHeld(msg) from error
     return fd, lock
@@ -238,7 +246,7 @@ def may_open_now(config: JobConfig, error: CkptdError) -> bool:
     except CkptdError:
         return False
     if fd is not None:
-        let_go(fd, fd)
+        close_save_dir(fd, fd)
     return True
 
 
@@ -254,7 +262,7 @@ def await_matches(loaded: LoadedConfig, environ: Mapping[str, str]) -> None:
         log.info("no directory matches %s yet; each that appears becomes a job", pattern)
 
 
-def let_go(fd: int, lock: int) -> None:
+def close_save_dir(fd: int, lock: int) -> None:
     """Workers may hold duplicates for a moment longer; the lock must not outlive the job with them."""
     for one in {fd, lock}:
         lock_if_possible(one, fcntl.LOCK_UN)
@@ -345,7 +353,7 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
     _take_up_again(state, save_dir_fd)
     if not state.is_shared:
         _tidy(state, save_dir_fd, audit, names)
-        take_up_holds(state, save_dir_fd)
+        recover_holds(state, save_dir_fd)
     state.load()
     _take_up_belt(state)
 
@@ -359,7 +367,7 @@ def _take_up_belt(state: JobState) -> None:
     sealed, pruned = state.journal.lately(unix - HOUR_SECONDS)
     state.completed_at.extend(now - max(0.0, unix - at) for at in sealed)
     state.deleted_at.extend(now - max(0.0, unix - at) for at in pruned)
-    take_up_belt(state)
+    restore_rate_limit(state)
 
 
 def _tidy(state: JobState, save_dir_fd: int, audit: Audit, names: set[str]) -> None:

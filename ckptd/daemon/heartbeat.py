@@ -1,4 +1,4 @@
-"""What this node says of itself in its heartbeat: its status, in durations of its own clock."""
+"""Build and send this node's heartbeat: its status, with durations measured by its own clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptd.core.model.manifest import cells_of
 from ckptd.core.policy.local import newest as newest_save
 from ckptd.daemon.health.status import job_status
 from ckptd.daemon.uploads.peers import Nodes
-from ckptd.daemon.uploads.shared_dir import Tenancy
+from ckptd.daemon.uploads.shared_dir import SharedDirLease
 from ckptd.observe.status import rfc3339
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ LAST_WORD_SECONDS = 10.0
 def nodes_of(job: WatchedJob, state: JobState, node_id: str) -> Nodes:
     """The other nodes of a job."""
     digest = config_digest(job.config)
-    tenancy = Tenancy(job.config) if job.config.shared_fs else None
+    tenancy = SharedDirLease(job.config) if job.config.shared_fs else None
     state.is_shared = tenancy is not None
     if tenancy is not None:
         job.chores.signals.holds = tenancy.holds
@@ -48,7 +48,7 @@ def nodes_of(job: WatchedJob, state: JobState, node_id: str) -> Nodes:
 
 
 def heartbeat_of(job: WatchedJob, node_id: str) -> Heartbeat:
-    """As of now; `job_id` is the remote's and filled in by whoever sends it."""
+    """Build the heartbeat of this moment; the sender fills in the remote's own `job_id`."""
     status = job_status(job)
     newest = newest_save(job.view) if job.view is not None else None
     cells = sorted(cells_of(newest.save.files)) if newest is not None else []
@@ -80,7 +80,7 @@ def heartbeat_of(job: WatchedJob, node_id: str) -> Heartbeat:
     )
 
 
-def say_ended(
+def send_final(
     jobs: Sequence[WatchedJob],
     results: queue.SimpleQueue[Callable[[], None]],
     call: Callable[[Callable[[], None]], None],

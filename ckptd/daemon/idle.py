@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
 
 RESCAN_SECONDS = 10.0
 REST_SECONDS = 60.0
@@ -21,7 +21,7 @@ FULL_TURN_SECONDS = 120.0
 """A job at rest, in which nothing changed, is planned for so seldom."""
 
 
-class Rest:
+class IdlePolicy:
     """One job's; all times are monotonic seconds of the deciding thread's turns."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Rest:
         """Between looks at the folders; `hears_all`: file events tell of each new one."""
         return REST_SECONDS if self.is_long and hears_all else RESCAN_SECONDS
 
-    def sees_new(self, links: Iterable[RemoteLink]) -> bool:
+    def sees_new(self, links: Iterable[RemoteSession]) -> bool:
         """Whether a remote has come back, went away, or its backoff has passed since the last look."""
         before, self._are_ready = self._are_ready, tuple(link.is_ready for link in links)
         return before != self._are_ready

@@ -14,39 +14,39 @@ from typing import TYPE_CHECKING
 from ckptd.config.commands import this_node
 from ckptd.config.schema import config_digest
 from ckptd.daemon.actions.control import Control
-from ckptd.daemon.actions.executor import Actor
-from ckptd.daemon.actions.local import Chores
+from ckptd.daemon.actions.executor import PlanExecutor
+from ckptd.daemon.actions.local import LocalActions
 from ckptd.daemon.bootstrap import (
-    begun,
     check_device,
+    close_save_dir,
     is_default_state,
     is_still,
-    let_go,
     make_state,
     must_wait,
     node_id_of,
     on_attached,
     open_job,
+    prior_state,
     recover,
     remote_settings,
 )
-from ckptd.daemon.health.checks import is_at_rest, notice_gone, see_problems
+from ckptd.daemon.health.checks import is_at_rest, notice_gone, report_problems
 from ckptd.daemon.heartbeat import heartbeat_of, nodes_of
-from ckptd.daemon.idle import RESCAN_SECONDS, Rest
-from ckptd.daemon.intake.initial_scan import FirstLook
-from ckptd.daemon.intake.known_saves import Knowledge
+from ckptd.daemon.idle import RESCAN_SECONDS, IdlePolicy
+from ckptd.daemon.intake.initial_scan import InitialScan
+from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.intake.runs import Runs
-from ckptd.daemon.intake.sealer import Intake
+from ckptd.daemon.intake.sealer import Sealer
 from ckptd.daemon.intake.symlinked import look
-from ckptd.daemon.resources.disk_yield import Ear
-from ckptd.daemon.state.permissions import Rights
+from ckptd.daemon.resources.disk_yield import SaveDetector
+from ckptd.daemon.state.permissions import DeletionRights
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.state.view_builder import build_view, folders_to_watch, planned
-from ckptd.daemon.supervisor import Patience
+from ckptd.daemon.supervisor import JobSupervisor
 from ckptd.daemon.uploads.scrub import Scrubber
-from ckptd.daemon.uploads.session import RemoteLink
-from ckptd.daemon.uploads.uploads import Shipping
+from ckptd.daemon.uploads.session import RemoteSession
+from ckptd.daemon.uploads.uploads import UploadManager
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.state_dir import remember_job
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import DaemonConfig, JobConfig
     from ckptd.core.policy.view import JobView
-    from ckptd.daemon.resources.limits import Totals
+    from ckptd.daemon.resources.limits import HostLimits
     from ckptd.daemon.resources.workers import Workers
 
 log = logging.getLogger("ckptd.job")
@@ -74,7 +74,7 @@ class Job:
         config: JobConfig,
         daemon: DaemonConfig,
         state_dir: Path,
-        totals: Totals,
+        totals: HostLimits,
         workers: Workers,
         post: Callable[[Callable[[], None]], None],
         *,
@@ -86,29 +86,29 @@ class Job:
         self.state_dir = state_dir
         self.problems = Problems()
         self.state: JobState | None = None
-        self.links: dict[str, RemoteLink] = {}
+        self.links: dict[str, RemoteSession] = {}
         self.view: JobView | None = None
         self.job_id: str | None = None
         self.node = config.node_name or daemon.node_name or this_node(os.environ)
         self._totals = totals
         self._pool = workers
         self.control = Control()
-        self.patience = Patience(self, post, is_patient=is_patient)
+        self.patience = JobSupervisor(self, post, is_patient=is_patient)
         self.workers = workers.for_one(self.patience.guard)
         self._post = post
         self._fd: int | None = None
         self._lock: int = -1
         self.watcher: Watcher | None = None
         self.way = totals.way
-        self._ear = Ear(post, lambda: self.way.tell(self, is_saving=True), config.settle_seconds)
+        self._ear = SaveDetector(post, lambda: self.way.tell(self, is_saving=True), config.settle_seconds)
         self.needs_turn = True
         self.turns = 0
         self.plans = 0
         """How often the job was planned: what status says of it may have changed since."""
-        self._first_look = FirstLook()
-        self.rights = Rights()
+        self._first_look = InitialScan()
+        self.rights = DeletionRights()
         self._active_at = 0.0
-        self.rest = Rest()
+        self.rest = IdlePolicy()
 
     # --- opening ---------------------------------------------------------------------------------------
 
@@ -172,16 +172,18 @@ class Job:
             )
             heard = on_attached(self, remote.name)
             own = (settings, self.problems, self.patience.post, heard, self.wake)
-            self.links[remote.name] = RemoteLink(*own, remote.bandwidth, self._totals.places)
+            self.links[remote.name] = RemoteSession(*own, remote.bandwidth, self._totals.places)
         forms = {remote.name: remote.forms for remote in self.config.remotes}
-        found = begun(self.config, journal, self.state_dir, save_dir_fd, self._first_look.tags)
+        found = prior_state(self.config, journal, self.state_dir, save_dir_fd, self._first_look.tags)
         spread = self.config.save_spread_seconds
-        self.knowledge = Knowledge(
+        self.knowledge = KnownSaves(
             state, self.state_dir, self.links, self.node, found, spread, forms, self.wake
         )
-        self.intake = Intake(self.config, state, self.workers, self.knowledge, self.wake)
-        self.shipping = Shipping(self.config, state.config_digest, state, self.links, self.audit, self.wake)
-        self.chores = Chores(
+        self.intake = Sealer(self.config, state, self.workers, self.knowledge, self.wake)
+        self.shipping = UploadManager(
+            self.config, state.config_digest, state, self.links, self.audit, self.wake
+        )
+        self.chores = LocalActions(
             self.config, state, self.workers, self.audit, self._totals.conversion_bytes, self.wake
         )
         self.chores.pruner.is_pinned = self.knowledge.is_pinned
@@ -193,7 +195,9 @@ class Job:
             self.config, state, self.links, save_dir_fd, ours, lambda: heartbeat_of(self, node_id), self.wake
         )
         self.nodes.on_sharers = self.runs.sharers.__setitem__
-        self.actor = Actor(self.links, self.shipping, self.chores, journal, self._totals, self.wake, scrubber)
+        self.actor = PlanExecutor(
+            self.links, self.shipping, self.chores, journal, self._totals, self.wake, scrubber
+        )
         return state
 
     def _finish_begun(self, state: JobState, save_dir_fd: int) -> None:
@@ -305,7 +309,7 @@ class Job:
         self.actor.sweep(save_dir_fd)
         self._plan_and_act(state, save_dir_fd)
         self._finish_begun(state, save_dir_fd)
-        see_problems(self, state)
+        report_problems(self, state)
         self.rest.is_now = is_at_rest(self) and not state.is_first_scan and not self.needs_turn
         self.patience.works()
         if state.is_first_scan:
@@ -367,7 +371,7 @@ class Job:
             self.state.journal.close()
             self.state = None
             self.view = None
-        self.rest, self.rights = Rest(), Rights(self.rights.mark)
+        self.rest, self.rights = IdlePolicy(), DeletionRights(self.rights.mark)
         if self._fd is not None:
-            let_go(self._fd, self._lock)
+            close_save_dir(self._fd, self._lock)
             self._fd = None

@@ -26,13 +26,13 @@ from ckptd.daemon.bootstrap import await_matches, may_open_now
 from ckptd.daemon.health.checks import exit_code, is_idle
 from ckptd.daemon.health.exporter import Exporter
 from ckptd.daemon.health.notify import Notifier
-from ckptd.daemon.heartbeat import say_ended
+from ckptd.daemon.heartbeat import send_final
 from ckptd.daemon.job import Job
 from ckptd.daemon.publisher import PROGRESS_SECONDS, Invalid, Publisher, Reloaded
 from ckptd.daemon.reload import changes
-from ckptd.daemon.resources.limits import Totals, give_back, keep_small
+from ckptd.daemon.resources.limits import HostLimits, give_back, keep_small
 from ckptd.daemon.resources.workers import Workers
-from ckptd.daemon.supervisor import say_internal
+from ckptd.daemon.supervisor import report_internal_error
 from ckptd.daemon.systemd import Service
 from ckptd.daemon.uploads.session import STILL_SECONDS
 from ckptd.errors import CkptdError, ConfigError, LockHeld, from_os_error
@@ -83,7 +83,7 @@ class Daemon:
         self._is_at_rest = False
         self._globbed_at = time.monotonic()
         self._workers = Workers(self._queue.put)
-        self._totals = Totals(
+        self._totals = HostLimits(
             loaded.daemon,
             lambda: [link for job in self.jobs for link in job.links.values()],
             lambda: sum(job.is_converting for job in self.jobs),
@@ -112,7 +112,7 @@ class Daemon:
             code = self._exit_code()
             self._publish(alive=False, is_urgent=True)
             if is_in_order:
-                say_ended(self.jobs, self._queue, self._call, self._totals.places.settle, self._on_reload)
+                send_final(self.jobs, self._queue, self._call, self._totals.places.settle, self._on_reload)
             self._notifier.close()
             self._exporter.close()
             self._workers.stop()
@@ -204,7 +204,7 @@ class Daemon:
         closed = [job for job in self.jobs if job.config.save_dir in found.close]
         anew = {config.save_dir for config in found.start}
         gone = [job for job in closed if job.config.save_dir not in anew]
-        say_ended(gone, self._queue, self._call, self._totals.places.settle, self._on_reload)
+        send_final(gone, self._queue, self._call, self._totals.places.settle, self._on_reload)
         for job in closed:
             log.info("job %s ends, or starts anew with its changed configuration", job.config.name)
             self._publisher.retract(job)
@@ -226,9 +226,9 @@ class Daemon:
         return str(wrong[0]) if wrong else None
 
     def _still_invalid(self, found: Changes) -> list[Invalid]:
-        """What is wrong after a change: files that are refused, and jobs that it leaves as they are.
+        """Return what is wrong after a change: refused files, and jobs that the change does not touch.
 
-        What was wrong before in the same words is so since then.
+        A problem that was reported before in the same words keeps its time.
         """
         before = {one.save_dir: one for one in self.invalid}
         wrong = []
@@ -240,7 +240,7 @@ class Daemon:
         return wrong + [one for one in self.invalid if one.save_dir in left]
 
     def _look_for_matches(self, now: float) -> None:
-        """What a glob matches by now becomes a job, and what a lock, a disk or rights kept from being one."""
+        """Start jobs for new matches of globs, and those that a lock, a disk or rights kept from starting."""
         if now - self._globbed_at < GLOB_SECONDS:
             return
         self._globbed_at = now
@@ -329,7 +329,7 @@ class Daemon:
         except Exception as error:  # a defect in one job's turn must not end the watch over the others
             log.exception("the turn of job %s failed", job.config.name)
             job.leave_line()
-            say_internal(job, error)
+            report_internal_error(job, error)
 
     def _call(self, call: Callable[[], None]) -> None:
         try:
@@ -337,7 +337,7 @@ class Daemon:
         except Exception as error:  # likewise for what a worker or a remote reported
             log.exception("taking in a result failed")
             for job in self.jobs:
-                say_internal(job, error)
+                report_internal_error(job, error)
 
     def _wait(self) -> None:
         """Sleep until something happens or is due; then take all that happened."""
@@ -382,5 +382,5 @@ class Daemon:
 
 
 def _words(loaded: LoadedConfig) -> list[tuple[str, str]]:
-    """What is wrong with which file; errors of two readings are never equal themselves."""
+    """Return (file, error text) of each problem: errors of two readings never compare equal themselves."""
     return [(str(path), str(error)) for path, error in loaded.problems]

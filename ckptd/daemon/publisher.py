@@ -25,7 +25,7 @@ from ckptd.daemon.bootstrap import must_wait
 from ckptd.daemon.health.status import job_status, problems_of
 from ckptd.daemon.resources.limits import tree_bytes
 from ckptd.daemon.resources.reserve import FULL
-from ckptd.daemon.supervisor import say_internal
+from ckptd.daemon.supervisor import report_internal_error
 from ckptd.daemon.systemd import start_command
 from ckptd.errors import CkptdError, LockHeld
 from ckptd.observe import status as st
@@ -72,7 +72,7 @@ class Reloaded:
 
 @dataclass(slots=True)
 class _Part:
-    """What was last said of one job."""
+    """Hold what was last published of one job."""
 
     key: object
     text: str
@@ -187,7 +187,7 @@ class Publisher:
         )
 
     def _command_before(self, job: Job) -> str:
-        """What the last daemon of the job said that it is started by."""
+        """Return the start command that the job's last daemon published."""
         if job not in self._started_before:
             found = ""
             gone = contextlib.suppress(OSError, CkptdError, ValueError, KeyError, TypeError)
@@ -197,8 +197,11 @@ class Publisher:
         return self._started_before[job]
 
     def _write(self, job: Job, document: bytes, *, alive: bool = True) -> None:
-        """By rename, readable for any user (0644, H33); nothing of ours inside a save_dir not begun (P11): of
-        a job that waits for its first checkpoint, or whose disk takes nothing, the user's own place tells.
+        """Write a job's document by rename, readable for any user (0644, since status is for every user of
+        the node).
+
+        While nothing of ours may lie in save_dir (P11: none before the first checkpoint), or its disk takes
+        nothing, the document lies in the user's own place.
         """
         if job.state is not None or not must_wait(job.state_dir, job.config.save_dir):
             if self._written(job, document):
@@ -241,14 +244,16 @@ class Publisher:
 
 
 def _status(job: Job, before: st.JobStatus | None) -> st.JobStatus:
-    """What there is to say; a defect in it costs neither the daemon nor what is said of other jobs."""
+    """Return the status of a job; an unexpected error in it becomes a problem and spares the daemon and other
+    jobs.
+    """
     try:
         return job_status(job)
     except (CkptdError, OSError):
         raise
     except Exception as error:
         log.exception("the status of job %s failed", job.config.name)
-        say_internal(job, error)
+        report_internal_error(job, error)
         name, save_dir = job.config.name, str(job.config.save_dir)
         known = before or st.JobStatus(name=name, job_id=job.job_id, save_dir=save_dir, state="attention")
         # as of then, but for "safe": that is never said of what was not looked at (P17)

@@ -1,7 +1,8 @@
-"""What a reload changes: running jobs against a freshly judged configuration, as data (P16, H31).
+"""Compare running jobs with a newly loaded configuration and return the changes as data; the loop carries
+them out.
 
 A job whose table is unchanged is not touched, its uploads go on; a file that is wrong keeps its jobs as they
-were. Pure; the loop carries it out.
+were (P16, H31: one wrong file stops no other job). Pure.
 """
 
 from __future__ import annotations

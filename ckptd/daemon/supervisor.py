@@ -27,7 +27,7 @@ AGAIN_SECONDS = 10.0
 INTERNAL_SECONDS = 3600.0
 
 
-class Patience:
+class JobSupervisor:
     """One job's; `is_patient` False: it ends with the error instead (`--once`)."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Patience:
 
     @property
     def seconds_left(self) -> float:
-        """Until the job is opened again; 0 when it may be now."""
+        """Return the seconds until the job may be opened again; 0: now."""
         return max(0.0, self._again_at_seconds - time.monotonic())
 
     def turn(self, call: Callable[[], None]) -> None:
@@ -109,7 +109,7 @@ def _in_words(error: OSError | RuntimeError) -> CkptdError | None:
     return None
 
 
-def say_internal(job: WatchedJob, error: Exception) -> None:
+def report_internal_error(job: WatchedJob, error: Exception) -> None:
     """A defect, which no patience mends; what its end looks like nobody knows, so an hour after the last."""
     text = f"a defect of ckptd: {type(error).__name__}: {error}"
     next_step = "the log has the trace; please report it"

@@ -64,8 +64,9 @@ class Service:
 
 
 def start_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    """What brings this daemon back: its unit of systemd, else its own command line, with the settings that
-    its environment held; empty: it is no `run`.
+    """Return the command that starts this daemon again; empty: it was not started by `run`.
+
+    It is the daemon's systemd unit, else its own command line with the settings from its environment.
     """
     if arguments[:1] != ["run"]:
         return ""

@@ -22,7 +22,7 @@ from ckptd.config.commands import command_for
 from ckptd.config.quantities import show_bytes
 from ckptd.convert.engine.inspect import inspect_files
 from ckptd.convert.engine.staging import partial_name
-from ckptd.convert.remote.uploader import NOTE, Note, read_note, write_note
+from ckptd.convert.remote.uploader import NOTE, UploadNote, read_note, write_note
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, judge
 from ckptd.core.completeness.sealing import same_files
@@ -225,7 +225,7 @@ class Collector:
             if not self._dry_run:
                 store.discard(path, token)
         if note.uploads and not self._dry_run:
-            write_note(store, NOTE, Note(plan_sha256=note.plan_sha256, uploads={}))
+            write_note(store, NOTE, UploadNote(plan_sha256=note.plan_sha256, uploads={}))
         left = [info.bytes for info in store.list("") if info.key not in (NOTE, DESCRIPTION)]
         self._say(
             f"{url}: {len(left)} objects ({sum(left)} bytes) of the conversion that was killed stay: the "

@@ -1,1 +1,1 @@
-"""Formats for people and machines: status, events, metrics, logs, audit."""
+"""Format what the daemon reports for people and machines: status, events, metrics, logs, audit."""

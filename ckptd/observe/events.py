@@ -1,6 +1,6 @@
-"""What happened to a job between two of its statuses: a pure comparison, so that nobody has to report twice.
+"""Compare two statuses of a job and return the events between them, purely, so that nothing reports twice.
 
-Hooks and notifications tell what `status` says, in the same words (P17).
+Hooks and notifications use the same words as `ckptd status` (P17).
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ _HOUR_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """What `[notify]` asks for."""
+class NotifyRules:
+    """Hold the settings of `[notify]`."""
 
     severity: str
     repeat_seconds: float
@@ -137,7 +137,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Notices:
     """Everything that happened (for hooks), and what a person is told of it."""
 
     events: tuple[Event, ...]
@@ -145,24 +145,24 @@ class Told:
 
 
 @dataclass(slots=True)
-class Desk:
+class EventReporter:
     """Remembers what was told; one for all jobs of a daemon."""
 
-    rules: Rules
+    rules: NotifyRules
     _last: dict[tuple[str, str], JobStatus] = field(default_factory=dict)
     """By name and save_dir: a file that is wrong may bear the name of a job that runs."""
     _told_at: dict[tuple[str, str, str], float] = field(default_factory=dict)
     _times: deque[float] = field(default_factory=deque)
     _held_back: int = 0
 
-    def see(self, status: JobStatus, now_seconds: float) -> Told:
+    def see(self, status: JobStatus, now_seconds: float) -> Notices:
         """Take in a job's status; `now_seconds` is a monotonic time."""
         events = events_between(self._last.get(_notice_key(status)), status)
         self._last[_notice_key(status)] = status
         messages = [e for e in events if e.kind in ("problem", "solved") and self._is_told(e, now_seconds)]
         messages += self._lasting(status, now_seconds)
         messages += self._safety(status, now_seconds)
-        return Told(events=events, messages=self._bounded(messages, now_seconds))
+        return Notices(events=events, messages=self._bounded(messages, now_seconds))
 
     def is_well(self) -> bool:
         """Every job that was seen is, and none is unsafe for longer than it may be."""
@@ -190,7 +190,7 @@ class Desk:
         return True
 
     def _lasting(self, status: JobStatus, now_seconds: float) -> list[Event]:
-        """What is open for longer than `repeat` since it was told."""
+        """Return the events that are open for longer than `repeat` since they were last reported."""
         found = []
         for event in events_between(None, status):
             key = (event.job, event.code or event.kind, event.about)

@@ -26,7 +26,9 @@ STATES: tuple[str, ...] = get_args(JobStateName)
 def families(
     daemon: DaemonStatus, jobs: Sequence[JobStatus], turned_at: float, now: float
 ) -> Iterator[Metric]:
-    """What a person asks first comes first. Unix seconds: the last turn, and now."""
+    """Yield the metric families, the most wanted first. `turned_at`: the last turn; `now`: both in Unix
+    seconds.
+    """
     for name, text, value in _PER_JOB:
         family = GaugeMetricFamily(f"ckptd_{name}", text, labels=["ckptd_job"])
         for job in jobs:

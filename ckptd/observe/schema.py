@@ -15,7 +15,7 @@ from ckptd.observe.status import SCHEMA_VERSION, Status
 
 
 def schema() -> dict[str, Any]:
-    """As this version writes the document; readers take fields that they do not know for no error."""
+    """Return the JSON schema of status.json as this version writes it; readers must accept unknown fields."""
     made = TypeAdapter(Status).json_schema(mode="serialization")
     made["properties"]["schema_version"] = {"const": SCHEMA_VERSION, "type": "integer"}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | made | {"title": "ckptd status.json"}

@@ -250,13 +250,13 @@ class Status:
 
 
 def all_committed(unsent: int) -> str:
-    """What a drain that is done says; `unsent`: how many `backfill` leaves out."""
+    """Describe a finished drain in words; `unsent`: how many saves `backfill` leaves out."""
     text = "all that is complete here is committed"
     return f"{text}, but for {unsent} found at the first start (not sent: backfill)" if unsent else text
 
 
 def not_waited_for(stalled: Sequence[str]) -> str:
-    """What a drain says that gives up remotes on which nothing moves."""
+    """Say that a drain gives up remotes to which no byte moves."""
     return f"no byte moves to {', '.join(stalled)}, nor anywhere else: not waited for"
 
 

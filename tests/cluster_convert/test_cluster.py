@@ -156,13 +156,13 @@ def test_parts_by_several_workers_and_each_source_byte_once(
 def test_no_secret_and_no_data_travels(cluster: Any, save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is handed to the scheduler: kilobytes of text, no word of the credentials (P15)."""
     texts: list[str] = []
-    ask = pool.Crew.ask
+    ask = pool.WorkerPool.ask
 
-    def listening(self: pool.Crew, job: str, task: str, key: str, home: Home) -> Any:
+    def listening(self: pool.WorkerPool, job: str, task: str, key: str, home: Home) -> Any:
         texts.extend((job, task))
         return ask(self, job, task, key, home)
 
-    monkeypatch.setattr(pool.Crew, "ask", listening)
+    monkeypatch.setattr(pool.WorkerPool, "ask", listening)
     report = clustered(cluster, save, url("secret/out"))
     assert texts
     assert not any(word in text for word in (servers.SECRET_KEY, "aws_secret") for text in texts)
@@ -268,11 +268,11 @@ def test_the_scheduler_killed_and_another_one_started(
 def test_no_profiler_runs_beside_tasks() -> None:
     """dask's own can halt a worker for ever (Python 3.11.7): off in workers that we start, or find."""
     seen: list[Any] = []
-    with pool.gathered(pool.parse("local:1"), 512 * MIB, None) as found:
+    with pool.open_pool(pool.parse("local:1"), 512 * MIB, None) as found:
         seen += found._client.run(_profiler).values()
     with scene.workers(1, profiler=True) as cluster:
         address = pool.parse(cluster.scheduler_address)
-        with pool.gathered(address, 512 * MIB, None) as found:
+        with pool.open_pool(address, 512 * MIB, None) as found:
             seen += found._client.run(_profiler).values()
     assert seen == [False, False]
 

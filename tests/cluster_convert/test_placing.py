@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.convert.cluster.grouping import index_of, parts_of, tasks_of
-from ckptd.convert.cluster.local_shards import HeldPlace, Shelf, save_dirs
+from ckptd.convert.cluster.local_shards import LocalPlace, LocalShards, save_dirs
 from ckptd.convert.cluster.locality import ANYWHERE, Home, Item, Layout, Run, borders_of, chosen, totals_of
 from ckptd.convert.cluster.messages import TaskSource
 from ckptd.convert.parts import Literal, Part, Range
@@ -157,11 +157,11 @@ def put(save_dir: Path, data: bytes) -> Path:
 def test_a_disk_is_believed_only_what_the_manifest_says(tmp_path: Path) -> None:
     """Read here while it is the committed file; from the remote once a bit, its size or kind is another."""
     path = put(tmp_path / "run", DATA)
-    shelf, remote = Shelf([str(tmp_path / "none"), str(tmp_path / "run")]), Remote(DATA)
+    shelf, remote = LocalShards([str(tmp_path / "none"), str(tmp_path / "run")]), Remote(DATA)
 
     def read() -> tuple[int, int]:
         before = remote.fetched
-        place = HeldPlace(shelf, remote, lambda: None)
+        place = LocalPlace(shelf, remote, lambda: None)
         assert place.fetch(SOURCE, 1000, 5000) == DATA[1000:6000]
         place.close()
         return place.local_bytes, remote.fetched - before
@@ -191,7 +191,7 @@ def test_a_disk_is_believed_only_what_the_manifest_says(tmp_path: Path) -> None:
 def test_a_shard_that_changes_under_a_task(tmp_path: Path) -> None:
     """It was proven, then somebody wrote: what was read of it afterwards is not used."""
     path, remote = put(tmp_path, DATA), Remote(DATA)
-    place = HeldPlace(Shelf([str(tmp_path)]), remote, lambda: None)
+    place = LocalPlace(LocalShards([str(tmp_path)]), remote, lambda: None)
     assert place.fetch(SOURCE, 0, 10) == DATA[:10]
     with path.open("r+b") as file:
         file.write(b"x" * 100)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckptd.convert.cluster import pool
 from ckptd.convert.cluster.extents import Extents, spans_of
-from ckptd.convert.cluster.grouping import Index, Wanted, clipped, index_of, tasks_of, without_links
+from ckptd.convert.cluster.grouping import Index, TaskOutput, clipped, index_of, tasks_of, without_links
 from ckptd.convert.cluster.locality import ANYWHERE, Layout
 from ckptd.convert.cluster.messages import TaskSource
 from ckptd.convert.parts import Literal, Part, Range, Stream, Widen, Woven
@@ -49,7 +49,7 @@ def tasks(
     done: Collection[str] = (),
     part_bytes: int | None = None,
     missing: dict[str, list[int]] | None = None,
-) -> list[list[Wanted]]:
+) -> list[list[TaskOutput]]:
     """What tasks make where nobody holds anything."""
     layout = Layout(None if part_bytes is None else lambda _: part_bytes)
     found = tasks_of(index, set(done), layout, task_bytes=task_bytes, missing=missing or {})

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.uploads.session import RemoteLink
+from ckptd.daemon.uploads.session import RemoteSession
 from ckptd.errors import CkptdError, SourceChanged, VerifyError
 from ckptd.storage.child.slots import error_of
 from ckptd.storage.remote import messages as m
@@ -38,7 +38,7 @@ class Rig:
         self.failures: list[CkptdError] = []
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.settings = self.node.settings(url, **more)
-        self.link = RemoteLink(self.settings, self.problems, self._calls.put, lambda _: None, lambda: None)
+        self.link = RemoteSession(self.settings, self.problems, self._calls.put, lambda _: None, lambda: None)
         self._shipped: dict[str, m.Shipped] = {}
         self._partly: dict[str, m.PartlyShipped] = {}
         self._order: m.ShipOrder | None = None

@@ -106,7 +106,7 @@ DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
         "is saved",
     ),
     "parts of others not heard of": (
-        [(node, "told_of_parts", lambda waiting, at, **_: (waiting, at))],
+        [(node, "note_parts", lambda waiting, at, **_: (waiting, at))],
         "nobody commits",
     ),
     "other configurations not noticed here": (

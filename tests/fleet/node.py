@@ -27,11 +27,11 @@ from ckptd.core.policy.planner import plan
 from ckptd.core.policy.remote import TURN_SECONDS
 from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.core.policy.view import Confirmation, Disk, GenerationAnswer, JobView, RemoteView, SaveView
-from ckptd.daemon.state.remote_sync import as_committed, commits_in, named_in
+from ckptd.daemon.state.remote_sync import as_committed, commits_in, unread_manifests
 from ckptd.daemon.state.view_builder import as_planned, since_when
-from ckptd.daemon.uploads.commit_wait import told_of_parts, waiting_on
+from ckptd.daemon.uploads.commit_wait import note_parts, waiting_on
 from ckptd.daemon.uploads.retire import patience_seconds
-from ckptd.daemon.uploads.session import of_run, seen_in
+from ckptd.daemon.uploads.session import commits_of, of_run
 from ckptd.daemon.uploads.uploads import STEP_IN_SECONDS
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.storage.remote import commit, observe, retire
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from ckptd.core.model.manifest import Commit, RemoteIdentity
-    from ckptd.daemon.state.state import Waiting
+    from ckptd.daemon.state.state import CommitWait
     from ckptd.storage.remote.documents import Stem
     from ckptd.storage.remote.messages import Observation, TagView
     from ckptd.storage.stores.base import Store
@@ -137,7 +137,7 @@ class Row:
     state: str = "present"
     shipped: dict[str, Shipped] = field(default_factory=dict)
     manifest_sha256: str = ""
-    waiting: Waiting | None = None
+    waiting: CommitWait | None = None
     heard: Commit | None = None
     """What its COMMIT said."""
 
@@ -425,7 +425,7 @@ class Daemon:
             if row.save.tag == tag and set(row.save.fingerprints) == wanted:
                 return row.save.order
         if tag in self.tag_views:
-            for seen in seen_in(self.tag_views[tag])[0]:
+            for seen in commits_of(self.tag_views[tag])[0]:
                 mine = (f for f in seen.manifest.files if f.role not in _BESIDE and f.replica_of is None)
                 shards = {(f.path, f.fingerprint) for f in mine}
                 is_own = self.machine.run_id in (None, seen.manifest.run_id)
@@ -462,9 +462,9 @@ class Daemon:
             elif record.state is ShipState.WAITING and row.waiting is not None:
                 self._hear_of_parts(row, row.waiting, seen)
 
-    def _hear_of_parts(self, row: Row, waiting: Waiting, seen: Observation) -> None:
+    def _hear_of_parts(self, row: Row, waiting: CommitWait, seen: Observation) -> None:
         record = row.record
-        row.waiting, again_at = told_of_parts(
+        row.waiting, again_at = note_parts(
             waiting,
             record.retry_at_seconds,
             is_whole=(row.save.tag, record.generation, ZERO) in seen.listed_whole,
@@ -481,7 +481,7 @@ class Daemon:
             if not is_open or key in self.generations or row.save.tag not in self.tag_views:
                 continue
             view = self.tag_views[row.save.tag]
-            manifests, commits = seen_in(view)
+            manifests, commits = commits_of(view)
             choice = choose_generation(
                 row.save,
                 JOB_ID,
@@ -490,7 +490,7 @@ class Daemon:
                 tombstones=view.retired,
                 save_spread_seconds=SPREAD_SECONDS,
                 run_id=machine.run_id,
-                named=named_in(view),
+                named=unread_manifests(view),
             )
             match choice:
                 case JoinGeneration(generation=g):

@@ -18,8 +18,8 @@ from ckptd.core.model.generation import GenerationChoice, choose_generation
 from ckptd.core.model.layouts import Grid, parse_shard_name
 from ckptd.core.model.manifest import NodeManifest, RemoteIdentity, folder_name
 from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
-from ckptd.daemon.state.remote_sync import named_in
-from ckptd.daemon.uploads.session import seen_in
+from ckptd.daemon.state.remote_sync import unread_manifests
+from ckptd.daemon.uploads.session import commits_of
 from ckptd.errors import SourceChanged, TargetExists, VerifyError
 from ckptd.storage.remote import commit, documents, observe, retire
 from ckptd.storage.remote.messages import ShipFile, ShipOrder
@@ -137,7 +137,7 @@ def order_of(slot: Slot, name: int, number: int, generation: int) -> ShipOrder:
 
 def choose(save: SealedSave, view: TagView) -> GenerationChoice:
     """As the daemon asks `choose_generation`."""
-    manifests, commits = seen_in(view)
+    manifests, commits = commits_of(view)
     return choose_generation(
         save,
         JOB_ID,
@@ -145,7 +145,7 @@ def choose(save: SealedSave, view: TagView) -> GenerationChoice:
         commits=commits,
         tombstones=view.retired,
         save_spread_seconds=60,
-        named=named_in(view),
+        named=unread_manifests(view),
     )
 
 

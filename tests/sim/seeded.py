@@ -145,8 +145,8 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (transfer, "settled", lambda *_: None),
     ),
     "pins are not looked at": (
-        (known_saves.Knowledge, "pins", frozenset()),
-        (known_saves.Knowledge, "is_pinned", lambda *_: False),
+        (known_saves.KnownSaves, "pins", frozenset()),
+        (known_saves.KnownSaves, "is_pinned", lambda *_: False),
         (retire, "is_pinned", lambda *_: False),
     ),
     "keep_every_steps is not looked at": ((retention, "_permanent", _by_limit_alone),),

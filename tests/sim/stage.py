@@ -270,7 +270,7 @@ class Stage:
             retry.RetryTimer.__init__,
             retry.Breaker.__init__,
             rate_limit.RateLimiter.__init__,
-            limits.Totals.__init__,
+            limits.HostLimits.__init__,
         ):
             self._defaults.append((function, function.__kwdefaults__))
         self._motion = retrying.Motion.__init__.__defaults__

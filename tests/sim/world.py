@@ -23,7 +23,7 @@ from ckptd.core.policy.blockers import tried_again
 from ckptd.daemon.health.checks import exit_code, is_idle
 from ckptd.daemon.intake.decisions import write_decision
 from ckptd.daemon.job import Job
-from ckptd.daemon.resources.limits import Totals
+from ckptd.daemon.resources.limits import HostLimits
 from ckptd.daemon.resources.workers import Workers
 from ckptd.daemon.uploads.requests import hold_name
 from ckptd.errors import CkptdError
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.records import ShipRecord
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.local.watch import OnHint
     from tests.sim.disk import Disk
 
@@ -270,7 +270,7 @@ class World:
         if self.job is None:
             workers = Workers(self.posts.append)
             urls = [remote.url for remote in self.config.remotes]
-            self.totals = Totals(DaemonConfig(), self._links, lambda: 0, remotes=lambda: [urls])
+            self.totals = HostLimits(DaemonConfig(), self._links, lambda: 0, remotes=lambda: [urls])
             if self.starts == 0 and self.config.backfill != "all":
                 self.judge.protected = {save.number for save in self.trainer.saves}
             has_journal = self._has_journal()
@@ -298,7 +298,7 @@ class World:
         except OSError:
             return False
 
-    def _links(self) -> list[RemoteLink]:
+    def _links(self) -> list[RemoteSession]:
         return list(self.job.links.values()) if self.job is not None else []
 
     def guarded(self, what: Callable[[], None]) -> bool:

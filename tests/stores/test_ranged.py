@@ -23,7 +23,7 @@ from ckptd.convert.engine.writer import Counters
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.parts import Literal
 from ckptd.convert.plan import OutputFile
-from ckptd.convert.remote.convert import Ranged
+from ckptd.convert.remote.convert import RemoteConversion
 from ckptd.convert.remote.uploader import Target, Uploader
 from ckptd.convert.sources import Sources
 from ckptd.errors import DamagedError, NotFoundError, RefusedError, TargetExists, UsageError
@@ -75,7 +75,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def ranged(source: Path | str, destination: Path | str, options: ConvertOptions = UNIVERSAL) -> Any:
     """Convert."""
-    return Ranged(source, destination, options, os.environ).run()
+    return RemoteConversion(source, destination, options, os.environ).run()
 
 
 def cli(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:

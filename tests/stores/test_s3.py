@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.convert.remote.uploader import NOTE, Note, write_note
+from ckptd.convert.remote.uploader import NOTE, UploadNote, write_note
 from ckptd.errors import DamagedError, NotPermitted, RemoteUnreachable, VerifyError
 from ckptd.storage.remote.repair import ExactSource
 from ckptd.storage.stores.access import Access
@@ -315,7 +315,7 @@ def test_gc_gives_up_what_a_killed_conversion_left_open(
     ours, stranger = (client.create_multipart_upload(**place)["UploadId"] for _ in range(2))
     client.upload_part(**place, UploadId=ours, PartNumber=1, Body=DATA)
     store.put("zero/b/fp32.pt", b"12345")
-    write_note(store, NOTE, Note(plan_sha256="p", uploads={"zero/a/fp32.pt": f"{PART_BYTES}:{ours}"}))
+    write_note(store, NOTE, UploadNote(plan_sha256="p", uploads={"zero/a/fp32.pt": f"{PART_BYTES}:{ours}"}))
 
     def left() -> list[str]:
         found = client.list_multipart_uploads(Bucket=place["Bucket"], Prefix=place["Key"])

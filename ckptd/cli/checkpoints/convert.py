@@ -146,11 +146,11 @@ def resolve_source(source: Path) -> Path:
         NotFoundError: neither.
     """
     from ckptd.base import files
-    from ckptd.convert.engine.staging import look_at_source
+    from ckptd.convert.engine.staging import list_source
     from ckptd.errors import NotFoundError
     from ckptd.storage.local.scan import read_pointer
 
-    folder = look_at_source(source)
+    folder = list_source(source)
     if folder.shards or "offloaded_tensors" in folder.folders:
         return source
     with files.opened_dir(folder.path) as fd:
@@ -163,7 +163,7 @@ def resolve_source(source: Path) -> Path:
 
 
 def look_ahead(source: str, destination: str, options: ConvertOptions) -> Forecast:
-    """What converting would do."""
+    """Return the forecast of a conversion without doing it."""
     import os
 
     from ckptd.convert.engine.forecast import forecast
@@ -171,10 +171,10 @@ def look_ahead(source: str, destination: str, options: ConvertOptions) -> Foreca
     here, there = end_of(source), end_of(destination)
     _refuse_remote(there)
     if isinstance(here, str) or isinstance(there, str):
-        from ckptd.convert.remote.convert import Ranged
+        from ckptd.convert.remote.convert import RemoteConversion
 
         begin = here if isinstance(here, str) else resolve_source(here)
-        return Ranged(begin, there, options, os.environ).forecast()
+        return RemoteConversion(begin, there, options, os.environ).forecast()
     return forecast(resolve_source(here), there, options)
 
 
@@ -239,9 +239,11 @@ def run(
                 should_stop=stop.is_set,
             ).run()
         if isinstance(begin, str) or isinstance(there, str):
-            from ckptd.convert.remote.convert import Ranged
+            from ckptd.convert.remote.convert import RemoteConversion
 
-            ranged = Ranged(begin, there, options, os.environ, on_progress=tell, should_stop=stop.is_set)
+            ranged = RemoteConversion(
+                begin, there, options, os.environ, on_progress=tell, should_stop=stop.is_set
+            )
             return ranged.run()
         return convert_folder(begin, there, options, on_progress=tell, should_stop=stop.is_set)
 
@@ -312,7 +314,9 @@ def _cluster_rows(report: ConvertReport) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def showing(*, as_json: bool) -> Iterator[Callable[[ConvertProgress], None] | None]:
-    """What to tell progress to: a bar on a terminal, JSON lines on stderr where JSON is wanted, else None."""
+    """Yield the progress callback: a bar on a terminal, JSON lines on stderr where JSON is wanted, else
+    None.
+    """
     import sys
 
     if sys.stderr is not None and sys.stderr.isatty():  # None: started with it closed

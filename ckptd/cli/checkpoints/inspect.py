@@ -132,7 +132,7 @@ def _print_facts(console: Console, c: SeenCheckpoint) -> None:
 
 
 def _conversion_rows(seen: SeenConversion) -> list[tuple[str, str]]:
-    """What converting would make here, or why it would not."""
+    """Return table rows on what converting would make here, or why it would not."""
     if not seen.converts:
         return [("converts", f"no: {seen.reason}"), *([("", f"→ {seen.hint}")] if seen.hint else [])]
     how = f"{seen.bytes_cloned or 0:,} bytes cloned, {seen.bytes_copied or 0:,} copied"
@@ -284,7 +284,7 @@ def look(path: Path) -> Seen:
 
 
 def look_ahead(folder: Path) -> SeenConversion:
-    """What `ckptd convert` beside `folder` would make and cost, or why it would refuse."""
+    """Forecast what `ckptd convert` beside `folder` would make and cost, or why it would refuse."""
     from ckptd.convert.engine.forecast import forecast
 
     try:

@@ -128,7 +128,7 @@ def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[RepairResu
 
 
 def _lines(verified: VerifiedRemote) -> list[str]:
-    """What is wrong, and what is only said."""
+    """Return one line for each difference found, then notes that are no errors."""
     lines = list(verified.problems)
     for row in verified.commits:
         name = f"{row.tag} g{row.generation} {row.form}"

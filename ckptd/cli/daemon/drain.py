@@ -106,7 +106,7 @@ class Draining:
             return []
 
     def _has_nothing_yet(self) -> bool:
-        """Its daemon waits for the first checkpoint."""
+        """Tell whether a live daemon still waits for the job's first checkpoint."""
         import time
 
         from ckptd.cli.status.command import find_status, is_meant
@@ -128,7 +128,7 @@ class Draining:
         ask(one, DRAIN, DrainFile(asked_at_unix_seconds=self._asked_at_unix, seconds=self._seconds))
 
     def _follow(self, live: list[Asked]) -> bool:
-        """Until all are done, nothing moves or the time is over; True: a daemon has gone meanwhile."""
+        """Wait until all are done, nothing moves or the time is over; True: a daemon has ended meanwhile."""
         import time
 
         from ckptd.cli.daemon.request import POLL_SECONDS
@@ -151,7 +151,7 @@ class Draining:
         return False
 
     def _drain_of(self, one: Asked) -> dict[str, Any]:
-        """What the daemon says of this drain; new ones that will not make it are said at once."""
+        """Return the daemon's status of this drain; print checkpoints that will not make it, once each."""
         from datetime import datetime
 
         drain: dict[str, Any] = one.job().get("drain") or {}
@@ -244,7 +244,7 @@ class Draining:
 
 
 def not_begun(job: dict[str, Any]) -> str:
-    """What was not known to be complete when the time was over."""
+    """Name the checkpoints that were not known to be complete when the time ran out."""
     rows = job.get("checkpoints", [])
     return ", ".join(f"{row['tag']} ({row['state']})" for row in rows if row["state"] in _NOT_BEGUN) or (
         "what is being saved"
@@ -252,7 +252,9 @@ def not_begun(job: dict[str, Any]) -> str:
 
 
 def reasons(job: dict[str, Any]) -> list[str]:
-    """What else is wrong, and what to type: a link that is away is no matter of a longer window."""
+    """Return a job's other problems and their next steps: a longer window does not bring back a remote that
+    is away.
+    """
     import time
 
     from ckptd.cli.status.words import problem_lines

@@ -71,7 +71,7 @@ def daemon_pid(pid: int, number: signal.Signals) -> int:
 
 
 def _answer(look: Callable[[], dict[str, Any]], before: str | None) -> str:
-    """What the daemon published about the reload.
+    """Wait for the daemon's answer to the reload and return it as a line.
 
     Raises:
         ConfigError: something was refused; what runs goes on as it was (78).

@@ -62,7 +62,7 @@ def asked_jobs(job: str | None, state_dir: Path | None, config_dir: Path | None)
 
 
 def _begun(place: Path, job: str | None, config_dir: Path | None) -> Path | None:
-    """Where the job's journal is; what has just begun may still be published elsewhere."""
+    """Return the directory of the job's journal; the status of a new one may still be published elsewhere."""
     others = state_places(job, config_dir) if job is not None else ()
     return next((one for one in (place, *others) if (one / "journal.db").exists()), None)
 

@@ -108,7 +108,8 @@ def load(
     same_filesystem: bool = False,
     verb: str = "run",
 ) -> LoadedConfig:
-    """What the command line names, else the environment (`CKPTD_SAVE_DIR`, `CKPTD_JOB`), else all jobs.
+    """Load the jobs that the command line names, else the environment (`CKPTD_SAVE_DIR`, `CKPTD_JOB`), else
+    all.
 
     Raises:
         UsageError: two that exclude each other, or no URL. ConfigError, NotFoundError: as `ckptd.config`.
@@ -192,7 +193,7 @@ def _names_a_job(save_dir: str, url: str | None, environ: Mapping[str, str], con
 
 
 def _must_be_of_arguments(save_total_limit: int | None, same_filesystem: bool) -> None:
-    """What a job file says itself is not taken from the command line: of several, which would it be?"""
+    """Refuse options that a job file sets itself: of several jobs, which one would they be for?"""
     from ckptd.errors import UsageError
 
     msg = "{} goes with SAVE_DIR URL alone"
@@ -205,7 +206,9 @@ def _must_be_of_arguments(save_total_limit: int | None, same_filesystem: bool) -
 
 
 def _from_environment(environ: Mapping[str, str]) -> tuple[str | None, Sequence[Path]]:
-    """What is run where the command line names nothing: `CKPTD_SAVE_DIR`, or the file of `CKPTD_JOB`."""
+    """Return SAVE_DIR or the job files that the environment names: `CKPTD_SAVE_DIR`, or the file of
+    `CKPTD_JOB`.
+    """
     from ckptd.config import loader
     from ckptd.errors import UsageError
 

@@ -138,7 +138,9 @@ def judged(job: dict[str, Any], step: int) -> tuple[str, str]:
 
 
 def _newest(job: dict[str, Any], step: int) -> dict[str, Any] | None:
-    """What is being saved has no branch yet, and is newer than all that have; those lie newest first."""
+    """Return the newest checkpoint of a step; one being saved has no branch yet and is newer than all that
+    have.
+    """
     ones = [c for c in job["checkpoints"] if c["kind"] == "resumable"]
     sealed = next((c for c in ones if c["step"] == step and c["branch"] is not None), None)
     return next((c for c in ones if c["branch"] is None and _is_later(c, step, sealed)), sealed)
@@ -156,7 +158,9 @@ def _is_later(one: dict[str, Any], step: int, sealed: dict[str, Any] | None) -> 
 
 
 def _is_committed(one: dict[str, Any]) -> bool:
-    """Where it has left this node: every remote that was to hold its ZeRO form does."""
+    """Tell whether a checkpoint is committed; one deleted here counts if each remote meant for it holds its
+    ZeRO form.
+    """
     zero = [forms["zero"]["state"] for forms in one["remotes"].values() if "zero" in forms]
     is_gone = not one["local"]["present"]
     return one["state"] == "committed" or (is_gone and bool(zero) and set(zero) == {"committed"})

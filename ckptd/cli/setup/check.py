@@ -85,7 +85,9 @@ def _of_daemon(
     *,
     writes: bool,
 ) -> Iterator[tuple[str, list[Finding]]]:
-    """What is no single job's: globs without a match, who is told, memory, the installed service."""
+    """Yield checks that belong to no single job: unmatched globs, notifications, memory, the installed
+    service.
+    """
     from ckptd.maintenance.check import check_glob, check_memory, check_outlets
 
     for pattern in loaded.unmatched:
@@ -146,7 +148,7 @@ def _file_of(job: str, config_dir: Path, environ: Mapping[str, str]) -> Path | N
 
 
 def _rows(finding: Finding) -> Table:
-    """What a remote is set to, and what its store can do."""
+    """Return a table of a remote's settings and its store's abilities."""
     from rich.table import Table
 
     table = Table(

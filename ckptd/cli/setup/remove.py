@@ -53,7 +53,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _state_dir(job: str, directory: Path) -> Path | None:
-    """Where the daemon kept the job's state, by what it published, else by the configuration."""
+    """Return the job's state directory, as its daemon published it, else as configured."""
     import os
 
     from ckptd.cli.checkpoints.verify import state_of

@@ -89,7 +89,9 @@ def _target(*, user: bool, run_as: str, root: str) -> Target:
 
 
 def _config_dir(target: Target, given: str) -> Path:
-    """Where the jobs lie. A user's own variable is not another user's service's."""
+    """Return the directory of the job files. One user's own variable does not apply to another user's
+    service.
+    """
     import os
 
     if target.user is None:
@@ -98,7 +100,7 @@ def _config_dir(target: Target, given: str) -> Path:
 
 
 def _units_own(target: Target) -> Path:
-    """Where the unit says that they lie."""
+    """Return the directory of job files that the service's unit names by default."""
     import os
 
     if target.user is not None:

@@ -82,10 +82,10 @@ def register(app: typer.Typer) -> None:
 
 
 def _must_be_of_a_node(url: str, **options: bool) -> None:
-    """What a daemon publishes on its node alone is not in a remote.
+    """Refuse options about a node's daemon when the status of a remote is asked for.
 
     Raises:
-        UsageError: it was asked for.
+        UsageError: such an option was given.
     """
     for option, is_given in options.items():
         if is_given:
@@ -288,7 +288,7 @@ def _no_job(config_dir: Path | None) -> NotFoundError:
 
 
 def _where_then(job: str | None) -> str:
-    """What to type where nothing is published of a job."""
+    """Return the command to type where nothing is published of a job."""
     if job is not None and "/" in job and not os.path.exists(job):
         return f"{job} is not there: a remote that is not mounted, or a SAVE_DIR that is spelt otherwise?"
     if job is not None and job.endswith(".toml"):

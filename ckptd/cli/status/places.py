@@ -1,8 +1,8 @@
-"""Where `ckptd status` looks for what is published: state directories by a save_dir, a job file or a name.
+"""Find the state directories that `ckptd status` reads, by a save_dir, a job file or a name.
 
 The configuration's models take longer to load than everything else that status does, so the few keys that
-place a state directory are read as they are written; whatever needs judging (a glob, a wrong file, a job
-that is not found so) is left to the models.
+place a state directory are read as they are written; whatever needs judging (a glob, a wrong file, a job that
+is not found so) is left to the models.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ STATUS = "status.json"
 
 
 def state_places(job: str | None, config_dir: Path | None) -> Iterator[Path]:
-    """Where a state directory may be, the likeliest first; the models are loaded only beyond that.
+    """Yield the places where a state directory may be, the likeliest first; the models are loaded only after
+    those.
 
     Raises:
-        NotFoundError, ConfigError: of the configuration, once it is asked.
+        NotFoundError, ConfigError: from the configuration, once it is loaded.
     """
     if job is None:
         yield from _all_known(config_dir)
@@ -47,7 +48,9 @@ def state_places(job: str | None, config_dir: Path | None) -> Iterator[Path]:
 def newest_of(
     place: Path, document: dict[str, Any], read: Callable[[Path], dict[str, Any] | None]
 ) -> dict[str, Any]:
-    """What a daemon said last: while the disk of save_dir takes nothing, it is in the user's own place."""
+    """Return the newest document: while the disk of save_dir takes nothing, it lies in the user's own
+    place.
+    """
     from ckptd.base.owned_dirs import lies_in_ours
     from ckptd.errors import CkptdError
 
@@ -81,7 +84,7 @@ def wrong_file(config_dir: Path | None) -> CkptdError | None:
 
 
 def _configured(job: str, config_dir: Path | None) -> list[Path]:
-    """Where a job that the configuration knows keeps its state."""
+    """Return the possible state directories of a job that the configuration names."""
     from ckptd.config.loader import load_daemon, resolve_job
 
     directory = _directory(config_dir)
@@ -91,7 +94,9 @@ def _configured(job: str, config_dir: Path | None) -> list[Path]:
 
 
 def _as_written(job: str | None, config_dir: Path | None) -> list[Path] | None:
-    """By the bare keys of the files; None: something in them has to be judged."""
+    """Return the state directories by the bare keys of the files; None: something in them has to be
+    judged.
+    """
     from ckptd.errors import CkptdError
 
     with contextlib.suppress(OSError, ValueError, CkptdError):

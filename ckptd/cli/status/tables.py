@@ -94,7 +94,7 @@ def _is_settled(checkpoint: dict[str, Any]) -> bool:
 
 
 def _does(checkpoint: dict[str, Any]) -> str:
-    """What the command does that stands beside a checkpoint."""
+    """Return the effect of the command that is printed beside a checkpoint."""
     if checkpoint["state"] == "suspect":
         return "takes it as one save"
     return "puts it right" if "--repair" in checkpoint["next_step"] else "removes it"
@@ -117,7 +117,7 @@ def remote_shown(remote: dict[str, Any]) -> str:
 
 
 def remote_table(remote: dict[str, Any]) -> Any:
-    """What a remote holds, newest first: keep, delete or what is left, and why."""
+    """Return a table of what a remote holds, newest first: keep, delete or what is left, and why."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim", title=cell(remote_shown(remote)))

@@ -1,6 +1,7 @@
-"""What `ckptd status` says in words: the first line of a job, what needs a person, one checkpoint's story.
+"""Word the answers of `ckptd status`: the first line of a job, what needs a person, one checkpoint's story.
 
-From the published document and the time alone, so that every answer can be tested word by word (P17).
+They follow from the published document and the time alone, so that every answer can be tested word by word
+(P17).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Life:
 
     @property
     def is_well(self) -> bool:
-        """What the document says is of now."""
+        """Tell whether the document describes the present."""
         return not self.reason
 
 
@@ -47,7 +48,9 @@ def seconds_since(at: str, now: float) -> float:
 
 
 def life_of(document: dict[str, Any], now: float) -> Life:
-    """By the process where it can be seen from here, and by the age of what it published (H33)."""
+    """Judge whether the daemon lives: by its process where it is visible from here, and by the age of its
+    document.
+    """
     daemon = document["daemon"]
     age = seconds_since(document["generated_at"], now)
     start = str(daemon.get("start_command") or "")
@@ -136,7 +139,7 @@ def _committed(job: dict[str, Any], since_seconds: float) -> str:
 
 
 def _unproved(job: dict[str, Any]) -> str | None:
-    """What was committed when its remotes were last seen: no comfort while they do not answer (P17)."""
+    """Say what was committed when its remotes were last seen: no comfort while they do not answer."""
     done = [
         checkpoint
         for checkpoint in job["checkpoints"]
@@ -149,13 +152,13 @@ def _unproved(job: dict[str, Any]) -> str | None:
 
 
 def _unseen(job: dict[str, Any]) -> str:
-    """Of remotes that the daemon has not reached since it started nobody knows what they hold."""
+    """Name the remotes not reached since the daemon's start, whose content is unknown; empty: none."""
     away = [remote_shown(remote) for remote in job.get("remotes", ()) if not remote["attached"]]
     return f"what is committed is not known: {', '.join(away)} not attached yet" if away else ""
 
 
 def _risk(job: dict[str, Any], since_seconds: float) -> str:
-    """What a lost node would cost now: saved steps that are here alone, and the training since."""
+    """Say what a lost node would cost now: saved steps that are here alone, and the training since."""
     steps, seconds = job.get("steps_at_risk") or 0, job.get("seconds_at_risk")
     if seconds is None:
         return f"{steps} steps at risk" if steps else ""
@@ -164,7 +167,7 @@ def _risk(job: dict[str, Any], since_seconds: float) -> str:
 
 
 def _control(job: dict[str, Any], now: float) -> list[str]:
-    """What a person, or a preemption, asked of the job."""
+    """Say what a person, or a preemption, asked of the job."""
     said = []
     paused, drain = job.get("paused"), job.get("drain")
     if paused:
@@ -222,7 +225,7 @@ def problem_lines(job: dict[str, Any], now: float) -> list[tuple[str, str]]:
 
 
 def start_it(job: dict[str, Any], life: Life) -> str:
-    """What brings the daemon back."""
+    """Return the next step that starts the daemon again."""
     first = f"end process {life.hanging}, then start it" if life.hanging else "start it"
     if life.short:
         first = f"if the disk of {life.short} is full, free space: the daemon goes on by itself; else {first}"
@@ -248,7 +251,9 @@ def disk_line(job: dict[str, Any]) -> str:
 
 
 def shared_line(job: dict[str, Any]) -> str:
-    """Of a directory that hosts share: how the work is divided and who holds the lease; empty: it is not."""
+    """Say how hosts on a shared directory divide the work and who holds the lease; empty: it is not
+    shared.
+    """
     shared = job.get("shared")
     if not shared:
         return ""
@@ -266,7 +271,7 @@ def shared_line(job: dict[str, Any]) -> str:
 
 
 def abilities(remote: dict[str, Any], *, is_all: bool) -> str:
-    """What the store was seen to do, and what it does not; without `is_all` only if that is unusual."""
+    """Describe what a remote's store can and cannot do; without `is_all` only if that is unusual."""
     is_usual = remote["attached"] and remote["create_only"] and remote["proof"] != "none"
     if is_usual and not remote["notes"] and not is_all:
         return ""

@@ -12,18 +12,18 @@ from typing import IO, TYPE_CHECKING, Any
 from ckptd import errors
 from ckptd.convert.cluster.locality import ANYWHERE
 from ckptd.convert.cluster.messages import Extent, Join, Result, Task, TaskSource
-from ckptd.convert.cluster.tasks import Tasking
+from ckptd.convert.cluster.tasks import TaskBuilder
 from ckptd.convert.cluster.uploader import shares_uploads, upload_of
 from ckptd.convert.options import ConvertProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from ckptd.convert.cluster.attempt_log import Note
+    from ckptd.convert.cluster.attempt_log import AttemptLog
     from ckptd.convert.cluster.grouping import Index
     from ckptd.convert.cluster.locality import Home
     from ckptd.convert.cluster.messages import Job
-    from ckptd.convert.cluster.pool import Crew
+    from ckptd.convert.cluster.pool import WorkerPool
     from ckptd.storage.stores.base import Store
 
 QUEUED_PER_THREAD = 2
@@ -81,10 +81,10 @@ class Attempt:
 
     def __init__(
         self,
-        crew: Crew,
+        crew: WorkerPool,
         job: Job,
         store: Store,
-        note: Note,
+        note: AttemptLog,
         stream: IO[bytes],
         index: Index,
         known: Mapping[int, TaskSource],
@@ -99,7 +99,7 @@ class Attempt:
         self._store = store
         self._note = note
         self._index = index
-        self._tasking = Tasking(job, store, note, stream, index, known, holders)
+        self._tasking = TaskBuilder(job, store, note, stream, index, known, holders)
         self._verify = verify
         self._tell = tell
         self._should_stop = should_stop

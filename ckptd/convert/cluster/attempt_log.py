@@ -24,7 +24,7 @@ _SHARE = 10
 
 
 @dataclass(slots=True)
-class Progress:
+class AttemptProgress:
     """Hold the outputs, uploads and parts known to be at the destination."""
 
     done: dict[str, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Progress:
     parts: dict[str, dict[int, SentPart]] = field(default_factory=dict)
 
 
-class Note:
+class AttemptLog:
     """One attempt's note at `key` of the destination."""
 
     def __init__(self, store: Store, key: str, plan_sha256: str) -> None:
@@ -42,7 +42,7 @@ class Note:
         self._key = key
         self.plan_sha256 = plan_sha256
         self.attempt = secrets.token_hex(8)
-        self.progress = Progress()
+        self.progress = AttemptProgress()
         self.is_behind = False
         """Something is done that is not in it yet."""
         self._due_at = 0.0
@@ -53,7 +53,7 @@ class Note:
         if raw is None or raw.get("plan_sha256") != self.plan_sha256:
             return False
         try:
-            self.progress = Progress(
+            self.progress = AttemptProgress(
                 done={str(k): str(v) for k, v in dict(raw.get("done", {})).items()},
                 uploads={str(k): str(v) for k, v in dict(raw.get("uploads", {})).items()},
                 parts={
@@ -64,7 +64,7 @@ class Note:
                 },
             )
         except (ValueError, TypeError, IndexError, AttributeError):
-            self.progress = Progress()
+            self.progress = AttemptProgress()
         return True
 
     def claim(self) -> None:

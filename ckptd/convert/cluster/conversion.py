@@ -15,16 +15,16 @@ import ckptd
 from ckptd import errors
 from ckptd.base import files
 from ckptd.convert.cluster.attempt import Attempt, Tally
-from ckptd.convert.cluster.attempt_log import Note
-from ckptd.convert.cluster.destination import End, give_up, publish_folder
+from ckptd.convert.cluster.attempt_log import AttemptLog
+from ckptd.convert.cluster.destination import ClusterDestination, give_up, publish_folder
 from ckptd.convert.cluster.grouping import index_of, without_links
 from ckptd.convert.cluster.memory import LEAST_BUDGET_BYTES
-from ckptd.convert.cluster.messages import Ability, Job, TaskSource
-from ckptd.convert.cluster.pool import Address, gathered
-from ckptd.convert.engine.staging import check_destination, check_place, opened_workplace, remove_workplace
+from ckptd.convert.cluster.messages import Job, StoreCapabilities, TaskSource
+from ckptd.convert.cluster.pool import Address, open_pool
+from ckptd.convert.engine.staging import check_destination, check_place, open_staging_dir, remove_staging_dir
 from ckptd.convert.options import ClusterReport
 from ckptd.convert.provenance import description_of
-from ckptd.convert.remote.convert import POINTER, Ranged, temporary_place, within_remote
+from ckptd.convert.remote.convert import POINTER, RemoteConversion, temporary_place, within_remote
 from ckptd.convert.remote.reader import RemoteRanges
 from ckptd.convert.remote.source import directory_remote
 from ckptd.convert.remote.uploader import NOTE, target_exists
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ckptd.convert.cluster.grouping import Index
-    from ckptd.convert.cluster.pool import Crew
-    from ckptd.convert.engine.staging import Workplace
+    from ckptd.convert.cluster.pool import WorkerPool
+    from ckptd.convert.engine.staging import StagingDir
     from ckptd.convert.engine.supervisor import Conversion
     from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
     from ckptd.convert.remote.source import RemoteFile
@@ -52,8 +52,8 @@ _KEPT = (errors.LockHeld, errors.BehindError, errors.RemoteUnreachable)
 _CACHE_BYTES = 8 << 20
 
 
-class Clustered(Ranged):
-    """One conversion by the workers of a cluster; arguments as `Ranged`."""
+class Clustered(RemoteConversion):
+    """One conversion by the workers of a cluster; arguments as `RemoteConversion`."""
 
     def __init__(
         self,
@@ -79,20 +79,20 @@ class Clustered(Ranged):
             source, destination, options, environ, on_progress=on_progress, should_stop=should_stop
         )
         self._address = address
-        self._crew: Crew | None = None
+        self._crew: WorkerPool | None = None
 
     def run(self) -> ConvertReport:
         """Convert; blocks until published.
 
         Raises:
-            as `Ranged.run`; RemoteUnreachable: no scheduler or no worker (69); ConfigError: workers have
-            another version (78); LockHeld: another command took the destination over (75).
+            as `RemoteConversion.run`; RemoteUnreachable: no scheduler or no worker (69); ConfigError: workers
+            have another version (78); LockHeld: another command took the destination over (75).
         """
         if self._target is not None:
             self._refuse_taken(self._target)
         elif root := directory_remote(Path(self._destination)):
             raise within_remote(str(self._destination), root)
-        with gathered(self._address, self._options.memory_budget_bytes, self._should_stop) as crew:
+        with open_pool(self._address, self._options.memory_budget_bytes, self._should_stop) as crew:
             self._crew = crew
             return super().run()
 
@@ -113,24 +113,24 @@ class Clustered(Ranged):
             except _KEPT:
                 raise
             except (errors.CkptdError, OSError):
-                remove_workplace(parent, name)
+                remove_staging_dir(parent, name)
                 raise
         self._published_here(parent, name, parent)
         return report
 
     def _published_before(self, parent: str, target: str, started: float) -> ConvertReport | None:
         """An attempt was killed after its result got its name."""
-        with opened_workplace(parent, os.path.basename(target), parent) as place:
+        with open_staging_dir(parent, os.path.basename(target), parent) as place:
             conversion = self._conversion(place)
         return conversion.published_before(parent, target, started) if self._remote is None else None
 
     def _into_folder(self, parent: str, name: str, target: str, started: float) -> ConvertReport:
-        with opened_workplace(parent, name, parent) as place:
+        with open_staging_dir(parent, name, parent) as place:
             conversion = self._conversion(place)
             if self._remote is None:
                 check_destination(conversion.folder, Path(self._destination))
             store = open_store(place.path)
-            end = End(
+            end = ClusterDestination(
                 store=store,
                 url=place.path,
                 access=Access(),
@@ -139,7 +139,7 @@ class Clustered(Ranged):
                 gid=conversion.folder.gid if self._remote is None else None,
             )
 
-            def publish(index: Index, _note: Note) -> None:
+            def publish(index: Index, _note: AttemptLog) -> None:
                 description = description_of(index.header, index.trailer)
                 names = [item.names for item in index.items if item.names]
                 publish_folder(place, FOLDER, target, conversion.folder, description, names)
@@ -151,7 +151,7 @@ class Clustered(Ranged):
         target = self._target
         if isinstance(target.store, S3Store):
             target.store.probe()
-        end = End(
+        end = ClusterDestination(
             store=target.store,
             url=target.url,
             access=target.access,
@@ -160,7 +160,7 @@ class Clustered(Ranged):
             gid=None,
         )
 
-        def publish(index: Index, note: Note) -> None:
+        def publish(index: Index, note: AttemptLog) -> None:
             key, data = f"{target.name}/{DESCRIPTION}", description_of(index.header, index.trailer)
             if not target.store.put_if_absent(key, data) and target.store.get(key) != data:
                 raise target_exists(str(target), is_whole=True)
@@ -179,10 +179,10 @@ class Clustered(Ranged):
 
     def _attempt(
         self,
-        place: Workplace,
+        place: StagingDir,
         conversion: Conversion,
-        end: End,
-        publish: Callable[[Index, Note], None],
+        end: ClusterDestination,
+        publish: Callable[[Index, AttemptLog], None],
         started: float,
     ) -> ConvertReport:
         assert self._crew is not None
@@ -221,13 +221,13 @@ class Clustered(Ranged):
         report = conversion.report(shown, index.header, index.trailer, time.monotonic() - started)
         return replace(report, cluster=_report_of(tally, self._crew))
 
-    def _begun(self, place: Workplace, end: End, plan_sha256: str) -> Note:
+    def _begun(self, place: StagingDir, end: ClusterDestination, plan_sha256: str) -> AttemptLog:
         """The destination is free, or holds an attempt at this very plan.
 
         Raises:
             TargetExists: it holds anything else.
         """
-        note = Note(end.store, end.note_key, plan_sha256)
+        note = AttemptLog(end.store, end.note_key, plan_sha256)
         is_same = note.read()
         if is_same:
             return note
@@ -237,7 +237,7 @@ class Clustered(Ranged):
             raise target_exists(str(self._target), is_whole=False)
         return note
 
-    def _job(self, conversion: Conversion, end: End, note: Note) -> Job:
+    def _job(self, conversion: Conversion, end: ClusterDestination, note: AttemptLog) -> Job:
         folder, options, remote = conversion.folder, self._options, self._remote
         can = end.store.abilities if isinstance(end.store, S3Store) else None
         return Job(
@@ -250,7 +250,9 @@ class Clustered(Ranged):
             target_access=end.access,
             target_name=end.name,
             note_key=end.note_key,
-            abilities=Ability(**{k: v for k, v in asdict(can).items() if k != "notes"}) if can else None,
+            abilities=StoreCapabilities(**{k: v for k, v in asdict(can).items() if k != "notes"})
+            if can
+            else None,
             file_mode=folder.file_mode,
             folder_mode=folder.folder_mode,
             gid=end.gid,
@@ -313,7 +315,7 @@ class Clustered(Ranged):
         tally.bytes_read += ranges.fetched_bytes
 
 
-def _report_of(tally: Tally, crew: Crew) -> ClusterReport:
+def _report_of(tally: Tally, crew: WorkerPool) -> ClusterReport:
     return ClusterReport(
         workers=crew.workers,
         tasks=tally.tasks,

@@ -16,14 +16,14 @@ from ckptd.errors import CkptdError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ckptd.convert.cluster.attempt_log import Note
-    from ckptd.convert.engine.staging import SourceFolder, Workplace
+    from ckptd.convert.cluster.attempt_log import AttemptLog
+    from ckptd.convert.engine.staging import SourceFolder, StagingDir
     from ckptd.storage.stores.access import Access
     from ckptd.storage.stores.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class ClusterDestination:
     """Describe the destination of outputs: the folder `name` of a store; `note_key`: the attempt's log."""
 
     store: Store
@@ -34,7 +34,7 @@ class End:
     gid: int | None
 
 
-def give_up(end: End, note: Note) -> None:
+def give_up(end: ClusterDestination, note: AttemptLog) -> None:
     """Remove what was made; what cannot be removed stays without ckptd.json."""
     head = f"{end.name}/"
 
@@ -58,7 +58,7 @@ def give_up(end: End, note: Note) -> None:
 
 
 def publish_folder(
-    place: Workplace,
+    place: StagingDir,
     name: str,
     target: str,
     folder: SourceFolder,

@@ -44,7 +44,7 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class TaskOutput:
     """Name an output of a task: an item under one name, whole or (first, count) of its parts."""
 
     item: Item
@@ -58,7 +58,7 @@ class Wanted:
 class _Batch:
     """A task that is not full yet."""
 
-    wanted: list[Wanted] = field(default_factory=list)
+    wanted: list[TaskOutput] = field(default_factory=list)
     nbytes: int = 0
     line_bytes: int = 0
 
@@ -147,7 +147,7 @@ def clipped(parts: Iterable[Part], begin: int, end: int) -> tuple[tuple[Part, ..
 
 def tasks_of(
     index: Index, done: set[str], layout: Layout, *, task_bytes: int, missing: dict[str, list[int]]
-) -> Iterator[tuple[Home, list[Wanted]]]:
+) -> Iterator[tuple[Home, list[TaskOutput]]]:
     """Group the outputs into tasks, each with its home workers; names in `done` are left out.
 
     `layout` says which outputs are sent in parts; `missing`: of uploads that an earlier attempt began, the
@@ -155,8 +155,8 @@ def tasks_of(
     """
     batches: dict[Home, _Batch] = {}
     for group in _groups(index):
-        alone: list[Wanted] = []
-        tied: list[Wanted] = []
+        alone: list[TaskOutput] = []
+        tied: list[TaskOutput] = []
         for one in (w for item in group for w in _wanted(item, done)):
             cuts = layout.cuts(one.item, one.name, is_alone=len(group) == 1)
             if cuts is None:
@@ -182,15 +182,15 @@ def tasks_of(
         yield home, batch.wanted
 
 
-def _wanted(item: Item, done: set[str]) -> list[Wanted]:
+def _wanted(item: Item, done: set[str]) -> list[TaskOutput]:
     if not item.names:
-        return [Wanted(item=item, name="")]
-    return [Wanted(item=item, name=name) for name in item.names if name not in done]
+        return [TaskOutput(item=item, name="")]
+    return [TaskOutput(item=item, name=name) for name in item.names if name not in done]
 
 
 def _by_parts(
-    ones: list[Wanted], layout: Layout, task_bytes: int, numbers: list[int]
-) -> Iterator[tuple[Home, list[Wanted]]]:
+    ones: list[TaskOutput], layout: Layout, task_bytes: int, numbers: list[int]
+) -> Iterator[tuple[Home, list[TaskOutput]]]:
     """Runs of parts of one item, under all its names together: they read the same."""
     item, cuts = ones[0].item, ones[0].cuts
     assert cuts is not None

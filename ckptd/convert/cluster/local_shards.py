@@ -44,7 +44,7 @@ def save_dirs(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(os.path.realpath(job.save_dir) for job in jobs))
 
 
-class Shelf:
+class LocalShards:
     """The save_dirs of one process, and which files in them are proven. Safe for several threads."""
 
     def __init__(self, roots: Iterable[str]) -> None:
@@ -113,10 +113,10 @@ class Shelf:
         return None
 
 
-class HeldPlace:
+class LocalPlace:
     """Sources on this worker's disk where they are proven, else of `other`; for one task."""
 
-    def __init__(self, shelf: Shelf, other: Place, check_stop: Callable[[], None]) -> None:
+    def __init__(self, shelf: LocalShards, other: Place, check_stop: Callable[[], None]) -> None:
         self._shelf = shelf
         self._other = other
         self._check_stop = check_stop

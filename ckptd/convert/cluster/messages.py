@@ -9,7 +9,7 @@ from ckptd.base.identity import Model
 from ckptd.storage.stores.access import Access
 
 
-class Ability(Model):
+class StoreCapabilities(Model):
     """Hold the destination's capabilities (`ckptd.storage.stores.base.Abilities`), found out once."""
 
     create_only: bool
@@ -37,7 +37,7 @@ class Job(Model):
     target_name: str
     note_key: str
     """Whose attempt the destination is, at the moment."""
-    abilities: Ability | None
+    abilities: StoreCapabilities | None
     file_mode: int
     folder_mode: int
     gid: int | None

@@ -77,7 +77,9 @@ def _parsed(text: str) -> Address | None:
 
 
 @contextmanager
-def gathered(address: Address, budget_bytes: int, should_stop: Callable[[], bool] | None) -> Iterator[Crew]:
+def open_pool(
+    address: Address, budget_bytes: int, should_stop: Callable[[], bool] | None
+) -> Iterator[WorkerPool]:
     """Connect, wait for a first worker, and see that all have this ckptd.
 
     Raises:
@@ -89,7 +91,7 @@ def gathered(address: Address, budget_bytes: int, should_stop: Callable[[], bool
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     with ExitStack() as stack:
-        # see `ckptd.convert.cluster.work.calm`; workers that are started here take these settings over
+        # see `ckptd.convert.cluster.work.stop_profiler`; workers started here inherit these settings
         stack.enter_context(dask.config.set({PROFILER: False}))
         place = _place(address, budget_bytes, stack)
         try:
@@ -100,7 +102,7 @@ def gathered(address: Address, budget_bytes: int, should_stop: Callable[[], bool
                 hint="is it running, and is --cluster its address? (dask scheduler prints it)",
             ) from error
         stack.callback(lambda: client.close(timeout=5))
-        crew = Crew(client, address)
+        crew = WorkerPool(client, address)
         crew.wait(should_stop)
         yield crew
 
@@ -149,7 +151,7 @@ def _slurm(count: int) -> Any:
     return cluster
 
 
-class Crew:
+class WorkerPool:
     """The workers, through dask's client."""
 
     def __init__(self, client: Any, address: Address) -> None:
@@ -163,7 +165,7 @@ class Crew:
         self._threads: dict[str, int] = {}
 
     def wait(self, should_stop: Callable[[], bool] | None) -> None:
-        """Wait until there is a worker; see `gathered`."""
+        """Wait until there is a worker; see `open_pool`."""
         begun = time.monotonic()
         while not self._look():
             if should_stop is not None and should_stop():
@@ -174,7 +176,7 @@ class Crew:
                     hint="start some: dask worker ADDRESS",
                 )
             time.sleep(0.1)
-        for name, version in self._client.run(work.hello, on_error="return").items():
+        for name, version in self._client.run(work.report_version, on_error="return").items():
             if version != ckptd.__version__:
                 said = f"has ckptd {version}" if isinstance(version, str) else f"has no ckptd ({version})"
                 raise ConfigError(

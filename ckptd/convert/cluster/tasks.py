@@ -20,8 +20,8 @@ from ckptd.storage.stores.s3.uploads import part_size
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ckptd.convert.cluster.attempt_log import Note
-    from ckptd.convert.cluster.grouping import Index, Wanted
+    from ckptd.convert.cluster.attempt_log import AttemptLog
+    from ckptd.convert.cluster.grouping import Index, TaskOutput
     from ckptd.convert.cluster.locality import Home, Item
     from ckptd.convert.cluster.messages import Job
     from ckptd.convert.parts import Part
@@ -35,14 +35,14 @@ TASKS_PER_THREAD = 16
 _PROOFS = 64
 
 
-class Tasking:
+class TaskBuilder:
     """Makes tasks. `stream`: the plan; `known`: its sources by number; `holders`: who has which."""
 
     def __init__(
         self,
         job: Job,
         store: Store,
-        note: Note,
+        note: AttemptLog,
         stream: IO[bytes],
         index: Index,
         known: Mapping[int, TaskSource],
@@ -77,7 +77,7 @@ class Tasking:
         if not self._holders:
             return {ANYWHERE: self._handfuls((batch for _, batch in found), first, there, threads)}
         # whose the last batch is nobody knows before all are made: lists of names, not of lines
-        homes: dict[Home, list[list[Wanted]]] = {}
+        homes: dict[Home, list[list[TaskOutput]]] = {}
         for home, batch in found:
             homes.setdefault(home, []).append(batch)
         return {home: self._handfuls(iter(own), [], there, threads) for home, own in homes.items()}
@@ -107,7 +107,7 @@ class Tasking:
         ]
 
     def _handfuls(
-        self, batches: Iterator[list[Wanted]], first: list[Task], there: Mapping[str, int], threads: int
+        self, batches: Iterator[list[TaskOutput]], first: list[Task], there: Mapping[str, int], threads: int
     ) -> Iterator[list[Task]]:
         if first:
             yield first
@@ -134,7 +134,7 @@ class Tasking:
             known.update(zip(new, pool.map(begin, new), strict=True))
         self._note.write(force=True)
 
-    def _task_of(self, batch: list[Wanted], there: Mapping[str, int]) -> Task:
+    def _task_of(self, batch: list[TaskOutput], there: Mapping[str, int]) -> Task:
         checks, pieces, used = [], [], set()
         for one in batch:
             line = self._line(one.item)

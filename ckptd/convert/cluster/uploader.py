@@ -121,7 +121,7 @@ class _Slice:
         """Nothing is cached here."""
 
 
-class Sender:
+class PieceUploader:
     """One task's outputs; its methods may run side by side."""
 
     def __init__(self, job: Job, store: Store, ranges: Ranges, check_stop: Callable[[], None]) -> None:

@@ -23,7 +23,7 @@ from ckptd.base.files import opened_real
 from ckptd.convert.cluster import uploader
 from ckptd.convert.cluster.extents import Extents, FolderPlace, StorePlace, spans_of
 from ckptd.convert.cluster.grouping import parts_of
-from ckptd.convert.cluster.local_shards import HeldPlace, Shelf, save_dirs
+from ckptd.convert.cluster.local_shards import LocalPlace, LocalShards, save_dirs
 from ckptd.convert.cluster.memory import keep_small, shares_of
 from ckptd.convert.cluster.messages import Claims, Job, Question, Result, Task
 from ckptd.convert.dtypes import numpy_folder, use_numpy_of
@@ -146,14 +146,14 @@ class _Attempts:
 _attempts = _Attempts()
 
 
-def hello(dask_worker: Any = None) -> str:
+def report_version(dask_worker: Any = None) -> str:
     """The version of ckptd in this worker, whose profiler is stopped."""
-    calm(dask_worker)
+    stop_profiler(dask_worker)
     keep_small()
     return ckptd.__version__
 
 
-def calm(dask_worker: Any) -> None:
+def stop_profiler(dask_worker: Any) -> None:
     """Stop dask's profiler: before Python 3.11.8 it can halt a worker for ever.
 
     It asks for all frames under a lock that a collection of garbage takes as well (CPython gh-106883).
@@ -188,8 +188,8 @@ def claims(question_text: str) -> str:
 
 
 @cache
-def _shelf() -> Shelf:
-    return Shelf(save_dirs(os.environ))
+def _shelf() -> LocalShards:
+    return LocalShards(save_dirs(os.environ))
 
 
 def run(job_text: str, task_text: str) -> str:
@@ -278,7 +278,7 @@ class _Work:
             stack.callback(extents.close)
             for line in task.checks:
                 self._compare(line, extents)
-            sender = uploader.Sender(job, ends.target, extents, self.check_stop)
+            sender = uploader.PieceUploader(job, ends.target, extents, self.check_stop)
             with ThreadPoolExecutor(self.shares.lanes, thread_name_prefix="outputs") as pool:
                 work = [pool.submit(sender.send, unit) for unit in units]
                 work += [pool.submit(sender.join, join) for join in task.joins]
@@ -326,7 +326,7 @@ class _Work:
 
     def _place(self, store: Store | None, stack: ExitStack) -> Place:
         if store is not None:
-            held = HeldPlace(_shelf(), StorePlace(store), self.check_stop)
+            held = LocalPlace(_shelf(), StorePlace(store), self.check_stop)
             stack.callback(held.close)
             return held
         if not self.sources:
@@ -364,7 +364,7 @@ def _calm_here() -> None:
     """A worker that joined after the command looked."""
     from distributed import get_worker
 
-    calm(get_worker())
+    stop_profiler(get_worker())
     keep_small()
 
 
@@ -373,4 +373,4 @@ def _use_numpy() -> None:
     use_numpy_of(numpy_folder())
 
 
-__all__ = ["hello", "run", "running", "stop"]
+__all__ = ["report_version", "run", "running", "stop"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckptd.base import extents, files
 from ckptd.convert.engine import children
 from ckptd.convert.engine.children import watch
-from ckptd.convert.engine.staging import SourceFolder, check_destination, look_at_source
+from ckptd.convert.engine.staging import SourceFolder, check_destination, list_source
 from ckptd.convert.engine.supervisor import PLAN_SECONDS, failure, numpy_for, origin_of, plan_request
 from ckptd.convert.options import ConvertOptions
 from ckptd.errors import CkptdError
@@ -71,7 +71,7 @@ def forecast(source: Path, destination: Path, options: ConvertOptions | None = N
     """
     chosen = options or ConvertOptions()
     started = time.monotonic()
-    folder = look_at_source(source)
+    folder = list_source(source)
     parent = os.path.dirname(check_destination(folder, destination))
     clones = _would_clone(folder, parent)
     numpy_for(chosen)

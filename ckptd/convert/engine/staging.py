@@ -64,7 +64,7 @@ class SourceFolder:
     """The files are mirrors of remote ones: what planning reads is in them, the rest are holes."""
 
 
-def look_at_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
+def list_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
     """List a checkpoint folder; below `beneath` no link is followed.
 
     Raises:
@@ -172,7 +172,7 @@ def _user(uid: int) -> str:
         return str(uid)
 
 
-class Workplace:
+class StagingDir:
     """The partial folder, open and locked."""
 
     def __init__(self, path: str, fd: int) -> None:
@@ -266,7 +266,7 @@ class Workplace:
 
 
 @contextlib.contextmanager
-def opened_workplace(parent: str, name: str, target_parent: str) -> Iterator[Workplace]:
+def open_staging_dir(parent: str, name: str, target_parent: str) -> Iterator[StagingDir]:
     """Make or reopen `.<name>.ckptd-partial` in `parent`, locked.
 
     Raises:
@@ -291,12 +291,12 @@ def opened_workplace(parent: str, name: str, target_parent: str) -> Iterator[Wor
                     f"another conversion into {name} is running",
                     hint="wait for it or choose another destination",
                 ) from error
-            yield Workplace(os.path.join(parent, folder), fd)
+            yield StagingDir(os.path.join(parent, folder), fd)
         finally:
             os.close(fd)
 
 
-def remove_workplace(parent: str, name: str) -> None:
+def remove_staging_dir(parent: str, name: str) -> None:
     """Remove the partial folder and all in it; the plan last, which tells whose leftovers these are."""
     folder = partial_name(name)
     with opened_real(parent) as parent_fd:
@@ -306,7 +306,7 @@ def remove_workplace(parent: str, name: str) -> None:
         files.remove_tree(parent_fd, folder)
 
 
-def was_published(place: Workplace, source: SourceFolder, target: str) -> tuple[Header, Trailer] | None:
+def was_published(place: StagingDir, source: SourceFolder, target: str) -> tuple[Header, Trailer] | None:
     """Return the plan that `target` results from, if its attempt was killed before tidying up; else None.
 
     It is when the plan in `place` is of the source files as they are now and `target` says that it is
@@ -357,7 +357,7 @@ def is_companion(name: str) -> bool:
     return _COMPANION.fullmatch(name) is not None
 
 
-def look_around(folder: SourceFolder) -> Origin:
+def find_origin(folder: SourceFolder) -> Origin:
     """The folder of the shards, or the one above, when a configuration lies there."""
     parent, name = os.path.split(folder.path)
     here = _companions(folder.path)

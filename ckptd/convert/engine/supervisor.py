@@ -26,15 +26,15 @@ from ckptd.convert.engine.staging import (
     PLAN,
     Origin,
     SourceFolder,
-    Workplace,
+    StagingDir,
     check_destination,
     check_place,
+    find_origin,
     is_folder,
-    look_around,
-    look_at_source,
-    opened_workplace,
+    list_source,
+    open_staging_dir,
     partial_name,
-    remove_workplace,
+    remove_staging_dir,
     was_published,
 )
 from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
@@ -63,7 +63,7 @@ def numpy_for(options: ConvertOptions) -> str:
 
 def origin_of(folder: SourceFolder, options: ConvertOptions) -> Origin:
     """The folder that paths of the plan are relative to."""
-    return look_around(folder) if options.form == "weights" else Origin(folder.path, "", ())
+    return find_origin(folder) if options.form == "weights" else Origin(folder.path, "", ())
 
 
 def plan_request(
@@ -121,7 +121,7 @@ def convert(
     chosen = options or ConvertOptions()
     rounding_from = numpy_for(chosen)
     started = time.monotonic()
-    folder = look_at_source(source, beneath)
+    folder = list_source(source, beneath)
     parent, name = os.path.split(os.path.abspath(destination))
     check_place(destination, must_be_new=False, beneath=beneath)
     place_parent = real_path(work_dir if work_dir is not None else parent, beneath)
@@ -139,7 +139,7 @@ def convert(
     if chosen.write_latest and chosen.form == "universal":
         with opened_real(real_path(parent, beneath)) as parent_fd:
             files.write_atomic(parent_fd, "latest_universal", os.fsencode(name), mode=folder.file_mode)
-    remove_workplace(place_parent, name)
+    remove_staging_dir(place_parent, name)
     return report
 
 
@@ -149,7 +149,7 @@ def _convert(
     """Convert and publish; a failure removes the partial folder, a stop or a kill leaves it."""
     parent, name = os.path.split(target)
     try:
-        with opened_workplace(place_parent, name, parent) as place:
+        with open_staging_dir(place_parent, name, parent) as place:
             return conversion.run(place, destination, target, started)
     except (errors.LockHeld, errors.BehindError):
         raise  # stopped: what is finished stays for the next attempt
@@ -164,7 +164,7 @@ def _convert(
 def _tidy(place_parent: str, name: str) -> None:
     """Remove the partial folder after a failure, which is what is raised whatever becomes of this."""
     with contextlib.suppress(errors.CkptdError, OSError):
-        remove_workplace(place_parent, name)
+        remove_staging_dir(place_parent, name)
 
 
 class Conversion:
@@ -192,7 +192,7 @@ class Conversion:
         self.last: dict[str, Any] = {}
         self.peak_rss_bytes = self.clonable_bytes = 0
 
-    def run(self, place: Workplace, destination: Path, target: str, started: float) -> ConvertReport:
+    def run(self, place: StagingDir, destination: Path, target: str, started: float) -> ConvertReport:
         """Make the output in `place` and publish it as `target`."""
         clone = not self.folder.partial and place.can_clone(self.folder)
         header, trailer = self.plan(place, clone=clone)
@@ -207,7 +207,7 @@ class Conversion:
         parent, name = os.path.split(destination)
         if not is_folder(os.path.join(place_parent, partial_name(name))):
             return None
-        with opened_workplace(place_parent, name, parent) as place:
+        with open_staging_dir(place_parent, name, parent) as place:
             found = was_published(place, self.folder, os.path.join(parent, name))
             if found is None:
                 return None
@@ -216,7 +216,7 @@ class Conversion:
         self.last = {"resumed": found[1].files}
         return self.report(destination, *found, time.monotonic() - started)
 
-    def plan(self, place: Workplace, *, clone: bool) -> tuple[Header, Trailer]:
+    def plan(self, place: StagingDir, *, clone: bool) -> tuple[Header, Trailer]:
         """Have it planned, and make that the plan of `place`."""
         self.tell(ConvertProgress(phase="planning", bytes_done=0, bytes_total=0, files_done=0, files_total=0))
         request = plan_request(self.folder, self.origin, self.options, block=clone)
@@ -229,8 +229,11 @@ class Conversion:
         place.adopt_plan(trailer)
         return header, trailer
 
-    def _check_room(self, place: Workplace, trailer: Trailer, *, clone: bool) -> None:
-        """P13 before the first byte; what an earlier attempt wrote, clones and holes need nothing."""
+    def _check_room(self, place: StagingDir, trailer: Trailer, *, clone: bool) -> None:
+        """Raise before the first byte unless the outputs leave the reserve free (P13).
+
+        Bytes that an earlier attempt wrote, clones and holes need no space.
+        """
         have = sum(
             os.stat(name, dir_fd=fd, follow_symlinks=False).st_size
             for _, _, names, fd in os.fwalk(OUTPUT, dir_fd=place.fd)
@@ -249,7 +252,7 @@ class Conversion:
                 "nothing was written",
             )
 
-    def execute(self, place: Workplace, trailer: Trailer, *, clone: bool) -> None:
+    def execute(self, place: StagingDir, trailer: Trailer, *, clone: bool) -> None:
         """Have the files of the plan made."""
         folder, options = self.folder, self.options
         threads = _threads(options.memory_budget_bytes)

@@ -2,7 +2,7 @@
 
 It is the executor of `ckptd.convert.engine.executor_child` with other ends: ranges come out of a store
 (`RemoteRanges`), or outputs go into one (`Uploader`), or both. It holds network and credentials, and never
-unpickles. Request, progress and the last error are those of the executor; `Ends` says what is added.
+unpickles. Request, progress and the last error are those of the executor; `Endpoints` says what is added.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WINDOW_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class Endpoints:
     """Name the source and the target of a conversion; an empty URL: this machine."""
 
     source_url: str = ""
@@ -56,7 +56,7 @@ class RangedExecution(Execution):
     """See the module's first lines."""
 
     def __init__(
-        self, request: Request, ends: Ends, work_fd: int, source_fd: int, stop: threading.Event
+        self, request: Request, ends: Endpoints, work_fd: int, source_fd: int, stop: threading.Event
     ) -> None:
         super().__init__(request, work_fd, source_fd, stop)
         self.ends = ends
@@ -156,7 +156,7 @@ def _owner(name: str) -> str:
 def main() -> int:
     """Serve one request."""
     raw = json.loads(sys.stdin.buffer.read())
-    ends = Ends(**raw.pop("ends"))
+    ends = Endpoints(**raw.pop("ends"))
     return serve(
         Request(**raw),
         lambda request, work_fd, source_fd, stop: RangedExecution(request, ends, work_fd, source_fd, stop),

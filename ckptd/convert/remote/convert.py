@@ -23,11 +23,11 @@ from ckptd.config.loader import remote_from_arguments
 from ckptd.convert.engine.forecast import Forecast, planned
 from ckptd.convert.engine.staging import (
     SourceFolder,
-    Workplace,
+    StagingDir,
     check_place,
-    look_at_source,
-    opened_workplace,
-    remove_workplace,
+    list_source,
+    open_staging_dir,
+    remove_staging_dir,
 )
 from ckptd.convert.engine.supervisor import Conversion, numpy_for, origin_of
 from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
@@ -69,7 +69,7 @@ class Destination:
         return f"{self.url}/{self.name}"
 
 
-class Ranged:
+class RemoteConversion:
     """One conversion. `source`: a folder here, a URL, or what was looked at; `destination`: a folder or URL.
 
     `work_dir`: where the partial folder of a local destination lies, else beside it. `on_progress` and
@@ -151,12 +151,12 @@ class Ranged:
         parent, name = os.path.split(target)
         work = os.path.realpath(self._work_dir) if self._work_dir is not None else parent
         try:
-            with opened_workplace(work, name, parent) as place:
+            with open_staging_dir(work, name, parent) as place:
                 report = self._conversion(place).run(place, Path(self._destination), target, started)
         except (errors.LockHeld, errors.BehindError):
             raise
         except (errors.CkptdError, OSError):
-            remove_workplace(work, name)
+            remove_staging_dir(work, name)
             raise
         self._published_here(parent, name, work)
         return report
@@ -166,7 +166,7 @@ class Ranged:
         if self._options.write_latest and self._options.form == "universal":
             with files.opened_dir(parent) as fd:
                 files.write_atomic(fd, POINTER, os.fsencode(name))
-        remove_workplace(work, name)
+        remove_staging_dir(work, name)
 
     def _to_remote(self, started: float) -> ConvertReport:
         """Uploads; here lies the plan alone, in a folder that goes when this ends."""
@@ -186,19 +186,19 @@ class Ranged:
         if target.store.stat(f"{target.name}/{DESCRIPTION}") is not None:
             raise target_exists(str(target), is_whole=True)
 
-    def _look(self, place: Workplace) -> SourceFolder:
+    def _look(self, place: StagingDir) -> SourceFolder:
         """The source as a folder: itself, or its mirror in `place`."""
         if self._remote is None:
-            return look_at_source(Path(self._source))
+            return list_source(Path(self._source))
         fd = place.fresh_folder(_MIRROR)
         try:
             make_mirror(self._remote, fd, companions=self._options.form == "weights")
         finally:
             os.close(fd)
-        folder = look_at_source(Path(place.path, _MIRROR, self._remote.name))
+        folder = list_source(Path(place.path, _MIRROR, self._remote.name))
         return replace(folder, partial=True)
 
-    def _conversion(self, place: Workplace) -> Conversion:
+    def _conversion(self, place: StagingDir) -> Conversion:
         self._tell_planning()
         folder = self._look(place)
         conversion = Conversion(
@@ -254,7 +254,9 @@ def convert_copy(
 ) -> ConvertReport:
     """A committed copy, whose shards lie directly in its folder, as the new folder `target` here."""
     source = of_copy(copy)
-    return Ranged(source, target, options, os.environ, on_progress=on_progress, work_dir=work_dir).run()
+    return RemoteConversion(
+        source, target, options, os.environ, on_progress=on_progress, work_dir=work_dir
+    ).run()
 
 
 def within_remote(place: str, root: str) -> errors.RefusedError:
@@ -276,13 +278,13 @@ def _target(url: str, environ: Mapping[str, str]) -> Destination:
 
 
 @contextmanager
-def temporary_place() -> Iterator[Workplace]:
+def temporary_place() -> Iterator[StagingDir]:
     """A folder for the plan and the mirror, of a few megabytes, on the disk of TMPDIR."""
     with (
         tempfile.TemporaryDirectory(prefix="ckptd-convert-", ignore_cleanup_errors=True) as path,
         files.opened_dir(path) as fd,
     ):
-        yield Workplace(path, fd)
+        yield StagingDir(path, fd)
 
 
 def _start_executor(*urls: str) -> subprocess.Popen[bytes]:

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 from ckptd.base import extents, files
 from ckptd.convert.dtypes import use_numpy_of
-from ckptd.convert.engine.staging import look_at_source
+from ckptd.convert.engine.staging import list_source
 from ckptd.convert.engine.supervisor import numpy_for, origin_of, plan_request, write_plan
 from ckptd.convert.options import ConvertOptions, Dtype
 from ckptd.convert.outputs import Outputs
@@ -56,7 +56,7 @@ MOST_LANES = 4
 """What the process takes with nothing on its way, and each lane besides, as measured (docs/adr/0093)."""
 
 
-class Made:
+class DerivedUpload:
     """The outputs of one plan (`ckptd.storage.remote.transfer.Origin`)."""
 
     def __init__(
@@ -289,12 +289,12 @@ def _twice(attempt: Callable[[], Found]) -> Found:
 @contextmanager
 def _of_shards(
     order: ShipOrder, making: Making, root: int, plan: IO[bytes], control: Control
-) -> Iterator[Made]:
+) -> Iterator[DerivedUpload]:
     """Derive a form from the sealed shards of this node."""
     options = _options(order.manifest.form)
 
     def look() -> SourceFolder:
-        folder = look_at_source(Path(order.root, making.folders[0]))
+        folder = list_source(Path(order.root, making.folders[0]))
         recheck(making, root)
         return folder
 
@@ -302,7 +302,7 @@ def _of_shards(
     outputs = Outputs(plan)
     with files.opened_dir(where.root) as source_fd:
         ranges = LocalRanges(source_fd, [s.path for s in outputs.header.sources], outputs.identities)
-        made = Made(order, making, outputs, ranges, folder, lambda: recheck(making, root))
+        made = DerivedUpload(order, making, outputs, ranges, folder, lambda: recheck(making, root))
         control.on_planned(made.planned)
         _twice(lambda: made.compare(control, ranges.prove))
         yield made
@@ -316,7 +316,7 @@ def _of_objects(
     plan: IO[bytes],
     control: Control,
     store: Store,
-) -> Made:
+) -> DerivedUpload:
     """Derive a form from the objects that a COMMIT lists.
 
     Each block is read once and hashed; all that is used is compared with what was committed (ADR 0128).
@@ -331,7 +331,7 @@ def _of_objects(
                 _mirror(source, fd, options, control)
                 records.update(proven_records(fd, source))
             rights = files.stat_beneath(root, making.folders[0]) or os.fstat(root)
-            found = look_at_source(Path(place, source.name))
+            found = list_source(Path(place, source.name))
             mode = rights.st_mode & 0o777 | 0o700
             return replace(found, partial=True, folder_mode=mode, gid=rights.st_gid)
 
@@ -361,7 +361,7 @@ def _of_objects(
     assert manifest.source is not None
     update = {"source": manifest.source.model_copy(update={"fingerprints": fingerprints})}
     order = order.model_copy(update={"manifest": manifest.model_copy(update=update)})
-    made = Made(order, making, outputs, ranges, folder, recheck_objects, cache_bytes)
+    made = DerivedUpload(order, making, outputs, ranges, folder, recheck_objects, cache_bytes)
     control.on_planned(made.planned)
     made.compare(control, lambda: ranges.prove(everything=False))
     return made

@@ -175,7 +175,7 @@ class Target:
             self._uploads.pop(path, None)
 
     def _write_note(self) -> None:
-        note = Note(plan_sha256=self._plan_sha256, uploads=self._uploads)
+        note = UploadNote(plan_sha256=self._plan_sha256, uploads=self._uploads)
         write_note(self.store, f"{self.name}/{NOTE}", note)
 
     def publish(self, description: bytes, *, pointer: str | None) -> None:
@@ -205,24 +205,24 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class UploadNote:
     """Describe an unpublished target folder: the plan it is of, and its open uploads."""
 
     plan_sha256: str
     uploads: dict[str, str]
 
 
-def write_note(store: Store, key: str, note: Note) -> None:
+def write_note(store: Store, key: str, note: UploadNote) -> None:
     """Say it."""
     store.put(key, json.dumps({"plan_sha256": note.plan_sha256, "uploads": note.uploads}).encode())
 
 
-def read_note(store: Store, key: str) -> Note | None:
+def read_note(store: Store, key: str) -> UploadNote | None:
     """Read the note of a conversion; None: there is none, or it cannot be read."""
     try:
         raw = json.loads(store.get(key) or b"")
         uploads = {str(path): str(token) for path, token in dict(raw.get("uploads", {})).items()}
-        return Note(plan_sha256=str(raw["plan_sha256"]), uploads=uploads)
+        return UploadNote(plan_sha256=str(raw["plan_sha256"]), uploads=uploads)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

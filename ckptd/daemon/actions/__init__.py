@@ -1,1 +1,1 @@
-"""What is done on this node: deletions, conversions, requests of people."""
+"""Carry out what a plan or a person asks on this node: deletions, conversions, pauses and drains."""

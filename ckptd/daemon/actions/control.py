@@ -1,7 +1,7 @@
-"""What a person asks of a running job beside its configuration: a pause, a drain (docs/adr/0108).
+"""Read what a person asks of a running job beside its configuration: a pause or a drain (docs/adr/0108).
 
-Each is a file in the state directory, written by the command and only read here: it survives a restart, and a
-daemon that is just starting finds it. SIGUSR1 means "look now".
+Each request is a file in the state directory, written by the command and only read here: it survives a
+restart, and a daemon that is just starting finds it. SIGUSR1 makes the daemon read the files at once.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ class Control:
 
     @property
     def is_draining(self) -> bool:
-        """Until its deadline, also when all is done: what is saved meanwhile belongs to it."""
+        """Tell whether a drain lasts: until its deadline, even when all is done, since later saves belong to
+        it.
+        """
         return self._drain is not None and time.monotonic() < self._drain.deadline_seconds
 
     @property
@@ -181,7 +183,7 @@ class Control:
             link.pace(BUSY_FRACTION if self.makes_way(job) else 1.0)
 
     def makes_way(self, job: JobRecord) -> bool:
-        """Its transfers go slowly for a save; whoever drains has no later, and nobody trains on after it."""
+        """Tell whether transfers slow down for a save in flight; during a drain they never do."""
         return self._is_beside_save(job) and not self.is_draining
 
     @staticmethod
@@ -191,7 +193,7 @@ class Control:
     # --- for the planner and for status ----------------------------------------------------------------
 
     def drain_view(self, job: JobRecord, state: JobState) -> Drain | None:
-        """What the planner needs of a drain; None: there is none."""
+        """Build the planner's input for the drain under way; None: there is none."""
         if self._drain is None or not self.is_draining:
             return None
         names = list(job.links)
@@ -251,26 +253,31 @@ def missing_after(job: JobRecord) -> tuple[str, ...]:
 
 
 def unsent_here(job: JobRecord) -> tuple[str, ...]:
-    """What `backfill` leaves out, of the checkpoints that are complete here and not committed."""
+    """Return the tags that are complete here and not committed because `backfill` excludes them."""
     return unsent(job.view) if job.view is not None else ()
 
 
 def drained_words(jobs: Sequence[JobRecord]) -> str:
-    """Of jobs that are drained."""
+    """Describe the result of a finished drain of these jobs in one line."""
     linked = [tag for job in jobs for tag in linked_here(job)]
     but = f"; not {', '.join(linked)}: `ckptd status` says why" if linked else ""
     return all_committed(sum(len(unsent_here(job)) for job in jobs)) + but
 
 
 def drain_code(jobs: Sequence[JobRecord]) -> int:
-    """Of a drain that ended. 0: all is committed; 1: some of it cannot be as it is; 3: the time was over."""
+    """Return the exit code of a finished drain.
+
+    0: everything is committed; 1: some of it cannot be committed as it is; 3: the time ran out.
+    """
     if all(is_drained(job) for job in jobs):
         return 1 if any(linked_here(job) for job in jobs) else 0
     return 1 if any(refused_here(job) for job in jobs) else 3
 
 
 def refused_here(job: JobRecord) -> tuple[str, ...]:
-    """Of what is missing, what no attempt will commit: a damaged source."""
+    """Return the tags that are not committed and that no attempt will commit, since their files are
+    damaged.
+    """
     if job.view is None:
         return ()
     names = [remote.name for remote in job.view.remotes if ZERO in remote.forms]
@@ -339,7 +346,10 @@ def _lacking(job: JobRecord) -> set[str]:
 
 
 def _speed(job: JobRecord, state: JobState, name: str) -> float | None:
-    """Of the upload under way once it says something, else of the last one; never above the limit set."""
+    """Return the upload speed to a remote in bytes/s, at most the configured limit; None: not known.
+
+    The upload under way is measured once it has run long enough; before that the last finished one counts.
+    """
     measured = running_speed(state, name, MEASURED_SECONDS) or state.link_speeds.get(name)
     limit = job.links[name].bytes_per_second
     return min(measured, limit) if measured and limit else measured or limit

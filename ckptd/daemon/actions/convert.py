@@ -32,7 +32,7 @@ PLACE = f"{fs.DERIVED}/{UNIVERSAL}"
 
 @dataclass(slots=True)
 class Signals:
-    """What the deciding thread tells a conversion under way."""
+    """Carry signals from the deciding thread to a conversion under way."""
 
     pause: threading.Event = field(default_factory=threading.Event)
     """A save is in flight (P11)."""
@@ -49,10 +49,11 @@ class Signals:
 
 
 def found_universal(fd: int, row: SaveRow) -> DerivedRecord | None:
-    """What an attempt made of this very save that was killed, or failed, after it had published; else None.
+    """Return the form that an earlier attempt published for this very save before it was killed or failed,
+    else None.
 
     Raises:
-        StorageError, NotPermitted and others: what it left beside the form cannot be removed.
+        StorageError, NotPermitted and others: the leftovers beside the form cannot be removed.
     """
     tag = row.save.tag
     found = describe(fd, f"{PLACE}/{tag}")

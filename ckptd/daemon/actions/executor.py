@@ -13,26 +13,26 @@ from ckptd.storage.remote import messages as m
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ckptd.daemon.actions.local import Chores
-    from ckptd.daemon.resources.limits import Totals
+    from ckptd.daemon.actions.local import LocalActions
+    from ckptd.daemon.resources.limits import HostLimits
     from ckptd.daemon.uploads.scrub import Scrubber
-    from ckptd.daemon.uploads.session import RemoteLink
-    from ckptd.daemon.uploads.uploads import Shipping
+    from ckptd.daemon.uploads.session import RemoteSession
+    from ckptd.daemon.uploads.uploads import UploadManager
     from ckptd.storage.journal.journal import Journal
 
 log = logging.getLogger("ckptd.job")
 
 
-class Actor:
+class PlanExecutor:
     """Hands the actions of one job's plan out; every method is called in the deciding thread."""
 
     def __init__(
         self,
-        links: Mapping[str, RemoteLink],
-        shipping: Shipping,
-        chores: Chores,
+        links: Mapping[str, RemoteSession],
+        shipping: UploadManager,
+        chores: LocalActions,
         journal: Journal,
-        totals: Totals,
+        totals: HostLimits,
         wake: Callable[[], None],
         scrubber: Scrubber,
     ) -> None:

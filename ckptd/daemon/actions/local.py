@@ -12,7 +12,7 @@ from ckptd.convert import options as convert_options
 from ckptd.convert.engine.staging import partial_name
 from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.actions.convert import PLACE, Signals, make_universal
-from ckptd.daemon.actions.prune import Pruner
+from ckptd.daemon.actions.prune import LocalDeleter
 from ckptd.daemon.state.state import Converting, JobState
 from ckptd.daemon.uploads.requests import hold_name
 from ckptd.errors import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         ReleaseHold,
         StopConverting,
     )
-    from ckptd.daemon.resources.workers import OneJobs
+    from ckptd.daemon.resources.workers import JobWorkers
     from ckptd.observe.audit import Audit
 
 log = logging.getLogger("ckptd.local")
@@ -49,14 +49,14 @@ log = logging.getLogger("ckptd.local")
 POINTER = "latest_universal"
 
 
-class Chores:
+class LocalActions:
     """The local half of executing a plan, for one job."""
 
     def __init__(
         self,
         config: JobConfig,
         state: JobState,
-        workers: OneJobs,
+        workers: JobWorkers,
         audit: Audit,
         conversion_bytes: Callable[[], int],
         wake: Callable[[], None],
@@ -68,7 +68,7 @@ class Chores:
         self._conversion_bytes = conversion_bytes
         self._wake = wake
         self.signals = Signals()
-        self.pruner = Pruner(state, audit, self._in_worker, wake, config.trainer)
+        self.pruner = LocalDeleter(state, audit, self._in_worker, wake, config.trainer)
         self._dropping: set[int] = set()
         self._releasing: set[int] = set()
 
@@ -234,7 +234,9 @@ class Chores:
         self._wake()
 
     def stop_converting(self, action: StopConverting) -> None:
-        """What it has written goes at once; it is tried again when there is room."""
+        """Stop the conversion under way and delete its output at once; it is tried again when there is
+        space.
+        """
         if not self.signals.give_room.is_set():
             log.warning("the conversion under way is given up: %s", action.reason)
             self.signals.give_room.set()

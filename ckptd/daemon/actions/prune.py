@@ -45,14 +45,14 @@ TIDY_SECONDS = 20.0
 
 
 class _End(Enum):
-    """Of a removal that was cut short."""
+    """Name the ways in which an interrupted deletion is settled."""
 
     GONE = "gone"
     BACK = "back"
     WAITS = "waits"
 
 
-class Pruner:
+class LocalDeleter:
     """The prunes of one job; every method is called in the deciding thread."""
 
     def __init__(
@@ -178,7 +178,7 @@ class Pruner:
 
     @property
     def seconds_to_tidy(self) -> float | None:
-        """Until the trash is looked after; None: nothing is left there."""
+        """Return the seconds until the trash is checked again; None: nothing is left there."""
         is_due = self._is_untidy or self._state.half_removed
         return max(0.0, self._tidy_at_seconds - time.monotonic()) if is_due else None
 
@@ -200,7 +200,10 @@ class Pruner:
         )
 
     def _finish(self, row: DeletionRow, save_dir_fd: int) -> None:
-        """What lost a file goes; what is whole is moved back, and waits where its name is taken."""
+        """Settle an interrupted deletion: delete a folder that lost a file, move a whole one back.
+
+        A whole folder waits in the trash while another save has its name.
+        """
         intent, may_go = row.intent, self._is_needless(row.save_id)
         what = f"pruning {intent.tag}"
         self._pruning.add(row.save_id)
@@ -245,7 +248,9 @@ class Pruner:
         self._wake()
 
     def _waits(self, row: DeletionRow) -> None:
-        """Its name is another save's by now, and nobody knows that it is needed no more."""
+        """Keep a whole folder in the trash whose name another save has by now and that may still be
+        needed.
+        """
         self._state.half_removed.add(row.id)
         self.later()
         if self._state.heard.issuperset(self._state.required):

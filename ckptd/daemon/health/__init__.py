@@ -1,1 +1,1 @@
-"""What is wrong now, and who is told."""
+"""Detect problems and tell people and programs of them."""

@@ -1,4 +1,5 @@
-"""What each turn sees on the side: vanished saves, standing problems, whether anything is left to do (P17).
+"""Check each turn for vanished saves and standing problems, and whether anything is left to do (P17: people
+learn of each problem).
 
 Reads the job's memory only; raises and clears problems, decides nothing about data.
 """
@@ -29,14 +30,14 @@ from ckptd.daemon.health.stalls import (
     REMOVES,
     removal,
     removal_of_hold,
-    see_alarms,
-    see_stuck,
+    report_alarms,
+    report_stalls,
     unfinished,
     waits_for_alarm,
     way_out,
     what_reads_it,
 )
-from ckptd.daemon.uploads.commit_wait import see_nodes, see_waiting
+from ckptd.daemon.uploads.commit_wait import report_differing_nodes, report_waiting
 from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.problems import Problems, Severity
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.late_files import Late
+    from ckptd.daemon.uploads.late_files import LateFiles
 
 log = logging.getLogger("ckptd.job")
 
@@ -128,15 +129,15 @@ def _is_newer(safe: RemoteCommit, orders: list[Order], vanished_at: float) -> bo
     return safe.committed_at_seconds is not None and safe.committed_at_seconds > vanished_at
 
 
-def see_problems(job: WatchedJob, state: JobState) -> None:
+def report_problems(job: WatchedJob, state: JobState) -> None:
     """Problems that hold for as long as each turn sees them."""
     _forget_vanished(job, state)
     see = job.problems
     see.begin_turn()
     _see_verdicts(job, state)
-    see_conversions(see, state)
+    report_conversions(see, state)
     if job.view is not None:
-        see_gets_nothing(see, job.view)
+        report_unused_remotes(see, job.view)
     unsealed = [t for t, v in state.verdicts.items() if v.state is State.COMPLETE and not state.row_of_tag(t)]
     if unsealed and not job.knowledge.has_heard_all and not job.knowledge.is_rebuilt:
         text = f"{unsealed[0]} waits: a new journal asks every remote what it holds already"
@@ -172,11 +173,11 @@ def see_problems(job: WatchedJob, state: JobState) -> None:
             "trainer-may-outrun", "holds", text, "raise the trainer's own limit, or use XFS or btrfs (clones)"
         )
     _see_failures(see, state, job.intake.late)
-    see_stuck(job, state)
+    report_stalls(job, state)
     see_outlook(job, state)
-    see_alarms(job, state)
-    see_waiting(job, state)
-    see_nodes(job)
+    report_alarms(job, state)
+    report_waiting(job, state)
+    report_differing_nodes(job)
     job.runs.see_problems(see)
     if job.watcher is not None and job.watcher.problem:
         see.see("no-file-events", "inotify", job.watcher.problem, "nothing to do")
@@ -257,8 +258,8 @@ def _is_lost(job: WatchedJob, state: JobState, tag: str) -> bool:
     )
 
 
-def _see_failures(see: Problems, state: JobState, late: Late) -> None:
-    """What this node's own disk refused lately; it is tried again."""
+def _see_failures(see: Problems, state: JobState, late: LateFiles) -> None:
+    """Report recent failures of this node's own disk; each is tried again."""
     now = time.monotonic()
     state.failures = {what: f for what, f in state.failures.items() if f.until_seconds > now}
     for what, failure in state.failures.items():
@@ -280,8 +281,10 @@ def _see_weights(see: Problems, row: SaveRow) -> None:
             see.see("conversion-refused", about, text, record.hint or "the ZeRO form is safe all the same")
 
 
-def see_conversions(see: Problems, state: JobState) -> None:
-    """What has no universal form, once per reason; a failure only until a newer one has its form."""
+def report_conversions(see: Problems, state: JobState) -> None:
+    """Report saves without a universal form, once per reason; a failure only until a newer save has its
+    form.
+    """
     rows = sorted((r for r in state.rows.values() if r.state == "present"), key=lambda r: r.save.order)
     ready = [r.save.order for r in rows if r.derived.state is DerivedState.READY]
     refused: dict[str, list[SaveRow]] = {}
@@ -304,7 +307,7 @@ def see_conversions(see: Problems, state: JobState) -> None:
         see.see("conversion-refused", alike[-1].save.tag, text, next_step)
 
 
-def see_gets_nothing(see: Problems, view: JobView) -> None:
+def report_unused_remotes(see: Problems, view: JobView) -> None:
     """Remotes that take no ZeRO form get nothing of saves that are spread over nodes."""
     for remote in view.remotes:
         save = gets_nothing(view, remote)

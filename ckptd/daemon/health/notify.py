@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ckptd.errors import CkptdError, StorageError, from_os_error
-from ckptd.observe.events import Desk, Rules
+from ckptd.observe.events import EventReporter, NotifyRules
 from ckptd.storage.stores.access import credentials_path
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Notifier:
     def __init__(self, config: NotifyConfig, node: str) -> None:
         self._config = config
         self._node = node
-        self._desk = Desk(_rules(config))
+        self._desk = EventReporter(_rules(config))
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(_WAITING)
         self._beat_at: float | None = None
         self.failed: str | None = None
@@ -153,8 +153,8 @@ class Notifier:
             raise StorageError(f"{argv[0]} ended with {child.returncode}")
 
 
-def _rules(config: NotifyConfig) -> Rules:
-    return Rules(
+def _rules(config: NotifyConfig) -> NotifyRules:
+    return NotifyRules(
         severity=config.severity,
         repeat_seconds=config.repeat_seconds,
         not_safe_after_seconds=config.not_safe_after_seconds,
@@ -185,7 +185,9 @@ def url_of(given: str) -> str:
 
 
 def _proxy_of(url: str) -> str | None:
-    """Of the environment ($https_proxy, $no_proxy …), since nodes often reach the outside by it alone."""
+    """Return the proxy that the environment names for a URL ($https_proxy, $no_proxy …); many nodes have no
+    other way out.
+    """
     from urllib.parse import urlsplit
     from urllib.request import getproxies, proxy_bypass
 

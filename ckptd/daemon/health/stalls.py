@@ -1,7 +1,8 @@
-"""What does not leave this node, and what may not leave it or a remote: seen anew by each turn (P17).
+"""Report uploads and deletions that make no progress, and why a checkpoint left this node (P17: people learn
+of each problem).
 
-Apart from checks.py. Reads the job's memory only; a problem is over once what it was about is tried with
-success, is not wanted any more, or is gone.
+Reads the job's memory only. A problem ends once its subject was tried with success, is not wanted any more,
+or no longer exists.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ckptd.core.policy.blockers import blocked, blocked_there
 from ckptd.core.policy.remote import is_configured_otherwise
 from ckptd.daemon.uploads.requests import hold_name
 from ckptd.daemon.uploads.session import NEXT_STEP, STILL_SECONDS
-from ckptd.daemon.uploads.shared_dir import see_sharer
+from ckptd.daemon.uploads.shared_dir import report_other_host
 from ckptd.storage.local import fs
 from ckptd.storage.local.probe import user
 
@@ -52,7 +53,7 @@ def unfinished(state: JobState) -> dict[str, int]:
 
 
 def damage(state: JobState, row: SaveRow) -> str | None:
-    """What is wrong with the bytes of a save that lies here; None: nothing that is known."""
+    """Return what is wrong with the bytes of a save that lies here; None: nothing known."""
     records = state.ships.get(row.id, {}).values() if row.state == "present" else ()
     wrong = (r for r in records if r.form == ZERO and (r.is_damaged or is_proven_damaged(r)))
     return next((r.reason or "damaged" for r in wrong), None)
@@ -112,11 +113,11 @@ _REBUILT = "nothing to do: it was rebuilt from disk and remote"
 _TRIED_AGAIN = (ShipState.NEW, ShipState.SHIPPING)
 
 
-def see_stuck(job: WatchedJob, state: JobState) -> None:
-    """For as long as each turn sees them."""
-    see_uploads(job, state)
+def report_stalls(job: WatchedJob, state: JobState) -> None:
+    """Report everything that does not leave this node or a remote although it should."""
+    report_uploads(job, state)
     _see_late(job, state)
-    see_prunes(job.problems, state)
+    report_deletions(job.problems, state)
     _see_retirements(job, state)
     _see_holds(job, state)
     _see_still(job)
@@ -127,8 +128,8 @@ def see_stuck(job: WatchedJob, state: JobState) -> None:
         job.problems.see("journal-set-aside", str(aside), text, _REBUILT)
 
 
-def see_uploads(job: WatchedJob, state: JobState) -> None:
-    """Of checkpoints that are here or held: what is damaged, and what failed again and again."""
+def report_uploads(job: WatchedJob, state: JobState) -> None:
+    """Report damaged files and repeatedly failed uploads of checkpoints that are here or held."""
     remotes = {remote.name: remote for remote in job.config.remotes}
     for save_id, records in state.ships.items():
         row = state.rows.get(save_id)
@@ -152,7 +153,7 @@ def see_uploads(job: WatchedJob, state: JobState) -> None:
 
 
 def _see_late(job: WatchedJob, state: JobState) -> None:
-    """Until they are committed or gone, or their save is."""
+    """Report late files that failed to upload, until they are committed or they or their save are deleted."""
     saves = {save.id: save for save in job.view.saves} if state.late_unsent and job.view is not None else {}
     for (save_id, remote), unsent in list(state.late_unsent.items()):
         save = saves.get(save_id)
@@ -183,8 +184,8 @@ def _cure(job: WatchedJob, state: JobState, row: SaveRow, record: ShipRecord) ->
     return f"{record.hint}; {command} {what}".removeprefix("; ")
 
 
-def see_prunes(problems: Problems, state: JobState) -> None:
-    """What may go and could not, unless somebody keeps it by now."""
+def report_deletions(problems: Problems, state: JobState) -> None:
+    """Report deletions that were permitted and failed, unless the save is kept by now."""
     for save_id, stays in list(state.prune_blocked.items()):
         row = state.rows.get(save_id)
         fate = state.plan.local_fates.get(save_id) if state.plan is not None else None
@@ -219,7 +220,9 @@ def _is_wanted_gone(job: WatchedJob, state: JobState, remote: str, sha256: str) 
 
 
 def _see_holds(job: WatchedJob, state: JobState) -> None:
-    """Until what lost its hold is committed, or gone: then `vanished-uncommitted` tells."""
+    """Report saves that lost their hold until they are committed; once deleted, `vanished-uncommitted`
+    reports them.
+    """
     for save_id, text in list(state.holds_released.items()):
         row = state.rows.get(save_id)
         required = [remote.name for remote in job.config.remotes if remote.required]
@@ -264,14 +267,16 @@ _NOT_LATE = (State.LEFTOVER, State.COMPLETE)
 _NAME = re.compile(r"\((\S+\.pt)\)")
 
 
-def see_alarms(job: WatchedJob, state: JobState) -> None:
-    """For as long as each turn sees them."""
+def report_alarms(job: WatchedJob, state: JobState) -> None:
+    """Report early alarms: missing shards, blocked retention, another host on this directory, other
+    configurations.
+    """
     for tag, verdict in state.verdicts.items():
         left = _patience_left_seconds(job, state, tag, verdict)
         if left is not None and left <= 0:
             _see_missing(job, state, tag, verdict)
     _see_blocked(job, state)
-    see_sharer(job.problems, str(job.config.save_dir), state)
+    report_other_host(job.problems, str(job.config.save_dir), state)
     if job.view is not None:
         _see_other_configurations(job, job.view)
         _see_belts(job, job.view, state.plan)
@@ -301,9 +306,9 @@ def waits_for_alarm(job: WatchedJob, state: JobState) -> bool:
 
 
 def _patience_left_seconds(job: WatchedJob, state: JobState, tag: str, verdict: Verdict) -> float | None:
-    """Until a shard is late: nothing moved for longer than ranks ever lay apart.
+    """Return the seconds until missing shards are called late: no write for longer than ranks ever lay apart.
 
-    None: none is missing, or a later save is whole.
+    None: no shard is missing, or a later save is whole.
     """
     if not verdict.missing or verdict.state in _NOT_LATE or state.listing is None:
         return None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptd.core.policy.view import RemoteCommit
     from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.state import JobState, ShipKey
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
 
     ShipTimes = Mapping[ShipKey, tuple[float | None, float | None]]
 
@@ -39,7 +39,7 @@ SHOWN_ENDED = 20
 
 
 def job_status(job: WatchedJob) -> st.JobStatus:
-    """What status.json says of a job."""
+    """Build the status of one job as status.json publishes it."""
     severities = {p.severity for p in job.problems.all()}
     state: st.JobStateName = "ok"
     state = "attention" if "attention" in severities else "behind" if "behind" in severities else state
@@ -85,7 +85,7 @@ def job_status(job: WatchedJob) -> st.JobStatus:
 
 
 def problems_of(job: WatchedJob) -> tuple[st.ProblemStatus, ...]:
-    """What is open, in the words of this job."""
+    """Return the open problems of a job, with next steps that name the job."""
     return tuple(
         st.ProblemStatus(
             code=p.code,
@@ -112,8 +112,8 @@ def _shared(job: WatchedJob) -> st.SharedStatus | None:
     )
 
 
-def _remote(job: WatchedJob, link: RemoteLink) -> st.RemoteStatus:
-    """What the store was seen to do when it was attached."""
+def _remote(job: WatchedJob, link: RemoteSession) -> st.RemoteStatus:
+    """Build the status of one remote, with the abilities that its store showed when it was attached."""
     if link.attached is None:
         return st.RemoteStatus(name=link.name, url=link.settings.url, attached=False)
     can = link.attached.abilities

@@ -1,4 +1,4 @@
-"""What health checks, heartbeats and a job's start read of a job, without importing it."""
+"""Declare what health checks, heartbeats and a job's start read of a job, so that they need not import it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.daemon.actions.control import Control
-    from ckptd.daemon.intake.known_saves import Knowledge
+    from ckptd.daemon.intake.known_saves import KnownSaves
     from ckptd.daemon.intake.runs import Runs
-    from ckptd.daemon.intake.sealer import Intake
-    from ckptd.daemon.resources.workers import OneJobs
-    from ckptd.daemon.state.permissions import Rights
+    from ckptd.daemon.intake.sealer import Sealer
+    from ckptd.daemon.resources.workers import JobWorkers
+    from ckptd.daemon.state.permissions import DeletionRights
     from ckptd.storage.local.watch import Watcher
 
 
@@ -23,12 +23,12 @@ class WatchedJob(JobRecord, Protocol):
 
     state_dir: Path
     control: Control
-    knowledge: Knowledge
-    intake: Intake
+    knowledge: KnownSaves
+    intake: Sealer
     runs: Runs
-    rights: Rights
+    rights: DeletionRights
     watcher: Watcher | None
-    workers: OneJobs
+    workers: JobWorkers
 
     @property
     def phase(self) -> str:

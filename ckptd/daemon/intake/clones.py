@@ -40,7 +40,7 @@ _ASIDE = ".unknown"
 """After the name of a hold that is not known to be of any save, and a number."""
 
 
-def take_up_holds(state: JobState, save_dir_fd: int) -> None:
+def recover_holds(state: JobState, save_dir_fd: int) -> None:
     """Settle each hold that is there: known, let go, made and not noted, or of a journal that is lost."""
     names = fs.names_in(save_dir_fd, fs.HOLD)
     known = {hold_name(row): row for row in state.rows.values()}
@@ -103,7 +103,9 @@ def _release(state: JobState, save_dir_fd: int, name: str, row: SaveRow, why: st
 
 @contextlib.contextmanager
 def _told(state: JobState, name: str, *, is_hold: bool = False) -> Iterator[None]:
-    """What a disk refuses of one hold is said and stops nothing else; a hold is settled at a later turn."""
+    """Report a disk error that concerns one hold and go on with the others; the hold is settled at a later
+    turn.
+    """
     what = f"settling {fs.HOLD}/{name}"
     try:
         yield
@@ -158,7 +160,9 @@ def _not_noted(state: JobState, save_dir_fd: int, name: str, row: SaveRow) -> No
 
 
 def _was_committed(state: JobState, row: SaveRow) -> bool:
-    """As the planner sees it: what one remote has, another that is required may still lack (P1)."""
+    """Tell whether every required remote has committed a save, as the planner judges it (P1: one remote alone
+    is not enough).
+    """
     return was_committed(state.ships.get(row.id, {}), state.required)
 
 
@@ -219,7 +223,9 @@ def _is_same(one: SealedSave, other: SealedSave) -> bool:
 
 
 def _described(save_dir_fd: int, name: str) -> SealedSave | str:
-    """What lies beside a hold, if that has all its files, of their sizes; else why it is of no use."""
+    """Return the sealed save described beside a hold if all its files are there in full size, else the reason
+    why the hold is useless.
+    """
     try:
         with fs.closing(files.open_dir_beneath(save_dir_fd, fs.HOLD)) as fd:
             data = files.read_beneath(fd, clones.about_name(name), limit_bytes=clones.ABOUT_LIMIT_BYTES)

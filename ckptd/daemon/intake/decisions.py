@@ -1,7 +1,9 @@
-"""What people decided (pin, accept, adopt): files of the state directory and objects of the remotes (P8).
+"""Keep what people decided (pin, accept, adopt): files of the state directory and objects of the remotes (P8:
+a decision counts on every node).
 
-Pins of other nodes lie in the remotes alone, so the journal mirrors them: they hold while those are away. It
-never ends a pin that a file here or a remote tells of.
+Pins of other nodes lie in the remotes alone, so the journal mirrors them: they hold while those are away. The
+journal never ends a pin that a file here or a remote records. Decisions that a remote lacks are published
+there again (adr/0165).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.journal.journal import Journal
 
 log = logging.getLogger("ckptd.decisions")
@@ -100,7 +102,7 @@ def _read(
 
 
 def _named_pin(name: str) -> Decision | None:
-    """What the name of a pin's file says of it; None: of another decision."""
+    """Parse the decision from the name of a pin's file; None: the file is of another decision."""
     kind, _, rest = name.removesuffix(".json").partition("~")
     tag, _, serial = rest.rpartition("~")
     if kind != "pin" or not tag:
@@ -192,8 +194,10 @@ class Decisions:
 
     @property
     def words(self) -> tuple[Decision, ...]:
-        """What every remote is to have: the newest pin or unpin of each tag, whoever said it, and what else
-        this state directory holds. What lets something go (adopt, accept) is published where it was said.
+        """Return the decisions that every remote must hold.
+
+        These are the newest pin or unpin of each tag, whoever made it, and the other decisions of this state
+        directory. A decision that permits a deletion (adopt, accept) is published only where it was made.
         """
         pins = self.pins
         newest = newest_decisions([*self._kept.values(), *self.known]).values()
@@ -227,7 +231,7 @@ _OF_ONE = (DamagedError, RefusedError)
 
 @dataclass
 class _Told:
-    """What was done about one remote."""
+    """Track what was published to one remote."""
 
     basis: tuple[tuple[Decision, ...], tuple[Decision, ...]] = ((), ())
     """What was compared: words that are known here, decisions that it showed."""
@@ -243,10 +247,12 @@ class _Told:
     done_at_seconds: float = 0.0
 
 
-class Telling:
-    """Of one job; every method is called in the deciding thread."""
+class DecisionPublisher:
+    """Publish one job's decisions to remotes that lack them; every method is called in the deciding
+    thread.
+    """
 
-    def __init__(self, state: JobState, links: Mapping[str, RemoteLink], wake: Callable[[], None]) -> None:
+    def __init__(self, state: JobState, links: Mapping[str, RemoteSession], wake: Callable[[], None]) -> None:
         self._state = state
         self._links = links
         self._wake = wake
@@ -270,15 +276,15 @@ class Telling:
                 told.looked_at_seconds = link.observed_at_seconds
                 self._order(link, told)
 
-    def _is_due(self, link: RemoteLink, told: _Told) -> bool:
+    def _is_due(self, link: RemoteSession, told: _Told) -> bool:
         if told.left or not link.is_ready or told.looked_at_seconds == link.observed_at_seconds:
             return False
         return told.lacks != told.done or time.monotonic() - told.done_at_seconds >= _AGAIN_SECONDS
 
-    def _order(self, link: RemoteLink, told: _Told) -> None:
+    def _order(self, link: RemoteSession, told: _Told) -> None:
         link.order(m.Record(decision=told.left[0]), partial(self._recorded, link, told))
 
-    def _recorded(self, link: RemoteLink, told: _Told, answer: m.Answer) -> None:
+    def _recorded(self, link: RemoteSession, told: _Told, answer: m.Answer) -> None:
         word = told.left.pop(0)
         if isinstance(answer, m.Failed):
             error = error_of(answer)
@@ -297,7 +303,7 @@ class Telling:
         link.observe()
         self._wake()
 
-    def _not_recorded(self, link: RemoteLink, word: Decision, error: CkptdError) -> None:
+    def _not_recorded(self, link: RemoteSession, word: Decision, error: CkptdError) -> None:
         log.warning("%s %s is not published to %s: %s", word.kind, word.tag, link.name, error)
         if isinstance(error, _GONE):
             link.trouble(error)

@@ -1,7 +1,8 @@
-"""What lay in save_dir before us: when this daemon first looked, and when the first one did (H20, adr/0157).
+"""Record what lay in save_dir before ckptd: at this daemon's first listing, and at the first start ever
+(adr/0157).
 
 The first start is settled once every remote has answered. That may take days and restarts; what was saved
-meanwhile was not found.
+meanwhile does not count as found (H20: without `backfill`, only what was found stays unsent).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.core.model.listing import SaveDirListing
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.journal.journal import Journal
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class PreexistingSaves:
     """Tags, with and without a complete checkpoint below them."""
 
     now: frozenset[str]
@@ -46,8 +47,8 @@ class Beginning:
         return decision.place in ("", self.place)
 
 
-class FirstLook:
-    """What lay in save_dir when this daemon first looked: what the trainer saved before us."""
+class InitialScan:
+    """Remember the tags that lay in save_dir when this daemon first listed it."""
 
     def __init__(self) -> None:
         self._born_ns = time.time_ns()
@@ -80,9 +81,11 @@ class FirstLook:
 
 def beginning(
     journal: Journal, save_dir: str, inode: int, now: frozenset[str], *, holds_state: bool = False
-) -> Beginning:
-    """What the journal noted; else what is noted now: a new journal, one of a release that noted nothing, or
-    another directory than before, of which nothing is known.
+) -> PreexistingSaves:
+    """Return what lay in save_dir at the first start, from the journal, else from now.
+
+    It is recorded now for a new journal, for one of a release that did not record it, and for another
+    directory than before, of which nothing is known.
     """
     text = journal.meta(AT_BEGIN)
     known: Mapping[str, object] = json.loads(text) if text is not None else {}
@@ -91,10 +94,10 @@ def beginning(
     tags, now_ns = known.get("tags"), time.time_ns()
     if not isinstance(tags, list) or any(known.get(key) != value for key, value in where.items()):
         journal.set_meta(AT_BEGIN, json.dumps(where | {"tags": sorted(now), "since_ns": now_ns}))
-        return Beginning(now, now, place, holds_state, now_ns)
+        return PreexistingSaves(now, now, place, holds_state, now_ns)
     since_ns = known.get("since_ns")
     since_ns = since_ns if isinstance(since_ns, int) else now_ns  # noted by a release without it
-    return Beginning(now, frozenset(tags), place, holds_state, since_ns)
+    return PreexistingSaves(now, frozenset(tags), place, holds_state, since_ns)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -109,9 +112,9 @@ class FirstStart:
 
     def __init__(
         self,
-        beginning: Beginning,
+        beginning: PreexistingSaves,
         state_dir: Path,
-        links: Mapping[str, RemoteLink],
+        links: Mapping[str, RemoteSession],
         node: str,
         wake: Callable[[], None],
     ) -> None:

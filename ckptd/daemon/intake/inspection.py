@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.facts import FileFacts
     from ckptd.core.model.listing import FolderListing
-    from ckptd.daemon.resources.workers import OneJobs
+    from ckptd.daemon.resources.workers import JobWorkers
     from ckptd.daemon.state.state import JobState
     from ckptd.errors import CkptdError
 
@@ -37,7 +37,7 @@ TRIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Refused:
-    """What a disk did not give of a folder as it lies there; `lost`: what it was judged without."""
+    """Record a read failure of one state of a folder; `lost`: the files that it was judged without."""
 
     digest: str
     failures: int
@@ -46,11 +46,11 @@ class _Refused:
     reason: str = ""
 
 
-class Reading:
+class ShardInspector:
     """The workers' half of intake, for one job. `flushed`: tag → digest of the folder that is on disk."""
 
     def __init__(
-        self, config: JobConfig, state: JobState, workers: OneJobs, wake: Callable[[], None]
+        self, config: JobConfig, state: JobState, workers: JobWorkers, wake: Callable[[], None]
     ) -> None:
         self._config = config
         self._state = state
@@ -62,7 +62,7 @@ class Reading:
         self._refused: dict[str, _Refused] = {}
 
     def known_facts(self, folder: FolderListing) -> dict[str, FileFacts]:
-        """What the journal knows of files that are as they were."""
+        """Return the journal's facts of those files that have not changed."""
         known = {}
         for file in folder.files:
             facts = self._state.journal.facts(file.path, file.identity)

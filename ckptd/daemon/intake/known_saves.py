@@ -1,6 +1,8 @@
-"""What a job knows beyond its own disk: decisions, first start, orders recorded in remotes (P8, H20).
+"""Look up saves that a job knows beyond its own disk: orders in remotes, decisions, the first start (P8,
+H20).
 
-A save that a COMMIT lists already is recognised by its fingerprints and keeps its order (H49).
+A save that a COMMIT lists already is recognised by its fingerprints and keeps its order (H49: a restored copy
+is not a new save).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ckptd.core.model.generation import (
 from ckptd.core.model.records import ZERO, ShipState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.view import GenerationAnswer
-from ckptd.daemon.intake.decisions import Decisions, Telling
+from ckptd.daemon.intake.decisions import DecisionPublisher, Decisions
 from ckptd.daemon.intake.initial_scan import FirstStart
 from ckptd.daemon.state.remote_sync import (
     adopt_commits,
@@ -29,8 +31,8 @@ from ckptd.daemon.state.remote_sync import (
     forget_gone,
     is_written_down,
     learn_forms,
-    named_in,
     notice_lost,
+    unread_manifests,
     unreadable_in,
 )
 from ckptd.daemon.uploads.commit_wait import hear_of_parts
@@ -45,10 +47,10 @@ if TYPE_CHECKING:
     from ckptd.core.model.listing import FolderListing
     from ckptd.core.model.records import SaveRow
     from ckptd.core.model.save import SealedSave
-    from ckptd.daemon.intake.initial_scan import Beginning
+    from ckptd.daemon.intake.initial_scan import PreexistingSaves
     from ckptd.daemon.intake.runs import Ready, Runs
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -100,16 +102,16 @@ log = logging.getLogger("ckptd.knowledge")
 _OPEN = (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
 
 
-class Knowledge(Recogniser):
+class KnownSaves(Recogniser):
     """The `Recogniser` of one job: asks `links`, remembers in `state` and the state directory."""
 
     def __init__(
         self,
         state: JobState,
         state_dir: Path,
-        links: Mapping[str, RemoteLink],
+        links: Mapping[str, RemoteSession],
         node: str,
-        beginning: Beginning,
+        beginning: PreexistingSaves,
         save_spread_seconds: float,
         forms: Mapping[str, tuple[str, ...]],
         wake: Callable[[], None],
@@ -123,7 +125,7 @@ class Knowledge(Recogniser):
         self._beginning = beginning
         self._first = FirstStart(beginning, state_dir, links, node, wake)
         self._decisions = Decisions(state.journal, state_dir)
-        self._telling = Telling(state, links, wake)
+        self._telling = DecisionPublisher(state, links, wake)
         self.runs: Runs | None = None
         """None: save_dir is of one run (a state that no job runs on)."""
 
@@ -181,7 +183,9 @@ class Knowledge(Recogniser):
     # --- Recogniser ------------------------------------------------------------------------------------
 
     def is_run_settled(self, ready: Ready) -> bool:
-        """By what stands in save_dir, else once every remote was heard."""
+        """Tell whether the run is known: from the content of save_dir, else once every remote has
+        answered.
+        """
         if self.runs is None:
             return True
         has_heard_all = self.has_heard_all or self._goes_on_without
@@ -219,7 +223,9 @@ class Knowledge(Recogniser):
     def original(
         self, tag: str, fingerprints: tuple[tuple[str, str], ...], shards: frozenset[tuple[str, str]]
     ) -> Order | None:
-        """Of a row here, one that was let go, or a committed manifest that was read: nothing is asked."""
+        """Return the order of the same shards under another tag, from rows, the journal or manifests read;
+        asks no remote.
+        """
         if not shards:
             return None
         rows = (row.save for row in self._state.rows.values() if row.save.tag != tag)
@@ -230,7 +236,7 @@ class Knowledge(Recogniser):
         past = self._state.journal.past_order(ANY_TAG, fingerprints)
         return max([*orders, *([past] if past is not None else [])], default=None)
 
-    def _listed(self, link: RemoteLink, tag: str) -> Iterator[tuple[frozenset[tuple[str, str]], Order]]:
+    def _listed(self, link: RemoteSession, tag: str) -> Iterator[tuple[frozenset[tuple[str, str]], Order]]:
         """Shards and order of each committed manifest of a tag that was read, of this run."""
         run_id = self._state.run_id
         found = committed_shards(link, tag)
@@ -244,7 +250,9 @@ class Knowledge(Recogniser):
         return max(orders, default=None)
 
     def may_precede(self, written_ns: int, order: Order) -> bool:
-        """By save windows, which names of manifests tell; nodes' clocks agree to `save_spread`."""
+        """Tell whether files were written before a commit's save window ended; nodes' clocks agree to
+        `save_spread`.
+        """
         seen = [link.observation for link in self._links.values() if link.observation]
         commits = [v.commit for one in seen for v in one.commits if order_of(v.commit) == order]
         spread_seconds = self._save_spread_seconds
@@ -262,7 +270,7 @@ class Knowledge(Recogniser):
         return frozenset(first.tags)
 
     def came_back(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> bool:
-        """What was found had a COMMIT before this first start, of just this content."""
+        """Tell whether a save found here had a COMMIT of exactly this content before this first start."""
         return self._first.had_commit(tag) and self.known_order(tag, fingerprints) is not None
 
     # --- generations -----------------------------------------------------------------------------------
@@ -284,7 +292,7 @@ class Knowledge(Recogniser):
         adopt_commits(self._state, self._links.values())
         forget_gone(self._state, self._links.values())
 
-    def _choose_generation(self, row: SaveRow, link: RemoteLink, form: str) -> None:
+    def _choose_generation(self, row: SaveRow, link: RemoteSession, form: str) -> None:
         state, key = self._state, (row.id, link.name, form)
         record = state.ship(*key)
         if record.state not in _OPEN or key in state.generations:
@@ -309,8 +317,10 @@ class Knowledge(Recogniser):
         if isinstance(choice, AlreadyCommitted | GenerationRetired):
             link.tag_views.pop(row.save.tag, None)  # no upload of ours ends it: that of another node was it
 
-    def _hear_of_commits(self, name: str, link: RemoteLink) -> None:
-        """What other nodes did: the COMMIT that a part waits for, or the end of one that counted (H1)."""
+    def _hear_of_commits(self, name: str, link: RemoteSession) -> None:
+        """Take over what other nodes did: the COMMIT that a part waits for, or a dispute that ends one (H1:
+        two nodes may commit at once).
+        """
         state, seen = self._state, link.observation
         commits = seen.commits if seen is not None else ()
         made = {(v.commit.tag, v.commit.generation) for v in commits if v.commit.form == ZERO}
@@ -335,7 +345,7 @@ class Knowledge(Recogniser):
             state.put_ship(row.id, record.model_copy(update=update))
             link.tag_views.pop(row.save.tag, None)
 
-    def _choose(self, save: SealedSave, link: RemoteLink, form: str) -> GenerationChoice | None:
+    def _choose(self, save: SealedSave, link: RemoteSession, form: str) -> GenerationChoice | None:
         """The choice on what the link was told of the tag; None while it was not asked."""
         if save.tag not in link.tag_views or link.settings.job_id is None:
             return None
@@ -360,7 +370,7 @@ class Knowledge(Recogniser):
             commits=commits,
             tombstones=retired,
             save_spread_seconds=self._save_spread_seconds,
-            named=named_in(view),
+            named=unread_manifests(view),
             unreadable=unreadable,
             run_id=self._state.run_id,
         )

@@ -180,7 +180,10 @@ class Ordering:
 
 
 def _found_by(journal: Journal, listing: SaveDirListing) -> dict[str, int]:
-    """What lay here when the journal was begun, be it by a process that was killed before it sealed it."""
+    """Return the folders (tag → last write, ns) that lay here when the journal was begun.
+
+    A process that was killed before it sealed them may have begun it.
+    """
     text = journal.meta(FOUND)
     if text is None:  # begun by an earlier release, which took what it found for old
         return {}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.save import Order
     from ckptd.daemon.state.problems import Problems
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
 
 log = logging.getLogger("ckptd.runs")
 
@@ -53,7 +53,7 @@ class Runs:
         self,
         config: JobConfig,
         state: JobState,
-        links: Mapping[str, RemoteLink],
+        links: Mapping[str, RemoteSession],
         save_dir_fd: int,
         node: tuple[str, str],
         heartbeat: Callable[[], Heartbeat],
@@ -212,7 +212,7 @@ class Runs:
             if (link.others or not link.is_claimed) and is_due and self._wants(name):
                 self._ask(name, link)
 
-    def _is_accepted(self, link: RemoteLink) -> bool:
+    def _is_accepted(self, link: RemoteSession) -> bool:
         seen, file = link.seen_all, self._file
         if seen is None or file is None:
             return link.is_claimed and file is not None
@@ -226,7 +226,7 @@ class Runs:
         here = [row for row in self._state.rows.values() if row.state == "present" or row.held]
         return any(self._state.ship(row.id, name, form).state in _OPEN for row in here for form in forms)
 
-    def _ask(self, name: str, link: RemoteLink) -> None:
+    def _ask(self, name: str, link: RemoteSession) -> None:
         if name in self._is_asking or self._file is None:
             return
         remote_id = link.settings.remote_id or ""
@@ -251,7 +251,7 @@ class Runs:
         )
 
     def _part(self) -> Part:
-        """What this node has of its newest save."""
+        """Describe the share of its newest save that this node holds."""
         rows = [row for row in self._state.rows.values() if row.state == "present" or row.held]
         newest = max(rows, key=lambda row: row.save.order, default=None)
         is_shared = self._config.shared_fs
@@ -265,7 +265,7 @@ class Runs:
             is_shared=is_shared,
         )
 
-    def _heard(self, name: str, link: RemoteLink, answer: m.Answer) -> None:
+    def _heard(self, name: str, link: RemoteSession, answer: m.Answer) -> None:
         self._is_asking.discard(name)
         self._wake()
         if isinstance(answer, m.Failed):
@@ -273,7 +273,7 @@ class Runs:
         elif isinstance(answer, m.Claimed) and self._file is not None:
             self._answered(name, link, answer.run)
 
-    def _answered(self, name: str, link: RemoteLink, seen: RunSeen) -> None:
+    def _answered(self, name: str, link: RemoteSession, seen: RunSeen) -> None:
         assert self._file is not None
         link.others = seen.others
         if seen.others:
@@ -291,7 +291,7 @@ class Runs:
     # --- what is said ----------------------------------------------------------------------------------
 
     def see_problems(self, see: Problems) -> None:
-        """For as long as each turn sees it: who else saves to a remote, and what other runs left there."""
+        """Report each turn other jobs that save to a remote, and what other runs left there."""
         self._see_copied(see)
         for name, link in self._links.items():
             if link.others:
@@ -313,7 +313,7 @@ class Runs:
         step = 'where the other one is saved on, this one needs name = "…" and a url of its own'
         see.see("run-copied", self._save_dir, text, step)
 
-    def _are_siblings(self, name: str, link: RemoteLink) -> bool:
+    def _are_siblings(self, name: str, link: RemoteSession) -> bool:
         """Whether all who live there besides this place are of its run, which it may go on with."""
         beats = [seen.heartbeat for seen in self.sharers.get(name, ()) if not seen.is_dead]
         runs = {beat.run_id for beat in beats if beat is not None}
@@ -347,7 +347,7 @@ class Runs:
             and beat.run_id not in (None, self.run_id)
         ]
 
-    def _see_left(self, see: Problems, name: str, link: RemoteLink) -> None:
+    def _see_left(self, see: Problems, name: str, link: RemoteSession) -> None:
         """A note: no limit of this run removes what another left."""
         seen = link.seen_all
         if seen is None or self.run_id is None:

@@ -26,12 +26,12 @@ from ckptd.core.completeness.sealing import (
 )
 from ckptd.core.model.save import SealedSave
 from ckptd.daemon.intake.clones import forget_lost_holds, settle_holds
-from ckptd.daemon.intake.inspection import Reading
+from ckptd.daemon.intake.inspection import ShardInspector
 from ckptd.daemon.intake.known_saves import Recogniser
 from ckptd.daemon.intake.ordering import Ordering, written_ns
 from ckptd.daemon.intake.trainer_metrics import Metrics
 from ckptd.daemon.state.state import JobState, Quiet
-from ckptd.daemon.uploads.late_files import Late
+from ckptd.daemon.uploads.late_files import LateFiles
 from ckptd.observe.logs import doing
 from ckptd.storage.local.scan import OpenWriters
 
@@ -44,28 +44,28 @@ if TYPE_CHECKING:
     from ckptd.core.model.listing import FolderListing, SaveDirListing
     from ckptd.core.model.records import SaveRow
     from ckptd.core.model.save import SaveWindow
-    from ckptd.daemon.resources.workers import OneJobs
+    from ckptd.daemon.resources.workers import JobWorkers
 
 log = logging.getLogger("ckptd.intake")
 
 IN_FLIGHT_SECONDS = 60.0
 
 
-class Intake:
+class Sealer:
     """Judges folders and seals saves of one job."""
 
     def __init__(
         self,
         config: JobConfig,
         state: JobState,
-        workers: OneJobs,
+        workers: JobWorkers,
         recogniser: Recogniser,
         wake: Callable[[], None],
     ) -> None:
         self._config = config
         self._state = state
         self._recogniser = recogniser
-        self._reading = Reading(config, state, workers, wake)
+        self._reading = ShardInspector(config, state, workers, wake)
         self.spread: Callable[[str], Spread | None] = lambda _: None
         """What is known of other nodes' parts of a tag."""
         self._asked_at: dict[str, float] = {}  # durable ones that a remote was asked about
@@ -76,7 +76,7 @@ class Intake:
         self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
         self.metrics = Metrics(config, state)
         self._writers = OpenWriters(str(config.save_dir))
-        self.late = Late(config, state, workers, self._writers, wake)
+        self.late = LateFiles(config, state, workers, self._writers, wake)
         self._ordering = Ordering(state, recogniser, self._is_sealed)
 
     def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
@@ -140,7 +140,9 @@ class Intake:
         return max(0.05, min([*waits, *reads, self.metrics.seconds_to_look(now_seconds), 60.0]))
 
     def is_due(self, now_seconds: float) -> bool:
-        """What a disk refused or a metric that came late is due, however seldom else a job at rest looks."""
+        """Tell whether a failed read or a late metric is due, however seldom an idle job is scanned
+        otherwise.
+        """
         waits = [*self._reading.seconds_to_read(now_seconds), self.metrics.seconds_to_look(now_seconds)]
         return any(wait <= 0 for wait in waits)
 

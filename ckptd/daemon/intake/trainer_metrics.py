@@ -79,7 +79,7 @@ class Metrics:
             self._state.load()
 
     def seconds_to_look(self, now_seconds: float) -> float:
-        """Until a look that was put off."""
+        """Return the seconds until a postponed read of the metrics file."""
         return self._read_at_seconds + AGAIN_SECONDS - now_seconds if self.is_put_off else AGAIN_SECONDS * 60
 
     def _waits(self, row: SaveRow) -> bool:

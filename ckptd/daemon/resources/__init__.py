@@ -1,1 +1,1 @@
-"""What jobs share on a host: workers, limits, the disk."""
+"""Share a host's resources between jobs: workers, limits, the disk."""

@@ -25,7 +25,7 @@ LONGEST_SECONDS = 1800.0
 """Other jobs go on beside what looks like a save for longer than that."""
 
 
-class Way:
+class DiskYield:
     """Which jobs of a daemon save on which disk (`st_dev` of save_dir); called in the deciding thread."""
 
     def __init__(self) -> None:
@@ -34,7 +34,9 @@ class Way:
         """With when it began, monotonic."""
 
     def join(self, job: Hashable, device: int, pace: Callable[[], None]) -> None:
-        """Its save_dir lies on this disk; `pace` lets it take the pace that is right now."""
+        """Register a job whose save_dir lies on `device`; `pace` makes it apply the rate that is right
+        now.
+        """
         self._places[job] = device, pace
 
     def leave(self, job: Hashable) -> None:
@@ -78,8 +80,8 @@ class Way:
                 pace()
 
 
-class Ear:
-    """What one job heard since its last look, and what that look made of it; `hint` is called in any thread.
+class SaveDetector:
+    """Detect a save from file events, and confirm it by the next scan; `hint` is called in any thread.
 
     `post` runs a call in the deciding thread at once, `on_writing` is the call when something is written.
     """

@@ -1,8 +1,9 @@
-"""What all jobs of a daemon share: uploads at once, one conversion at a time, bandwidth, memory (P11, P12).
+"""Share a daemon's limits between its jobs: uploads at once, one conversion at a time, bandwidth, memory
+(P11, P12: training comes first).
 
-The limits are those of `ckptd.toml`, and what `ckptd.budget` makes of them. First come, first served; a job
-that does not ask again in its next turn loses its place. Everything here is called in the deciding thread, so
-nothing needs a lock.
+The limits are those of `ckptd.toml`, and what `config.budget` derives from them. First come, first served; a
+job that does not ask again in its next turn loses its place. Everything here is called in the deciding
+thread, so nothing needs a lock. Freed memory is returned to the kernel here too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ckptd.config.budget import Division, divide, shortage
-from ckptd.daemon.resources.disk_yield import Way
+from ckptd.daemon.resources.disk_yield import DiskYield
 from ckptd.storage.child.slots import SlotPool
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import DaemonConfig
     from ckptd.daemon.state.problems import Problems
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
 
 log = logging.getLogger("ckptd")
 
@@ -83,7 +84,7 @@ class Slots:
             waiting.wake()
 
 
-class Totals:
+class HostLimits:
     """The shared limits of a daemon; `links` are those of all its jobs, `converting` how many convert.
 
     `remotes`: the URLs of each job's remotes, as configured: the budget is divided for all of them.
@@ -92,7 +93,7 @@ class Totals:
     def __init__(
         self,
         daemon: DaemonConfig,
-        links: Callable[[], Sequence[RemoteLink]],
+        links: Callable[[], Sequence[RemoteSession]],
         converting: Callable[[], int],
         *,
         remotes: Callable[[], Sequence[Sequence[str]]],
@@ -104,7 +105,7 @@ class Totals:
         self.uploads = Slots(lambda: self.division.uploads, lambda: sum(link.is_shipping for link in links()))
         self.conversions = Slots(lambda: CONVERSIONS, converting)
         self.places = SlotPool(lambda: self.division.children)
-        self.way = Way()
+        self.way = DiskYield()
         self._told: tuple[str, str] | None = None
         self.change(daemon)
 
@@ -126,7 +127,9 @@ class Totals:
         return self.division.children < sum(map(len, self._remotes()))
 
     def conversion_bytes(self) -> int:
-        """What a conversion may use: what the daemon and the remotes' children leave of the budget."""
+        """Return the memory that a conversion may use: the budget less the daemon's and the remotes'
+        children's shares.
+        """
         return self.division.conversion_bytes
 
     def begin_turn(self, mine: Sequence[Hashable]) -> None:
@@ -163,7 +166,7 @@ class Totals:
             else:
                 problems.put("memory-short", "memory_budget", *found)
 
-    def share(self, starting: RemoteLink | None = None) -> None:
+    def share(self, starting: RemoteSession | None = None) -> None:
         """Tell those who ship their part; who is about to start hears it before its first byte.
 
         Timetables are read anew each time: a limit that begins now holds with the next turn.
@@ -175,14 +178,14 @@ class Totals:
             link.limit(rate)
 
 
-def shares(total: int | None, limits: Mapping[RemoteLink, int | None]) -> dict[RemoteLink, int | None]:
+def shares(total: int | None, limits: Mapping[RemoteSession, int | None]) -> dict[RemoteSession, int | None]:
     """Bytes per second for each transfer: equal parts of `total`; what a slower remote cannot use goes on.
 
     `limits`: a remote's own bandwidth, None for none. The sum never exceeds `total`.
     """
     if total is None:
         return dict(limits)
-    found: dict[RemoteLink, int | None] = {}
+    found: dict[RemoteSession, int | None] = {}
     left_bytes, left = total, len(limits)
     for link, limit in sorted(limits.items(), key=lambda pair: pair[1] if pair[1] is not None else total):
         part = left_bytes // left

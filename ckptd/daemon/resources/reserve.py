@@ -40,7 +40,7 @@ _BLOCK_BYTES = 512
 
 
 class Reserve:
-    """Of one job; whether it is in use is told as `disk-full` until it is made again."""
+    """Manage the reserve file of one job; while it is used up, `disk-full` is reported."""
 
     def __init__(self, problems: Problems, save_dir: Path) -> None:
         self._problems = problems

@@ -26,7 +26,7 @@ class InternalError(CkptdError):
     default_hint = "this is a bug of ckptd; the log has the trace"
 
 
-class OneJobs:
+class JobWorkers:
     """The pool as one activation of a job uses it: results that arrive after its end are dropped.
 
     What was done is found again on disk by the next activation, as after a crash (P7).
@@ -49,7 +49,7 @@ class OneJobs:
         then: Callable[[Result], None],
         failed: Callable[[CkptdError], None],
     ) -> None:
-        """As `Workers.submit`."""
+        """Submit work like `Workers.submit`; results and errors are reported through this wrapper."""
         self._workers.submit(
             what,
             work,
@@ -102,9 +102,9 @@ class Workers:
 
         self._pool.submit(bound(run))
 
-    def for_one(self, guard: Guard = lambda call: call()) -> OneJobs:
+    def for_one(self, guard: Guard = lambda call: call()) -> JobWorkers:
         """The pool for one activation of one job, whose results are taken in through `guard`."""
-        return OneJobs(self, guard)
+        return JobWorkers(self, guard)
 
     def _finish(self, call: Callable[[], None]) -> None:
         self.open -= 1

@@ -1,1 +1,1 @@
-"""What a turn knows, and the planner's view of it."""
+"""Hold what a turn knows of a job, and build the planner's view of it."""

@@ -24,8 +24,8 @@ SOON_SECONDS = 5.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Rights:
-    """Of one job over one save_dir, since it was opened; called in the deciding thread.
+class DeletionRights:
+    """Prove the right to delete for one job in one save_dir; called in the deciding thread.
 
     `is_missing`: the last proof failed, and the next turn tries again.
     """

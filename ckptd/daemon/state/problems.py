@@ -1,4 +1,5 @@
-"""What a person may need to know: a closed list of codes, each with age, text and next step (P17).
+"""Collect problems that a person may need to know: a closed list of codes, each with age, text and next step
+(P17).
 
 A problem is raised when it is seen and cleared when it is not; its age is when it was first raised. Each ends
 by itself once its cause is gone: most are seen anew by each turn; whoever raises another one clears it, or
@@ -206,7 +207,7 @@ class Problems:
         self._renewed.add((code, shown(about)))
 
     def stays(self, code: Code, about: str) -> None:
-        """As it was said, if it was: what is tried again just now is not over."""
+        """Keep a reported problem open unchanged: its subject is just being tried again."""
         self._renewed.add((code, shown(about)))
 
     def end_turn(self) -> None:
@@ -216,7 +217,7 @@ class Problems:
         self._per_turn = self._renewed
 
     def begin_anew(self) -> None:
-        """What most of them were about, save_dir, is another directory now, or gone."""
+        """Drop the problems of a save_dir that was replaced by another directory or deleted."""
         self._open = {key: one for key, one in self._open.items() if one.problem.code in _OUTLIVES_SAVE_DIR}
         self._per_turn &= self._open.keys()
 

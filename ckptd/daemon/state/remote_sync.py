@@ -1,4 +1,4 @@
-"""What a remote knows of a tag or of a save, in core's words: messages in, core's data out."""
+"""Translate a remote's messages on a tag or a save into the records of `core`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.manifest import Commit, ManifestName, NodeManifest
     from ckptd.core.model.save import SealedSave
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.remote.messages import CommitView, Observation, TagView
 
 log = logging.getLogger("ckptd.knowledge")
@@ -33,7 +33,7 @@ _GONE, _DISPUTED = "its COMMIT is gone", "its COMMIT is disputed"
 _WILL_SEAL = (State.SAVING, State.RESAVING, State.UNKNOWN, State.COMPLETE)
 
 
-def is_written_down(state: JobState, links: Iterable[RemoteLink], highest: Order | None) -> bool:
+def is_written_down(state: JobState, links: Iterable[RemoteSession], highest: Order | None) -> bool:
     """Whether the journal has what the remotes tell of order: no save here of a tag that they know is yet to
     be sealed, and one that was is as new as any there (`highest`).
     """
@@ -80,7 +80,7 @@ def as_committed(save: SealedSave, told: Sequence[Commit | None]) -> SealedSave:
     return save.model_copy(update={**order._asdict(), "best": best, "best_checkpoint": named})
 
 
-def adopt_commits(state: JobState, links: Iterable[RemoteLink]) -> None:
+def adopt_commits(state: JobState, links: Iterable[RemoteSession]) -> None:
     """Let each save here count as its COMMITs say."""
     commits = {link.name: commits_in(link.observation) for link in links}
     for row in list(state.rows.values()):
@@ -96,8 +96,10 @@ def adopt_commits(state: JobState, links: Iterable[RemoteLink]) -> None:
             state.reload(row.id)
 
 
-def forget_gone(state: JobState, links: Iterable[RemoteLink]) -> None:
-    """What was read of tags of which nothing is here any more: it tells of every file of every node (P12)."""
+def forget_gone(state: JobState, links: Iterable[RemoteSession]) -> None:
+    """Drop cached manifests of tags that are no longer here: they list every file of every node (P12: memory
+    is bounded).
+    """
     if state.listing is None:
         return
     tags = {folder.tag for folder in state.listing.folders}
@@ -132,7 +134,7 @@ def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Seq
             state.put_ship(row.id, record.model_copy(update=update))
 
 
-def notice_lost(state: JobState, link: RemoteLink, forms: Sequence[str]) -> None:
+def notice_lost(state: JobState, link: RemoteSession, forms: Sequence[str]) -> None:
     """COMMITs that somebody removed from a remote or disputed, or that cannot be read: nothing is called safe
     on their account (P17). `forms`: what the remote takes.
 
@@ -174,15 +176,14 @@ def unreadable_in(view: TagView, form: str) -> frozenset[int]:
     return frozenset(generation for _, generation, one in view.unreadable if one == form)
 
 
-def named_in(view: TagView) -> list[tuple[int, ManifestName]]:
+def unread_manifests(view: TagView) -> list[tuple[int, ManifestName]]:
     """(generation, name) of manifests of the ZeRO form that were not read."""
     return [(one.generation, one.name) for one in view.named if one.form == ZERO]
 
 
-def told_in(view: TagView) -> tuple[PeerEvidence, ...]:
-    """What each generation of the ZeRO form proves to a node without model states.
-
-    Of one that is settled, what its COMMIT lists.
+def evidence_of(view: TagView) -> tuple[PeerEvidence, ...]:
+    """Return what each ZeRO generation proves to a node without model states; of a settled one, what its
+    COMMIT lists.
     """
     settled = {v.commit.generation for v in view.commits if v.commit.form == ZERO}
     settled |= {stone.generation for stone in view.retired if stone.form == ZERO}
@@ -191,7 +192,7 @@ def told_in(view: TagView) -> tuple[PeerEvidence, ...]:
         generation = seen.manifest.generation
         if seen.manifest.form == ZERO and (seen.committed or generation not in settled):
             members.setdefault(generation, []).append(seen.manifest)
-    named = named_in(view)
+    named = unread_manifests(view)
     return tuple(
         _told(
             read,
@@ -203,7 +204,7 @@ def told_in(view: TagView) -> tuple[PeerEvidence, ...]:
 
 
 def _told(read: Sequence[NodeManifest], named: tuple[ManifestName, ...], *, is_settled: bool) -> PeerEvidence:
-    """By the word of one that has model states, where there is one."""
+    """Build the evidence of one generation, from a manifest with model states where there is one."""
     first = next((m for m in read if any(f.role is Role.MODEL for f in m.files)), read[0])
     rows = frozenset((f.path, f.bytes, f.fingerprint) for m in read for f in m.files)
     return PeerEvidence(
@@ -217,7 +218,7 @@ def _told(read: Sequence[NodeManifest], named: tuple[ManifestName, ...], *, is_s
     )
 
 
-def parts_in(view: TagView) -> tuple[Part, ...]:
+def open_parts(view: TagView) -> tuple[Part, ...]:
     """Parts of the ZeRO form, read or by their names, in generations that may still get a COMMIT.
 
     What a disputed one held its nodes send again, as another.
@@ -229,7 +230,7 @@ def parts_in(view: TagView) -> tuple[Part, ...]:
         for m in (v.manifest for v in view.manifests)
         if m.form == ZERO
     ]
-    read += [(generation, name.node, name.last_seconds) for generation, name in named_in(view)]
+    read += [(generation, name.node, name.last_seconds) for generation, name in unread_manifests(view)]
     return tuple(
         Part(node=node, generation=generation, last_seconds=last)
         for generation, node, last in sorted(set(read))
@@ -237,7 +238,9 @@ def parts_in(view: TagView) -> tuple[Part, ...]:
     )
 
 
-def committed_shards(link: RemoteLink, tag: str) -> Iterator[tuple[frozenset[tuple[str, str]], Order, str]]:
+def committed_shards(
+    link: RemoteSession, tag: str
+) -> Iterator[tuple[frozenset[tuple[str, str]], Order, str]]:
     """Shards, order and run of each committed manifest of a tag that was read, whichever run it is of."""
     for seen in link.seen(tag)[0]:
         found = seen.manifest

@@ -1,6 +1,7 @@
-"""What the deciding thread knows of one job between turns: memory that the next scan or journal can refill.
+"""Hold what the deciding thread knows of one job between turns: memory that the next scan or the journal can
+refill.
 
-Only the deciding thread touches it.
+Only the deciding thread reads or writes it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ MOST_TIMES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharer:
+class OtherHost:
     """A host that ships the files that lie here."""
 
     node: str
@@ -53,8 +54,8 @@ class Sharer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """What the last attempt to commit lacked; `reason`: the same in words."""
+class CommitWait:
+    """Record what the last commit attempt lacked; `reason`: the same as text."""
 
     reason: str
     hint: str = "see the other nodes"
@@ -70,9 +71,11 @@ class Waiting:
 
     @property
     def retry_seconds(self) -> float:
-        """Until the next attempt: as long as nothing comes, as long again as it has waited, at most 8 times
-        the first. Of a save that a node never wrote all others would ask again each minute, for ever; that
-        somebody committed is heard at once, whatever this says."""
+        """Return the seconds until the next attempt, doubled with each one, at most 8 times the first wait.
+
+        Without the back-off all other nodes would ask each minute, for ever, for a save that one node never
+        wrote. A COMMIT by another node is noticed at once, whatever this returns.
+        """
         return doubled(self.first_seconds, self.attempts, self.first_seconds * MOST_TIMES)
 
 
@@ -81,7 +84,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Moving:
+class UploadProgress:
     """An upload under way."""
 
     done_bytes: int
@@ -101,7 +104,7 @@ _FIRST_SECONDS, _MOST_SECONDS = 60.0, 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stays:
+class BlockedDeletion:
     """Why a checkpoint that may go from this node is still here."""
 
     text: str
@@ -115,8 +118,8 @@ class Stays:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """What a remote would not let go: how often in a row, and when last (monotonic)."""
+class RefusedDeletion:
+    """Record a deletion that a remote refused: how often in a row, and when last (monotonic)."""
 
     about: str
     text: str
@@ -126,7 +129,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unsent:
+class FailedLateFiles:
     """Why files that came late in a save are not committed beside its COMMIT, while the remote works."""
 
     about: str
@@ -138,9 +141,9 @@ class Unsent:
     """The last time; monotonic."""
 
 
-def unsent_again(before: Unsent | None, about: str, error: CkptdError) -> Unsent:
+def unsent_again(before: FailedLateFiles | None, about: str, error: CkptdError) -> FailedLateFiles:
     """Once more."""
-    return Unsent(
+    return FailedLateFiles(
         about=about,
         text=f"{about}: files that came late are not committed: {error.message}",
         hint=error.hint or "tried again by itself, ever more seldom; the folder stays here until then",
@@ -149,7 +152,7 @@ def unsent_again(before: Unsent | None, about: str, error: CkptdError) -> Unsent
     )
 
 
-def unsent_lately(unsent: Mapping[tuple[int, str], Unsent]) -> frozenset[tuple[int, str]]:
+def unsent_lately(unsent: Mapping[tuple[int, str], FailedLateFiles]) -> frozenset[tuple[int, str]]:
     """(save id, remote) whose late files are tried again in a minute, two … an hour."""
     now = time.monotonic()
     return frozenset(
@@ -213,7 +216,7 @@ class JobState:
     """None: nobody reads it (a state that no job runs on)."""
     is_shared: bool = False
     """save_dir is shared by hosts on purpose (adr/0110)."""
-    sharer: Sharer | None = None
+    sharer: OtherHost | None = None
     """Another host over the same directory."""
     due_since_seconds: dict[tuple[str, str], float] = field(default_factory=dict)
     """(remote, COMMIT key) → since when nothing has kept it there; monotonic."""
@@ -239,24 +242,24 @@ class JobState:
     generations: dict[ShipKey, GenerationAnswer] = field(default_factory=dict)
     confirmations: dict[int, Confirmation] = field(default_factory=dict)
     asking: set[int] = field(default_factory=set)
-    moving: dict[ShipKey, Moving] = field(default_factory=dict)
+    moving: dict[ShipKey, UploadProgress] = field(default_factory=dict)
     converting: Converting | None = None
     deleted_at: deque[float] = field(default_factory=deque)
     """Monotonic times of prunes, for the seat belt."""
     retired_at: dict[tuple[str, str], float] = field(default_factory=dict)
     """(remote, digest of a zero COMMIT) → monotonic time of its (first) removal; tries of one count once."""
-    retire_refused: dict[tuple[str, str], Refusal] = field(default_factory=dict)
+    retire_refused: dict[tuple[str, str], RefusedDeletion] = field(default_factory=dict)
     """(remote, digest) of a COMMIT that the remote would not let go: two may hold the same bytes."""
-    prune_blocked: dict[int, Stays] = field(default_factory=dict)
+    prune_blocked: dict[int, BlockedDeletion] = field(default_factory=dict)
     """Save id → why it may go, and is still here."""
     half_removed: set[int] = field(default_factory=set)
     """Deletions of the journal whose folder lies in the trash and that nobody works on."""
-    late_unsent: dict[tuple[int, str], Unsent] = field(default_factory=dict)
+    late_unsent: dict[tuple[int, str], FailedLateFiles] = field(default_factory=dict)
     """(save id, remote) → why files that came late are not committed there."""
     holds_released: dict[int, str] = field(default_factory=dict)
     """Save id → what is to be said of a hold that was given up for want of room."""
     completed_at: deque[float] = field(default_factory=deque)
-    waiting: dict[ShipKey, Waiting] = field(default_factory=dict)
+    waiting: dict[ShipKey, CommitWait] = field(default_factory=dict)
     """Parts that wait for other nodes' shards."""
     problems: Problems = field(default_factory=Problems)
     failures: dict[str, LocalFailure] = field(default_factory=dict)
@@ -303,7 +306,9 @@ class JobState:
         return record.model_copy(update={"retry_at_seconds": known.retry_at_seconds})
 
     def reload(self, *ids: int) -> None:
-        """The same for saves that changed: of thousands, one is read."""
+        """Read the rows of changed saves again from the journal; the others, possibly thousands, are not
+        read.
+        """
         ships = self.journal.ships(*ids)
         for row in self.journal.saves(*ids):
             self.rows[row.id] = row
@@ -383,7 +388,7 @@ class JobState:
     def not_pruned(self, save_id: int, error: CkptdError) -> None:
         """Once more."""
         before = self.prune_blocked.get(save_id)
-        self.prune_blocked[save_id] = Stays(
+        self.prune_blocked[save_id] = BlockedDeletion(
             text=error.message,
             hint=error.hint,
             is_brief=isinstance(error, SourceChanged),
@@ -403,7 +408,7 @@ class JobState:
     def refused_to_retire(self, sha256: str, remote: str, about: str, error: CkptdError) -> None:
         """Once more."""
         before = self.retire_refused.get((remote, sha256))
-        self.retire_refused[remote, sha256] = Refusal(
+        self.retire_refused[remote, sha256] = RefusedDeletion(
             about=about,
             text=f"{about} stays: {error.message}",
             hint=error.hint,
@@ -427,7 +432,7 @@ class JobState:
         self.reload(save_id)
 
     def forget_damage(self, save_id: int) -> None:
-        """Its files were put back, perhaps because they were damaged: what was refused is looked at anew."""
+        """Reset refused uploads of a save whose files were put back, so that they are read again."""
         for record in list(self.ships.get(save_id, {}).values()):
             if record.form == ZERO and record.state is ShipState.REFUSED:
                 update = {"state": ShipState.NEW, "reason": None, "is_damaged": False}

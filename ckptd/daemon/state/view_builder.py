@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptd.core.policy.actions import Plan
     from ckptd.core.policy.view import Drain, LeaseStatus
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.remote.messages import CommitView
 
 from typing import TYPE_CHECKING
@@ -60,7 +60,9 @@ def unsealed(state: JobState) -> list[tuple[FolderListing, SaveWindow, int]]:
 
 
 def next_save_bytes(state: JobState) -> int:
-    """What the next save needs: the largest of the last five, and a tenth (P13)."""
+    """Estimate the size of the next save: the largest of the last five, plus a tenth (P13: the trainer never
+    lacks space).
+    """
     sizes = [*state.recent_sizes_bytes(), *(folder.total_bytes for folder, _, _ in unsealed(state))]
     return int(max(sizes[-5:], default=0) * NEXT_SAVE_FACTOR)
 
@@ -90,7 +92,7 @@ def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
 def build_view(
     config: JobConfig,
     state: JobState,
-    links: Mapping[str, RemoteLink],
+    links: Mapping[str, RemoteSession],
     save_dir_fd: int,
     *,
     pins: frozenset[str],
@@ -146,14 +148,14 @@ def build_view(
     )
 
 
-def of_untold(state: JobState, links: Mapping[str, RemoteLink]) -> frozenset[tuple[str, str]]:
+def of_untold(state: JobState, links: Mapping[str, RemoteSession]) -> frozenset[tuple[str, str]]:
     """All COMMITs of remotes that a decision is yet to be published to."""
     seen = [(name, links[name].observation) for name in state.untold if name in links]
     return frozenset((name, view.sha256) for name, one in seen if one is not None for view in one.commits)
 
 
 def _since_when(state: JobState) -> dict[tuple[str, str], float]:
-    """As the last plan had it."""
+    """Update and return since when each remote save is due for deletion, according to the last plan."""
     fates = state.plan.remote_fates if state.plan is not None else {}
     state.due_since_seconds = since_when(state.due_since_seconds, fates, time.monotonic())
     return state.due_since_seconds
@@ -188,7 +190,10 @@ def _forget_past_hour(state: JobState) -> None:
 
 
 def _retirements_left(config: JobConfig, state: JobState, remote: RemoteConfig) -> int:
-    """Of a remote that is called otherwise now, and of an older journal without names, each counts here."""
+    """Return how many deletions the rate limit still permits in a remote.
+
+    Deletions in a remote that has another name now, and those of an older journal without names, count too.
+    """
     others = {other.name for other in config.remotes} - {remote.name}
     done = sum(name not in others for name, _ in state.retired_at)
     return _left(state, done, remote.policy.save_total_limit)
@@ -212,7 +217,7 @@ def _has_derived(row: SaveRow) -> bool:
 
 
 def _same(known: tuple[object, ...], basis: tuple[object, ...]) -> bool:
-    """By identity where it is the same object, else by value: most saves are as they were."""
+    """Compare by identity first, then by value: most saves are the same objects as before."""
     return all(a is b or a == b for a, b in zip(known, basis, strict=True))
 
 
@@ -297,7 +302,7 @@ def _planned(view: CommitView) -> RemoteCommit:
     )
 
 
-def _remote(state: JobState, config: RemoteConfig, link: RemoteLink, retirements_left: int) -> RemoteView:
+def _remote(state: JobState, config: RemoteConfig, link: RemoteSession, retirements_left: int) -> RemoteView:
     seen = link.observation
     commits = () if seen is None else tuple(as_planned(v) for v in seen.commits if not v.disputed)
     return RemoteView(

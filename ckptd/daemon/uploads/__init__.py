@@ -1,1 +1,1 @@
-"""Remote sessions and what is moved to remotes."""
+"""Run the sessions of remotes, and upload to and delete from them."""

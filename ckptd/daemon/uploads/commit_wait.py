@@ -1,4 +1,6 @@
-"""Why a part of a save is not committed yet: which ranks are missing, and where they were last (P17)."""
+"""Explain why a part of a save is not committed yet: which ranks are missing, and where they were last
+(P17).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from ckptd.config.commands import command_for
 from ckptd.core.completeness.missing import UncommittedSave, late
 from ckptd.core.model.records import ShipState
 from ckptd.core.model.swapped_tensors import BY_LOCAL_RANK, is_state
-from ckptd.daemon.state.remote_sync import parts_in
-from ckptd.daemon.state.state import Waiting
+from ckptd.daemon.state.remote_sync import open_parts
+from ckptd.daemon.state.state import CommitWait
 
 if TYPE_CHECKING:
     from ckptd.core.completeness.missing import MissingShards
@@ -21,11 +23,11 @@ if TYPE_CHECKING:
     from ckptd.storage.remote.messages import Observation, ShipResult
 
 
-def waiting_on(before: Waiting | None, answer: ShipResult, first_seconds: float) -> Waiting:
-    """What an attempt lacked, after what the one before it lacked."""
+def waiting_on(before: CommitWait | None, answer: ShipResult, first_seconds: float) -> CommitWait:
+    """Return the record of a commit attempt that lacked something, counting on from the attempt before."""
     reason = answer.reason or ""
     attempts = before.attempts + 1 if before is not None and before.reason == reason else 1
-    return Waiting(
+    return CommitWait(
         reason=reason,
         hint=answer.hint or "see the other nodes",
         missing=answer.missing,
@@ -36,13 +38,13 @@ def waiting_on(before: Waiting | None, answer: ShipResult, first_seconds: float)
     )
 
 
-def told_of_parts(
-    waiting: Waiting, retry_at_seconds: float, *, is_whole: bool, now_seconds: float
-) -> tuple[Waiting, float]:
-    """What a look told of the other parts, and when to ask again now.
+def note_parts(
+    waiting: CommitWait, retry_at_seconds: float, *, is_whole: bool, now_seconds: float
+) -> tuple[CommitWait, float]:
+    """Return the record updated with what other nodes' manifests show, and when to try again now.
 
-    The node whose part was the last commits; dies it before, the others ask as after a first attempt, however
-    long they had waited. Not at once: of a thousand nodes each would read a thousand manifests beside it.
+    The node with the last part commits. If it dies before, the others try again after the first wait, however
+    long they had waited, but not at once: of a thousand nodes each would read a thousand manifests.
     """
     if is_whole and not waiting.is_whole:
         retry_at_seconds = min(retry_at_seconds, now_seconds + waiting.first_seconds)
@@ -57,13 +59,13 @@ def hear_of_parts(state: JobState, remote: str, seen: Observation | None) -> Non
             continue
         is_whole = (row.save.tag, record.generation, record.form) in seen.listed_whole
         before = record.retry_at_seconds
-        told, again_at = told_of_parts(waiting, before, is_whole=is_whole, now_seconds=time.monotonic())
+        told, again_at = note_parts(waiting, before, is_whole=is_whole, now_seconds=time.monotonic())
         state.waiting[key] = told
         if again_at != before:
             state.put_ship(row.id, record.model_copy(update={"retry_at_seconds": again_at}))
 
 
-def see_waiting(job: JobRecord, state: JobState) -> None:
+def report_waiting(job: JobRecord, state: JobState) -> None:
     """Raise `commit-waiting`, or `commit-incomplete` once the other nodes had their time."""
     for key, before in list(state.waiting.items()):
         row = state.rows.get(key[0])
@@ -83,15 +85,15 @@ def see_waiting(job: JobRecord, state: JobState) -> None:
             job.problems.see("commit-incomplete", about, f"{about}: {lost.text}", _cure(job, lost, row))
 
 
-def _told(job: JobRecord, row: SaveRow, remote: str, waiting: Waiting) -> Waiting:
+def _told(job: JobRecord, row: SaveRow, remote: str, waiting: CommitWait) -> CommitWait:
     """With what the last look at the tag told; it is asked anew after each attempt."""
     view = job.links[remote].tag_views.get(row.save.tag) if remote in job.links else None
     if view is None:
         return waiting
-    return replace(waiting, parts=tuple(part for part in parts_in(view) if part.node != job.node))
+    return replace(waiting, parts=tuple(part for part in open_parts(view) if part.node != job.node))
 
 
-def _open_save(row: SaveRow, record: ShipRecord, waiting: Waiting) -> UncommittedSave:
+def _open_save(row: SaveRow, record: ShipRecord, waiting: CommitWait) -> UncommittedSave:
     return UncommittedSave(
         missing=waiting.missing,
         branch=row.save.branch,
@@ -115,7 +117,7 @@ def _cure(job: JobRecord, lost: MissingShards, row: SaveRow) -> str:
     return f"{back}; what is committed: {command_for(job.config, 'list')}"
 
 
-def see_nodes(job: JobRecord) -> None:
+def report_differing_nodes(job: JobRecord) -> None:
     """Nodes that were told something else of what is kept."""
     differing = job.nodes.differing()
     if differing:

@@ -1,7 +1,8 @@
-"""Two remotes of a job that are one directory or one bucket are one copy, not two (P1, P2; docs/adr/0166).
+"""Detect two remotes of a job that are one directory or one bucket: one copy, not two (P1, P2;
+docs/adr/0166).
 
-A copy of a remote keeps its identity, and so does a second mount or URL of it; which of the two it is, the
-device and inode of the root tell, or when the identity of a bucket was created, as its own child sees it.
+A copy of a remote keeps its identity, and so does a second mount or URL of it. The device and inode of the
+root tell the two apart, or the creation time of a bucket's identity, as the remote's own child sees it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _verdict(
 
 
 def _let_go(job: JobRecord, name: str, error: CkptdError, journal: Journal) -> None:
-    """What the link learned by this answer is not its own."""
+    """Undo what the session took over from an answer that is another remote's."""
     link = job.links[name]
     known = {key: journal.meta(f"{key}:{name}") for key in ("job_id", "remote_id")}
     link.settings = link.settings.model_copy(update=known)

@@ -1,4 +1,4 @@
-"""What the rooms below know of a job: the part of `daemon.job.Job` that uploads, intake and actions read."""
+"""Declare the part of `daemon.job.Job` that uploads, intake and actions read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.policy.view import JobView
-    from ckptd.daemon.actions.local import Chores
-    from ckptd.daemon.resources.disk_yield import Way
+    from ckptd.daemon.actions.local import LocalActions
+    from ckptd.daemon.resources.disk_yield import DiskYield
     from ckptd.daemon.state.problems import Problems
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.peers import Nodes
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
 
 
 class JobRecord(Protocol):
@@ -24,10 +24,10 @@ class JobRecord(Protocol):
     """None: save_dir does not exist yet, or nothing was saved into it."""
     view: JobView | None
     """What was planned on last."""
-    links: dict[str, RemoteLink]
+    links: dict[str, RemoteSession]
     nodes: Nodes
-    chores: Chores
-    way: Way
+    chores: LocalActions
+    way: DiskYield
     node: str
     job_id: str | None
     needs_turn: bool

@@ -1,7 +1,8 @@
-"""Files that appear in a folder after it was sealed: durable first, then shipped beside its COMMIT (P1).
+"""Upload files that appear in a folder after it was sealed: flushed first, then stored beside its COMMIT
+(P1).
 
 A trainer writes trainer_state.json or a README late, a user drops notes into a checkpoint. A file that still
-changes, or that somebody has open for writing, waits, and the folder with it.
+changes, or that a process has open for writing, waits, and the folder with it.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
     from ckptd.core.model.facts import FileFacts
     from ckptd.core.model.listing import FolderListing, SaveDirListing
     from ckptd.core.policy.actions import Supplement
-    from ckptd.daemon.resources.workers import OneJobs
+    from ckptd.daemon.resources.workers import JobWorkers
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.errors import CkptdError
     from ckptd.storage.local.scan import OpenWriters
 
@@ -48,7 +49,7 @@ _OF_THIS_SAVE = (RefusedError, DamagedError, CommitConflict, NotPermitted)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Refused:
-    """What could not be read of a folder as it lies there, and when it is looked at again."""
+    """Record a read failure of one state of a folder, and when it is read again."""
 
     digest: str
     failures: int
@@ -56,14 +57,14 @@ class _Refused:
     reason: str
 
 
-class Late:
+class LateFiles:
     """The late files of one job's saves, as they become durable."""
 
     def __init__(
         self,
         config: JobConfig,
         state: JobState,
-        workers: OneJobs,
+        workers: JobWorkers,
         writers: OpenWriters,
         wake: Callable[[], None],
     ) -> None:
@@ -155,7 +156,7 @@ class Late:
         self._workers.submit(f"looking at what came late in {folder.tag}", work, then, failed)
 
 
-class Supplementing:
+class SupplementUploader:
     """Orders supplements, and notes what is committed beside a COMMIT."""
 
     def __init__(
@@ -163,7 +164,7 @@ class Supplementing:
         config: JobConfig,
         config_digest: str,
         state: JobState,
-        links: Mapping[str, RemoteLink],
+        links: Mapping[str, RemoteSession],
         wake: Callable[[], None],
     ) -> None:
         self._config = config

@@ -1,7 +1,7 @@
-"""The job's other nodes, as far as one knows: heartbeats, and whether a save is spread over several (§5).
+"""Track the job's other nodes: their heartbeats, and whether a save is spread over several nodes.
 
-Words and economy. What is committed follows from manifests alone, what is deleted from COMMITs alone; a node
-that is thought to be there, or dead, changes when a part is sent and what status says, never what is safe.
+A heartbeat changes when a part is uploaded and what status says, never what is safe: commits follow from
+manifests alone, deletions from COMMITs alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptd.core.model.layouts import Role
 from ckptd.core.model.manifest import cells_of
 from ckptd.core.model.records import ZERO
 from ckptd.core.policy.leases import living
-from ckptd.daemon.state.remote_sync import told_in
+from ckptd.daemon.state.remote_sync import evidence_of
 from ckptd.storage.remote import messages as m
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ckptd.core.model.manifest import Commit
     from ckptd.core.policy.view import LeaseStatus
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
-    from ckptd.daemon.uploads.shared_dir import Tenancy
+    from ckptd.daemon.uploads.session import RemoteSession
+    from ckptd.daemon.uploads.shared_dir import SharedDirLease
 
 log = logging.getLogger("ckptd.nodes")
 
@@ -57,12 +57,12 @@ class Nodes:
     def __init__(
         self,
         state: JobState,
-        links: Mapping[str, RemoteLink],
+        links: Mapping[str, RemoteSession],
         heartbeat: Callable[[], Heartbeat],
         config_digest: str,
         environ: Mapping[str, str],
         wake: Callable[[], None],
-        tenancy: Tenancy | None = None,
+        tenancy: SharedDirLease | None = None,
         takeover_seconds: float = 3 * BEAT_SECONDS,
     ) -> None:
         self._state = state
@@ -108,7 +108,7 @@ class Nodes:
                 beat = m.Beat(heartbeat=self._heartbeat().model_copy(update=last), node=link.settings.node)
                 link.beat_order = link.order(beat, lambda _: None)
 
-    def _send(self, name: str, link: RemoteLink, heartbeat: Heartbeat | None) -> None:
+    def _send(self, name: str, link: RemoteSession, heartbeat: Heartbeat | None) -> None:
         asked_at = self._looked_at[name] = time.monotonic()
         waits = bool(self._state.waiting)
         tenancy = self.tenancy if self.tenancy is not None and self.tenancy.remote == name else None
@@ -206,7 +206,9 @@ class Nodes:
         )
 
     def _told(self, tag: str) -> tuple[PeerEvidence, ...]:
-        """What manifests of the tag prove; asked for again as long as nothing of it is taken."""
+        """Return the evidence in peers' manifests of a tag; they are read again as long as none of it is
+        used.
+        """
         quiet, verdict = self._state.quiet.get(tag), self._state.verdicts.get(tag)
         since = quiet.since_seconds if quiet is not None else 0.0
         # what was told before the last shard was written may be of the save before
@@ -214,7 +216,9 @@ class Nodes:
         if is_old or verdict is None or verdict.grid is None:
             is_old = not self._ask(tag, since, drops=is_old) and is_old
         views = (link.tag_views.get(tag) for link in self._links.values())
-        return () if is_old else tuple(told for view in views if view is not None for told in told_in(view))
+        return (
+            () if is_old else tuple(told for view in views if view is not None for told in evidence_of(view))
+        )
 
     def _ask(self, tag: str, since: float, *, drops: bool) -> bool:
         """Ask for the tag's manifests, ever more seldom; False: it is not due."""
@@ -256,6 +260,6 @@ class Nodes:
         return tuple(sorted(found))
 
 
-def takes_beats(link: RemoteLink) -> bool:
+def takes_beats(link: RemoteSession) -> bool:
     """Whether heartbeats are written to a remote."""
     return not link.settings.url.startswith(NO_BEAT)

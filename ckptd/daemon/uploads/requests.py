@@ -1,4 +1,4 @@
-"""What an order to ship says: files, keys, identities, the manifest's head, what an earlier attempt finished.
+"""Build upload requests: files, keys, identities, the manifest's head, and what an earlier attempt finished.
 
 Built from journal rows in the deciding thread; nothing is sent here (docs/contract.md *In the remote*).
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.state.state import JobState
 
 
-def files_to_ship(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
+def files_to_upload(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
     """Every file of one form, from the hold where there is one; None when its source is gone."""
     folder = _folder_of(row, action)
     if action.form != ZERO:
@@ -62,11 +62,11 @@ def files_to_ship(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipF
     return shards + _extras(row.save.extras, folder, save_dir_fd)
 
 
-def forget_others(state: JobState, row: SaveRow, action: Ship) -> None:
-    """What other saves of this tag verified in the folder of this order, which may replace it unseen.
+def forget_replaced_objects(state: JobState, row: SaveRow, action: Ship) -> None:
+    """Forget what other saves of this tag verified in this request's folder, before the request replaces it.
 
-    Before anything is sent: of the same size, it would be taken for what was verified. A held save may be
-    sent again after its successor under that tag has begun; and some file systems take two tags for one.
+    An object of the same size would be taken for the verified one. A held save may be uploaded again after
+    its successor under that tag has begun; and some file systems take two tags for one.
     """
     tag = row.save.tag.casefold()
     for other in state.rows.values():
@@ -139,16 +139,20 @@ def pointer_to_ship(row: SaveRow, action: Ship) -> tuple[m.ShipFile, ...]:
 
 
 def committed_source(row: SaveRow, zero: ShipRecord, takeover_seconds: float) -> Committed | None:
-    """What forms of a save are made of that is not whole here: its ZeRO form in that remote (adr/0118)."""
+    """Return the committed ZeRO form from which this remote's other forms are derived if the save is not
+    whole here (adr/0118).
+    """
     if not row.save.is_part or zero.commit_sha256 is None:
         return None
     return Committed(sha256=zero.commit_sha256, takeover_seconds=takeover_seconds)
 
 
-def making_of(
+def derive_request(
     row: SaveRow, action: Ship, zero: Committed | None, staging: str, memory_bytes: int
 ) -> m.Making:
-    """What a form is made of that lies nowhere here; `zero`: of that, and of none of the files here."""
+    """Build the request to derive a form that lies nowhere here; `zero`: derive from that, not from files
+    here.
+    """
     save = row.save
     sealed = save.files if zero is None else ()
     return m.Making(

@@ -1,7 +1,7 @@
-"""Remote retention as the deciding thread orders it: audited first, refused removals left alone (§5).
+"""Delete in remotes what retention permits: audited first, refused deletions retried later.
 
-A crash between tombstone, COMMIT and objects is finished by the next start (P7); what a remote refuses to
-let go is a problem with a next step, not a failure of the remote.
+A crash between tombstone, COMMIT and objects is finished by the next start (P7); a deletion that a remote
+refuses is a problem with a next step, not a failure of the remote.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.manifest import TombstoneHeader
     from ckptd.core.policy.actions import Retire
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.errors import CkptdError
     from ckptd.observe.audit import Audit
 
@@ -69,8 +69,8 @@ def _count(state: JobState, remote: str, commit_sha256: str) -> None:
     state.retired_at = counted
 
 
-def take_up_belt(state: JobState) -> None:
-    """What went from remotes in the hour before a start counts after it (adr/0147).
+def restore_rate_limit(state: JobState) -> None:
+    """Restore the rate limit on deletions after a restart: those of the hour before count (adr/0147).
 
     An older journal has digests alone: each counts for every remote.
     """
@@ -81,14 +81,14 @@ def take_up_belt(state: JobState) -> None:
         state.retired_at[remote, sha256] = now - max(0.0, unix - at)
 
 
-class Retiring:
+class RemoteDeleter:
     """The removals of one job from its remotes."""
 
     def __init__(
         self,
         config: JobConfig,
         state: JobState,
-        links: Mapping[str, RemoteLink],
+        links: Mapping[str, RemoteSession],
         audit: Audit,
         wake: Callable[[], None],
     ) -> None:
@@ -146,11 +146,11 @@ class Retiring:
         state.retire_refused.pop((link.name, commit.sha256), None)
         self._gone(link)
 
-    def _gone(self, link: RemoteLink) -> None:
+    def _gone(self, link: RemoteSession) -> None:
         link.observe()
         self._wake()
 
-    def _not_retired(self, link: RemoteLink, about: str, sha256: str, error: CkptdError) -> None:
+    def _not_retired(self, link: RemoteSession, about: str, sha256: str, error: CkptdError) -> None:
         if isinstance(error, _NOT_ITS_FAULT):
             log.warning("%s stays: %s", about, error)
             self._state.refused_to_retire(sha256, link.name, about, error)
@@ -173,7 +173,7 @@ class Retiring:
             if stone is not None:
                 self._finish(link, stone)
 
-    def _is_to_finish(self, link: RemoteLink, seen: m.Observation, stone: TombstoneHeader) -> bool:
+    def _is_to_finish(self, link: RemoteSession, seen: m.Observation, stone: TombstoneHeader) -> bool:
         stem = (stone.tag, stone.generation, stone.form)
         if stem not in seen.retiring:
             return False
@@ -183,7 +183,7 @@ class Retiring:
         since = self._state.retiring_since_seconds.setdefault((link.name, stem), now)
         return now - since >= patience_seconds(seen, link.settings.node)
 
-    def _finish(self, link: RemoteLink, stone: TombstoneHeader) -> None:
+    def _finish(self, link: RemoteSession, stone: TombstoneHeader) -> None:
         tag, generation, form = stone.tag, stone.generation, stone.form
         self._audit.write(
             "retire",
@@ -202,7 +202,7 @@ class Retiring:
         )
         link.ship_order = link.order(order, partial(self._finished, link, stone))
 
-    def _finished(self, link: RemoteLink, stone: TombstoneHeader, answer: m.Answer) -> None:
+    def _finished(self, link: RemoteSession, stone: TombstoneHeader, answer: m.Answer) -> None:
         about = _about(link, stone.tag, stone.form)
         if isinstance(answer, m.Failed):
             self._not_retired(link, about, stone.commit_sha256, error_of(answer))
@@ -211,5 +211,5 @@ class Retiring:
             self._gone(link)
 
 
-def _about(link: RemoteLink, tag: str, form: str) -> str:
+def _about(link: RemoteSession, tag: str, form: str) -> str:
     return f"{tag} ({form}) of {link.name}"

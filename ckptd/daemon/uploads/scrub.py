@@ -1,7 +1,7 @@
-"""The slow scrub: committed objects are read again, those longest unproven first, while all is quiet.
+"""Read committed objects again at a low rate, those longest unproven first, while nothing else is going on.
 
-What is found damaged, or cannot be read, is a problem that names what to do, and as long as it lasts its
-checkpoint is treated as pinned: this node's copy may be the last good one. Where it was lies in the journal.
+A damaged or unreadable object is a problem that names what to do. As long as it lasts its checkpoint is
+treated as pinned: this node's copy may be the last good one. The position is kept in the journal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
 
 log = logging.getLogger("ckptd.scrub")
 
@@ -41,7 +41,7 @@ MOST_UNREAD = 64
 
 
 class Progress(Model):
-    """What the journal keeps of one remote, by the SHA-256 of COMMITs."""
+    """Record in the journal how far one remote is scrubbed, by the SHA-256 of COMMITs."""
 
     proven_at: dict[str, float] = Field(default_factory=dict)
     """Unix seconds."""
@@ -64,9 +64,9 @@ class Progress(Model):
 
 
 class Scrubber:
-    """Of one job; every method is called in the deciding thread."""
+    """Schedule the scrubbing of one job's remotes; every method is called in the deciding thread."""
 
-    def __init__(self, config: JobConfig, state: JobState, links: Mapping[str, RemoteLink]) -> None:
+    def __init__(self, config: JobConfig, state: JobState, links: Mapping[str, RemoteSession]) -> None:
         self._config = config
         self._state = state
         self._links = links
@@ -138,7 +138,7 @@ class Scrubber:
             self._keep(name, kept)
         self._say(name)
 
-    def _go_on(self, name: str, link: RemoteLink, now: float) -> None:
+    def _go_on(self, name: str, link: RemoteSession, now: float) -> None:
         progress = self._progress[name]
         views = {view.sha256: view for view in self._views(name)}
         suspects = [sha for sha in progress.suspects if sha in views]
@@ -184,7 +184,7 @@ class Scrubber:
         due = [v for v in readable if time.time() - proven.get(v.sha256, 0.0) >= AGAIN_SECONDS]
         return min(due, key=lambda v: (proven.get(v.sha256, 0.0), order_of(v.commit)), default=None)
 
-    def _order(self, name: str, link: RemoteLink, view: m.CommitView, order: Scrub) -> None:
+    def _order(self, name: str, link: RemoteSession, view: m.CommitView, order: Scrub) -> None:
         def done(answer: m.Answer) -> None:
             if isinstance(answer, Scrubbed):
                 self._scrubbed(name, view, order, answer)
@@ -205,7 +205,7 @@ class Scrubber:
         self._say(name)
 
     def _found(self, old: Progress, view: m.CommitView, order: Scrub, answer: Scrubbed) -> dict[str, object]:
-        """What changes in the progress by one answer."""
+        """Return the fields of the progress that one answer changes."""
         sha, keys = view.sha256, {copy.key for copy in answer.bad}
         # a disk that fails answers with errors: what it could not read was not found good
         stay = set(answer.unread)

@@ -1,4 +1,5 @@
-"""One remote as the deciding thread sees it: attached or not, last observation, orders under way, backoff.
+"""Manage the session of one remote in the deciding thread: attachment, last observation, requests under way,
+back-off.
 
 What a remote holds reaches the thread only as a dated observation from the remote's child process; a child
 that hangs or dies costs this remote, nothing else (docs/design.md §3, §5).
@@ -50,7 +51,7 @@ STILL_SECONDS = 10.0
 NEXT_STEP = "it accepts and then hangs: look at the server, the mount, the network in between"
 
 
-class Standstill:
+class StallDetector:
     """One remote's uploads."""
 
     def __init__(self) -> None:
@@ -65,7 +66,9 @@ class Standstill:
         return IDLE_SECONDS * self._patience
 
     def cut(self) -> None:
-        """What is slow in large steps (a flush, a driver's block) must not be cut for ever."""
+        """Double the time limit after a stall: a slow step (a flush, a driver's block) must not be cut for
+        ever.
+        """
         self._patience = min(2 * self._patience, MOST_PATIENCE)
         self.is_cut = True
 
@@ -116,7 +119,7 @@ AT_REST_SECONDS = 60.0
 STALLED_SECONDS = 120.0
 
 
-class RemoteLink:
+class RemoteSession:
     """See the module's first lines. All methods are called in the deciding thread."""
 
     def __init__(
@@ -165,7 +168,7 @@ class RemoteLink:
         """Apart: a remote that answers every look and takes no upload is left alone with uploads."""
         self._lacks_room = False
         """The last upload or removal found none: looks that are answered do not mean that it is over."""
-        self._standstill = Standstill()
+        self._standstill = StallDetector()
         self._is_asking = self._is_regular_look = False
         self._knows_what_child_said = True
         """False: the last observation came too late to count, so "unchanged" since then means nothing."""
@@ -232,12 +235,12 @@ class RemoteLink:
 
     @property
     def seconds_to_wake(self) -> float:
-        """Until something is tried again; 0 when nothing waits."""
+        """Return the seconds until something is tried again; 0 when nothing waits."""
         return self._answering.seconds_left or self.seconds_to_move or self._describing.seconds_left
 
     @property
     def left_alone(self) -> BackedOff | None:
-        """What failed so often that it is tried but seldom."""
+        """Return the operation that failed so often that it is tried only seldom; None: there is none."""
         return self._answering.left_alone or self._moving.left_alone
 
     # --- turn ------------------------------------------------------------------------------------------
@@ -255,7 +258,10 @@ class RemoteLink:
             self._is_regular_look = self.observation is not None
 
     def _is_cut(self) -> bool:
-        """What hangs is ended with its child: nothing else ends a call on a dead mount, or in a library."""
+        """End a hanging operation together with its child process, and tell whether one was ended.
+
+        Nothing else ends a call on a dead mount, or inside a library.
+        """
         limit = self._standstill.limit_seconds
         if self.ship_order is not None and self._client.idle_seconds(self.ship_order) > limit:
             reason = f"no byte moved for {limit:.0f} s"
@@ -279,18 +285,20 @@ class RemoteLink:
 
     @property
     def observation(self) -> m.Observation | None:
-        """What it holds of this job's run: all else is nobody's to count, keep or remove here (adr/0185)."""
+        """Return what the remote holds of this job's run; other runs are not counted, kept or deleted here
+        (adr/0185).
+        """
         return self._own
 
     @observation.setter
     def observation(self, seen: m.Observation | None) -> None:
-        """What was seen there, of all runs."""
+        """Store an observation of all runs, and its part of this job's run."""
         self.seen_all = self._own = seen
         if seen is not None and self.run_id is not None:
             self._own = of_run(seen, self.run_id)
 
     def propose_job_id(self, job_id: str | None) -> None:
-        """What the job is called on its other remotes, for a remote that is new."""
+        """Propose the job id of the job's other remotes to a remote that is new."""
         if job_id is not None and self.settings.job_id is None:
             self.settings = self.settings.model_copy(update={"proposed_job_id": job_id})
 
@@ -379,7 +387,7 @@ class RemoteLink:
         handler(answer)
 
     def changed(self) -> None:
-        """What the last observation says is out of date."""
+        """Mark the last observation as out of date."""
         self._changed_at_seconds, self.is_current = time.monotonic(), False
 
     def _attached(self, answer: m.Answer) -> None:
@@ -460,7 +468,7 @@ class RemoteLink:
     def seen(self, tag: str) -> tuple[list[SeenManifest], list[SeenCommit]]:
         """Manifests and COMMITs of a tag in the words of `choose_generation`."""
         view = self.tag_views.get(tag)
-        return ([], []) if view is None else seen_in(view)
+        return ([], []) if view is None else commits_of(view)
 
     def known_tags(self) -> frozenset[str]:
         """Tags that the remote holds anything of."""
@@ -472,7 +480,9 @@ class RemoteLink:
 
 
 def of_run(seen: Observation, run_id: str) -> Observation:
-    """What one run has there. Names of tags, open generations and decisions are of all runs."""
+    """Reduce an observation to one run. Names of tags, open generations and decisions stay, being of all
+    runs.
+    """
     job_id = seen.identity.job_id
     stones = tuple(stone for stone in seen.retired if run_of(stone, job_id) == run_id)
     others = {stem_of(stone) for stone in seen.retired} - {stem_of(stone) for stone in stones}
@@ -485,7 +495,7 @@ def of_run(seen: Observation, run_id: str) -> Observation:
     return seen.model_copy(update=update)
 
 
-def seen_in(view: TagView) -> tuple[list[SeenManifest], list[SeenCommit]]:
+def commits_of(view: TagView) -> tuple[list[SeenManifest], list[SeenCommit]]:
     """Manifests and COMMITs of a tag."""
     manifests = [
         SeenManifest(

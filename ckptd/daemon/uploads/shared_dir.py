@@ -1,7 +1,7 @@
-"""One host's part in a directory that hosts share: whether it holds the lease just now (adr/0110, H36).
+"""Hold one host's lease on a directory that hosts share (adr/0110, H36: only one host deletes and converts).
 
-What was read is trusted for half of the time after which others step in, counted by the monotonic clock from
-before the heartbeat was sent: a process that was stopped and wakes finds that its time is over.
+A lease that was read is trusted for half of the time after which others take over, counted by the monotonic
+clock from before the heartbeat was sent: a process that was stopped and wakes finds that its lease is over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptd.base.owned_dirs import lies_in_save_dir, opened_ours
 from ckptd.core.model.records import ZERO, ShipState
 from ckptd.core.policy.leases import beat_seconds, term_seconds
 from ckptd.core.policy.view import LeaseStatus
-from ckptd.daemon.state.state import Sharer
+from ckptd.daemon.state.state import OtherHost
 from ckptd.errors import ConfigError, LockHeld, StorageError
 from ckptd.storage.local import fs
 from ckptd.storage.local.state_dir import prepare_state_dir
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from ckptd.core.policy.leases import LeaseSeen
     from ckptd.daemon.state.problems import Problems
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.observe.audit import Audit
     from ckptd.storage.remote.messages import TagView
 
 log = logging.getLogger("ckptd.nodes")
 
 
-class Tenancy:
+class SharedDirLease:
     """One job's; every method is called in the deciding thread but `holds`."""
 
     def __init__(self, config: JobConfig) -> None:
@@ -54,7 +54,7 @@ class Tenancy:
         return beat_seconds(self.takeover_seconds, usual_seconds)
 
     def heard(self, lease: LeaseSeen | None, asked_at_seconds: float) -> bool:
-        """What the remote said; whether this host may do more, or less, than before."""
+        """Update the lease from a remote's answer; return whether this host's rights changed."""
         before = self.holds()
         if lease is not None:
             if lease.is_ours and (self.lease is None or not self.lease.is_ours):
@@ -157,7 +157,7 @@ _WRITTEN_NS = 2_000_000_000
 """A file whose times lie further apart was put there with the times of another."""
 
 
-def look_for_sharer(state: JobState, link: RemoteLink, tags_at_start: frozenset[str]) -> None:
+def look_for_sharer(state: JobState, link: RemoteSession, tags_at_start: frozenset[str]) -> None:
     """Whether a remote tells of another host that ships what lies here."""
     if state.sharer is not None or state.is_shared:
         return
@@ -170,7 +170,7 @@ def look_for_sharer(state: JobState, link: RemoteLink, tags_at_start: frozenset[
             return
 
 
-def sharer_in(save: SealedSave, view: TagView, node: str, node_id: str) -> Sharer | None:
+def sharer_in(save: SealedSave, view: TagView, node: str, node_id: str) -> OtherHost | None:
     """The host whose manifests list files of this save with their very times."""
     ours = {
         (f.path, f.identity.size_bytes, f.identity.mtime_ns, f.fingerprint)
@@ -182,12 +182,12 @@ def sharer_in(save: SealedSave, view: TagView, node: str, node_id: str) -> Share
         if other.form != ZERO or other.node == node or other.node_id == node_id:
             continue
         if any((f.path, f.bytes, f.mtime_ns, f.fingerprint) in ours for f in other.files):
-            return Sharer(node=other.node, tag=save.tag, stands_by=other.node_id < node_id)
+            return OtherHost(node=other.node, tag=save.tag, stands_by=other.node_id < node_id)
     return None
 
 
-def see_sharer(problems: Problems, save_dir: str, state: JobState) -> None:
-    """Until a restart: nothing here tells that the other is gone."""
+def report_other_host(problems: Problems, save_dir: str, state: JobState) -> None:
+    """Report another host on this directory until a restart: nothing here shows that it has stopped."""
     found = state.sharer
     if found is None:
         return

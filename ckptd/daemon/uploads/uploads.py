@@ -1,7 +1,7 @@
-"""Ship, retire and confirm: orders to a remote's child, and what their answers mean for the journal (§5).
+"""Request uploads and deletions from a remote's child, and journal the answers.
 
-The intent is journalled before the order is sent and the outcome when the answer arrives, so that a crash in
-between leaves a ship that the next start continues (P7).
+The intent is journalled before the request is sent and the outcome when the answer arrives, so that a crash
+in between leaves an upload that the next start continues (P7: a crash at any moment loses nothing).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ckptd.config.commands import command_for
 from ckptd.core.model.records import ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
 from ckptd.core.policy.leases import beat_seconds
 from ckptd.core.policy.view import Confirmation
-from ckptd.daemon.state.state import Converting, JobState, Moving
+from ckptd.daemon.state.state import Converting, JobState, UploadProgress
 from ckptd.daemon.uploads.commit_wait import waiting_on
-from ckptd.daemon.uploads.late_files import Supplementing
+from ckptd.daemon.uploads.late_files import SupplementUploader
 from ckptd.daemon.uploads.requests import (
     committed_source,
-    files_to_ship,
-    forget_others,
+    derive_request,
+    files_to_upload,
+    forget_replaced_objects,
     half_row,
-    making_of,
     pointer_to_ship,
     ship_order,
     verified_row,
 )
-from ckptd.daemon.uploads.retire import Retiring
+from ckptd.daemon.uploads.retire import RemoteDeleter
 from ckptd.observe.logs import doing
 from ckptd.storage.child.slots import error_of
 from ckptd.storage.local import fs
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.records import SaveRow
     from ckptd.core.policy.actions import AskConfirmation, MakeWay, Ship
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.observe.audit import Audit
 
 
@@ -61,7 +61,7 @@ STEP_IN_SECONDS = 60.0
 NEXT_STEP_CHANGED = "find out what writes there: ckptd sends it once it rests, an hour later at most"
 
 
-class Shipping:
+class UploadManager:
     """The remote half of executing a plan, for one job."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Shipping:
         config: JobConfig,
         config_digest: str,
         state: JobState,
-        links: Mapping[str, RemoteLink],
+        links: Mapping[str, RemoteSession],
         audit: Audit,
         wake: Callable[[], None],
     ) -> None:
@@ -80,8 +80,8 @@ class Shipping:
         self._wake = wake
         beat = beat_seconds(config.shared_takeover_seconds, STEP_IN_SECONDS)
         self._step_in_seconds = beat if config.shared_fs else STEP_IN_SECONDS
-        self.retiring = Retiring(config, state, links, audit, wake)
-        self.late = Supplementing(config, config_digest, state, links, wake)
+        self.retiring = RemoteDeleter(config, state, links, audit, wake)
+        self.late = SupplementUploader(config, config_digest, state, links, wake)
 
     # --- ship ------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Shipping:
                 state.journal.set_held(row.id, held=False)
                 state.reload(row.id)
             return
-        forget_others(state, row, action)
+        forget_replaced_objects(state, row, action)
         record = old.model_copy(
             update={
                 "state": ShipState.SHIPPING,
@@ -126,7 +126,7 @@ class Shipping:
             run_id=state.run_id,
         )
         total = sum(f.bytes for f in files)
-        state.moving[key] = Moving(done_bytes=0, total_bytes=total, started_seconds=time.monotonic())
+        state.moving[key] = UploadProgress(done_bytes=0, total_bytes=total, started_seconds=time.monotonic())
         state.busy[action.save_id] += 1
         if making is not None:
             state.converting = Converting(save_id=action.save_id, form=action.form)
@@ -140,12 +140,12 @@ class Shipping:
     ) -> tuple[tuple[m.ShipFile, ...] | None, m.Making | None]:
         """Files that lie here, and what is made of shards while it is sent."""
         if not action.is_streamed:
-            return files_to_ship(row, action, save_dir_fd), None
+            return files_to_upload(row, action, save_dir_fd), None
         os.close(fs.ensure_ours(save_dir_fd, fs.STAGING))
         staging = path_of(self._config.save_dir, fs.STAGING)
         zero = self._state.ship(row.id, action.remote, ZERO)
         source = committed_source(row, zero, self._config.shared_takeover_seconds)
-        return pointer_to_ship(row, action), making_of(row, action, source, str(staging), memory_bytes)
+        return pointer_to_ship(row, action), derive_request(row, action, source, str(staging), memory_bytes)
 
     def make_way(self, action: MakeWay) -> None:
         """Cancel the upload under way; it goes on where it stopped."""
@@ -179,7 +179,7 @@ class Shipping:
         self._wake()
 
     def _planned(self, action: Ship, planned: m.Planned) -> None:
-        """What an attempt by another plan sent is not of this one."""
+        """Record the plan of a derived form, and forget objects that an attempt by another plan uploaded."""
         state, key = self._state, (action.save_id, action.remote, action.form)
         state.moving[key].total_bytes = planned.bytes
         record = state.rows[action.save_id].derived_of(action.form)
@@ -261,7 +261,9 @@ class Shipping:
         state.put_ship(action.save_id, record)
 
     def _wait_seconds(self, action: Ship, answer: m.ShipResult) -> float:
-        """Until it is tried again: other nodes' parts, a form that another makes, or a mend, are to come."""
+        """Return the seconds until the next attempt, while other nodes' parts, another node's form or a
+        repair are awaited.
+        """
         if action.form != ZERO:
             return self._config.shared_takeover_seconds
         key, first = (action.save_id, action.remote, action.form), self._step_in_seconds
@@ -350,7 +352,9 @@ class Shipping:
 
 
 def running_speed(state: JobState, remote: str, least_seconds: float) -> float | None:
-    """What the upload of a ZeRO form under way has done so far: the first day has no finished one."""
+    """Return the speed (bytes/s) of a ZeRO upload under way: on the first day there is no finished one to
+    measure.
+    """
     now = time.monotonic()
     for (_, name, form), moving in state.moving.items():
         seconds, done = now - moving.started_seconds, moving.done_bytes - moving.start_bytes

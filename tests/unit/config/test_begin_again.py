@@ -17,7 +17,7 @@ from ckptd.base import files
 from ckptd.config.loader import load_daemon, load_jobs
 from ckptd.core.model.records import ObjectRow
 from ckptd.core.policy.actions import Prune
-from ckptd.daemon.actions.prune import TIDY_SECONDS, Pruner
+from ckptd.daemon.actions.prune import TIDY_SECONDS, LocalDeleter
 from ckptd.daemon.bootstrap import recover
 from ckptd.daemon.loop import Daemon
 from ckptd.daemon.state.state import JobState
@@ -149,7 +149,7 @@ class Scene:
         self.state = JobState(journal=Journal(state_dir / "journal.db"))
         self.waiting: list[Callable[[], None]] = []
         work = self._queue if is_busy else self._work
-        self.pruner = Pruner(self.state, self.audit, work, lambda: None)
+        self.pruner = LocalDeleter(self.state, self.audit, work, lambda: None)
 
     def _queue(self, *order: Any) -> None:
         self.waiting.append(lambda: self._work(*order))

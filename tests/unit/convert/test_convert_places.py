@@ -172,8 +172,8 @@ def test_a_file_system_without_a_rename_that_never_replaces(
     (tmp_path / "place" / staging.OUTPUT).mkdir(parents=True)
     with files.opened_dir(tmp_path / "place") as fd:
         with pytest.raises(TargetExists):
-            staging.Workplace(str(tmp_path / "place"), fd).publish(str(tmp_path / "u"))
-        staging.Workplace(str(tmp_path / "place"), fd).publish(str(tmp_path / "v"))
+            staging.StagingDir(str(tmp_path / "place"), fd).publish(str(tmp_path / "u"))
+        staging.StagingDir(str(tmp_path / "place"), fd).publish(str(tmp_path / "v"))
 
 
 def test_a_source_that_is_rotated_away_has_changed(tmp_path: Path) -> None:

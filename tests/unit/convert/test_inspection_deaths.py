@@ -21,7 +21,7 @@ from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, Verdict, judge
 from ckptd.core.model.facts import Archive
 from ckptd.daemon.health.stalls import what_reads_it
-from ckptd.daemon.intake.inspection import TRIES, Reading
+from ckptd.daemon.intake.inspection import TRIES, ShardInspector
 from ckptd.errors import StorageError
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.scan import scan, scan_folder
@@ -185,7 +185,7 @@ def test_what_an_earlier_release_noted_without_reading_is_read_again(tmp_path: P
         [listing] = scan(fd).folders
     journal.put_facts([(f.identity, facts[f.path]) for f in listing.files])
     state: Any = SimpleNamespace(journal=journal)
-    known = Reading(scene.job(), state, AtOnce(), lambda: None).known_facts(listing)  # type: ignore[arg-type]
+    known = ShardInspector(scene.job(), state, AtOnce(), lambda: None).known_facts(listing)  # type: ignore[arg-type]
     assert set(facts) - set(known) == {SHARD}
     journal.close()
 

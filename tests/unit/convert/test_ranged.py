@@ -19,7 +19,7 @@ from ckptd.convert.options import ConvertOptions, ConvertReport
 from ckptd.convert.parts import Cast, Literal, Mean, Part, Range, Stream, Widen, Woven
 from ckptd.convert.reader import blocks_of, pieces
 from ckptd.convert.remote import reader
-from ckptd.convert.remote.convert import Ranged
+from ckptd.convert.remote.convert import RemoteConversion
 from ckptd.convert.remote.reader import RemoteRanges
 from ckptd.convert.remote.source import RemoteFile, RemoteSource
 from ckptd.convert.remote.uploader import PartsSource
@@ -292,7 +292,7 @@ def test_stopped_in_the_middle_it_goes_on_where_it_ended(tmp_path: Path) -> None
     plan = tmp_path / ".u.ckptd-partial" / "plan.jsonl"
 
     def run(should_stop: Callable[[], bool]) -> ConvertReport:
-        return Ranged(source, tmp_path / "u", ConvertOptions(), {}, should_stop=should_stop).run()
+        return RemoteConversion(source, tmp_path / "u", ConvertOptions(), {}, should_stop=should_stop).run()
 
     with pytest.raises(BehindError):
         run(plan.exists)
@@ -319,7 +319,9 @@ def test_what_is_gone_on_with_is_compared_from_its_beginning(
 
     def run(should_stop: Callable[[], bool]) -> ConvertReport:
         url = f"file://{scene.nas / tag}"
-        return Ranged(url, tmp_path / "u", ConvertOptions(), os.environ, should_stop=should_stop).run()
+        return RemoteConversion(
+            url, tmp_path / "u", ConvertOptions(), os.environ, should_stop=should_stop
+        ).run()
 
     with pytest.raises(BehindError):
         run(lambda: partial.exists() and sum(len(names) for _, _, names in os.walk(partial)) > 1800)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.daemon.heartbeat import say_ended
+from ckptd.daemon.heartbeat import send_final
 from ckptd.storage.child.slots import SlotPool
 
 if TYPE_CHECKING:
@@ -160,6 +160,6 @@ def test_who_waits_for_a_place_hears_that_it_ended_too() -> None:
 
     job = Job("abc")
     results.put(reload)
-    say_ended(cast("list[DaemonJob]", [job]), results, lambda call: call(), places.settle, reload)
+    send_final(cast("list[DaemonJob]", [job]), results, lambda call: call(), places.settle, reload)
     assert [link.said.count("began") for link in job.links.values()] == [1, 1, 1]
     assert results.get_nowait() == reload, "it comes after them"

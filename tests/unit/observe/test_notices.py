@@ -25,10 +25,10 @@ from ckptd.daemon.health.notify import Notifier
 from ckptd.daemon.health.status import job_status
 from ckptd.daemon.job import Job
 from ckptd.daemon.publisher import Invalid, Publisher, Reloaded
-from ckptd.daemon.resources.limits import Totals
+from ckptd.daemon.resources.limits import HostLimits
 from ckptd.daemon.resources.workers import Workers
 from ckptd.errors import ConfigError
-from ckptd.observe.events import MOST_IN_AN_HOUR, Desk, Event, Rules, events_between
+from ckptd.observe.events import MOST_IN_AN_HOUR, Event, EventReporter, NotifyRules, events_between
 from ckptd.observe.status import (
     CheckpointStatus,
     FormStatus,
@@ -38,7 +38,7 @@ from ckptd.observe.status import (
     ProblemStatus,
 )
 
-RULES = Rules(severity="attention", repeat_seconds=3600.0, not_safe_after_seconds=600.0)
+RULES = NotifyRules(severity="attention", repeat_seconds=3600.0, not_safe_after_seconds=600.0)
 
 
 def checkpoint(
@@ -83,7 +83,7 @@ def kinds(events: tuple[Event, ...]) -> list[str]:
 def test_a_paused_job_is_not_safe_all_the_same() -> None:
     """Whoever paused it may have forgotten (docs/adr/0108)."""
     paused = PauseStatus(since="2026", by="alice")
-    told = Desk(RULES).see(replace(job(), state="paused", paused=paused, seconds_at_risk=601.0), 0.0)
+    told = EventReporter(RULES).see(replace(job(), state="paused", paused=paused, seconds_at_risk=601.0), 0.0)
     assert [event.kind for event in told.messages] == ["not-safe"]
 
 
@@ -114,7 +114,7 @@ def test_a_second_save_of_the_same_tag_is_another() -> None:
 
 
 def test_a_problem_that_flaps_is_told_once_and_one_that_lasts_again() -> None:
-    desk = Desk(RULES)
+    desk = EventReporter(RULES)
     told = [kinds(desk.see(job(problems=p), at).messages) for at, p in ((0.0, (problem(),)), (1.0, ()))]
     assert told == [["problem"], ["solved"]]
     assert kinds(desk.see(job(problems=(problem(),)), 2.0).messages) == []
@@ -123,13 +123,13 @@ def test_a_problem_that_flaps_is_told_once_and_one_that_lasts_again() -> None:
     # another remote's is another
     assert kinds(desk.see(job(problems=(problem(), problem(about="s3"))), 3602.0).messages) == ["problem"]
     # one that did not heal is told when it needs a person
-    slow = Desk(RULES)
+    slow = EventReporter(RULES)
     assert slow.see(job(problems=(problem("torn-save", severity="note"),)), 0.0).messages == ()
     assert kinds(slow.see(job(problems=(problem("torn-save"),)), 60.0).messages) == ["problem"]
     assert kinds(slow.see(job(problems=(problem("torn-save"),)), 61.0).events) == []
     assert kinds(slow.see(job(), 62.0).messages) == ["solved"]
     # what nobody was told of is not told to be over
-    quiet = Desk(RULES)
+    quiet = EventReporter(RULES)
     quiet.see(job(problems=(problem("link-slow", severity="note"),)), 0.0)
     told_of = quiet.see(job(), 1.0)
     assert kinds(told_of.events) == ["solved"]
@@ -137,7 +137,7 @@ def test_a_problem_that_flaps_is_told_once_and_one_that_lasts_again() -> None:
 
 
 def test_not_safe_is_told_once_and_that_it_is_over() -> None:
-    desk = Desk(RULES)
+    desk = EventReporter(RULES)
     assert desk.see(job(seconds_at_risk=599.0), 0.0).messages == ()
     assert desk.is_well()
     (message,) = desk.see(job(seconds_at_risk=601.0), 1.0).messages
@@ -154,7 +154,7 @@ def test_not_safe_is_told_once_and_that_it_is_over() -> None:
     st.lists(st.tuples(st.floats(0, 900), st.sets(st.sampled_from([str(n) for n in range(30)]))), max_size=40)
 )
 def test_never_a_flood_and_nothing_forgotten(turns: list[tuple[float, set[str]]]) -> None:
-    desk, now, times = Desk(RULES), 0.0, []
+    desk, now, times = EventReporter(RULES), 0.0, []
     for pause, names in turns:
         now += pause
         messages = desk.see(job(problems=tuple(problem(about=n) for n in sorted(names))), now).messages
@@ -206,7 +206,7 @@ def test_a_defect_in_what_is_said_of_one_job_ends_nothing(
     told: list[JobStatus] = []
     desk: Any = SimpleNamespace(see=told.append, turn=lambda _: None, failed=None)
     publisher = Publisher(desk, Exporter(None))
-    totals = Totals(DaemonConfig(), list, lambda: 0, remotes=list)
+    totals = HostLimits(DaemonConfig(), list, lambda: 0, remotes=list)
     posts: list[Callable[[], None]] = []
     jobs = []
     for name in ("llama", "qwen"):
@@ -230,7 +230,7 @@ def test_a_defect_in_what_is_said_of_one_job_ends_nothing(
 
 
 def test_a_wrong_file_with_the_name_of_a_job_that_runs_is_no_flapping() -> None:
-    desk = Desk(RULES)
+    desk = EventReporter(RULES)
     wrong = replace(job(problems=(problem("config-invalid"),)), save_dir="/etc/llama.toml", state="invalid")
     told = [kinds(desk.see(status, at).messages) for at in (0.0, 1.0) for status in (job(), wrong)]
     assert told == [[], ["problem"], [], []]

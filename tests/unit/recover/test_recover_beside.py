@@ -16,7 +16,7 @@ from ckptd.core.model.layouts import Role
 from ckptd.core.model.manifest import sha256_of
 from ckptd.core.model.records import DerivedRecord, SaveRow
 from ckptd.core.policy.actions import Ship
-from ckptd.daemon.uploads.requests import files_to_ship
+from ckptd.daemon.uploads.requests import files_to_upload
 from ckptd.errors import TargetExists
 from ckptd.maintenance.verify import Verifier
 from ckptd.recover.execute import Execution
@@ -209,7 +209,7 @@ def test_nor_does_one_that_was_there_when_the_save_was_sealed(tmp_path: Path) ->
         ended_at=None,
     )
     with files.opened_dir(tmp_path) as fd:
-        order = files_to_ship(row, Ship(save_id=1, remote="nas", form="zero", generation=1, attempt=1), fd)
+        order = files_to_upload(row, Ship(save_id=1, remote="nas", form="zero", generation=1, attempt=1), fd)
     keys = {file.path: file.key for file in order or ()}
     assert keys[shard.path] == f"{TAG}/{shard.path}"
     assert {keys[name] for name in STOCK} == {f"{TAG}/_late/f10.1.0100/{name}" for name in STOCK}

@@ -13,7 +13,7 @@ import pytest
 from ckptd.base import extents, files
 from ckptd.core.model.records import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.core.model.save import SealedSave
-from ckptd.daemon.intake.clones import settle_holds, take_up_holds
+from ckptd.daemon.intake.clones import recover_holds, settle_holds
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.errors import SourceChanged
@@ -79,7 +79,7 @@ def test_a_hold_keeps_the_empty_folders_of_its_save(tmp_path: Path, monkeypatch:
         shutil.rmtree(tmp_path / "global_step5")
         journal = Journal(tmp_path / "journal.db")
         state = JobState(journal=journal, problems=Problems())
-        take_up_holds(state, fd)
+        recover_holds(state, fd)
     assert [(row.held, row.save.empty) for row in state.rows.values()] == [(True, empty)]
     journal.close()
 
@@ -114,7 +114,7 @@ def test_a_hold_that_cannot_be_renamed_stops_nothing(
     with files.opened_dir(tmp_path) as fd:
         with monkeypatch.context() as patch:
             patch.setattr(files, "write_atomic", refusing)
-            take_up_holds(state, fd)
+            recover_holds(state, fd)
             settle_holds(state, fd)
             assert [row.save.tag for row in state.rows.values() if row.held] == ["global_step6"]
             assert state.stray_holds == {"global_step5.7": ""}
@@ -187,7 +187,7 @@ def test_a_hold_of_which_a_restart_finds_no_note(
         record = ShipRecord(remote=remote, form=form, state=ShipState.COMMITTED)
         state.put_ship(save_id, record.model_copy(update={"commit_key": f"{remote} {form}"}))
     with files.opened_dir(tmp_path) as fd:
-        take_up_holds(state, fd)
+        recover_holds(state, fd)
         settle_holds(state, fd)
     assert state.rows[save_id].held != is_done
     assert sorted(os.listdir(place)) == ([] if is_done else ["global_step5.1", "global_step5.1.json"])
@@ -214,7 +214,7 @@ def test_a_hold_that_nobody_needs_goes_with_a_line(tmp_path: Path, why: str) -> 
         journal.end_save(save_id, "pruned")
     state.load()
     with files.opened_dir(tmp_path) as fd:
-        take_up_holds(state, fd)
+        recover_holds(state, fd)
     assert sorted(os.listdir(place)) == (
         ["global_step5.1", "global_step5.1.json"] if why == "held twice" else []
     )
@@ -240,7 +240,7 @@ def test_a_hold_stays_where_its_line_cannot_be_written(tmp_path: Path, how: str)
             state.failed_holds.add(save_id)
             settle_holds(state, fd)
         else:
-            take_up_holds(state, fd)
+            recover_holds(state, fd)
         assert place.with_suffix("").is_dir()
         assert list(state.failures) == [f"settling _ckptd/hold/{place.stem}"]
         (tmp_path / "audit.jsonl").rmdir()

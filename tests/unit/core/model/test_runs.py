@@ -9,7 +9,7 @@ import pytest
 from ckptd.core.model.generation import AlreadyCommitted, JoinGeneration, choose_generation
 from ckptd.core.model.manifest import NodeManifest, Tombstone, parse
 from ckptd.core.model.runs import Claim
-from ckptd.daemon.uploads.session import of_run, seen_in
+from ckptd.daemon.uploads.session import commits_of, of_run
 from ckptd.errors import RefusedError
 from ckptd.storage.remote.documents import read_commits
 from ckptd.storage.remote.messages import Retire, ShipOrder
@@ -88,7 +88,7 @@ def test_the_newest_of_each_run_stays(two: Two) -> None:
 def test_the_same_bytes_committed_by_another_run_are_another_save(two: Two) -> None:
     two.commit("x", 10)
     view = describe(two.store, "global_step10")
-    manifests, commits = seen_in(view)
+    manifests, commits = commits_of(view)
     save = two.nodes["x"].sealed(step=10)
     job_id = manifests[0].manifest.job_id
 

@@ -20,12 +20,12 @@ from ckptd.core.model.decision import Decision, lacking
 from ckptd.core.model.manifest import TombstoneHeader
 from ckptd.core.model.records import ZERO
 from ckptd.daemon.intake.decisions import write_decision
-from ckptd.daemon.intake.initial_scan import Beginning
-from ckptd.daemon.intake.known_saves import Knowledge
+from ckptd.daemon.intake.initial_scan import PreexistingSaves
+from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.state.view_builder import of_untold
-from ckptd.daemon.uploads.retire import Retiring
+from ckptd.daemon.uploads.retire import RemoteDeleter
 from ckptd.errors import DocumentDamaged
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
@@ -132,8 +132,10 @@ class Told:
         self.state = JobState(journal=Journal(self.place / "journal.db"), problems=Problems())
         self.state.load()
         forms = dict.fromkeys(self.links, (ZERO,))
-        found = Beginning(frozenset(), frozenset(), "here")
-        self.knowledge = Knowledge(self.state, self.place, self.links, "n0", found, 60.0, forms, lambda: None)
+        found = PreexistingSaves(frozenset(), frozenset(), "here")
+        self.knowledge = KnownSaves(
+            self.state, self.place, self.links, "n0", found, 60.0, forms, lambda: None
+        )
 
     def shows(self, name: str, *decisions: Decision) -> None:
         """A look."""
@@ -292,7 +294,7 @@ def test_nothing_is_retired_from_a_remote_that_is_to_be_told(tmp_path: Path) -> 
     scene.link.observation = half
     before = len(scene.line.orders)
     job = job_from_arguments(str(tmp_path), str(tmp_path / "nas"), check_paths=False)
-    retiring = Retiring(job, state, {"nas": scene.link}, Audit(tmp_path / "audit.jsonl"), lambda: None)
+    retiring = RemoteDeleter(job, state, {"nas": scene.link}, Audit(tmp_path / "audit.jsonl"), lambda: None)
     retiring.finish(rests=False)
     assert len(scene.line.orders) == before
     state.untold.clear()

@@ -19,10 +19,10 @@ from ckptd.core.completeness.judge import Memory, State, Verdict, judge
 from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
 from ckptd.core.model.generation import AlreadyCommitted, JoinGeneration, choose_generation
 from ckptd.core.model.listing import FolderListing, ListedFile
-from ckptd.daemon.state.remote_sync import named_in, told_in
+from ckptd.daemon.state.remote_sync import evidence_of, unread_manifests
 from ckptd.daemon.uploads import peers as daemon_nodes
 from ckptd.daemon.uploads.peers import LONGEST_SECONDS, LOOK_SECONDS, Nodes
-from ckptd.daemon.uploads.session import seen_in
+from ckptd.daemon.uploads.session import commits_of
 from ckptd.storage.remote.documents import FEW, ManifestCache
 from ckptd.storage.remote.observe import describe
 from ckptd.storage.stores.directory import DirectoryStore
@@ -165,7 +165,7 @@ class Daemon:
 
     def choice(self, save: SealedSave) -> GenerationChoice:
         view = describe(self.store, self.tag, node=self.name)
-        manifests, commits = seen_in(view)
+        manifests, commits = commits_of(view)
         return choose_generation(
             save,
             JOB_ID,
@@ -173,7 +173,7 @@ class Daemon:
             commits=commits,
             tombstones=view.retired,
             save_spread_seconds=SPREAD_SECONDS,
-            named=named_in(view),
+            named=unread_manifests(view),
         )
 
     def ship(self, step: int | None = None, *, optimizer_step: int | None = None) -> ShipResult:
@@ -328,7 +328,7 @@ class TestOneTag:
         first.ship()
         save_on(pair, 200, 30)
         first.ship()
-        assert [told.step for told in told_in(describe(job.store, "last"))] == [100, 200]
+        assert [told.step for told in evidence_of(describe(job.store, "last"))] == [100, 200]
         assert second.judged().state is State.INCOMPLETE
 
     def test_what_a_node_sent_itself_speaks_against_another_save(self, job: Job) -> None:

@@ -13,7 +13,7 @@ from ckptd.core.policy.leases import attempt_folder, attempts_folder
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy, Tier
 from ckptd.core.policy.view import Drain, JobView, RemoteView, SaveView
-from ckptd.daemon.health.checks import see_gets_nothing
+from ckptd.daemon.health.checks import report_unused_remotes
 from ckptd.daemon.state.problems import Problems
 from tests.support.core_views import NAS, committed_record, job_view, remote_commit, save_view, sealed
 
@@ -173,7 +173,7 @@ def test_a_remote_without_the_zero_form_gets_nothing_of_it_and_that_is_said() ->
     for view, tag in ((seen(part(4), part(5)), "s5b1"), (seen(whole), None), (seen(part(4), whole), "s4b1")):
         problems = Problems()
         problems.begin_turn()
-        see_gets_nothing(problems, view)
+        report_unused_remotes(problems, view)
         problems.end_turn()
         said = [(p.code, p.about, p.severity) for p in problems.all()]
         assert said == ([("conversion-refused", "archive", "note")] if tag else [])

@@ -87,7 +87,7 @@ class Watched:
     def alarms(self) -> dict[str, str]:
         problems = self.state.problems
         problems.begin_turn()
-        stalls.see_alarms(self.job, self.state)
+        stalls.report_alarms(self.job, self.state)
         problems.end_turn()
         return {p.code: f"{p.text}; {p.next_step}" for p in problems.all()}
 
@@ -170,8 +170,8 @@ def test_a_save_that_was_cut_short_is_counted_with_the_command_that_removes_it(w
 
 
 OTHERS = (
-    "_forget_vanished", "see_conversions", "see_gets_nothing", "_see_failures", "see_stuck", "see_outlook",
-    "see_alarms", "see_waiting", "see_nodes",
+    "_forget_vanished", "report_conversions", "report_unused_remotes", "_see_failures", "report_stalls",
+    "see_outlook", "report_alarms", "report_waiting", "report_differing_nodes",
 )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def told(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict
     job.runs = SimpleNamespace(see_problems=lambda _: None)
 
     def seen() -> dict[str, str]:
-        checks.see_problems(job, watched.state)
+        checks.report_problems(job, watched.state)
         return {p.code: f"{p.text}; {p.next_step}" for p in job.problems.all()}
 
     return seen

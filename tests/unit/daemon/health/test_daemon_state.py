@@ -24,13 +24,13 @@ from ckptd.core.model.records import (
 from ckptd.core.policy.actions import Convert, Ship
 from ckptd.core.policy.derived_forms import MAX_CONVERSION_TRIES
 from ckptd.core.policy.planner import plan
-from ckptd.daemon.actions.local import Chores
+from ckptd.daemon.actions.local import LocalActions
 from ckptd.daemon.bootstrap import recover
-from ckptd.daemon.health.checks import see_conversions
+from ckptd.daemon.health.checks import report_conversions
 from ckptd.daemon.health.stalls import why_gone
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
-from ckptd.daemon.uploads.uploads import Shipping
+from ckptd.daemon.uploads.uploads import UploadManager
 from ckptd.errors import LockHeld, NoSpaceError, NotPermitted, RefusedError, SourceChanged
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal import history
@@ -71,7 +71,7 @@ def _state_of(path: Path, count: int) -> tuple[JobState, list[int]]:
 
 def _conversions_seen(state: JobState) -> list[tuple[str, str, str]]:
     state.problems.begin_turn()
-    see_conversions(state.problems, state)
+    report_conversions(state.problems, state)
     state.problems.end_turn()
     return [(p.code, p.about, p.text) for p in state.problems.all()]
 
@@ -79,7 +79,7 @@ def _conversions_seen(state: JobState) -> list[tuple[str, str, str]]:
 def _failing(state: JobState, save_id: int, error: CkptdError) -> None:
     nothing = cast("Any", None)
     config = cast("Any", SimpleNamespace(trainer="auto"))
-    chores = Chores(config, state, nothing, nothing, nothing, wake=lambda: None)
+    chores = LocalActions(config, state, nothing, nothing, nothing, wake=lambda: None)
     chores._not_converted(save_id, error)
 
 
@@ -139,7 +139,7 @@ def test_a_form_whose_files_are_gone_is_made_again(tmp_path: Path) -> None:
     state.put_derived(save_id, DerivedRecord(state=DerivedState.READY))
     links = cast("Any", {"nas": None})
     audit = Audit(tmp_path / "audit.jsonl")
-    shipping = Shipping(scene.job(), "digest", state, links, audit, lambda: None)
+    shipping = UploadManager(scene.job(), "digest", state, links, audit, lambda: None)
     with files.opened_dir(scene.save_dir) as fd:
         shipping.ship(Ship(save_id=save_id, remote="nas", form=UNIVERSAL, generation=1, attempt=1), fd, 0)
     assert state.rows[save_id].derived.state is DerivedState.NONE

@@ -8,8 +8,8 @@ import pytest
 
 from ckptd.core.model.records import ZERO
 from ckptd.daemon.intake.decisions import read_decisions
-from ckptd.daemon.intake.initial_scan import Beginning, beginning
-from ckptd.daemon.intake.known_saves import Knowledge
+from ckptd.daemon.intake.initial_scan import PreexistingSaves, beginning
+from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.storage.journal.journal import Journal
@@ -36,9 +36,9 @@ HERE = place_of("/nvme/run", 7)
 
 
 def test_what_came_after_the_journal_was_begun_was_not_found(journal: Journal) -> None:
-    assert beginning(journal, "/nvme/run", 7, OLD) == Beginning(OLD, OLD, HERE)
-    assert beginning(journal, "/nvme/run", 7, LATER) == Beginning(LATER, OLD, HERE)
-    assert beginning(journal, "/nvme/run", 7, frozenset()) == Beginning(frozenset(), OLD, HERE)
+    assert beginning(journal, "/nvme/run", 7, OLD) == PreexistingSaves(OLD, OLD, HERE)
+    assert beginning(journal, "/nvme/run", 7, LATER) == PreexistingSaves(LATER, OLD, HERE)
+    assert beginning(journal, "/nvme/run", 7, frozenset()) == PreexistingSaves(frozenset(), OLD, HERE)
 
 
 @pytest.mark.parametrize(("save_dir", "inode"), [("/nvme/other", 7), ("/nvme/run", 8)])
@@ -46,13 +46,13 @@ def test_of_another_directory_nothing_is_known(journal: Journal, save_dir: str, 
     """Another save_dir in the job file, or one that was not mounted when the journal was begun."""
     beginning(journal, "/nvme/run", 7, frozenset())
     there = place_of(save_dir, inode)
-    assert beginning(journal, save_dir, inode, OLD) == Beginning(OLD, OLD, there)
-    assert beginning(journal, save_dir, inode, LATER) == Beginning(LATER, OLD, there)
+    assert beginning(journal, save_dir, inode, OLD) == PreexistingSaves(OLD, OLD, there)
+    assert beginning(journal, save_dir, inode, LATER) == PreexistingSaves(LATER, OLD, there)
 
 
 def test_a_journal_of_an_older_release_begins_with_what_is_here_now(journal: Journal) -> None:
     journal.set_meta("found", "{}")
-    assert beginning(journal, "/nvme/run", 7, LATER) == Beginning(LATER, LATER, HERE)
+    assert beginning(journal, "/nvme/run", 7, LATER) == PreexistingSaves(LATER, LATER, HERE)
 
 
 def test_all_remotes_answer_before_the_first_start_is_noted(tmp_path: Path, journal: Journal) -> None:
@@ -64,7 +64,7 @@ def test_all_remotes_answer_before_the_first_start_is_noted(tmp_path: Path, jour
     found = beginning(journal, "/nvme/run", 7, LATER)
     links = {"near": near, "far": far}
     forms = dict.fromkeys(links, (ZERO,))
-    knowledge = Knowledge(state, tmp_path, links, "n0", found, 60.0, forms, lambda: None)
+    knowledge = KnownSaves(state, tmp_path, links, "n0", found, 60.0, forms, lambda: None)
     far.observation = None
     near.observation = m.Observation(identity=IDENTITY, commits=())
     assert knowledge.found_first() is None

@@ -12,8 +12,8 @@ from ckptd.core.model.listing import FolderListing, ListedFile, SaveDirListing
 from ckptd.core.model.manifest import Commit, ManifestRef
 from ckptd.core.model.records import ZERO, ShipRecord, ShipState
 from ckptd.core.model.save import Order
-from ckptd.daemon.intake.initial_scan import Beginning
-from ckptd.daemon.intake.known_saves import Knowledge, Recogniser
+from ckptd.daemon.intake.initial_scan import PreexistingSaves
+from ckptd.daemon.intake.known_saves import KnownSaves, Recogniser
 from ckptd.daemon.intake.ordering import Ordering
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.remote_sync import adopt_commits
@@ -153,8 +153,8 @@ def test_a_run_that_was_sent_back_here_is_told_by_its_times(
     view = CommitView.model_construct(key="k", sha256="d", commit=commit, disputed=False)
     link = Link("nas", Observation.model_construct(commits=(view,)))
     links = cast("Any", {"nas": link})
-    knowledge = Knowledge(
-        state, tmp_path, links, "a", Beginning(frozenset(), frozenset()), 60.0, {}, lambda: None
+    knowledge = KnownSaves(
+        state, tmp_path, links, "a", PreexistingSaves(frozenset(), frozenset()), 60.0, {}, lambda: None
     )
     ordering = Ordering(state, knowledge, lambda _: False)
     one = folder(5, (1000 + apart_seconds) * 10**9)

@@ -19,8 +19,8 @@ from ckptd.core.model.decision import Decision
 from ckptd.core.model.listing import SaveDirListing
 from ckptd.core.model.records import ZERO
 from ckptd.daemon.intake.decisions import read_decisions, write_decision
-from ckptd.daemon.intake.initial_scan import FirstLook, beginning
-from ckptd.daemon.intake.known_saves import Knowledge
+from ckptd.daemon.intake.initial_scan import InitialScan, beginning
+from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.storage.journal.journal import Journal
@@ -140,7 +140,7 @@ def has_looked(scene: Scene) -> bool:
 def test_what_is_saved_into_a_directory_that_was_awaited_was_not_found() -> None:
     old, new = folder(5, 10**9), folder(6, time.time_ns() + 60 * 10**9)
     listing = SaveDirListing(device=1, folders=(old, new))
-    first = FirstLook()
+    first = InitialScan()
     assert first.look(listing)
     assert not first.look(SaveDirListing(device=1, folders=()))
     assert first.tags == {old.tag, new.tag}
@@ -163,11 +163,11 @@ class Told:
         self.state = JobState(journal=Journal(place / "journal.db"), problems=Problems())
         self.state.load()
 
-    def knowledge(self, *, holds_state: bool) -> Knowledge:
+    def knowledge(self, *, holds_state: bool) -> KnownSaves:
         """Of node n0; "a" lies there."""
         found = beginning(self.state.journal, "/nvme/run", 7, frozenset({"a"}), holds_state=holds_state)
         links, forms = self.links, {"nas": (ZERO,)}
-        return Knowledge(self.state, self.place, links, "n0", found, 60.0, forms, lambda: None)
+        return KnownSaves(self.state, self.place, links, "n0", found, 60.0, forms, lambda: None)
 
 
 def start(*tags: str, place: str = "", serial: int = 1) -> Decision:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from ckptd.config.quantities import Timetable, parse_timetable
 from ckptd.config.schema import DaemonConfig
-from ckptd.daemon.resources.limits import Slots, Totals, shares
+from ckptd.daemon.resources.limits import HostLimits, Slots, shares
 from ckptd.storage.stores.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
-    from ckptd.daemon.uploads.session import RemoteLink
+    from ckptd.daemon.uploads.session import RemoteSession
 
 
 class Line:
@@ -74,7 +74,7 @@ def test_who_asks_again_keeps_it() -> None:
 
 def shared(total: int | None, limits: list[int | None]) -> list[int | None]:
     """`shares` of transfers that are only told apart."""
-    links = [cast("RemoteLink", object()) for _ in limits]
+    links = [cast("RemoteSession", object()) for _ in limits]
     found = shares(total, dict(zip(links, limits, strict=True)))
     return [found[link] for link in links]
 
@@ -132,8 +132,8 @@ def test_timetables_are_followed_on_the_fly(monkeypatch: pytest.MonkeyPatch) -> 
     clock = [7 * hour]
     links = [Link(Timetable()), Link(parse_timetable("12:00,10B/s 13:00,off"))]
     daemon = DaemonConfig.model_validate({"bandwidth": "08:00,90B/s 20:00,off"})
-    found_links = cast("list[RemoteLink]", links)
-    totals = Totals(daemon, lambda: found_links, lambda: 0, remotes=list, unix=lambda: clock[0])
+    found_links = cast("list[RemoteSession]", links)
+    totals = HostLimits(daemon, lambda: found_links, lambda: 0, remotes=list, unix=lambda: clock[0])
     found = []
     for now in (7, 8, 12.5, 13, 20, 12.5 - 24 * 365):
         clock[0] = now * hour

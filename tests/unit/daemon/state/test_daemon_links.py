@@ -8,7 +8,7 @@ import pytest
 
 from ckptd.core.model.manifest import RemoteIdentity
 from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.uploads.session import RemoteLink
+from ckptd.daemon.uploads.session import RemoteSession
 from ckptd.errors import NoSpaceError, RemoteUnreachable
 from ckptd.storage.remote import messages as m
 from ckptd.storage.stores.base import Abilities
@@ -58,7 +58,7 @@ class Scene:
         self.wakes = 0
         self.line = Line()
         self.problems = Problems()
-        self.link = RemoteLink(settings, self.problems, lambda call: call(), lambda _: None, self.wake)
+        self.link = RemoteSession(settings, self.problems, lambda call: call(), lambda _: None, self.wake)
         self.link._client = cast("RemoteProcess", self.line)
         self.link.turn(1e6)
         self.answer(

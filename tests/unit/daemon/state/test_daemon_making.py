@@ -13,13 +13,13 @@ from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ObjectRow, S
 from ckptd.core.policy.actions import MakeWay, Ship
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
-from ckptd.daemon.health.checks import see_conversions
-from ckptd.daemon.health.stalls import see_uploads
+from ckptd.daemon.health.checks import report_conversions
+from ckptd.daemon.health.stalls import report_uploads
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.remote_sync import learn_forms, notice_lost
-from ckptd.daemon.state.state import Converting, JobState, Moving
-from ckptd.daemon.uploads.requests import committed_source, making_of
-from ckptd.daemon.uploads.uploads import Shipping
+from ckptd.daemon.state.state import Converting, JobState, UploadProgress
+from ckptd.daemon.uploads.requests import committed_source, derive_request
+from ckptd.daemon.uploads.uploads import UploadManager
 from ckptd.storage.child.slots import MAKING, RemoteProcess
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import messages as m
@@ -48,10 +48,10 @@ class Life:
         values = {"remotes": (), "shared_fs": False, "shared_takeover_seconds": 180.0}
         values |= {"file": None, "save_dir": tmp_path / "run"}
         config = cast("Any", type("Config", (), values))
-        self.shipping = Shipping(config, "", self.state, {"nas": self.link}, nothing, lambda: None)
+        self.shipping = UploadManager(config, "", self.state, {"nas": self.link}, nothing, lambda: None)
         record = self.state.ship(*KEY).model_copy(update={"state": ShipState.SHIPPING, "generation": 1})
         self.state.put_ship(1, record)
-        self.state.moving[KEY] = Moving(done_bytes=0, total_bytes=0, started_seconds=0.0)
+        self.state.moving[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
         self.state.converting = Converting(save_id=1)
         self.link.ships, self.link.ship_order = UNIVERSAL, 7
         row = ObjectRow(key="a", bytes=5, flushed_bytes=5, crc64="0" * 16, proof="read-back")
@@ -70,7 +70,7 @@ class Life:
         remote = SimpleNamespace(name="nas", forms=(ZERO, UNIVERSAL), required=True, policy=policy)
         job = SimpleNamespace(config=SimpleNamespace(remotes=(remote,)), problems=problems)
         problems.begin_turn()
-        see_uploads(cast("Any", job), self.state)
+        report_uploads(cast("Any", job), self.state)
         problems.end_turn()
         return [(p.code, p.about) for p in problems.all()]
 
@@ -92,7 +92,7 @@ def test_a_form_that_cannot_be_made_is_refused_once(life: Life) -> None:
     assert (derived.state, derived.hint) == (DerivedState.REFUSED, "convert each")
     assert life.state.converting is None
     life.state.problems.begin_turn()
-    see_conversions(life.state.problems, life.state)
+    report_conversions(life.state.problems, life.state)
     life.state.problems.end_turn()
     assert [p.code for p in life.state.problems.all()] == ["conversion-refused"]
     view = job_view([save_view(1, sealed(1), universal=derived)], local_forms=())
@@ -105,7 +105,7 @@ def test_one_that_damage_holds_up_is_asked_for_again_until_it_is_made(life: Life
     damaged = m.ShipResult(outcome="damaged", reason="a shard is damaged", hint="verify --repair")
     since = []
     for _ in range(2):
-        life.state.moving[KEY] = Moving(done_bytes=0, total_bytes=0, started_seconds=0.0)
+        life.state.moving[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
         life.hears(damaged)
         record = life.state.ship(*KEY)
         assert (record.state, record.reason) == (ShipState.WAITING, "a shard is damaged")
@@ -117,7 +117,7 @@ def test_one_that_damage_holds_up_is_asked_for_again_until_it_is_made(life: Life
         since.append(problem.since)
     assert since[0] == since[1]
     assert life.state.rows[1].derived.state is DerivedState.NONE
-    life.state.moving[KEY] = Moving(done_bytes=0, total_bytes=0, started_seconds=0.0)
+    life.state.moving[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
     life.hears(m.ShipResult(outcome="waiting", reason="n2 makes it"))
     assert life.told() == []
 
@@ -324,13 +324,13 @@ def test_of_a_save_that_is_whole_here_nothing_is_heard(life: Life) -> None:
 def test_an_order_names_the_commit_where_the_save_is_not_whole_here(life: Life) -> None:
     row, zero = life.state.rows[1], committed_record(life.state.rows[1].save)
     assert committed_source(row, zero, 30.0) is None
-    making = making_of(row, ACTION, None, "/s", 1)
+    making = derive_request(row, ACTION, None, "/s", 1)
     assert (making.zero, len(making.sealed)) == (None, 1)
     part(life)
     row = life.state.rows[1]
     source = committed_source(row, zero, 30.0)
     assert source == Committed(sha256=zero.commit_sha256 or "", takeover_seconds=30.0)
-    making = making_of(row, ACTION, source, "/s", 1)
+    making = derive_request(row, ACTION, source, "/s", 1)
     assert (making.zero, making.sealed) == (source, ())
 
 

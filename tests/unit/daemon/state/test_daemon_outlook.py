@@ -21,9 +21,9 @@ from ckptd.core.model.save import Order, SaveWindow
 from ckptd.core.policy.retention import Ephemeral, RetentionPolicy
 from ckptd.core.policy.view import Disk
 from ckptd.daemon.health.capacity import link_speed, outlook, see_outlook
-from ckptd.daemon.resources.disk_yield import Way
+from ckptd.daemon.resources.disk_yield import DiskYield
 from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState, Moving
+from ckptd.daemon.state.state import JobState, UploadProgress
 from ckptd.daemon.state.view_builder import disk_of, next_save_bytes
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import job_view, resized, save_view, sealed
@@ -70,7 +70,7 @@ def scene(
     view = job_view(here, local_retention=policy, unuploaded=unuploaded, disk=disk)
     if waiting:
         view = replace(view, remotes=(replace(view.remotes[0], ships=ZERO, ships_save=waiting - 1),))
-    moving = Moving(done_bytes=54 * GB, total_bytes=60 * GB, started_seconds=time.monotonic())
+    moving = UploadProgress(done_bytes=54 * GB, total_bytes=60 * GB, started_seconds=time.monotonic())
     job = SimpleNamespace(
         view=view,
         config=SimpleNamespace(
@@ -372,7 +372,7 @@ def test_jobs_on_one_disk_know_of_each_other() -> None:
 
 
 def test_the_way_knows_who_is_beside_whom() -> None:
-    way = Way()
+    way = DiskYield()
     for job, device in (("a", 1), ("b", 1), ("c", 2)):
         way.join(job, device, lambda: None)
     assert (way.beside("a"), way.beside("c"), way.beside("d")) == (["b"], [], [])

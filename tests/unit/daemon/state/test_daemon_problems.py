@@ -18,16 +18,16 @@ from ckptd.core.model.records import UNIVERSAL, ZERO, ShipRecord, ShipState
 from ckptd.core.policy.actions import Plan
 from ckptd.core.policy.retention import RetentionPolicy, RetentionVerdict, Tier
 from ckptd.daemon.actions.control import Control, stalled_drain
-from ckptd.daemon.health.stalls import see_stuck, unfinished, way_out
+from ckptd.daemon.health.stalls import report_stalls, unfinished, way_out
 from ckptd.daemon.intake.clones import forget_lost_holds
 from ckptd.daemon.state import problems as of_problems
 from ckptd.daemon.state.problems import CODES, HEALS_SECONDS, Problems
-from ckptd.daemon.state.state import JobState, Stays
+from ckptd.daemon.state.state import BlockedDeletion, JobState
 from ckptd.errors import NotPermitted
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import committed_record, job_view, key_of, save_view, sealed
 
-DAEMON = Path(of_problems.__file__).parents[3]
+DAEMON = Path(of_problems.__file__).parents[1]
 WITHOUT_A_JOB = {"config-invalid", "lock-held"}
 """Said of a job that does not run: until a reload, or until the lock is free."""
 
@@ -142,7 +142,7 @@ def test_what_was_about_a_save_dir_goes_with_it() -> None:
 
 
 class House:
-    """A job with saves 1 to 3, the third held by nobody, as `see_stuck` sees it."""
+    """A job with saves 1 to 3, the third held by nobody, as `report_stalls` sees it."""
 
     def __init__(self, root: Path) -> None:
         self.problems = Problems()
@@ -176,7 +176,7 @@ class House:
 
     def told(self) -> dict[str, str]:
         self.problems.begin_turn()
-        see_stuck(self.job, self.state)
+        report_stalls(self.job, self.state)
         self.problems.end_turn()
         return {p.code: f"{p.text}; {p.next_step}" for p in self.problems.all()}
 
@@ -300,7 +300,7 @@ def test_a_remote_that_is_configured_no_more_is_not_told_of(house: House) -> Non
 
 
 def test_what_may_go_and_stays_is_told_until_it_is_kept(house: House) -> None:
-    stays = Stays(text="permission denied", hint="give rights", is_brief=False)
+    stays = BlockedDeletion(text="permission denied", hint="give rights", is_brief=False)
     house.state.prune_blocked[house.ids[0]] = stays
     house.state.plan = planned({house.ids[0]: GOES})
     assert house.told() == {"prune-blocked": "s1b1 stays: permission denied; give rights"}
@@ -311,7 +311,9 @@ def test_what_may_go_and_stays_is_told_until_it_is_kept(house: House) -> None:
 
 
 def test_a_save_that_begins_beside_a_prune_needs_nobody(house: House) -> None:
-    house.state.prune_blocked[house.ids[0]] = Stays(text="s2 is being saved", hint="", is_brief=True)
+    house.state.prune_blocked[house.ids[0]] = BlockedDeletion(
+        text="s2 is being saved", hint="", is_brief=True
+    )
     assert set(house.told()) == {"prune-blocked"}
     assert [(p.severity, p.lasting) for p in house.problems.all()] == [("note", "note")]
     house.ends(1, "pruned")

@@ -18,7 +18,7 @@ from ckptd.core.policy.actions import Ship
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads.requests import hold_name
-from ckptd.daemon.uploads.uploads import Shipping
+from ckptd.daemon.uploads.uploads import UploadManager
 from ckptd.errors import CkptdError, RemoteError
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import messages as m
@@ -61,7 +61,7 @@ class Resent:
         values = {"save_dir": self.node.save_dir, "shared_fs": False, "shared_takeover_seconds": 180.0}
         config = cast("Any", SimpleNamespace(**values, save_spread_seconds=60.0, remotes=(), file=None))
         links = cast("Any", {"nas": link})
-        self.shipping = Shipping(config, "", self.state, links, cast("Any", None), lambda: None)
+        self.shipping = UploadManager(config, "", self.state, links, cast("Any", None), lambda: None)
 
     def _order(self, order: m.ShipOrder, heard: Any) -> int:
         self.orders.append((order, heard))

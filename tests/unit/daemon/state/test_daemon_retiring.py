@@ -13,7 +13,7 @@ from ckptd.core.policy.actions import Retire
 from ckptd.daemon.state import view_builder
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
-from ckptd.daemon.uploads.retire import Retiring, take_up_belt
+from ckptd.daemon.uploads.retire import RemoteDeleter, restore_rate_limit
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import remote_commit, sealed
@@ -40,7 +40,7 @@ def test_tries_of_one_removal_count_once_and_outlive_a_start(tmp_path: Path) -> 
     (tmp_path / "run").mkdir()
     job = job_from_arguments(str(tmp_path / "run"), str(tmp_path / "nas"), check_paths=False)
     (remote,) = (config.name for config in job.remotes)
-    retiring = Retiring(job, state, {remote: link}, Audit(tmp_path / "audit.jsonl"), lambda: None)
+    retiring = RemoteDeleter(job, state, {remote: link}, Audit(tmp_path / "audit.jsonl"), lambda: None)
     for step in (1, 1, 1, 2):
         retiring.retire(
             Retire(remote=remote, commit=remote_commit(sealed(step)), reason="save_total_limit 2")
@@ -49,7 +49,7 @@ def test_tries_of_one_removal_count_once_and_outlive_a_start(tmp_path: Path) -> 
     assert len(state.retired_at) == 2
     state.journal.close()
     again = state_in(tmp_path)
-    take_up_belt(again)
+    restore_rate_limit(again)
     assert again.retired_at.keys() == state.retired_at.keys(), "each start had a belt of its own"
     assert all(abs(again.retired_at[key] - at) < 60 for key, at in state.retired_at.items())
     again.journal.close()
@@ -71,7 +71,7 @@ def test_each_remote_has_a_belt_of_its_own_and_its_own_limit(tmp_path: Path) -> 
     def left(state: JobState) -> list[int]:
         return [view_builder._retirements_left(config, state, one) for one in config.remotes]
 
-    retiring = Retiring(job, state, links, Audit(tmp_path / "audit.jsonl"), lambda: None)
+    retiring = RemoteDeleter(job, state, links, Audit(tmp_path / "audit.jsonl"), lambda: None)
     assert left(state) == [3, 4]
     for remote, step in (("nas", 1), ("nas", 2), ("nas", 3), ("other", 1)):
         retiring.retire(Retire(remote=remote, commit=remote_commit(sealed(step)), reason="save_total_limit"))
@@ -80,7 +80,7 @@ def test_each_remote_has_a_belt_of_its_own_and_its_own_limit(tmp_path: Path) -> 
     assert left(state) == [1, 4], "a save of this hour lets one more go from each"
     state.journal.close()
     again = state_in(tmp_path)
-    take_up_belt(again)
+    restore_rate_limit(again)
     assert left(again) == [0, 3]
     remotes["nas"].name = "renamed"
     assert left(again) == [0, 0], "another name is no new belt"
@@ -96,7 +96,7 @@ def test_what_goes_from_a_remote_without_the_zero_form_uses_up_its_belt(tmp_path
     job = job.model_copy(update={"remotes": (nas, farm)})
     state = state_in(tmp_path)
     links: Any = {one.name: SimpleNamespace(order=lambda *_: 1, ship_order=None) for one in job.remotes}
-    retiring = Retiring(job, state, links, Audit(tmp_path / "audit.jsonl"), lambda: None)
+    retiring = RemoteDeleter(job, state, links, Audit(tmp_path / "audit.jsonl"), lambda: None)
     before = [view_builder._retirements_left(job, state, one) for one in job.remotes]
     for remote in job.remotes:
         commit = remote_commit(sealed(1), UNIVERSAL)
@@ -110,7 +110,7 @@ def test_a_belt_of_an_older_journal_counts_for_every_remote(tmp_path: Path) -> N
     """It was written without names."""
     state = state_in(tmp_path)
     state.journal.set_meta("retired-lately", json.dumps({"sha-s1b1-zero": time.time() - 60.0}))
-    take_up_belt(state)
+    restore_rate_limit(state)
     names = ("nas", "other")
     remotes = tuple(SimpleNamespace(name=n, policy=SimpleNamespace(save_total_limit=None)) for n in names)
     config: Any = SimpleNamespace(remotes=remotes)

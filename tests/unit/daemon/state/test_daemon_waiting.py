@@ -22,12 +22,12 @@ from ckptd.core.model.manifest import NodeManifest, manifest_key, name_in, sha25
 from ckptd.core.model.records import ZERO, ShipRecord, ShipState
 from ckptd.core.policy.planner import plan
 from ckptd.daemon.intake.decisions import DECISIONS, write_decision
-from ckptd.daemon.intake.initial_scan import Beginning
-from ckptd.daemon.intake.known_saves import Knowledge
+from ckptd.daemon.intake.initial_scan import PreexistingSaves
+from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.remote_sync import is_written_down, parts_in
-from ckptd.daemon.state.state import JobState, Waiting
-from ckptd.daemon.uploads.commit_wait import see_waiting, waiting_on
+from ckptd.daemon.state.remote_sync import is_written_down, open_parts
+from ckptd.daemon.state.state import CommitWait, JobState
+from ckptd.daemon.uploads.commit_wait import report_waiting, waiting_on
 from ckptd.errors import NotPermitted
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import messages as m
@@ -88,12 +88,12 @@ class Life:
 
     def start_again(self) -> None:
         """With what is in the journal."""
-        self.knowledge = Knowledge(
+        self.knowledge = KnownSaves(
             self.state,
             self._place,
             {"nas": self.scene.link},
             "n0",
-            Beginning(frozenset(), frozenset()),
+            PreexistingSaves(frozenset(), frozenset()),
             60.0,
             {"nas": (ZERO,)},
             lambda: None,
@@ -146,14 +146,14 @@ def test_a_save_that_two_nodes_swapped_says_why_it_is_never_committed(waiting: L
         waiting.state.rows[ROW] = row.model_copy(update={"save": save})
     missing = (NamedShard(role=Role.OPTIM, shard=ShardKey(d=1)),)
     other = Part(node="n1", generation=2, last_seconds=0)
-    waiting.state.waiting[ROW, "nas", ZERO] = Waiting(reason="rank 1", missing=missing, parts=(other,))
+    waiting.state.waiting[ROW, "nas", ZERO] = CommitWait(reason="rank 1", missing=missing, parts=(other,))
     job: Any = SimpleNamespace(
         links={},
         problems=waiting.state.problems,
         nodes=SimpleNamespace(others=()),
         config=JobConfig.model_validate({"name": "run", "save_dir": "/x"}),
     )
-    see_waiting(job, waiting.state)
+    report_waiting(job, waiting.state)
     (problem,) = waiting.state.problems.all()
     assert problem.code == "commit-incomplete"
     assert ("use_node_local_storage" in problem.next_step) is swaps
@@ -236,7 +236,7 @@ def test_what_never_comes_is_asked_for_ever_more_seldom() -> None:
 def test_once_no_part_is_missing_it_is_asked_within_a_minute(waiting: Life) -> None:
     """The node whose part was the last commits, unless it died: the others had waited for eight minutes."""
     key = (ROW, "nas", ZERO)
-    waiting.state.waiting[key] = Waiting(reason="waiting for 1 shard", attempts=9, first_seconds=60.0)
+    waiting.state.waiting[key] = CommitWait(reason="waiting for 1 shard", attempts=9, first_seconds=60.0)
     waiting.lists()
     assert waiting.record.retry_at_seconds == 1e9
     waiting.lists((TAG, 2, ZERO), (TAG, 1, "weights"))
@@ -303,7 +303,7 @@ def test_parts_of_others_are_those_of_open_generations() -> None:
     )
     named = (m.NamedManifest(generation=3, form=ZERO, name=name),)
     view = m.TagView(tag="s", manifests=views, commits=commits, retired=(), named=named)
-    found = [(p.node, p.generation, p.last_seconds) for p in parts_in(view)]
+    found = [(p.node, p.generation, p.last_seconds) for p in open_parts(view)]
     assert found == [("a", 3, 1003), ("b", 3, 1003)]
 
 

@@ -30,7 +30,7 @@ def test_clones_are_asked_for_again_once_there_is_room(
     journal.add_save(sealed(5), found_first=False, adopted=True, seen_at=0.0)
     state.load()
     job: Any = SimpleNamespace(config=SimpleNamespace(save_dir=tmp_path), problems=state.problems)
-    held = permissions.Rights()
+    held = permissions.DeletionRights()
     answers: list[OSError | bool] = [OSError(errno.ENOSPC, "full"), True, False]
 
     def can_clone(save_dir_fd: int, mark: str) -> bool:

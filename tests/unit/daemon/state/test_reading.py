@@ -20,10 +20,10 @@ from ckptd.core.completeness.judge import State, Verdict
 from ckptd.core.model.facts import Archive
 from ckptd.daemon.health.stalls import what_reads_it
 from ckptd.daemon.intake.inspection import TRIES
-from ckptd.daemon.intake.sealer import Intake
+from ckptd.daemon.intake.sealer import Sealer
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState, Quiet
-from ckptd.daemon.uploads.late_files import Late
+from ckptd.daemon.uploads.late_files import LateFiles
 from ckptd.errors import CkptdError
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.probe import user
@@ -59,13 +59,13 @@ class AtOnce:
             then(result)
 
 
-def hourly(scene: Scene, workers: AtOnce) -> tuple[Intake, JobState, Callable[[], Verdict]]:
+def hourly(scene: Scene, workers: AtOnce) -> tuple[Sealer, JobState, Callable[[], Verdict]]:
     """Intake of one save, of step 5, and a look at it two hours after the one before."""
     state = JobState(journal=Journal(scene.root / "journal.db"), problems=Problems())
     recogniser = SimpleNamespace(
         is_run_settled=lambda _: True, found_first=lambda: None, newest_first=lambda _: ()
     )
-    intake = Intake(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
+    intake = Sealer(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
     looks = itertools.count(1)
     began_seconds = time.monotonic()
 
@@ -130,7 +130,7 @@ def test_a_folder_that_goes_while_it_is_read_is_not_asked_for(
     recogniser = SimpleNamespace(
         is_run_settled=lambda _: True, found_first=lambda: None, newest_first=lambda _: ()
     )
-    intake = Intake(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
+    intake = Sealer(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
     now_seconds = time.monotonic()
     with files.opened_dir(scene.save_dir) as fd:
         for wait in (0.0, HOUR_SECONDS):
@@ -155,7 +155,7 @@ def test_what_came_late_and_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         "ckptd.storage.local.scan.WALK_WAIT_SECONDS", 60.0
     )  # this clock runs ahead of the walk
-    late = Late(scene.job(), state, workers, OpenWriters(str(scene.save_dir)), lambda: None)  # type: ignore[arg-type]
+    late = LateFiles(scene.job(), state, workers, OpenWriters(str(scene.save_dir)), lambda: None)  # type: ignore[arg-type]
     now_seconds = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_seconds)
 

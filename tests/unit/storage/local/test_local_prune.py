@@ -21,7 +21,7 @@ from ckptd.core.model.records import DeletionIntent
 from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.core.policy.permit import DeletePermit
 from ckptd.core.policy.view import CommitRef
-from ckptd.daemon.actions.prune import Pruner
+from ckptd.daemon.actions.prune import LocalDeleter
 from ckptd.daemon.bootstrap import recover
 from ckptd.daemon.state.state import JobState
 from ckptd.errors import CkptdError, SourceChanged
@@ -332,7 +332,7 @@ def test_a_form_that_was_never_noted_goes_with_a_line_of_its_own(save_dir: Path)
     (save_dir / place / TAG).mkdir(parents=True)
     (save_dir / fs.STAGING).mkdir()
     state = JobState(journal=Journal(save_dir / "journal.db"))
-    pruner = Pruner(state, Audit(save_dir / "audit.jsonl"), lambda *_: None, lambda: None)
+    pruner = LocalDeleter(state, Audit(save_dir / "audit.jsonl"), lambda *_: None, lambda: None)
     with files.opened_dir(save_dir) as fd:
         pruner._remove_leftovers(fd, permit_for(save_dir), pruner._leftovers(TAG))
     (line,) = [json.loads(text) for text in (save_dir / "audit.jsonl").read_text().splitlines()]

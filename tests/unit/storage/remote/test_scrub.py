@@ -14,7 +14,7 @@ from ckptd.core.policy.actions import Plan
 from ckptd.daemon.state.state import Converting, JobState
 from ckptd.daemon.uploads import scrub as scrubbing
 from ckptd.daemon.uploads.scrub import Scrubber
-from ckptd.daemon.uploads.session import RemoteLink
+from ckptd.daemon.uploads.session import RemoteSession
 from ckptd.errors import StorageError
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote.documents import read_commits
@@ -121,7 +121,7 @@ class Thread:
             node="n0",
             node_id="i",
         )
-        self.link = RemoteLink(settings, self.state.problems, self.calls.put, lambda _: None, lambda: None)
+        self.link = RemoteSession(settings, self.state.problems, self.calls.put, lambda _: None, lambda: None)
         self.restart()
 
     def restart(self) -> None:
