@@ -380,7 +380,9 @@ def check_takeover(seconds: float) -> float:
 
 
 def not_shareable(remotes: Iterable[tuple[str, bool, tuple[str, ...]]]) -> str:
-    """Why hosts over one directory could not meet in these remotes (URL, required, forms); "": they can."""
+    """Return why hosts over one directory could not meet in these remotes (URL, required, forms); "": they
+    can.
+    """
     known = list(remotes)
     if not any(required and "zero" in forms for _, required, forms in known):
         return "shared_fs = true: the hosts agree in a remote; set required = true on one"
@@ -393,7 +395,7 @@ Form = Literal["zero", "universal", "weights-fp32", "weights-bf16", "weights-fp1
 
 
 # ---------------------------------------------------------------------------------------------------------
-# A bandwidth, for ever or by the clock: rclone's timetable with units that say bits or bytes (adr/0090).
+# A bandwidth, for ever or by the clock: rclone's timetable with units that say bits or bytes.
 # `"08:00,1GB/s 20:00,none"`: each entry holds from its time until the next one, in local time, every day
 # or, as
 # "Mon-08:00,1GB/s", on one. The speed follows from the wall clock alone and is asked anew each time: no

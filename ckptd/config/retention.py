@@ -26,7 +26,7 @@ class EphemeralConfig(Section):
 
 
 def _after(value: object) -> int | float:
-    """How many newer ones, or a span."""
+    """Parse a tier's start: a number of newer saves, or a duration in seconds."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value if value >= 0 else reject('after is a span such as "2d", or how many newer ones')
     return parse_duration(value)

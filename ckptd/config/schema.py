@@ -323,7 +323,7 @@ class JobConfig(Section):
 
     @property
     def deletes_locally(self) -> bool:
-        """Whether any local checkpoint may ever be deleted."""
+        """Tell whether any local checkpoint may ever be deleted."""
         return self.local.policy.deletes
 
     @property

@@ -95,7 +95,7 @@ def supported() -> str:
 
 
 def url_fault(parts: SplitResult) -> str | None:
-    """Why a URL that is neither a path nor s3:// cannot be a remote; None when it can."""
+    """Return why a URL that is neither a path nor s3:// cannot be a remote; None when it can."""
     scheme = parts.scheme
     if scheme in REFUSED:
         return REFUSED[scheme]

@@ -66,7 +66,7 @@ class Audit:
 
 
 def _ends_well(folder: int, name: str) -> bool:
-    """Whether what was written last is a whole line, or nothing."""
+    """Tell whether what was written last is a whole line, or nothing."""
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:
         size = os.fstat(fd).st_size

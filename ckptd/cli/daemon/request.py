@@ -98,7 +98,7 @@ def ask(asked: Asked, name: str, document: BaseModel) -> None:
 
 
 def until(done: Callable[[], bool], seconds: float) -> bool:
-    """Whether it became so in time."""
+    """Wait until `done` returns true; tell whether it did in time."""
     end = time.monotonic() + seconds
     while not done():
         if time.monotonic() >= end:
