@@ -24,11 +24,11 @@ class ConvertOptions:
     compat: Compat = "auto"
     """Layout: strict = what the stock converter writes; superset = loads in stages 1, 2 and 3."""
     memory_budget_bytes: int = 512 * MIB
-    """P12: children and the page cache that they dirty."""
+    """Bounds the memory of children and the page cache that they dirty."""
     verify: bool = False
     """Read the source's CRCs first, and compare the output with the plan before it is published."""
     reserve_bytes: int = 0
-    """P13: refuse or stop when the write would leave less free than this; clones cost almost nothing."""
+    """Refuse or stop when the write would leave less free than this; clones cost almost nothing."""
     strict: bool = True
     inject_missing_state: bool = False
     low_priority: bool = True

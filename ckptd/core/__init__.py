@@ -1,1 +1,1 @@
-"""The rules, without any effect: values, completeness, policy."""
+"""Decide without side effects: values, completeness, policy."""

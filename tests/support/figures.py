@@ -120,7 +120,7 @@ FAULTS = {
     "F30": (
         "strangers on a socket",
         (
-            "hints (adr/0109) are not read, and only root and our own user are heard: "
+            "hints (internals/daemon.md) are not read, and only root and our own user are heard: "
             "`tests/unit/storage/local/test_trainer_side.py`; status is a file, commands go by files and "
             "signals; "
             "`tests/unit/daemon/health/test_metrics_page.py`"

@@ -229,7 +229,7 @@ class Worker:
             raise Stopped
 
     def _check_room(self, length: int) -> None:
-        """P13: writing `length` bytes must leave the reserve free."""
+        """Raise unless writing `length` bytes leaves the reserve free for the trainer's next save (P13)."""
         if (
             self.settings.reserve_bytes
             and extents.free_bytes(self.out_fd) - length < self.settings.reserve_bytes

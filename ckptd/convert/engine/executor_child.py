@@ -180,7 +180,7 @@ class Execution:
             raise Stopped
 
     def open_sources(self, plan: PlanReader) -> Ranges:
-        """Only names that the parent listed; each still the file that was planned (P4)."""
+        """Open only names that the parent listed, each if it is still the file that was planned."""
         allowed = set(self.request.files)
         for source in plan.header.sources:
             if source.path not in allowed:
@@ -188,7 +188,7 @@ class Execution:
         return Sources(self.source_fd, [s.path for s in plan.header.sources], plan.identities)
 
     def recheck_sources(self, plan: PlanReader) -> None:
-        """The files that were planned are still those (P4)."""
+        """Raise unless the source files are still those that were planned."""
         for source, identity in zip(plan.header.sources, plan.identities, strict=True):
             status = files.stat_beneath(self.source_fd, source.path)
             if status is None or identity_of(status) != identity:
@@ -198,7 +198,7 @@ class Execution:
                 )
 
     def _check_whole(self, plan: PlanReader) -> None:
-        """Nothing of the plan was passed over (P3)."""
+        """Raise unless every file of the plan was made."""
         assert plan.trailer is not None
         if self.counters.files != plan.trailer.files:
             raise StorageError(f"{self.counters.files} of {plan.trailer.files} files were made")

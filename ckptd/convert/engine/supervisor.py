@@ -230,7 +230,10 @@ class Conversion:
         return header, trailer
 
     def _check_room(self, place: StagingDir, trailer: Trailer, *, clone: bool) -> None:
-        """P13 before the first byte; what an earlier attempt wrote, clones and holes need nothing."""
+        """Raise before the first byte unless the outputs leave the reserve free (P13).
+
+        Bytes that an earlier attempt wrote, clones and holes need no space.
+        """
         have = sum(
             os.stat(name, dir_fd=fd, follow_symlinks=False).st_size
             for _, _, names, fd in os.fwalk(OUTPUT, dir_fd=place.fd)

@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to write: window and batch bound what is dirty per thread; reserve is P13's."""
+    """How to write: window and batch bound what is dirty per thread; the reserve stays free."""
 
     window_bytes: int
     batch_bytes: int

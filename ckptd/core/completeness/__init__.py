@@ -1,1 +1,1 @@
-"""Whether a folder is a whole save."""
+"""Judge whether a folder is a whole save."""

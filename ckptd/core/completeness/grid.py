@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A job over several nodes, as one of them sees it: what is not here may be on another's disk."""
+    """Hold what one node knows of a job over several: shards that are not here may be on another's disk."""
 
     usual: frozenset[Cell] = frozenset()
     """Whose shards this node held of its last save."""
@@ -47,7 +47,7 @@ class Context:
     accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
     """Fingerprint sets of saves that a person accepted."""
     known_grids: frozenset[tuple[int, int, int]] = frozenset()
-    """(dp, mm_count, stage) proven earlier in this job (H28)."""
+    """(dp, mm_count, stage) proven earlier in this job: names that fill one need no readable pickle."""
     run_id: str | None = None
     spread: Spread | None = None
     """The job runs on several nodes; None: all of a save lies here."""
@@ -68,7 +68,7 @@ def known(shards: Mapping[str, FileFacts]) -> list[tuple[str, ShardFacts]]:
 
 
 def prove_grid(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid | None, str | None]:
-    """The grid that the shards of one root prove, or why there is none yet."""
+    """Return the grid that the shards of one root prove, or why there is none yet."""
     read = known(shards)
     if len(read) < len(shards) and any(f.archive is Archive.LEGACY or f.reason for f in shards.values()):
         return _grid_from_names(shards, context)
@@ -131,7 +131,7 @@ def _expert_parallel(dp: int, optim: list[tuple[str, ShardFacts]], experts: tupl
 
 
 def _dp(model: list[tuple[str, ShardFacts]], optim: list[tuple[str, ShardFacts]]) -> int | None:
-    """The lowest rank's model states say it: higher ones may be stale, left by a larger world."""
+    """Return the data-parallel size; only the lowest rank's model states are sure to be of this world."""
     if model[0][1].dp_world_size:
         return model[0][1].dp_world_size
     claims = [max(f.partition_count) for _, f in optim if f.partition_count]
@@ -148,7 +148,7 @@ def _has_stage3_names(shards: Mapping[str, FileFacts]) -> bool:
 
 
 def _grid_from_names(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid | None, str | None]:
-    """H28: what the child cannot read ships raw when its names fill a grid that this job has shown before.
+    """Return a grid by names alone, for unreadable shards: it must be one that this job proved before.
 
     Without an earlier proof the names must have been quiet for ten times the settle time.
     """
@@ -167,7 +167,7 @@ def _grid_from_names(shards: Mapping[str, FileFacts], context: Context) -> tuple
 
 
 def two_saves(shards: Mapping[str, FileFacts], grid: Grid) -> str | None:
-    """A contradiction that two shards of one save cannot have."""
+    """Return a contradiction that two shards of one save cannot have."""
     widest = {max(facts.partition_count) for _, facts in known(shards) if facts.partition_count}
     # where nothing but experts is trained, no group is partitioned over all ranks
     only_experts = len(widest) == 1 and any(grid.experts) and grid.dp == max(widest) * (grid.ep or 1)

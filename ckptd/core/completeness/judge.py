@@ -68,7 +68,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The judgement; `needs`: paths to inspect before judging again."""
+    """Hold the judgement; `needs`: paths to inspect before judging again."""
 
     state: State
     reason: str | None = None
@@ -168,7 +168,7 @@ def _only_a_model(
 def _root(
     root: str, shards: Mapping[str, FileFacts], listing: FolderListing, context: Context
 ) -> tuple[Grid | None, dict[str, FileFacts], str, tuple[str, ...]]:
-    """The proven grid of one shard root and the shards that belong to it; or why it is not whole."""
+    """Return the proven grid of one shard root and the shards that belong to it; or why it is not whole."""
     inside = _within(root, shards)
     grid, problem = prove_grid(inside, context)
     if grid is None:
@@ -257,7 +257,7 @@ def _whole(
 
 
 def step_of(tag: str, shards: Mapping[str, FileFacts]) -> tuple[int | None, int | None]:
-    """(step, optimizer step): global_steps of model states, else the optimizer's, else the tag's number."""
+    """Return (step, optimizer step): of model states, else of the optimizer, else the tag's number."""
     steps = [f.facts.global_steps for f in shards.values() if f.facts and f.facts.global_steps is not None]
     optimizer = [
         f.facts.optimizer_step for f in shards.values() if f.facts and f.facts.optimizer_step is not None
@@ -303,7 +303,7 @@ def _renewal(
 
 
 def _gone(listing: FolderListing, memory: Memory | None) -> str | None:
-    """A file that a rotation took: trainers remove a checkpoint file by file. Never a torn save (H25).
+    """Return a file that a trainer's rotation deleted: it deletes file by file, so this is no torn save.
 
     Of DeepSpeed's own layout only shards count: there, people tidy what lies beside them.
     """
@@ -338,7 +338,7 @@ def _torn(shards: Mapping[str, FileFacts]) -> str | None:
         why = f" ({fact.reason})" if fact.reason else ""
         if fact.archive in (Archive.TORN, Archive.EMPTY):
             return f"{path} is {'empty' if fact.archive is Archive.EMPTY else 'cut off'}{why}"
-        if fact.reason and not fact.fingerprint:  # not even framed: H28 is of pickles
+        if fact.reason and not fact.fingerprint:  # not even framed as an archive
             return f"{path} was not read{why}"
     return None
 

@@ -96,7 +96,7 @@ def judge_markers(
 def may_be_elsewhere(
     spread: Spread | None, present: Iterable[NamedShard], grid: Grid, *, is_in_flight: bool
 ) -> bool:
-    """Whether what lacks of the grid is other nodes' business: this node's ranks have all written.
+    """Tell whether missing shards may be on other nodes: this node's own ranks have all written.
 
     A rank that saved here before is waited for while the save is in flight; which ranks live here is known
     from the second save on, so a first part may grow (H27).

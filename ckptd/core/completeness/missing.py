@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UncommittedSave:
-    """A generation of a tag that is not committed."""
+    """Describe a generation of a tag that is not committed."""
 
     missing: Sequence[NamedShard]
     branch: int
@@ -61,7 +61,7 @@ class MissingShards:
 
 
 def late(save: UncommittedSave, others: Sequence[SeenNode]) -> MissingShards | None:
-    """Which ranks are missing for good, as it seems, and where they were last; None: perhaps on their way.
+    """Return the ranks that seem missing for good, and their last nodes; None: they may still be uploaded.
 
     A node that is alive, has that save and has not sent all it has of it is waited for, however long its
     upload takes.
@@ -84,7 +84,7 @@ def late(save: UncommittedSave, others: Sequence[SeenNode]) -> MissingShards | N
 
 
 def _held(seen: SeenNode, lacking: Set[Cell]) -> frozenset[Cell]:
-    """Which of them a node said that it holds, of its newest save."""
+    """Return those of the ranks that a node's heartbeat lists for its newest save."""
     beat = seen.heartbeat
     if beat is None:
         return frozenset()
@@ -94,7 +94,7 @@ def _held(seen: SeenNode, lacking: Set[Cell]) -> frozenset[Cell]:
 
 
 def _is_coming(seen: SeenNode, save: UncommittedSave) -> bool:
-    """Whether a node is alive and has that save, and more of its newest than manifests of the tag tell.
+    """Tell whether a live node may still upload shards of that save that no manifest lists yet.
 
     Whose newest save is in another generation already sends nothing into this one; a rank that came later
     ends the save window later, and so does a save that was saved again.
@@ -112,7 +112,7 @@ def _is_coming(seen: SeenNode, save: UncommittedSave) -> bool:
 
 
 def _other_saves(apart: Iterable[Part]) -> str:
-    """The two newest of them, each with some of its nodes."""
+    """Word the two newest other saves, each with some of its nodes."""
     by_generation: dict[int, list[str]] = {}
     for part in apart:
         by_generation.setdefault(part.generation, []).append(part.node)
@@ -152,7 +152,7 @@ def _words(cells: Set[Cell], mm_count: int) -> str:
 def _where(
     lost: Set[Cell], held: dict[SeenNode, frozenset[Cell]], others: Sequence[SeenNode], mm_count: int
 ) -> str:
-    """The nodes that held them last; of ranks that none is known for, those not heard of."""
+    """Word which nodes held the ranks last; for ranks without a known node, the nodes not heard of."""
     places = [
         (seen, lost & here) for seen, here in sorted(held.items(), key=lambda row: row[0].node) if lost & here
     ]

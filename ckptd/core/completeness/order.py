@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def next_order(step: int, highest: Order | None) -> Order:
-    """The order of a save at `step`, sealed after `highest`, the highest order known anywhere.
+    """Return the order of a save at `step`, sealed after `highest`, the highest order known anywhere.
 
     A step below the highest of the current branch starts the next branch (the run was rewound); a re-save at
     the newest step stays in the branch as its next save_seq. A constant-name writer is no special case.
@@ -28,7 +28,7 @@ def next_order(step: int, highest: Order | None) -> Order:
 
 
 def rebuilt_order(step: int, highest: Order | None) -> Order:
-    """The order of a save that was there before a *new* journal was begun, and that no remote knows.
+    """Return the order of a save from before a *new* journal was begun, which no remote knows.
 
     Below the highest known step it counts as old, not as a rewind: guessing a rewind would let an old save
     pass for the newest. If the run was rewound after all, its next save says so (`next_order`).
@@ -42,7 +42,7 @@ def rebuilt_order(step: int, highest: Order | None) -> Order:
 
 
 def passed_order(step: int, own: Order | None, highest: Order) -> Order:
-    """The order of a save that lay here unsealed while another node's went on to `highest`.
+    """Return the order of a save that lay here unsealed while another node committed up to `highest`.
 
     What it would have been given in time: after `own`, the highest known here. Where that is not before
     `highest` it counts as any older one does: a guess never makes it the newest by a branch of its own.
@@ -57,7 +57,7 @@ def passed_order(step: int, own: Order | None, highest: Order) -> Order:
 
 
 def copied_order(step: int, original: Order, highest: Order) -> Order | None:
-    """The order of a save with just the shards of `original`, which has another name, if it is older.
+    """Return the order of a copy of `original` under another name: the same shards, if it is older.
 
     What is known already shows no rewind, and no going on with a branch that was left. None: it is as new as
     any, perhaps the same state saved under two names.
@@ -94,7 +94,7 @@ def sealing_order(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoexistingSave:
-    """A save of which another was there, unsealed, when it was sealed; or that other one."""
+    """Describe a save that another lay beside, unsealed, when it was sealed; or that other one."""
 
     order: Order
     """As it was given."""
@@ -107,7 +107,7 @@ class CoexistingSave:
 
 
 def is_proven(one: CoexistingSave, other: CoexistingSave) -> bool:
-    """Whether the order that two saves were given may be relied on when one of them is to be removed.
+    """Tell whether the order given to two saves may be relied on when one of them is to be deleted.
 
     Seen one after the other: if it was given so. Found at once: unless their times, or `latest`, contradict.
     """

@@ -84,7 +84,7 @@ def _is_of(
     told: PeerEvidence,
     save_spread_seconds: float,
 ) -> bool:
-    """Whether the generation would take these shards, as `choose_generation` asks once they are sealed."""
+    """Tell whether the generation would accept these shards, as `choose_generation` decides later."""
     known = [fact.facts for fact in shards.values() if fact.facts is not None]
     mark = SaveMark(
         run_id=_first(known, "run_id"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def same_files(save: SealedSave, folder: FolderListing) -> bool:
-    """Every sealed file is there with its identity (others may have appeared: H8); a part has not grown."""
+    """Tell whether every sealed file is unchanged (new ones may have appeared) and a part has not grown."""
     now = {f.path: f.identity for f in folder.files}
     if save.is_part and not {f.path for f in folder.shards} <= {f.path for f in save.files}:
         return False
@@ -27,7 +27,7 @@ def same_files(save: SealedSave, folder: FolderListing) -> bool:
 
 
 def shards_of(save: SealedSave) -> frozenset[tuple[str, str]]:
-    """(path, fingerprint) of what the engine wrote: no notes, files of the trainer or forms beside it."""
+    """Return (path, fingerprint) of DeepSpeed's files, without the trainer's and derived forms."""
     return shards_among(save.files, save.roots)
 
 
@@ -81,7 +81,7 @@ def refreshed(save: SealedSave, folder: FolderListing, facts: Mapping[str, FileF
 def sealed_file(
     file: ListedFile, facts: FileFacts, folder: FolderListing, stale: Collection[str] = ()
 ) -> SealedFile:
-    """A file of the checkpoint folder, as inspected; of a model alone the weights are what identifies it.
+    """Seal a file of the checkpoint folder as inspected; a model alone is identified by its weights.
 
     A shard that another layout left (`stale`) stands for no rank: it travels as a file beside the save.
     """
@@ -99,18 +99,18 @@ def sealed_file(
 
 
 def sealed_extra(file: ListedFile) -> SealedFile:
-    """A file directly in save_dir that travels along; read whole when shipped, not sealed by identity."""
+    """Seal a file directly in save_dir, which is uploaded too: read whole then, not sealed by identity."""
     return SealedFile(path=file.path, identity=file.identity, fingerprint="", role=Role.EXTRA, mode=file.mode)
 
 
 def best_checkpoint_of(facts: Mapping[str, FileFacts]) -> str | None:
-    """The tag that trainer_state.json calls the best so far."""
+    """Return the tag that trainer_state.json calls the best so far."""
     state = facts.get(TRAINER_STATE)
     return state.trainer.best_checkpoint if state and state.trainer else None
 
 
 def best_of(tag: str, facts: Mapping[str, FileFacts], metric: str | None = None) -> Best | None:
-    """The value of `metric` that trainer_state.json logged at this step; without a name, of the best so far.
+    """Return the `metric` that trainer_state.json logged at this step; without a name, the best so far.
 
     As for Hugging Face's `metric_for_best_model`, "loss" means "eval_loss" where that was ever logged.
     """

@@ -65,7 +65,7 @@ class AlreadyCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRetired:
-    """Retention removed this very save: it is never sent again (H16)."""
+    """Answer that retention deleted this very save: it is never uploaded again."""
 
     generation: int
 

@@ -290,7 +290,7 @@ class Document(Model):
 
 
 class RemoteIdentity(Document):
-    """`_ckptd/remote.json`, create-only: this remote is that one, and this job's (P2, H5, H6)."""
+    """Identify a remote and its job (`_ckptd/remote.json`, create-only), so that no other is taken for it."""
 
     remote_id: str
     job_id: str
@@ -433,7 +433,7 @@ class TombstoneHeader(Document):
 
 
 class Tombstone(TombstoneHeader):
-    """`_ckptd/retired/…`: what retention removed ((path, fingerprint), sorted), never sent again (H16)."""
+    """Record in `_ckptd/retired/…` the (path, fingerprint), sorted, that retention deleted for good."""
 
     fingerprints: Many[tuple[str, str]] = ()
 

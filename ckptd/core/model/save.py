@@ -80,7 +80,7 @@ class SealedFile(Model):
 
 
 class SealedSave(Model):
-    """A complete, flushed save: the unit that is shipped, held, converted, committed, pruned."""
+    """A complete, flushed save: the unit that is uploaded, held, converted, committed, deleted."""
 
     tag: str
     folder: FolderIdentity
@@ -101,7 +101,7 @@ class SealedSave(Model):
     """What this node holds of a save over several: other nodes' shards are not here
     (core/completeness/markers.py)."""
     best_checkpoint: str | None = None
-    """The tag that this save's trainer calls the best so far (H37)."""
+    """The tag that this save's trainer calls the best so far."""
     late: tuple[SealedFile, ...] = ()
     """Files that appeared in the folder after it was sealed, durable and at rest: for a supplement."""
     beside: tuple[str, ...] = ()

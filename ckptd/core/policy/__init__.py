@@ -1,1 +1,1 @@
-"""A view goes in, a plan comes out: what is uploaded, kept, deleted."""
+"""Plan what is uploaded, kept and deleted: a view goes in, a plan comes out."""

@@ -1,4 +1,4 @@
-"""The actions that a plan is made of: plain data, executed elsewhere, shown by dry runs (§3)."""
+"""Define the actions of a plan: plain data, executed by the daemon, shown by dry runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Convert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopConverting:
-    """Give up the conversion under way, with what it has written: the trainer needs the room (P13)."""
+    """Give up the conversion under way, with what it has written: the trainer needs the disk space."""
 
     reason: str
 
@@ -132,7 +132,7 @@ Action = ActionHere | Describe | Ship | Supplement | MakeWay | AskConfirmation |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
-    """How far a drain is: tags, newest first."""
+    """Report how far a drain is: tags, newest first."""
 
     missing: tuple[str, ...] = ()
     """Complete here and not committed on every required remote."""

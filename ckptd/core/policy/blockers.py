@@ -53,7 +53,7 @@ class RetentionBlocker:
 
 
 def blocked(view: JobView, fates: dict[int, RetentionVerdict]) -> RetentionBlocker | None:
-    """The first thing in the way of what may go; else, on a short disk, why nothing may."""
+    """Return the first obstacle to allowed deletions; else, on a short disk, why none is allowed."""
     if view.tenure is not None and not view.tenure.holds_lease:
         return None  # another host's business (adr/0110)
     may_go = victims(view, fates)
@@ -79,7 +79,7 @@ def blocked(view: JobView, fates: dict[int, RetentionVerdict]) -> RetentionBlock
 def blocked_there(
     view: JobView, remote: RemoteView, fates: Mapping[tuple[str, str], RetentionVerdict]
 ) -> RetentionBlocker | None:
-    """The seat belt of a remote, once it has held up for a while what may go there."""
+    """Return the deletion rate limit of a remote, once it has delayed deletions there for a while."""
     rests = view.is_first_scan or not view.may_delete or not remote.is_attached
     if rests or remote.retirements_left > 0:
         return None
@@ -106,7 +106,7 @@ def _with(due: Sized) -> str:
 
 
 def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, float]]:
-    """In the order in which the planner meets them; rights and a changed device have codes of their own."""
+    """Yield obstacles in the planner's order; missing rights and a changed device have codes of their own."""
     away = [r.name for r in view.remotes if r.is_required and not r.is_attached]
     silent = unheard(view)
     needs_remote = bool(away) and view.unuploaded != "delete"
@@ -203,13 +203,13 @@ def unadopted(view: JobView) -> list[SaveView]:
 
 
 def adopting(view: JobView) -> str:
-    """The first step where such checkpoints hold the room, "" elsewhere; without a key none is rotated."""
+    """Advise to adopt checkpoints where unadopted ones fill the disk, else ""."""
     count = len(unadopted(view)) if view.local_retention.deletes else 0
     return f"`ckptd adopt` has the {count} found at the first start sent and rotated; " if count else ""
 
 
 def _strongest(view: JobView, save: SaveView, fate: RetentionVerdict) -> str:
-    """The one reason that a person would have to change first."""
+    """Return the one reason that a person would have to change first."""
     if not save.is_adopted:
         return "found at the first start"
     if not is_committed(view, save):
@@ -260,12 +260,12 @@ def _wanted(view: JobView, remote: RemoteView, form: str) -> Iterator[SaveView]:
 
 
 def late_now(save: SealedSave, now: Mapping[str, FileIdentity]) -> tuple[SealedFile, ...]:
-    """Files that came after the save and are as they were when they were made durable."""
+    """Return the files that came after the save and are unchanged since they were made durable."""
     return tuple(file for file in save.late if now.get(file.path) == file.identity)
 
 
 def newcomers(save: SealedSave, folder: FolderListing) -> tuple[ListedFile, ...]:
-    """Files that are no part of the save and not yet durable as they are; none with the name of a shard."""
+    """Return the files that are no part of the save and not durable yet; never one named like a shard."""
     known = {file.path for file in save.files}
     durable = {file.path: file.identity for file in save.late}
     shards = {file.path for file in folder.shards}
@@ -288,7 +288,7 @@ def lacking(save: SealedSave, record: ShipRecord, late: tuple[SealedFile, ...]) 
 
 
 def supplement_of(key: str) -> tuple[str, int, str, int] | None:
-    """(tag, generation, form, k) of a SUPPLEMENT's key; None: it is none's."""
+    """Parse a SUPPLEMENT's key: (tag, generation, form, k); None: it is another key."""
     head, mark, number = key.rsplit("/", 1)[-1].removesuffix(".json").rpartition("~x")
     where = parse_stem(head) if mark and re.fullmatch(r"[1-9]\d{0,8}", number) else None
     return None if where is None else (*where, int(number))

@@ -24,7 +24,7 @@ PRESSURE = "disk pressure (P13)"
 
 
 def is_open(record: DerivedRecord, now_seconds: float) -> bool:
-    """A form that is to be made, or tried again."""
+    """Tell whether a form is to be made, or tried again."""
     if record.state is DerivedState.FAILED:
         return record.tries < MAX_CONVERSION_TRIES and now_seconds >= record.retry_at_seconds
     return record.state is DerivedState.NONE
@@ -60,11 +60,12 @@ def _is_begun(view: JobView, save: SaveView, remote: RemoteView, form: str) -> b
 
 
 def next_to_evict(view: JobView, local: LocalVerdicts) -> SaveView | None:
-    """Under disk pressure, the save whose universal form goes next; None: no pressure, or none is left.
+    """Return the save whose universal form is deleted next; None: no disk pressure, or none is left.
 
-    All of them go before any hold: one a turn, clones (which free little) last, the oldest first of equals.
-    What a ladder has left instead of its source, or is about to, stays. What it will leave once goes after
-    all others, the newest first: of the older one the source goes sooner, and then makes the room (adr/0164).
+    All of them are deleted before any hold: one a turn, clones (which free little) last, else oldest first.
+    Never evict a form that tiered retention kept in place of its ZeRO form, or is about to. Forms that a
+    later tier will keep are evicted last, newest first: an older save's ZeRO form is deleted sooner and frees
+    more space (ADR 0164).
     """
     if not view.disk.is_short:
         return None
@@ -88,14 +89,14 @@ def _is_all_that_is_left(view: JobView, save: SaveView, local: LocalVerdicts) ->
 
 
 def _will_be_left(view: JobView, save: SaveView) -> bool:
-    """A rung here will leave it instead of its source, which stays whole for good without it."""
+    """Tell whether a local tier will keep the universal form in place of the ZeRO form."""
     policy = view.local_retention
     climbs = policy.has_rung(UNIVERSAL) and not policy.is_ephemeral(save.save.step)
     return climbs and save.is_intact and save.stands_alone and not save.is_pinned
 
 
 def kept_until_converted(save: SaveView, fate: RetentionVerdict | None) -> bool:
-    """A whole one that would step down here, were its universal form there; such a form can be made."""
+    """Tell whether a save stays whole here only because its universal form, which can be made, is missing."""
     is_awaited = fate is not None and fate.awaits == UNIVERSAL
     return is_awaited and save.stands_alone and save.is_convertible and save.is_intact
 
@@ -109,7 +110,7 @@ def _has_source(view: JobView, save: SaveView, remote: RemoteView) -> bool:
 
 
 def is_converted_on_the_fly(view: JobView, save: SaveView, form: str, *, is_now: bool = True) -> bool:
-    """Whether a form that is not kept here can be made as it is sent; `is_now`: may begin.
+    """Tell whether a form that is not kept here can be made while it is uploaded; `is_now`: may begin.
 
     Of the shards here, or, of a save that no node has whole, of what the remote holds (adr/0118).
     """
@@ -127,7 +128,7 @@ def keep_derived(view: JobView, local: LocalVerdicts) -> list[Action]:
     here = {s.save.tag for s in view.saves if s.is_present}
     proven = [s for s in _proven(ready, here) if s is not short]
     actions: list[Action] = []
-    # other trainers' loaders look beside the shards, into folders that are theirs: no pointer of ours (P11)
+    # other trainers' loaders look beside the shards, in folders of theirs: ckptd writes no pointer there
     pointed = [s for s in proven if s.save.writer.trainer == "deepspeed"]
     target = pointed[-1].save.tag if pointed else None
     wanted = f"{OURS}/derived/{UNIVERSAL}/{target}" if target else None
@@ -157,7 +158,7 @@ def _proven(ready: list[SaveView], here: set[str]) -> list[SaveView]:
 
 
 def _is_restored(view: JobView, proven: list[SaveView]) -> bool:
-    """`latest_universal` names a form that `resume` fetched, newer than all that this node holds (H54, P9).
+    """Tell whether `latest_universal` names a form that `resume` fetched, newer than all on this node.
 
     Its save is not on the node, so its order is its COMMIT's; before the remotes were asked it is kept.
     """
@@ -173,7 +174,7 @@ def _is_restored(view: JobView, proven: list[SaveView]) -> bool:
 
 
 def _is_shipped_anywhere(save: SaveView) -> bool:
-    """The upload checked the source's zip CRCs in passing (§4)."""
+    """Tell whether any remote committed the ZeRO form: its upload checked the source's zip CRCs."""
     return any(r.state is ShipState.COMMITTED and r.form == ZERO for r in save.ships.values())
 
 
@@ -196,13 +197,13 @@ def _why_drop(view: JobView, save: SaveView, proven: list[SaveView], local: Loca
 
 
 def _is_half_sent(view: JobView, save: SaveView) -> bool:
-    """A remote has some of it, and nobody would ever remove that: it gets the rest."""
+    """Tell whether a remote has a part of the form, which nobody would ever delete: it gets the rest."""
     takers = (remote for remote in view.remotes if UNIVERSAL in remote.forms)
     return any(_has_source(view, save, r) and _is_begun(view, save, r, UNIVERSAL) for r in takers)
 
 
 def _is_rung_of_a_remote(view: JobView, save: SaveView) -> bool:
-    """A remote will be left with this form alone, and has not got it yet."""
+    """Tell whether a remote's tier will keep this form alone, and the remote lacks it yet."""
     for remote in view.remotes:
         if UNIVERSAL not in remote.forms or not remote.retention.has_rung(UNIVERSAL):
             continue

@@ -22,7 +22,7 @@ COMMIT_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainSchedule:
-    """For one remote: what to send, in this order, and what will not make it."""
+    """Schedule the uploads to one remote, in this order, and name what will not be done in time."""
 
     order: tuple[tuple[SaveView, str], ...] = ()
     """(save, form)."""
@@ -31,7 +31,7 @@ class DrainSchedule:
 
 
 def plan_drain(view: JobView, drain: Drain, remote: RemoteView, waiting: Sequence[SaveView]) -> DrainSchedule:
-    """The course of one remote over the saves that are to be committed there, newest first.
+    """Plan the drain of one remote over the saves that are to be committed there, newest first.
 
     `waiting`: complete, with their bytes here, and their ZeRO form not yet committed on that remote.
     """
@@ -55,6 +55,6 @@ def plan_drain(view: JobView, drain: Drain, remote: RemoteView, waiting: Sequenc
 
 
 def _may_be_made(view: JobView, remote: RemoteView, save: SaveView) -> bool:
-    """The newest checkpoint's model alone, of its shards."""
+    """Tell whether the shards allow to make the newest checkpoint's model alone now."""
     is_free = not view.is_save_in_flight or remote.ships_save == save.id
     return save.is_intact and save.is_convertible and is_free

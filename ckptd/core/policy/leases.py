@@ -36,7 +36,7 @@ class Shares(Document):
 
 
 class LeaseTerm(Document):
-    """Who deletes and converts; a higher number supersedes a lower one."""
+    """Name the host that deletes and converts; a higher number supersedes a lower one."""
 
     job_id: str
     number: int
@@ -46,7 +46,7 @@ class LeaseTerm(Document):
 
 
 class LeaseSeen(Model):
-    """The newest term, as one host read it."""
+    """Hold the newest term as one host read it."""
 
     epoch: int
     node: str
@@ -59,12 +59,12 @@ def shares_folder(tag: str, generation: int, form: str) -> str:
 
 
 def numbered(folder: str, number: int) -> str:
-    """The key of a document of a row."""
+    """Return the key of a numbered document of a row."""
     return f"{folder}{number:0{_DIGITS}d}.json"
 
 
 def number_of(folder: str, key: str) -> int:
-    """The number in such a key; 0: it is none of the row."""
+    """Return the number in such a key; 0: it is none of the row."""
     name = key.removeprefix(folder).removesuffix(".json")
     return int(name) if name.isdecimal() and key == numbered(folder, int(name)) else 0
 
@@ -73,12 +73,12 @@ def number_of(folder: str, key: str) -> int:
 
 
 def owner_of(name: str, members: Iterable[str]) -> str:
-    """The member that a name falls to; when others come or go it moves only to who comes, from who goes."""
+    """Return the member that owns a name; it moves only to a member that joins, or from one that leaves."""
     return max(members, key=lambda node: hashlib.sha256(f"{node}\n{name}".encode()).digest())
 
 
 def share_of(tag: str, paths: Sequence[str], members: Sequence[str], node: str) -> frozenset[str]:
-    """The paths of a save that one node sends."""
+    """Return the paths of a save that one node uploads."""
     if node not in members:
         return frozenset()
     return frozenset(path for path in paths if owner_of(f"{tag}/{path}", members) == node)
@@ -118,12 +118,12 @@ def judge_lease(
 
 
 def term_seconds(takeover_seconds: float) -> float:
-    """How long a holder trusts what it read, from before its heartbeat was sent: half of what others wait."""
+    """Return how long a holder trusts its lease, from before its heartbeat: half of what others wait."""
     return takeover_seconds / 2
 
 
 def beat_seconds(takeover_seconds: float, usual_seconds: float) -> float:
-    """Between heartbeats: two may be lost before the lease lapses."""
+    """Return the seconds between heartbeats: two may be lost before the lease lapses."""
     return min(usual_seconds, takeover_seconds / 6)
 
 
@@ -137,7 +137,7 @@ def without_lease(actions: Iterable[a.Action]) -> list[a.Action]:
 
 
 def on_shared(actions: Iterable[a.Action], tenure: LeaseStatus | None) -> list[a.Action]:
-    """A plan, less what is others' to do; holds are of one host's disk and never made here."""
+    """Return the plan without the other hosts' work; holds belong to one disk and are never made here."""
     wanted = list(actions)
     if tenure is None:
         return wanted
@@ -153,7 +153,7 @@ def on_shared(actions: Iterable[a.Action], tenure: LeaseStatus | None) -> list[a
 
 
 class Attempt(LeaseTerm):
-    """Who makes a form, at the `number`th attempt; a higher number supersedes a lower one."""
+    """Record who makes a form, at the `number`th attempt; a higher number supersedes a lower one."""
 
     refused: str | None = None
     """There is no such form of this save, and nobody need try again: why."""
@@ -164,17 +164,17 @@ class Attempt(LeaseTerm):
 
 
 def attempts_folder(tag: str, generation: int, form: str) -> str:
-    """Return the folder of the attempt documents of one form of one generation; it ends with `/`."""
+    """Return the folder of the attempt documents of one form of one generation; ends with `/`."""
     return f"{SHARED}making/{stem(tag, generation, form)}/"
 
 
 def attempt_folder(tag: str, generation: int, form: str, below: str, attempt: int) -> str:
-    """The remote folder of an attempt; `below`: path of the form in it, where a trainer looks for it."""
+    """Return the remote folder of an attempt; `below`: path of the form in it."""
     return folder_name(tag, generation, ZERO if below else form, attempt)
 
 
 def is_derived_remotely(save: SaveView) -> bool:
-    """No node has it whole: its other forms are made of what its remote holds."""
+    """Tell whether no node has the save whole, so that forms are derived from its remote's objects."""
     return save.save.is_part and not save.is_model_only
 
 

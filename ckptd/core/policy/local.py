@@ -30,13 +30,13 @@ NEWEST = "newest committed"
 
 
 def newest(view: JobView, *, is_model_only: bool = False) -> SaveView | None:
-    """The newest intact save in (branch, step, save_seq); models alone are ranked among themselves."""
+    """Return the newest intact save in (branch, step, save_seq); models alone are ranked among themselves."""
     known = (s for s in view.saves if s.is_intact and s.is_model_only == is_model_only)
     return max(known, key=lambda s: s.order, default=None)
 
 
 def is_committed(view: JobView, save: SaveView) -> bool:
-    """Committed on every required remote, of which there must be at least one (P1)."""
+    """Tell whether a save is committed on every required remote, of which there must be at least one."""
     required = [r.name for r in view.remotes if r.is_required]
     return bool(required) and all(save.ship(r, ZERO).state is ShipState.COMMITTED for r in required)
 
@@ -62,7 +62,7 @@ class LocalVerdicts:
 
 
 def keep_local(view: JobView) -> LocalVerdicts:
-    """Reasons to keep each save on the node: the policy's, joined with everything P5 forbids to delete."""
+    """Return the reasons to keep each save on the node: the policy's, and those that forbid any deletion."""
     zero: dict[int, RetentionVerdict] = {}
     universal: dict[int, RetentionVerdict] = {}
     for is_model_only in (False, True):
@@ -100,7 +100,7 @@ def keep_local(view: JobView) -> LocalVerdicts:
 def _by_policy(
     view: JobView, committed: list[SaveView], loose: list[SaveView]
 ) -> dict[str, dict[str, RetentionVerdict]]:
-    """The policy's fates; uncommitted ones that may go are ranked among all, and with "delete" so are all."""
+    """Return the policy's verdicts; uncommitted saves count only where they may be deleted."""
     dates = dates_of(view)
     required = [remote.name for remote in view.remotes if remote.is_required]
     held = [_held(view, save, required, dates) for save in committed]
@@ -138,7 +138,7 @@ def dates_of(view: JobView) -> Dates:
 
 
 def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) -> PolicyFacts:
-    """A save on the node as the policy sees it; dated by the last of its COMMITs on required remotes."""
+    """Return the facts of a save for the policy, dated by the last of its COMMITs on required remotes."""
     is_ready = _is_ready(save)
     keys = ((name, save.ship(name, ZERO).commit_key or "") for name in required)
     times = [dates[key] for key in keys if key in dates]
@@ -239,14 +239,14 @@ def _unread(view: JobView, present: Sequence[SaveView]) -> frozenset[int]:
 
 
 def may_be_newest(save: SaveView, newest_first: Sequence[SaveView]) -> bool:
-    """All that count as newer were found together with it, and what is known of their order contradicts."""
+    """Tell whether a save may be the newest: its order to all newer ones is in doubt."""
     newer = takewhile(lambda s: s.order > save.order, newest_first)
     doubts = (save.id in s.save.rivals or s.id in save.save.rivals for s in newer)
     return next(doubts, False) and all(doubts)
 
 
 def _is_ahead(save: SaveView, top: SaveView | None) -> bool:
-    """At or above the newest complete step (H7, H10): never deleted, whatever its branch."""
+    """Tell whether a save is at or above the newest complete step: never deleted, whatever its branch."""
     return top is not None and save.id != top.id and save.save.step >= top.save.step
 
 
@@ -256,7 +256,7 @@ def _ahead(save: SaveView, top: SaveView | None) -> str:
 
 
 def commits_of(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:
-    """The COMMITs of its zero form on every required remote, and what lies beside them."""
+    """Return the COMMITs of its ZeRO form on every required remote, and the supplements beside them."""
     refs: list[CommitRef] = []
     for remote in view.remotes:
         record = save.ship(remote.name, ZERO)

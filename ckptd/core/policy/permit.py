@@ -40,7 +40,7 @@ class DeletePermit:
 
     @property
     def is_grounded(self) -> bool:
-        """It rests on COMMITs."""
+        """Tell whether the permit rests on COMMITs."""
         return bool(self.commits)
 
     def is_valid_at(self, now_seconds: float) -> bool:
@@ -60,7 +60,7 @@ class OptOutPermit(DeletePermit):
 
     @property
     def is_grounded(self) -> bool:
-        """The job file lets it go; thin only beside a newer one that is committed."""
+        """Tell whether the job file allows it; `thin` only beside a newer committed save."""
         return self.unuploaded == "delete" or (self.unuploaded == "thin" and bool(self.commits))
 
 
@@ -70,15 +70,15 @@ class OptOutPermit(DeletePermit):
 
 
 def unheard(view: JobView) -> list[str]:
-    """Required remotes that were not observed since the start: what is pinned there is not known (P8).
+    """Return the required remotes not observed since the start: pins recorded there are not known yet.
 
-    While there are any, nothing goes that the job file alone lets go (adr/0129).
+    While there are any, nothing is deleted by the job file's word alone (ADR 0129).
     """
     return [remote.name for remote in view.remotes if remote.is_required and not remote.was_heard]
 
 
 def newer_commits(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:
-    """COMMITs of the newest later save of its branch that every required remote holds; () if there is none.
+    """Return the COMMITs of the newest later save of its branch on every required remote, or ().
 
     By what the remotes showed and by what was committed since; the trainer may have removed the newer one.
     """
@@ -117,7 +117,7 @@ def _later(view: JobView, remote: RemoteView, save: SaveView) -> dict[tuple[str,
 
 
 def may_go_uncommitted(view: JobView, save: SaveView) -> bool:
-    """The job file lets it go although it is not committed; P5 is not asked here."""
+    """Tell whether the job file allows to delete it uncommitted; other protections are checked elsewhere."""
     if view.unuploaded == "delete":
         return True
     return view.unuploaded == "thin" and bool(newer_commits(view, save))

@@ -174,9 +174,9 @@ def let_go(view: JobView, fates: dict[int, RetentionVerdict]) -> frozenset[int]:
 
 
 def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Action]:
-    """Hold complete, uncommitted saves where extents clone; release under P13's line, oldest first.
+    """Hold complete, uncommitted saves where extents clone; release them under disk pressure, oldest first.
 
-    `is_enough`: something that can be made again goes first; so does a hold that nobody needs any more.
+    `is_enough`: a form that can be made again is deleted first; so is a hold that nobody needs any more.
     """
     held = sorted((s for s in view.saves if s.is_held), key=lambda s: s.order)
     done: list[Action] = [

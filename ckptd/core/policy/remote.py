@@ -27,7 +27,7 @@ TURN_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """All COMMITs of one save on one remote."""
+    """Group all COMMITs of one save on one remote."""
 
     commits: Mapping[str, RemoteCommit]
     """By form."""
@@ -71,9 +71,9 @@ def generations_of(remote: RemoteView) -> list[Generation]:
 
 
 def is_configured_otherwise(view: JobView, remote: RemoteView) -> bool:
-    """The newest COMMIT of several nodes there was not made by nodes configured as this one alone (H12).
+    """Tell whether nodes configured otherwise took part in the newest COMMIT of several nodes.
 
-    Such a node deletes nothing: by its own limits it might let go what the others keep.
+    Such a node deletes nothing: by its own limits it might delete what the others keep.
     """
     shared = [c for c in remote.commits if c.form == ZERO]
     newest = max(shared, key=lambda c: c.order, default=None)
@@ -99,10 +99,10 @@ def commits_to_delete(
 
 
 def is_elected_deleter(view: JobView, remote: str, commit: RemoteCommit) -> bool:
-    """Whether this node lets a COMMIT of several go: one is drawn, the next a minute later, and so on.
+    """Tell whether this node deletes a COMMIT of several nodes: one is elected, the next a minute later.
 
-    Economy, never safety: each reads what it needs and finishes what another began (adr/0105). The one that
-    is drawn waits a minute too: what the others let go of their disks needs that COMMIT (P1), else it stays.
+    This saves requests, it is not for safety: each reads what it needs and finishes what another began (ADR
+    0105). The elected node waits a minute too: the others need that COMMIT for deletions on their disks.
     """
     if len(commit.nodes) < 2 or not view.node or view.tenure is not None:
         return True  # of a shared directory the lease says whose turn it is
@@ -113,7 +113,7 @@ def is_elected_deleter(view: JobView, remote: str, commit: RemoteCommit) -> bool
 
 @lru_cache(maxsize=1024)
 def _earlier(sha256: str, nodes: frozenset[str], node: str) -> int:
-    """How many nodes are drawn before this one; of a COMMIT it never changes."""
+    """Count the nodes elected before this one; for a COMMIT it never changes."""
     ours = _rank_by_hash(sha256, node)
     return sum(1 for name in nodes if name != node and _rank_by_hash(sha256, name) < ours)
 
@@ -123,7 +123,7 @@ def _rank_by_hash(sha256: str, node: str) -> str:
 
 
 def keep_remote(view: JobView) -> dict[tuple[str, str], RetentionVerdict]:
-    """(remote, COMMIT key) → what becomes of it."""
+    """Return the verdict on each COMMIT: (remote, key) → verdict."""
     result: dict[tuple[str, str], RetentionVerdict] = {}
     present = [s for s in view.saves if s.is_present]
     here = {(s.save.tag, s.order) for s in present}
@@ -134,7 +134,7 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], RetentionVerdict]:
         # orders may differ once the journal was lost, what a save is committed as does not
         claimed = {s.ship(remote.name, ZERO).commit_key for s in present}
         # what is not settled may turn out to be what a COMMIT of its tag lists (a note written over makes
-        # another save of the same shards), and what retention let go is never sent again (H16)
+        # another save of the same shards), and what retention deleted is never uploaded again
         unsettled = {s.save.tag for s in present if s.ship(remote.name, ZERO).state not in SETTLED}
         unclear = view.unsealed_tags | (unsettled if ZERO in remote.forms else set())
         for is_model_only in (False, True):

@@ -31,12 +31,12 @@ _FULLNESS = {"zero": 4, "universal": 3, "weights-fp32": 2, "weights-bf16": 1, "w
 
 
 def fullness(form: str) -> int:
-    """How much of a save a form holds: a form goes when one below it takes its place."""
+    """Return how much of a save a form holds: a form is deleted when one below it takes its place."""
     return _FULLNESS[form]
 
 
 class Age(NamedTuple):
-    """How old a checkpoint is among those of its tier."""
+    """Hold the age of a checkpoint among those of its storage tier."""
 
     newer: int
     """Newer ones of its kind."""
@@ -45,14 +45,14 @@ class Age(NamedTuple):
 
 
 class Tier(Model):
-    """From a certain age on, only `form` and what is less than it stays. One of the two ages is set."""
+    """Keep only `form` and smaller forms from a certain age on. One of the two ages is set."""
 
     form: RungForm
     after_seconds: float | None = None
     after_newer: int | None = None
 
     def is_reached(self, age: Age) -> bool:
-        """An age that is not known reaches nothing."""
+        """Tell whether the age is reached; an unknown age reaches nothing."""
         if self.after_newer is not None:
             return age.newer >= self.after_newer
         return (
@@ -61,7 +61,7 @@ class Tier(Model):
 
     @property
     def after(self) -> str:
-        """The age in words."""
+        """Return the age in words."""
         return f"{self.after_newer} newer" if self.after_newer is not None else span(self.after_seconds)
 
 
@@ -86,7 +86,7 @@ class RetentionVerdict:
 def step_down(
     ladder: Sequence[Tier], age: Age, forms: Collection[str], standing: Collection[str], otherwise: str
 ) -> dict[str, RetentionVerdict]:
-    """The fate of each form of a checkpoint that no other key keeps.
+    """Return the verdict on each form of a checkpoint that no other key keeps.
 
     `standing`: those of the forms that can be used without the others. The deepest rung reached whose form
     stands counts; where none does, everything stays. `otherwise`: why it goes where there is no ladder.
@@ -112,7 +112,7 @@ def step_down(
 
 @cache
 def span(seconds: float | None) -> str:
-    """A duration as a job file says it."""
+    """Word a duration as a job file does."""
     left = int(seconds or 0)
     for unit, size in (("w", 604_800), ("d", 86_400), ("h", 3600), ("m", 60)):
         if left >= size and left % size == 0:
@@ -127,7 +127,7 @@ _MOST_GAPS = 4
 
 
 class Ephemeral(Model):
-    """A step that is no multiple of `every_steps` is ephemeral; of those the newest `keep` stay."""
+    """Keep only the newest `keep` of the ephemeral steps: those that are no multiple of `every_steps`."""
 
     every_steps: int
     keep: int
@@ -148,7 +148,7 @@ class RetentionPolicy(Model):
 
     @property
     def limits(self) -> bool:
-        """True when the policy lets permanent checkpoints go."""
+        """Tell whether the policy deletes permanent checkpoints."""
         spans = (
             self.save_total_limit,
             self.keep_every_steps,
@@ -160,7 +160,7 @@ class RetentionPolicy(Model):
 
     @property
     def deletes(self) -> bool:
-        """True when the policy lets anything go at all."""
+        """Tell whether the policy deletes anything at all."""
         return self.limits or self.ephemeral is not None
 
     def is_ephemeral(self, step: int) -> bool:
@@ -168,26 +168,26 @@ class RetentionPolicy(Model):
         return self.ephemeral is not None and step % self.ephemeral.every_steps != 0
 
     def keeps_step(self, step: int) -> bool:
-        """Whether its step alone keeps a checkpoint for ever."""
+        """Tell whether its step alone keeps a checkpoint for ever."""
         every = self.keep_every_steps
         is_multiple = every is not None and step % every == 0 and not self.is_ephemeral(step)
         return is_multiple or step in self.keep_steps
 
     def lets_go(self, step: int) -> str:
-        """Why something goes that no key keeps."""
+        """Return why a checkpoint is deleted that no key keeps."""
         if self.ephemeral is not None and self.is_ephemeral(step):
             return f"ephemeral: the newest {self.ephemeral.keep} stay"
         limit = self.save_total_limit
         return f"save_total_limit {limit}" if limit else "kept by no retention key"
 
     def has_rung(self, form: str) -> bool:
-        """Whether something may one day be left in this form alone."""
+        """Tell whether a tier keeps this form alone."""
         return any(rung.form == form for rung in self.ladder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyItem:
-    """A committed checkpoint as the policy sees it."""
+    """Hold a committed checkpoint as input of the policy."""
 
     key: str
     order: Order
@@ -200,7 +200,7 @@ class PolicyItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts:
-    """A checkpoint with the forms that a tier holds of it."""
+    """Hold a checkpoint with the forms of it that the disk or remote has."""
 
     item: PolicyItem
     forms: frozenset[str]
@@ -237,7 +237,7 @@ def apply_policy(
 
 
 def ages_of(items: Sequence[PolicyItem]) -> dict[str, Age]:
-    """How old each is among the others; without a date at least as old as the dated one after it."""
+    """Return the age of each among the others; without a date at least as old as the dated one after it."""
     newest_first = sorted(items, key=lambda item: item.order, reverse=True)
     known = _ages(newest_first)
     ages: dict[str, Age] = {}
@@ -279,14 +279,14 @@ def keep_reasons(items: Sequence[PolicyItem], policy: RetentionPolicy) -> dict[s
 
 
 def _unlimited(policy: RetentionPolicy) -> tuple[str, ...]:
-    """Why every permanent checkpoint stays, where no key limits them."""
+    """Return why every permanent checkpoint stays, where no key limits them."""
     if not policy.deletes:
         return ("nothing is deleted: no retention key is set",)
     return () if policy.limits else ("permanent: only ephemeral ones are limited",)
 
 
 def _permanent(item: PolicyItem, rank: int, policy: RetentionPolicy) -> list[str]:
-    """The keys that count or divide permanent checkpoints."""
+    """Apply the keys that count or divide permanent checkpoints."""
     why: list[str] = []
     if policy.save_total_limit is not None and rank <= policy.save_total_limit:
         why.append(f"save_total_limit: {rank} of {policy.save_total_limit}")
@@ -296,7 +296,7 @@ def _permanent(item: PolicyItem, rank: int, policy: RetentionPolicy) -> list[str
 
 
 def _any(item: PolicyItem, policy: RetentionPolicy, age_seconds: float | None) -> list[str]:
-    """The keys that name or date a checkpoint, whatever its kind."""
+    """Apply the keys that name or date a checkpoint, whatever its kind."""
     why: list[str] = []
     within = policy.keep_within_seconds
     if within is not None and age_seconds is None:

@@ -38,7 +38,7 @@ def is_to_upload(view: JobView, save: SaveView) -> bool:
 
 
 def is_in_doubt(view: JobView, save: SaveView) -> bool:
-    """The trainer's `latest` names it, or nothing proves that what counts as newer is."""
+    """Tell whether `latest` names it, or nothing proves that the saves that count as newer are."""
     if not save.is_intact:
         return False
     return save.save.tag == view.latest or may_be_newest(save, view.intact[save.is_model_only])
@@ -74,7 +74,7 @@ def _order(key: tuple[str, Order]) -> Order:
 
 
 def exposed(view: JobView, safe: RemoteCommit | None) -> SaveView | None:
-    """The newest save of this node that is newer than the safe one, or may be; None: there is none.
+    """Return the newest save of this node that is newer than the safe one, or may be; None: there is none.
 
     Of the safe one's step too: a run that was rewound saves it again, with other weights. There this node's
     own record decides: nodes may count the saves of a step unlike each other.

@@ -39,7 +39,7 @@ committed; the limit applies to it."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRef:
-    """A COMMIT that a permit rests on, freshly read from `remote`."""
+    """Identify a COMMIT that a permit rests on, freshly read from `remote`."""
 
     remote: str
     key: str
@@ -69,7 +69,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """The file system of save_dir, in bytes; `reserve_bytes` = next save × 1.1 + min_free (P13)."""
+    """Hold the file system of save_dir, in bytes; `reserve_bytes` = next save × 1.1 + min_free."""
 
     free_bytes: int
     reserve_bytes: int
@@ -82,17 +82,17 @@ class Disk:
 
     @property
     def lacks_files(self) -> bool:
-        """The files of the next save would not fit, however many bytes are free."""
+        """Tell whether the files of the next save would not fit, however many bytes are free."""
         return self.free_files is not None and self.free_files < self.reserve_files
 
     @property
     def is_short(self) -> bool:
-        """The next save would not fit beside `min_free`: what is ours makes room (P13)."""
+        """Tell whether the next save would not fit beside `min_free`: then ckptd frees space."""
         return self.free_bytes < self.reserve_bytes
 
     @property
     def is_full(self) -> bool:
-        """A save in flight is larger than all before it, or others write here: half work of ours goes too."""
+        """Tell whether less than `min_free` is left: then unfinished conversions are deleted too."""
         return self.free_bytes < self.min_free_bytes
 
 
@@ -109,19 +109,19 @@ def _new_record(remote: str, form: str) -> ShipRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveView:
-    """A sealed save that this node holds or held."""
+    """Hold a sealed save that this node has or had."""
 
     id: int
     save: SealedSave
     is_adopted: bool
-    """False: found at the first start and not adopted; never deleted (H20)."""
+    """False: found at the first start and not adopted; never deleted."""
     was_found_first: bool
     is_intact: bool
     """Every sealed file is still there with its identity."""
     is_present: bool
     """The folder is there at all."""
     has_unlisted: tuple[str, ...] = ()
-    """Files in the folder that were not sealed (H8)."""
+    """Files in the folder that were not sealed."""
     late: tuple[SealedFile, ...] = ()
     """Files that appeared after it was sealed, as they are now."""
     lacking: Mapping[str, tuple[SealedFile, ...]] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class SaveView:
 
     @property
     def is_convertible(self) -> bool:
-        """All of its shards are here, and they are more than weights."""
+        """Tell whether all of its shards are here, and they are more than weights."""
         return not self.save.grid.is_model_only and not self.save.is_part
 
     @property
@@ -164,14 +164,14 @@ class SaveView:
         return self.universal if form == UNIVERSAL else self.weights.get(form) or _NOT_MADE
 
     def ship(self, remote: str, form: str) -> ShipRecord:
-        """The record, or a new one."""
+        """Return the record of an upload, or a new one."""
         known = self.ships.get((remote, form))
         return known if known is not None else _new_record(remote, form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteCommit:
-    """A COMMIT as the last observation showed it."""
+    """Hold a COMMIT as last observed."""
 
     tag: str
     generation: int
@@ -242,7 +242,7 @@ class Confirmation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseStatus:
-    """A job on a shared directory, as the planner of one host sees it."""
+    """Hold the lease of a job on a shared directory, as one host knows it."""
 
     holds_lease: bool
     """Read back a short while ago by this host's monotonic clock, which a stopped process does not escape."""
@@ -268,9 +268,9 @@ class JobView:
     is_paused: bool
     """A person paused the job: transfers, conversions and removals rest."""
     may_delete: bool
-    """Rights proved (P19), same device as before, seat belt not reached."""
+    """Access rights proved, same device as before, deletion rate limit not reached."""
     deletions_left: int
-    """The seat belt for this node's disk: checkpoints that may still go in this hour."""
+    """The deletion rate limit for this node's disk: checkpoints that may still be deleted in this hour."""
     disk: Disk
     generations: Mapping[tuple[int, str, str], GenerationAnswer]
     """(save id, remote, form) → generation, for saves whose tag the remote knows."""
@@ -278,7 +278,7 @@ class JobView:
     is_converting: bool
     now_seconds: float
     unuploaded: Unuploaded = "keep"
-    """What the job file says of checkpoints that are not committed (P1)."""
+    """The job file's rule for checkpoints that are not committed."""
     metric: str | None = None
     """What keep_best compares."""
     is_higher_better: bool = False
