@@ -1,7 +1,7 @@
-"""Loading configuration: files, arguments and environment → judged models (docs/contract.md, P16).
+"""Load configuration: files, arguments and environment → judged models (docs/contract.md, P16).
 
 A job is judged alone: a wrong file is a `ConfigError` that names file, key, value and what was probably
-meant, and the jobs beside it go on (H31). The models themselves are in `config_model`.
+meant, and the jobs beside it go on. The models themselves are in `config.schema`.
 """
 
 from __future__ import annotations

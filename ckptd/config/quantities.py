@@ -1,7 +1,7 @@
-"""Quantities with units as people write them: "512MiB", "5%", "1h30m", "8Gb/s" → typed numbers.
+"""Parse quantities with units as people write them: "512MiB", "5%", "1h30m", "8Gb/s" → typed numbers.
 
-Bits and bytes are told apart by the case of the b (8Gb/s is 1 GB/s), so every parsed value can be shown
-back in one unambiguous spelling. Sizes are parsed by pydantic's ByteSize, durations as ISO 8601.
+Bits and bytes differ by the case of the b (8Gb/s is 1 GB/s), so every parsed value can be shown back in one
+unambiguous spelling. Sizes are parsed by pydantic's ByteSize, durations as ISO 8601.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Configuration: job files and ckptd.toml as frozen models, judged key by key (docs/contract.md, P16).
+"""Declare the configuration: job files and ckptd.toml as frozen models, judged key by key (docs/contract.md,
+P16).
 
 Every key is declared once, here, with its unit, its default and one line of help; `ckptd init` prints that,
 the refusals quote it. A key that this version does not act on is refused, never silently ignored.

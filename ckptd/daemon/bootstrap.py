@@ -360,9 +360,10 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
 
 
 def _take_up_belt(state: JobState) -> None:
-    """The seat belt does not begin anew with each start: a daemon that starts again and again has one.
+    """Restore the rate limit on deletions after a restart, since a daemon that restarts again and again needs
+    it most.
 
-    By a clock that jumps an hour counts as over, or, where it went back, as just begun.
+    By wall-clock time: a clock that jumps an hour forward counts as over, one that went back as just begun.
     """
     now, unix = time.monotonic(), time.time()
     sealed, pruned = state.journal.lately(unix - HOUR_SECONDS)

@@ -132,7 +132,7 @@ class NotifyRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notices:
-    """Everything that happened (for hooks), and what a person is told of it."""
+    """Hold everything that happened (for hooks), and what a person is told of it."""
 
     events: tuple[Event, ...]
     messages: tuple[Event, ...]
@@ -140,7 +140,7 @@ class Notices:
 
 @dataclass(slots=True)
 class EventReporter:
-    """Remembers what was told; one for all jobs of a daemon."""
+    """Remember what was reported, for all jobs of a daemon."""
 
     rules: NotifyRules
     _last: dict[tuple[str, str], JobStatus] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""status.json: what the daemon publishes for everybody, by rename, and the only thing `ckptd status` reads.
+"""Declare status.json: what the daemon publishes for everybody, by rename, and the only thing `ckptd status`
+reads.
 
 Shapes as docs/contract.md says (schema_version 1); sizes in bytes, times in RFC 3339 (UTC) or seconds.
 """

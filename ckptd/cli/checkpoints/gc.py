@@ -1,4 +1,6 @@
-"""`ckptd gc JOB|URL`: what nothing counts on goes: half removals, replaced objects, our own leftovers."""
+"""`ckptd gc JOB|URL`: delete what nothing depends on: interrupted deletions, replaced objects, our own
+leftovers.
+"""
 
 from __future__ import annotations
 

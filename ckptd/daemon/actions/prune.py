@@ -148,7 +148,7 @@ class LocalDeleter:
             fs.remove_ours(fd, folder, name)
 
     def _nothing_went(self, begun_at: float) -> None:
-        """The seat belt is for what does."""
+        """Give back the permit of the rate limit for a deletion that did not happen."""
         with contextlib.suppress(ValueError):
             self._state.deleted_at.remove(begun_at)
 

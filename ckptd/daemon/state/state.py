@@ -45,7 +45,7 @@ MOST_TIMES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherHost:
-    """A host that ships the files that lie here."""
+    """Name a host that uploads the files that lie here."""
 
     node: str
     tag: str
@@ -84,7 +84,7 @@ class CommitWait:
 
 @dataclass(slots=True)
 class UploadProgress:
-    """An upload under way."""
+    """Track the progress of an upload under way."""
 
     done_bytes: int
     total_bytes: int
@@ -423,7 +423,9 @@ class JobState:
         self.ships.setdefault(save_id, {})[record.remote, record.form] = record
 
     def grow(self, save_id: int, save: SealedSave) -> None:
-        """More shards of a part came: it is shipped again, as another revision of its manifest."""
+        """Reset the upload of a part that got more shards: it is uploaded again, as another revision of its
+        manifest.
+        """
         self.journal.replace_sealed(save_id, save)
         for (remote, form), record in list(self.ships.get(save_id, {}).items()):
             if record.state in (ShipState.WAITING, ShipState.FAILED):
@@ -441,7 +443,9 @@ class JobState:
                 self.generations.pop((save_id, record.remote, ZERO), None)
 
     def lose_commit(self, save_id: int, remote: str, reason: str, form: str = ZERO) -> None:
-        """The remote no longer vouches for a form: it counts as not committed there, and is shipped again."""
+        """Mark a form as not committed in a remote that no longer vouches for it, so that it is uploaded
+        again.
+        """
         gone = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None, "supplements": ()}
         record = self.ship(save_id, remote, form)
         self.put_ship(save_id, record.model_copy(update=gone | {"reason": reason}))

@@ -61,7 +61,7 @@ def _is_of_several(manifests: Sequence[str]) -> bool:
 
 
 def _count(state: JobState, remote: str, commit_sha256: str) -> None:
-    """The seat belt of that remote: once for all tries of one removal, and before the first."""
+    """Count one deletion against that remote's rate limit: once for all its tries, and before the first."""
     if (remote, commit_sha256) in state.retired_at or ("", commit_sha256) in state.retired_at:
         return
     now, unix = time.monotonic(), time.time()
