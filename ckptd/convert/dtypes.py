@@ -83,7 +83,7 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 def numpy_folder() -> str:
-    """The folder to import numpy from, for a child that starts without site-packages.
+    """Return the folder to import numpy from, for a child that starts without site-packages.
 
     Raises:
         UsageError: numpy is not installed.
@@ -147,7 +147,7 @@ def _as_float32(np: Any, data: bytes, source: str) -> Any:
 
 
 def _bfloat16(np: Any, values: Any) -> Any:
-    """The upper halves, after half a step and the lowest kept bit were added."""
+    """Return the upper halves, after half a step and the lowest kept bit were added."""
     bits = values.view("<u4")
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)

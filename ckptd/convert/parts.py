@@ -1,4 +1,4 @@
-"""The kinds of bytes that an output file is made of, and how a plan writes them down (docs/design.md §4).
+"""Define the kinds of bytes that an output file is made of, and their encoding in a plan (docs/design.md §4).
 
 Most of a universal checkpoint is `Range`: source bytes as they are, which a file system may clone. The
 others are read in blocks by `ckptd.convert.reader`: rows woven from tensor-parallel shards, means of
@@ -124,7 +124,7 @@ SOURCE_ITEM_BYTES = {
 
 
 def ranges_of(part: Part) -> Iterator[Range]:
-    """Every source range that a part reads."""
+    """Return every source range that a part reads."""
     if isinstance(part, Range):
         yield part
     elif isinstance(part, Widen):
@@ -141,7 +141,7 @@ def ranges_of(part: Part) -> Iterator[Range]:
 
 
 def encode(part: Part) -> list[Any]:
-    """A part as a JSON value."""
+    """Return a part as a JSON value."""
     if isinstance(part, Literal):
         return ["b", base64.b64encode(part.data).decode()]
     if isinstance(part, Range):
@@ -157,7 +157,7 @@ def encode(part: Part) -> list[Any]:
 
 
 def decode(raw: list[Any]) -> Part:
-    """The part that `encode` wrote.
+    """Return the part that `encode` wrote.
 
     Raises:
         RefusedError: a kind that this version does not know.

@@ -191,7 +191,7 @@ class PlanReader:
 
 
 def read_trailer(stream: IO[bytes]) -> Trailer:
-    """The trailer, from the last 4 KiB of a plan file.
+    """Return the trailer, from the last 4 KiB of a plan file.
 
     Raises:
         DamagedError: the plan was not finished.

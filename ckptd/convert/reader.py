@@ -34,7 +34,7 @@ _NARROW_BYTES = 64
 
 
 def blocks_of(part: Part, sources: Readable) -> Iterator[bytes]:
-    """The part's output bytes in blocks of about 1 MiB.
+    """Return the part's output bytes in blocks of about 1 MiB.
 
     Raises:
         SourceChanged: a source ends early.
@@ -57,7 +57,7 @@ def blocks_of(part: Part, sources: Readable) -> Iterator[bytes]:
 
 
 def same_bytes(a: Iterable[Part], b: Iterable[Part], sources: Readable) -> bool:
-    """True when two lists of parts are the same bytes."""
+    """Tell whether two lists of parts are the same bytes."""
     one, other = Taker(_all(a, sources)), Taker(_all(b, sources))
     while True:
         mine, theirs = one.take(BLOCK_BYTES), other.take(BLOCK_BYTES)
@@ -80,7 +80,7 @@ class Taker:
         self._rest = memoryview(b"")
 
     def take(self, length: int) -> bytes:
-        """The next `length` bytes, fewer at the end."""
+        """Return the next `length` bytes, fewer at the end."""
         if length <= len(self._rest):
             taken, self._rest = bytes(self._rest[:length]), self._rest[length:]
             return taken
@@ -183,7 +183,7 @@ def _scatter(
 
 
 def pieces(part: Part, nbytes: int) -> Iterator[Part]:
-    """The part as parts of at most `nbytes` each, about; a row of woven parts stays whole."""
+    """Return the part as parts of at most `nbytes` each, about; a row of woven parts stays whole."""
     if part.nbytes <= nbytes or isinstance(part, Literal):
         yield part
     elif isinstance(part, Range):

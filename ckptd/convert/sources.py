@@ -83,7 +83,7 @@ class Sources(Ranges, Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        """The descriptor of source `index`: hold it while it is used.
+        """Return the descriptor of source `index`: hold it while it is used.
 
         Raises:
             SourceChanged: the file is no longer the planned one.
@@ -105,7 +105,7 @@ class Sources(Ranges, Sequence[int]):
         return os.pread(self[source], nbytes, offset)
 
     def was_cold(self, fd: int) -> bool:
-        """True when most of the file was not in the page cache: what we read of it is dropped again."""
+        """Tell whether most of the file was not in the page cache: what we read of it is dropped again."""
         return fd in self._cold
 
     def extent_at(self, fd: int, offset: int, length: int) -> tuple[bool, int]:
@@ -144,7 +144,7 @@ class Sources(Ranges, Sequence[int]):
 
 
 def descriptors() -> int:
-    """How many files this process may have open, after raising the soft limit."""
+    """Return how many files this process may have open, after raising the soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(WANTED_DESCRIPTORS, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -44,7 +44,7 @@ class JoinedState:
 
 
 def patterns_of(save: Save, *, strict: bool) -> Patterns:
-    """The trainer's description of the parameters; one tensor rank of stage 3 never has one.
+    """Return the trainer's description of the parameters; one tensor rank of stage 3 never has one.
 
     Raises:
         RefusedError: several tensor ranks, and nothing says how they join.
@@ -99,7 +99,7 @@ def join_states(ranks: list[Parameter], patterns: Patterns) -> tuple[Join, list[
 
 
 def join_as(join: Join, ranks: list[Parameter]) -> tuple[Join, list[JoinedState]]:
-    """The states of `ranks` by a rule that is known; a parameter of experts is stacked.
+    """Return the states of `ranks` by a rule that is known; a parameter of experts is stacked.
 
     Raises:
         RefusedError: the ranks differ in states or types, or contradict the rule.

@@ -201,7 +201,7 @@ class UniversalLayout:
 
 
 def _entry(join: Join, tensor: Tensor) -> dict[str, Any]:
-    """The dictionary of a state file, keys in the stock converter's order."""
+    """Return the dictionary of a state file, keys in the stock converter's order."""
     entry: dict[str, Any] = {}
     if join.cat_dim is not None:
         entry["cat_dim"] = join.cat_dim
@@ -227,7 +227,7 @@ def _from(source: int) -> Callable[[Tensor], tuple[Part, ...]]:
 
 
 def _placeholder(dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """A contiguous tensor value that only the header needs."""
+    """Return a contiguous tensor value that only the header needs."""
     stride: list[int] = []
     step = 1
     for n in reversed(shape):

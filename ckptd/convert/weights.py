@@ -203,7 +203,7 @@ class WeightsLayout:
         return tuple(found)
 
     def outputs(self) -> Iterator[Output]:
-        """The weights file by file, and the index of the model's when there are several."""
+        """Return the weights file by file, and the index of the model's when there are several."""
         names = list(self._names())
         entries = self._placed()
         where: dict[str, str] = {}

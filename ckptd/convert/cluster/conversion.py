@@ -119,7 +119,7 @@ class Clustered(RemoteConversion):
         return report
 
     def _published_before(self, parent: str, target: str, started: float) -> ConvertReport | None:
-        """An attempt was killed after its result got its name."""
+        """Return the report of an attempt that was killed after its result got its name; else None."""
         with open_staging_dir(parent, os.path.basename(target), parent) as place:
             conversion = self._conversion(place)
         return conversion.published_before(parent, target, started) if self._remote is None else None
@@ -222,7 +222,7 @@ class Clustered(RemoteConversion):
         return replace(report, cluster=_report_of(tally, self._crew))
 
     def _begun(self, place: StagingDir, end: ClusterDestination, plan_sha256: str) -> AttemptLog:
-        """The destination is free, or holds an attempt at this very plan.
+        """Open the attempt log of a destination that is free, or holds an attempt at this very plan.
 
         Raises:
             TargetExists: it holds anything else.

@@ -1,4 +1,4 @@
-"""The ranges that one task reads, joined into extents and fetched in blocks, each once (docs/adr/0106).
+"""Join the ranges that one task reads into extents and fetch them in blocks, each once (ADR 0106).
 
 A task knows beforehand all that it will read. So blocks begin and end where its own ranges do, instead of on
 a grid: what crosses the network is what is needed, and gaps too small to be worth a request.
@@ -99,7 +99,7 @@ class StorePlace:
         self._store = store
 
     def fetch(self, source: TaskSource, offset: int, nbytes: int) -> bytes:
-        """A range of an object."""
+        """Return a range of an object."""
         try:
             data = self._store.read_at(source.name, offset, nbytes)
         except FileNotFoundError as error:
@@ -121,7 +121,7 @@ class FolderPlace:
         self._lock = threading.Lock()
 
     def fetch(self, source: TaskSource, offset: int, nbytes: int) -> bytes:
-        """A range of a file whose size and time are still the planned ones."""
+        """Return a range of a file whose size and time are still the planned ones."""
         data = os.pread(self._fd(source), nbytes, offset)
         if len(data) != nbytes:
             raise _changed(source)

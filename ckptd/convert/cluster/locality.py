@@ -1,4 +1,4 @@
-"""Who holds what an output is made of, and where it is cut so that each sends its own (docs/adr/0111).
+"""Find the workers that hold the sources of an output, and cut it so that each uploads its own (ADR 0111).
 
 Pure. A home is the set of workers that see the same files on their own disk; nobody's bytes come from the
 remote, whoever reads them.
@@ -53,7 +53,7 @@ class Choice:
 
 
 def chosen(totals: Mapping[Home, int]) -> Choice:
-    """The home that holds most of what is read."""
+    """Return the home that holds most of what is read."""
     whole = sum(totals.values())
     own = {home: sum(n for other, n in totals.items() if home <= other) for home in totals if home}
     if not own:
@@ -120,7 +120,7 @@ def _blocks(runs: Iterable[Run]) -> list[Run]:
 
 
 def _merged(blocks: Sequence[Run], best: Sequence[tuple[int, int, int] | None]) -> tuple[int, ...]:
-    """The borders that `best` leads to, less those between stretches of one home."""
+    """Return the borders that `best` leads to, less those between stretches of one home."""
     ends = [0, *accumulate(run.nbytes for run in blocks)]
     found: list[int] = []
     last, after = len(blocks), None
@@ -155,7 +155,7 @@ class Layout:
         self._last: tuple[int, list[Run]] | None = None
 
     def cuts(self, item: Item, name: str, *, is_alone: bool) -> Cuts | None:
-        """The parts that an output is sent in; None: it is one worker's, whole.
+        """Return the parts that an output is sent in; None: it is one worker's, whole.
 
         `is_alone`: nothing else reads what it reads.
         """

@@ -1,4 +1,4 @@
-"""How a worker process divides its --memory-budget, and how it keeps to it (P12; docs/adr/0124).
+"""Divide the --memory-budget of a worker process, and keep to it (ADR 0124).
 
 Every buffer is counted: what does not fit is not begun. What is freed goes back to the kernel at once, for a
 heap that keeps it breaks the promise as well as one that needs it.

@@ -1,4 +1,4 @@
-"""The workers that a command uses: started here, by Slurm, or already there; all that is asked of dask.
+"""Connect to workers: started here, by Slurm, or already there; calls to dask stand here.
 
 dask comes with the extra `ckptd[cluster]` and is imported by the calls that need it.
 """
@@ -198,7 +198,7 @@ class WorkerPool:
 
     @property
     def workers(self) -> int:
-        """How many there are."""
+        """Return the number of them."""
         return len(self._threads)
 
     @property
@@ -266,7 +266,7 @@ class WorkerPool:
         return list(self._asked.next_batch(block=False)) if self._asked.has_ready() else []
 
     def answer(self, future: Any) -> str | None:
-        """The task's `Result` as JSON; None: workers died of it again and again.
+        """Return the task's `Result` as JSON; None: workers died of it again and again.
 
         Raises:
             RemoteUnreachable: the scheduler was lost.

@@ -1,4 +1,4 @@
-"""The tasks of one attempt, made one handful after the other: a plan of terabytes is never all in memory.
+"""Make the tasks of one attempt, a handful at a time: a plan of terabytes is never all in memory.
 
 An upload that several workers share is begun here, and noted, before the first task that sends parts of it.
 """

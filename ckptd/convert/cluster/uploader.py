@@ -40,7 +40,7 @@ _HASH_BYTES = 1 << 20
 
 
 def upload_of(token: str, nbytes: int) -> Upload:
-    """The upload that a token means, of an output of `nbytes` bytes.
+    """Return the upload that a token means, of an output of `nbytes` bytes.
 
     Raises:
         StorageError: it is no token.
@@ -52,7 +52,7 @@ def upload_of(token: str, nbytes: int) -> Upload:
 
 
 def shares_uploads(store: Store) -> S3Store | None:
-    """The store, where parts from several processes become one object."""
+    """Return the store, where parts from several processes become one object."""
     return store if isinstance(store, S3Store) else None
 
 

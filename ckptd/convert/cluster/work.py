@@ -147,7 +147,7 @@ _attempts = _Attempts()
 
 
 def report_version(dask_worker: Any = None) -> str:
-    """The version of ckptd in this worker, whose profiler is stopped."""
+    """Return the version of ckptd in this worker, whose profiler is stopped."""
     stop_profiler(dask_worker)
     keep_small()
     return ckptd.__version__

@@ -82,7 +82,7 @@ class Lines:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:
-        """The lines that `chunk` completes, one by one.
+        """Return the lines that `chunk` completes, one by one.
 
         Raises:
             Garbled: one is no JSON object, or has no end; those before it were given.
@@ -105,7 +105,7 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def died_of(status: int) -> str:
-    """A child's exit status in words."""
+    """Return a child's exit status in words."""
     if status >= 0:
         return f"exit status {status}"
     import signal
@@ -134,7 +134,7 @@ class Watched:
     said: dict[str, Any] = field(default_factory=dict)
 
     def count(self, name: str) -> int:
-        """A number of its last words; 0 where there is none."""
+        """Return a number of its last words; 0 where there is none."""
         value = self.said.get(name, 0)
         return value if type(value) is int else 0
 

@@ -113,7 +113,7 @@ def planned(
 
 
 def _plan(folder: SourceFolder, origin: Origin, options: ConvertOptions, *, clones: bool) -> dict[str, Any]:
-    """The planning child's last words about a plan that it kept to itself."""
+    """Return the planning child's last words about a plan that it kept to itself."""
     request = plan_request(folder, origin, options, block=clones, dry=True)
     child = children.start("planner_child", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     watched = watch(

@@ -59,7 +59,7 @@ def inspect_files(
 
 
 def probe_restrictions() -> tuple[str, ...]:
-    """Which restrictions hold for children on this machine (for `ckptd check`)."""
+    """Return which restrictions hold for children on this machine (for `ckptd check`)."""
     for line in _child_lines({"folder": "/", "files": []}, 10.0):
         if "restrictions" in line:
             return tuple(line["restrictions"])
@@ -117,7 +117,7 @@ def _raise_if_unread(line: dict[str, Any], path: str, *, is_final: bool) -> None
 
 
 def _place_of(index: object, first: int, end: int) -> int | None:
-    """Which file of the batch a line is about; None: it says none that was asked for."""
+    """Return the file of the batch that a line is about; None: none that was asked for."""
     return first + index if type(index) is int and 0 <= index < end - first else None
 
 

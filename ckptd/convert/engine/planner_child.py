@@ -142,7 +142,7 @@ def _weights(request: dict[str, Any], save: Save, header: Header) -> tuple[Heade
 
 
 def _companion(dir_fd: int, name: str) -> Read:
-    """A small file of the trainer's folder that weights take along."""
+    """Return a small file of the trainer's folder that weights take along."""
     with files.reading(dir_fd, name) as fd:
         status = os.fstat(fd)
         return Read(name, COMPANION, status.st_size, identity_of(status), fingerprint(fd, None))

@@ -115,7 +115,7 @@ def _mode(path: str) -> int:
 
 
 def check_destination(source: SourceFolder, destination: Path, beneath: Path | None = None) -> str:
-    """The absolute path of the destination, when a conversion may create it.
+    """Return the absolute path of the destination, when a conversion may create it.
 
     Raises:
         TargetExists, UsageError, NotFoundError.
@@ -127,7 +127,7 @@ def check_destination(source: SourceFolder, destination: Path, beneath: Path | N
 
 
 def check_place(destination: Path, *, must_be_new: bool = True, beneath: Path | None = None) -> str:
-    """The absolute path of a destination whatever its source is.
+    """Return the absolute path of a destination whatever its source is.
 
     Raises:
         TargetExists, UsageError, NotFoundError.
@@ -153,7 +153,7 @@ def check_place(destination: Path, *, must_be_new: bool = True, beneath: Path | 
 
 
 def _no_right(folder: str) -> NotPermitted:
-    """The refusal of a place where this user cannot make files, with its owner and who we are."""
+    """Return the refusal of a place where this user cannot make files, with its owner and who we are."""
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
         return NotPermitted(f"{folder} is mounted read-only", hint="choose a DST on another file system")
     status = os.stat(folder)
@@ -165,7 +165,7 @@ def _no_right(folder: str) -> NotPermitted:
 
 
 def _user(uid: int) -> str:
-    """A user's name and number."""
+    """Return a user's name and number."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} ({uid})"
     except KeyError:
@@ -206,7 +206,7 @@ class StagingDir:
 
     @contextlib.contextmanager
     def reading_plan(self, name: str = PLAN) -> Iterator[IO[bytes]]:
-        """The plan file, open for reading."""
+        """Return the plan file, open for reading."""
         with open(files.open_beneath(self.fd, name), "rb") as stream:
             yield stream
 
@@ -216,7 +216,7 @@ class StagingDir:
             return PlanReader(stream)
 
     def can_clone(self, source: SourceFolder) -> bool:
-        """True when extents of the source can be shared with files made here."""
+        """Tell whether extents of the source can be shared with files made here."""
         with opened_real(source.path) as source_fd:
             for name, _ in source.shards:
                 with contextlib.suppress(CkptdError, OSError), files.reading(source_fd, name) as fd:
@@ -236,7 +236,7 @@ class StagingDir:
             files.remove_file(self.fd, "probe")
 
     def fresh_folder(self, name: str) -> int:
-        """An empty folder in here, open; what an earlier attempt left in it is removed."""
+        """Return an empty folder in here, open; what an earlier attempt left in it is removed."""
         files.remove_tree(self.fd, name)
         return files.open_dir_beneath(self.fd, name, create_mode=0o700)
 

@@ -62,14 +62,14 @@ def numpy_for(options: ConvertOptions) -> str:
 
 
 def origin_of(folder: SourceFolder, options: ConvertOptions) -> Origin:
-    """The folder that paths of the plan are relative to."""
+    """Return the folder that paths of the plan are relative to."""
     return find_origin(folder) if options.form == "weights" else Origin(folder.path, "", ())
 
 
 def plan_request(
     folder: SourceFolder, origin: Origin, options: ConvertOptions, *, block: bool, dry: bool = False
 ) -> dict[str, Any]:
-    """The request of `ckptd.convert.engine.planner_child`."""
+    """Return the request of `ckptd.convert.engine.planner_child`."""
     return {
         "root": origin.root,
         "prefix": origin.prefix,
@@ -374,7 +374,7 @@ def _threads(budget_bytes: int) -> int:
 
 
 def failure(watched: Watched, what: str) -> errors.CkptdError:
-    """The child's own words as an error of the tree; else how it died."""
+    """Return the child's own words as an error of the tree; else how it died."""
     if watched.stopped:
         return errors.BehindError(f"{what} was stopped", hint="the next attempt goes on where it ended")
     kind = getattr(errors, str(watched.said.get("error", "")), None)

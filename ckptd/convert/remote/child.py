@@ -96,7 +96,7 @@ class RangedExecution(Execution):
         return plan.trailer.sha256
 
     def open_sources(self, plan: PlanReader) -> Ranges:
-        """The objects that the plan's names stand for."""
+        """Return the objects that the plan's names stand for."""
         if not self.ends.source_url:
             return super().open_sources(plan)
         known = {f.path: f for f in (RemoteFile(**raw) for raw in self.ends.source_files)}

@@ -187,7 +187,7 @@ class RemoteConversion:
             raise target_exists(str(target), is_whole=True)
 
     def _look(self, place: StagingDir) -> SourceFolder:
-        """The source as a folder: itself, or its mirror in `place`."""
+        """Return the source as a folder: itself, or its mirror in `place`."""
         if self._remote is None:
             return list_source(Path(self._source))
         fd = place.fresh_folder(_MIRROR)
@@ -252,7 +252,7 @@ def convert_copy(
     options: ConvertOptions,
     on_progress: Callable[[ConvertProgress], None] | None,
 ) -> ConvertReport:
-    """A committed copy, whose shards lie directly in its folder, as the new folder `target` here."""
+    """Convert a committed copy, whose shards lie directly in its folder, into the new folder `target`."""
     source = of_copy(copy)
     return RemoteConversion(
         source, target, options, os.environ, on_progress=on_progress, work_dir=work_dir
@@ -279,7 +279,7 @@ def _target(url: str, environ: Mapping[str, str]) -> Destination:
 
 @contextmanager
 def temporary_place() -> Iterator[StagingDir]:
-    """A folder for the plan and the mirror, of a few megabytes, on the disk of TMPDIR."""
+    """Make a folder for the plan and the mirror, of a few megabytes, on the disk of TMPDIR."""
     with (
         tempfile.TemporaryDirectory(prefix="ckptd-convert-", ignore_cleanup_errors=True) as path,
         files.opened_dir(path) as fd,
@@ -288,7 +288,7 @@ def temporary_place() -> Iterator[StagingDir]:
 
 
 def _start_executor(*urls: str) -> subprocess.Popen[bytes]:
-    """The executor that may speak to remotes: their credentials in its environment, and packages."""
+    """Start the executor that may speak to remotes: with credentials in its environment, and packages."""
     return spawn(
         [sys.executable, "-m", "ckptd.convert.remote.child"],
         stdin=subprocess.PIPE,

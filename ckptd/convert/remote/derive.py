@@ -193,7 +193,7 @@ LEAST_CACHE_BYTES = 8 << 20
 def committed_source(
     store: Store, order: ShipOrder, making: Making, zero: Committed
 ) -> tuple[RemoteSource, tuple[tuple[str, str], ...]]:
-    """The shards that the COMMIT lists, and their fingerprints by path.
+    """Return the shards that the COMMIT lists, and their fingerprints by path.
 
     Raises:
         SourceChanged: that COMMIT is gone, or disputed. DamagedError: its manifests cannot be believed.
@@ -217,7 +217,7 @@ def committed_source(
 
 
 def proven_records(place_fd: int, source: RemoteSource) -> dict[str, tuple[Record, ...]]:
-    """The records of each archive mirrored below `place_fd`, by path in the mirror.
+    """Return the records of each archive mirrored below `place_fd`, by path in the mirror.
 
     A manifest's fingerprint is of the zip directory, and that has a CRC32 of each record: so what is read of
     one is proven, however little of the object it is.
@@ -258,7 +258,7 @@ Found = TypeVar("Found")
 
 @contextmanager
 def opened(order: ShipOrder, root: int, control: Control, store: Store) -> Iterator[transfer.Origin]:
-    """The origin of an order that makes a form: planned now, made on demand.
+    """Return the origin of an order that makes a form: planned now, made on demand.
 
     Raises:
         CannotBeMade: the save has no such form. SourceChanged: it is not the sealed or committed one, or the
@@ -462,7 +462,7 @@ def _options(form: str) -> ConvertOptions:
 
 
 def _is_over(control: Control) -> bool:
-    """Whether planning must end; in any case a sign of life, for planning moves no bytes (adr/0090)."""
+    """Tell whether planning must end; in any case a sign of life, for planning moves no bytes (adr/0090)."""
     try:
         control.pacer.breathe(control.check)
     except SourceChanged:

@@ -88,7 +88,7 @@ def of_commit(
     tag: str,
     objects: Collection[ManifestFile],
 ) -> RemoteSource:
-    """The checkpoint that a COMMIT's manifests list: shards in `folder`, or one level below it.
+    """Return the checkpoint that a COMMIT's manifests list: shards in `folder`, or one level below it.
 
     Raises:
         NotFoundError: they list no shards there.
@@ -226,14 +226,14 @@ def look_at(url: str, environ: Mapping[str, str]) -> RemoteSource:
 
 
 def of_copy(copy: Copy) -> RemoteSource:
-    """A committed copy whose shards lie directly in its folder."""
+    """Return a committed copy whose shards lie directly in its folder."""
     name, remote = Path(copy.view.commit.tag).name, copy.remote
     found = [of_manifest(file, f"{name}/{file.path}", copy.view.commit.tag) for file in copy.files]
     return source_of(remote.url, remote.access, remote.store, name, found)
 
 
 def ancestors(url: str) -> list[str]:
-    """The URL, or absolute path, and those above it that can be the root of a remote."""
+    """Return the URL, or absolute path, and those above it that can be the root of a remote."""
     if "://" not in url:
         return [url, *map(str, Path(url).parents)]
     scheme, _, rest = url.partition("://")
@@ -249,7 +249,7 @@ def directory_remote(folder: Path) -> str | None:
 
 
 def is_root(url: str, access: Access, *, must_answer: bool) -> bool:
-    """True when a remote of ckptd has its root there."""
+    """Tell whether a remote of ckptd has its root there."""
     try:
         return open_apart(url, url, access).get(IDENTITY_KEY) is not None
     except CkptdError:
@@ -262,7 +262,7 @@ def is_root(url: str, access: Access, *, must_answer: bool) -> bool:
 
 
 def _committed(sight: RemoteSight, access: Access, folder: str) -> RemoteSource:
-    """The committed ZeRO checkpoint in `folder` (its shards may lie one level deeper)."""
+    """Return the committed ZeRO checkpoint in `folder` (its shards may lie one level deeper)."""
     zero = [view for view in sight.commits if view.commit.form == "zero"]
     if not folder:
         if not zero:

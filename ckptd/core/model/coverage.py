@@ -46,7 +46,7 @@ class Pointers:
 
 
 def newest_revisions(manifests: Iterable[KnownManifest]) -> tuple[KnownManifest, ...]:
-    """The newest revision of each node, sorted by key."""
+    """Return the newest revision of each node, sorted by key."""
     newest: dict[str, KnownManifest] = {}
     for known in manifests:
         held = newest.get(known.manifest.node_id)
@@ -84,7 +84,7 @@ def _other_source(ours: NodeManifest, other: NodeManifest) -> str | None:
 
 
 def contradiction(manifests: Sequence[KnownManifest], *, save_spread_seconds: float) -> str | None:
-    """Why manifests cannot be committed together: two saves, or one key with two contents."""
+    """Return why manifests cannot be committed together: two saves, or one key with two contents."""
     # of each two only to say which: of a thousand manifests there are half a million pairs
     pairs = [] if _are_of_one(manifests, save_spread_seconds) else enumerate(manifests)
     for index, known in pairs:
@@ -156,12 +156,12 @@ def missing_words(missing: tuple[str, ...], members: Iterable[KnownManifest]) ->
 
 
 def objects_of(manifests: Iterable[NodeManifest]) -> dict[str, ManifestFile]:
-    """The distinct objects that manifests list, by key."""
+    """Return the distinct objects that manifests list, by key."""
     return {file.key: file for manifest in manifests for file in manifest.files}
 
 
 def fingerprints_of(manifests: Iterable[NodeManifest]) -> tuple[tuple[str, str], ...]:
-    """(path, fingerprint) of every file, sorted: what a tombstone remembers (H16).
+    """Return (path, fingerprint) of every file, sorted: what a tombstone remembers.
 
     Where a node took another's replica for its own, or left it to it, that of the tensors too: its pickle may
     differ.
@@ -210,12 +210,12 @@ def _lowest_rank(manifest: NodeManifest) -> int:
 
 
 def order_of(commit: Commit) -> Order:
-    """(branch, step, save_seq) of a COMMIT (P9)."""
+    """Return (branch, step, save_seq) of a COMMIT."""
     return Order(commit.branch, commit.step, commit.save_seq)
 
 
 def is_after(written_ns: int, commit: Commit, save_spread_seconds: float) -> bool:
-    """Whether that time is later than the save of a COMMIT, however far clocks that agree may differ.
+    """Tell whether that time is later than the save of a COMMIT, however far clocks that agree may differ.
 
     Its manifests' names tell its save window; older ones do not, and what was committed was saved by then.
     """

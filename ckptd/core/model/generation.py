@@ -215,7 +215,7 @@ def _row(file: SealedFile) -> tuple[str, int, str]:
 
 
 def _shards(save: SealedSave) -> list[tuple[str, str, str]]:
-    """(path, fingerprint, tensor fingerprint) of the shards; of a model alone, of all."""
+    """Return (path, fingerprint, tensor fingerprint) of the shards; of a model alone, of all."""
     rows = [file for file in save.files if file.role not in _BESIDE] or save.files
     return [(file.path, file.fingerprint, file.tensor_fingerprint or file.fingerprint) for file in rows]
 

@@ -96,7 +96,7 @@ def heartbeat_key(node: str, node_id: str = "") -> str:
 
 
 def node_of_key(key: str) -> str | None:
-    """The node that a key speaks of; None: it is no heartbeat's."""
+    """Return the node that a key speaks of; None: it is no heartbeat's."""
     name = key.removeprefix(HEARTBEATS)
     if not name.endswith(".json") or "/" in name:
         return None

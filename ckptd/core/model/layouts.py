@@ -105,7 +105,7 @@ MODEL_ONLY = Grid(dp=0, mm_count=0, zero_stage=0, proof="only a model (save_only
 
 
 def absent_ranks(grid: Grid, present: frozenset[NamedShard]) -> tuple[NamedShard, ...]:
-    """The optimizer shards, and those of model states, that `grid` demands and `present` lacks."""
+    """Return the optimizer shards, and those of model states, that `grid` demands and `present` lacks."""
     of_ranks = [(Role.OPTIM, True)] + (
         [(Role.MODEL, True)] if grid.zero_stage >= 3 else [(Role.MODEL, False)]
     )
@@ -190,7 +190,7 @@ BY_NAME = (Trainer.ACCELERATE, Trainer.LIGHTNING)
 
 
 def layout_of(tag: str, paths: Iterable[str]) -> tuple[Trainer, tuple[str, ...]]:
-    """The trainer that a folder's names suggest, and its shard roots ("" = the folder itself).
+    """Return the trainer that a folder's names suggest, and its shard roots ("" = the folder itself).
 
     Of several `global_step*` in one checkpoint-N the highest is meant: the others are older. No root at all:
     a model without what training needs to go on (save_only_model).
@@ -283,7 +283,7 @@ def added_by_us(paths: Iterable[str], roots: tuple[str, ...]) -> frozenset[str]:
 
 
 def is_in_roots(path: str, roots: tuple[str, ...]) -> bool:
-    """Whether a file lies where the engine's own lie; of a model alone (no roots) any does."""
+    """Tell whether a file lies where the engine's own lie; of a model alone (no roots) any does."""
     return not roots or path.rpartition("/")[0] in roots
 
 
@@ -293,7 +293,7 @@ def universal_name(root: str) -> str:
 
 
 def is_in_form(path: str) -> bool:
-    """Whether a file in a trainer's folder lies where a universal form, or the pointer to it, does."""
+    """Tell whether a file in a trainer's folder lies where a universal form, or the pointer to it, does."""
     head, inside, _ = path.partition("/")
     return path == LATEST_UNIVERSAL or (bool(inside) and head.endswith(universal_name("")))
 

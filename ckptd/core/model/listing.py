@@ -87,7 +87,7 @@ class FolderListing:
 
     @cached_property
     def own(self) -> tuple[ListedFile, ...]:
-        """The save's files: all but what we put in."""
+        """Return the save's files: all but what we put in."""
         return tuple(f for f in self.files if f not in self.added) if self.added else self.files
 
     @cached_property
@@ -97,7 +97,7 @@ class FolderListing:
 
     @property
     def is_checkpoint(self) -> bool:
-        """True when the folder holds at least one shard and its name is not a derived form's (H24)."""
+        """Tell whether the folder holds at least one shard and its name is not a derived form's."""
         return bool(self.shards) and not _DERIVED.search(self.tag)
 
 
@@ -126,7 +126,7 @@ class SaveDirListing:
     """Checkpoints in and below save_dir that are none of this job's layouts; never looked into."""
 
     def is_at_risk(self, tag: str) -> bool:
-        """Whether `latest` names a tag, or its number is higher than those of all others listed here."""
+        """Tell whether `latest` names a tag, or its number is higher than those of all others listed here."""
         if tag == self.latest:
             return True
         number = _NUMBER.search(tag)
@@ -162,13 +162,13 @@ class ResumeMarker(BaseModel):
     """Tag → greatest mtime of its shards: tells which folder it was, never which is newer (P9)."""
 
     def is_later(self, save: SealedSave) -> bool:
-        """Whether a save was not there yet: the run has gone on."""
+        """Tell whether a save was not there yet: the run has gone on."""
         known = self.written_ns.get(save.tag)
         return save.tag != self.tag and all(file.identity.mtime_ns != known for file in save.files)
 
 
 def resume_marker_text(tag: str, folders: Iterable[FolderListing]) -> ResumeMarker:
-    """The word for `tag`; `folders`: all that lie in save_dir, whole or not."""
+    """Return the resume marker's text for `tag`; `folders`: all in save_dir, whole or not."""
     newest = {f.tag: max((s.identity.mtime_ns for s in f.shards), default=0) for f in folders}
     return ResumeMarker(tag=tag, written_ns=newest)
 

@@ -1,4 +1,4 @@
-"""The universal forms that the loader of each DeepSpeed version reads (docs/formats.md §5.1)."""
+"""Tell which universal forms the loader of each DeepSpeed version reads (docs/formats.md §5.1)."""
 
 from __future__ import annotations
 

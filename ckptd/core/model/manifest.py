@@ -44,7 +44,7 @@ class Cell(NamedTuple):
 
 
 def cells_of(files: Iterable[SealedFile | ManifestFile | NamedShard]) -> frozenset[Cell]:
-    """Those whose optimizer shards are among the files."""
+    """Return those whose optimizer shards are among the files."""
     return frozenset(
         Cell(f.shard.d, f.shard.mm or 0) for f in files if f.role is Role.OPTIM and f.shard.d is not None
     )
@@ -196,7 +196,7 @@ def node_in(key: str) -> str:
 
 
 def may_cover(names: Sequence[ManifestName]) -> bool:
-    """Whether all optimizer shards may be listed; a grid without any is for a reader to judge."""
+    """Tell whether all optimizer shards may be listed; a grid without any is for a reader to judge."""
     # each of a thousand nodes asks this of a thousand names, and nearly always they are too few
     if sum(map(_HAVE, names)) < min(map(_WANT, names), default=1):
         return False
@@ -514,7 +514,7 @@ def stem(tag: str, generation: int, form: str) -> str:
 
 @lru_cache(maxsize=4096)
 def parse_stem(name: str) -> tuple[str, int, str] | None:
-    """(tag, generation, form) of a stem, or None."""
+    """Return (tag, generation, form) of a stem, or None."""
     parts = name.split("~")
     if len(parts) != 3 or not re.fullmatch(r"g[1-9]\d*", parts[1]) or not parts[2]:
         return None
@@ -530,7 +530,7 @@ def folder_name(tag: str, generation: int, form: str, attempt: int = 1) -> str:
 
 
 def universal_folder(tag: str, generation: int, root: str, attempt: int = 1) -> tuple[str, str]:
-    """(remote folder, path of the universal form in it): where the loader of that trainer looks.
+    """Return (remote folder, path of the universal form in it): where the loader of that trainer looks.
 
     Plain DeepSpeed (root ""): `<tag>_universal`, "". Hugging Face: `checkpoint-N`, `global_stepN_universal`.
     """
@@ -564,7 +564,7 @@ def side_key(kind: Literal["retired", "disputes", "pins", "decisions"], name: st
 
 
 def mark_of_manifest(manifest: NodeManifest) -> SaveMark:
-    """The mark of a node manifest in the remote."""
+    """Return the mark of a node manifest in the remote."""
     return SaveMark(
         run_id=manifest.run_id or manifest.job_id,
         step=manifest.step,

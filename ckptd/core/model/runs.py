@@ -80,11 +80,11 @@ class RunFile(Model):
     """The run that this directory held before it was emptied and saved into anew."""
 
     def knows(self, remote_id: str) -> int:
-        """The newest row that `resume` saw; 0: none."""
+        """Return the newest row that `resume` saw; 0: none."""
         return dict(self.known).get(remote_id, 0)
 
     def is_accepted(self, remote_id: str) -> int:
-        """The newest row under which this place may write there; 0: none."""
+        """Return the newest row under which this place may write there; 0: none."""
         return dict(self.accepted).get(remote_id, 0)
 
     def accepting(self, remote_id: str, number: int, run_id: str) -> RunFile:
@@ -130,12 +130,12 @@ def run_of(document: NodeManifest | Commit | TombstoneHeader | Heartbeat, job_id
 
 
 def run_of_all(documents: Iterable[_Committed]) -> list[str]:
-    """The runs of documents, each once, sorted."""
+    """Return the runs of documents, each once, sorted."""
     return sorted({run_of(document, document.job_id) for document in documents})
 
 
 def of_run(documents: Iterable[_Committed], run_id: str | None) -> list[_Committed]:
-    """Those of one run; None: all."""
+    """Return those of one run; None: all."""
     return [d for d in documents if run_id is None or run_of(d, d.job_id) == run_id]
 
 
@@ -169,7 +169,7 @@ def short(run_id: str) -> str:
 def judge(
     claim: Claim, row: Row | None, seen: Iterable[SeenNode], *, job_id: str, is_virgin: bool
 ) -> Decision:
-    """Whether that place may write to a remote whose newest row is `row`; `seen`: heartbeats there.
+    """Judge whether that place may write to a remote whose newest row is `row`; `seen`: heartbeats there.
 
     `is_virgin`: nothing was ever committed there, by no release.
     """
@@ -232,7 +232,7 @@ def _are_parts(claim: Claim, row: Row) -> bool:
 
 
 def _are_of_one(claim: Claim, row: Row, alive: Sequence[Heartbeat]) -> bool:
-    """Whether both save parts of the same checkpoints: no shard is saved twice."""
+    """Tell whether both save parts of the same checkpoints: no shard is saved twice."""
     if not _are_parts(claim, row):
         return False
     others = {shard for beat in alive if beat.node != claim.node for shard in beat.shards or ()}

@@ -118,7 +118,7 @@ class SealedSave(Model):
 
     @property
     def order(self) -> Order:
-        """(branch, step, save_seq)."""
+        """Return (branch, step, save_seq)."""
         return Order(self.branch, self.step, self.save_seq)
 
     @property
@@ -128,7 +128,7 @@ class SealedSave(Model):
 
     @property
     def fingerprints(self) -> tuple[tuple[str, str], ...]:
-        """(path, fingerprint) of every sealed file, sorted: the identity of the save's content."""
+        """Return (path, fingerprint) of every sealed file, sorted: the identity of the save's content."""
         return tuple(sorted((f.path, f.fingerprint) for f in self.files))
 
 
@@ -146,7 +146,7 @@ class SaveMark(Model):
 
 
 def mark_of_save(save: SealedSave) -> SaveMark:
-    """The mark of a sealed save."""
+    """Return the mark of a sealed save."""
     return SaveMark(
         run_id=save.run_id,
         step=save.step,

@@ -33,19 +33,19 @@ class Short:
 
 
 def is_swapped(path: str, roots: Collection[str]) -> bool:
-    """Whether a file of a checkpoint is a swapped tensor of one of its shard roots."""
+    """Tell whether a file of a checkpoint is a swapped tensor of one of its shard roots."""
     head, found, rest = path.rpartition(f"{FOLDER}/")
     return bool(found) and path.endswith(_END) and head.rstrip("/") in roots and rest.count("/") == 1
 
 
 def is_state(path: str) -> bool:
-    """Whether a path is of a swapped tensor, whatever shard root it lies in; no side file."""
+    """Tell whether a path is of a swapped tensor, whatever shard root it lies in; no side file."""
     parts = path.split("/")
     return len(parts) > 2 and parts[-3] == FOLDER and path.endswith(_END)
 
 
 def is_state_folder(path: str) -> bool:
-    """Whether a path is of the folder of one rank's swapped tensors."""
+    """Tell whether a path is of the folder of one rank's swapped tensors."""
     return path.rpartition("/")[0].rpartition("/")[2] == FOLDER
 
 
@@ -78,7 +78,7 @@ def lacking(
 
 
 def _owing(shards: Mapping[str, FileFacts], mms: int) -> list[Short]:
-    """The optimizer shards that need a folder of swapped tensors, by rank."""
+    """Return the optimizer shards that need a folder of swapped tensors, by rank."""
     optim: dict[Cell, tuple[str, ShardFacts]] = {}
     needed: dict[Cell, tuple[int, ...]] = {}
     for path, fact in shards.items():

@@ -55,12 +55,12 @@ class Unprotected:
 
     @property
     def holder(self) -> str:
-        """The folder that holds it, relative to save_dir; "" for save_dir."""
+        """Return the folder that holds it, relative to save_dir; "" for save_dir."""
         return self.path.rpartition("/")[0]
 
     @property
     def number(self) -> int:
-        """The last number in its name, by which saves are counted; -1: none."""
+        """Return the last number in its name, by which saves are counted; -1: none."""
         found = _LAST_NUMBER.search(self.path.rpartition("/")[2])
         return int(found[1]) if found else -1
 
@@ -115,7 +115,7 @@ def _in_place(place: str, names: set[str]) -> Iterable[tuple[str, Kind]]:
 
 
 def _checkpoint_of(place: str, kind: Kind) -> str:
-    """The checkpoint's folder: FSDP and Megatron-LM put their files into folders of it."""
+    """Return the checkpoint's folder: FSDP and Megatron-LM put their files into folders of it."""
     above, _, last = place.rpartition("/")
     is_part = last.startswith(("pytorch_model", "optimizer", "mp_rank_", "model"))
     return above if above and is_part and kind in (Kind.TORCH_SHARDS, Kind.MEGATRON) else place

@@ -62,7 +62,7 @@ class Directory:
     """False for legacy files, whose framing has none."""
 
     def storages(self) -> list[Record]:
-        """The tensor payloads (`data/<key>`), in directory order."""
+        """Return the tensor payloads (`data/<key>`), in directory order."""
         return [record for name, record in self.records.items() if name.startswith("data/")]
 
 
@@ -101,7 +101,7 @@ def read_directory(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> Direc
 
 
 def directory_place(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> tuple[int, int]:
-    """(offset, bytes) of the central directory, from the last `TAIL_BYTES` and a little more.
+    """Return (offset, bytes) of the central directory, from the last `TAIL_BYTES` and a little more.
 
     Raises:
         TornArchiveError, RefusedError: as `read_directory`.
@@ -173,7 +173,7 @@ def _locate_directory64(fd: int, name: str, locator: bytes, end: int) -> tuple[i
 
 
 def _parse_entries(raw: bytes, count: int, name: str, limits: Limits) -> list[tuple[str, int, int, int]]:
-    """(record name, local header offset, size, crc) of every entry."""
+    """Return (record name, local header offset, size, crc) of every entry."""
     entries: list[tuple[str, int, int, int]] = []
     at = 0
     for _ in range(count):

@@ -32,7 +32,7 @@ _STORAGE_SAMPLES = 16
 
 
 def has_crc(directory: Directory) -> bool:
-    """True when the directory's CRC32s say something of every record of 1 KiB or more."""
+    """Tell whether the directory's CRC32s say something of every record of 1 KiB or more."""
     large = (r for r in directory.records.values() if r.size >= _CRC_MATTERS_BYTES)
     return directory.has_crcs and all(record.crc != 0 for record in large)
 

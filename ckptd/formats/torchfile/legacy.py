@@ -29,7 +29,7 @@ _COUNT = struct.Struct("<q")
 
 
 def read_archive(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> Directory:
-    """The records of a `torch.save` file of either framing; only in restricted children.
+    """Return the records of a `torch.save` file of either framing; only in restricted children.
 
     Raises:
         TornArchiveError, RefusedError: see `read_directory` and `read_legacy`.
@@ -89,7 +89,7 @@ class Scout(Rebuilder):
 
 
 def _pickle(fd: int, name: str, start: int, rebuild: Rebuilder, limits: Limits) -> tuple[Any, int]:
-    """(value, end) of the pickle at `start`, whose length nothing tells: read more until it ends."""
+    """Return (value, end) of the pickle at `start`, whose length nothing tells: read more until it ends."""
     wanted = _FIRST_BYTES
     while True:
         data = os.pread(fd, min(wanted, limits.pickle_bytes), start)
@@ -108,7 +108,7 @@ def _pickle(fd: int, name: str, start: int, rebuild: Rebuilder, limits: Limits) 
 
 
 def _checked(keys: Any, name: str, scout: Scout, limits: Limits) -> list[str]:
-    """The list of storage keys, each known to the pickle and named once."""
+    """Return the list of storage keys, each known to the pickle and named once."""
     if not isinstance(keys, list) or len(keys) > limits.records:
         raise RefusedError(f"{name} has no readable list of storages")
     for key in keys:

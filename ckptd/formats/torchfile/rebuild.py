@@ -1,4 +1,4 @@
-"""The few calls that a `torch.save` pickle makes, done as data: tensors, storages, dictionaries (P14).
+"""Build as data what the calls in a `torch.save` pickle make: tensors, storages, dictionaries.
 
 Everything else that a pickle would call becomes an `Inert`. docs/formats.md §2.4, §3.
 """
@@ -114,7 +114,7 @@ class Rebuilder:
         return record.offset
 
     def _view(self, root: Storage, view: Any) -> Storage:
-        """A part of a storage, as torch before 1.0 shared memory."""
+        """Return a part of a storage, as torch before 1.0 shared memory."""
         if not isinstance(view, tuple) or len(view) != 3 or not all(_is_count(n) for n in view[1:]):
             raise RefusedError(f"{self.name}: data.pkl describes a storage's view that is none")
         start, numel = view[1:]

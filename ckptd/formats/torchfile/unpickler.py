@@ -251,7 +251,7 @@ def unpickle(data: bytes, name: str, directory: Directory, limits: Limits = DEFA
 
 
 def run_pickle(data: bytes, name: str, rebuild: Rebuilder, limits: Limits) -> tuple[Any, int]:
-    """(value, bytes used) of the pickle that `data` begins with; raises as `unpickle` does."""
+    """Return (value, bytes used) of the pickle that `data` begins with; raises as `unpickle` does."""
     if len(data) > limits.pickle_bytes:
         raise RefusedError(
             f"{name}: data.pkl of {len(data)} bytes is beyond the limit of {limits.pickle_bytes}"
@@ -298,7 +298,7 @@ class Machine:
         raise RefusedError(f"{self.name}: data.pkl runs more than {self.limits.operations} operations")
 
     def take(self, length: int) -> bytes:
-        """The next `length` bytes."""
+        """Return the next `length` bytes."""
         end = self.at + length
         if length < 0 or end > len(self.data):
             raise IndexError(end)
@@ -318,7 +318,7 @@ class Machine:
         return text
 
     def pop_mark(self) -> list[Any]:
-        """The items above the topmost mark."""
+        """Return the items above the topmost mark."""
         items = self.stack
         self.stack = self.below.pop()
         return items
@@ -347,7 +347,7 @@ class Machine:
         self.stack.append(found)
 
     def key(self, value: Any, depth: int = 0) -> Any:
-        """A value usable as a dictionary key without unbounded hashing."""
+        """Return a value usable as a dictionary key without unbounded hashing."""
         if isinstance(value, tuple):
             self.hashed += len(value)
             if depth >= self.limits.key_depth or len(value) > 256 or self.hashed > self.limits.key_items:

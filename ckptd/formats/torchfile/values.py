@@ -68,7 +68,7 @@ class Inert:
     """It swallowed items or keyword arguments: it cannot be written again."""
 
     def field(self, name: str) -> Any:
-        """An attribute of the pickled object's `__dict__` state; None when absent."""
+        """Return an attribute of the pickled object's `__dict__` state; None when absent."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
@@ -132,7 +132,7 @@ class Tensor:
 
     @property
     def contiguous(self) -> bool:
-        """True when the elements lie one after another in row-major order."""
+        """Tell whether the elements lie one after another in row-major order."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:

@@ -1,1 +1,1 @@
-"""Which bytes of which rank make which parameter."""
+"""Map each parameter to bytes of the ranks' shards."""

@@ -1,4 +1,4 @@
-"""The affine map that AutoTP records from DeepSpeed 0.19.8 on: pieces by offset and strides.
+"""Read the affine map that AutoTP records from DeepSpeed 0.19.8 on: pieces by offset and strides.
 
 See docs/formats.md §2.5. A map overrides every pattern for the parameters that it names. A piece that several
 ranks hold is taken from the first and compared with the others; a scaled piece is refused, since moments
@@ -79,7 +79,7 @@ class Maps:
         return bool(self._params)
 
     def find(self, name: str) -> Map | None:
-        """The map of a parameter.
+        """Return the map of a parameter.
 
         Raises:
             RefusedError: two match, or it cannot be read.

@@ -1,4 +1,4 @@
-"""How tensor-parallel shards make one parameter, as geometry: blocks in, a sequence of copies out.
+"""Join tensor-parallel shards into one parameter, as geometry: blocks in, a sequence of copies out.
 
 Every rule of DeepSpeed (replicated, along a dimension, fused sub-parameters, affine maps; docs/formats.md
 §2.5, §6.1) becomes blocks; a block lies in a rank's shard and in the full parameter by offset and strides.
@@ -116,12 +116,12 @@ def fused(full: tuple[int, ...], dim: int, widths: list[list[int]]) -> list[Bloc
 
 
 def whole(shape: tuple[int, ...], rank: int) -> Block:
-    """A rank's shard that is the full parameter."""
+    """Return a rank's shard that is the full parameter."""
     return Block(rank, shape, 0, dense(shape), 0, dense(shape))
 
 
 def sequence(blocks: Iterable[Block], numel: int) -> tuple[Step, ...]:
-    """The blocks as steps in output order.
+    """Return the blocks as steps in output order.
 
     Raises:
         RefusedError: they overlap, leave gaps, or interleave in a way that is no row pattern.
@@ -144,7 +144,7 @@ def sequence(blocks: Iterable[Block], numel: int) -> tuple[Step, ...]:
 
 
 def reading(block: Block) -> tuple[Step, ...]:
-    """A block's elements in their own order, for comparing copies."""
+    """Return a block's elements in their own order, for comparing copies."""
     steps: list[Step] = []
     for run in _runs(block):
         strand = Strand(run.rank, run.at, run.width, run.stride)
@@ -153,7 +153,7 @@ def reading(block: Block) -> tuple[Step, ...]:
 
 
 def first_rows(steps: tuple[Step, ...], rows: int, row: int) -> tuple[Step, ...]:
-    """The first `rows` rows of `row` elements (the padded rows of a vocabulary lie at the end)."""
+    """Return the first `rows` rows of `row` elements (the padded rows of a vocabulary lie at the end)."""
     left = rows * row
     kept: list[Step] = []
     for step in steps:
@@ -174,7 +174,7 @@ def _first(step: Step, count: int) -> Step:
 
 
 def _runs(block: Block) -> Iterator[_Run]:
-    """The block as runs of rows: neighbouring dimensions merged, outer ones written out."""
+    """Return the block as runs of rows: neighbouring dimensions merged, outer ones written out."""
     dims = [
         d for d in zip(block.shape, block.out_strides, block.strides, strict=True) if d[0] != 1
     ]  # fmt: skip
@@ -196,7 +196,7 @@ def _runs(block: Block) -> Iterator[_Run]:
 
 
 def _placed(runs: list[_Run]) -> Iterator[tuple[int, Step, int]]:
-    """(first element, step, elements): single runs as copies, rows of equal pattern woven together."""
+    """Return (first element, step, elements): single runs as copies, rows of equal pattern woven together."""
     patterns: dict[tuple[int, int], list[_Run]] = {}
     for run in runs:
         if run.rows == 1:

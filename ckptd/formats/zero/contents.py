@@ -205,7 +205,7 @@ def _tied(number: int, shapes: dict[str, tuple[int, ...]], trained: dict[str, tu
 
 
 def of_tensor(name: str, tensor: Tensor, source: int) -> Parameter:
-    """A saved tensor as byte ranges in row-major order of its shape.
+    """Return a saved tensor as byte ranges in row-major order of its shape.
 
     Raises:
         RefusedError: its rows lie too scattered.

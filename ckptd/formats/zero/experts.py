@@ -179,7 +179,7 @@ def find(model: Opened, optim: Opened, dp: int) -> Experts:
 
 
 def _expert_parallel(optim: Opened, g: int, group: dict[Any, Any], count: int, dp: int) -> int:
-    """How many ranks share the experts of a group; 0 for a group of other parameters."""
+    """Return how many ranks share the experts of a group; 0 for a group of other parameters."""
     where = f"{optim.source.path} partitions group {g} over {count} of {dp} ranks"
     name = group.get("name")
     match = _GROUP_NAME.fullmatch(name) if isinstance(name, str) and group.get("moe") is True else None
@@ -247,7 +247,7 @@ def stacked(join: Join, shapes: list[tuple[int, ...]], count: int) -> Join:
 
 
 def _moved(step: Step, by: int, lengths: list[int]) -> Step:
-    """A step that reads the tensor of a later expert-parallel rank."""
+    """Return a step that reads the tensor of a later expert-parallel rank."""
     if isinstance(step, Copy):
         return replace(step, at=step.at + by * lengths[step.rank])
     strands = tuple(replace(s, at=s.at + by * lengths[s.rank]) for s in step.strands)

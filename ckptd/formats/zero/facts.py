@@ -77,14 +77,14 @@ class RawFacts:
 
 
 def as_int(value: Any) -> int | None:
-    """An int of at most 64 bits, an int-like enum member (`ZeroStageEnum(2)`), else None."""
+    """Return an int of at most 64 bits, an int-like enum member (`ZeroStageEnum(2)`), else None."""
     if isinstance(value, Inert) and len(value.args) == 1:
         value = value.args[0]
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63 else None
 
 
 def shown(value: Any) -> str:
-    """A value of a pickle for a message: one short line, whatever it is."""
+    """Return a value of a pickle for a message: one short line, whatever it is."""
     if isinstance(value, str):
         return ascii(value[:80])[1:-1]
     if isinstance(value, tuple) and len(value) <= 8:
@@ -95,7 +95,7 @@ def shown(value: Any) -> str:
 
 
 def as_dict(value: Any) -> dict[Any, Any]:
-    """The value if it is a dictionary, else an empty one."""
+    """Return the value if it is a dictionary, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
@@ -144,7 +144,7 @@ def shard_facts(root: Any, fd: int) -> RawFacts:
 
 
 def _is_offloaded(config: dict[Any, Any]) -> bool:
-    """Whether the optimizer's states are swapped to NVMe."""
+    """Tell whether the optimizer's states are swapped to NVMe."""
     offload = as_dict(as_dict(config.get("zero_optimization")).get("offload_optimizer"))
     return shown(offload.get("device")) == "nvme"
 
@@ -194,7 +194,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _mapped(mapping: Any) -> int:
-    """The end of the last slice that a mapping names."""
+    """Return the end of the last slice that a mapping names."""
     ends = [0]
     for address in as_dict(mapping).values():
         if isinstance(address, Inert):

@@ -52,7 +52,7 @@ def refuse_unknown_layout(base: dict[Any, Any], source: Source) -> None:
 
 
 def stray_setting(one: dict[Any, Any], other: dict[Any, Any]) -> tuple[str, Any, Any] | None:
-    """A plain setting of the parameter groups or the loss scaler in which two ranks of a save differ.
+    """Return a plain setting of the parameter groups or the loss scaler in which two ranks of a save differ.
 
     A learning rate or a loss scaler's count moves with every step, which tells two saves apart even where
     the optimizer keeps no step. Values that are no plain numbers or texts are not compared.
@@ -85,7 +85,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def numbers_of(state: dict[Any, Any], shard: OptimShard) -> dict[str, Any]:
-    """The step, and other states that are one number, of the first group of rank 0 that keeps a step.
+    """Return the step, and other states that are one number, of the first group of rank 0 that keeps a step.
 
     A group whose parameters never had a gradient has no state; the loader takes one step for all.
     """

@@ -1,4 +1,4 @@
-"""A parameter as ranges of source files: what stage 1/2 and stage 3 both yield (docs/formats.md §4)."""
+"""Describe a parameter as ranges of source files, for all stages alike (docs/formats.md §4)."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Patterns:
         self._unmatched.update(p.pattern for subs in self._subs for p in subs.compiled)
 
     def join(self, name: str, shapes: list[tuple[int, ...]]) -> Join:
-        """The rule for one parameter; `shapes`: its shard's on each tensor-parallel rank.
+        """Return the rule for one parameter; `shapes`: its shard's on each tensor-parallel rank.
 
         Raises:
             RefusedError: the shapes contradict the rule, or no rule can be right.
@@ -82,7 +82,7 @@ class Patterns:
         return bool(any(self._lists.values()) or self._subs or self._affine)
 
     def knows(self, name: str) -> bool:
-        """True when some rule names it; without one shards are taken to follow one another."""
+        """Tell whether some rule names it; without one shards are taken to follow one another."""
         lists = (p for patterns in self._lists.values() for p in patterns)
         subs = (p for one in self._subs for p in one.compiled)
         return any(p.match(name) for p in (*lists, *subs)) or self._affine.find(name) is not None
@@ -132,7 +132,7 @@ class Patterns:
 
     @staticmethod
     def _replicated(shapes: list[tuple[int, ...]]) -> Join:
-        """The first rank's copy; the others are compared with it."""
+        """Return the first rank's copy; the others are compared with it."""
         if any(shape != shapes[0] for shape in shapes):
             raise RefusedError(f"it should be the same on all tensor ranks, but its shapes are {shapes}")
         first = sequence([whole(shapes[0], 0)], prod(shapes[0]))

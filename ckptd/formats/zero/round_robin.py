@@ -29,7 +29,7 @@ STRICT_NOTE = (
 
 
 def is_shuffled(save: Save) -> bool:
-    """Whether the mappings of the shards are of another order than their buffers."""
+    """Tell whether the mappings of the shards are of another order than their buffers."""
     config = as_dict(as_dict(save.rank0_optim.root.get("ds_config")).get("zero_optimization"))
     return save.stage < 3 and save.dp > 1 and config.get("round_robin_gradients") is True
 

@@ -124,7 +124,7 @@ class Save:
         return list(names)
 
     def parameters(self, only: str | None = None) -> Iterator[list[Parameter]]:
-        """Each parameter's shards, one per tensor rank; `only`: just that state's ranges.
+        """Return each parameter's shards, one per tensor rank; `only`: just that state's ranges.
 
         A parameter that several pipeline stages hold (tied, replicated) comes from the first of them.
 

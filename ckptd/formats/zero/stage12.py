@@ -133,7 +133,7 @@ def _same_states(shards: list[OptimShard], g: int) -> list[str]:
 
 
 def _holding(shards: list[OptimShard], g: int) -> list[OptimShard]:
-    """The ranks that hold elements of a group, or the first: an empty rank need not have any state."""
+    """Return the ranks that hold elements of a group, or the first: an empty rank need not have any state."""
     return [s for s in shards if s.groups[g].states["fp32"].numel] or shards[:1]
 
 

@@ -39,7 +39,7 @@ class Declared:
 
 
 def declared(info: dict[Any, Any]) -> list[Declared]:
-    """All declarations of an info dictionary.
+    """Return all declarations of an info dictionary.
 
     Raises:
         RefusedError: they cannot be read.
@@ -139,7 +139,7 @@ def _legacy(subs: SubParams, shapes: list[tuple[int, ...]]) -> tuple[SubParams, 
 
 
 def _view(shape: tuple[Any, ...], dim: int, width: int, numel: int) -> tuple[int, ...]:
-    """The view's shape with `partition_dim` and one placeholder resolved."""
+    """Return the view's shape with `partition_dim` and one placeholder resolved."""
     sizes = [sum(d) if isinstance(d, list | tuple) else int(as_int(d) or 0) for d in shape]
     sizes[dim] = width
     open_dims = [i for i, n in enumerate(sizes) if n < 0]

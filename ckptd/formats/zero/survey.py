@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> RefusedError:
-    """The refusal of shards that say different things."""
+    """Return the refusal of shards that say different things."""
     return RefusedError(
         f"{one.source.path} has {what} {shown(mine)}, {other.source.path} has {shown(theirs)}: "
         "shards of two saves",
@@ -155,7 +155,7 @@ class Degrees:
     stage: int
 
     def number(self, pp: int, tp: int) -> int:
-        """The model-parallel number in file names (pipeline-major, docs/formats.md §1)."""
+        """Return the model-parallel number in file names (pipeline-major, docs/formats.md §1)."""
         return pp * self.tp + tp
 
 
@@ -377,7 +377,7 @@ class Surveyor:
             )
 
     def _grid(self, model: Opened, optim: Opened, listed: Listed) -> Degrees:
-        """The degrees that metadata prove; without them (before 0.19.5) what the names show."""
+        """Return the degrees that metadata prove; without them (before 0.19.5) what the names show."""
         world = model.facts.mp_world_size or 1
         layers = [s.mm or 0 for s in self.sources if s.role == "layer"]
         tp, pp = model.facts.tp, model.facts.pp
@@ -444,7 +444,7 @@ def _model_ranks(grid: Degrees, models: Listed) -> range:
 
 
 def _data_parallel(model: Opened, optim: Opened, listed: Listed) -> int:
-    """The data-parallel degree that metadata proves; where none is recorded, what the names show.
+    """Return the data-parallel degree that metadata proves; where none is recorded, what the names show.
 
     A rank that lacks by name is found later: then its parameters have fewer elements than their shapes.
     """
