@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,15 @@ def without_code_links(page: str) -> str:
     return _CODE.sub(r"`\1`", page)
 
 
+def _superfences() -> Any:
+    # it lies in the environment of the site alone
+    return importlib.import_module("pymdownx.superfences")
+
+
 def on_config(config: Any) -> Any:
-    """Add the decisions; mkdocs calls it before it reads nav."""
+    """Add the decisions, and draw graphs; mkdocs calls it before it reads nav."""
+    drawn = {"name": "mermaid", "class": "mermaid", "format": _superfences().fence_code_format}
+    config.mdx_configs.setdefault("pymdownx.superfences", {})["custom_fences"] = [drawn]
     config.nav.append({"Decisions": decisions(Path(config.docs_dir))})
     return config
 

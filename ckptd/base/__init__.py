@@ -1,1 +1,1 @@
-"""Files, extents, retries, child processes: nothing here knows what a checkpoint is."""
+"""Work with files, extents, retries and child processes: nothing here knows what a checkpoint is."""

@@ -1,4 +1,4 @@
-"""Ranges of open files: share extents, copy inside the kernel, keep the page cache small (design.md §4, P12).
+"""Work on ranges of open files: share extents, copy inside the kernel, keep the page cache small.
 
 Everything here takes descriptors that `ckptd.base.files` opened; nothing here opens or names a file.
 """
@@ -147,7 +147,9 @@ def start_flush(fd: int, offset: int = 0, length: int = 0) -> None:
 
 
 def cached_bytes(fd: int) -> int | None:
-    """Bytes of a file in the page cache (`cachestat`, Linux ≥ 6.5); None where the kernel cannot say."""
+    """Return the bytes of a file in the page cache (`cachestat`, Linux ≥ 6.5); None where the kernel cannot
+    say.
+    """
     whole = (ctypes.c_uint64 * 2)(0, 0)
     counts = (ctypes.c_uint64 * 5)()
     if _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), whole, counts, ctypes.c_uint(0)) != 0:
@@ -183,7 +185,7 @@ def cached_runs(fd: int, size_bytes: int) -> tuple[tuple[int, int], ...]:
 
 
 def _resident(fd: int, offset: int, length: int) -> bytes:
-    """One byte per page, 1: in the page cache; all 0 where it cannot be mapped."""
+    """Return one byte per page, 1: in the page cache; all 0 where it cannot be mapped."""
     page = os.sysconf("SC_PAGE_SIZE")
     vector = ctypes.create_string_buffer(-(-length // page))
     address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
@@ -232,7 +234,7 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def mount_of(fd: int) -> str:
-    """Which mount a descriptor lies on; empty where the kernel does not tell.
+    """Return which mount a descriptor lies on; empty where the kernel does not tell.
 
     A bind mount of the same file system has its device number and is another place all the same.
     """
@@ -248,6 +250,6 @@ def mount_of(fd: int) -> str:
 
 
 def free_bytes(fd: int) -> int:
-    """Bytes that an ordinary user may still write on the file system of `fd`."""
+    """Return the bytes that an ordinary user may still write on the file system of `fd`."""
     status = os.fstatvfs(fd)
     return status.f_bavail * status.f_frsize

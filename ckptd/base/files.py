@@ -1,9 +1,9 @@
-"""Files by descriptor: the one module that opens, syncs, renames and removes (docs/design.md §7, P15).
+"""Open, sync, rename and remove files by descriptor: the one module that does so (docs/design.md §7).
 
 Everything is relative to a directory descriptor and a validated relative name; below it no symlink is
-followed and no mount crossed, so a name swapped by someone else cannot lead outside. Durability has
-three small names: `fsync_dir`, `write_atomic` (temporary, fsync, rename, fsync dir), `create_exclusive`.
-An fsync that failed is never tried again on the same descriptor: the kernel may have dropped the pages.
+followed and no mount crossed, so a name swapped by someone else cannot lead outside. Durability has three
+small names: `fsync_dir`, `write_atomic` (temporary, fsync, rename, fsync dir), `create_exclusive`. An fsync
+that failed is never tried again on the same descriptor: the kernel may have dropped the pages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def identity_of(status: os.stat_result) -> FileIdentity:
-    """The identity in a stat result."""
+    """Return the identity in a stat result."""
     from ckptd.base.identity import FileIdentity  # here: restricted children start without pydantic
 
     return FileIdentity(
@@ -51,7 +51,7 @@ def identity_of(status: os.stat_result) -> FileIdentity:
 
 
 def folder_identity(fd: int) -> FolderIdentity:
-    """The identity of an open directory."""
+    """Return the identity of an open directory."""
     from ckptd.base.identity import FolderIdentity
 
     status = os.fstat(fd)
@@ -180,7 +180,7 @@ def reading(dir_fd: int, relative: str, expected: FileIdentity | None = None) ->
 
 
 def stat_beneath(dir_fd: int, relative: str) -> os.stat_result | None:
-    """Status of `relative` below `dir_fd` (a symlink itself, not its target); None when absent."""
+    """Return the status of `relative` below `dir_fd` (a symlink itself, not its target); None when absent."""
     parts = check_relative(relative)
     try:
         if len(parts) == 1:
@@ -197,7 +197,7 @@ def stat_beneath(dir_fd: int, relative: str) -> os.stat_result | None:
 
 
 def pread_all(fd: int, *, limit_bytes: int = 64 << 20) -> bytes:
-    """The whole content of a small file; refuses more than `limit_bytes`."""
+    """Return the whole content of a small file; refuses more than `limit_bytes`."""
     chunks: list[bytes] = []
     offset = 0
     while chunk := os.pread(fd, 1 << 20, offset):
@@ -353,10 +353,10 @@ def remove_tree(dir_fd: int, name: str) -> None:
     os.rmdir(name, dir_fd=dir_fd)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Directories by their real path: what a name was resolved to once may not become a link afterwards (P15).
-# Children are told paths, not descriptors. A path is resolved once, here, and opened without following a link
-# in any of its components from then on, so that names swapped in between lead nowhere.
+# --- directories by their real path ----------------------------------------------------------------------
+# What a name was resolved to once may not become a link afterwards. Children are told paths, not descriptors.
+# A path is resolved once, here, and opened without following a link in any of its components from then on, so
+# that names swapped in between lead nowhere.
 
 _THROUGH = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """A directory on the way needs to be searched, not read (mode 0711)."""
@@ -364,7 +364,7 @@ _LAST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def real_path(path: str | os.PathLike[str], beneath: str | os.PathLike[str] | None = None) -> str:
-    """The absolute path without links; with `beneath`, links are resolved in that part alone.
+    """Return the absolute path without links; with `beneath`, links are resolved in that part alone.
 
     So a link below (or beside) `beneath` stays in the result, and `opened_real` refuses it.
     """

@@ -1,4 +1,4 @@
-"""Spans of time and runs of ranks in the words that people read; any text, fit for their terminal (P15)."""
+"""Say spans of time and runs of ranks as people read them; make any text fit for their terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def printable(text: str) -> str:
-    """Control characters, line breaks, marks that turn the direction and lone surrogates become `?`.
+    """Replace control characters, line breaks, marks that turn the direction and lone surrogates by `?`.
 
     >>> printable("step5\\x1b[2J\\n\\u202e")
     'step5?[2J??'
@@ -18,7 +18,7 @@ def printable(text: str) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Runs of ranks.
+    """Say runs of ranks in words.
 
     >>> ranks_in_words([8, 9, 10, 3])
     '3, 8-10'
@@ -33,7 +33,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def ago(seconds: float) -> str:
-    """A span in one unit; one that is not positive is no time.
+    """Say a span in one unit; one that is not positive is no time.
 
     >>> ago(840), ago(2), ago(7300)
     ('14 min', '2 s', '2 h')

@@ -1,7 +1,7 @@
-"""Which relative names may be a path of ours, on the node and in a remote (P15).
+"""Validate the relative names that may be a path of ours, on the node and in a remote.
 
-Pure, and one rule for both sides: what `restore` would refuse is not shipped in the first place, so nothing
-is pruned here that could not come back.
+Pure, and one rule for both sides: what `restore` would refuse is not uploaded in the first place, so nothing
+is deleted here that could not come back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def stays_inside(name: str) -> bool:
 
 
 def name_problem(name: str) -> str | None:
-    """Why a relative name may not be used as a path; None when it may."""
+    """Return why a relative name may not be used as a path; None when it may."""
     if not stays_inside(name):
         return "leads out of its folder"
     try:
@@ -41,22 +41,22 @@ def name_problem(name: str) -> str | None:
 
 
 def shown(name: str) -> str:
-    """The name as text that fits into JSON and a log: bytes that are no UTF-8 become `\\udcNN`."""
+    """Return the name as text that fits into JSON and a log: bytes that are no UTF-8 become `\\udcNN`."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def encode_name(name: str) -> str:
-    """A name as a remote component: `[A-Za-z0-9._=+-]`, others percent-encoded; `~` is ours."""
+    """Encode a name as a remote component: `[A-Za-z0-9._=+-]`, others percent-encoded; `~` is ours."""
     return name if _ID.match(name) else quote(name, safe="._=+-").replace("~", "%7E")
 
 
 def decode_name(name: str) -> str:
-    """Inverse of `encode_name`."""
+    """Decode what `encode_name` encoded."""
     return unquote(name)
 
 
 def tag_problem(tag: str) -> str | None:
-    """Why a tag cannot be shipped; None when it can."""
+    """Return why a tag cannot be uploaded; None when it can."""
     if "/" in tag:
         return "contains '/'"
     if tag.startswith((".", ROOT)):

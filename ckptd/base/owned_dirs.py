@@ -28,7 +28,7 @@ _ENGINE = "pytorch_model"
 
 
 def is_numbered_tag(tag: str) -> bool:
-    """A name as Accelerate's automatic naming makes it."""
+    """Whether a name is one that Accelerate's automatic naming makes."""
     return _NUMBERED.match(tag) is not None
 
 
@@ -61,7 +61,7 @@ def make_beside(save_dir_fd: int, mode: int, *, is_sure: bool = False) -> None:
 
 
 def lock(fd: int, how: int) -> None:
-    """flock; a file system that has none for directories (NFS: EBADF) goes without.
+    """Lock a directory by flock; a file system that has none for directories (NFS: EBADF) goes without.
 
     Raises:
         BlockingIOError: with LOCK_NB, somebody else holds it.
@@ -74,7 +74,7 @@ def lock(fd: int, how: int) -> None:
 
 
 def lies_in_save_dir(path: Path, save_dir: Path) -> bool:
-    """In it, or in our folder beside it."""
+    """Whether a path lies in save_dir, or in our folder beside it."""
     return path.is_relative_to(save_dir) or path.is_relative_to(path_beside(save_dir))
 
 
@@ -84,7 +84,7 @@ def path_beside(save_dir: Path) -> Path:
 
 
 def path_of(save_dir: Path, relative: str) -> Path:
-    """A path in our folder; `relative` begins with `_ckptd`."""
+    """Return a path in our folder; `relative` begins with `_ckptd`."""
     beside = path_beside(save_dir)
     if relative.split("/")[0] == OURS and not (save_dir / OURS).exists() and beside.is_dir():
         return beside / relative.partition("/")[2]

@@ -1,4 +1,4 @@
-"""Starting a child of ours: it is born with SIGTERM blocked, its parent ends it.
+"""Start a child of ours: it is born with SIGTERM blocked, its parent ends it.
 
 Slurm signals every process of a step, systemd and `kill -- -PGID` may as well: a daemon that drains needs its
 children to its end. The mask is inherited through exec, so there is no moment at which a child would die.
@@ -32,7 +32,7 @@ NOT_ANSWERING = "is the server up? a hard mount waits for ever; see `ckptd check
 
 
 def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """`subprocess.Popen`, of a child that SIGTERM does not end."""
+    """Start `subprocess.Popen` for a child that SIGTERM does not end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return subprocess.Popen(command, **options)
@@ -89,7 +89,7 @@ _NICE = 10
 
 
 def end_with_parent() -> None:
-    """Die with the parent process, not with the thread of it that started us; leave Ctrl-C to it."""
+    """Make this process die with its parent process, not with the thread that started us; ignore Ctrl-C."""
     parent = os.getppid()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
-"""When what failed is tried again: full jitter first, and what keeps failing is left alone (docs/adr/0090).
+"""Decide when what failed is tried again: full jitter first; what keeps failing is left alone.
 
 Jitter keeps nodes that lost one server from coming back to it all at once. A remote that failed six times in
-a row gets one order at growing intervals, until one succeeds: it costs no more than that.
+a row gets one order at growing intervals, until one succeeds: it costs no more than that (docs/adr/0090).
 """
 
 from __future__ import annotations
@@ -23,23 +23,26 @@ _CHANGED_SECONDS, _CHANGED_MOST_SECONDS = 2.0, 3600.0
 
 
 def backoff_seconds(tries: int) -> float:
-    """Full jitter: anywhere up to 2, 4, 8 … 60 s; never less than half a second."""
+    """Return a full-jitter delay: anywhere up to 2, 4, 8 … 60 s; never less than half a second."""
     return random.uniform(_LEAST_SECONDS, doubled(_SOON_SECONDS, tries, _LONGEST_SECONDS))  # noqa: S311 — no secret
 
 
 def seldom_seconds(failures: int) -> float:
-    """Between two probes of what is left alone: 30 s, then a minute, up to a quarter less."""
+    """Return the delay between probes of what keeps failing: 30 s, then a minute, a quarter less at most."""
     longest = doubled(_SELDOM_SECONDS, failures - PATIENCE + 1, _LONGEST_SECONDS)
     return longest * random.uniform(_LEAST_SHARE, 1.0)  # noqa: S311 — no secret
 
 
 def changed_seconds(tries: int) -> float:
-    """Before a whole save is read again, as its source changed or a disk refused: 2 s … an hour."""
+    """Return the delay before a whole save is read again: 2 s … an hour.
+
+    It is read again as its source changed or a disk refused.
+    """
     return doubled(_CHANGED_SECONDS, tries, _CHANGED_MOST_SECONDS)
 
 
 def doubled(first_seconds: float, tries: int, most_seconds: float) -> float:
-    """The first time's, twice as long after each further one, at most `most_seconds`.
+    """Return the first delay, twice as long after each further failure, at most `most_seconds`.
 
     >>> doubled(60.0, 1, 3600.0), doubled(60.0, 3, 3600.0), doubled(60.0, 100_000, 3600.0)
     (60.0, 240.0, 3600.0)
@@ -48,7 +51,7 @@ def doubled(first_seconds: float, tries: int, most_seconds: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftAlone:
+class BackedOff:
     """Something that is left alone: until when (unix seconds), after how many failures, why."""
 
     until: float
@@ -60,7 +63,7 @@ class LeftAlone:
         return f"left alone until {clock} after {self.failures} failures: {self.reason}"
 
 
-class Asking:
+class RetryTimer:
     """Schedule questions to a remote: each subject once at a time, and more seldom while it fails."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -83,7 +86,7 @@ class Asking:
         return True
 
     def end(self, what: str, *, is_done: bool) -> None:
-        """It was answered, or failed."""
+        """Note that a subject was answered, or failed."""
         self._open.discard(what)
         failures = self._failed.pop(what, (0, 0.0))[0] + 1
         if not is_done:
@@ -100,7 +103,7 @@ class Breaker:
         self._unix = unix
         self._failures = 0
         self._retry_at_seconds = 0.0
-        self._alone: LeftAlone | None = None
+        self._alone: BackedOff | None = None
 
     @property
     def seconds_left(self) -> float:
@@ -108,21 +111,21 @@ class Breaker:
         return max(0.0, self._retry_at_seconds - self._clock())
 
     @property
-    def left_alone(self) -> LeftAlone | None:
+    def left_alone(self) -> BackedOff | None:
         """Return what status shows while `PATIENCE` is spent; also while the probe is under way."""
         return self._alone
 
     def failed(self, reason: str) -> None:
-        """One more in a row."""
+        """Note one more failure in a row."""
         self._failures += 1
         is_spent = self._failures >= PATIENCE
         wait = seldom_seconds(self._failures) if is_spent else backoff_seconds(self._failures)
         self._retry_at_seconds = self._clock() + wait
         if is_spent:
-            self._alone = LeftAlone(until=self._unix() + wait, failures=self._failures, reason=reason)
+            self._alone = BackedOff(until=self._unix() + wait, failures=self._failures, reason=reason)
 
     def succeeded(self) -> bool:
-        """It works: all is forgotten. True when it had been left alone."""
+        """Forget all failures: it works. True when it had been left alone."""
         was_alone = self._alone is not None
         self._failures, self._retry_at_seconds, self._alone = 0, 0.0, None
         return was_alone

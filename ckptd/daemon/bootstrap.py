@@ -33,7 +33,7 @@ from ckptd.storage.local import fs
 from ckptd.storage.local.fs import ensure_ours
 from ckptd.storage.local.state_dir import NODE_ID, NODE_PLACE, prepare_state_dir, read_node_id, state_base
 from ckptd.storage.remote import messages as m
-from ckptd.storage.remote.coordination import NEXT_STEP, said_of
+from ckptd.storage.remote.coordination import NEXT_STEP, other_writers
 from ckptd.storage.remote.messages import known_url
 from ckptd.storage.stores.access import access_of
 from ckptd.storage.stores.base import Abilities
@@ -177,7 +177,7 @@ def on_attached(job: WatchedJob, name: str) -> Callable[[m.Attached], None]:
         if not settle(job, name, answer, job.state.journal):
             return
         if answer.living and not job.config.shared_fs:
-            text = said_of(answer.living, name, answer.identity.created)
+            text = other_writers(answer.living, name, answer.identity.created)
             job.problems.put("name-shared", name, text, NEXT_STEP, lasts_seconds=_TOLD_SECONDS)
         job.job_id = answer.identity.job_id
         job.state.journal.set_meta(f"job_id:{name}", answer.identity.job_id)

@@ -1,1 +1,1 @@
-"""Verify, repair, gc, list, check, uninstall."""
+"""Maintain what ckptd keeps: verify, repair, gc, list, check, uninstall."""

@@ -50,7 +50,7 @@ from ckptd.storage.local.scan import scan
 from ckptd.storage.local.state_dir import filesystem_type, is_network, state_base, state_dir_of
 from ckptd.storage.remote.attach import NEXT_STEP, are_one, one_place
 from ckptd.storage.remote.coordination import NEXT_STEP as IS_OWN_RUN
-from ckptd.storage.remote.coordination import said_of
+from ckptd.storage.remote.coordination import other_writers
 from ckptd.storage.remote.documents import IDENTITY_KEY
 from ckptd.storage.remote.messages import Attach, Attached, Failed, RemoteSettings
 from ckptd.storage.stores.access import access_of, credentials_path
@@ -67,8 +67,7 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import Abilities
 
 
-# ---------------------------------------------------------------------------------------------------------
-# A remote's settings and what its store was seen to do, as rows of words for `ckptd check` (adr/0089).
+# --- rows about a remote ---------------------------------------------------------------------------------
 
 _PROOFS = {
     "store-checksum": "store-checksum: the store computes CRC64NVME, keeps it and refuses a wrong one",
@@ -117,7 +116,7 @@ def _guard(can: Abilities) -> str:
     return "found when the object is read back"
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the checks of a job ---------------------------------------------------------------------------------
 
 REMOTE_SECONDS = 30.0
 _CHECK_NODE_ID = "check"
@@ -133,7 +132,9 @@ def check_job(
     writes: bool = True,
     init_remote: bool = False,
 ) -> Iterator[Finding]:
-    """Findings, in the order of a table; nothing that was made stays but, with `init_remote`, remote.json."""
+    """Yield the findings, in the order of a table; nothing that was made stays but, with `init_remote`,
+    remote.json.
+    """
     yield from probe_save_dir(job.save_dir, job.local.min_free, writes=writes, trainer=job.trainer)
     yield from _stage_0(job)
     yield _state(job, daemon, environ, jobs_in_daemon)
@@ -170,7 +171,7 @@ def _stage_0(job: JobConfig) -> Iterator[Finding]:
 
 
 def _at_rest(job: JobConfig) -> Context:
-    """The view of a folder that nobody writes in."""
+    """Return the view of a folder that nobody writes in."""
     return Context(
         settle_seconds=job.settle_seconds,
         quiet_seconds=job.settle_seconds,
@@ -300,7 +301,7 @@ def _remote(
 
 
 def _job_id(owner: Owner, seen: Mapping[str, Attached]) -> str | None:
-    """The job's id by a remote that it has already: one that is made now gets no other."""
+    """Return the job's id by a remote that it has already: one that is made now gets no other."""
     known = (*(answer.identity.job_id for answer in seen.values()), *owner.job_ids.values())
     return next(iter(known), None)
 
@@ -308,7 +309,7 @@ def _job_id(owner: Owner, seen: Mapping[str, Attached]) -> str | None:
 def _who_writes(
     what: str, job: JobConfig, remote: RemoteConfig, owner: Owner, answer: Attached
 ) -> Iterator[Finding]:
-    """Who else writes there: another run that lives is a fault, before this one has sent anything."""
+    """Yield who else writes there: another run that lives is a fault, before this one has sent anything."""
     if job.shared_fs:
         return
     here = (host_name(), str(job.save_dir))
@@ -333,7 +334,7 @@ def _who_writes(
     own = job.node_name or this_node(os.environ)
     others = [seen for seen in unnamed if seen.node != own]
     if others and remote.name not in owner.job_ids:
-        text = said_of(others, remote.url, answer.identity.created)
+        text = other_writers(others, remote.url, answer.identity.created)
         yield Finding(what=what, verdict="note", text=text, hint=IS_OWN_RUN)
 
 
@@ -357,7 +358,7 @@ def _without_zero(remote: RemoteConfig) -> Finding:
 
 
 def _absent(what: str, remote: RemoteConfig, owner: Owner, error: CkptdError) -> Finding:
-    """A place that could become the remote is no failure before the first start.
+    """Return the finding for a place that could become the remote: no failure before the first start.
 
     The remote's child looked at the place (`attach`): no path of a remote is touched here (docs/adr/0182).
     """
@@ -411,8 +412,7 @@ def attach_once(settings: RemoteSettings, timeout_seconds: float) -> Attached | 
     return errors.RemoteError(f"{settings.url} answered with {answer.kind}")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Whether what ckptd.toml names beside the jobs can be used: who is told ([notify]), where metrics go.
+# --- the checks of ckptd.toml: notifications and metrics -------------------------------------------------
 # An alarm that nobody hears is found out when it was needed. Nothing is sent and no program is run here.
 
 _PROGRAMS = ("command", "on_complete", "on_committed", "on_converted", "on_pruned", "on_problem")
@@ -420,7 +420,9 @@ _URL_LIMIT_BYTES = 4096
 
 
 def check_outlets(daemon: DaemonConfig, *, writes: bool) -> Iterator[Finding]:
-    """A finding for each place, program and page that is set; with `writes` a port is opened for a moment."""
+    """Yield a finding for each place, program and page that is set; with `writes` a port is opened for a
+    moment.
+    """
     notify = daemon.notify
     for key, place in (("webhook", notify.webhook), ("heartbeat", notify.heartbeat)):
         if place is not None and place.startswith("file:"):
@@ -434,7 +436,7 @@ def check_outlets(daemon: DaemonConfig, *, writes: bool) -> Iterator[Finding]:
 
 
 def _url_in(key: str, given: str) -> Finding:
-    """The URL is a secret: it is looked at and never shown (P15)."""
+    """Check a URL that is a secret: it is looked at and never shown."""
     if not given.startswith("/") and not os.environ.get("CREDENTIALS_DIRECTORY"):
         return Finding(
             what=key, verdict="note", text=f"{given} is a credential that systemd gives the service"

@@ -1,7 +1,8 @@
-"""A whole job as its remote knows it: what is safe, which nodes are alive, which saves lack whose shards.
+"""Report on a whole job from its remote: what is safe, which nodes are alive, which saves lack whose shards.
 
 The data of `ckptd status URL`: from COMMITs, node manifests and heartbeats, from anywhere. Ages are by the
-store's own times; what is by other clocks says so (`clock`). Safe is what a COMMIT proves, heartbeats tell.
+store's own times; what is by other clocks says so (`clock`). A COMMIT proves what is safe; heartbeats only
+tell which nodes are alive.
 """
 
 from __future__ import annotations
@@ -29,18 +30,17 @@ if TYPE_CHECKING:
     from ckptd.core.model.manifest import Commit, NodeManifest
     from ckptd.maintenance.listing import ListedRun
     from ckptd.maintenance.uncommitted import OpenRow
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.stores.base import Store
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What the rows of a whole job come to: alive, over or behind, and the training that is at risk; in words.
-# Pure; part of `ckptd status URL` (`jobwide.py` reads what there is).
+# --- verdict and headline --------------------------------------------------------------------------------
+# Pure: whether the job is alive, over or behind, and the training that is at risk; in words.
 
 
 def is_alive(row: NodeRow) -> bool:
-    """It was heard of lately, and goes on."""
+    """Whether the node was heard of lately, and goes on."""
     return row.heard_seconds_ago is not None and not (row.is_dead or row.has_ended)
 
 
@@ -60,7 +60,8 @@ def newest_step(rows: Sequence[NodeRow], seen: Sequence[SeenNode], opened: Seque
 
 
 def present(seen: Sequence[SeenNode], seconds_ago: float, nodes: Set[str]) -> frozenset[str]:
-    """Nodes that were there when a COMMIT was made so long ago, or since: those it rests on, who was alive.
+    """Return the nodes that were there when a COMMIT was made so long ago, or since: those it rests on, who
+    was alive.
 
     Alive is, as everywhere, who was heard of in the five minutes before: the last minute of a node is not
     told, and clocks may be off.
@@ -72,7 +73,7 @@ def present(seen: Sequence[SeenNode], seconds_ago: float, nodes: Set[str]) -> fr
 
 
 def is_ahead(one: SeenNode, safe: SafeRow, there: Set[str]) -> bool:
-    """A node that was there when the safe save was committed has a newer one: alive, ended or dead.
+    """Whether a node that was there when the safe save was committed has a newer one: alive, ended or dead.
 
     Who left before that COMMIT had its save passed by: the run went on without it.
     """
@@ -110,7 +111,7 @@ def seconds_at_risk(safe: SafeRow | None, seen: Sequence[SeenNode], ended: float
 def headline(
     verdict: Verdict, safe: SafeRow | None, alive: int, expected: int, risk: float | None, newest: int | None
 ) -> str:
-    """The first line, of a job that goes on."""
+    """Return the first line, for a job that goes on."""
     nodes = f"{alive}/{expected} nodes"
     if safe is None:
         return f"NOT SAFE: nothing is committed yet; {nodes}"
@@ -134,7 +135,7 @@ def headline_of_end(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- reading a remote ------------------------------------------------------------------------------------
 
 SCHEMA_VERSION = 1
 SKEW_SECONDS = 5.0
@@ -179,7 +180,7 @@ class NodeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobwideStatus:
+class FleetStatus:
     """Everything that is shown; `seconds_at_risk`: training since the safe save was written."""
 
     url: str
@@ -212,10 +213,10 @@ class JobwideStatus:
         return 3 if self.verdict == "behind" else 0
 
 
-class Jobwide:
+class FleetReader:
     """One look at one remote."""
 
-    def __init__(self, sight: RemoteSight) -> None:
+    def __init__(self, sight: RemoteInventory) -> None:
         runs = Runs([sight])
         self._run_id = runs.views[0].run_id if runs.views else None
         self._runs = tuple(map(listed_run, runs.views))
@@ -224,7 +225,7 @@ class Jobwide:
         self._problems: list[str] = []
         self._clock: Literal["store", "reader", "nodes"] = "store"
 
-    def look(self) -> JobwideStatus:
+    def look(self) -> FleetStatus:
         """Read what there is; the remote was seen a moment ago (`sight`).
 
         Raises:
@@ -255,7 +256,7 @@ class Jobwide:
         verdict: Verdict = "not-safe" if shown is None else "behind" if found.rows or ahead else "safe"
         alive = sum(map(is_alive, rows))
         risk = seconds_at_risk(shown, seen, ended)
-        return JobwideStatus(
+        return FleetStatus(
             url=self._sight.url,
             job=identity.job,
             job_id=identity.job_id,
@@ -280,7 +281,9 @@ class Jobwide:
     # --- nodes -----------------------------------------------------------------------------------------
 
     def _nodes(self) -> tuple[SeenNode, ...]:
-        """Every heartbeat; ages by the store's present where it tells it, else by this machine's clock."""
+        """Return every heartbeat; ages by the store's present where it tells it, else by this machine's
+        clock.
+        """
         now = store_now_seconds(self._store)
         if now is None:
             self._clock, now = "reader", time.time()
@@ -301,7 +304,7 @@ class Jobwide:
         return self._run_id is None or run_of(document, job_id) == self._run_id
 
     def _without_others(self, seen: Sequence[SeenNode]) -> tuple[SeenNode, ...]:
-        """Nodes of this run; one of another run that lives is a problem."""
+        """Return the nodes of this run; one of another run that lives is a problem."""
         own: list[SeenNode] = []
         for one in seen:
             beat = one.heartbeat
@@ -342,8 +345,9 @@ class Jobwide:
 
 
 def _rows(seen: Sequence[SeenNode], safe: CommitView | None, ahead: Set[str]) -> tuple[NodeRow, ...]:
-    """Nodes of the safe COMMIT and those that are alive, or went on after it; who left before it is nobody's
-    loss."""
+    """Return the nodes of the safe COMMIT and those that are alive, or went on after it; who left before it
+    is nobody's loss.
+    """
     shipped = _nodes_of(safe.commit) if safe is not None else set()
     known = {one.node: one for one in seen}
     names = shipped | {one.node for one in seen if safe is None or not one.is_dead} | ahead
@@ -351,7 +355,7 @@ def _rows(seen: Sequence[SeenNode], safe: CommitView | None, ahead: Set[str]) ->
 
 
 def _nodes_of(commit: Commit) -> set[str]:
-    """Names of the nodes whose manifests a COMMIT rests on: they stand in the keys."""
+    """Return the names of the nodes whose manifests a COMMIT rests on: they stand in the keys."""
     names = (ref.key.rsplit("/", 1)[-1].partition("~")[0] for ref in commit.manifests)
     return {decode_name(name) for name in names if name}
 

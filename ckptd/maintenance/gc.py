@@ -1,8 +1,9 @@
-"""`ckptd gc`: what nothing counts on any more goes, on the node and in remotes; everything is listed first.
+"""Remove what nothing refers to any more, on the node and in remotes; everything is listed first (`ckptd
+gc`).
 
 Nothing is guessed: remote keys come from tombstones and replaced manifests (storage/remote/garbage.py) and
-from our
-own journal, as do the uploads that are aborted, and a local folder goes only by its name and for cause.
+from our own journal, as do the uploads that are aborted, and a local folder is removed only by its name and
+for a reason.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ckptd.core.model.heartbeat import DEAD_SECONDS
 from ckptd.core.model.runs import short
 from ckptd.errors import CkptdError, LockHeld, NotFoundError, RefusedError, StorageError
 from ckptd.recover.execute import one_at_a_time
-from ckptd.recover.files import FETCHED, opened_save_dir, unrest
+from ckptd.recover.files import FETCHED, opened_save_dir, why_busy
 from ckptd.recover.select.copies import DESCRIPTION
 from ckptd.recover.select.damage import damage_in
 from ckptd.recover.select.journal_reader import sent_to
@@ -55,10 +56,10 @@ if TYPE_CHECKING:
     from ckptd.core.model.save import SealedSave
     from ckptd.maintenance.repair import Unfinished
     from ckptd.observe.audit import Audit
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.journal_reader import Sent
     from ckptd.storage.remote.garbage import Collected
-    from ckptd.storage.remote.repair import Held
+    from ckptd.storage.remote.repair import BlockingLease
     from ckptd.storage.stores.base import Store
 
 HERE = "here"
@@ -98,7 +99,7 @@ class Collector:
     # --- remotes ---------------------------------------------------------------------------------------
 
     def remote(
-        self, sight: RemoteSight, unfinished: Unfinished | None, state_dir: Path | None = None
+        self, sight: RemoteInventory, unfinished: Unfinished | None, state_dir: Path | None = None
     ) -> None:
         """Finish removals, remove what is provably nobody's, abort what a killed repair left.
 
@@ -130,7 +131,7 @@ class Collector:
             )
         self._unlisted(sight, found, sent_to(state_dir, sight.name))
 
-    def _unlisted(self, sight: RemoteSight, found: Collected, sent: Sequence[Sent]) -> None:
+    def _unlisted(self, sight: RemoteInventory, found: Collected, sent: Sequence[Sent]) -> None:
         """Say whose the objects are that nobody lists; what is left of ended uploads goes later (`node`)."""
         left = dict(found.unlisted)
         ours = [one for one in sent if one.is_whole and left.get(one.key) == one.bytes]
@@ -153,8 +154,8 @@ class Collector:
                 "as far as it knows; they stay. `ckptd gc JOB` on the node that did knows more"
             )
 
-    def gone(self, sight: RemoteSight, node: str) -> None:
-        """That node will not come back: what it was replacing is compared, then its lease goes (adr/0101).
+    def gone(self, sight: RemoteInventory, node: str) -> None:
+        """Remove the leases of a node that will not come back, once what it was replacing is compared.
 
         Raises:
             RefusedError: another node is at work on what is wrong.
@@ -165,7 +166,7 @@ class Collector:
             held = compare(store, key, where, node)
             tag, generation, form = where
 
-            def done(name: str, size: int, held: Held = held) -> None:
+            def done(name: str, size: int, held: BlockingLease = held) -> None:
                 is_lease = name == held.key
                 why = f"{node} is gone" if is_lease else "not what its manifest lists; it is sent again"
                 self._gone(sight.name, _garbage(name, size, why, held))
@@ -183,8 +184,8 @@ class Collector:
         if not found:
             self._say(f"{sight.name}: no lease of a node {node!r} holds up anything")
 
-    def run(self, sight: RemoteSight, run_id: str) -> None:
-        """All that one run committed there, which is neither the newest nor saved by anybody now.
+    def run(self, sight: RemoteInventory, run_id: str) -> None:
+        """Remove all that one run committed there, which is neither the newest nor saved by anybody now.
 
         Raises:
             LockHeld: somebody saves it (75). RefusedError: it is the newest there (65).
@@ -246,8 +247,8 @@ class Collector:
 
     # --- the node --------------------------------------------------------------------------------------
 
-    def node(self, job: JobConfig, sights: Sequence[RemoteSight], state_dir: Path | None) -> None:
-        """Trash and staging of ours, uploads that the journal knows: only where no daemon is at work."""
+    def node(self, job: JobConfig, sights: Sequence[RemoteInventory], state_dir: Path | None) -> None:
+        """Collect trash and staging of ours, uploads in the journal: only where no daemon is at work."""
         with _opened(job) as fd:
             if fd is None:
                 return
@@ -267,7 +268,7 @@ class Collector:
                 self._uploads(sights, state_dir)
 
     def _trash(self, fd: int) -> None:
-        """All of it is measured before any goes: it goes together."""
+        """Collect the trash: all of it is measured before any is removed."""
         found = [(folder, name) for folder in (fs.TRASH, fs.STAGING) for name in fs.names_in(fd, folder)]
         ours = [(folder, name) for folder, name in found if fs.is_ours_in_trash(name)]
         sizes = [(f"{folder}/{name}", _bytes_below(fd, f"{folder}/{name}")) for folder, name in ours]
@@ -284,7 +285,7 @@ class Collector:
             )
 
     def _half_made(self, fd: int, folder: str) -> None:
-        """Conversions that were killed, of checkpoints that are gone or whose form is there since."""
+        """Collect conversions that were killed, of checkpoints that are gone or whose form is there since."""
         for name in fs.names_in(fd, folder):
             tag = name.removeprefix(".").removesuffix(partial_name("").removeprefix("."))
             if name != partial_name(tag):
@@ -296,7 +297,7 @@ class Collector:
             if self._dry_run or fs.remove_idle(fd, folder, name):
                 self._noted(f"{folder}/{name}", size, "left by a conversion that was killed")
 
-    def _uploads(self, sights: Sequence[RemoteSight], state_dir: Path) -> None:
+    def _uploads(self, sights: Sequence[RemoteInventory], state_dir: Path) -> None:
         """Collect uploads that killed or ended work of this node left in remotes, under its id."""
         with opened_ours(state_dir) as fd:
             node_id = read_node_id(fd) or ""
@@ -321,8 +322,10 @@ class Collector:
         finally:
             journal.close()
 
-    def _sent_in_vain(self, sight: RemoteSight, node_id: str) -> None:
-        """Whole objects of uploads that ended before a manifest listed them; what they copy is gone here."""
+    def _sent_in_vain(self, sight: RemoteInventory, node_id: str) -> None:
+        """Collect whole objects of uploads that ended before a manifest listed them; their source is gone
+        here.
+        """
         ended = self._ended.pop(sight.name, None)
         if ended is None:
             return
@@ -389,7 +392,7 @@ class Collector:
                     self._clones(fd, tag)
 
     def _clones(self, fd: int, tag: str) -> None:
-        """Holds of a damaged checkpoint keep its bytes on the disk: those that are damaged too go with it."""
+        """Collect damaged clones of a damaged checkpoint, which keep its bytes on the disk."""
         for name in fs.names_in(fd, fs.HOLD):
             place = f"{fs.HOLD}/{name}"
             is_its = name.rpartition(".")[0] == tag and name.rpartition(".")[2].isdecimal()
@@ -405,7 +408,7 @@ class Collector:
     def _given_up(
         self, job: JobConfig, fd: int, listing: FolderListing, pins: frozenset[str], *, is_sealed: bool
     ) -> str:
-        """Why the folder is not whole; refuses whatever may still be wanted.
+        """Return why the folder is not whole; refuses whatever may still be wanted.
 
         What was sealed is whole, or this node's part of a save, which looks like one that was cut short.
         """
@@ -414,7 +417,7 @@ class Collector:
             raise RefusedError(f"{tag} is pinned", hint=f"{command_for(job, 'unpin', tag)} first")
         if not listing.is_checkpoint:
             raise RefusedError(f"{job.save_dir}/{tag} is no checkpoint folder", hint="ckptd leaves it alone")
-        busy = unrest(str(job.save_dir), fd, tag)
+        busy = why_busy(str(job.save_dir), fd, tag)
         if busy is not None:
             raise RefusedError(f"{tag}: {busy}", hint="call it again when nobody writes there")
         rows = _read(job.save_dir / tag, [file.path for file in listing.files])
@@ -447,7 +450,7 @@ class Collector:
             self._audit.write("gc", tag=tag, generation=0, form="", reason=why, files=[(what, size)])
 
 
-def _garbage(key: str, size: int, why: str, held: Held) -> Garbage:
+def _garbage(key: str, size: int, why: str, held: BlockingLease) -> Garbage:
     tag, generation, form = held.where
     return Garbage(key=key, bytes=size, why=why, tag=tag, generation=generation, form=form)
 
@@ -471,7 +474,7 @@ def _opened(job: JobConfig) -> Iterator[int | None]:
 
 
 def _bytes_below(fd: int, name: str) -> int:
-    """Bytes of a file, or of everything in a folder; 0 for what cannot be looked at."""
+    """Return the bytes of a file, or of everything in a folder; 0 for what cannot be looked at."""
     with contextlib.suppress(OSError, CkptdError):
         status = files.stat_beneath(fd, name)
         if status is not None and not stat.S_ISDIR(status.st_mode):
@@ -483,6 +486,6 @@ def _bytes_below(fd: int, name: str) -> int:
 
 
 def _counted(keys: Iterable[str], found: Collected) -> str:
-    """How many objects, and how large."""
+    """Say how many objects, and how large."""
     sizes = [found.unlisted[key] for key in keys]
     return f"{len(sizes)} object{'s' if len(sizes) != 1 else ''} ({show_bytes(sum(sizes))})"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.decision import Decision
     from ckptd.core.model.layouts import Grid
     from ckptd.core.model.manifest import Commit
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.runs import RunView
     from ckptd.storage.remote.documents import Stem
 
@@ -92,7 +92,7 @@ class RemoteListing:
 
 
 def pinned_tags(decisions: Sequence[Decision]) -> set[str]:
-    """Tags whose newest pin or unpin is a pin (P8)."""
+    """Return the tags whose newest pin or unpin is a pin (P8)."""
     newest: dict[str, Decision] = {}
     for decision in decisions:
         if decision.kind in ("pin", "unpin"):
@@ -102,8 +102,8 @@ def pinned_tags(decisions: Sequence[Decision]) -> set[str]:
     return {tag for tag, decision in newest.items() if decision.kind == "pin"}
 
 
-def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
-    """Rows of one remote."""
+def list_remote(remote: RemoteInventory, now: datetime) -> RemoteListing:
+    """Return the rows of one remote."""
     seen = remote.observation
     pinned = pinned_tags(seen.decisions)
     grouped: dict[tuple[int, int, int, str, int], list[ListedForm]] = {}
@@ -163,7 +163,7 @@ def list_remote(remote: RemoteSight, now: datetime) -> RemoteListing:
 
 
 def listed_run(view: RunView) -> ListedRun:
-    """A run as it is shown and printed as JSON."""
+    """Return a run as it is shown and printed as JSON."""
     place = view.place
     return ListedRun(
         run_id=view.run_id,

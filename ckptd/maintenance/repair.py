@@ -1,4 +1,4 @@
-"""`ckptd verify --repair`: what verifying found is put right from intact bytes elsewhere (P1, P2; adr/0091).
+"""Repair what verifying found, from intact bytes elsewhere (`ckptd verify --repair`; docs/adr/0091).
 
 A bad or absent file of a folder in save_dir comes from a remote, a bad or absent object from save_dir or
 another remote. What counts as intact is CRC64 equal to the manifest's; nothing intact is ever touched.
@@ -31,19 +31,19 @@ from ckptd.maintenance.verify import Verifier
 from ckptd.recover.execute import one_at_a_time
 from ckptd.recover.files import (
     HERE,
+    FileRepairer,
     LocalFiles,
-    Mended,
-    Mender,
-    Wanted,
+    RepairRequest,
+    RepairResult,
     drop_fetched,
     is_same_file,
     opened_save_dir,
 )
 from ckptd.recover.resume import reserve_bytes
 from ckptd.recover.select.verify_result import VerifiedRemote, exit_code
-from ckptd.storage.remote.repair import Resender, StoreSource
-from ckptd.storage.stores.rate_limit import Pacer
-from ckptd.storage.stores.sources import FileSource, PacedSource
+from ckptd.storage.remote.repair import ObjectRepairer, StoreSource
+from ckptd.storage.stores.rate_limit import RateLimiter
+from ckptd.storage.stores.sources import FileSource, RateLimitedSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.manifest import ManifestFile
     from ckptd.observe.audit import Audit
     from ckptd.recover.files import LocalFault, LostFolder
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.verify_result import BadObject
     from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.stores.base import Source, Store
@@ -65,8 +65,8 @@ class Repair:
     def __init__(
         self,
         job: JobConfig,
-        remotes: Sequence[RemoteSight],
-        wanted: Wanted,
+        remotes: Sequence[RemoteInventory],
+        wanted: RepairRequest,
         *,
         node_id: str | None,
         audit: Audit | None,
@@ -85,7 +85,7 @@ class Repair:
         self._local: LocalFiles | None = None
         self._fd = -1
         self.verified: list[VerifiedRemote] = []
-        self.rows: list[Mended] = []
+        self.rows: list[RepairResult] = []
 
     def run(self) -> None:
         """Verify, compare, put right; fills `verified` (as found) and `rows`.
@@ -128,7 +128,7 @@ class Repair:
 
     # --- looking ---------------------------------------------------------------------------------------
 
-    def _verify(self) -> list[tuple[RemoteSight, list[BadObject]]]:
+    def _verify(self) -> list[tuple[RemoteInventory, list[BadObject]]]:
         found = []
         nothing: CkptdError | None = None
         for remote in self._remotes:
@@ -162,7 +162,7 @@ class Repair:
             self.rows += [self._left_here(fault, error) for fault in faults]
             self.rows += [_row_of_folder(one, outcome="left", error=error) for one in lost]
 
-    def _make_folder(self, lost: LostFolder) -> Mended:
+    def _make_folder(self, lost: LostFolder) -> RepairResult:
         """Make an empty folder of a save again, with the mode of the checkpoint's own folder."""
         if lost.left is not None:
             refused = RefusedError(lost.left, hint="call it again when it is quiet")
@@ -204,7 +204,7 @@ class Repair:
 
     def _mend_folder(self, faults: Sequence[LocalFault]) -> None:
         first = faults[0]
-        mender = Mender(self._fd, first.tag, first.copies, first.seen, self._on_progress)
+        mender = FileRepairer(self._fd, first.tag, first.copies, first.seen, self._on_progress)
         for fault in faults:
             if fault.left is not None:
                 refused = RefusedError(fault.left, hint="call it again when it is quiet")
@@ -222,17 +222,17 @@ class Repair:
             self.rows.append(row)
         mender.end()
 
-    def _left_here(self, fault: LocalFault, error: CkptdError) -> Mended:
+    def _left_here(self, fault: LocalFault, error: CkptdError) -> RepairResult:
         return self._row_here(fault, outcome="left", reason=str(error), code=error.exit_code)
 
     def _row_here(
         self, fault: LocalFault, *, outcome: str, source: str | None = None, reason: str = "", code: int = 0
-    ) -> Mended:
+    ) -> RepairResult:
         commit = fault.copies[0].view.commit
         if source is None:
             held = [c for c in fault.copies if any(is_same_file(f, fault.file) for f in c.files)]
             source = held[0].remote.name if held else None
-        return Mended(
+        return RepairResult(
             where=HERE,
             tag=fault.tag,
             generation=commit.generation,
@@ -248,15 +248,15 @@ class Repair:
 
     # --- in a remote -----------------------------------------------------------------------------------
 
-    def _resender(self, remote: RemoteSight) -> Resender:
-        return Resender(
+    def _resender(self, remote: RemoteInventory) -> ObjectRepairer:
+        return ObjectRepairer(
             remote.store,
             remote.observation.identity,
             lambda key, token: self._unfinished.note(remote.name, key, token),
             lambda key, done, total: self._tell(f"{remote.name}: {key}", done, total),
         )
 
-    def _put_right(self, remote: RemoteSight, resender: Resender, bad: BadObject) -> Mended:
+    def _put_right(self, remote: RemoteInventory, resender: ObjectRepairer, bad: BadObject) -> RepairResult:
         name, last = None, ""
         for name, opened in self._sources(remote, bad, resender):
             if self._wanted.dry_run:
@@ -280,11 +280,11 @@ class Repair:
     def _paced(self, name: str, open_source: Callable[[], Source]) -> Callable[[], Source]:
         """No faster than the job file lets this remote be written to."""
         now = time.time()
-        pacer = Pacer(next((r.bandwidth.at(now) for r in self._job.remotes if r.name == name), None))
-        return lambda: PacedSource(open_source(), pacer, lambda: None)
+        pacer = RateLimiter(next((r.bandwidth.at(now) for r in self._job.remotes if r.name == name), None))
+        return lambda: RateLimitedSource(open_source(), pacer, lambda: None)
 
     def _sources(
-        self, remote: RemoteSight, bad: BadObject, resender: Resender
+        self, remote: RemoteInventory, bad: BadObject, resender: ObjectRepairer
     ) -> Iterator[tuple[str, Callable[[], contextlib.AbstractContextManager[Callable[[], Source]]]]]:
         """Yield where the committed bytes may lie: the node first, then other remotes, then an earlier
         repair's.
@@ -307,8 +307,8 @@ class Repair:
         with files.reading(self._fd, path) as fd:
             yield lambda: FileSource(fd, path)
 
-    def _same_in(self, other: RemoteSight, bad: BadObject) -> ManifestFile | None:
-        """The object of another remote that its own COMMIT of this tag says to be the same bytes."""
+    def _same_in(self, other: RemoteInventory, bad: BadObject) -> ManifestFile | None:
+        """Return the object of another remote that its own COMMIT of this tag says to be the same bytes."""
         for view in other.commits:
             commit = view.commit
             if (commit.tag, commit.form) != (bad.view.commit.tag, bad.view.commit.form):
@@ -322,16 +322,16 @@ class Repair:
 
     def _row(
         self,
-        remote: RemoteSight,
+        remote: RemoteInventory,
         bad: BadObject,
         *,
         source: str | None,
         outcome: str,
         reason: str = "",
         code: int = 0,
-    ) -> Mended:
+    ) -> RepairResult:
         commit = bad.view.commit
-        return Mended(
+        return RepairResult(
             where=remote.name,
             tag=commit.tag,
             generation=commit.generation,
@@ -345,7 +345,7 @@ class Repair:
             code=code,
         )
 
-    def _note(self, row: Mended, view: CommitView) -> None:
+    def _note(self, row: RepairResult, view: CommitView) -> None:
         if self._audit is not None:
             self._audit.write(
                 "repair",
@@ -362,9 +362,9 @@ class Repair:
             self._on_progress(what, done, total)
 
 
-def _row_of_folder(lost: LostFolder, *, outcome: str, error: CkptdError | None = None) -> Mended:
+def _row_of_folder(lost: LostFolder, *, outcome: str, error: CkptdError | None = None) -> RepairResult:
     commit = lost.copy.view.commit
-    return Mended(
+    return RepairResult(
         where=HERE,
         tag=lost.tag,
         generation=commit.generation,
@@ -380,17 +380,18 @@ def _row_of_folder(lost: LostFolder, *, outcome: str, error: CkptdError | None =
 
 
 @contextlib.contextmanager
-def _from_remote(remote: RemoteSight, file: ManifestFile) -> Iterator[Callable[[], Source]]:
+def _from_remote(remote: RemoteInventory, file: ManifestFile) -> Iterator[Callable[[], Source]]:
     yield lambda: StoreSource(remote.store, file)
 
 
-def _is_stored(remote: RemoteSight, file: ManifestFile) -> bool:
+def _is_stored(remote: RemoteInventory, file: ManifestFile) -> bool:
     info = remote.store.stat(file.key)
     return info is not None and info.bytes == file.bytes
 
 
-# --- Uploads that a killed `verify --repair` leaves on a server: their ids, kept until they are over -----
-# Only what is noted here is ever aborted by the next repair or `ckptd gc`, of which one is at work at a time.
+# --- uploads that a killed repair leaves on a server -----------------------------------------------------
+# Their ids are kept until they are over. Only what is noted here is ever aborted by the next repair or `ckptd
+# gc`, of which one is at work at a time.
 
 NAME = "repair-uploads.json"
 
@@ -422,7 +423,7 @@ class Unfinished:
             yield
 
     def of(self, remote: str) -> list[tuple[str, str]]:
-        """(key, token) of uploads to a remote that nobody goes on with."""
+        """Return (key, token) of uploads to a remote that nobody goes on with."""
         return [(key, token) for (name, key), token in self._open.items() if name == remote]
 
     def note(self, remote: str, key: str, token: str) -> None:

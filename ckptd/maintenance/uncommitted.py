@@ -1,4 +1,4 @@
-"""Saves that some nodes shipped their parts of and that are not committed, and what each lacks (P17).
+"""List saves that some nodes uploaded their parts of and that are not committed, and what each lacks.
 
 Part of `ckptd status URL`: from node manifests and heartbeats, by the store's times.
 """
@@ -73,7 +73,8 @@ def opened(
     now_seconds: float,
     is_wanted: Callable[[NodeManifest], bool] = lambda _: True,
 ) -> Opened:
-    """Those beyond the safe one that no rewind left behind; `is_wanted`: of the run that is asked about.
+    """Return those beyond the safe one that no rewind left behind; `is_wanted`: of the run that is asked
+    about.
 
     Raises:
         RemoteError: the remote stopped answering.
@@ -157,7 +158,7 @@ def _problem(lead: NodeManifest, lost: MissingShards, *, is_one_of_several: bool
     return f"{lead.tag}{which} is not committed: {lost.text}{again}"
 
 
-# --- which are looked into -------------------------------------------------------------------------------
+# --- which generations are read --------------------------------------------------------------------------
 
 
 def _newest(
@@ -190,7 +191,7 @@ def _newest(
 
 
 def _lead(members: Members) -> NodeManifest:
-    """The one that tells the order of their save: a node that was replaced may not know of a rewind."""
+    """Return the one that tells their save's order: a node that was replaced may not know of a rewind."""
     return max((known.manifest for known in members), key=_order)
 
 
@@ -212,6 +213,6 @@ def _saved_at(store: Store, wanted: set[Stem]) -> dict[Stem, tuple[int, int]]:
 
 
 def save_of(one: SeenNode) -> tuple[int, int] | None:
-    """(branch, step) of the newest save that is complete for a node."""
+    """Return (branch, step) of the newest save that is complete for a node."""
     newest = one.heartbeat.newest if one.heartbeat is not None else None
     return None if newest is None else (newest.branch, newest.step)

@@ -1,7 +1,7 @@
-"""`ckptd remove`: what ckptd put on a node goes, and nothing else: never a trainer's file (P1, P5, P11).
+"""Remove what ckptd put on a node, and nothing else: never a trainer's file (`ckptd remove`).
 
 First a plan of everything that lies there, then its execution: what no remote is known to have is named, and
-without a person's word nothing at all goes.
+unless a person says so nothing at all is removed.
 """
 
 from __future__ import annotations
@@ -284,6 +284,6 @@ class Removal:
 
 
 def _id_of(name: str) -> int:
-    """The save that a hold's name ends with; -1: it is no name of ours."""
+    """Return the save that a hold's name ends with; -1: it is no name of ours."""
     number = name.rpartition(".")[2]
     return int(number) if number.isdecimal() else -1

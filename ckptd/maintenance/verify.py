@@ -1,7 +1,7 @@
-"""`ckptd verify`: what a remote claims, proven again from the remote alone (P2, P18).
+"""Prove what a remote claims, from the remote alone (`ckptd verify`).
 
-COMMIT → digests of its manifests → every object's presence and size, and on demand its bytes. Nothing
-local is asked: neither the daemon nor its journal nor save_dir.
+COMMIT → digests of its manifests → every object's presence and size, and on demand its bytes. Nothing local
+is asked: neither the daemon nor its journal nor save_dir.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckptd.errors import (
 )
 from ckptd.recover.fetch import PARALLEL, read_through
 from ckptd.recover.select.inventory import is_gone
-from ckptd.recover.select.manifest_check import distrust
+from ckptd.recover.select.manifest_check import why_untrusted
 from ckptd.recover.select.verify_result import BadObject, Difference, VerifiedCommit, VerifiedRemote
 from ckptd.storage.remote.documents import manifests_of_commit, read_generation, stem_of
 from ckptd.storage.stores.checksums import to_hex
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ckptd.core.model.manifest import Commit, ManifestFile
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.verify_result import Slice
     from ckptd.storage.remote.messages import CommitView
 
@@ -48,7 +48,7 @@ class Verifier:
 
     def __init__(
         self,
-        remote: RemoteSight,
+        remote: RemoteInventory,
         *,
         read: Slice | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
@@ -108,7 +108,7 @@ class Verifier:
         )
 
     def _list(self, folders: set[str] | None) -> None:
-        """Sizes of all objects by one listing: thousands of single questions would cost minutes on S3."""
+        """List the sizes of all objects in one pass: thousands of questions would cost minutes on S3."""
         prefixes = (
             [""] if folders is None else [f"{folder.rstrip('/')}/" for folder in sorted(folders) if folder]
         )
@@ -166,13 +166,13 @@ class Verifier:
         return "damaged" if is_proven else "unreadable"
 
     def _documents(self, view: CommitView, differences: list[Difference]) -> Mapping[str, ManifestFile]:
-        """The objects that a COMMIT promises; what does not agree among its documents is added."""
+        """Return the objects that a COMMIT promises; what does not agree among its documents is added."""
         commit, identity = view.commit, self._remote.observation.identity
         own = commit_key(commit.tag, commit.generation, commit.form)
         if own != view.key:
             differences.append(Difference(key=view.key, expected=f"the COMMIT {own}", found="another name"))
         known = manifests_of_commit(self._remote.store, commit)
-        problem = distrust(identity, commit, [one.manifest for one in known])
+        problem = why_untrusted(identity, commit, [one.manifest for one in known])
         if problem is not None:
             differences.append(Difference(key=view.key, expected="a COMMIT of this job", found=problem))
             return {}
@@ -216,7 +216,7 @@ class Verifier:
     def _object(
         self, file: ManifestFile, told: Callable[[int], None], stop: threading.Event
     ) -> Difference | None:
-        """One object; a replica that several COMMITs list is read once."""
+        """Verify one object; a replica that several COMMITs list is read once."""
         mark = (file.key, file.bytes, file.checksums.crc64nvme)
         if mark not in self._checked:
             try:

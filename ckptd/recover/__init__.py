@@ -1,1 +1,1 @@
-"""Resume and restore."""
+"""Bring committed checkpoints back: resume and restore."""

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 def model_facts(folder: Path) -> ShardFacts | None:
-    """Facts of the first model-states file of a folder; None when there is none or it cannot be read."""
+    """Return the facts of the first model-states file of a folder; None when there is none or it cannot be
+    read.
+    """
     try:
         with files.opened_dir(folder) as fd:
             names = sorted(os.listdir(fd))
@@ -45,7 +47,7 @@ _OPENED_BY = {
 
 
 def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
-    """Lines for the person or the log of the launch script."""
+    """Return the lines for the person or the log of the launch script."""
     candidate = plan.candidate
     grid = candidate.grid
     first = f"resume from step {candidate.order.step} (branch {candidate.order.branch}): {candidate.tag}, "
@@ -105,7 +107,7 @@ def _unread(facts: ShardFacts | None) -> list[str]:
 
 
 def _batch(facts: ShardFacts, ranks: int) -> list[str]:
-    """The accumulation that keeps the global batch on that many data-parallel ranks."""
+    """Return the accumulation that keeps the global batch on that many data-parallel ranks."""
     batch, micro = facts.train_batch_size, facts.micro_batch_size
     if not batch or not micro:
         return []
@@ -118,7 +120,8 @@ def _batch(facts: ShardFacts, ranks: int) -> list[str]:
     return [f"{text}train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {steps}"]
 
 
-# --- Universal forms that lie in a directory already, and what each was made from (H15) ------------------
+# --- universal forms that lie in a directory already -----------------------------------------------------
+# Each says in its `ckptd.json` which shards it was made from.
 
 _DESCRIPTION_LIMIT_BYTES = 8 << 20
 
@@ -157,7 +160,7 @@ def _derived(save_dir_fd: int, place: str, *inner: str) -> dict[str, dict[str, s
 
 
 def source_of(save_dir_fd: int, folder: str) -> dict[str, str] | None:
-    """Fingerprints of what a universal folder was made from; None when it is absent or unreadable."""
+    """Return the fingerprints of what a universal folder was made from; None: absent or unreadable."""
     head, _, name = folder.rpartition("/")
     try:
         fd = files.open_dir_beneath(save_dir_fd, head)

@@ -1,4 +1,4 @@
-"""Carrying out a resume plan, once: renames, fetches, a conversion, pointers last (H54, P11).
+"""Carry out a resume plan, once: renames, fetches, a conversion, pointers last.
 
 Everything is written below `_ckptd/` and renamed in; the lock is flock on `_ckptd/staging` itself, so that
 the launch scripts of all ranks of a node may call `resume` at the same time.
@@ -41,14 +41,14 @@ from ckptd.recover.select.steps import (
     Convert,
     ConvertFrom,
     CopyBeside,
-    Drop,
+    Delete,
     Fetch,
+    Install,
     Mend,
     MoveAside,
-    Place,
-    Point,
     RestoreExtras,
     Step,
+    WritePointer,
     done,
     name_of_extra,
 )
@@ -64,9 +64,9 @@ if TYPE_CHECKING:
     from ckptd.recover.select.copies import Copy
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Small files that a trainer keeps beside the shards, copied to where a universal form will be read from.
-# There may be one for each rank: each is opened, copied, made durable and closed before the next.
+# --- files beside the shards -----------------------------------------------------------------------------
+# Small files that a trainer keeps there are copied to where a universal form will be read from. There may be
+# one for each rank: each is opened, copied, made durable and closed before the next.
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -104,7 +104,7 @@ def _copy(source_fd: int, path: str, target_fd: int, folder_mode: int) -> None:
         files.fsync_dir(parent)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- carrying out the steps ------------------------------------------------------------------------------
 
 _OTHER_CONVERSION_SECONDS = 3600.0
 _CLONING = ("xfs", "btrfs", "bcachefs")
@@ -135,7 +135,7 @@ class Execution:
         self._left: Sequence[Step] = ()
 
     def run(self, steps: Sequence[Step]) -> None:
-        """All steps in order.
+        """Carry out all steps in order.
 
         Raises:
             DamagedError: a remote's copy is not what was committed; nothing of it was put in place.
@@ -178,7 +178,9 @@ class Execution:
         return found
 
     def _check_room(self, steps: Sequence[Step]) -> None:
-        """P13, before the first byte: never leave less free than the next save and `min_free` need."""
+        """Refuse, before the first byte, a recovery that leaves less free than the next save and `min_free`
+        need.
+        """
         needed = sum(self._missing_bytes(step) for step in steps if isinstance(step, Fetch))
         needed += sum(
             f.bytes for s in steps if isinstance(s, ConvertFrom) for f in s.copy.files if f.role is Role.OPTIM
@@ -210,7 +212,7 @@ class Execution:
                 self.move_aside(step.name, step.label)
             case Fetch():
                 self._fetch(step)
-            case Place():
+            case Install():
                 self._place(step)
             case Mend():
                 self._mend(step)
@@ -222,9 +224,9 @@ class Execution:
                 self._restore(step)
             case CopyBeside():
                 self._copy_beside(step)
-            case Drop():
+            case Delete():
                 remove_ours(self._fd, step.folder, step.name)
-            case Point():
+            case WritePointer():
                 head, _, base = step.name.rpartition("/")
                 with files.opened_dir(head or ".", self._fd) as folder:
                     files.write_atomic(folder, base, step.value.encode())
@@ -272,7 +274,7 @@ class Execution:
         finally:
             os.close(staging)
 
-    def _place(self, step: Place) -> None:
+    def _place(self, step: Install) -> None:
         head, _, base = step.target.rpartition("/")
         staging = ensure_ours(self._fd, STAGING)
         parent = self._parent_of(head)
@@ -313,7 +315,7 @@ class Execution:
         remove_ours(self._fd, STAGING, name)
 
     def _parent_of(self, head: str) -> int:
-        """The folder that something is put into: ours is made, a trainer's must be there."""
+        """Return the folder that something is put into: ours is made, a trainer's must be there."""
         if not head:
             return os.dup(self._fd)
         if head.startswith(f"{OURS}/"):
@@ -342,7 +344,7 @@ class Execution:
             self._made_by(step, lambda options, tell: convert_copy(step.copy, target, staging, options, tell))
         except NeedsWholeFiles:
             tag = step.copy.view.commit.tag
-            instead = Fetch(form=ZERO, copy=step.copy), Place(form=ZERO, copy=step.copy, target=tag)
+            instead = Fetch(form=ZERO, copy=step.copy), Install(form=ZERO, copy=step.copy, target=tag)
             self._check_room(instead)
             for one in (*instead, Convert(tag=tag, target=step.target, verify=False)):
                 self._one(one)
@@ -404,14 +406,17 @@ def drop_leftovers(save_dir_fd: int, tag: str) -> None:
             remove_ours(save_dir_fd, STAGING, name)
 
 
-# --- The word that `resume` leaves where no `latest` says what a run is resumed from (docs/adr/0154) -----
+# --- the resume marker -----------------------------------------------------------------------------------
+# Where no `latest` says what a run is resumed from, `resume` writes it down, so that the daemon does not
+# delete that checkpoint before the run has committed another (docs/adr/0154).
 
 
-def leave_word(
+def write_resume_marker(
     save_dir_fd: int, candidate: Candidate, listing: SaveDirListing, say: Callable[[str], None]
 ) -> None:
-    """Durable before anything is fetched or printed: a folder may be let go as soon as it is there.
+    """Write the resume marker, durably, before anything is fetched or printed.
 
+    From then on the daemon keeps the checkpoint, which it might otherwise delete as soon as it is there.
     Where nothing can be written a daemon cannot remove anything either: said, and no reason to stop.
     """
     if candidate.layout[0] is Trainer.DEEPSPEED:  # `latest` names it
@@ -427,8 +432,8 @@ def leave_word(
         say(f"{OURS}/{RESUMED} cannot be written ({why}): retention may let {candidate.tag} go")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# One recovery at a time in a save_dir: flock on `_ckptd/staging` itself, which leaves no lock file (H54).
+# --- one recovery at a time ------------------------------------------------------------------------------
+# The lock is flock on `_ckptd/staging` itself, which leaves no lock file.
 
 
 @contextlib.contextmanager

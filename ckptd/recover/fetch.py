@@ -1,8 +1,8 @@
-"""Bringing committed bytes back: ranges in parallel, CRC64 compared, written beside the name, renamed.
+"""Fetch committed bytes: ranges in parallel, CRC64 compared, written under a temporary name, renamed.
 
-A file gets its name in staging only when its bytes are those that were committed, so a resume that was
-killed goes on with the files that are missing, and no file with holes is taken for one. Memory is a chunk per
-lane, dirty pages a few MiB per lane (P12).
+A file gets its name in staging only when its bytes are those that were committed, so a resume that was killed
+goes on with the files that are missing, and no file with holes is taken for one. Memory is a chunk per lane,
+dirty pages a few MiB per lane.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptd.base.names import NAME_BYTES
 from ckptd.errors import DamagedError, RefusedError, from_os_error
 from ckptd.storage.stores import parallel
 from ckptd.storage.stores.checksums import crc64, to_hex
-from ckptd.storage.stores.parallel import Lanes, Stopped
+from ckptd.storage.stores.parallel import FailFastPool, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,13 +74,13 @@ class Fetcher:
         self._on_progress = on_progress
         self._done_bytes = 0
         self._lock = threading.Lock()
-        self._lanes = Lanes()
+        self._lanes = FailFastPool()
         self._open: set[_Incoming] = set()
         self._sizes: dict[str, int] = {}
         self._folder_mode = stat.S_IMODE(os.fstat(staging_fd).st_mode) & 0o777
 
     def missing_bytes(self) -> int:
-        """Bytes that are not staged yet."""
+        """Return the bytes that are not staged yet."""
         return sum(file.bytes for file in self._copy.files if not self._is_staged(file))
 
     def drop_others(self) -> None:
@@ -117,13 +117,13 @@ class Fetcher:
         self._sync_folders()
 
     def _list(self) -> None:
-        """Sizes by one listing: a question for each of thousands of files costs minutes on S3."""
+        """List sizes in one pass: a question for each of thousands of files costs minutes on S3."""
         if len(self._copy.files) > 1:
             folder = f"{self._copy.view.commit.folder}/"
             self._sizes = {info.key: info.bytes for info in self._copy.remote.store.list(folder)}
 
     def _work(self) -> Iterator[tuple[_Incoming, int]]:
-        """Every range of every missing file, in order; a file is opened when its first range is due."""
+        """Yield every range of every missing file, in order; a file is opened when its first range is due."""
         for file in self._copy.files:
             if self._is_staged(file):
                 self._count(file.bytes)
@@ -170,7 +170,7 @@ class Fetcher:
             raise from_os_error(error, f"fetching {file.path}") from error
 
     def _receive(self, incoming: _Incoming, begin: int) -> tuple[int, int]:
-        """One range into its place: bytes and CRC64."""
+        """Write one range into its place; returns its bytes and CRC64."""
         file, out = incoming.file, incoming.out
         at = flushed = started = begin
         crc = 0
@@ -190,7 +190,7 @@ class Fetcher:
         return at - begin, crc
 
     def _finish(self, incoming: _Incoming) -> None:
-        """All ranges are there: compare, make durable, give it its name."""
+        """Compare a file whose ranges are all there, make it durable, and give it its name."""
         file, where = incoming.file, self._copy.remote
         done, crc = parallel.joined(file.bytes, [incoming.found[n] for n in incoming.offsets], RANGE_BYTES)
         held = self._sizes.get(file.key)
@@ -283,7 +283,7 @@ def _prefixes(path: str) -> list[str]:
 
 
 def read_whole(store: Store, file: ManifestFile) -> bytes:
-    """A small committed file, compared with its checksum.
+    """Return a small committed file, compared with its checksum.
 
     Raises:
         DamagedError: it differs.

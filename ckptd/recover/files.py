@@ -31,7 +31,7 @@ from ckptd.errors import (
     TargetExists,
 )
 from ckptd.recover.fetch import BUFFER_BYTES, PARALLEL, Fetcher
-from ckptd.recover.select.copies import DESCRIPTION, ZERO, Copy, Nodes, of_node
+from ckptd.recover.select.copies import DESCRIPTION, ZERO, Copy, Nodes, files_for_node
 from ckptd.recover.select.steps import name_of_extra
 from ckptd.storage.local.fs import ASIDE, STAGING, ensure_ours, names_in, remove_ours
 from ckptd.storage.local.scan import has_open_writer, scan_folder
@@ -43,21 +43,21 @@ if TYPE_CHECKING:
 
     from ckptd.base.identity import FileIdentity
     from ckptd.core.model.manifest import ManifestFile
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.verify_result import Slice
 
 _SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ExistingFiles:
     """`is_there`: the folder exists and is this save. `lacking`: absent from it, or other bytes."""
 
     is_there: bool
     lacking: tuple[ManifestFile, ...]
 
 
-def look_into(root: Path, dir_fd: int, target: str, whole: Copy, wanted: Copy) -> Held:
+def compare_folder(root: Path, dir_fd: int, target: str, whole: Copy, wanted: Copy) -> ExistingFiles:
     """Compare `target` below `root` (open as `dir_fd`) with what is wanted of the form `whole`.
 
     Raises:
@@ -66,7 +66,7 @@ def look_into(root: Path, dir_fd: int, target: str, whole: Copy, wanted: Copy) -
     try:
         folder = files.open_dir_beneath(dir_fd, target)
     except FileNotFoundError:
-        return Held(is_there=False, lacking=wanted.files)
+        return ExistingFiles(is_there=False, lacking=wanted.files)
     except (NotADirectoryError, RefusedError) as error:
         msg = f"{root / target} is there and is no folder of its own"
         raise TargetExists(msg) from error
@@ -85,7 +85,9 @@ def look_into(root: Path, dir_fd: int, target: str, whole: Copy, wanted: Copy) -
         commit = whole.view.commit
         msg = f"{root / target} is there and is not the {commit.form} form of {commit.tag} that was committed"
         raise TargetExists(msg)
-    return Held(is_there=True, lacking=tuple(f for f in wanted.files if not found.get(f.path, False)))
+    return ExistingFiles(
+        is_there=True, lacking=tuple(f for f in wanted.files if not found.get(f.path, False))
+    )
 
 
 def _is_this_save(folder: Path, whole: Copy, found: Mapping[str, bool]) -> bool:
@@ -117,7 +119,7 @@ def _is_something(folder: int, path: str) -> bool:
 
 
 def same_bytes(folder: int, file: ManifestFile) -> bool:
-    """Same size and same CRC64; pages are dropped after reading."""
+    """Whether a file has the committed size and CRC64; pages are dropped after reading."""
     try:
         fd = files.open_beneath(folder, file.path)
     except (OSError, RefusedError):
@@ -136,9 +138,9 @@ def same_bytes(folder: int, file: ManifestFile) -> bool:
         os.close(fd)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Putting committed files back into a checkpoint folder of save_dir: fetched beside, swapped in (adr/0091).
-# At every instant a name holds the old bytes or the committed ones; the bad file ends up in `_ckptd/aside/`.
+# --- repairing files of a folder -------------------------------------------------------------------------
+# Committed files are fetched beside and swapped in: at every instant a name holds the old bytes or the
+# committed ones, and the bad file ends up in `_ckptd/aside/` (docs/adr/0091).
 
 Seen = Mapping[str, "FileIdentity"]
 """The files of a folder by path."""
@@ -147,8 +149,8 @@ FETCHED = "repair."
 _NOT_SWAPPED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
-def unrest(save_dir: str, save_dir_fd: int, tag: str) -> str | None:
-    """Why a folder is better left alone now: somebody writes in it, or removes it; None: it is quiet."""
+def why_busy(save_dir: str, save_dir_fd: int, tag: str) -> str | None:
+    """Return why a folder must be left alone: somebody writes in it, or removes it; None: it is quiet."""
     listing = scan_folder(save_dir_fd, tag)
     if listing is None:
         return "it vanished"
@@ -159,13 +161,13 @@ def unrest(save_dir: str, save_dir_fd: int, tag: str) -> str | None:
     return "it is being written" if has_open_writer(save_dir, tag) else None
 
 
-def seen_in(save_dir_fd: int, tag: str) -> Seen:
-    """Identities of the files of a folder, by path; nothing where it is not there."""
+def file_identities(save_dir_fd: int, tag: str) -> Seen:
+    """Return the identities of the files of a folder, by path; nothing where it is not there."""
     listing = scan_folder(save_dir_fd, tag)
     return {} if listing is None else {file.path: file.identity for file in listing.files}
 
 
-class Mender:
+class FileRepairer:
     """Mends one tag's folder; the caller holds the locks. `copies`: the same save on each remote; `seen`: the
     folder when it was found to be that save."""
 
@@ -203,7 +205,7 @@ class Mender:
         except OSError as error:
             msg = f"{self._tag}/{file.path}: {error.strerror}"
             raise StorageError(msg) from error
-        self._seen = seen_in(self._fd, self._tag)
+        self._seen = file_identities(self._fd, self._tag)
         return copy.remote.name
 
     def end(self) -> None:
@@ -213,7 +215,7 @@ class Mender:
     # --- inside ----------------------------------------------------------------------------------------
 
     def _refuse_if_changed(self) -> None:
-        if seen_in(self._fd, self._tag) != self._seen:
+        if file_identities(self._fd, self._tag) != self._seen:
             msg = f"{self._tag} was written in since it was compared"
             raise RefusedError(msg, hint="call it again when it is quiet")
 
@@ -263,7 +265,9 @@ class Mender:
                 files.fsync_dir(source)
 
     def _aside(self, source: int, into: int, base: str) -> None:
-        """The good file goes to the aside under a name of its own, then the two are swapped."""
+        """Move the bad file aside: the good one is put there under a name of its own, then the two are
+        swapped.
+        """
         aside = ensure_ours(self._fd, ASIDE)
         try:
             name = _renamed(source, base, aside, f"{self._tag}.{base}")
@@ -281,7 +285,7 @@ class Mender:
 
 
 def is_same_file(one: ManifestFile, other: ManifestFile) -> bool:
-    """Two manifests speak of the same content under the same path."""
+    """Whether two manifests speak of the same content under the same path."""
     return (one.path, one.bytes, one.checksums) == (other.path, other.bytes, other.checksums)
 
 
@@ -318,7 +322,7 @@ def _times_kept(*folders: int) -> Iterator[None]:
         os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-# --- What of committed checkpoints lies intact or damaged in save_dir, by size and CRC64 (adr/0091) ------
+# --- finding what lies intact or damaged in save_dir -----------------------------------------------------
 
 _COMPARED = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT, Role.WEIGHTS)
 _DERIVED = f"{OURS}/derived/universal"
@@ -361,7 +365,7 @@ class LocalFiles:
         self._good: dict[tuple[str, str], bool] = {}
 
     def find(self, tag: str, form: str, file: ManifestFile) -> str | None:
-        """Path below save_dir of a file with exactly those bytes; None: there is none."""
+        """Return the path below save_dir of a file with exactly those bytes; None: there is none."""
         for path in _candidates(tag, form, file):
             mark = (path, file.checksums.crc64nvme)
             if mark not in self._good:
@@ -371,11 +375,11 @@ class LocalFiles:
         return None
 
     def is_good_now(self, tag: str, file: ManifestFile) -> None:
-        """It was mended."""
+        """Note that a file was repaired."""
         self._good[f"{tag}/{file.path}", file.checksums.crc64nvme] = True
 
     def faults(
-        self, remotes: Sequence[RemoteSight], tag: str | None
+        self, remotes: Sequence[RemoteInventory], tag: str | None
     ) -> tuple[list[LocalFault], list[LostFolder]]:
         """Damaged files and lost folders of committed saves whose folder is here; oldest checkpoint first.
 
@@ -389,7 +393,7 @@ class LocalFiles:
             if status is None:
                 continue
             whole = self._ours(copies[0], name)
-            seen = seen_in(self._fd, name)
+            seen = file_identities(self._fd, name)
             held = self._lacking(name, whole)
             if held is None:
                 self._say(f"{name}: the folder here is another save than the committed one; left alone")
@@ -398,7 +402,7 @@ class LocalFiles:
             lost = self._lost(name, copies[0])
             if not lacking and not lost:
                 continue
-            reason = unrest(str(self._save_dir), self._fd, name)
+            reason = why_busy(str(self._save_dir), self._fd, name)
             same = (whole, *(other for other in copies[1:] if _is_of_save(other, whole)))
             found += [
                 LocalFault(
@@ -415,7 +419,7 @@ class LocalFiles:
         return found, folders
 
     def _lost(self, tag: str, copy: Copy) -> list[str]:
-        """The empty folders of this node's part of a save that are not there."""
+        """Return the empty folders of this node's part of a save that are not there."""
         is_alone = len(copy.manifests) == 1
         mine = (m for m in copy.manifests if is_alone or m.node_id == self._node_id)
         paths = {path for manifest in mine for path in manifest.empty_folders}
@@ -428,7 +432,7 @@ class LocalFiles:
         again changes the time of what it writes.
         """
         try:
-            return list(look_into(self._save_dir, self._fd, tag, whole, whole).lacking)
+            return list(compare_folder(self._save_dir, self._fd, tag, whole, whole).lacking)
         except TargetExists:
             lacking = []
         try:
@@ -461,12 +465,12 @@ class LocalFiles:
 
     def _ours(self, copy: Copy, tag: str) -> Copy:
         """Return this node's part of a copy; where that is not known, the part that lies here."""
-        whole = of_node(copy, Nodes())
+        whole = files_for_node(copy, Nodes())
         if len(copy.manifests) == 1:
             return whole
         mine = tuple(m for m in copy.manifests if m.node_id == self._node_id)
         if mine:
-            return of_node(replace(copy, manifests=mine), Nodes())
+            return files_for_node(replace(copy, manifests=mine), Nodes())
         here = tuple(file for file in whole.files if self._is_there(tag, file))
         return replace(whole, files=here)
 
@@ -481,9 +485,9 @@ def _candidates(tag: str, form: str, file: ManifestFile) -> Iterable[str]:
 
 
 def _newest_by_tag(
-    remotes: Sequence[RemoteSight], tag: str | None, say: Callable[[str], None]
+    remotes: Sequence[RemoteInventory], tag: str | None, say: Callable[[str], None]
 ) -> dict[str, list[Copy]]:
-    """The newest committed save of each tag, on every remote that holds it."""
+    """Return the newest committed save of each tag, on every remote that holds it."""
     views = [
         (order_of(view.commit), view.commit.generation, remote, view)
         for remote in remotes
@@ -497,7 +501,7 @@ def _newest_by_tag(
         if order != newest[name]:
             continue
         try:
-            copy = of_node(
+            copy = files_for_node(
                 Copy(remote=remote, view=view, manifests=remote.manifests(view.commit), files=()), Nodes()
             )
         except CkptdError as error:
@@ -517,20 +521,20 @@ def _is_of_save(other: Copy, whole: Copy) -> bool:
 
 
 def opened_save_dir(path: Path) -> int | None:
-    """A descriptor of save_dir; None where there is none."""
+    """Return a descriptor of save_dir; None where there is none."""
     try:
         return os.open(path, files.DIR_FLAGS)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-# --- What a repair is asked for, and what it says of each damaged file -----------------------------------
+# --- requests and results of a repair --------------------------------------------------------------------
 
 HERE = "here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mended:
+class RepairResult:
     """One damaged file. `where`: a remote's name, or `here`; `source`: where intact bytes lie (None: nowhere
     that is known); `outcome`: planned, repaired, or left, with the reason and the exit code it stands for."""
 
@@ -548,7 +552,7 @@ class Mended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RepairRequest:
     """Choose what is to be repaired: `targets`: names of remotes; `here`: save_dir as well."""
 
     targets: frozenset[str]

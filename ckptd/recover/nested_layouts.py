@@ -1,8 +1,8 @@
-"""Steps for layouts in which the shards lie one level deeper (docs/adr/0050).
+"""Plan steps for layouts in which the shards lie one level deeper.
 
-None follows a pointer in save_dir. The Trainer finds a universal form beside its shards; Accelerate opens
-`pytorch_model` by name, and Lightning wants a folder `checkpoint`: there the universal form lies under that
-name in a folder of ours.
+None of these trainers follows a pointer in save_dir. The Trainer finds a universal form beside its shards;
+Accelerate opens `pytorch_model` by name, and Lightning wants a folder `checkpoint`: there the universal form
+lies under that name in a folder of ours (docs/adr/0050).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ckptd.recover.select.steps import (
     DERIVED_ACCELERATE,
     Convert,
     CopyBeside,
-    Drop,
+    Delete,
     Fetch,
+    Install,
     MoveAside,
-    Place,
-    Point,
+    WritePointer,
 )
 
 if TYPE_CHECKING:
@@ -42,8 +42,9 @@ def beside(
     is_universal: bool,
     put_in: Mapping[str, Mapping[str, str] | None] | None = None,
 ) -> tuple[str, list[Step]]:
-    """(path to resume from, steps). `derived`: what lies in `_ckptd/derived/accelerate`, by tag; `put_in`:
-    fingerprints of what each universal form was made from that lies beside shards here, by its name.
+    """Return (path to resume from, steps). `derived`: what lies in `_ckptd/derived/accelerate`, by tag;
+    `put_in`: fingerprints of what each universal form was made from that lies beside shards here, by its
+    name.
 
     Raises:
         RefusedError: two engines in one checkpoint, and another number of ranks.
@@ -60,11 +61,11 @@ def beside(
     return tag, _huggingface(candidate, root, listing, before, put_in or {})
 
 
-def pointer_in(candidate: Candidate, place: str) -> list[Point]:
+def pointer_in(candidate: Candidate, place: str) -> list[WritePointer]:
     """Lightning loads without a tag: DeepSpeed then follows `latest_universal` in the folder it is given."""
     if candidate.layout[0] is not Trainer.LIGHTNING:
         return []
-    return [Point(name=f"{place}/{LATEST_UNIVERSAL}", value=the_root(candidate))]
+    return [WritePointer(name=f"{place}/{LATEST_UNIVERSAL}", value=the_root(candidate))]
 
 
 def the_root(candidate: Candidate) -> str:
@@ -88,20 +89,23 @@ def bring(candidate: Candidate, copy: Copy, listing: SaveDirListing, before: Seq
     return [
         Fetch(form=ZERO, copy=copy),
         *place_for(candidate.tag, listing, before),
-        Place(form=ZERO, copy=copy, target=candidate.tag),
+        Install(form=ZERO, copy=copy, target=candidate.tag),
     ]
 
 
 def unreplaced(candidate: Candidate, copy: Copy) -> Copy:
-    """A ZeRO form, or a share of it, without objects that our universal form went over (adr/0121): of what a
-    person had put beside the shards no byte is left, and the shards are what is wanted."""
+    """Return a ZeRO form, or a share of it, without objects that our universal form went over (adr/0121): of
+    what a person had put beside the shards no byte is left, and the shards are what is wanted.
+    """
     there = (universal for universal in candidate.universals if universal.remote.name == copy.remote.name)
     taken = {file.key for universal in there for file in universal.files}
     return replace(copy, files=tuple(file for file in copy.files if file.key not in taken))
 
 
 def _stale(candidate: Candidate, put_in: Mapping[str, Mapping[str, str] | None]) -> list[Step]:
-    """Forms that say that they were made from another save: a trainer told to load one would follow them."""
+    """Return the forms that say that they were made from another save: a trainer told to load one would
+    follow them.
+    """
     tag = candidate.tag
     steps: list[Step] = []
     for root in candidate.layout[1]:
@@ -128,7 +132,7 @@ def _huggingface(
     a checkpoint in place, and a converter of DeepSpeed's that was killed leaves half a folder.
     """
     tag, name = candidate.tag, universal_name(root)
-    target, pointer = f"{tag}/{name}", Point(name=f"{tag}/{LATEST_UNIVERSAL}", value=name)
+    target, pointer = f"{tag}/{name}", WritePointer(name=f"{tag}/{LATEST_UNIVERSAL}", value=name)
     convert = Convert(tag=f"{tag}/{root}", target=target, verify=not candidate.is_committed)
     if candidate.local is None:
         whole = without_form(candidate.copies[0], name)
@@ -151,22 +155,22 @@ def _loadable(
     derived: Mapping[str, Mapping[str, str] | None],
     before: Sequence[Step],
 ) -> list[Step]:
-    """A folder of ours that the trainer opens: what lies beside the shards, then the universal form.
+    """Return a folder of ours that the trainer opens: what lies beside the shards, then the universal form.
 
     `load_state` hands the tag `pytorch_model` to DeepSpeed, which then reads no `latest_universal`.
     """
     tag = candidate.tag
     place = f"{DERIVED_ACCELERATE}/{tag}"
     steps: list[Step] = [
-        Drop(folder=DERIVED_ACCELERATE, name=name)
+        Delete(folder=DERIVED_ACCELERATE, name=name)
         for name, sources in derived.items()
         if name != tag or not _is_of(candidate, root, sources)
     ]
-    if tag in derived and not any(isinstance(s, Drop) and s.name == tag for s in steps):
+    if tag in derived and not any(isinstance(s, Delete) and s.name == tag for s in steps):
         return steps
     if candidate.local is None and candidate.universals:
         copy = beside_shards(candidate.copies[0], root)
-        steps += [Fetch(form=ZERO, copy=copy), Place(form=ZERO, copy=copy, target=place)]
+        steps += [Fetch(form=ZERO, copy=copy), Install(form=ZERO, copy=copy, target=place)]
         return steps + _placed(candidate.universals[0], universal_name(root), f"{place}/{root}")
     if candidate.local is None:
         steps += bring(candidate, candidate.copies[0], listing, before)
@@ -195,7 +199,8 @@ def beside_shards(copy: Copy, root: str) -> Copy:
 
 
 def without_form(copy: Copy, name: str) -> Copy:
-    """A ZeRO form without a universal form `name` that somebody put beside its shards before it was shipped.
+    """Return a ZeRO form without a universal form `name` that somebody put beside its shards before it was
+    shipped.
 
     Nothing proves what that was made from; the one that is wanted takes its place.
     """
@@ -206,7 +211,7 @@ def without_form(copy: Copy, name: str) -> Copy:
 
 
 def within(universal: Copy, name: str) -> Copy:
-    """A universal form as it lies in its own folder `name` beside the shards."""
+    """Return a universal form as it lies in its own folder `name` beside the shards."""
     inside = tuple(
         f.model_copy(update={"path": f.path.removeprefix(f"{name}/")})
         for f in universal.files
@@ -218,7 +223,7 @@ def within(universal: Copy, name: str) -> Copy:
 def _placed(universal: Copy, name: str, target: str) -> list[Step]:
     """Fetch a committed universal form from below `name` in its folder and put it at `target`."""
     copy = within(universal, name)
-    return [Fetch(form=UNIVERSAL, copy=copy), Place(form=UNIVERSAL, copy=copy, target=target)]
+    return [Fetch(form=UNIVERSAL, copy=copy), Install(form=UNIVERSAL, copy=copy, target=target)]
 
 
 def place_for(tag: str, listing: SaveDirListing, steps: Sequence[Step]) -> list[Step]:

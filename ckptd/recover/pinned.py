@@ -1,4 +1,4 @@
-"""One save or none: for several nodes that resume together, each by itself, and for `resume --tag`.
+"""Pin one save for several nodes that resume together, each by itself, and for `resume --tag`.
 
 Which save it is follows from the COMMITs as this node first sees them. What it cannot read of that save it
 takes from another remote that holds it; where none does it ends with an error: an older save would be another
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.save import Order
     from ckptd.recover.select.choose import Candidate
     from ckptd.recover.select.copies import Nodes
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.sources import Sources
     from ckptd.storage.remote.messages import CommitView
 
@@ -42,7 +42,7 @@ _NEAREST = 3
 
 
 @dataclass(slots=True, kw_only=True)
-class OneSave:
+class PinnedSelection:
     """Which save may be taken; of one node that names none: any."""
 
     job: JobConfig
@@ -54,12 +54,12 @@ class OneSave:
     why: CkptdError | None = None
     """What was wrong with the copy that was given up last."""
     _key: tuple[Order, str] | None = None
-    _views: list[tuple[RemoteSight, CommitView]] = field(default_factory=list)
+    _views: list[tuple[RemoteInventory, CommitView]] = field(default_factory=list)
     """Its COMMITs, as they were seen first."""
 
     @property
     def is_bound(self) -> bool:
-        """No other save will do."""
+        """Whether no other save will do."""
         return self.nodes.count > 1 or self.tag is not None
 
     def check_remotes(self, sources: Sources) -> None:
@@ -84,7 +84,7 @@ class OneSave:
                 raise _of_its_kind(error, msg, hint)
 
     def settle(self, choice: Choice, sources: Sources) -> None:
-        """Which it is, before a remote that failed meanwhile is left out."""
+        """Pin the save, before a remote that failed meanwhile is left out."""
         if not self.is_bound or self._key is not None:
             return
         saves = views_by_save(sources.remotes, FORMS)
@@ -96,7 +96,7 @@ class OneSave:
                 return
 
     def candidate(self, choice: Choice, sources: Sources) -> Candidate | None:
-        """The one to take; None: nothing is there at all.
+        """Return the one to take; None: nothing is there at all.
 
         Raises:
             NotFoundError: no save has the tag (66). DamagedError: no intact copy of it is left (65).
@@ -129,7 +129,7 @@ class OneSave:
         return NotFoundError(msg, hint=f"nearest: {near}; `ckptd list` shows all" if near else "")
 
     def _lost(self, key: tuple[Order, str], choice: Choice, sources: Sources) -> CkptdError:
-        """Why it cannot be taken, and what to do."""
+        """Return why it cannot be taken, and what to do."""
         order, tag = key
         several = self.nodes.count > 1
         names = {remote.name for remote in sources.remotes}
@@ -150,7 +150,7 @@ class OneSave:
         return DamagedError(msg, hint=f"mend it (`{mend}`), or go back: `ckptd resume` with {back}")
 
 
-def _counts(views: Sequence[tuple[RemoteSight, CommitView]], nodes: Nodes) -> bool:
+def _counts(views: Sequence[tuple[RemoteInventory, CommitView]], nodes: Nodes) -> bool:
     """A save that cannot be read here is one to resume from, as far as anybody can tell."""
     if any(view.commit.form == ZERO and not view.commit.grid.is_model_only for _, view in views):
         return True

@@ -20,11 +20,11 @@ from ckptd.recover.select.steps import (
     DERIVED_UNIVERSAL,
     Convert,
     Fetch,
+    Install,
     MoveAside,
-    Place,
-    Point,
     RestoreExtras,
     Step,
+    WritePointer,
     is_plain,
     name_of_extra,
 )
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckptd.core.model.listing import SaveDirListing
-    from ckptd.recover.select.inventory import LocalSight
+    from ckptd.recover.select.inventory import LocalCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,13 @@ class ResumePlan:
 
     @property
     def fetches(self) -> tuple[Fetch, ...]:
-        """The steps that need bytes from a remote."""
+        """Return the steps that need bytes from a remote."""
         return tuple(step for step in self.steps if isinstance(step, Fetch))
 
 
 def make_plan(
     candidate: Candidate,
-    local: Sequence[LocalSight],
+    local: Sequence[LocalCheckpoint],
     listing: SaveDirListing,
     derived: Mapping[str, Mapping[str, str] | None],
     world_size: int | None,
@@ -133,8 +133,8 @@ def _plain(
     return steps + _pointers(candidate, listing, every, has_zero=has_zero, is_universal=is_universal)
 
 
-def _in_the_way(candidate: Candidate, local: Sequence[LocalSight]) -> list[LocalSight]:
-    """Unusable folders that are newer than the chosen one, or bear its name (H54)."""
+def _in_the_way(candidate: Candidate, local: Sequence[LocalCheckpoint]) -> list[LocalCheckpoint]:
+    """Return the unusable folders that are newer than the chosen one, or bear its name (H54)."""
     found = []
     for sight in local:
         # refused: whole, and none that ckptd knows
@@ -151,13 +151,13 @@ def _in_the_way(candidate: Candidate, local: Sequence[LocalSight]) -> list[Local
     return found
 
 
-def _why(sight: LocalSight) -> str:
+def _why(sight: LocalCheckpoint) -> str:
     reason = sight.verdict.reason or "not whole"
     return f"{sight.verdict.state.value}: {reason}"
 
 
 def _universal(candidate: Candidate, derived: Mapping[str, Mapping[str, str] | None]) -> list[Step]:
-    """The universal form: the one that is here, else a remote's, else made on the way."""
+    """Return the universal form: the one that is here, else a remote's, else made on the way."""
     target = f"{DERIVED_UNIVERSAL}/{candidate.tag}"
     stale: list[Step] = []
     if candidate.tag in derived:
@@ -171,7 +171,7 @@ def _universal(candidate: Candidate, derived: Mapping[str, Mapping[str, str] | N
         return [
             Fetch(form=UNIVERSAL, copy=copy),
             *stale,
-            Place(form=UNIVERSAL, copy=copy, target=target),
+            Install(form=UNIVERSAL, copy=copy, target=target),
         ]
     return [*stale, Convert(tag=candidate.tag, target=target, verify=not candidate.is_committed)]
 
@@ -197,7 +197,7 @@ def _pointers(
     gone = {step.name for step in steps if isinstance(step, MoveAside)}
     if has_zero:
         if listing.latest != candidate.tag:
-            pointers.append(Point(name="latest", value=candidate.tag))
+            pointers.append(WritePointer(name="latest", value=candidate.tag))
     elif listing.latest is not None and (
         listing.latest in gone or listing.latest not in {f.tag for f in listing.folders}
     ):
@@ -205,12 +205,12 @@ def _pointers(
         pointers.append(MoveAside(name="latest", label="latest", reason=reason))
     wanted = f"{DERIVED_UNIVERSAL}/{candidate.tag}"
     if is_universal and listing.latest_universal != wanted:
-        pointers.append(Point(name="latest_universal", value=wanted))
+        pointers.append(WritePointer(name="latest_universal", value=wanted))
     return pointers
 
 
 def _notes(
-    candidate: Candidate, local: Sequence[LocalSight], steps: Sequence[Step], *, needs_commit: bool
+    candidate: Candidate, local: Sequence[LocalCheckpoint], steps: Sequence[Step], *, needs_commit: bool
 ) -> tuple[str, ...]:
     notes = [s.copy.all_for_each for s in steps if isinstance(s, Fetch) and s.copy.all_for_each]
     for sight in local:
@@ -230,7 +230,7 @@ def _notes(
     return tuple(notes)
 
 
-def _doubt(candidate: Candidate, local: Sequence[LocalSight], latest: str | None) -> tuple[str, ...]:
+def _doubt(candidate: Candidate, local: Sequence[LocalCheckpoint], latest: str | None) -> tuple[str, ...]:
     """A run that was rewound while nobody watched looks like a crash right before `latest` was written."""
     named = next((s for s in local if s.tag == latest and s.is_complete), None)
     if named is None or named.tag == candidate.tag or (named.step or 0) >= candidate.order.step:

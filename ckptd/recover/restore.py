@@ -1,7 +1,7 @@
-"""`ckptd restore`: a committed checkpoint into another directory, which DeepSpeed loads there (P3, P6, P18).
+"""Restore a committed checkpoint into another directory, which DeepSpeed loads there (`ckptd restore`).
 
 Looks at the remotes alone, chooses, plans, executes as `resume` does, but in DIR; a copy whose bytes are bad
-or a remote that goes away is said and left out, and the choice is made again.
+or a remote that does not answer is named and left out, and the choice is made again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ckptd.errors import (
 )
 from ckptd.recover.advice import advice, model_facts, source_of
 from ckptd.recover.execute import Execution, drop_leftovers, one_at_a_time
-from ckptd.recover.files import Held, look_into
-from ckptd.recover.restore_plan import Wish, make_restore_plan
+from ckptd.recover.files import ExistingFiles, compare_folder
+from ckptd.recover.restore_plan import RestoreRequest, make_restore_plan
 from ckptd.recover.resume import Resumed, reserve_bytes
 from ckptd.recover.select.choose import Candidate, Choice, Wanted, committed_saves, committed_weights
 from ckptd.recover.select.copies import UNIVERSAL, ZERO, Nodes
@@ -61,7 +61,7 @@ class RestoreOptions:
     """Hold the command line's options beside JOB and DIR; sizes in bytes."""
 
     tag: str | None = None
-    wish: Wish = field(default_factory=Wish)
+    wish: RestoreRequest = field(default_factory=RestoreRequest)
     run: str | None = None
     """Of this run, named by the beginning of its id; None: of the job's own, else of the newest."""
     dry_run: bool = False
@@ -78,11 +78,11 @@ class Directory:
         self._path = path
         self._fd = fd
 
-    def held(self, target: str, whole: Copy, wanted: Copy) -> Held:
+    def held(self, target: str, whole: Copy, wanted: Copy) -> ExistingFiles:
         """Return which files of a form are there already."""
         if self._fd is None:
-            return Held(is_there=False, lacking=wanted.files)
-        return look_into(self._path, self._fd, target, whole, wanted)
+            return ExistingFiles(is_there=False, lacking=wanted.files)
+        return compare_folder(self._path, self._fd, target, whole, wanted)
 
     def source_of(self, target: str) -> dict[str, str] | None:
         """Return the fingerprints of the save that a universal folder was made from."""
@@ -93,7 +93,7 @@ class Directory:
         return self._fd is not None and files.stat_beneath(self._fd, name) is not None
 
     def pointer(self, name: str) -> str | None:
-        """Content of a pointer file; None when it is absent or no plain file."""
+        """Return the content of a pointer file; None when it is absent or no plain file."""
         if self._fd is None:
             return None
         try:
@@ -124,7 +124,7 @@ class Restore:
         self._said: set[str] = set()
 
     def run(self) -> Resumed:
-        """Do it.
+        """Restore into DIR.
 
         Raises:
             NothingCommitted: no remote holds a commit (4). NotFoundError: no such tag or rank (66).
@@ -239,7 +239,7 @@ class Restore:
             self._say(f"{runs.words(run_id)}; {others}")
 
     def _choose(self) -> Candidate:
-        """The newest candidate that is left; the remotes that stop answering meanwhile are left out."""
+        """Return the newest candidate left; remotes that stop answering meanwhile are left out."""
         while True:
             choice = Choice()
             remotes, damaged = self._sources.remotes, frozenset(self._sources.damaged)
@@ -290,7 +290,7 @@ class Restore:
         return form == wanted or (form in (ZERO, UNIVERSAL) and wanted not in WEIGHTS)
 
     def _nothing(self, wanted: Order | None) -> CkptdError:
-        """Why there is nothing to restore."""
+        """Return why there is nothing to restore."""
         tag, sources = self._options.tag, self._sources
         there = {
             v.commit.tag
@@ -328,7 +328,7 @@ class Restore:
     # --- doing -----------------------------------------------------------------------------------------
 
     def _carry_out(self, fd: int | None, plan: ResumePlan) -> Resumed | None:
-        """None: a copy or a remote was left out, choose again."""
+        """Carry out the plan; None: a copy or a remote was left out, choose again."""
         dry, tag = self._options.dry_run, plan.candidate.tag
         for line in (*plan.notes, *(f"{'would' if dry else 'will'} {step}" for step in plan.steps)):
             self._say(line)
@@ -363,7 +363,7 @@ class Restore:
         return Resumed(path=path, plan=plan, advice=tuple(advice(plan, facts)))
 
     def _reserve_bytes(self, fd: int, plan: ResumePlan) -> int:
-        """P13 where DIR shares its disk with the job's save_dir; elsewhere all room may be used."""
+        """Return what must stay free where DIR shares its disk with the job's save_dir; 0 elsewhere."""
         job = self._where.job
         if job is None or not job.save_dir.exists() or os.stat(job.save_dir).st_dev != os.fstat(fd).st_dev:
             return 0
@@ -371,7 +371,7 @@ class Restore:
 
 
 def _of_dir(error: OSError, what: str) -> CkptdError:
-    """An error of DIR in our words: whoever calls may choose another one."""
+    """Return an error of DIR in our words: whoever calls may choose another one."""
     found = from_os_error(error, what)
     if isinstance(found, NotPermitted) and error.errno != errno.EROFS:
         found.hint = f"user {os.geteuid()}, as whom this runs, may not: name another directory with --to"

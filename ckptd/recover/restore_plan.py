@@ -16,7 +16,7 @@ from ckptd.errors import RefusedError, TargetExists, UsageError
 from ckptd.recover.nested_layouts import beside_shards, pointer_in, the_root, unreplaced, within, without_form
 from ckptd.recover.plan import ResumePlan, needs_universal
 from ckptd.recover.select.choose import Candidate
-from ckptd.recover.select.copies import UNIVERSAL, ZERO, Copy, Nodes, of_node, of_ranks
+from ckptd.recover.select.copies import UNIVERSAL, ZERO, Copy, Nodes, files_for_node, files_for_ranks
 from ckptd.recover.select.steps import (
     DERIVED_ACCELERATE,
     DERIVED_UNIVERSAL,
@@ -24,21 +24,21 @@ from ckptd.recover.select.steps import (
     ConvertFrom,
     CopyBeside,
     Fetch,
+    Install,
     Mend,
-    Place,
-    Point,
     RestoreExtras,
     Step,
+    WritePointer,
     is_plain,
     name_of_extra,
 )
 
 if TYPE_CHECKING:
-    from ckptd.recover.files import Held
+    from ckptd.recover.files import ExistingFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class RestoreRequest:
     """Describe what is wanted of a checkpoint. `ranks`: data-parallel ranks as in file names; None: all."""
 
     form: str | None = None
@@ -62,15 +62,15 @@ class Wish:
             raise UsageError(msg, hint="leave one of them out")
 
 
-class Ground(Protocol):
+class TargetFolder(Protocol):
     """The directory as it is now."""
 
-    def held(self, target: str, whole: Copy, wanted: Copy) -> Held:
+    def held(self, target: str, whole: Copy, wanted: Copy) -> ExistingFiles:
         """Return which files of a form lie in `target`; TargetExists when it is another content."""
         ...
 
     def source_of(self, target: str) -> dict[str, str] | None:
-        """Fingerprints of what the universal folder `target` was made from."""
+        """Return the fingerprints of what the universal folder `target` was made from."""
         ...
 
     def has(self, name: str) -> bool:
@@ -78,11 +78,11 @@ class Ground(Protocol):
         ...
 
     def pointer(self, name: str) -> str | None:
-        """Content of a pointer file."""
+        """Return the content of a pointer file."""
         ...
 
 
-def make_restore_plan(candidate: Candidate, wish: Wish, place: Ground) -> ResumePlan:
+def make_restore_plan(candidate: Candidate, wish: RestoreRequest, place: TargetFolder) -> ResumePlan:
     """Plan for one committed candidate.
 
     Raises:
@@ -110,7 +110,7 @@ def make_restore_plan(candidate: Candidate, wish: Wish, place: Ground) -> Resume
         steps = _bring(ZERO, whole, share, candidate.tag, place)
         steps += [] if not plain else _point(place, "latest", candidate.tag)
     extras = _extras(candidate, place)
-    first_pointer = next((i for i, s in enumerate(steps) if isinstance(s, Point)), len(steps))
+    first_pointer = next((i for i, s in enumerate(steps) if isinstance(s, WritePointer)), len(steps))
     steps[first_pointer:first_pointer] = extras
     return ResumePlan(
         candidate=candidate,
@@ -122,14 +122,14 @@ def make_restore_plan(candidate: Candidate, wish: Wish, place: Ground) -> Resume
     )
 
 
-def _weights(candidate: Candidate, form: str, place: Ground) -> ResumePlan:
+def _weights(candidate: Candidate, form: str, place: TargetFolder) -> ResumePlan:
     """Beside the checkpoints, as in the remote; no pointer names weights."""
     copy, target = candidate.universals[0], f"{candidate.tag}_{form}"
     steps = _bring(form, copy, copy, target, place)
     return ResumePlan(candidate=candidate, form=form, path=target, world_size=None, steps=tuple(steps))
 
 
-def _wants_universal(candidate: Candidate, wish: Wish) -> bool:
+def _wants_universal(candidate: Candidate, wish: RestoreRequest) -> bool:
     differs = needs_universal(candidate, wish.world_size)
     if wish.form == ZERO and differs:
         msg = (
@@ -142,23 +142,23 @@ def _wants_universal(candidate: Candidate, wish: Wish) -> bool:
     return differs or wish.form == UNIVERSAL or candidate.is_universal_alone
 
 
-def _share(whole: Copy, wish: Wish) -> Copy:
+def _share(whole: Copy, wish: RestoreRequest) -> Copy:
     if wish.ranks is not None:
-        return of_ranks(whole, wish.ranks)
-    return of_node(whole, wish.nodes)
+        return files_for_ranks(whole, wish.ranks)
+    return files_for_node(whole, wish.nodes)
 
 
-def _bring(form: str, whole: Copy, wanted: Copy, target: str, place: Ground) -> list[Step]:
+def _bring(form: str, whole: Copy, wanted: Copy, target: str, place: TargetFolder) -> list[Step]:
     held = place.held(target, whole, wanted)
     if not held.is_there:
-        return [Fetch(form=form, copy=wanted), Place(form=form, copy=wanted, target=target)]
+        return [Fetch(form=form, copy=wanted), Install(form=form, copy=wanted, target=target)]
     if not held.lacking:
         return []
     part = replace(wanted, files=held.lacking)
     return [Fetch(form=form, copy=part), Mend(form=form, copy=part, target=target)]
 
 
-def _universal(candidate: Candidate, place: Ground) -> list[Step]:
+def _universal(candidate: Candidate, place: TargetFolder) -> list[Step]:
     """Plain DeepSpeed: `_ckptd/derived/universal/<tag>` and the pointer to it."""
     target = f"{DERIVED_UNIVERSAL}/{candidate.tag}"
     steps = _made_or_fetched(candidate, "", target, place)
@@ -167,7 +167,7 @@ def _universal(candidate: Candidate, place: Ground) -> list[Step]:
     return [*steps, *_point(place, "latest_universal", target)]
 
 
-def _universal_beside(candidate: Candidate, place: Ground) -> list[Step]:
+def _universal_beside(candidate: Candidate, place: TargetFolder) -> list[Step]:
     """Hugging Face: beside the shards, or beside what else the Trainer reads (P11)."""
     root = the_root(candidate)
     name = universal_name(root)
@@ -185,8 +185,8 @@ def _universal_beside(candidate: Candidate, place: Ground) -> list[Step]:
     return [*steps, *_point(place, f"{candidate.tag}/latest_universal", name)]
 
 
-def _universal_loadable(candidate: Candidate, place: Ground) -> list[Step]:
-    """The universal form under the engine's own name, beside what else the trainer reads."""
+def _universal_loadable(candidate: Candidate, place: TargetFolder) -> list[Step]:
+    """Return the universal form under the engine's own name, beside what else the trainer reads."""
     root = the_root(candidate)
     folder = f"{DERIVED_ACCELERATE}/{candidate.tag}"
     whole = candidate.copies[0]
@@ -206,8 +206,8 @@ def _universal_loadable(candidate: Candidate, place: Ground) -> list[Step]:
     )
 
 
-def _made_or_fetched(candidate: Candidate, root: str, target: str, place: Ground) -> list[Step]:
-    """The universal form in `target`: there already, else fetched, else converted.
+def _made_or_fetched(candidate: Candidate, root: str, target: str, place: TargetFolder) -> list[Step]:
+    """Return the universal form in `target`: there already, else fetched, else converted.
 
     From the ZeRO form where that lies here or trainers want what lies beside it, else from the remote's.
     """
@@ -237,19 +237,19 @@ def _made_or_fetched(candidate: Candidate, root: str, target: str, place: Ground
     return [*brought, Convert(tag=source, target=target, verify=False)]
 
 
-def _extras(candidate: Candidate, place: Ground) -> list[Step]:
-    """Files of save_dir that travelled along, where DIR has none of that name."""
+def _extras(candidate: Candidate, place: TargetFolder) -> list[Step]:
+    """Return the files of save_dir that travelled along, where DIR has none of that name."""
     copy = (candidate.copies or candidate.universals)[0]
     names = {name_of_extra(file): file for file in copy.extras}
     absent = tuple(file for name, file in names.items() if is_plain(name) and not place.has(name))
     return [RestoreExtras(copy=copy, files=absent)] if absent else []
 
 
-def _point(place: Ground, name: str, value: str) -> list[Step]:
-    return [] if place.pointer(name) == value else [Point(name=name, value=value)]
+def _point(place: TargetFolder, name: str, value: str) -> list[Step]:
+    return [] if place.pointer(name) == value else [WritePointer(name=name, value=value)]
 
 
-def _notes(candidate: Candidate, wish: Wish) -> tuple[str, ...]:
+def _notes(candidate: Candidate, wish: RestoreRequest) -> tuple[str, ...]:
     if wish.ranks is None and wish.nodes.count == 1:
         return ()
     every = _share(candidate.copies[0], wish).all_for_each

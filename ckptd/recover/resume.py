@@ -1,7 +1,7 @@
-"""`ckptd resume`: make save_dir resumable in place (H54, docs/contract.md *Commands*).
+"""Make save_dir resumable in place (`ckptd resume`; docs/contract.md *Commands*).
 
 Looks, chooses, plans, executes; when a remote's copy turns out to be damaged it says so and goes on with the
-next best (of several nodes: with another copy of the same save, `one_save.py`). Idempotent, safe beside a
+next best (of several nodes: with another copy of the same save, `pinned.py`). Idempotent, safe beside a
 running daemon, and needs neither its journal nor its status.
 """
 
@@ -37,13 +37,13 @@ from ckptd.recover.advice import (
     model_facts,
     put_in_universals,
 )
-from ckptd.recover.execute import Execution, leave_word, one_at_a_time
-from ckptd.recover.pinned import OneSave
+from ckptd.recover.execute import Execution, one_at_a_time, write_resume_marker
+from ckptd.recover.pinned import PinnedSelection
 from ckptd.recover.plan import ResumePlan, make_plan
 from ckptd.recover.select.choose import NEWEST_READ, Candidate, Choice, choose
 from ckptd.recover.select.copies import Nodes
 from ckptd.recover.select.damage import damage_in
-from ckptd.recover.select.inventory import LocalSight, forms_alone, look_locally, memory_of
+from ckptd.recover.select.inventory import LocalCheckpoint, forms_alone, read_node_memory, scan_local
 from ckptd.recover.select.owner import owner_of
 from ckptd.recover.select.runs import Runs, bind, choose_run, elsewhere, known_rows, wait_until_silent
 from ckptd.recover.select.sources import Sources, named
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ckptd.config.schema import JobConfig
-    from ckptd.recover.select.inventory import Memory, RemoteSight
+    from ckptd.recover.select.inventory import NodeMemory, RemoteInventory
     from ckptd.recover.select.runs import Chosen
 
 NEXT_SAVE_FACTOR = 1.1
@@ -92,15 +92,15 @@ class Resumed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
     listing: SaveDirListing
-    local: tuple[LocalSight, ...]
+    local: tuple[LocalCheckpoint, ...]
     derived: dict[str, dict[str, str] | None]
-    memory: Memory
+    memory: NodeMemory
     loadable: dict[str, dict[str, str] | None] = field(default_factory=dict)
     put_in: dict[str, dict[str, str] | None] = field(default_factory=dict)
 
 
 def reserve_bytes(fd: int, job: JobConfig, sizes_bytes: Iterable[int]) -> int:
-    """P13: what must stay free on the disk of `fd`: the next save × 1.1 and min_free."""
+    """Return what must stay free on the disk of `fd`: the next save × 1.1 and min_free."""
     status = os.fstatvfs(fd)
     next_save = int(max(sizes_bytes, default=0) * NEXT_SAVE_FACTOR)
     return job.local.min_free.of(status.f_blocks * status.f_frsize) + next_save
@@ -125,7 +125,7 @@ class Resume:
         self._sources = Sources(say=say)
         self._execution: Execution | None = None
         self._chosen: Chosen | None = None
-        self._one = OneSave(
+        self._one = PinnedSelection(
             job=job,
             nodes=options.nodes,
             world_size=options.world_size,
@@ -134,7 +134,7 @@ class Resume:
         )
 
     def run(self) -> Resumed:
-        """Do it.
+        """Make save_dir resumable.
 
         Raises:
             NothingCommitted: the remote is there and ours, it holds nothing of this run and neither does
@@ -203,7 +203,7 @@ class Resume:
         self._sources.take(runs, chosen.run_id)
         return False
 
-    def _wait(self, run_id: str | None, remotes: Sequence[RemoteSight]) -> bool:
+    def _wait(self, run_id: str | None, remotes: Sequence[RemoteInventory]) -> bool:
         if run_id is None or self._options.nodes.count > 1 or self._job.shared_fs or self._options.dry_run:
             return False
         for remote in remotes:
@@ -248,10 +248,10 @@ class Resume:
 
     def _see(self, fd: int | None) -> _Seen:
         node = self._job.node_name or this_node(os.environ)
-        memory = memory_of(self._job, self._options.state_dir, node)
+        memory = read_node_memory(self._job, self._options.state_dir, node)
         if fd is None:
             return _Seen(listing=SaveDirListing(device=0, folders=()), local=(), derived={}, memory=memory)
-        listing, local = look_locally(self._job.save_dir, fd, self._job, self._sources.remotes)
+        listing, local = scan_local(self._job.save_dir, fd, self._job, self._sources.remotes)
         busy = next((sight for sight in local if sight.is_open), None)
         if busy is not None:
             msg = f"{self._job.save_dir}/{busy.tag} is being written right now"
@@ -327,7 +327,9 @@ class Resume:
         return tuple(MoveAside(name=tag, label=tag, reason=reason) for tag in strange)
 
     def _bind(self, fd: int, candidate: Candidate) -> None:
-        """Before anything is fetched: a daemon that runs beside takes what comes for this run's."""
+        """Bind save_dir to the run before anything is fetched: a daemon beside takes what comes for that
+        run's.
+        """
         chosen = self._chosen
         if chosen is None or chosen.run_id is None:
             return
@@ -336,7 +338,7 @@ class Resume:
             bind(fd, save_dir, chosen.run_id, known_rows(self._sources.remotes))
 
     def _carry_out(self, fd: int | None, plan: ResumePlan, seen: _Seen, choice: Choice) -> Resumed | None:
-        """None: something was left out, choose again."""
+        """Carry out the plan; None: something was left out, choose again."""
         for note in plan.notes:
             self._say(typed(self._job, note))
         path = path_of(self._job.save_dir, plan.path)
@@ -344,7 +346,7 @@ class Resume:
             self._say(f"{'would' if self._options.dry_run else 'will'} {step}")
         if not self._options.dry_run:
             assert fd is not None
-            leave_word(fd, plan.candidate, seen.listing, self._say)
+            write_resume_marker(fd, plan.candidate, seen.listing, self._say)
             self._bind(fd, plan.candidate)
             sizes = [sight.listing.total_bytes for sight in seen.local]
             sizes += [copy.bytes for c in choice.candidates[:NEWEST_READ] for copy in c.copies[:1]]
@@ -404,7 +406,7 @@ class Resume:
         return reason is None
 
     def _is_surely_newest(self, candidate: Candidate, seen: _Seen) -> None:
-        """Without any remote, what is here is taken only if the daemon's status knows nothing newer."""
+        """Take what is here without any remote only if the daemon's status knows nothing newer."""
         if self._sources.remotes or not self._job.remotes or self._options.tag is not None:
             return
         hints = seen.memory.orders
@@ -421,7 +423,7 @@ class Resume:
                 self._say(f"{one.text}; {one.next_step}")
                 said.add(one.text)
 
-    def _must_be_read(self, sights: Iterable[LocalSight]) -> None:
+    def _must_be_read(self, sights: Iterable[LocalCheckpoint]) -> None:
         """Refuse to go on while a folder cannot be read: it may be the newest, nothing older replaces it."""
         for sight in sights:
             if sight.unread is not None and not sight.is_complete:
@@ -469,7 +471,7 @@ class Resume:
         raise NothingCommitted(msg)
 
     def _must_be_known(self, seen: _Seen) -> None:
-        """Nobody is told to start from scratch beside a checkpoint that ckptd does not know."""
+        """Refuse to start from scratch beside a checkpoint that ckptd does not know."""
         listing = seen.listing
         if listing.unprotected:
             first = warn_unprotected(listing.unprotected, str(self._job.save_dir), listing.latest, ())[0]

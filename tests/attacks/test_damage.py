@@ -26,7 +26,7 @@ from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.listing import FolderListing
 from ckptd.errors import CkptdError, DamagedError, TornArchiveError
 from ckptd.maintenance.verify import Verifier
-from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.verify_result import Slice
 from ckptd.storage.local.scan import scan_folder
 from ckptd.storage.stores.sources import CheckedSource, FileSource, crc64_of, records_of
@@ -194,7 +194,7 @@ def test_every_flipped_bit_in_the_remote_is_found(folder: Path, tmp_path: Path) 
     shutil.copytree(folder, scene.save_dir / folder.name)
     (scene.save_dir / "tokenizer.json").write_text("{}")
     scene.commit(folder.name, 2)
-    sight = look_at_remote("nas", str(scene.nas), None)
+    sight = read_remote_inventory("nas", str(scene.nas), None)
     assert Verifier(sight, read=Slice()).run(None).is_good
     rng = random.Random(10)
     for path in sorted((scene.nas / folder.name).glob("*.pt")):

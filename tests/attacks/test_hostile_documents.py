@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckptd.maintenance.verify import Verifier
-from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.inventory import read_remote_inventory
 from tests.support.restore_scene import TAG, RestoreScene, scene
 from tests.unit.recover.test_recover_commands import ckptd
 
@@ -71,7 +71,7 @@ def test_documents_that_hurt(scene: RestoreScene, bomb: str) -> None:
     plant(scene, bomb)
     assert scene.restore().path.name == "global_step5"
     assert max(map(len, scene.said)) < 2000
-    found = Verifier(look_at_remote("nas", str(scene.nas), None)).run(None)
+    found = Verifier(read_remote_inventory("nas", str(scene.nas), None)).run(None)
     assert [row.tag for row in found.commits if row.verdict == "good"] == ["global_step5"]
 
 

@@ -20,7 +20,7 @@ from ckptd.convert.parts import Literal, Part, Range
 from ckptd.convert.plan import Header, OutputFile, PlanWriter, SourceFile
 from ckptd.errors import NotFoundError
 from ckptd.storage.stores.checksums import crc64, to_hex
-from ckptd.storage.stores.s3.parts import LEAST_PART_BYTES, Cuts, parsed
+from ckptd.storage.stores.s3.parts import LEAST_PART_BYTES, PartLayout, parse_layout
 
 MIB = 1 << 20
 A, B = frozenset({"tcp://a:1"}), frozenset({"tcp://b:1", "tcp://b:2"})
@@ -32,7 +32,7 @@ steps = st.lists(st.integers(LEAST_PART_BYTES, 90 * MIB), max_size=5)
 def test_parts_never_cross_a_border(stretches: list[int], tail: int, part_bytes: int) -> None:
     """They cover everything in order, none but the last is too small, and a token says them again."""
     borders = tuple(sum(stretches[: n + 1]) for n in range(len(stretches)))
-    cuts = Cuts(sum(stretches) + tail, part_bytes, borders)
+    cuts = PartLayout(sum(stretches) + tail, part_bytes, borders)
     spans = [cuts.range_of(number) for number in range(1, cuts.parts + 1)]
     ends = [begin + length for begin, length in spans]
     assert spans[0][0] == 0
@@ -41,13 +41,13 @@ def test_parts_never_cross_a_border(stretches: list[int], tail: int, part_bytes:
     assert all(length >= LEAST_PART_BYTES for _, length in spans[:-1])
     assert all(length <= max(part_bytes, 2 * LEAST_PART_BYTES) for _, length in spans)
     assert set(borders) <= set(ends)
-    assert parsed(cuts.text, cuts.size_bytes) == cuts
+    assert parse_layout(cuts.text, cuts.size_bytes) == cuts
 
 
 @pytest.mark.parametrize("text", ["", "0", "x", "5@", "5@9,3", "5@x", "5@20"])
 def test_what_is_no_token(text: str) -> None:
-    found = parsed(text, 20)
-    assert found is None or found == Cuts(20, 5)
+    found = parse_layout(text, 20)
+    assert found is None or found == PartLayout(20, 5)
 
 
 def foreign_of(runs: list[Run], borders: tuple[int, ...]) -> int:

@@ -36,7 +36,7 @@ from ckptd.storage.remote.messages import (
 )
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import FOR_SERVERS, clean_environment
-from ckptd.storage.stores.rate_limit import Pacer
+from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.stores.scene import OPTIM, Node, archive
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class Clock:
 def test_the_bandwidth_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real files to a real directory, the time by the pacer's own clock: no machine is too slow for it."""
     clock = Clock()
-    monkeypatch.setattr(service, "Pacer", partial(Pacer, clock=clock, sleep=clock.sleep))
+    monkeypatch.setattr(service, "RateLimiter", partial(RateLimiter, clock=clock, sleep=clock.sleep))
     node = Node(tmp_path / "save")
     settings = node.settings(tmp_path / "nas", bytes_per_second=1 << 20)
     ear = Ear()

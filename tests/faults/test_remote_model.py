@@ -359,6 +359,6 @@ def test_nothing_is_committed_over_what_another_node_replaces(tmp_path: Path) ->
 def test_the_model_sees_commits_over_what_is_being_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptd.storage.remote.commit.in_the_way", lambda *_: None)
+    monkeypatch.setattr("ckptd.storage.remote.commit.pending_replacement", lambda *_: None)
     with pytest.raises(AssertionError, match=r"notes\.json"):
         replaced_half_way(tmp_path)

@@ -39,7 +39,7 @@ from ckptd.storage.remote.documents import IDENTITY_KEY, DocumentCache
 from ckptd.storage.remote.messages import Retire, ShipFile, ShipOrder, Shipped
 from ckptd.storage.remote.transfer import Control
 from ckptd.storage.stores.base import Abilities
-from ckptd.storage.stores.rate_limit import Pacer
+from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.fleet.engine import Program
 from tests.fleet.nap import MOST_MORE_SECONDS, OBSERVE_SECONDS, PAUSE_SECONDS, Look, Nap, Phase
 from tests.fleet.remote import FleetStore
@@ -848,6 +848,6 @@ NEVER = 1e18
 _READ_EACH_TIME = (IDENTITY_KEY, "latest", "latest_universal")
 _OPEN = (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
 _REFUSED = DerivedRecord(state=DerivedState.REFUSED)
-_PACER = Pacer()
+_PACER = RateLimiter()
 NODE_IDS = itertools.count()
 __all__ = ["Daemon", "Job", "Machine", "Written", "replace"]

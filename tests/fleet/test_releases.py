@@ -19,7 +19,7 @@ import pytest
 from ckptd.core.model.manifest import FORMAT
 from ckptd.errors import RefusedError
 from ckptd.maintenance.verify import Verifier
-from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.verify_result import Slice
 from ckptd.storage.remote import observe
 from ckptd.storage.remote.documents import read_commit
@@ -135,7 +135,7 @@ def test_two_releases_commit_together(tmp_path: Path, scene: Scene, *, is_ours_f
     formats = {json.loads((scene.nas / ref["key"]).read_bytes())["format"] for ref in commit["manifests"]}
     assert formats == {FORMAT, "1.7"}
     assert (scene.nas / "latest").read_text() == TAG
-    found = Verifier(look_at_remote("nas", str(scene.nas), None), read=Slice()).run(None)
+    found = Verifier(read_remote_inventory("nas", str(scene.nas), None), read=Slice()).run(None)
     assert {row.verdict for row in found.commits} == {"good"}
     assert (TAG, "zero") in {(row.tag, row.form) for row in found.commits}
     assert other.do("retire", scene, "global_step10") == "retired"

@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.core.model.manifest import FORMAT
 from ckptd.maintenance.verify import Verifier
-from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
 from ckptd.recover.select.verify_result import Slice
 from ckptd.storage.journal.journal import Journal
@@ -35,7 +35,7 @@ def test_a_remote_verifies_and_restores(tmp_path: Path, name: str) -> None:
     """Every byte of it, in both forms."""
     nas = tmp_path / "nas" / "run"
     shutil.copytree(HERE / name, nas)
-    found = Verifier(look_at_remote("nas", str(nas), None), read=Slice()).run(None)
+    found = Verifier(read_remote_inventory("nas", str(nas), None), read=Slice()).run(None)
     assert [(row.tag, row.form, row.verdict) for row in found.commits] == [
         ("global_step5", "zero", "good"),
         (TAG, "zero", "good"),

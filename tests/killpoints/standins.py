@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 from ckptd.base import files
-from ckptd.base.retry import Asking, Breaker
+from ckptd.base.retry import Breaker, RetryTimer
 from ckptd.convert.engine import children, executor_child, inspect, inspect_child, planner_child, supervisor
 from ckptd.convert.engine.children import Watched
 from ckptd.daemon import job
@@ -52,7 +52,7 @@ class Clock:
         put(time, "time", lambda: self._time() + self.ahead_seconds)
         put(time, "time_ns", lambda: self._ns() + int(self.ahead_seconds * 1e9))
         put(time, "sleep", self.wait)
-        put(Asking.__init__, "__kwdefaults__", {"clock": time.monotonic})
+        put(RetryTimer.__init__, "__kwdefaults__", {"clock": time.monotonic})
         put(Breaker.__init__, "__kwdefaults__", {"clock": time.monotonic, "unix": time.time})
 
     def wait(self, seconds: float) -> None:

@@ -307,5 +307,5 @@ class World:
 @contextmanager
 def stepwise() -> Iterator[None]:
     """The store's present is known without a request."""
-    with mock.patch.object(runs, "present_seconds", lambda _store: NOW_SECONDS):
+    with mock.patch.object(runs, "server_time_seconds", lambda _store: NOW_SECONDS):
         yield

@@ -18,7 +18,7 @@ from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
 from ckptd.storage.remote.transfer import Control
 from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.checksums import crc64, to_hex
-from ckptd.storage.stores.rate_limit import Pacer
+from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.model import commit_code as code
 from tests.model.commit_code import IDENTITY, TAG, TWO_NODES, PlainStore, Slot, StepStore, content_of
 from tests.model.commit_judge import Judged, judge
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 IDLE = -1
 MIXED, NOTHING = -1, -2
 """What a restore may give back instead of a save."""
-_CONTROL = Control(pacer=Pacer(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None)
+_CONTROL = Control(pacer=RateLimiter(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None)
 _LATE = ("put", "create", "upload")
 """Requests that may be under way when a daemon dies. Not `delete`: no order of operations survives that."""
 

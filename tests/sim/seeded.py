@@ -126,8 +126,8 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "sealed without a flush": ((fs, "flush", _not_flushed),),
     "committed before it is verified": ((transfer.Transfer, "_verify", _unverified),),
     "sources are not looked at again": (
-        (origin.Sealed, "recheck", lambda _self: None),
-        (origin.Sealed, "why_changed", lambda _self, _file: None),
+        (origin.SealedFiles, "recheck", lambda _self: None),
+        (origin.SealedFiles, "why_changed", lambda _self, _file: None),
     ),
     "objects go before their COMMIT": ((service, "retire", _objects_first),),
     "create-only replaces": ((files, "create_exclusive", _overwritten),),

@@ -267,9 +267,9 @@ class Stage:
         self._plan(slots, "RemoteClient", client)
         self._plan(service, "open_store", open_store)
         for function in (
-            retry.Asking.__init__,
+            retry.RetryTimer.__init__,
             retry.Breaker.__init__,
-            rate_limit.Pacer.__init__,
+            rate_limit.RateLimiter.__init__,
             limits.HostLimits.__init__,
         ):
             self._defaults.append((function, function.__kwdefaults__))

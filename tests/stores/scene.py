@@ -19,7 +19,7 @@ from ckptd.storage.remote.commit import ship
 from ckptd.storage.remote.messages import RemoteSettings, ShipFile, ShipOrder, Shipped
 from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.transfer import Control
-from ckptd.storage.stores.rate_limit import Pacer
+from ckptd.storage.stores.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +52,7 @@ class Node:
     dp: int = 2
     tag: str = "global_step5"
     events: list[object] = field(default_factory=list)
-    pacer: Pacer = field(default_factory=Pacer)
+    pacer: RateLimiter = field(default_factory=RateLimiter)
 
     def settings(self, url: Path | str, **more: object) -> RemoteSettings:
         values: dict[str, object] = {

@@ -21,11 +21,11 @@ from ckptd.core.model.manifest import Checksums
 from ckptd.errors import DamagedError
 from ckptd.maintenance.repair import Repair, Unfinished
 from ckptd.maintenance.verify import Verifier
-from ckptd.recover.files import HERE, Wanted
-from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.files import HERE, RepairRequest
+from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import Where
 from ckptd.recover.select.verify_result import Slice, VerifiedRemote, exit_code
-from ckptd.storage.remote.repair import Resender
+from ckptd.storage.remote.repair import ObjectRepairer
 from ckptd.storage.stores.access import Access, access_of
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.sources import MemorySource
@@ -113,7 +113,7 @@ def _rclone(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def verified(url: str, endpoint: str | None = None, *, read: bool = True) -> VerifiedRemote:
     """One remote, proven."""
-    sight = look_at_remote("one", url, None, Access(endpoint_url=endpoint), is_tolerant=True)
+    sight = read_remote_inventory("one", url, None, Access(endpoint_url=endpoint), is_tolerant=True)
     return Verifier(sight, read=Slice() if read else None).run()
 
 
@@ -196,13 +196,13 @@ def test_an_object_in_s3_is_put_right(scene: RepairScene, bucket: Bucket) -> Non
     )
     job = scene.job(remote=False).model_copy(update={"remotes": (config,)})
     sights = [
-        look_at_remote("s3", bucket.url, None, access_of(config)),
-        look_at_remote("nas", str(scene.nas), None),
+        read_remote_inventory("s3", bucket.url, None, access_of(config)),
+        read_remote_inventory("nas", str(scene.nas), None),
     ]
     repair = Repair(
         job,
         sights,
-        Wanted(targets=frozenset({"s3"}), here=False, read=Slice()),
+        RepairRequest(targets=frozenset({"s3"}), here=False, read=Slice()),
         node_id=None,
         audit=None,
         unfinished=Unfinished(None),
@@ -217,7 +217,7 @@ def test_an_object_in_s3_is_put_right(scene: RepairScene, bucket: Bucket) -> Non
 
 def test_an_upload_that_dies_is_known_and_given_up(scene: RepairScene, bucket: Bucket) -> None:
     """Its id is noted before a part is sent; what failed is aborted at once, what was killed by the next."""
-    sight = look_at_remote(
+    sight = read_remote_inventory(
         "s3", bucket.url, None, Access(endpoint_url=bucket.server.endpoint, part_size_bytes=5 << 20)
     )
     data = secrets.token_bytes(11 << 20)
@@ -233,7 +233,7 @@ def test_an_upload_that_dies_is_known_and_given_up(scene: RepairScene, bucket: B
         seen.append(token)
         notes.note("s3", key, token)
 
-    resender = Resender(sight.store, sight.observation.identity, note, lambda *_: None)
+    resender = ObjectRepairer(sight.store, sight.observation.identity, note, lambda *_: None)
 
     class Killed(BaseException):
         """Nothing after it runs."""

@@ -33,7 +33,7 @@ from ckptd.storage.remote.retire import retire
 from ckptd.storage.remote.transfer import Control
 from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.open import open_store
-from ckptd.storage.stores.rate_limit import Pacer
+from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.stores.scene import Node
 from tests.support.synthetic import Shapes, write_stage12
 
@@ -283,7 +283,7 @@ class Scene:
         )
         order = ShipOrder(root=str(self.save_dir), manifest=manifest, files=ship_files)
         control = Control(
-            pacer=Pacer(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None
+            pacer=RateLimiter(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None
         )
         return ship(ground, order, control)
 

@@ -15,8 +15,8 @@ from ckptd.cli.main import main
 from ckptd.config.schema import JobConfig, RemoteConfig
 from ckptd.maintenance.repair import Repair, Unfinished
 from ckptd.observe.audit import Audit
-from ckptd.recover.files import Mended, Wanted
-from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.files import RepairRequest, RepairResult
+from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.verify_result import Slice
 from tests.support.restore_scene import TAG, RestoreScene
 
@@ -81,12 +81,12 @@ class RepairScene(RestoreScene):
         self.state.mkdir(exist_ok=True)
         roots = [root for root in (self.nas, self.nas2) if root.exists()]
         job = self.job_with(*roots)
-        sights = [look_at_remote(r.name, r.url, None) for r in job.remotes]
+        sights = [read_remote_inventory(r.name, r.url, None) for r in job.remotes]
         targets = more.pop("targets", [r.name for r in job.remotes])
         repair = Repair(
             job,
             sights,
-            Wanted(
+            RepairRequest(
                 targets=frozenset(targets), tag=tag, read=Slice() if read else None, dry_run=dry_run, **more
             ),
             node_id=None,
@@ -113,7 +113,7 @@ def outcomes(repair: Repair) -> list[tuple[str, str, str | None]]:
     return [(row.where, row.outcome, _word(row)) for row in repair.rows]
 
 
-def _word(row: Mended) -> str | None:
+def _word(row: RepairResult) -> str | None:
     return None if row.source is None else row.source.split(" ")[0]
 
 

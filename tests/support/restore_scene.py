@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptd.recover.restore import Restore, RestoreOptions
-from ckptd.recover.restore_plan import Wish
+from ckptd.recover.restore_plan import RestoreRequest
 from ckptd.recover.resume import Resumed
 from ckptd.recover.select.copies import Nodes
 from ckptd.recover.select.sources import Where, where_of
@@ -56,7 +56,7 @@ class RestoreScene(Scene):
     ) -> Resumed:
         """`ckptd restore`."""
         self.said.clear()
-        chosen = Wish(nodes=nodes or Nodes(), **wish)
+        chosen = RestoreRequest(nodes=nodes or Nodes(), **wish)
         options = RestoreOptions(tag=tag, wish=chosen, dry_run=dry_run)
         source = where or where_of(str(self.nas), {})
         return Restore(source, to or self.dir, options, self.said.append).run()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig
     from ckptd.maintenance.gc import Collector
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.sources import Where
 
 _HELP = (
@@ -112,7 +112,7 @@ def _everything(collector: Collector, where: Where, state_dir: Path | None, gone
 
     sights, failures = look(where)
     codes = [error.exit_code for error in failures.values()]
-    good: list[RemoteSight] = []
+    good: list[RemoteInventory] = []
     unfinished = Unfinished(state_dir)
     with unfinished.alone():
         for sight in sights:

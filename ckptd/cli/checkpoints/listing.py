@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ckptd.maintenance.listing import RemoteListing
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
 
 _WHAT_IS_LEFT = {"model-only": "only a model", "weights-only": "only weights: nothing to resume from"}
 
@@ -42,18 +42,18 @@ def register(app: typer.Typer) -> None:
         from ckptd.cli.screen import screen
         from ckptd.errors import CkptdError
         from ckptd.maintenance.listing import list_remote
-        from ckptd.recover.select.inventory import look_at_remote
+        from ckptd.recover.select.inventory import read_remote_inventory
         from ckptd.recover.select.runs import Runs
         from ckptd.recover.select.sources import said_of, where_of
         from ckptd.storage.stores.access import access_of
 
-        sights: list[RemoteSight] = []
+        sights: list[RemoteInventory] = []
         failures: list[CkptdError] = []
         directory = Path(config_dir) if config_dir else None
         where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
         for one in where.remotes:
             try:
-                sights.append(look_at_remote(one.name, one.url, where.owner, access_of(one)))
+                sights.append(read_remote_inventory(one.name, one.url, where.owner, access_of(one)))
             except CkptdError as error:
                 failures.append(error)
                 say(said_of(one.name, one.url, str(error)))

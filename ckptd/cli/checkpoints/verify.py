@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.manifest import Commit
     from ckptd.errors import CkptdError
-    from ckptd.recover.files import Mended
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.files import RepairResult
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.sources import Where
     from ckptd.recover.select.verify_result import Slice, VerifiedRemote
 
@@ -56,7 +56,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.cli.output import progress_bar, say
         from ckptd.errors import CkptdError, UsageError
         from ckptd.maintenance.verify import Verifier
-        from ckptd.recover.select.inventory import look_at_remote
+        from ckptd.recover.select.inventory import read_remote_inventory
         from ckptd.recover.select.sources import said_of, where_of
         from ckptd.recover.select.verify_result import Slice, exit_code, slice_of
         from ckptd.storage.stores.access import access_of
@@ -77,7 +77,9 @@ def register(app: typer.Typer) -> None:
             is_wanted = _of_run(where, run) if run is not None else None
             for one in where.remotes:
                 try:
-                    sight = look_at_remote(one.name, one.url, where.owner, access_of(one), is_tolerant=True)
+                    sight = read_remote_inventory(
+                        one.name, one.url, where.owner, access_of(one), is_tolerant=True
+                    )
                     found.append(Verifier(sight, read=read, on_progress=tell).run(tag, is_wanted))
                 except CkptdError as error:
                     failures.append(error)
@@ -102,7 +104,7 @@ def _of_run(where: Where, run: str) -> Callable[[Commit], bool]:
     return lambda commit: runs.is_same(run_of(commit, commit.job_id), run_id)
 
 
-def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[Mended] | None = None) -> None:
+def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[RepairResult] | None = None) -> None:
     """Tables or JSON on stdout, what is wrong on stderr; with `repairs` those too."""
     import json
     from dataclasses import asdict
@@ -181,7 +183,7 @@ def run_repair(
     from ckptd.cli.output import progress_bar, say, tell
     from ckptd.maintenance.repair import Repair, Unfinished
     from ckptd.observe.audit import Audit
-    from ckptd.recover.files import Wanted
+    from ckptd.recover.files import RepairRequest
     from ckptd.recover.select.sources import named, where_of
 
     where = where_of(job, dict(os.environ), config_dir=directory)
@@ -194,7 +196,7 @@ def run_repair(
         repair = Repair(
             config,
             sights,
-            Wanted(targets=targets, tag=tag, read=read, dry_run=dry_run),
+            RepairRequest(targets=targets, tag=tag, read=read, dry_run=dry_run),
             node_id=_node_id(state_dir),
             audit=Audit(state_dir / "audit.jsonl") if state_dir is not None and not dry_run else None,
             unfinished=unfinished,
@@ -228,7 +230,7 @@ def job_of(where: Where, what: str) -> JobConfig:
     return where.job
 
 
-def look(where: Where) -> tuple[list[RemoteSight], dict[str, CkptdError]]:
+def look(where: Where) -> tuple[list[RemoteInventory], dict[str, CkptdError]]:
     """Every remote that answers, and why others do not; all errors are said.
 
     Raises:
@@ -236,15 +238,17 @@ def look(where: Where) -> tuple[list[RemoteSight], dict[str, CkptdError]]:
     """
     from ckptd.cli.output import say
     from ckptd.errors import CkptdError
-    from ckptd.recover.select.inventory import look_at_remote
+    from ckptd.recover.select.inventory import read_remote_inventory
     from ckptd.recover.select.sources import said_of
     from ckptd.storage.stores.access import access_of
 
-    sights: list[RemoteSight] = []
+    sights: list[RemoteInventory] = []
     failures: dict[str, CkptdError] = {}
     for one in where.remotes:
         try:
-            sights.append(look_at_remote(one.name, one.url, where.owner, access_of(one), is_tolerant=True))
+            sights.append(
+                read_remote_inventory(one.name, one.url, where.owner, access_of(one), is_tolerant=True)
+            )
         except CkptdError as error:
             failures[one.name] = error
             say(said_of(one.name, one.url, str(error)))
@@ -280,7 +284,7 @@ def _node_id(state_dir: Path | None) -> str | None:
         return None
 
 
-def _line(row: Mended) -> str:
+def _line(row: RepairResult) -> str:
     from ckptd.config.quantities import show_bytes
 
     what = f"{row.where}: {row.key} ({show_bytes(row.bytes)}; {row.damage})"

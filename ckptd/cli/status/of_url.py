@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from ckptd.maintenance.fleet_status import JobwideStatus
+    from ckptd.maintenance.fleet_status import FleetStatus
     from ckptd.maintenance.listing import ListedRun
 
 
@@ -37,13 +37,13 @@ def show_url(url: str, config_dir: Path | None, *, as_json: bool) -> int:
     """
     import os
 
-    from ckptd.maintenance.fleet_status import Jobwide
-    from ckptd.recover.select.inventory import look_at_remote
+    from ckptd.maintenance.fleet_status import FleetReader
+    from ckptd.recover.select.inventory import read_remote_inventory
     from ckptd.recover.select.sources import where_of
     from ckptd.storage.stores.access import access_of
 
     remote = where_of(url, dict(os.environ), config_dir=config_dir).remotes[0]
-    found = Jobwide(look_at_remote(remote.name, remote.url, None, access_of(remote))).look()
+    found = FleetReader(read_remote_inventory(remote.name, remote.url, None, access_of(remote))).look()
     if as_json:
         import json
         from dataclasses import asdict
@@ -54,7 +54,7 @@ def show_url(url: str, config_dir: Path | None, *, as_json: bool) -> int:
     return found.exit_code
 
 
-def _print(found: JobwideStatus) -> None:
+def _print(found: FleetStatus) -> None:
     from ckptd.cli.output import cell
     from ckptd.cli.screen import screen
 
@@ -89,7 +89,7 @@ def _left(run: ListedRun) -> str:
     )
 
 
-def _table(found: JobwideStatus) -> Table:
+def _table(found: FleetStatus) -> Table:
     from rich.table import Table
 
     from ckptd.base.humanize import ago

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ckptd.convert.cluster.locality import Home, Layout
-    from ckptd.storage.stores.s3.parts import Cuts
+    from ckptd.storage.stores.s3.parts import PartLayout
 
 SHARED_BYTES = 1 << 20
 """Ranges below this are rather read twice than tied together."""
@@ -50,7 +50,7 @@ class TaskOutput:
     item: Item
     name: str
     parts: tuple[int, int] | None = None
-    cuts: Cuts | None = None
+    cuts: PartLayout | None = None
     """Where its upload is cut."""
 
 

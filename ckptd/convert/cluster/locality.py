@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from ckptd.convert.parts import ranges_of
-from ckptd.storage.stores.s3.parts import LEAST_PART_BYTES, Cuts
+from ckptd.storage.stores.s3.parts import LEAST_PART_BYTES, PartLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -146,7 +146,7 @@ class Layout:
         part_bytes: Callable[[int], int] | None,
         parts_of: Callable[[Item], Iterable[Part]] = lambda _: (),
         holders: Mapping[int, Home] | None = None,
-        begun: Mapping[str, Cuts] | None = None,
+        begun: Mapping[str, PartLayout] | None = None,
     ) -> None:
         self._part_bytes = part_bytes
         self._parts_of = parts_of
@@ -154,7 +154,7 @@ class Layout:
         self._begun = begun or {}
         self._last: tuple[int, list[Run]] | None = None
 
-    def cuts(self, item: Item, name: str, *, is_alone: bool) -> Cuts | None:
+    def cuts(self, item: Item, name: str, *, is_alone: bool) -> PartLayout | None:
         """Return the parts that an output is sent in; None: it is one worker's, whole.
 
         `is_alone`: nothing else reads what it reads.
@@ -163,11 +163,11 @@ class Layout:
             return self._begun[name]
         if self._part_bytes is None or not name:
             return None
-        even = Cuts(item.nbytes, self._part_bytes(item.nbytes))
+        even = PartLayout(item.nbytes, self._part_bytes(item.nbytes))
         borders = self._borders(item, even) if is_alone and self._holders else ()
         return replace(even, borders=borders) if borders or even.parts > 1 else None
 
-    def _borders(self, item: Item, even: Cuts) -> tuple[int, ...]:
+    def _borders(self, item: Item, even: PartLayout) -> tuple[int, ...]:
         runs = self._runs(item)
         borders = borders_of(runs) if item.nbytes > LEAST_PART_BYTES else ()
         if even.parts == 1 and borders:

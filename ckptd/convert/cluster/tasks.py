@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptd.convert.cluster.messages import Job
     from ckptd.convert.parts import Part
     from ckptd.storage.stores.base import Store
-    from ckptd.storage.stores.s3.parts import Cuts
+    from ckptd.storage.stores.s3.parts import PartLayout
 
 MIB = 1 << 20
 LEAST_TASK_BYTES = 16 * MIB
@@ -115,7 +115,7 @@ class TaskBuilder:
             self._begin_uploads({w.name: w.cuts for batch in some for w in batch if w.cuts is not None})
             yield [self._task_of(batch, there) for batch in some]
 
-    def _begin_uploads(self, wanted: dict[str, Cuts]) -> None:
+    def _begin_uploads(self, wanted: dict[str, PartLayout]) -> None:
         store, known = shares_uploads(self._store), self._note.progress.uploads
         new = {name: cuts for name, cuts in wanted.items() if name not in known}
         if store is None or not new:

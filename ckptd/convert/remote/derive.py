@@ -30,7 +30,7 @@ from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.errors import BehindError, DamagedError, NeedsWholeFiles, RefusedError, SourceChanged, UsageError
 from ckptd.formats.torchfile.archive import Framing, frame, read_directory
 from ckptd.formats.torchfile.fingerprint import fingerprint
-from ckptd.recover.select.manifest_check import distrust
+from ckptd.recover.select.manifest_check import why_untrusted
 from ckptd.storage.remote.documents import manifests_of_commit, read_commit, read_identity
 from ckptd.storage.remote.messages import Planned, ShipFile
 from ckptd.storage.remote.transfer import CannotBeMade, changed
@@ -205,7 +205,9 @@ def committed_source(
         raise SourceChanged(msg, hint="the next turn looks again")
     members = [known.manifest for known in manifests_of_commit(store, view.commit)]
     identity = read_identity(store)
-    problem = distrust(identity, view.commit, members) if identity is not None else "it has no remote.json"
+    problem = (
+        why_untrusted(identity, view.commit, members) if identity is not None else "it has no remote.json"
+    )
     if problem is not None:
         msg = f"nothing is made of {tag} in {store.url}: {problem}"
         raise DamagedError(msg, hint="it was changed in the remote; see `ckptd verify`")

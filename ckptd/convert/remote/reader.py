@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ckptd.convert.sources import Ranges
 from ckptd.errors import CkptdError, DamagedError, SourceChanged
 from ckptd.storage.stores.checksums import crc64, crc64_combined, to_hex
-from ckptd.storage.stores.sources import RecordSums, Stretches
+from ckptd.storage.stores.sources import CrcRanges, RecordChecksums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -68,10 +68,10 @@ class RemoteRanges(Ranges):
         self._coming: set[tuple[int, int]] = set()
         self._changed = threading.Condition()
         lock = threading.Lock()
-        self._passed = [Stretches(crc64, crc64_combined, lock) for _ in sources]
+        self._passed = [CrcRanges(crc64, crc64_combined, lock) for _ in sources]
         """Per source: of what was fetched. Joined as it comes: of terabytes there are millions of blocks."""
         known = records or {}
-        self._sums = [RecordSums(known[s.path]) if s.path in known else None for s in sources]
+        self._sums = [RecordChecksums(known[s.path]) if s.path in known else None for s in sources]
         self.fetched_bytes = 0
 
     def read(self, source: int, offset: int, nbytes: int) -> bytes:
@@ -190,7 +190,7 @@ class RemoteRanges(Ranges):
             compared += 1
         return Proof(compared=compared, in_part=in_part)
 
-    def _compare_records(self, number: int, sums: RecordSums) -> None:
+    def _compare_records(self, number: int, sums: RecordChecksums) -> None:
         """Read the rest of the records that were read in part, and raise if one has another checksum."""
         for begin, end in sums.gaps:
             self._read_range(number, begin, end)

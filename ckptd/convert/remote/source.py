@@ -21,7 +21,7 @@ from ckptd.core.model.layouts import parse_shard_name
 from ckptd.core.model.manifest import EXTRA_FOLDER
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, SourceChanged
 from ckptd.formats.torchfile import skeleton
-from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.storage.remote.documents import IDENTITY_KEY
 from ckptd.storage.stores.access import Access, access_of
 from ckptd.storage.stores.apart import open_apart
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.manifest import ManifestFile
     from ckptd.recover.select.copies import Copy
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.storage.stores.base import ObjectInfo, Store
 
 
@@ -220,7 +220,7 @@ def look_at(url: str, environ: Mapping[str, str]) -> RemoteSource:
     access = access_of(remote_from_arguments(url, environ))
     for root in ancestors(url)[:3]:
         if is_root(root, access, must_answer=root == url):
-            sight = look_at_remote("remote", root, None, access)
+            sight = read_remote_inventory("remote", root, None, access)
             return _committed(sight, access, url[len(root) :].strip("/"))
     return _plain(url, access)
 
@@ -261,7 +261,7 @@ def is_root(url: str, access: Access, *, must_answer: bool) -> bool:
 # --- Listing a folder of the remote ----------------------------------------------------------------------
 
 
-def _committed(sight: RemoteSight, access: Access, folder: str) -> RemoteSource:
+def _committed(sight: RemoteInventory, access: Access, folder: str) -> RemoteSource:
     """Return the committed ZeRO checkpoint in `folder` (its shards may lie one level deeper)."""
     zero = [view for view in sight.commits if view.commit.form == "zero"]
     if not folder:

@@ -21,7 +21,7 @@ import psutil
 
 from ckptd.config.budget import Division, divide, shortage
 from ckptd.daemon.resources.disk_yield import DiskYield
-from ckptd.storage.child.slots import Places
+from ckptd.storage.child.slots import SlotPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -104,7 +104,7 @@ class HostLimits:
         self._unix = unix
         self.uploads = Slots(lambda: self.division.uploads, lambda: sum(link.is_shipping for link in links()))
         self.conversions = Slots(lambda: CONVERSIONS, converting)
-        self.places = Places(lambda: self.division.children)
+        self.places = SlotPool(lambda: self.division.children)
         self.way = DiskYield()
         self._told: tuple[str, str] | None = None
         self.change(daemon)

@@ -13,21 +13,21 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd import errors
-from ckptd.base.retry import Asking, Breaker
+from ckptd.base.retry import Breaker, RetryTimer
 from ckptd.config.quantities import constant, shown_remote
-from ckptd.storage.child.slots import Process, error_of
+from ckptd.storage.child.slots import RemoteProcess, error_of
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.messages import Moving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckptd.base.retry import LeftAlone
+    from ckptd.base.retry import BackedOff
     from ckptd.config.quantities import Timetable
     from ckptd.core.model.generation import SeenCommit, SeenManifest
     from ckptd.core.model.runs import Place
     from ckptd.daemon.state.problems import Code, Problems
-    from ckptd.storage.child.slots import Places
+    from ckptd.storage.child.slots import SlotPool
     from ckptd.storage.remote.messages import ObjectDone
 
 from typing import TYPE_CHECKING
@@ -131,7 +131,7 @@ class RemoteSession:
         on_attached: Callable[[m.Attached], None],
         wake: Callable[[], None],
         bandwidth: Timetable | None = None,
-        places: Places | None = None,
+        places: SlotPool | None = None,
     ) -> None:
         self.name, self._shown = settings.name, shown_remote(settings.name, settings.url)
         self.settings = settings
@@ -162,7 +162,7 @@ class RemoteSession:
         self._post = post
         self._on_attached = on_attached
         self._wake = wake
-        self._client = Process(settings, self._deliver, places)
+        self._client = RemoteProcess(settings, self._deliver, places)
         self._open: dict[int, Callable[[m.Answer], None]] = {}
         self._answering = Breaker()
         self._moving = Breaker()
@@ -176,7 +176,7 @@ class RemoteSession:
         self._asked_at_seconds = 0.0
         self._changed_at_seconds = 0.0
         """When our own mover last changed the remote: an observation asked for earlier is out of date."""
-        self._describing = Asking()
+        self._describing = RetryTimer()
         self._fraction = 1.0
         self.bytes_per_second = settings.bytes_per_second
         """The limit that holds now; None: there is none."""
@@ -240,7 +240,7 @@ class RemoteSession:
         return self._answering.seconds_left or self.seconds_to_move or self._describing.seconds_left
 
     @property
-    def left_alone(self) -> LeftAlone | None:
+    def left_alone(self) -> BackedOff | None:
         """Return the operation that failed so often that it is tried only seldom; None: there is none."""
         return self._answering.left_alone or self._moving.left_alone
 

@@ -1,1 +1,1 @@
-"""The service of systemd: install and uninstall."""
+"""Install and uninstall the service of systemd."""

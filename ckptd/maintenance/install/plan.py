@@ -49,17 +49,17 @@ class Target:
 
     @property
     def unit(self) -> Path:
-        """The unit's file."""
+        """Return the unit's file."""
         return self.folder / (USER if self.user is None else SYSTEM)
 
     @property
     def drop_in(self) -> Path:
-        """The drop-in of this instance."""
+        """Return the drop-in of this instance."""
         return self.folder / f"{self.service}.d" / DROP_IN
 
     @property
     def systemctl(self) -> tuple[str, ...]:
-        """How its manager is asked."""
+        """Return how its manager is asked."""
         if self.user is None:
             return ("systemctl", "--user")
         return ("systemctl",) if self.root == Path("/") else ("systemctl", f"--root={self.root}")
@@ -153,7 +153,7 @@ def uninstall_steps(target: Target) -> tuple[Step, ...]:
 
 
 def _limits(target: Target) -> tuple[int, ...]:
-    """MemoryMax of the other instances in that folder, in bytes."""
+    """Return the MemoryMax of the other instances in that folder, in bytes."""
     found = target.folder.glob(f"ckptd*.service.d/{DROP_IN}")
     others = [text for path in found if path != target.drop_in and (text := _text(path))]
     return tuple(units.memory_max_of(text) for text in others if units.is_ours(text))
@@ -166,13 +166,13 @@ def _text(path: Path) -> str | None:
         return None
 
 
-# --- Which directories the daemon of a configuration writes: what `ReadWritePaths` must cover (H32) ------
-# A directory that is not there yet stands for its nearest parent, since a service sees it only if it was
-# writable when the service started.
+# --- directories that the service writes -----------------------------------------------------------------
+# `ReadWritePaths` must cover them. A directory that is not there yet stands for its nearest parent, since a
+# service sees it only if it was writable when the service started.
 
 
 def writable_paths(loaded: LoadedConfig) -> tuple[str, ...]:
-    """Absolute directories, none below another: save_dirs, directory remotes, state_dir."""
+    """Return the absolute directories, none below another: save_dirs, directory remotes, state_dir."""
     wanted = [path for job in loaded.jobs for path in _of_job(job)]
     wanted += [_present(Path(pattern)) for pattern in loaded.glob_roots]
     if loaded.daemon.state_dir is not None:
@@ -181,7 +181,7 @@ def writable_paths(loaded: LoadedConfig) -> tuple[str, ...]:
 
 
 def uncovered(wanted: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
-    """Those of `wanted` that lie below none of `allowed`."""
+    """Return those of `wanted` that lie below none of `allowed`."""
     return tuple(path for path in wanted if not any(_covers(place, path) for place in allowed))
 
 
@@ -213,7 +213,7 @@ def _covers(place: str, path: str) -> bool:
     return path == place or path.startswith(place.rstrip("/") + "/")
 
 
-# --- Whether an installed service may write what its job files name now; `ckptd check` tells (H32) -------
+# --- whether an installed service may write what its job files name now ----------------------------------
 
 _CONFIG = Path("/etc/ckptd")
 
@@ -221,7 +221,7 @@ _CONFIG = Path("/etc/ckptd")
 def service_paths(
     loaded: LoadedConfig, config_dir: Path, units_dir: Path = SYSTEM_UNITS
 ) -> tuple[Target, tuple[str, ...]] | None:
-    """The service of that configuration, and the paths it may not write; None: none is installed.
+    """Return the service of that configuration, and the paths it may not write; None: none is installed.
 
     A service in a user's own systemd may write what the user may.
     """
@@ -240,10 +240,10 @@ def service_paths(
     return target, uncovered(writable_paths(loaded), units.paths_of(text))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Whether the user who trains can run what the service is to start: systemd says it late, and not in words.
-# An interpreter below /root, or in another user's home, is run by nobody else. Worse: where its own library
-# cannot be reached the loader takes the system's of another release, and ssl fails once a store is asked.
+# --- whether the training user can run the service -------------------------------------------------------
+# systemd says it late, and not in words. An interpreter below /root, or in another user's home, is run by
+# nobody else. Worse: where its own library cannot be reached the loader takes the system's of another
+# release, and ssl fails once a store is asked.
 
 IMPORTS = ("-c", "import ssl, ckptd.daemon.loop")
 """What a daemon needs of its interpreter and packages; an interpreter of another release lacks some."""
@@ -287,7 +287,7 @@ def check_runs(command: Sequence[str], user: str) -> None:
 
 
 def _reason(child: subprocess.Popen[str]) -> str | None:
-    """The last line of what it says if it fails; None: it ended well."""
+    """Return the last line of what it says if it fails; None: it ended well."""
     with child:
         try:
             said = child.communicate(timeout=_SECONDS)[1]

@@ -1,4 +1,4 @@
-"""Carrying out the steps of install-service and uninstall-service, one after the other."""
+"""Carry out the steps of install-service and uninstall-service, one after the other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def carry_out(steps: Sequence[Step], tell: Callable[[str], None]) -> None:
 
 
 def words(step: Step) -> str:
-    """A step in words."""
+    """Return a step in words."""
     match step:
         case Write(path=path):
             return f"write {path}"

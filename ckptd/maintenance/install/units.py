@@ -1,4 +1,4 @@
-"""The units as text: what the wheel carries of `systemd/`, made to fit this installation; pure.
+"""Render the units that the wheel carries in `systemd/`, made to fit this installation; pure.
 
 Whatever is written begins with `MARK`: nothing without it is overwritten or removed.
 """
@@ -52,7 +52,7 @@ class DropIn:
 
 
 def unit(name: str, program: tuple[str, ...]) -> str:
-    """A unit of the wheel that starts `program`.
+    """Return a unit of the wheel that starts `program`.
 
     Raises:
         RefusedError: the program's path cannot stand in a unit.
@@ -69,7 +69,7 @@ def _unit_file(name: str) -> Traversable:
 
 
 def slice_unit(memory_max_bytes: int) -> str:
-    """The slice of all instances; `memory_max_bytes` is the sum of theirs."""
+    """Return the slice of all instances; `memory_max_bytes` is the sum of theirs."""
     return unit(SLICE, ()) + f"{_MAX}{memory_max_bytes}\n"
 
 
@@ -79,13 +79,13 @@ def is_ours(text: str) -> bool:
 
 
 def memory_max_of(text: str) -> int:
-    """MemoryMax of a drop-in of ours, in bytes; 0 where it has none."""
+    """Return the MemoryMax of a drop-in of ours, in bytes; 0 where it has none."""
     values = [line.removeprefix(_MAX) for line in text.splitlines() if line.startswith(_MAX)]
     return int(values[0]) if values and values[0].isdecimal() else 0
 
 
 def paths_of(text: str) -> tuple[str, ...]:
-    """The paths that a drop-in of ours lets be written."""
+    """Return the paths that a drop-in of ours lets be written."""
     lines = (line.removeprefix(_PATHS) for line in text.splitlines() if line.startswith(_PATHS))
     return tuple(_unquoted(line).removeprefix("-") for line in lines)
 
@@ -97,7 +97,7 @@ def config_dir_of(text: str) -> str:
 
 
 def quoted(value: str) -> str:
-    """A word as systemd reads it.
+    """Return a word as systemd reads it.
 
     Raises:
         RefusedError: it holds a line break or another control character.

@@ -1,1 +1,1 @@
-"""Which copy of which save."""
+"""Select which copy of which save to take."""

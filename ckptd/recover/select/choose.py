@@ -1,7 +1,7 @@
-"""Which checkpoint to resume from: the newest in (branch, step) that is complete here or committed (P9, H54).
+"""Choose the checkpoint to resume from: the newest in (branch, step) that is complete here or committed.
 
-Pure. A local folder that is the very save of a COMMIT has that COMMIT's order; of others `standing.py` says
-where they stand. Clocks are never asked.
+Pure. A local folder that is the very save of a COMMIT has that COMMIT's order; `local_order.py` places the
+others. Clocks are never asked.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ckptd.recover.select.copies import (
     ZERO,
     Copy,
     Nodes,
+    files_for_node,
     is_held,
     is_made_from,
-    of_node,
     stands_alone,
 )
-from ckptd.recover.select.inventory import Memory
-from ckptd.recover.select.local_order import standing_of
+from ckptd.recover.select.inventory import NodeMemory
+from ckptd.recover.select.local_order import local_order_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from ckptd.core.model.layouts import Grid
-    from ckptd.recover.select.inventory import LocalSight, RemoteSight
+    from ckptd.recover.select.inventory import LocalCheckpoint, RemoteInventory
     from ckptd.storage.remote.messages import CommitView
 
 NEWEST_READ = 5
@@ -51,7 +51,7 @@ class Candidate:
     tag: str
     order: Order
     grid: Grid
-    local: LocalSight | None = None
+    local: LocalCheckpoint | None = None
     """The folder in save_dir, when it is whole and this very save."""
     copies: tuple[Copy, ...] = ()
     universals: tuple[Copy, ...] = ()
@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def is_committed(self) -> bool:
-        """On at least one remote."""
+        """Whether it is committed on at least one remote."""
         return bool(self.copies or self.universals)
 
     @property
@@ -76,12 +76,12 @@ class Candidate:
 
     @property
     def saved_world_size(self) -> int:
-        """Ranks that wrote it."""
+        """Return the number of ranks that wrote it."""
         return self.grid.dp * self.grid.mm_count
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprint by path of the ZeRO form."""
+        """Return the fingerprint by path of the ZeRO form."""
         if self.copies:
             return self.copies[0].fingerprints
         if self.local is not None:
@@ -101,16 +101,19 @@ class Choice:
 
 
 def choose(
-    local: Sequence[LocalSight],
-    remotes: Sequence[RemoteSight],
-    memory: Memory,
+    local: Sequence[LocalCheckpoint],
+    remotes: Sequence[RemoteInventory],
+    memory: NodeMemory,
     nodes: Nodes,
     *,
     damaged: frozenset[tuple[str, str]] = frozenset(),
     tag: str | None = None,
 ) -> Choice:
-    """Candidates, newest first: of what is committed the newest, those of `tag`, and all that lies here;
-    `damaged`: (remote, digest of a COMMIT) whose bytes are bad."""
+    """Return the candidates, newest first: of what is committed the newest, those of `tag`, and all that lies
+    here.
+
+    `damaged`: (remote, digest of a COMMIT) whose bytes are bad.
+    """
     choice = Choice()
     wanted = Wanted(tags=frozenset({tag or "", *(sight.tag for sight in local)}))
     committed = committed_saves(remotes, nodes, damaged, choice, wanted)
@@ -125,7 +128,7 @@ def choose(
         rest = [s for s in local if s.is_complete and not s.listing.is_model_only and s.tag not in matched]
         for sight in sorted(rest, key=lambda sight: sight.verdict.step or 0):
             own = partial(_is_own, memory, choice)
-            stands = standing_of(sight.tag, sight.verdict.step or 0, known, remotes, memory, own)
+            stands = local_order_of(sight.tag, sight.verdict.step or 0, known, remotes, memory, own)
             known.append(stands.order)
             if stands.doubt is not None and sight.tag != tag:
                 choice.notes.append(stands.doubt)
@@ -148,7 +151,7 @@ class Wanted:
 
 
 def committed_saves(
-    remotes: Sequence[RemoteSight],
+    remotes: Sequence[RemoteInventory],
     nodes: Nodes,
     damaged: frozenset[tuple[str, str]],
     choice: Choice,
@@ -156,7 +159,7 @@ def committed_saves(
     *,
     model: str | None = None,
 ) -> list[Candidate]:
-    """One candidate per (tag, order) wanted, newest first, with every remote that holds its ZeRO form.
+    """Return one candidate per (tag, order) wanted, newest first, with every remote that holds its ZeRO form.
 
     Where a ladder left the universal form alone, that is enough (adr/0094). A model alone is none, but for
     the one asked for by its tag (`model`).
@@ -194,13 +197,15 @@ def _candidate(order: Order, tag: str, copies: Sequence[Copy], *, may_be_model: 
 
 
 def committed_weights(
-    remotes: Sequence[RemoteSight],
+    remotes: Sequence[RemoteInventory],
     form: str,
     tag: str | None,
     damaged: frozenset[tuple[str, str]],
     lost: dict[str, CkptdError],
 ) -> list[Candidate]:
-    """The newest weights (of a tag): from copies of that form alone, whatever else is left of their save."""
+    """Return the newest weights (of a tag): from copies of that form alone, whatever else is left of their
+    save.
+    """
     saves = views_by_save(remotes, (form,))
     for order, one in sorted(saves, reverse=True):
         if tag not in (None, one):
@@ -217,13 +222,13 @@ def committed_weights(
 
 
 def views_by_save(
-    remotes: Sequence[RemoteSight], forms: Collection[str]
-) -> dict[tuple[Order, str], list[tuple[RemoteSight, CommitView]]]:
-    """COMMITs of some forms by (order, tag), in the remotes' order.
+    remotes: Sequence[RemoteInventory], forms: Collection[str]
+) -> dict[tuple[Order, str], list[tuple[RemoteInventory, CommitView]]]:
+    """Return the COMMITs of some forms by (order, tag), in the remotes' order.
 
     Of several generations of one save only the newest counts: an older one is being superseded.
     """
-    found: dict[tuple[Order, str], list[tuple[RemoteSight, CommitView]]] = {}
+    found: dict[tuple[Order, str], list[tuple[RemoteInventory, CommitView]]] = {}
     for remote in remotes:
         newest: dict[tuple[str, str, Order], CommitView] = {}
         for view in remote.commits:
@@ -235,12 +240,12 @@ def views_by_save(
 
 
 def readable_copies(
-    views: Iterable[tuple[RemoteSight, CommitView]],
+    views: Iterable[tuple[RemoteInventory, CommitView]],
     nodes: Nodes,
     damaged: frozenset[tuple[str, str]],
     choice: Choice,
 ) -> list[Copy]:
-    """Every copy whose documents are as they should be; `choice` hears of the others."""
+    """Return every copy whose documents are as they should be; `choice` hears of the others."""
     copies: list[Copy] = []
     for remote, view in views:
         if (remote.name, view.sha256) in damaged or remote.name in choice.lost:
@@ -256,14 +261,14 @@ def readable_copies(
     return copies
 
 
-def _copy(remote: RemoteSight, view: CommitView, nodes: Nodes, notes: list[str]) -> Copy:
+def _copy(remote: RemoteInventory, view: CommitView, nodes: Nodes, notes: list[str]) -> Copy:
     manifests = remote.manifests(view.commit)
     late, note = remote.late(view.commit, manifests)
     notes += [note] if note else []
-    return of_node(Copy(remote=remote, view=view, manifests=manifests, files=(), late=late), nodes)
+    return files_for_node(Copy(remote=remote, view=view, manifests=manifests, files=(), late=late), nodes)
 
 
-def _is_here(here: LocalSight, candidate: Candidate) -> bool:
+def _is_here(here: LocalCheckpoint, candidate: Candidate) -> bool:
     """The folder is the whole save of a candidate; of a universal form alone: what that was made from."""
     if candidate.copies:
         return is_held(here, candidate.copies[0])
@@ -271,7 +276,7 @@ def _is_here(here: LocalSight, candidate: Candidate) -> bool:
     return here.is_complete and bool(marks) and all(ours.get(path) == mark for path, mark in marks.items())
 
 
-def _is_own(memory: Memory, choice: Choice, remote: RemoteSight, view: CommitView) -> bool:
+def _is_own(memory: NodeMemory, choice: Choice, remote: RemoteInventory, view: CommitView) -> bool:
     try:
         return memory.is_own(view, lambda: remote.manifests(view.commit))
     except DamagedError:
@@ -281,5 +286,5 @@ def _is_own(memory: Memory, choice: Choice, remote: RemoteSight, view: CommitVie
         return False
 
 
-def _every_order(remotes: Sequence[RemoteSight]) -> Iterable[Order]:
+def _every_order(remotes: Sequence[RemoteInventory]) -> Iterable[Order]:
     return (order_of(view.commit) for remote in remotes for view in remote.commits)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from ckptd.core.model.manifest import Cell, NodeManifest
-    from ckptd.recover.select.inventory import LocalSight, RemoteSight
+    from ckptd.recover.select.inventory import LocalCheckpoint, RemoteInventory
     from ckptd.storage.remote.messages import CommitView
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from ckptd.errors import UsageError
 class Copy:
     """A committed copy of one form on one remote, with what of it is wanted on this node."""
 
-    remote: RemoteSight
+    remote: RemoteInventory
     view: CommitView
     manifests: tuple[NodeManifest, ...]
     files: tuple[ManifestFile, ...]
@@ -48,18 +48,18 @@ class Copy:
 
     @property
     def bytes(self) -> int:
-        """Bytes of `files`."""
+        """Return the bytes of `files`."""
         return sum(file.bytes for file in self.files)
 
     @property
     def empty_folders(self) -> tuple[str, ...]:
-        """Folders of the save with nothing in them, of all nodes."""
+        """Return the folders of the save with nothing in them, of all nodes."""
         found = {path for manifest in self.manifests for path in manifest.empty_folders}
         return tuple(sorted(found))
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprint by path, of all nodes' files without extras."""
+        """Return the fingerprint by path, of all nodes' files without extras."""
         return {f.path: f.fingerprint for m in self.manifests for f in m.files if f.role is not Role.EXTRA}
 
 
@@ -82,7 +82,7 @@ class Nodes:
         return self.count > 1 and self.world_size in (None, saved_ranks)
 
     def ranks(self, saved_ranks: int) -> range | None:
-        """The ranks that run on this node; None: not as many on each, or all files are wanted."""
+        """Return the ranks that run on this node; None: not as many on each, or all files are wanted."""
         if not self.is_share(saved_ranks) or saved_ranks % self.count:
             return None
         each = saved_ranks // self.count
@@ -107,7 +107,7 @@ def is_made_from(universal: Copy, fingerprints: Mapping[str, str]) -> bool:
     )
 
 
-def is_held(here: LocalSight, copy: Copy) -> bool:
+def is_held(here: LocalCheckpoint, copy: Copy) -> bool:
     """Whether a folder holds every wanted shard of that save, whole (docs/adr/0121).
 
     What lies beside them tells no saves apart: a note that somebody wrote over or took away would make the
@@ -125,12 +125,12 @@ def is_held(here: LocalSight, copy: Copy) -> bool:
 
 
 def folders_above(path: str) -> list[str]:
-    """The folders that a path lies in."""
+    """Return the folders that a path lies in."""
     parts = path.split("/")[:-1]
     return ["/".join(parts[: count + 1]) for count in range(len(parts))]
 
 
-def is_here(here: LocalSight, file: ManifestFile) -> bool:
+def is_here(here: LocalCheckpoint, file: ManifestFile) -> bool:
     """Whether a folder holds that very file; of replicas of model states: its tensors."""
     facts = here.facts.get(file.path)
     if facts is None:
@@ -142,7 +142,7 @@ def is_here(here: LocalSight, file: ManifestFile) -> bool:
     return is_replica and facts.tensor_fingerprint == file.tensor_fingerprint is not None
 
 
-def of_node(copy: Copy, nodes: Nodes) -> Copy:
+def files_for_node(copy: Copy, nodes: Nodes) -> Copy:
     """Select the files of a copy that one node wants: the shards of its ranks, and what every rank reads.
 
     By ranks, not by who uploaded what: a node that was replaced uploaded under two names, and the stages of a
@@ -166,8 +166,8 @@ def of_node(copy: Copy, nodes: Nodes) -> Copy:
     )
 
 
-def of_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
-    """The shards of some data-parallel ranks, and all that is nobody's alone.
+def files_for_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
+    """Return the shards of some data-parallel ranks, and all that is nobody's alone.
 
     Raises:
         NotFoundError: a rank is not in the grid (66).
@@ -181,7 +181,7 @@ def of_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
 
 
 def _cells_here(copy: Copy, nodes: Nodes) -> frozenset[Cell] | None:
-    """Those of the ranks that run on this node.
+    """Return those of the ranks that run on this node.
 
     None: not known. Nodes that saved unlike numbers of ranks may get them dealt out otherwise now, though
     they are as many (3 and 1, then 2 and 2); so may ranks that were not in DeepSpeed's order.

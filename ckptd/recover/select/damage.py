@@ -1,6 +1,6 @@
-"""Whether a checkpoint folder is damaged: every byte is read, and `torch.save`'s own CRCs are compared.
+"""Find damage in a checkpoint folder: read every byte and compare `torch.save`'s own CRCs.
 
-It is what an upload compares, proven anew for a person who gives the folder up.
+An upload compares the same; here it is proven anew for a person who gives the folder up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def damage_in(save_dir_fd: int, listing: FolderListing) -> str | None:
-    """The first shard whose bytes are not those that were saved, and how; None: none is known to be other.
+    """Return the first shard whose bytes are not those that were saved, and how; None: none is known to be
+    other.
 
     Raises:
         SourceChanged: somebody writes there. StorageError: the disk cannot read a shard.

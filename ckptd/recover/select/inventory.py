@@ -21,7 +21,7 @@ from ckptd.core.model.records import WEIGHTS
 from ckptd.core.model.save import Order
 from ckptd.core.policy.leases import shares_folder
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs, StorageError
-from ckptd.recover.select.manifest_check import distrust, path_problem
+from ckptd.recover.select.manifest_check import path_problem, why_untrusted
 from ckptd.storage.local.scan import scan, written_folders
 from ckptd.storage.local.state_dir import read_node_id
 from ckptd.storage.remote.documents import IDENTITY_KEY, stem_of
@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class NodeMemory:
     """Hold what this node knows of its saves: its name and id, the daemon's last status; none is needed."""
 
     orders: Mapping[str, Order] = field(default_factory=dict)
@@ -74,7 +74,7 @@ _DEFAULT = Access()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteSight:
+class RemoteInventory:
     """One remote: what it holds that counts (undisputed, not retired; P3)."""
 
     name: str
@@ -85,13 +85,13 @@ class RemoteSight:
     access: Access = _DEFAULT
 
     def manifests(self, commit: Commit) -> tuple[NodeManifest, ...]:
-        """The manifests of a COMMIT, digests checked.
+        """Return the manifests of a COMMIT, digests checked.
 
         Raises:
             DamagedError: one is gone, another, or not to be believed (P15).
         """
         found = tuple(manifests_of(self.store, commit))
-        problem = distrust(self.observation.identity, commit, found)
+        problem = why_untrusted(self.observation.identity, commit, found)
         if problem is not None:
             raise DamagedError(problem, hint="it was changed in the remote; an older checkpoint is taken")
         return found
@@ -124,7 +124,7 @@ class RemoteSight:
         return tuple(found.values()), None
 
     def supplements(self, commit: Commit) -> tuple[NodeManifest, ...]:
-        """The manifests of the SUPPLEMENTs beside a COMMIT, in order.
+        """Return the manifests of the SUPPLEMENTs beside a COMMIT, in order.
 
         Raises:
             DamagedError: as `manifests`, of one of them.
@@ -144,7 +144,7 @@ def _is_anothers(path: str, late: NodeManifest, manifests: Sequence[NodeManifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSight:
+class LocalCheckpoint:
     """One checkpoint folder in save_dir with its verdict."""
 
     listing: FolderListing
@@ -174,13 +174,13 @@ class LocalSight:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprint by path."""
+        """Return the fingerprint by path."""
         return {path: facts.fingerprint for path, facts in self.facts.items()}
 
 
-def look_at_remote(
+def read_remote_inventory(
     name: str, url: str, owner: Owner | None, access: Access = _DEFAULT, *, is_tolerant: bool = False
-) -> RemoteSight:
+) -> RemoteInventory:
     """Read a remote; `owner`: whose it must be (None: anybody's); `is_tolerant`: as `read_remote`.
 
     Raises:
@@ -196,7 +196,7 @@ def look_at_remote(
         raise RemoteNotOurs(error.message, hint=hint) from error
     if owner is not None:
         owner.must_own(name, url, observation.identity)
-    return RemoteSight(
+    return RemoteInventory(
         name=name,
         url=url,
         store=store,
@@ -206,8 +206,10 @@ def look_at_remote(
     )
 
 
-def forms_alone(remotes: Sequence[RemoteSight]) -> dict[str, set[str]]:
-    """Tags of which nothing is left but weights, with the forms of those: no resume points (adr/0094)."""
+def forms_alone(remotes: Sequence[RemoteInventory]) -> dict[str, set[str]]:
+    """Return the tags of which nothing is left but weights, with the forms of those: no resume points
+    (adr/0094).
+    """
     forms: dict[str, set[str]] = {}
     for remote in remotes:
         for view in remote.commits:
@@ -221,9 +223,9 @@ def is_gone(store: Store, view: CommitView) -> bool:
     return store.get(view.key) is None or store.get(stone) is not None
 
 
-def look_locally(
-    save_dir: Path, save_dir_fd: int, job: JobConfig, remotes: Sequence[RemoteSight]
-) -> tuple[SaveDirListing, tuple[LocalSight, ...]]:
+def scan_local(
+    save_dir: Path, save_dir_fd: int, job: JobConfig, remotes: Sequence[RemoteInventory]
+) -> tuple[SaveDirListing, tuple[LocalCheckpoint, ...]]:
     """Scan save_dir, inspect every file in restricted children, judge every folder."""
     listing = scan(save_dir_fd)
     accepted = frozenset(
@@ -237,7 +239,7 @@ def look_locally(
         for remote in remotes
         for view in remote.commits
     )
-    found: list[LocalSight] = []
+    found: list[LocalCheckpoint] = []
     for folder in listing.folders:
         newest_ns = max((f.identity.mtime_ns for f in folder.files), default=0)
         context = Context(
@@ -252,7 +254,7 @@ def look_locally(
         rows, unread = _read(save_dir / folder.tag, [f.path for f in folder.files])
         facts = {row.path: row for row in rows}
         found.append(
-            LocalSight(
+            LocalCheckpoint(
                 listing=folder,
                 verdict=judge(folder, facts, None, context),
                 facts=facts,
@@ -274,11 +276,11 @@ def _read(folder: Path, paths: Sequence[str]) -> tuple[list[FileFacts], StorageE
         return inspect_files(folder, paths), error
 
 
-def memory_of(job: JobConfig, state_dir: Path | None, node: str) -> Memory:
+def read_node_memory(job: JobConfig, state_dir: Path | None, node: str) -> NodeMemory:
     """Read what this node knows of its saves: its name, its id and the daemon's last status, never needed."""
     if state_dir is None:
-        return Memory(node=node, is_shared=job.shared_fs)
-    known = Memory(node=node, node_id=_node_id(state_dir), is_shared=job.shared_fs)
+        return NodeMemory(node=node, is_shared=job.shared_fs)
+    known = NodeMemory(node=node, node_id=_node_id(state_dir), is_shared=job.shared_fs)
     try:
         status = json.loads((state_dir / "status.json").read_bytes())
         rows = [

@@ -23,7 +23,7 @@ Row = tuple[object, ...]
 
 
 def journal_rows(path: Path, query: str, *values: str) -> list[Row]:
-    """Rows of the journal at `path` beside its writer."""
+    """Return the rows of the journal at `path` beside its writer."""
     try:
         os.stat(path)
         place = f"file:{quote(str(path))}?mode=ro"
@@ -68,7 +68,7 @@ def sent_to(state_dir: Path | None, remote: str) -> list[Sent]:
 
 
 def sealed_here(state_dir: Path | None, tag: str) -> list[SealedSave]:
-    """Saves under that tag that the daemon sealed and that lie in save_dir."""
+    """Return the saves under that tag that the daemon sealed and that lie in save_dir."""
     if state_dir is None:
         return []
     query = "SELECT sealed FROM saves WHERE state = 'present' AND tag = ?"

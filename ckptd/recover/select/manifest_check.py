@@ -1,4 +1,4 @@
-"""Whether the documents behind a COMMIT may be believed before a byte or a name of them is used (P2, P15).
+"""Check the documents behind a COMMIT before a byte or a name of them is used.
 
 A remote is written by others: a COMMIT copied from another job, a manifest with `../` or a control character
 in a path is damage like a flipped bit; the checkpoint is named and not offered.
@@ -20,8 +20,10 @@ _POINTERS = ("latest", "latest_universal")
 _INT64 = 1 << 63
 
 
-def distrust(identity: RemoteIdentity, commit: Commit, manifests: Iterable[NodeManifest]) -> str | None:
-    """Why a COMMIT and its manifests cannot be this remote's own; None when nothing speaks against them."""
+def why_untrusted(identity: RemoteIdentity, commit: Commit, manifests: Iterable[NodeManifest]) -> str | None:
+    """Return why a COMMIT and its manifests cannot be this remote's own; None when nothing speaks against
+    them.
+    """
     if commit.job_id != identity.job_id:
         return f"the COMMIT is of job {commit.job_id!r}, this remote is {identity.job_id!r}'s"
     problem = tag_problem(commit.tag) or name_problem(commit.tag)

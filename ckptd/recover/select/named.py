@@ -1,4 +1,4 @@
-"""Which job a command means by JOB or SAVE_DIR: a job file's, or the one that its daemon wrote down.
+"""Find the job that a command means by JOB or SAVE_DIR: a job file's, or the one that its daemon wrote down.
 
 A job that `ckptd run SAVE_DIR URL` or `ckptd run --job FILE` started is in no configuration directory; its
 state directory keeps how it was started (`job.json`), which a wiped node has no longer.

@@ -55,7 +55,7 @@ class Owner:
 
 
 def owner_of(job: JobConfig, state_dir: Path | None) -> Owner:
-    """The job as the journal in `state_dir` knows it; without one by its name alone."""
+    """Return the job as the journal in `state_dir` knows it; without one by its name alone."""
     rows = journal_rows(state_dir / "journal.db", _IDS) if state_dir is not None else []
     known = {str(key): str(value) for key, value in rows}
 

@@ -1,7 +1,7 @@
-"""Which run a command means, of those whose checkpoints lie in its remotes (core/model/runs.py, adr/0187).
+"""Choose the run that a command means, of those whose checkpoints lie in its remotes.
 
 By name (`--run`), else the one that save_dir holds, else the newest of the remotes. Nothing that another run
-committed is taken in its place, and whose it is stands on stderr.
+committed is taken in its place, and stderr says whose it is (core/model/runs.py, docs/adr/0187).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptd.core.model.runs import Place, ranked, run_of, short
 from ckptd.errors import CkptdError, DamagedError, LockHeld, NotFoundError, RefusedError, UsageError
 from ckptd.recover.select.copies import ZERO, is_here
 from ckptd.storage.local.run_file import host_name, read_run, run_file, user_name, write_run
-from ckptd.storage.remote.coordination import Heartbeats, present_seconds
+from ckptd.storage.remote.coordination import Heartbeats, server_time_seconds
 from ckptd.storage.stores.base import store_now_seconds
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.heartbeat import SeenNode
     from ckptd.core.model.manifest import Commit
     from ckptd.core.model.runs import Row
-    from ckptd.recover.select.inventory import LocalSight, RemoteSight
+    from ckptd.recover.select.inventory import LocalCheckpoint, RemoteInventory
     from ckptd.storage.stores.base import Store
 
 SILENT_SECONDS = 180.0
@@ -53,13 +53,13 @@ class RunView:
 
     @property
     def words(self) -> str:
-        """Which, and whose."""
+        """Return which, and whose."""
         of = f" of {self.place.words}" if self.place is not None else ""
         return f"run {short(self.run_id)}{of}"
 
 
-def runs_in(sight: RemoteSight) -> tuple[RunView, ...]:
-    """Every run with a row or a COMMIT in a remote, the newest first."""
+def runs_in(sight: RemoteInventory) -> tuple[RunView, ...]:
+    """Return every run with a row or a COMMIT in a remote, the newest first."""
     rows, by_run = sight.observation.rows, _by_run(sight)
     found = []
     for index, run_id in enumerate(ranked(rows, by_run)):
@@ -81,7 +81,7 @@ def runs_in(sight: RemoteSight) -> tuple[RunView, ...]:
     return tuple(found)
 
 
-def _by_run(sight: RemoteSight) -> dict[str, list[Commit]]:
+def _by_run(sight: RemoteInventory) -> dict[str, list[Commit]]:
     found: dict[str, list[Commit]] = {}
     for view in sight.commits:
         if _is_of_job(view.commit, sight):
@@ -89,7 +89,7 @@ def _by_run(sight: RemoteSight) -> dict[str, list[Commit]]:
     return found
 
 
-def _is_of_job(commit: Commit, sight: RemoteSight) -> bool:
+def _is_of_job(commit: Commit, sight: RemoteInventory) -> bool:
     """Whether a COMMIT was made for this remote: one that was copied from another job's is no run's."""
     return commit.job_id == sight.observation.identity.job_id
 
@@ -104,7 +104,7 @@ class Runs:
     Two remotes of a job that were made apart have two job ids; the first run of the one is that of the other.
     """
 
-    def __init__(self, sights: Sequence[RemoteSight]) -> None:
+    def __init__(self, sights: Sequence[RemoteInventory]) -> None:
         self._sights = tuple(sights)
         self._firsts = frozenset(sight.observation.identity.job_id for sight in sights)
         self.views = tuple(view for sight in sights for view in runs_in(sight))
@@ -129,11 +129,11 @@ class Runs:
         raise RefusedError(msg, hint="name one: --run RUN; `ckptd list` shows them")
 
     def newest_committed(self) -> str | None:
-        """The newest that has committed something: `latest` names a checkpoint of it."""
+        """Return the newest that has committed something: `latest` names a checkpoint of it."""
         return next((view.run_id for view in self.views if view.checkpoints), None)
 
     def named(self, text: str) -> str:
-        """The run whose id begins so.
+        """Return the run whose id begins so.
 
         Raises:
             NotFoundError: none does (66). UsageError: several do.
@@ -153,8 +153,8 @@ class Runs:
             f"{self._urls()} knows no run {text!r}", hint=f"there are: {there}; see `ckptd list`"
         )
 
-    def only(self, sight: RemoteSight, run_id: str | None) -> RemoteSight:
-        """A remote with what one run committed alone; None: with nothing."""
+    def only(self, sight: RemoteInventory, run_id: str | None) -> RemoteInventory:
+        """Return a remote with what one run committed alone; None: with nothing."""
         kept = (
             view
             for view in sight.commits
@@ -169,12 +169,12 @@ class Runs:
         return next((view for view in self.views if self.is_same(view.run_id, run_id)), None)
 
     def words(self, run_id: str) -> str:
-        """Which run, and whose."""
+        """Return which run, and whose."""
         view = self.view(run_id)
         return view.words if view is not None else f"run {short(run_id)}"
 
     def others(self, run_id: str | None) -> tuple[RunView, ...]:
-        """The other runs that have committed checkpoints, each once."""
+        """Return the other runs that have committed checkpoints, each once."""
         found: dict[str, RunView] = {}
         for view in self.views:
             is_other = run_id is None or not self.is_same(view.run_id, run_id)
@@ -201,7 +201,7 @@ class Runs:
         return "; ".join([*told, *more])
 
     def said_of_tag(self, tag: str, run_id: str | None) -> str:
-        """The other run that has a checkpoint of that name, and what takes it; empty: none has."""
+        """Return the other run that has a checkpoint of that name, and what takes it; empty: none has."""
         for view in self.others(run_id):
             of_run = (self.only(sight, view.run_id).commits for sight in self._sights)
             if any(one.commit.tag == tag for commits in of_run for one in commits):
@@ -212,10 +212,10 @@ class Runs:
         return ", ".join(sight.url for sight in self._sights) or "no remote"
 
 
-# --- what save_dir holds ---------------------------------------------------------------------------------
+# --- the run that save_dir holds -------------------------------------------------------------------------
 
 
-def is_of(sight: LocalSight, remote: RemoteSight) -> bool:
+def is_of(sight: LocalCheckpoint, remote: RemoteInventory) -> bool:
     """Whether a folder here is what a COMMIT in that remote lists, as far as it is here.
 
     Raises:
@@ -240,25 +240,25 @@ class Chosen:
     is_held: bool
     """save_dir holds it already, or what lies there is of it."""
 
-    def is_strange(self, sight: LocalSight, remotes: Iterable[RemoteSight]) -> bool:
+    def is_strange(self, sight: LocalCheckpoint, remotes: Iterable[RemoteInventory]) -> bool:
         """Whether a folder here is another run's, where a person had this one brought in its place."""
         return not self.is_held and not any(is_of(sight, remote) for remote in remotes)
 
 
 def choose_run(
     runs: Runs,
-    remotes: Sequence[RemoteSight],
-    local: Sequence[LocalSight],
+    remotes: Sequence[RemoteInventory],
+    local: Sequence[LocalCheckpoint],
     *,
     held: str | None,
     asked: str | None,
     nodes: int,
 ) -> Chosen:
-    """The run that was asked for, else the one that save_dir holds, else that of the newest row.
+    """Return the run that was asked for, else the one that save_dir holds, else that of the newest row.
 
     `held`: as `run.json` of this very directory has it. What lies here without such a word and is what a run
-    committed is of that run; what no run committed is of a new one. Several nodes take the newest or none,
-    so that they all take one.
+    committed is of that run; what no run committed is of a new one. Several nodes take the newest or none, so
+    that they all take one.
 
     Raises:
         RefusedError: of several nodes this one holds another run (65). As `Runs.named` and `Runs.newest`.
@@ -283,8 +283,10 @@ def choose_run(
     return Chosen(run_id=None if is_whole and has_rows else runs.newest(), is_held=True)
 
 
-def recognised(runs: Runs, remotes: Sequence[RemoteSight], local: Sequence[LocalSight]) -> str | None:
-    """The newest run that committed something that lies here."""
+def recognised(
+    runs: Runs, remotes: Sequence[RemoteInventory], local: Sequence[LocalCheckpoint]
+) -> str | None:
+    """Return the newest run that committed something that lies here."""
     for run_id in dict.fromkeys(view.run_id for view in runs.views):
         of_run = [runs.only(remote, run_id) for remote in remotes]
         if any(is_of(sight, remote) for remote in of_run for sight in local):
@@ -292,8 +294,8 @@ def recognised(runs: Runs, remotes: Sequence[RemoteSight], local: Sequence[Local
     return None
 
 
-def known_rows(remotes: Iterable[RemoteSight]) -> tuple[tuple[str, int], ...]:
-    """(remote id, number of the newest row) of each."""
+def known_rows(remotes: Iterable[RemoteInventory]) -> tuple[tuple[str, int], ...]:
+    """Return (remote id, number of the newest row) of each."""
     return tuple(
         (one.observation.identity.remote_id, max((row.number for row in one.observation.rows), default=0))
         for one in remotes
@@ -312,11 +314,11 @@ def bind(save_dir_fd: int, save_dir: str, run_id: str, seen: tuple[tuple[str, in
         write_run(save_dir_fd, found)
 
 
-# --- whoever else goes on with it ------------------------------------------------------------------------
+# --- other hosts that go on with the run -----------------------------------------------------------------
 
 
 def elsewhere(rows: Iterable[Row], run_id: str, save_dir: str) -> Row | None:
-    """The newest row of a run, where its place is surely not this one.
+    """Return the newest row of a run, where its place is surely not this one.
 
     The same path on another host is taken for a job that moved; parts of one save, and hosts over one
     directory, are no other place.
@@ -330,7 +332,7 @@ def elsewhere(rows: Iterable[Row], run_id: str, save_dir: str) -> Row | None:
     return row
 
 
-def wait_until_silent(remote: RemoteSight, row: Row, say: Callable[[str], None], command: str) -> bool:
+def wait_until_silent(remote: RemoteInventory, row: Row, say: Callable[[str], None], command: str) -> bool:
     """Wait until that place is silent or has said that it ends; False: it was already.
 
     Raises:
@@ -358,8 +360,8 @@ def wait_until_silent(remote: RemoteSight, row: Row, say: Callable[[str], None],
     return True
 
 
-def _heard(remote: RemoteSight, row: Row) -> SeenNode | None:
-    """The last heartbeat of the place of a row."""
+def _heard(remote: RemoteInventory, row: Row) -> SeenNode | None:
+    """Return the last heartbeat of the place of a row."""
     found = [
         seen
         for seen in Heartbeats(remote.store).everyone(_now_seconds(remote.store))
@@ -372,8 +374,8 @@ def _heard(remote: RemoteSight, row: Row) -> SeenNode | None:
     return min(found, key=lambda seen: seen.seconds_ago or 0.0, default=None)
 
 
-def alive(remote: RemoteSight, run_id: str) -> SeenNode | None:
-    """Who goes on with a run there, heard of lately; None: nobody does."""
+def alive(remote: RemoteInventory, run_id: str) -> SeenNode | None:
+    """Return who goes on with a run there, heard of lately; None: nobody does."""
     job_id = remote.observation.identity.job_id
     found = [
         seen
@@ -384,14 +386,16 @@ def alive(remote: RemoteSight, run_id: str) -> SeenNode | None:
 
 
 def _now_seconds(store: Store) -> float | None:
-    """The store's present; by this machine's clock where it tells none and nothing may be written there."""
+    """Return the store's present; by this machine's clock where it tells none and nothing may be written
+    there.
+    """
     with contextlib.suppress(CkptdError):
-        return present_seconds(store)
+        return server_time_seconds(store)
     return store_now_seconds(store) or time.time()
 
 
 def held_by(save_dir: os.PathLike[str]) -> str | None:
-    """The run that a directory holds; None: nobody said."""
+    """Return the run that a directory holds; None: nobody said."""
     try:
         fd = os.open(save_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

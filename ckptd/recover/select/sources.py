@@ -27,7 +27,7 @@ from ckptd.errors import (
     SourceChanged,
     StorageError,
 )
-from ckptd.recover.select.inventory import is_gone, look_at_remote
+from ckptd.recover.select.inventory import is_gone, read_remote_inventory
 from ckptd.recover.select.named import job_named, no_remote
 from ckptd.recover.select.owner import owner_of, state_dir_hint
 from ckptd.recover.select.steps import Convert, ConvertFrom, Fetch, RestoreExtras
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig, RemoteConfig
     from ckptd.recover.select.copies import Copy
-    from ckptd.recover.select.inventory import RemoteSight
+    from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.owner import Owner
     from ckptd.recover.select.runs import Runs
     from ckptd.recover.select.steps import Step
@@ -60,7 +60,7 @@ class Where:
 def where_of(
     job: str, environ: Mapping[str, str], *, only: str | None = None, config_dir: Path | None = None
 ) -> Where:
-    """A URL, a directory with `_ckptd/remote.json`, or a job; `only`: one remote of it by name.
+    """Resolve a URL, a directory with `_ckptd/remote.json`, or a job; `only`: one remote of it by name.
 
     Raises:
         NotFoundError: no such job, it has no remote, or none of that name (66).
@@ -81,13 +81,13 @@ def where_of(
 
 
 def said_of(name: str, url: str, text: str) -> str:
-    """A line about a remote; a URL that the text names already is not said twice."""
+    """Return a line about a remote; a URL that the text names already is not said twice."""
     shown = shown_remote(name, url)
     return text if shown == url and url in text else f"{shown}: {text}"
 
 
 def named(remotes: Sequence[RemoteConfig], only: str | None) -> tuple[RemoteConfig, ...]:
-    """All remotes, or the one called `only`.
+    """Return all remotes, or the one called `only`.
 
     Raises:
         NotFoundError: none is called so.
@@ -105,7 +105,7 @@ class Sources:
     """The remotes that answer, the errors of the others, and (remote, COMMIT digest) of bad copies."""
 
     say: Callable[[str], None]
-    remotes: list[RemoteSight] = field(default_factory=list)
+    remotes: list[RemoteInventory] = field(default_factory=list)
     absent: list[CkptdError] = field(default_factory=list)
     damaged: set[tuple[str, str]] = field(default_factory=set)
     run_id: str | None = None
@@ -118,7 +118,7 @@ class Sources:
         for remote in remotes:
             self._asked[remote.name] = (remote, owner)
             try:
-                sight = look_at_remote(remote.name, remote.url, owner, access_of(remote))
+                sight = read_remote_inventory(remote.name, remote.url, owner, access_of(remote))
             except CkptdError as error:
                 self.absent.append(error)
                 self.say(said_of(remote.name, remote.url, str(error)))
@@ -128,7 +128,7 @@ class Sources:
                     self.say(said_of(remote.name, remote.url, text))
 
     def take(self, runs: Runs, run_id: str | None) -> None:
-        """From now on only what one run committed is there; None: nothing is."""
+        """Keep only what one run committed; None: nothing."""
         self._runs, self.run_id = runs, run_id
         self.remotes = [runs.only(remote, run_id) for remote in self.remotes]
 
@@ -137,7 +137,7 @@ class Sources:
         return self._runs.said_of_others(self.run_id) if self._runs is not None else ""
 
     def said_of_tag(self, tag: str) -> str:
-        """Which other run has a checkpoint of that name, and what takes it; empty where none has."""
+        """Return which other run has a checkpoint of that name, and what takes it; empty where none has."""
         return self._runs.said_of_tag(tag, self.run_id) if self._runs is not None else ""
 
     def is_numbered(self) -> bool:
@@ -157,7 +157,7 @@ class Sources:
         return True
 
     def drop(self, name: str, error: CkptdError) -> None:
-        """A remote failed half-way: it is asked no more."""
+        """Leave out a remote that failed half-way: it is asked no more."""
         self.remotes = [remote for remote in self.remotes if remote.name != name]
         self.absent.append(error)
         others = ", ".join(remote.name for remote in self.remotes)
@@ -170,7 +170,7 @@ class Sources:
         try:
             if not is_gone(copy.remote.store, copy.view):
                 return
-            sight = look_at_remote(remote.name, remote.url, owner, access_of(remote))
+            sight = read_remote_inventory(remote.name, remote.url, owner, access_of(remote))
         except CkptdError as error:
             self.drop(remote.name, error)
         else:

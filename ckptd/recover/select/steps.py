@@ -1,4 +1,4 @@
-"""The steps of a recovery, as data: printed by --dry-run, carried out once by `execute` (H54).
+"""Define the steps of a recovery, as data: printed by --dry-run, carried out once by `execute`.
 
 Each is idempotent. What is in the way is renamed into `_ckptd/aside/`, and pointers come last.
 """
@@ -46,7 +46,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Install:
     """Rename what was fetched from staging to `target`; nothing is replaced."""
 
     form: str
@@ -93,7 +93,7 @@ class RestoreExtras:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class WritePointer:
     """Write a pointer file atomically."""
 
     name: str
@@ -129,7 +129,7 @@ class CopyBeside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
+class Delete:
     """Remove a derived form of ours that was made from another save; it can be made again."""
 
     folder: str
@@ -139,7 +139,18 @@ class Drop:
         return f"drop {self.folder}/{self.name} (made from another save)"
 
 
-Step = MoveAside | Fetch | Place | Mend | Convert | ConvertFrom | RestoreExtras | Point | CopyBeside | Drop
+Step = (
+    MoveAside
+    | Fetch
+    | Install
+    | Mend
+    | Convert
+    | ConvertFrom
+    | RestoreExtras
+    | WritePointer
+    | CopyBeside
+    | Delete
+)
 
 
 _DONE = {
@@ -161,7 +172,7 @@ def done(step: Step) -> str:
 
 
 def name_of_extra(file: ManifestFile) -> str:
-    """The name in save_dir of a file of role extra (`_extra/<name>` in the remote folder)."""
+    """Return the name in save_dir of a file of role extra (`_extra/<name>` in the remote folder)."""
     return file.path.rpartition("/")[2]
 
 

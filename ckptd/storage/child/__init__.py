@@ -1,1 +1,1 @@
-"""One child process for each remote."""
+"""Run one child process for each remote."""

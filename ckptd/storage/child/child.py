@@ -128,7 +128,7 @@ def _parse(raw: bytes, output: _Output) -> OrderLine | None:
 
 
 def _end_by_bug(args: threading.ExceptHookArgs) -> None:
-    """A bug ends the process: the daemon sees it, fails the open orders and starts another one."""
+    """End the process on a bug: the daemon sees it, fails the open orders and starts another one."""
     traceback.print_exception(args.exc_type, args.exc_value, args.exc_traceback)
     sys.stderr.flush()
     os._exit(_EX_SOFTWARE)

@@ -62,23 +62,23 @@ class _Signs:
         self._moved_at = dict(self._sign_at)
 
     def ordered(self, order: Order, before: Iterable[Order]) -> None:
-        """A thread with nothing to do has not been silent."""
+        """Note that an order was given: a thread with nothing to do has not been silent."""
         is_long = _is_long(order)
         if not any(_is_long(other) == is_long for other in before):
             self._sign_at[is_long] = self._moved_at[is_long] = time.monotonic()
 
     def heard(self, order: Order, answer: Answer) -> None:
-        """An event or an answer came."""
+        """Note that an event or an answer came."""
         is_long, now = _is_long(order), time.monotonic()
         self._sign_at[is_long] = now
         self._moved_at[is_long] = now - getattr(answer, "idle_seconds", 0.0)
 
     def silent_seconds(self, order: Order) -> float:
-        """Since the last sign."""
+        """Return the seconds since the last sign of life."""
         return time.monotonic() - self._sign_at[_is_long(order)]
 
     def idle_seconds(self, order: Order) -> float:
-        """Since the last byte."""
+        """Return the seconds since the last byte moved."""
         return time.monotonic() - self._moved_at[_is_long(order)]
 
 
@@ -125,25 +125,25 @@ class RemoteClient:
 
     @property
     def alive(self) -> bool:
-        """A child process is running."""
+        """Whether a child process is running."""
         with self._lock:
             return self._child is not None and self._child.process.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, for the memory account; None when there is none."""
+        """Return the process id of the child, for the memory account; None when there is none."""
         with self._lock:
             return self._child.process.pid if self._child is not None else None
 
     @property
     def open_orders(self) -> tuple[int, ...]:
-        """Ids of orders without a final answer."""
+        """Return the ids of orders without a final answer."""
         with self._lock:
             return tuple(self._open)
 
     @property
     def stalled_seconds(self) -> float:
-        """How long an order has been open without any sign of the child; 0 while none is open."""
+        """Return how long an order has been open without any sign of the child; 0 while none is open."""
         return self.silent_seconds()
 
     def silent_seconds(self, but: int | None = None) -> float:
@@ -157,13 +157,13 @@ class RemoteClient:
             return max((self._signs.silent_seconds(order) for order in open_), default=0.0)
 
     def idle_seconds(self, order_id: int) -> float:
-        """How long no byte of that open order has moved, for whatever reason but our own limits."""
+        """Return how long no byte of that open order has moved, for whatever reason but our own limits."""
         with self._lock:
             order = self._open.get(order_id)
             return self._signs.idle_seconds(order) if order is not None else 0.0
 
     def new_id(self) -> int:
-        """For an order that is submitted later."""
+        """Return an id for an order that is submitted later."""
         with self._lock:
             return next(self._ids)
 
@@ -236,7 +236,9 @@ class RemoteClient:
     # --- inside -----------------------------------------------------------------------------------------
 
     def _remember(self, settings: RemoteSettings) -> RemoteSettings:
-        """Settings to attach with; what was learned of the identity stays unless the caller knows better."""
+        """Return the settings to attach with; what was learned of the identity stays unless the caller knows
+        better.
+        """
         with self._lock:
             held = self._settings
             if settings.url == held.url and settings.remote_id is None and held.remote_id is not None:
@@ -246,7 +248,7 @@ class RemoteClient:
             return settings
 
     def _running(self, *, is_attaching: bool) -> _Child:
-        """The child, started if needed; the lock is held."""
+        """Return the child, started if needed; the lock is held."""
         if self._child is not None and self._child.process.poll() is None:
             return self._child
         process = spawn(
@@ -303,7 +305,7 @@ class RemoteClient:
         self._end(ended, f"its process ended ({code})")
 
     def _not_asked_again(self) -> list[int]:
-        """Orders that end with the child; the lock is held.
+        """Return the orders that end with the child; the lock is held.
 
         A child that died while it made a form says nothing of the remote: short orders are put again.
         """

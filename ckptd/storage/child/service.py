@@ -64,8 +64,8 @@ from ckptd.storage.remote.runs import claim_run
 from ckptd.storage.remote.transfer import Control, sealed
 from ckptd.storage.stores.base import Progress
 from ckptd.storage.stores.open import WINDOW_BYTES, open_store
-from ckptd.storage.stores.rate_limit import Cancelled, Pacer
-from ckptd.storage.stores.retrying import Motion, WatchedPacer, watched
+from ckptd.storage.stores.rate_limit import Cancelled, RateLimiter
+from ckptd.storage.stores.retrying import Motion, WatchedRateLimiter, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +91,7 @@ class Service:
         self._emit = emit
         self._window_bytes = window_bytes
         self._open_origin = open_origin
-        self._pacer = Pacer()
+        self._pacer = RateLimiter()
         self._settings: RemoteSettings | None = None
         self._ground: AttachedRemote | None = None
         self._lock = threading.Lock()
@@ -103,12 +103,14 @@ class Service:
         self._is_tidied = False
 
     def expect(self, settings: RemoteSettings) -> None:
-        """An order to attach was read: what is read after it means that remote, whichever thread is first."""
+        """Note that an order to attach was read: what is read after it means that remote, whichever thread is
+        first.
+        """
         self._settings, self._ground, self._observed = settings, None, None
         self._pacer.set_rate(settings.bytes_per_second)
 
     def steer(self, order: Pace | Cancel) -> None:
-        """Change the pace, or cancel an order that runs or waits; at once, from the reading thread."""
+        """Change the rate limit, or cancel an order that runs or waits; at once, from the reading thread."""
         if isinstance(order, Pace):
             self._pacer.set_fraction(order.fraction)
             self._pacer.set_rate(order.bytes_per_second)
@@ -116,7 +118,7 @@ class Service:
             self._cancelled.add(order.order_id)
 
     def carry_out(self, order_id: int, order: Order) -> None:
-        """Do it and emit the answer that ends it."""
+        """Carry out an order and emit the answer that ends it."""
         try:
             answer = self._answer(order_id, order)
         except CkptdError as error:
@@ -228,7 +230,7 @@ class Service:
         return found
 
     def _tidy(self, store: Store) -> None:
-        """Once: remove what an earlier process of this node left; failing keeps nobody from attaching."""
+        """Remove what an earlier process of this node left, once; failing keeps nobody from attaching."""
         if self._is_tidied:
             return
         with suppress(CkptdError, OSError):
@@ -263,10 +265,10 @@ class _Reporter:
         self._flushed: dict[str, tuple[int, str]] = {}
         self._motion = Motion()
 
-    def control(self, pacer: Pacer) -> Control:
+    def control(self, pacer: RateLimiter) -> Control:
         """Return the callbacks and the rate limit that a transfer needs."""
         return Control(
-            pacer=WatchedPacer(pacer, self._motion),
+            pacer=WatchedRateLimiter(pacer, self._motion),
             check=self.check,
             on_moving=self._on_moving,
             on_done=self._on_done,
@@ -274,7 +276,7 @@ class _Reporter:
         )
 
     def heard(self) -> None:
-        """The store answered."""
+        """Note that the store answered."""
         self._motion.moved()
         self._give_sign()
 
@@ -318,7 +320,7 @@ class _Reporter:
 
 
 def _note(ground: AttachedRemote, order: Order) -> None:
-    """Small changes: a person's word, the pointers, uploads that nobody goes on with."""
+    """Carry out small changes: a person's decision, the pointers, uploads that nobody goes on with."""
     if isinstance(order, Record):
         publish(ground.store, order.decision, ground.identity)
     elif isinstance(order, Discard):
@@ -331,6 +333,6 @@ def _note(ground: AttachedRemote, order: Order) -> None:
 
 
 def _failed(error: CkptdError) -> Failed:
-    """The answer to an order that failed, named by the nearest class of the public tree."""
+    """Return the answer to an order that failed, named by the nearest class of the public tree."""
     name = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
     return Failed(error=name, message=error.message, hint=error.hint)

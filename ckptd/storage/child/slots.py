@@ -1,8 +1,9 @@
-"""The process of one remote, which also makes what it sends (docs/adr/0093, 0113).
+"""Run the process of one remote, within the slots that the memory budget has room for.
 
-One for everything: two of them would each hold Python, the messages and the S3 library. What making a form
-takes is loaded with the first order that makes one, and goes with the process, which is ended after it.
-Where `memory_budget` has no room for a process of every remote, orders wait for a place (docs/adr/0135).
+One process does everything for a remote, also making the forms that it uploads: two of them would each hold
+Python, the messages and the S3 library. What making a form takes is loaded with the first order that makes
+one, and the process is ended after it (docs/adr/0093, 0113). Where `memory_budget` has no room for a process
+of every remote, orders wait for a slot (docs/adr/0135).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from ckptd.storage.remote import messages as m
 
 
-# ---------------------------------------------------------------------------------------------------------
-# How many remotes' children live at once: as many as `memory_budget` has room for (docs/adr/0135, P12).
-# Where there is room for all, each lasts. Where there is not, one that has nothing to do makes room for the
-# next in line, whose orders wait until then. Everything here is called in the deciding thread.
+# --- slots for children ----------------------------------------------------------------------------------
+# As many children live at once as `memory_budget` has room for (docs/adr/0135). Where there is room for all,
+# each lasts. Where there is not, one that has nothing to do gives its slot to the next in the queue, whose
+# orders wait until then. Everything here is called in the deciding thread.
 
 
-class Guest(Protocol):
+class SlotUser(Protocol):
     """Whoever has a child."""
 
     def make_room(self) -> bool:
@@ -36,36 +37,36 @@ class Guest(Protocol):
         """Begin: this guest has been given a slot."""
 
 
-class Places:
+class SlotPool:
     """First come, first served; `count` may change at any time, and nobody is sent away from an order."""
 
     def __init__(self, count: Callable[[], int] = lambda: sys.maxsize) -> None:
         self._count = count
-        self._here: list[Guest] = []
-        self._waiting: list[Guest] = []
+        self._here: list[SlotUser] = []
+        self._waiting: list[SlotUser] = []
 
     @property
     def is_crowded(self) -> bool:
-        """Somebody waits."""
+        """Whether somebody waits."""
         return bool(self._waiting)
 
-    def take(self, who: Guest) -> bool:
+    def take(self, who: SlotUser) -> bool:
         """Whether `who` has a place; else it waits in line, and `begin` is called when it has."""
         if who not in self._here and who not in self._waiting:
             self._waiting.append(who)
             self._admit(but=who)
         return who in self._here
 
-    def leave(self, who: Guest) -> None:
-        """It neither has a place nor waits for one any more."""
+    def leave(self, who: SlotUser) -> None:
+        """Release the user's slot, or its place in the queue."""
         self._here = [one for one in self._here if one is not who]
         self._waiting = [one for one in self._waiting if one is not who]
 
     def settle(self) -> None:
-        """After all turns: whose turn is over makes room, and those who wait begin."""
+        """Release slots whose users have nothing to do, and begin those that wait; called after all turns."""
         self._admit()
 
-    def _admit(self, but: Guest | None = None) -> None:
+    def _admit(self, but: SlotUser | None = None) -> None:
         count = self._count()
         self._make_room(count)
         while self._waiting:
@@ -78,7 +79,9 @@ class Places:
                 who.begin()
 
     def _make_room(self, most: int) -> None:
-        """The last that came goes first: those before it last, instead of all being started again in turn."""
+        """Release the slot that was taken last: those before it stay, instead of all being started again in
+        turn.
+        """
         for one in reversed(self._here.copy()):
             if len(self._here) <= most:
                 return
@@ -86,21 +89,21 @@ class Places:
                 self._here.remove(one)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- a remote's process ----------------------------------------------------------------------------------
 
 MAKING = "ckptd.convert.remote.derive"
 
 
-class Process:
+class RemoteProcess:
     """Run a `RemoteClient` within a slot; every method is called in the deciding thread."""
 
     def __init__(
         self,
         settings: m.RemoteSettings,
         on_answer: Callable[[int, m.Answer], None],
-        places: Places | None = None,
+        places: SlotPool | None = None,
     ) -> None:
-        self._places = places or Places()
+        self._places = places or SlotPool()
         self._has_made = False
         self._held: dict[int, m.Order] = {}
         """Orders that wait for a place; the child has none of them."""
@@ -114,7 +117,7 @@ class Process:
 
     @property
     def pid(self) -> int | None:
-        """None when there is none."""
+        """Return the process id; None when there is none."""
         return self._child.pid
 
     def submit(self, order: m.Order) -> int:
@@ -128,7 +131,7 @@ class Process:
         return order_id
 
     def begin(self) -> None:
-        """It has a place: what waited goes to the child."""
+        """Submit what waited, now that there is a slot."""
         for order_id, order in list(self._held.items()):
             self._child.submit(order, order_id)
             del self._held[order_id]  # one that no child could be started for is held until the next
@@ -143,7 +146,7 @@ class Process:
         return is_gone
 
     def ended(self) -> None:
-        """An order has its last answer: the memory of a form that was made is given back."""
+        """Note that an order has its last answer: the memory of a form that was made is given back."""
         if self._has_made:
             self.make_room()
 
@@ -178,7 +181,7 @@ class Process:
 
 
 def error_of(failed: m.Failed) -> errors.CkptdError:
-    """The error of the tree that a child reported by class name."""
+    """Return the error of the tree that a child reported by class name."""
     kind = getattr(errors, failed.error, errors.RemoteError)
     if not (isinstance(kind, type) and issubclass(kind, errors.CkptdError)):
         kind = errors.RemoteError

@@ -1,1 +1,1 @@
-"""The journal, in SQLite."""
+"""Keep the journal, in SQLite."""

@@ -40,13 +40,13 @@ ANY_TAG = ""
 
 
 def identity_key(identity: FileIdentity) -> str:
-    """One file in one state, as text."""
+    """Return the key of one file in one state, as text."""
     i = identity
     return f"{i.dev}:{i.ino}:{i.size_bytes}:{i.mtime_ns}:{i.ctime_ns}"
 
 
 def save_row(row: tuple[Any, ...]) -> SaveRow:
-    """A row of `SAVES`."""
+    """Return a row of `SAVES`."""
     return SaveRow(
         id=row[0],
         save=SealedSave.model_validate_json(row[1]),
@@ -67,13 +67,13 @@ def _past_key(tag: str, fingerprints: tuple[tuple[str, str], ...]) -> str:
 
 
 def past_order(db: Connection, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
-    """The order of a save whose row was let go."""
+    """Return the order of a save whose row was deleted."""
     row = db.execute("SELECT value FROM meta WHERE key=?", (_past_key(tag, fingerprints),)).fetchone()
     return None if row is None else Order(*json.loads(row[0]))
 
 
 def objects(db: Connection, save_id: int, remote: str, form: str) -> list[ObjectRow]:
-    """Objects of a ship that is under way."""
+    """Return the objects of an upload that is under way."""
     rows = db.execute(
         "SELECT key, bytes, flushed_bytes, crc64, proof, token FROM objects "
         "WHERE save_id=? AND remote=? AND form=?",
@@ -94,7 +94,7 @@ def why_pruned(db: Connection, save_id: int) -> str | None:
 
 
 def outlived(db: Connection, spare: Collection[int]) -> list[tuple[int, SealedSave]]:
-    """Saves that ended, are not among the newest of those, and of which nothing is left here.
+    """Return the saves that ended, are not among the newest of those, and of which nothing is left here.
 
     Not one that was found at the first start, nor the highest order that is known.
     """
@@ -133,22 +133,22 @@ def let_go(db: Connection, saves: Iterable[tuple[int, SealedSave]], widest_secon
 
 
 def facts_of_gone(db: Connection, alive: Iterable[FileIdentity]) -> list[tuple[str]]:
-    """Keys of inspections that are older than a day, of files that are not there."""
+    """Return the keys of inspections that are older than a day, of files that are not there."""
     keep = {identity_key(identity) for identity in alive}
     old = db.execute("SELECT DISTINCT identity FROM facts WHERE seen_at < ?", (time.time() - _FACTS_SECONDS,))
     return [(row[0],) for row in old.fetchall() if row[0] not in keep]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# A sum of each row of the journal: SQLite keeps none, and what was noted is believed (docs/adr/0139).
-# It is the last column of every table. Triggers of the connection write it with whatever changes a row; who
-# opens a journal compares all of them, once. A row that is not what was written makes the journal a lost one.
+# --- checksums of rows -----------------------------------------------------------------------------------
+# SQLite keeps none, and what the journal says is believed (docs/adr/0139). The checksum is the last column of
+# every table. Triggers of the connection write it with whatever changes a row; whoever opens a journal
+# compares all of them, once. A row that is not what was written means that the journal is set aside as lost.
 
 _SUM = "row_sum"
 
 
 def keep_sums(db: Connection) -> None:
-    """From here on every change of a row through this connection is one of its sum, in its transaction."""
+    """Make every change of a row through this connection change its checksum in the same transaction."""
     db.create_function(_SUM, -1, _sum_of, deterministic=True)
     db.execute("PRAGMA temp_store=MEMORY")
     for table, columns in _tables(db).items():
@@ -160,7 +160,9 @@ def keep_sums(db: Connection) -> None:
 
 
 def add_sums(db: Connection) -> None:
-    """To a journal of a schema that had none, as its rows are now; in the caller's transaction."""
+    """Add checksums to a journal of a schema that had none, from its rows as they are now, in one
+    transaction.
+    """
     for table in _tables(db):
         db.execute(f"ALTER TABLE {table} ADD COLUMN {_SUM} INTEGER")
     db.create_function(_SUM, -1, _sum_of, deterministic=True)
@@ -181,14 +183,14 @@ def compare_sums(db: Connection) -> None:
 
 
 def _tables(db: Connection) -> dict[str, str]:
-    """Table → its columns but the sum, as SQL has them."""
+    """Return table → its columns but the checksum, as SQL has them."""
     names = db.execute("SELECT name FROM main.sqlite_master WHERE type='table'").fetchall()
     columns = {name: db.execute(f"PRAGMA main.table_info({name})").fetchall() for (name,) in names}
     return {name: ", ".join(row[1] for row in rows if row[1] != _SUM) for name, rows in columns.items()}
 
 
 def _sum_of(*values: str | float | bytes | None) -> int:
-    """CRC32 of the values with their types and lengths: an empty text is no 0."""
+    """Return the CRC32 of the values with their types and lengths: an empty text is no 0."""
     total = 0
     for value in values:
         data = value if isinstance(value, bytes) else str(value).encode()

@@ -1,9 +1,9 @@
-"""SQLite journal: what was decided and done on this node (docs/design.md P7, P8).
+"""Record in SQLite what was decided and done on this node.
 
-Expendable by design: every row can be rebuilt from the disk (identities, fingerprints) and the remotes
-(COMMITs). It makes a restart cheap and a half-done deletion finishable. One writer: the deciding thread.
-A journal of another schema, one that SQLite cannot read, one with a row that is not what was written
-(journal_sums.py), or a link elsewhere (SQLite would write there) is set aside and a new one begun.
+The journal is expendable by design: every row can be rebuilt from the disk (identities, fingerprints) and the
+remotes (COMMITs). It makes a restart cheap and a half-done deletion finishable. One writer: the deciding
+thread. A journal of another schema, one that SQLite cannot read, one with a row that is not what was written
+(history.py), or a link elsewhere (SQLite would write there) is set aside and a new one begun.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Journal:
 
     @whole
     def _read_all(self) -> None:
-        """A row that its sum vouches for, and that this version cannot read all the same, is damage too."""
+        """Read all rows; one whose checksum is right and that this version cannot read is damage too."""
         try:
             _ = self.saves(), self.ships(), self.open_deletions(), self.decisions()
             rows = self._db.execute("SELECT DISTINCT remote FROM objects WHERE form LIKE '%~'")
@@ -107,7 +107,7 @@ class Journal:
 
     @whole
     def meta(self, key: str) -> str | None:
-        """A remembered value."""
+        """Return a remembered value."""
         row = self._db.execute("SELECT value FROM meta WHERE key=?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
@@ -144,7 +144,7 @@ class Journal:
 
     @whole
     def past_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
-        """The order of a save that `tidy` let go."""
+        """Return the order of a save whose row `tidy` deleted."""
         return past.past_order(self._db, tag, fingerprints)
 
     # --- saves -----------------------------------------------------------------------------------------
@@ -158,7 +158,8 @@ class Journal:
         seen_at: float,
         state: SaveState = "present",
     ) -> int:
-        """A newly sealed save; an earlier one of the tag that is still `present` becomes superseded by it.
+        """Add a newly sealed save; an earlier one of the tag that is still `present` becomes superseded by
+        it.
 
         With another `state`: one that is no longer in its folder.
         """
@@ -179,7 +180,7 @@ class Journal:
 
     @whole
     def saves(self, *ids: int) -> list[SaveRow]:
-        """Saves that were sealed, oldest first; `ids`: these alone."""
+        """Return the saves that were sealed, oldest first; `ids`: these alone."""
         rows = self._db.execute(f"{past.SAVES} {_only('id', ids)} ORDER BY id", ids).fetchall()
         return [past.save_row(row) for row in rows]
 
@@ -190,7 +191,7 @@ class Journal:
         self._db.execute("UPDATE saves SET sealed=? WHERE id=?", (save.model_dump_json(), save_id))
 
     def end_save(self, save_id: int, state: SaveState) -> None:
-        """The save is no longer on this node."""
+        """Record that the save is no longer on this node."""
         with self._transaction():
             self._db.execute("UPDATE saves SET state=?, ended_at=? WHERE id=?", (state, time.time(), save_id))
             self._leave("save_id=?", (save_id,))
@@ -220,7 +221,7 @@ class Journal:
 
     @whole
     def ships(self, *ids: int) -> dict[int, dict[tuple[str, str], ShipRecord]]:
-        """save id → (remote, form) → record; `ids`: these alone."""
+        """Return save id → (remote, form) → record; `ids`: these alone."""
         result: dict[int, dict[tuple[str, str], ShipRecord]] = {}
         for save_id, text in self._db.execute(f"{past.SHIPS} {_only('save_id', ids)}", ids):
             record = ShipRecord.model_validate_json(text)
@@ -229,12 +230,12 @@ class Journal:
 
     @whole
     def ship_times(self) -> dict[tuple[int, str, str], tuple[float | None, float | None]]:
-        """(save id, remote, form) → (started, ended), unix seconds."""
+        """Return (save id, remote, form) → (started, ended), unix seconds."""
         rows = self._db.execute("SELECT save_id, remote, form, started_at, ended_at FROM ships")
         return {(row[0], row[1], row[2]): (row[3], row[4]) for row in rows}
 
     def put_ship(self, save_id: int, record: ShipRecord) -> None:
-        """Journal an intent to ship, or its outcome."""
+        """Record the intent of an upload, or its outcome."""
         now = time.time()
         stored = record.model_copy(update={"retry_at_seconds": 0.0}).model_dump_json()
         ended = None if record.state is ShipState.SHIPPING else now
@@ -252,7 +253,7 @@ class Journal:
                 )
 
     def put_object(self, save_id: int, remote: str, form: str, row: ObjectRow) -> None:
-        """How far one object is durable in the remote (P7)."""
+        """Record how far one object is durable in the remote."""
         self._db.execute(
             "INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?,?,NULL)",
             (save_id, remote, form, row.key, row.bytes, row.flushed_bytes, row.crc64, row.proof, row.token),
@@ -260,11 +261,11 @@ class Journal:
 
     @whole
     def objects(self, save_id: int, remote: str, form: str) -> list[ObjectRow]:
-        """Objects of a ship that is under way."""
+        """Return the objects of an upload that is under way."""
         return past.objects(self._db, save_id, remote, form)
 
     def forget_objects(self, save_id: int, remote: str, form: str, *, are_whole: bool = False) -> None:
-        """Earlier keys do not count any more, half uploads are leftovers; or these alone that `are_whole`."""
+        """Drop earlier keys, whose half uploads become leftovers; or only those that `are_whole`."""
         which = f"save_id=? AND remote=? AND form=?{' AND proof IS NOT NULL' if are_whole else ''}"
         values = (save_id, remote, form)
         with self._transaction():
@@ -287,19 +288,19 @@ class Journal:
 
     @whole
     def leftovers(self, remote: str) -> list[tuple[str, str]]:
-        """(key, token) of uploads in a remote that no attempt goes on with."""
+        """Return (key, token) of uploads in a remote that no attempt goes on with."""
         query = "SELECT key, token FROM objects WHERE remote=? AND form LIKE '%~'"
         return [(row[0], row[1]) for row in self._db.execute(query, (remote,))]
 
     def forget_leftovers(self, remote: str, uploads: Iterable[tuple[str, str]]) -> None:
-        """Those (key, token) were given up; what was left there meanwhile stays on the list."""
+        """Forget those (key, token), which were given up; what was left there meanwhile stays on the list."""
         query = "DELETE FROM objects WHERE remote=? AND form LIKE '%~' AND key=? AND token=?"
         self._db.executemany(query, [(remote, *upload) for upload in uploads])
 
     # --- deletions -------------------------------------------------------------------------------------
 
     def intend_deletion(self, save_id: int, trash: str, intent: DeletionIntent) -> int:
-        """Journal a prune before anything is renamed."""
+        """Record a prune before anything is renamed."""
         cursor = self._db.execute(
             "INSERT INTO deletions (save_id, trash, intent, state, at) VALUES (?,?,?,'intended',?)",
             (save_id, trash, intent.model_dump_json(), time.time()),
@@ -307,18 +308,20 @@ class Journal:
         return int(cursor.lastrowid or 0)
 
     def end_deletion(self, deletion_id: int, *, done: bool) -> None:
-        """The prune was finished, or taken back."""
+        """Record that the prune was finished, or taken back."""
         state = "done" if done else "undone"
         self._db.execute("UPDATE deletions SET state=? WHERE id=?", (state, deletion_id))
 
     @whole
     def why_pruned(self, save_id: int) -> str | None:
-        """Why the folder of a save went, or is going."""
+        """Return why the folder of a save was deleted, or is being deleted."""
         return past.why_pruned(self._db, save_id)
 
     @whole
     def lately(self, since: float) -> tuple[list[float], list[float]]:
-        """When saves were sealed and when prunes were begun that were not taken back; unix, oldest first."""
+        """Return when saves were sealed, and when prunes were begun that were not taken back; unix, oldest
+        first.
+        """
         sealed = "SELECT sealed_at FROM saves WHERE sealed_at > ? ORDER BY 1"
         pruned = "SELECT at FROM deletions WHERE at > ? AND state != 'undone' ORDER BY 1"
         of = [[row[0] for row in self._db.execute(query, (since,))] for query in (sealed, pruned)]
@@ -326,7 +329,7 @@ class Journal:
 
     @whole
     def open_deletions(self) -> list[DeletionRow]:
-        """Prunes that a crash interrupted."""
+        """Return the prunes that a crash interrupted."""
         rows = self._db.execute(
             "SELECT id, save_id, trash, intent FROM deletions WHERE state='intended'"
         ).fetchall()
@@ -348,7 +351,7 @@ class Journal:
 
     @whole
     def decisions(self) -> list[Decision]:
-        """All of them, oldest first."""
+        """Return all decisions, oldest first."""
         rows = self._db.execute("SELECT body FROM decisions ORDER BY serial").fetchall()
         return [Decision.model_validate_json(r[0]) for r in rows]
 

@@ -1,7 +1,7 @@
-"""The journal's connection to SQLite: a disk that fails is told apart from a journal that is damaged.
+"""Connect to the journal's database, and tell a disk that fails from a journal that is damaged.
 
 What SQLite says of the disk (full, I/O error, read-only, cannot open) passes and is waited for; the rest of
-its errors mean that the file is no journal of ours, and that one is set aside (P8).
+its errors mean that the file is no journal of ours, and that one is set aside: it can be rebuilt.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Database(sqlite3.Connection):
 
 
 def whole(read: Callable[P, Result]) -> Callable[P, Result]:
-    """A method that reads rows: one that cannot be read as what was written is damage, not a defect.
+    """Return a method that reads rows: one that cannot be read as what was written is damage, not a defect.
 
     SQLite keeps no checksums, so a bit that flipped inside a row shows in its content alone.
     """
@@ -157,8 +157,9 @@ def move_aside(path: Path) -> Path:
     return aside
 
 
-# --- Tables of the journal, and which journals are gone on with ------------------------------------------
-# One of another schema is set aside and rebuilt (P8); one that lacked nothing but sums of its rows gets them.
+# --- tables, and journals of other versions --------------------------------------------------------------
+# A journal of another schema is set aside and rebuilt, which loses nothing: all of it follows from the disk
+# and the remotes. One that lacked nothing but the checksums of its rows gets them.
 
 SCHEMA = 4
 _WITHOUT_SUMS = 3

@@ -1,1 +1,1 @@
-"""The node's disk: scanning, watching, deleting by identity."""
+"""Scan, watch and change the node's disk; delete by identity."""

@@ -1,7 +1,7 @@
-"""Holds: clones of complete checkpoints until they are committed, and a word about what each is of (P1, H14).
+"""Hold complete checkpoints by clones until they are committed, and record which save each clone is of.
 
-A trainer may remove a checkpoint before it is sent; a clone costs nothing and keeps it. What lies beside it
-(`<name>.json`, the sealed save) makes it worth something without the journal (docs/adr/0102).
+A trainer may remove a checkpoint before it is uploaded; a clone costs nothing and keeps it. The record beside
+it (`<name>.json`, the sealed save) makes it useful without the journal (docs/adr/0102).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def about_name(name: str) -> str:
 
 
 def hold_of(name: str) -> str:
-    """The hold that a file beside holds is about; any other name as it is."""
+    """Return the hold that a file beside holds is about; any other name as it is."""
     return name.removesuffix(".json")
 
 

@@ -36,7 +36,7 @@ class DerivedDescription(Model):
     source: DerivedOrigin
 
     def is_made_from(self, fingerprints: Mapping[str, str]) -> bool:
-        """True when every source shard has the fingerprint given for its path."""
+        """Whether every source shard has the fingerprint given for its path."""
         marks = self.source.fingerprints
         return bool(marks) and all(fingerprints.get(path) == mark for path, mark in marks.items())
 

@@ -30,15 +30,18 @@ if TYPE_CHECKING:
     from ckptd.core.policy.permit import DeletePermit
 
 
-# --- What lies in a folder that was renamed aside, and what of it is what was sealed (P1, adr/0163) ------
-# A permit compares whole identities, before and after the rename aside. What lies in the trash later may have
-# another owner or mode, and its disk another number since the boot: what was written shows in the rest.
+# --- folders that were renamed aside ---------------------------------------------------------------------
+# A permit compares whole identities, before and after the rename. What lies in the trash later may have
+# another owner or mode, and its disk another number since the boot, so that only the rest of an identity is
+# compared there (docs/adr/0163).
 
 _BY_HAND = "ckptd and trainer use nothing there: look at it, and move that folder away or remove it by hand"
 
 
 def is_as_sealed(folder_fd: int, file: SealedFile) -> bool:
-    """The inode, the size and the time of writing of what was sealed; device and ctime may be others."""
+    """Whether a file has the inode, size and time of writing that were sealed; device and ctime may be
+    others.
+    """
     status, sealed = files.stat_beneath(folder_fd, file.path), file.identity
     return (
         status is not None
@@ -49,17 +52,17 @@ def is_as_sealed(folder_fd: int, file: SealedFile) -> bool:
 
 
 def everything_in(folder_fd: int) -> list[str]:
-    """Names of all files below a folder, relative to it; what is mounted there is one name."""
+    """Return the names of all files below a folder, relative to it; what is mounted there is one name."""
     return [name for name, is_folder in _below(folder_fd) if not is_folder]
 
 
 def folders_in(folder_fd: int) -> list[str]:
-    """Names of all folders below a folder, on the same mount."""
+    """Return the names of all folders below a folder, on the same mount."""
     return [name for name, is_folder in _below(folder_fd) if is_folder]
 
 
 def _below(folder_fd: int, prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """(name, whether it is a folder that may be entered)."""
+    """Yield (name, whether it is a folder that may be entered)."""
     for name in os.listdir(folder_fd):
         status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
         if not stat.S_ISDIR(status.st_mode) or status.st_dev != os.fstat(folder_fd).st_dev:
@@ -83,7 +86,7 @@ def stays_in_trash(name: str, left: Sequence[str], *, is_listed: bool) -> Storag
     return StorageError(text, hint=_BY_HAND)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- changing what lies on the node ----------------------------------------------------------------------
 
 TRASH = f"{OURS}/trash"
 HOLD = f"{OURS}/hold"
@@ -106,7 +109,7 @@ def ensure_ours(save_dir_fd: int, relative: str) -> int:
 
 
 def trash_name(tag: str) -> str:
-    """A name in the trash that nothing else has."""
+    """Return a name in the trash that nothing else has."""
     return f"{tag}.{secrets.token_hex(4)}"
 
 
@@ -223,7 +226,7 @@ def _check_still_there(trash_fd: int, name: str, folder_fd: int) -> None:
 
 @contextlib.contextmanager
 def _parent_of(dir_fd: int, relative: str) -> Iterator[tuple[int, str]]:
-    """The folder that holds `relative`, open, and the last component of the name."""
+    """Yield the folder that holds `relative`, open, and the last component of the name."""
     head, _, base = relative.rpartition("/")
     fd = files.open_dir_beneath(dir_fd, head) if head else os.dup(dir_fd)
     try:
@@ -288,7 +291,9 @@ def return_from_trash(save_dir_fd: int, name: str, tag: str) -> bool:
 
 
 def is_whole_in_trash(save_dir_fd: int, name: str, sealed: Sequence[SealedFile]) -> bool:
-    """Nothing was removed of a checkpoint that was renamed aside: every name is there, whatever it holds."""
+    """Whether nothing was removed of a checkpoint that was renamed aside: every name is there, whatever it
+    holds.
+    """
     try:
         with closing(files.open_dir_beneath(save_dir_fd, f"{TRASH}/{name}")) as folder:
             return _is_whole(folder, sealed)
@@ -315,7 +320,7 @@ def trash_names(save_dir_fd: int) -> list[str]:
 
 
 def open_tag(save_dir_fd: int, tag: str) -> int:
-    """A checkpoint folder, open.
+    """Open a checkpoint folder.
 
     Raises:
         SourceChanged: it is gone.
@@ -375,7 +380,7 @@ def empty_our_trash(save_dir_fd: int) -> None:
 
 
 def point_latest_universal(save_dir_fd: int, target: str | None) -> None:
-    """Rewrite or remove the pointer `latest_universal` (P11), atomically."""
+    """Rewrite or remove the pointer `latest_universal`, atomically."""
     if target is None:
         files.remove_file(save_dir_fd, "latest_universal")
         files.fsync_dir(save_dir_fd)
@@ -394,7 +399,7 @@ def flush(save_dir_fd: int, tag: str, paths: Sequence[str]) -> None:
 
 
 def folder_is_intact(save_dir_fd: int, tag: str, sealed: Sequence[SealedFile]) -> bool:
-    """True when the folder still holds every sealed file with its identity."""
+    """Whether the folder still holds every sealed file with its identity."""
     listing = scan_folder(save_dir_fd, tag)
     if listing is None:
         return False

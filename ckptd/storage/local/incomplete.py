@@ -1,4 +1,6 @@
-"""Removing one folder that a person gave up: an incomplete or torn save, looked at before and after (P5)."""
+"""Remove one folder that a person gave up, an incomplete or torn save, comparing it before and after the
+rename.
+"""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from ckptd.core.model.listing import SaveDirListing
 
 
-# --- What this process may and can do in a save_dir, proved by doing it below `_ckptd` (P19, P11) --------
+# --- rights, proved by using them below `_ckptd` ---------------------------------------------------------
 
 _NOBODYS_SECONDS = 3600.0
 """Older temporary names than this are of no proof that is under way, on whatever host."""
 
 
 def new_mark() -> str:
-    """A name for the proofs of one process in one save_dir.
+    """Return a name for the proofs of one process in one save_dir.
 
     Of what a disk refuses to let go there is one, and the next proof of that mark takes it along.
     """
@@ -127,7 +127,7 @@ def _remove(dir_fd: int, name: str) -> None:
 
 
 def user(uid: int) -> str:
-    """A user's name and number, for people."""
+    """Return a user's name and number, for people."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} ({uid})"
     except KeyError:
@@ -148,7 +148,7 @@ def _who(save_dir_fd: int, save_dir: str) -> NotPermitted:
     return NotPermitted(msg, hint=f"run ckptd as {user(owner)}; until then nothing is deleted")
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the checks of a save_dir ----------------------------------------------------------------------------
 
 Verdict = Literal["ok", "note", "fail"]
 _SEE = "see `ckptd check`"
@@ -170,7 +170,7 @@ class Finding:
 
 
 def failed(what: str, error: CkptdError) -> Finding:
-    """A finding from an error of the tree."""
+    """Return a finding from an error of the tree."""
     hint = error.hint.removesuffix(_SEE).rstrip(" ,;")
     return Finding(what=what, verdict="fail", text=error.message, hint=hint, exit_code=error.exit_code)
 
@@ -186,7 +186,9 @@ def user_name(uid: int) -> str:
 def probe_save_dir(
     save_dir: Path, min_free: Share, *, writes: bool, trainer: str = "auto"
 ) -> Iterator[Finding]:
-    """Findings about a save_dir; with `writes` by really creating, renaming and removing below `_ckptd/`."""
+    """Yield the findings about a save_dir; with `writes` by really creating, renaming and removing below
+    `_ckptd/`.
+    """
     try:
         fd = os.open(save_dir, files.DIR_FLAGS)
     except FileNotFoundError:

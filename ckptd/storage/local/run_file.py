@@ -1,4 +1,4 @@
-"""`<save_dir>/_ckptd/run.json`: which run a directory holds; read and written here alone (adr/0185)."""
+"""Read and write `<save_dir>/_ckptd/run.json`, which says which run a directory holds (docs/adr/0185)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ _LIMIT_BYTES = 1 << 20
 
 
 def place_of(save_dir: str, inode: int) -> str:
-    """Names a directory of this node: another one of that path, or a copy elsewhere, is another place."""
+    """Return a name for a directory of this node; another one of that path, or a copy elsewhere, has another
+    name.
+    """
     return hashlib.sha256(f"{save_dir}\0{inode}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def read_run(save_dir_fd: int, save_dir: str) -> RunFile | None:
-    """The run that this very directory holds; None: nobody said, or it was said of another directory."""
+    """Return the run that this very directory holds; None: unknown, or said of another directory."""
     try:
         data = files.read_beneath(save_dir_fd, RUN_FILE_PATH, limit_bytes=_LIMIT_BYTES)
         found = RunFile.model_validate_json(data)
@@ -40,7 +42,7 @@ def read_run(save_dir_fd: int, save_dir: str) -> RunFile | None:
 
 
 def copied_run(save_dir_fd: int, save_dir: str) -> str | None:
-    """The run of the directory that this one is a copy of, or was before it was moved; None: of none."""
+    """Return the run of the directory that this one was copied or moved from; None: of none."""
     try:
         data = files.read_beneath(save_dir_fd, RUN_FILE_PATH, limit_bytes=_LIMIT_BYTES)
         found = RunFile.model_validate_json(data)
@@ -63,13 +65,13 @@ def run_file(
     known: tuple[tuple[str, int], ...] = (),
     left: str | None = None,
 ) -> RunFile:
-    """A new one, of this directory."""
+    """Return a new run file, of this directory."""
     place = place_of(save_dir, os.fstat(save_dir_fd).st_ino)
     return RunFile(run_id=run_id, place=place, how=how, known=known, left=left)
 
 
 def user_name() -> str:
-    """Who runs this; the number where the system has no name for it."""
+    """Return who runs this; the number where the system has no name for it."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -77,5 +79,5 @@ def user_name() -> str:
 
 
 def host_name() -> str:
-    """This machine."""
+    """Return this machine's name."""
     return socket.gethostname()

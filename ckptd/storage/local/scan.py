@@ -1,7 +1,7 @@
-"""One look at a save_dir: names and identities by descriptor, nothing opened for reading but pointers (P15).
+"""Scan a save_dir once: names and identities by descriptor; only pointers are opened for reading.
 
 The scanner never enters `_ckptd`, follows no symlink and crosses no mount; what is neither a folder nor a
-regular file is reported, not touched (H8).
+regular file is reported, not touched.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _listed(path: str, status: os.stat_result) -> ListedFile:
 
 
 def read_pointer(save_dir_fd: int, name: str, *, limit_bytes: int = _POINTER_LIMIT_BYTES) -> str | None:
-    """Content of `latest` or `latest_universal`, stripped; None when absent, empty or unreadable."""
+    """Return the content of `latest` or `latest_universal`, stripped; None: absent, empty or unreadable."""
     try:
         data = files.read_beneath(save_dir_fd, name, limit_bytes=limit_bytes)
     except (OSError, CkptdError):
@@ -280,12 +280,12 @@ class OpenWriters:
 
 
 def has_open_writer(save_dir: str, tag: str) -> bool:
-    """True when a process that we may see holds a file of the folder open for writing (H32)."""
+    """Whether a process that we may see holds a file of the folder open for writing (H32)."""
     return tag in written_folders(save_dir)
 
 
 def written_folders(save_dir: str) -> frozenset[str]:
-    """Folders of save_dir in which a process that we may see holds a file open for writing.
+    """Return the folders of save_dir in which a process that we may see holds a file open for writing.
 
     Raises:
         OSError: it cannot be told (no free descriptor).

@@ -60,7 +60,9 @@ class _Memory(Model):
 
 
 def filesystem_type(path: Path) -> str:
-    """Type of the file system that `path`, or its nearest existing parent, lies on; "" when unknown."""
+    """Return the type of the file system that `path`, or its nearest existing parent, lies on; "" when
+    unknown.
+    """
     real = Path(os.path.realpath(path))
     best, kind = "", ""
     for mount in psutil.disk_partitions(all=True):
@@ -78,7 +80,7 @@ def is_network(kind: str) -> bool:
 def state_dir_of(
     save_dir: Path, job: str, configured: Path | None, environ: Mapping[str, str], *, jobs_in_daemon: int = 1
 ) -> Path:
-    """The state directory of one job; nothing is created.
+    """Return the state directory of one job; nothing is created.
 
     `<state_dir>/<job>`, else `<$STATE_DIRECTORY>/<job>`, else `<save_dir>/_ckptd/state` (single job); when
     that is on a network file system or under $HOME, `/var/tmp/ckptd-<uid>/<sha of save_dir>`.
@@ -94,7 +96,7 @@ def state_dir_of(
 
 
 def state_base(configured: Path | None, environ: Mapping[str, str], jobs_in_daemon: int) -> Path | None:
-    """The directory for the state of a daemon's jobs; None: that of its only one lies in save_dir.
+    """Return the directory for the state of a daemon's jobs; None: that of its only one lies in save_dir.
 
     Raises:
         ConfigError: as `state_dir_of`.
@@ -107,7 +109,7 @@ def state_base(configured: Path | None, environ: Mapping[str, str], jobs_in_daem
 
 
 def read_node_id(state_dir_fd: int) -> str | None:
-    """The random id of this node, where a daemon made one; nothing is created.
+    """Return the random id of this node, where a daemon made one; nothing is created.
 
     Raises:
         OSError, CkptdError, UnicodeDecodeError: it is there and cannot be read.

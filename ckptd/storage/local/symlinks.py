@@ -1,4 +1,4 @@
-"""Links where checkpoints should be: seen by their names, never followed (P15)."""
+"""Detect links where checkpoints should be, by their names, without following them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def leads_elsewhere(save_dir_fd: int, name: str) -> bool:
 
 
 def linked_shard(listing: FolderListing | None) -> list[str]:
-    """The first shard of a folder that is a link, or no regular file; nothing where there is none."""
+    """Return the first shard of a folder that is a link, or no regular file; nothing where there is none."""
     for path in listing.irregular if listing is not None else ():
         if parse_shard_name(path.rpartition("/")[2]) is not None:
             return [f"{listing.tag}/{path}"] if listing is not None else []

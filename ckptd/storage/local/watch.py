@@ -1,7 +1,7 @@
-"""inotify as a hint: something moved in save_dir or in a folder that is being saved, so look sooner (§3).
+"""Watch save_dir by inotify, as a hint only: something moved there, so scan sooner (docs/design.md §3).
 
 Watches are not recursive. An event that is lost (queue overflow, network file system, watch limit) costs at
-most one rescan interval; nothing is ever decided from an event. Trainers may send hints themselves (`hints`).
+most one rescan interval; nothing is ever decided from an event. Trainers may send hints themselves (`Hints`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from watchdog.observers.api import ObservedWatch
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Words from the trainer: "I have just saved", as a datagram that says no more than "look now" (ADR 0109).
-# File events tell the same, but not everywhere: none where the inotify limits are used up, none from other
+# --- hints from the trainer ------------------------------------------------------------------------------
+# The trainer says "I have just saved" in a datagram that means no more than "look now" (docs/adr/0109). File
+# events tell the same, but not everywhere: none where the inotify limits are used up, none from other
 # machines or sandboxes. An abstract socket is no file: nothing is written, no rights are needed, nothing is
-# left behind, and the containers of a pod share it. What a datagram holds is never read, nothing decided by
-# it.
+# left behind, and the containers of a pod share it. The content of a datagram is never read, nothing decided
+# by it.
 
 log = logging.getLogger("ckptd.hints")
 
@@ -107,7 +107,7 @@ class Hints:
 
 
 def _bound(address: bytes) -> socket.socket:
-    """A socket of that name which says who sends to it."""
+    """Return a socket of that name which says who sends to it."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -126,7 +126,7 @@ def _sender(ancillary: list[tuple[int, int, bytes]]) -> int | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- file events -----------------------------------------------------------------------------------------
 
 _MEANT: list[type[FileSystemEvent]] = [
     DirCreatedEvent,

@@ -1,4 +1,4 @@
-"""Is it the remote we mean? Identity, place and rights, proved before anything is written (P2, H5, H6).
+"""Prove that a remote is the one that is meant, its identity, place and rights, before anything is written.
 
 An unmounted share is an empty directory on the root disk: a checkpoint "uploaded" there would be on the same
 machine. So a directory becomes a remote only on a file system of its own, and only once.
@@ -240,7 +240,7 @@ def _check_place(path: Path, settings: RemoteSettings) -> None:
 
 
 def _device_of(path: Path) -> int | None:
-    """Device of the path or of its nearest ancestor that exists."""
+    """Return the device of the path or of its nearest ancestor that exists."""
     for candidate in (path, *path.parents):
         try:
             return candidate.stat().st_dev
@@ -249,9 +249,9 @@ def _device_of(path: Path) -> int | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------
-# A remote becomes another job's: the job id stays, so that COMMITs stay valid; the remote id is new.
-# Daemons that knew the remote by its old id find it "another one" and stop writing.
+# --- taking a remote over for another job ----------------------------------------------------------------
+# The job id stays, so that COMMITs stay valid; the remote id is new. Daemons that knew the remote by its old
+# id find another one there and stop writing.
 
 
 def identity_of(store: Store) -> RemoteIdentity:
@@ -286,8 +286,8 @@ def take_over(store: Store, found: RemoteIdentity, job: str) -> RemoteIdentity:
     return now
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Two remotes that are one directory by two paths, or one bucket by two URLs, are one copy (adr/0166).
+# --- two remotes that are one place ----------------------------------------------------------------------
+# One directory by two paths, or one bucket by two URLs, holds one copy, not two (docs/adr/0166).
 
 NEXT_STEP = "remove one of the two from the job file: what both hold is one copy"
 

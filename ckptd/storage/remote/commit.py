@@ -1,4 +1,4 @@
-"""Shipping one save and committing it by coverage (docs/design.md §5, docs/adr/0021; P2, P3, P4, P10).
+"""Upload one save and commit it once all nodes' manifests cover it (docs/design.md §5, docs/adr/0021).
 
 Order of operations, each of which may be the last before a crash: objects → verification of each → every
 source identity again → node manifest → (any node) COMMIT, created once → read back → pointers. A COMMIT is
@@ -34,16 +34,21 @@ from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChange
 from ckptd.storage.remote import derive_attempts
 from ckptd.storage.remote.coordination import lacking, leave_to_owner, take_share, tensors, tensors_of
 from ckptd.storage.remote.documents import (
-    Seen,
-    look,
+    GenerationSnapshot,
     manifests_of_commit,
     number_of,
     read_commit,
     read_generation,
+    read_snapshot,
     read_supplements,
     stem_of,
 )
-from ckptd.storage.remote.manifest_index import Listed, as_listed, in_the_way, withdraw
+from ckptd.storage.remote.manifest_index import (
+    ManifestIndex,
+    manifest_entry,
+    pending_replacement,
+    release_lease,
+)
 from ckptd.storage.remote.messages import CommitView, ShipResult, SupplementView
 from ckptd.storage.remote.observe import AttachedRemote, point, still_ours
 from ckptd.storage.remote.transfer import CannotBeMade, Transfer, changed, sealed
@@ -59,7 +64,7 @@ if TYPE_CHECKING:
     from ckptd.storage.remote.transfer import Carried, Control, OpenOrigin, Origin
 
 
-# --- How an attempt to commit ends while other nodes' parts have not come, or once others committed ------
+# --- results of an attempt that cannot commit now --------------------------------------------------------
 
 MOST_NAMED = 4096
 """Missing shards that an answer names: what is missing of more is said in words."""
@@ -68,7 +73,7 @@ MOST_NAMED = 4096
 def waiting(
     why: tuple[str, str], ours: KnownManifest, carried: Carried, absent: tuple[NamedShard, ...]
 ) -> ShipResult:
-    """Shipped and listed, not committed; `why`: reason and next step."""
+    """Return the result "uploaded and listed, not committed"; `why`: reason and next step."""
     return ShipResult(
         outcome="waiting",
         reason=why[0],
@@ -82,7 +87,7 @@ def waiting(
 
 
 def as_others_committed(whole: ShipOrder, commit: CommitView, members: Iterable[KnownManifest]) -> ShipResult:
-    """Committed by others: our files are listed all the same (replicas), or are not needed for it.
+    """Return the result where others committed: our files are listed all the same, or are not needed.
 
     `whole`: the order with all its files; `members`: the manifests that the COMMIT rests on.
     """
@@ -125,13 +130,13 @@ def left_out(whole: ShipOrder, ours: NodeManifest) -> tuple[str, ...]:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- upload and commit -----------------------------------------------------------------------------------
 
 
 def ship(
     ground: AttachedRemote, order: ShipOrder, control: Control, open_origin: OpenOrigin = sealed
 ) -> ShipResult:
-    """Ship one form of one save and commit it if the manifests of its generation cover the grid.
+    """Upload one form of one save and commit it if the manifests of its generation cover the grid.
 
     Outcomes: committed; waiting (other nodes' shards are missing); conflict (this generation holds another
     save: choose again); refused (there is no such form of it); damaged (an object that it is made of is).
@@ -144,13 +149,13 @@ def ship(
     """
     still_ours(ground.store, ground.identity)
     one_writer(ground, order)
-    taken = derive_attempts.take(ground, order)
+    taken = derive_attempts.claim_attempt(ground, order)
     if isinstance(taken, ShipResult):
         return taken
     root = open_root(order.root)
     try:
         shipping = _Shipping(ground, taken, control, root)
-        return derive_attempts.made(ground, taken, lambda: shipping.run(open_origin))
+        return derive_attempts.finish_attempt(ground, taken, lambda: shipping.run(open_origin))
     finally:
         os.close(root)
 
@@ -183,7 +188,7 @@ class _Shipping:
         commit = read_commit(self._store, self._where)
         if commit is not None:
             return self._beside(commit, seen.read)
-        if derive_attempts.place_is_taken(self._ground, self._where, self._order.manifest.folder):
+        if derive_attempts.folder_in_use(self._ground, self._where, self._order.manifest.folder):
             reason = f"a ZeRO form lists objects in {self._order.manifest.folder} under this form's names"
             return ShipResult(outcome="conflict", reason=reason)  # the next attempt has its own folder
         self._order = leave_to_owner(self._order, lambda: self._look(is_all=True).read)
@@ -200,13 +205,13 @@ class _Shipping:
 
     def _look(
         self, ours: KnownManifest | None = None, *, is_all: bool = False, commit: CommitView | None = None
-    ) -> Seen:
+    ) -> GenerationSnapshot:
         node, cache = None if is_all else self._order.manifest.node, self._ground.manifests
-        return look(self._store, self._where, cache, node=node, ours=ours, commit=commit)
+        return read_snapshot(self._store, self._where, cache, node=node, ours=ours, commit=commit)
 
-    def _carry(self, origin: Origin, seen: Seen) -> ShipResult:
+    def _carry(self, origin: Origin, seen: GenerationSnapshot) -> ShipResult:
         self._order = origin.order
-        listed = Listed(self._store, self._order.manifest, seen, self._ground.manifests)
+        listed = ManifestIndex(self._store, self._order.manifest, seen, self._ground.manifests)
         carried = Transfer(self._store, origin, self._root, listed, self._control).run()
         # P4: a manifest speaks of one save, so nothing may have changed while the last file was sent
         origin.recheck()
@@ -220,7 +225,7 @@ class _Shipping:
         ours = self._put_manifest(carried.files, seen.read)
         return self._commit(ours, carried)
 
-    def _conflict(self, seen: Seen) -> str | None:
+    def _conflict(self, seen: GenerationSnapshot) -> str | None:
         ours = self._order.manifest.model_copy(update={"files": self._expected_files()})
         spread_seconds = self._order.save_spread_seconds
         read = coverage.conflict(ours, seen.read, save_spread_seconds=spread_seconds)
@@ -228,15 +233,15 @@ class _Shipping:
         return read or named_conflict(mark, seen.named, save_spread_seconds=spread_seconds)
 
     def _expected_files(self) -> tuple[ManifestFile, ...]:
-        """The files as the manifest will list them, as far as comparing saves needs them."""
-        return tuple(as_listed(f, f.bytes, "", f.fingerprint, "none") for f in self._order.files)
+        """Return the files as the manifest will list them, as far as comparing saves needs them."""
+        return tuple(manifest_entry(f, f.bytes, "", f.fingerprint, "none") for f in self._order.files)
 
     # --- a COMMIT is there already ----------------------------------------------------------------------
 
     def _beside(
         self, commit: CommitView, listed: tuple[KnownManifest, ...], carried: Carried | None = None
     ) -> ShipResult:
-        """The generation is committed: with our manifest, without it, or disputed."""
+        """Return the result where the generation is committed: with our manifest, without it, or disputed."""
         settled(self._store, commit.key)
         refs = {ref.sha256 for ref in commit.commit.manifests}
         members = [known for known in listed if known.sha256 in refs]
@@ -257,7 +262,7 @@ class _Shipping:
         return self._joined(commit, mine, None)
 
     def _joined(self, commit: CommitView, mine: KnownManifest, carried: Carried | None) -> ShipResult:
-        """Our manifest is in the COMMIT: dispute it if files were written again while other nodes joined."""
+        """Finish where our manifest is in the COMMIT; dispute it if files were written again meanwhile."""
         if len(commit.commit.manifests) > 1:
             rewritten = self._rewritten()
             if rewritten is not None:
@@ -275,7 +280,7 @@ class _Shipping:
         )
 
     def _rewritten(self) -> str | None:
-        """A file that is there with another identity; one that is gone was deleted, not saved again."""
+        """Return a file that has another identity now; one that is gone was deleted, not saved again."""
         reasons = (changed(self._root, f.source, f.identity, f.path) for f in self._order.files)
         return next((reason for reason in reasons if reason and not reason.endswith("vanished")), None)
 
@@ -299,7 +304,9 @@ class _Shipping:
         return [known for known in listed if known.manifest.node_id == self._order.manifest.node_id]
 
     def _lists_our_files(self, known: KnownManifest) -> bool:
-        """A derived form may differ in bytes, as another version laid it out, never in its source."""
+        """Whether a manifest lists our files; of a derived form the source counts, as versions lay it out
+        differently.
+        """
         if self._order.manifest.source is not None and known.manifest.source is not None:
             return known.manifest.source.fingerprints == self._order.manifest.source.fingerprints
         rows = {(file.path, file.bytes, file.fingerprint) for file in known.manifest.files}
@@ -334,7 +341,7 @@ class _Shipping:
         return KnownManifest(key=key, sha256=sha256, manifest=manifest)
 
     def _commit(self, ours: KnownManifest, carried: Carried) -> ShipResult:
-        withdraw(self._store, ours.manifest)
+        release_lease(self._store, ours.manifest)
         seen = self._look(ours)
         if seen.named:
             commit = read_commit(self._store, self._where)
@@ -355,7 +362,7 @@ class _Shipping:
         waits = (
             (coverage.missing_words(missing, members), "")
             if missing
-            else in_the_way(self._store, ours.manifest, listed)
+            else pending_replacement(self._store, ours.manifest, listed)
         )
         if waits is not None and existing is None:
             return waiting(waits, ours, carried, coverage.absent(members) if missing else ())
@@ -401,7 +408,7 @@ class _Shipping:
 
 
 def one_writer(ground: AttachedRemote, order: ShipOrder) -> None:
-    """On a store that enforces no create-only write only one node may ever write (P10)."""
+    """Refuse a second writing node on a store that enforces no create-only write."""
     if ground.abilities.create_only:
         return
     node = order.manifest.node
@@ -417,17 +424,16 @@ def now_utc() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Files that appeared in a folder after its COMMIT, committed beside it (docs/design.md P1, docs/adr/0102).
+# --- supplements: files that appeared in a folder after its COMMIT ---------------------------------------
 # A trainer writes its README late, a user drops the result of an evaluation: what no COMMIT lists would keep
 # the folder on the node for ever. Objects → verification → manifest → SUPPLEMENT k, created once; the COMMIT
-# stays as it is. Readers that know no supplements lack these files and nothing else.
+# stays as it is. Readers that know no supplements lack these files and nothing else (docs/adr/0102).
 
 _TRIES = 100
 
 
 def supplement(ground: AttachedRemote, order: ShipOrder, control: Control) -> ShipResult:
-    """Ship files beside the COMMIT that `order.supplement_to` quotes, and create a SUPPLEMENT over them.
+    """Upload files beside the COMMIT that `order.supplement_to` quotes, and create a SUPPLEMENT over them.
 
     Outcomes: committed (what lies there already is not sent again); conflict: that COMMIT does not count.
 
@@ -463,17 +469,17 @@ class _Supplementing:
         absent = [file for file in self._order.files if _row(file) not in held]
         if not absent:
             return self._result(base, before, 0, sum(file.bytes for file in self._order.files))
-        seen = look(self._store, self._where, self._ground.manifests, node=None)
+        seen = read_snapshot(self._store, self._where, self._ground.manifests, node=None)
         listed = seen.read
         order = self._order.model_copy(update={"files": tuple(self._placed(f, base, listed) for f in absent)})
         with sealed(order, self._root, self._control, self._store) as origin:
-            known = Listed(self._store, order.manifest, seen, self._ground.manifests)
+            known = ManifestIndex(self._store, order.manifest, seen, self._ground.manifests)
             carried = Transfer(self._store, origin, self._root, known, self._control).run()
             # P4: what is listed is what the files hold now
             origin.recheck()
         still_ours(self._store, self._ground.identity)
         ours = self._put_manifest(carried.files)
-        withdraw(self._store, ours.manifest)
+        release_lease(self._store, ours.manifest)
         if self._base() is None:
             return self._no_base()
         # what was created counts, whatever a list shows of it
@@ -481,7 +487,7 @@ class _Supplementing:
         return self._result(base, [*before, made], carried.bytes_sent, carried.bytes_skipped)
 
     def _base(self) -> CommitView | None:
-        """The COMMIT, if it counts and is the one that is meant."""
+        """Return the COMMIT, if it counts and is the one that is meant."""
         commit = read_commit(self._store, self._where)
         if commit is None or commit.disputed or commit.sha256 != self._order.supplement_to:
             return None
@@ -492,7 +498,7 @@ class _Supplementing:
         return ShipResult(outcome="conflict", reason=f"the COMMIT of {self._where[0]} is another one now")
 
     def _listing(self, base: CommitView) -> list[SupplementView]:
-        """The COMMIT and its SUPPLEMENTs, each with what it lists."""
+        """Return the COMMIT and its SUPPLEMENTs, each with what it lists."""
         views = []
         for view in (base, *read_supplements(self._store, self._where)):
             settled(self._store, view.key)
@@ -554,7 +560,7 @@ class _Supplementing:
         return found == data
 
     def _create(self, ours: KnownManifest) -> SupplementView:
-        """SUPPLEMENT k, the first that nobody has; read back."""
+        """Create SUPPLEMENT k, the first that nobody has, and read it back."""
         document = build_commit(
             (ours,),
             committed_by=self._order.manifest.node,

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import ObjectInfo, Store
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Heartbeats in a remote: one small object a node, replaced at most once a minute, read by whoever asks.
-# Ages are by the store's own times: between two nodes whose clocks differ by an hour they are still right.
-# Where a store keeps no times, the documents' own are compared, and the answer says so.
+# --- heartbeats ------------------------------------------------------------------------------------------
+# Each node replaces one small object at most once a minute; whoever asks reads them. Ages are by the store's
+# own times: between two nodes whose clocks differ by an hour they are still right. Where a store keeps no
+# times, the documents' own are compared, and the answer says so.
 
 READ_AGAIN_SECONDS = 600.0
 """What is known of a node is read again so seldom, unless somebody wants it."""
@@ -79,7 +79,7 @@ class Heartbeats:
     def others(
         self, node: str, *, reads_all: bool = False, now_seconds: float | None = None
     ) -> tuple[SeenNode, ...]:
-        """Every node's but `node`'s, by name; `now_seconds`: the store's present, where it is known."""
+        """Return the heartbeats of all nodes but `node`, by name; `now_seconds`: the store's time."""
         found = [
             (name, info)
             for info in self.store.list(HEARTBEATS)
@@ -116,17 +116,19 @@ class Heartbeats:
         return tuple(seen for seen in self.others("") if _is_elsewhere(seen, ours))
 
     def everyone(self, now_seconds: float | None = None) -> tuple[SeenNode, ...]:
-        """Every daemon's, read afresh, also of those that share a node name."""
+        """Return every daemon's, read afresh, also of those that share a node name."""
         return self.others("", reads_all=True, now_seconds=now_seconds)
 
     def of(self, node: str) -> SeenNode | None:
-        """One node's, read afresh; None: there is none."""
+        """Return one node's, read afresh; None: there is none."""
         found = list(self.store.list(HEARTBEATS))
         info = next((info for info in found if node_of_key(info.key) == node), None)
         return None if info is None else self._seen(node, info, self._now_ns(found), reads_all=True)
 
     def _now_ns(self, infos: Sequence[ObjectInfo]) -> int | None:
-        """The store's present: its time of our own heartbeat and what passed since, else its newest time."""
+        """Return the store's present: its time of our own heartbeat and what passed since, else its newest
+        time.
+        """
         newest = max((info.mtime_ns for info in infos), default=0)
         if self._put_at is not None:
             put_ns, at_seconds = self._put_at
@@ -175,11 +177,11 @@ def _age_by_clocks(heartbeat: Heartbeat) -> float | None:
     return max(0.0, (datetime.now(UTC) - aware).total_seconds())
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Files that several nodes have, sent once: `mp_rank_*_model_states.pt` under ZeRO-1/2 (design.md §5; H29).
-# The holder of data-parallel rank 0 sends them at once. The others leave them to it for a while after their
-# own shards are verified, and for good once a manifest of the generation lists them with the same tensors:
-# pickles of replicas may differ, their storages do not.
+# --- replicas: files that several nodes have, uploaded once ----------------------------------------------
+# Under ZeRO-1/2 every node has the same `mp_rank_*_model_states.pt`. The holder of data-parallel rank 0
+# uploads them at once. The others leave them to it for a while after their own shards are verified, and for
+# good once a manifest of the generation lists them with the same tensors: pickles of replicas may differ,
+# their storages do not (docs/design.md §5).
 
 
 def tensors(file: ShipFile | ManifestFile) -> tuple[str, str]:
@@ -193,7 +195,7 @@ def tensors_of(manifests: Iterable[KnownManifest]) -> frozenset[tuple[str, str]]
 
 
 def leave_to_owner(order: ShipOrder, listed: Callable[[], Iterable[KnownManifest]]) -> ShipOrder:
-    """The order without the replicas that another node listed, or that are still its business.
+    """Return the order without the replicas that another node listed, or that are still left to it.
 
     `listed` reads the generation's manifests; it is asked only by who would step in.
     """
@@ -211,24 +213,26 @@ def leave_to_owner(order: ShipOrder, listed: Callable[[], Iterable[KnownManifest
     return order.model_copy(update={"files": kept, "manifest": manifest})
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- rows of numbered documents --------------------------------------------------------------------------
 
 
 _TRIES = 8
 _Row = TypeVar("_Row", bound=Document)
 
 
-def newest_row(store: Store, folder: str, kind: type[_Row]) -> tuple[int, _Row | None]:
-    """The newest document of a row; (0, None): there is none."""
+def latest_row(store: Store, folder: str, kind: type[_Row]) -> tuple[int, _Row | None]:
+    """Return the newest document of a row; (0, None): there is none."""
     number = max((number_of(folder, info.key) for info in store.list(folder)), default=0)
     data = store.get(numbered(folder, number)) if number else None
     return (number, parse(kind, data, numbered(folder, number))) if data is not None else (number, None)
 
 
-def agreed(store: Store, folder: str, kind: type[_Row], wanted: Callable[[_Row | None], _Row | None]) -> _Row:
-    """The newest document, superseded by `wanted` where that gives one; what is read back counts."""
+def append_row(
+    store: Store, folder: str, kind: type[_Row], wanted: Callable[[_Row | None], _Row | None]
+) -> _Row:
+    """Supersede the newest document by `wanted` where that gives one; return the newest, read back."""
     for _ in range(_TRIES):
-        number, found = newest_row(store, folder, kind)
+        number, found = latest_row(store, folder, kind)
         after = wanted(found)
         if after is None:
             if found is not None:
@@ -248,11 +252,12 @@ def _timed(store: Store, others: Iterable[SeenNode]) -> tuple[SeenNode, ...]:
     return found
 
 
-# --- shares ----------------------------------------------------------------------------------------------
+# --- shares of a save ------------------------------------------------------------------------------------
 
 
 def take_share(store: Store, order: ShipOrder, listed: Callable[[], Sequence[KnownManifest]]) -> ShipOrder:
-    """The order with this node's share of the files alone; the others are left to theirs, by fingerprint.
+    """Return the order with this node's share of the files alone; the others are left to theirs, by
+    fingerprint.
 
     What somebody listed already is nobody's to send, what we listed ourselves stays ours.
 
@@ -273,7 +278,7 @@ def take_share(store: Store, order: ShipOrder, listed: Callable[[], Sequence[Kno
             return None
         return Shares(job_id=ours.job_id, number=0, members=members, by=ours.node)
 
-    shares = agreed(store, shares_folder(tag, generation, form), Shares, wanted)
+    shares = append_row(store, shares_folder(tag, generation, form), Shares, wanted)
     folder = [f.path for f in order.files if f.identity is not None]
     mine = share_of(tag, folder, shares.members, ours.node)
     known = listed() if shares.number > 1 or ours.node not in shares.members else ()
@@ -292,7 +297,9 @@ def take_share(store: Store, order: ShipOrder, listed: Callable[[], Sequence[Kno
 
 
 def lacking(whole: ShipOrder, members: Iterable[KnownManifest]) -> tuple[str, ...]:
-    """Files of a shared folder that no manifest lists yet: nothing is committed before each has its place."""
+    """Return the files of a shared folder that no manifest lists yet: nothing is committed before each has
+    its place.
+    """
     if whole.takeover_seconds is None or whole.manifest.form != ZERO:
         return ()
     held = tensors_of(members)
@@ -305,7 +312,7 @@ def forget_rows(store: Store, where: tuple[str, int, str]) -> None:
         store.delete(info.key)
 
 
-# --- the lease -------------------------------------------------------------------------------------------
+# --- the lease on a shared save_dir ----------------------------------------------------------------------
 
 
 def hold_lease(
@@ -323,7 +330,7 @@ def hold_lease(
             return None
         return LeaseTerm(job_id=job_id, number=0, node=node, node_id=node_id)
 
-    term = agreed(store, LEASE, LeaseTerm, wanted)
+    term = append_row(store, LEASE, LeaseTerm, wanted)
     is_ours = term.node_id == node_id
     if is_ours:
         for info in list(store.list(LEASE)):
@@ -332,9 +339,9 @@ def hold_lease(
     return LeaseSeen(epoch=term.number, node=term.node, is_ours=is_ours)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Which nodes write to a remote just now, by their heartbeats and the store's own present; and what processes
-# of this node that were killed there left of documents.
+# --- live nodes ------------------------------------------------------------------------------------------
+# They are told by their heartbeats and the store's own time. Documents half written by killed processes of
+# this node are removed here, too.
 
 NEXT_STEP = (
     "a run of its own needs a name and a url of its own; for a second node of this run nothing is to do"
@@ -342,13 +349,14 @@ NEXT_STEP = (
 
 
 def live_nodes(store: Store, *, but_node: str = "", but_node_id: str = "") -> tuple[SeenNode, ...]:
-    """Nodes that were heard of lately and have not ended, but for the one named; the last heard of first.
+    """Return the nodes that were heard of lately and have not ended, but for the one named; the last heard of
+    first.
 
     Writes a small object and removes it again where there are heartbeats and the store tells no time itself.
     """
     if next(iter(store.list(HEARTBEATS)), None) is None:
         return ()
-    found = Heartbeats(store).others(but_node, reads_all=True, now_seconds=present_seconds(store))
+    found = Heartbeats(store).others(but_node, reads_all=True, now_seconds=server_time_seconds(store))
     here = [
         (seen.seconds_ago, seen.node, seen)
         for seen in found
@@ -368,11 +376,11 @@ def remove_stale_temporaries(store: Store) -> tuple[ObjectInfo, ...]:
 def stale_temporaries(store: Store) -> tuple[ObjectInfo, ...]:
     """List it. Only directories have temporaries."""
     look = getattr(store, "stale_temporaries", None)
-    now = present_seconds(store) if look is not None else None
+    now = server_time_seconds(store) if look is not None else None
     return () if look is None or now is None else look(now)
 
 
-def said_of(found: Sequence[SeenNode], remote: str, since: str) -> str:
+def other_writers(found: Sequence[SeenNode], remote: str, since: str) -> str:
     """Say in words that other nodes write under this name, naming the one last heard of.
 
     Whoever begins a run may have meant another remote, or another name.
@@ -389,7 +397,7 @@ def _is_own(seen: SeenNode, node_id: str) -> bool:
     return bool(node_id) and seen.heartbeat is not None and seen.heartbeat.node_id == node_id
 
 
-def present_seconds(store: Store) -> float | None:
+def server_time_seconds(store: Store) -> float | None:
     """Return the store's time: from its answers, else from the time stamp of a small object written now.
 
     None: the store keeps no times.

@@ -1,7 +1,8 @@
-"""Who makes a form of what the remote itself holds: one node, at a numbered attempt of its own (adr/0118).
+"""Elect the node that makes a form of what the remote itself holds, at a numbered attempt of its own.
 
-Economy: two nodes that both think it is theirs write into folders of their own, and one COMMIT is created.
-What attempts that do not count left is removed, by the keys of the one that counts, never by a prefix.
+It only saves work: two nodes that both think it is theirs write into folders of their own, and one COMMIT is
+created. What losing attempts left is removed, by the keys of the one that counts, never by a prefix
+(docs/adr/0118).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from ckptd.core.model.manifest import folder_name, parse, sha256_of, side_key, s
 from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.policy.leases import Attempt, attempt_folder, attempts_folder, judge_lease, numbered
 from ckptd.errors import DamagedError, DocumentDamaged, RefusedError, VerifyError
-from ckptd.storage.remote.coordination import Heartbeats, agreed, newest_row
+from ckptd.storage.remote.coordination import Heartbeats, append_row, latest_row
 from ckptd.storage.remote.documents import (
     ManifestCache,
-    look,
     manifests_of_commit,
     read_commit,
     read_keys,
+    read_snapshot,
     stem_of,
 )
 from ckptd.storage.remote.messages import ShipResult
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import Store
 
 
-def take(ground: AttachedRemote, order: ShipOrder) -> ShipOrder | ShipResult:
-    """The order as an attempt of this node, or how it ends before anything is read: committed by whoever it
-    was, refused, retired, or another node's for now.
+def claim_attempt(ground: AttachedRemote, order: ShipOrder) -> ShipOrder | ShipResult:
+    """Claim an attempt for this order: returns the order with the attempt's folder, or the final result.
 
-    What is made of shards here, or not made, is returned as it is.
+    It ends before anything is read where the form is committed by whoever it was, refused, retired, or made
+    by another node for now.
     """
     making = order.making
     if making is None or making.zero is None:
@@ -53,7 +54,7 @@ def take(ground: AttachedRemote, order: ShipOrder) -> ShipOrder | ShipResult:
     if store.get(side_key("retired", stem(*where))) is not None:
         return ShipResult(outcome="conflict", reason=f"generation {where[1]} of {where[0]} was retired")
     takeover_seconds = making.zero.takeover_seconds
-    is_taken = place_is_taken(ground, where, attempt_folder(*where, making.below, 1))
+    is_taken = folder_in_use(ground, where, attempt_folder(*where, making.below, 1))
 
     def wanted(found: Attempt | None) -> Attempt | None:
         fresh = Attempt(job_id=ours.job_id, number=0, node=ours.node, node_id=ours.node_id)
@@ -66,7 +67,7 @@ def take(ground: AttachedRemote, order: ShipOrder) -> ShipOrder | ShipResult:
         is_void = whose == "ours" and found is not None and found.number == 1 and is_taken
         return fresh if whose == "take" or is_void else None
 
-    attempt = agreed(store, attempts_folder(*where), Attempt, wanted)
+    attempt = append_row(store, attempts_folder(*where), Attempt, wanted)
     if attempt.refused is not None:
         outcome: Literal["damaged", "refused"] = "damaged" if attempt.damaged else "refused"
         return ShipResult(outcome=outcome, reason=attempt.refused, hint=attempt.hint)
@@ -75,7 +76,7 @@ def take(ground: AttachedRemote, order: ShipOrder) -> ShipOrder | ShipResult:
     return _as_attempt(order, making, attempt.number)
 
 
-def place_is_taken(ground: AttachedRemote, where: Stem, folder: str) -> bool:
+def folder_in_use(ground: AttachedRemote, where: Stem, folder: str) -> bool:
     """Whether a ZeRO form lists objects under the names of a universal form that is sent into `folder` (P3).
 
     Earlier releases sent what a person had put beside a trainer's shards under its own path: ours would go
@@ -84,13 +85,15 @@ def place_is_taken(ground: AttachedRemote, where: Stem, folder: str) -> bool:
     tag, generation, form = where
     if form != UNIVERSAL or folder != folder_name(tag, generation, ZERO):
         return False
-    seen = look(ground.store, (tag, generation, ZERO), ground.manifests, node=None)
+    seen = read_snapshot(ground.store, (tag, generation, ZERO), ground.manifests, node=None)
     keys = (file.key for known in seen.read for file in known.manifest.files)
     return any(key.startswith(f"{folder}/") and is_in_form(key.removeprefix(f"{folder}/")) for key in keys)
 
 
-def made(ground: AttachedRemote, order: ShipOrder, run: Callable[[], ShipResult]) -> ShipResult:
-    """How an attempt ends: with the COMMIT that is there, whosever it is; why it cannot is told to all."""
+def finish_attempt(ground: AttachedRemote, order: ShipOrder, run: Callable[[], ShipResult]) -> ShipResult:
+    """Finish an attempt by `run`: with the COMMIT that is there, whosever it is; a failure is recorded for
+    all.
+    """
     making = order.making
     if making is None or making.zero is None:
         return run()
@@ -141,7 +144,8 @@ def _is_mended(ground: AttachedRemote, order: ShipOrder, refusal: Attempt) -> bo
 
 
 def shards_look(store: Store, order: ShipOrder, cache: ManifestCache) -> str:
-    """Digest of names, sizes and times of the objects that the manifests list; other once one is mended.
+    """Return the digest of names, sizes and times of the objects that the manifests list; other once one is
+    mended.
 
     Of these alone: forms that are made, and files that come late, lie in the same folder.
     """
@@ -156,9 +160,9 @@ def shards_look(store: Store, order: ShipOrder, cache: ManifestCache) -> str:
 
 
 def _tell(ground: AttachedRemote, order: ShipOrder, result: ShipResult, damaged: str = "") -> None:
-    """There is no such form: the next in the row says so, while the row is ours."""
+    """Record that there is no such form, while the row is ours: the next node then does not try it."""
     ours, folder = order.manifest, attempts_folder(*stem_of(order.manifest))
-    number, found = newest_row(ground.store, folder, Attempt)
+    number, found = latest_row(ground.store, folder, Attempt)
     if found is None or found.node_id != ours.node_id:
         return
     refusal = Attempt(
@@ -186,7 +190,7 @@ def _sweep(ground: AttachedRemote, order: ShipOrder, commit: Commit) -> None:
     """
     assert order.making is not None
     store, where, row = ground.store, stem_of(commit), attempts_folder(*stem_of(commit))
-    last, _ = newest_row(store, row, Attempt)
+    last, _ = latest_row(store, row, Attempt)
     folders = {n: attempt_folder(*where, order.making.below, n) for n in range(1, last + 1)}
     others = {number: folder for number, folder in folders.items() if folder != commit.folder}
     if not others:

@@ -1,7 +1,7 @@
-"""Reading what lies under `_ckptd/` in a remote: COMMITs, manifests, tombstones, disputes, decisions.
+"""Read what lies under `_ckptd/` in a remote: COMMITs, manifests, tombstones, disputes, decisions.
 
 Readers go COMMIT → manifest → objects and check each digest on the way (docs/contract.md). A document that
-cannot be read is named and skipped; one of a higher major stops everything (`RefusedError`).
+cannot be read is named and skipped; one of a higher major version stops everything (`RefusedError`).
 """
 
 from __future__ import annotations
@@ -69,18 +69,20 @@ class Documents:
     skip: tuple[type[CkptdError], ...] = (DamagedError,)
 
     def live(self) -> list[CommitView]:
-        """COMMITs that exist for consumers: undisputed, and without a tombstone (P3)."""
+        """Return the COMMITs that exist for consumers: undisputed, and without a tombstone (P3)."""
         return [v for v in self.commits if not v.disputed and stem_of(v.commit) not in self.stones]
 
 
 def stem_of(document: Commit | NodeManifest | TombstoneHeader | Lease) -> Stem:
-    """(tag, generation, form) of a document."""
+    """Return (tag, generation, form) of a document."""
     return document.tag, document.generation, document.form
 
 
 @lru_cache(maxsize=8192)
 def stem_of_key(key: str) -> Stem | None:
-    """(tag, generation, form) that a key under `_ckptd/` speaks of; None: a supplement, a foreign name."""
+    """Return (tag, generation, form) that a key under `_ckptd/` speaks of; None: a supplement, a foreign
+    name.
+    """
     parts = key.split("/")
     return parse_stem(parts[2].removesuffix(".json")) if len(parts) > 2 else None
 
@@ -92,7 +94,7 @@ def read_identity(store: Store) -> RemoteIdentity | None:
 
 
 def read_commit(store: Store, where: Stem) -> CommitView | None:
-    """The COMMIT of one generation of one form, fresh, with its dispute; None when there is none."""
+    """Return the COMMIT of one generation of one form, fresh, with its dispute; None when there is none."""
     key = commit_key(*where)
     data = store.get(key)
     if data is None:
@@ -113,7 +115,7 @@ class DocumentCache:
         self._asked: set[str] = set()
 
     def get(self, store: Store, info: ObjectInfo, kind: type[AnyDocument]) -> tuple[AnyDocument, str] | None:
-        """The document and its digest; None when it is gone.
+        """Return the document and its digest; None when it is gone.
 
         Raises:
             DocumentDamaged, RefusedError: it cannot be read.
@@ -147,8 +149,9 @@ def read_commits(
     cache: DocumentCache | None = None,
     skip: tuple[type[CkptdError], ...] = (DamagedError,),
 ) -> Documents:
-    """Every COMMIT and the names of tombstones (of one tag); what fails with one of `skip` is named and left
-    out."""
+    """Return every COMMIT and the names of tombstones (of one tag); what fails with one of `skip` is named
+    and left out.
+    """
     cache = DocumentCache() if cache is None else cache
     found = Documents(skip=skip)
     tries = 1
@@ -203,7 +206,7 @@ def read_stones(
     kind: type[Stone],
     cache: DocumentCache | None = None,
 ) -> list[Stone]:
-    """Those tombstones, as much of each as `kind` says; what cannot be read is named in `found`."""
+    """Return those tombstones, as much of each as `kind` says; what cannot be read is named in `found`."""
     cache = DocumentCache() if cache is None else cache
     stones: list[Stone] = []
     for where in sorted(wheres):
@@ -250,7 +253,7 @@ def lease_folder(where: Stem) -> str:
 def read_manifest(
     store: Store, key: str, sha256: str | None = None, ours: KnownManifest | None = None
 ) -> KnownManifest | None:
-    """One manifest; None when absent. `ours`: one that is known already, and is not taken apart again.
+    """Return one manifest; None when absent. `ours`: one that is known already, and is not taken apart again.
 
     Raises:
         DocumentDamaged: it is not what its name or `sha256` says.
@@ -273,7 +276,7 @@ def read_manifest(
 def read_generation(
     store: Store, where: Stem, damaged: list[str] | None = None, ours: KnownManifest | None = None
 ) -> tuple[KnownManifest, ...]:
-    """Every readable manifest of one generation of one form, all revisions, by key; `ours` as above."""
+    """Return every readable manifest of a form's generation, all revisions, by key; `ours` as above."""
     found = []
     for info in store.list(manifest_folder(where)):
         try:
@@ -288,7 +291,7 @@ def read_generation(
 
 
 def manifests_of_commit(store: Store, commit: Commit) -> tuple[KnownManifest, ...]:
-    """The manifests that a COMMIT rests on, digests checked.
+    """Return the manifests that a COMMIT rests on, digests checked.
 
     Raises:
         DocumentDamaged: one is absent or another than the COMMIT quotes.
@@ -304,7 +307,7 @@ def manifests_of_commit(store: Store, commit: Commit) -> tuple[KnownManifest, ..
 
 
 def read_supplements(store: Store, where: Stem) -> list[CommitView]:
-    """The SUPPLEMENTs of one COMMIT, fresh, in order."""
+    """Return the SUPPLEMENTs of one COMMIT, fresh, in order."""
     found = []
     for info in store.list(f"{ROOT}/commits/"):
         late = supplement_of(info.key)
@@ -316,7 +319,7 @@ def read_supplements(store: Store, where: Stem) -> list[CommitView]:
 
 
 def manifest_keys(store: Store) -> dict[Stem, list[str]]:
-    """Keys of all node manifests, by generation."""
+    """Return the keys of all node manifests, by generation."""
     found: dict[Stem, list[str]] = {}
     place = f"{ROOT}/nodes/"
     keys = sorted([info.key for info in store.list(place)])
@@ -335,19 +338,19 @@ def manifest_keys(store: Store) -> dict[Stem, list[str]]:
 
 
 def generations_with_manifests(store: Store) -> set[Stem]:
-    """(tag, generation, form) of everything that has a node manifest."""
+    """Return (tag, generation, form) of everything that has a node manifest."""
     return set(manifest_keys(store))
 
 
 def committed_digests(commits: Iterable[CommitView]) -> set[str]:
-    """SHA-256 of every manifest that a COMMIT lists."""
+    """Return the SHA-256 of every manifest that a COMMIT lists."""
     return {ref.sha256 for view in commits for ref in view.commit.manifests}
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Which manifests of a generation are read: all of a few, of many only where a COMMIT may rest on them.
-# Manifests never change, and their names hold their digests: what was read once is not fetched again. That
-# one is there still is told by each listing (docs/adr/0105).
+# --- manifests of a generation, cached -------------------------------------------------------------------
+# All manifests of a small generation are read, of a large one only where a COMMIT may rest on them. Manifests
+# never change, and their names hold their digests, so what was read once is not fetched again; that a
+# manifest is still there is seen in each listing (docs/adr/0105).
 
 
 FEW = 8
@@ -367,7 +370,7 @@ class ManifestCache:
         return key in self._held
 
     def get(self, store: Store, key: str, ours: KnownManifest | None = None) -> KnownManifest | None:
-        """The manifest; None when it is gone before it was read.
+        """Return the manifest; None when it is gone before it was read.
 
         Raises:
             DamagedError: it is not what its name says.
@@ -388,7 +391,7 @@ class ManifestCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class GenerationSnapshot:
     """The manifests of one generation of one form, as one listing told of them."""
 
     read: tuple[KnownManifest, ...]
@@ -398,12 +401,12 @@ class Seen:
 
     @property
     def likely(self) -> ManifestName | None:
-        """Who most likely lists what several nodes have."""
+        """Return who most likely lists what several nodes have."""
         return min(self.named, key=lambda name: (name.low, name.node), default=None)
 
     @property
     def words(self) -> str:
-        """How far the others are."""
+        """Return how far the others are."""
         names = [*self.named, *(n for known in self.read if (n := name_in(known.key)) is not None)]
         have, want = sum(name.have for name in names), max(name.want for name in names)
         nodes = len({name.node for name in names})
@@ -412,7 +415,7 @@ class Seen:
         )
 
 
-def look(
+def read_snapshot(
     store: Store,
     where: Stem,
     cache: ManifestCache,
@@ -421,7 +424,7 @@ def look(
     ours: KnownManifest | None = None,
     commit: CommitView | None = None,
     reads_one: bool = False,
-) -> Seen:
+) -> GenerationSnapshot:
     """List a generation and read what needs to be read; `node` None: all.
 
     Of many: our own node's, those whose names say nothing, and all once their shards may cover the grid;
@@ -444,13 +447,13 @@ def look(
         damaged = (*damaged, *worse)
     taken = wanted | {one.key for one in read}
     left = () if is_all else tuple(n for key, n in names.items() if n is not None and key not in taken)
-    return Seen(read=read, named=left, damaged=damaged)
+    return GenerationSnapshot(read=read, named=left, damaged=damaged)
 
 
 def _one_of(
     store: Store, where: Stem, keys: Iterable[str], cache: ManifestCache
 ) -> tuple[tuple[KnownManifest, ...], tuple[str, ...]]:
-    """One that was read before, else that of the lowest rank, which most likely lists model states."""
+    """Return one that was read before, else that of the lowest rank, which most likely lists model states."""
     damaged: tuple[str, ...] = ()
     known = [(key not in cache, name.low, key) for key in keys if (name := name_in(key)) is not None]
     for _, _, key in sorted(known)[:FEW]:
@@ -464,7 +467,7 @@ def _one_of(
 def read_keys(
     store: Store, where: Stem, keys: Iterable[str], cache: ManifestCache, ours: KnownManifest | None = None
 ) -> tuple[tuple[KnownManifest, ...], tuple[str, ...]]:
-    """The readable ones of those manifests, by key, and why others are not."""
+    """Return the readable ones of those manifests, by key, and why others are not."""
     found, damaged = [], []
     for key in sorted(keys):
         try:

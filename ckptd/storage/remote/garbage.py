@@ -26,7 +26,7 @@ from ckptd.storage.remote.documents import (
 )
 from ckptd.storage.remote.messages import Retire
 from ckptd.storage.remote.observe import AttachedRemote, still_ours
-from ckptd.storage.remote.repair import SPARE, holds, spare_key
+from ckptd.storage.remote.repair import SPARE, holds, staging_key
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.base import Abilities
 
@@ -228,13 +228,13 @@ def remove_run(
 
 
 def _wanted_since(store: Store, new: Iterable[str], garbage: Iterable[Garbage]) -> set[str]:
-    """Keys that are garbage no more, as manifests came that the search did not see."""
+    """Return the keys that are garbage no more, as manifests came that the search did not see."""
     wanted: set[str] = set()
     for where, keys in _by_generation(new).items():
         wanted |= {one.key for one in garbage if (one.tag, one.generation, one.form) == where}
         for known in _generation(store, where, keys):
             wanted |= objects_of([known.manifest]).keys()
-            wanted |= {spare_key(file) for file in known.manifest.files}
+            wanted |= {staging_key(file) for file in known.manifest.files}
     return wanted
 
 
@@ -281,7 +281,7 @@ def _read(
             seen.opened[where] = mine
         if spares:
             files = (file for known in manifests for file in known.manifest.files)
-            wanted = {key: file for file in files if (key := spare_key(file)) in spares}
+            wanted = {key: file for file in files if (key := staging_key(file)) in spares}
             seen.spares |= {key for key, file in wanted.items() if not holds(store, file.key, file)}
     return seen
 
@@ -351,7 +351,7 @@ class _Dead:
         self._quoted = {ref.sha256 for view in views for ref in view.commit.manifests}
 
     def of(self, where: Stem, manifests: list[KnownManifest]) -> list[KnownManifest]:
-        """Those of one generation."""
+        """Return those of one generation."""
         if where not in self._over:
             return []
         current = {known.key for known in newest_revisions(manifests)}

@@ -17,10 +17,10 @@ from ckptd.core.model.manifest import Checksums, Lease, ManifestFile, lease_key,
 from ckptd.errors import DamagedError
 from ckptd.storage.remote.documents import (
     lease_folder,
-    look,
     manifest_folder,
     read_keys,
     read_manifest,
+    read_snapshot,
     stem_of,
 )
 from ckptd.storage.stores.checksums import crc64, to_hex
@@ -30,17 +30,19 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.coverage import KnownManifest
     from ckptd.core.model.manifest import NodeManifest, Proof
-    from ckptd.storage.remote.documents import ManifestCache, Seen
+    from ckptd.storage.remote.documents import GenerationSnapshot, ManifestCache
     from ckptd.storage.remote.messages import ShipFile
     from ckptd.storage.stores.base import Store
 
     Row = tuple[KnownManifest, ManifestFile]
 
 
-class Listed:
+class ManifestIndex:
     """The manifests of the generation that `ours` is made for; may be asked from several threads."""
 
-    def __init__(self, store: Store, ours: NodeManifest, seen: Seen, cache: ManifestCache) -> None:
+    def __init__(
+        self, store: Store, ours: NodeManifest, seen: GenerationSnapshot, cache: ManifestCache
+    ) -> None:
         self._store = store
         self._ours = ours
         self._seen = seen
@@ -51,7 +53,7 @@ class Listed:
         self._is_doubtful: bool | None = None
 
     def find(self, key: str) -> Row | None:
-        """Who lists the object as it is; None: nobody, and after this call it may be removed."""
+        """Return who lists the object as it is; None: nobody, and after this call it may be removed."""
         found = self._pick(key) or self._ask_likely(key)
         if found is None:
             with self._lock:
@@ -59,7 +61,7 @@ class Listed:
                     self._store.put_if_absent(lease_key(self._ours), to_bytes(_lease(self._ours)))
                     self._is_announced = True
             # whoever listed it before we said so is seen now, and is asked for all that it lists
-            self._rows = _by_key(look(self._store, stem_of(self._ours), self._cache, node=None).read)
+            self._rows = _by_key(read_snapshot(self._store, stem_of(self._ours), self._cache, node=None).read)
             found = self._pick(key)
         return found
 
@@ -82,7 +84,7 @@ class Listed:
         return rows[-1] if rows else None
 
     def _was_replaced(self) -> bool:
-        """Somebody replaced objects before this attempt, and the manifests may speak of those before."""
+        """Whether somebody replaced objects before this attempt: the manifests may speak of those before."""
         with self._lock:
             if self._is_doubtful is None:
                 folder = lease_folder(stem_of(self._ours))
@@ -90,15 +92,17 @@ class Listed:
             return self._is_doubtful
 
 
-def withdraw(store: Store, ours: NodeManifest) -> None:
-    """Our manifest lists now what we replaced."""
+def release_lease(store: Store, ours: NodeManifest) -> None:
+    """Remove the lease: our manifest lists now what we replaced."""
     key = lease_key(ours)
     if any(info.key == key for info in store.list(lease_folder(stem_of(ours)))):
         store.delete(key)
 
 
-def in_the_way(store: Store, ours: NodeManifest, members: Iterable[KnownManifest]) -> tuple[str, str] | None:
-    """Why nothing is committed over these manifests now, read a moment ago: a node replaces objects.
+def pending_replacement(
+    store: Store, ours: NodeManifest, members: Iterable[KnownManifest]
+) -> tuple[str, str] | None:
+    """Return why nothing is committed over these manifests now, read a moment ago: a node replaces objects.
 
     The reason, and what a person may do about it ("": nothing).
     """
@@ -162,7 +166,7 @@ def _crc_of(store: Store, key: str) -> str | None:
     return to_hex(crc)
 
 
-def as_listed(
+def manifest_entry(
     file: ShipFile, size_bytes: int, crc64nvme: str, fingerprint: str, proof: Proof
 ) -> ManifestFile:
     """Return the manifest entry of a file that lies in the remote now."""

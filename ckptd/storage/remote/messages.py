@@ -30,10 +30,9 @@ from ckptd.core.policy.leases import LeaseSeen
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import Abilities
 
-# ---------------------------------------------------------------------------------------------------------
-# What an order says of a form that is made while it is sent, and what its child answers (docs/adr/0093).
+# --- parts of orders: a derived form made while it is uploaded -------------------------------------------
 # No disk of this node ever holds such a form: the order names shards, or a COMMIT whose objects are read
-# (adr/0118); the child plans and makes it of them.
+# (docs/adr/0118); the child plans and makes it of them (docs/adr/0093).
 
 
 class Committed(Model):
@@ -74,7 +73,7 @@ class Planned(Model):
     bytes: int
 
 
-# --- The order to read a piece of a COMMIT's objects again, and its answer (adr/0091) --------------------
+# --- scrub: read a piece of a COMMIT's objects again -----------------------------------------------------
 
 
 class Scrub(Model):
@@ -113,8 +112,7 @@ class Scrubbed(Model):
     """The COMMIT does not count any more; nothing is said of its objects."""
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Documents of a remote as its child process read them: parts of what `messages` carries to the daemon.
+# --- parts of answers: documents of a remote -------------------------------------------------------------
 
 
 class CommitView(Model):
@@ -151,8 +149,9 @@ class NamedManifest(Model):
     name: ManifestName
 
 
-# --- What a remote's child is told of its remote: the part of a job's `[[remote]]` that it needs ---------
-# No secret is in it: how credentials are found, never what they are (P15).
+# --- attach: the remote's settings -----------------------------------------------------------------------
+# They are the part of a job's `[[remote]]` that the child needs. No secret is among them: how credentials are
+# found, never what they are.
 
 
 def known_url(attached: str | None) -> str | None:
@@ -194,7 +193,7 @@ class RemoteSettings(Model):
     """Attaching tells who writes there now, whatever is known of it (`ckptd check`)."""
 
 
-# --- The order to prove a remote, and its answer (P2, P10, P19; docs/adr/0166) ---------------------------
+# --- attach: prove the remote ----------------------------------------------------------------------------
 
 
 class Attach(Model):
@@ -221,8 +220,7 @@ class Attached(Model):
     """Which run goes on there, and where, where that was asked for."""
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The order to write this node's heartbeat and to look at the others', and its answer (docs/contract.md).
+# --- beat: write this node's heartbeat and read the others' ----------------------------------------------
 
 
 class Beat(Model):
@@ -248,7 +246,7 @@ class Beats(Model):
     lease: LeaseSeen | None = None
 
 
-# --- Events of an open order, child → daemon: bytes move, or at least time passes as it should -----------
+# --- events of an open order, child → daemon -------------------------------------------------------------
 # `idle_seconds` is how long no byte had moved when the event was sent; the daemon goes on counting from
 # there, so that a child which can say nothing any more is noticed as well (docs/adr/0090).
 
@@ -273,10 +271,7 @@ class Alive(Model):
     idle_seconds: float = 0.0
 
 
-# ---------------------------------------------------------------------------------------------------------
-
-
-# --- orders: daemon → child -----------------------------------------------------------------------------
+# --- orders, daemon → child ------------------------------------------------------------------------------
 
 
 class Observe(Model):
@@ -466,7 +461,7 @@ class OrderLine(Model):
     order: Order
 
 
-# --- answers: child → daemon ----------------------------------------------------------------------------
+# --- answers, child → daemon -----------------------------------------------------------------------------
 
 
 class Observation(Model):
@@ -604,7 +599,7 @@ ANSWER_LINE: TypeAdapter[AnswerLine] = TypeAdapter(AnswerLine)
 
 
 def known(settings: RemoteSettings, found: Attached) -> RemoteSettings:
-    """The settings for the next time: only this very remote is meant from now on (P2)."""
+    """Return the settings for the next time: only this very remote is meant from now on (P2)."""
     identity = found.identity
     learned = {"remote_id": identity.remote_id, "job_id": identity.job_id, "may_initialise": False}
     return settings.model_copy(update={**learned, "abilities": found.abilities})

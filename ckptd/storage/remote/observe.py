@@ -33,16 +33,16 @@ from ckptd.errors import CkptdError, DamagedError, NotPermitted, RemoteNotOurs, 
 from ckptd.storage.remote.documents import (
     IDENTITY_KEY,
     DocumentCache,
+    GenerationSnapshot,
     ManifestCache,
-    Seen,
     committed_digests,
     generations_with_manifests,
-    look,
     manifest_keys,
     manifests_of_commit,
     read_commits,
     read_decisions,
     read_identity,
+    read_snapshot,
     read_stones,
     stem_of,
     stem_of_key,
@@ -103,8 +103,10 @@ def observe(
     *,
     skip: tuple[type[CkptdError], ...] = (DamagedError,),
 ) -> Observation:
-    """Everything the deciding thread needs to know of a remote, in one dated observation; documents that fail
-    with one of `skip` are named in `damaged`."""
+    """Read everything the deciding thread needs to know of a remote, in one dated observation.
+
+    Documents that fail with one of `skip` are named in `damaged`.
+    """
     found_identity = still_ours(store, identity)
     found = read_commits(store, cache=cache, skip=skip)
     read_decisions(store, found, cache)
@@ -142,7 +144,7 @@ def observe(
 
 
 def _rows(store: Store, found: Documents, cache: DocumentCache | None) -> tuple[Row, ...]:
-    """Which runs there are; what cannot be read is named in `found`."""
+    """Return which runs there are; what cannot be read is named in `found`."""
     try:
         return read_runs(store, cache)
     except found.skip as error:
@@ -164,9 +166,11 @@ def _is_whole(keys: Sequence[str]) -> bool:
 def _stones_that_matter(
     store: Store, found: Documents, left: set[Stem], cache: DocumentCache | None
 ) -> list[TombstoneHeader]:
-    """Tombstones of removals that are under way, and of disputed COMMITs: no other can be the highest order,
-    because a COMMIT that counted went only while a higher one stood (P5). That is not relied on where a
-    document is unreadable, or nothing counts.
+    """Return the tombstones of removals that are under way, and of disputed COMMITs.
+
+    No other can be the highest order, because a COMMIT that counted was deleted only while a higher one stood
+    (retention never removes the newest). That is not relied on where a document is unreadable, or nothing
+    counts.
     """
     is_doubtful = bool(found.damaged) or not found.live()
     wanted = found.stones.keys() if is_doubtful else found.stones.keys() & (left | found.disputed)
@@ -181,7 +185,7 @@ def describe(
     node: str | None = None,
     manifests: ManifestCache | None = None,
 ) -> TagView:
-    """COMMITs, tombstones and manifests of one tag: all of them, or what `node` needs of many."""
+    """Read the COMMITs, tombstones and manifests of one tag: all, or those that `node` needs of many."""
     cache = ManifestCache() if manifests is None else manifests
     still_ours(store, identity)
     found = read_commits(store, only_tag=tag)
@@ -218,21 +222,21 @@ def describe(
 
 def _needed(
     store: Store, where: Stem, node: str | None, cache: ManifestCache, commit: CommitView | None
-) -> Seen:
+) -> GenerationSnapshot:
     """Read the manifests of a generation that tell a node whether it is its save and lists its files.
 
     An open generation may tell a node without model states which save this is.
     """
-    seen = look(store, where, cache, node=node, commit=commit, reads_one=commit is None)
+    seen = read_snapshot(store, where, cache, node=node, commit=commit, reads_one=commit is None)
     is_counted = commit is not None and not commit.disputed
     is_strange = is_counted and all(known.manifest.node != node for known in seen.read)
-    return look(store, where, cache, node=None, commit=commit) if is_strange and seen.named else seen
+    return read_snapshot(store, where, cache, node=None, commit=commit) if is_strange and seen.named else seen
 
 
 def confirm(
     store: Store, commits: tuple[tuple[str, str], ...], identity: RemoteIdentity | None = None
 ) -> Confirmed:
-    """Each COMMIT is there, with that digest, undisputed and without a tombstone: read afresh (P1, H10)."""
+    """Confirm that each COMMIT is there, with that digest, undisputed and not entombed: read afresh."""
     still_ours(store, identity)
     if not commits:
         return Confirmed(ok=False, reason="no COMMIT was named")
@@ -281,7 +285,7 @@ def _set(store: Store, key: str, name: str | None) -> bool:
 
 
 def _pointer(store: Store, name: str) -> str | None:
-    """Content of a pointer; None where there is none, or something else bears its name."""
+    """Return the content of a pointer; None where there is none, or something else bears its name."""
     try:
         data = store.get(name)
     except DamagedError:
@@ -363,15 +367,14 @@ def _of_subject(store: Store, decision: Decision) -> list[Decision]:
 
 
 def is_pinned(store: Store, tag: str) -> bool:
-    """True when the newest pin or unpin of the tag in the remote is a pin."""
+    """Whether the newest pin or unpin of the tag in the remote is a pin."""
     newest = _newest(store, Decision(kind="pin", tag=tag))
     return newest is not None and newest.kind == "pin"
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Read-only view of a remote for commands that run without the daemon: list, resume, restore, verify.
-# Writes nothing, initialises nothing; a remote that is not there raises, a remote without commits is an
-# answer.
+# --- a remote read by commands without the daemon --------------------------------------------------------
+# `list`, `resume`, `restore` and `verify` write nothing and initialise nothing; a remote that is not there
+# raises, a remote without commits is an answer.
 
 UNREADABLE = (DamagedError, NotPermitted, StorageError)
 """What one document may fail with where the others are still wanted (`verify`)."""
@@ -394,7 +397,9 @@ def read_remote(
 
 
 def _fetched(store: Store) -> DocumentCache:
-    """COMMITs and tombstones, many at a time: each costs a round trip. What fails is read again, in turn."""
+    """Fetch COMMITs and tombstones, many at a time: each costs a round trip. What fails is read again, in
+    turn.
+    """
     cache = DocumentCache()
 
     def fetch(info: ObjectInfo, kind: type[Commit] | type[Tombstone]) -> None:
@@ -412,14 +417,14 @@ def _fetched(store: Store) -> DocumentCache:
 
 
 def live_commits(observation: Observation) -> tuple[CommitView, ...]:
-    """COMMITs that exist for consumers (undisputed, not being retired), oldest first (P3, P9)."""
+    """Return the COMMITs that exist for consumers (undisputed, not being retired), oldest first (P3, P9)."""
     gone = {(stone.tag, stone.generation, stone.form) for stone in observation.retired}
     live = [v for v in observation.commits if not v.disputed and stem_of(v.commit) not in gone]
     return tuple(sorted(live, key=lambda view: (order_of(view.commit), view.commit.generation)))
 
 
 def manifests_of(store: Store, commit: Commit | CommitView) -> list[NodeManifest]:
-    """The manifests that a COMMIT rests on, digests checked.
+    """Return the manifests that a COMMIT rests on, digests checked.
 
     Raises:
         DamagedError: one is absent or another than the COMMIT quotes.

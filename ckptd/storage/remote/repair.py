@@ -1,4 +1,4 @@
-"""Putting a bad or missing object of a COMMIT right, from intact bytes (P2, P3; adr/0091).
+"""Repair a bad or missing object of a COMMIT from intact bytes (docs/adr/0091).
 
 The COMMIT lists digests of manifests and these list CRC64, so the same bytes under the same key make it true
 again; nothing else is written. A bad object is removed only when a verified spare lies beside it.
@@ -30,7 +30,7 @@ from ckptd.storage.remote.documents import (
 from ckptd.storage.remote.messages import BadCopy, Scrub, Scrubbed
 from ckptd.storage.remote.observe import confirm, still_ours
 from ckptd.storage.stores.checksums import crc64, crc64_combined, to_hex
-from ckptd.storage.stores.sources import Stretches
+from ckptd.storage.stores.sources import CrcRanges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import Progress, Source, Store
-    from ckptd.storage.stores.rate_limit import Pacer
+    from ckptd.storage.stores.rate_limit import RateLimiter
 
 SPARE = f"{ROOT}/spare/"
 _AHEAD_BYTES = 8 << 20
@@ -56,7 +56,7 @@ class ExactSource:
         self._inner = inner
         self._file = file
         self._on_bytes = on_bytes
-        self._passed = Stretches(crc64, crc64_combined, threading.Lock())
+        self._passed = CrcRanges(crc64, crc64_combined, threading.Lock())
         self.size_bytes = file.bytes
         self.mode = file.mode & 0o777
         self.folder_mode = inner.folder_mode
@@ -135,7 +135,7 @@ def holds(store: Store, key: str, file: ManifestFile) -> bool:
     return done == file.bytes and to_hex(crc) == file.checksums.crc64nvme
 
 
-def spare_key(file: ManifestFile) -> str:
+def staging_key(file: ManifestFile) -> str:
     """Return the key under which the good bytes of an object lie while the bad ones are replaced."""
     name = hashlib.sha256(f"{file.key}\0{file.checksums.crc64nvme}".encode()).hexdigest()
     return f"{SPARE}{name[:32]}"
@@ -151,7 +151,7 @@ def contents_of(store: Store) -> dict[str, set[str]]:
     return found
 
 
-class Resender:
+class ObjectRepairer:
     """Puts objects of one remote right. `note(key, token)`: an upload that a crash would leave behind; token
     "" when it is over. `on_progress(key, done, total)`."""
 
@@ -179,7 +179,7 @@ class Resender:
         """
         self._still_counts(view)
         self._is_alone(file)
-        store, spare = self._store, spare_key(file)
+        store, spare = self._store, staging_key(file)
         if store.stat(file.key) is not None:
             # one reading found it bad, perhaps hours ago: a flip on the way, or sent by another repair since
             if holds(store, file.key, file):
@@ -199,10 +199,10 @@ class Resender:
 
     def spare_of(self, file: ManifestFile) -> ManifestFile | None:
         """Return the good bytes that a killed repair left, as an object to read; None: there are none."""
-        info = self._store.stat(spare_key(file))
+        info = self._store.stat(staging_key(file))
         if info is None or info.bytes != file.bytes:
             return None
-        return file.model_copy(update={"key": spare_key(file)})
+        return file.model_copy(update={"key": staging_key(file)})
 
     def _still_counts(self, view: CommitView) -> None:
         found = confirm(self._store, ((view.key, view.sha256),), self._identity)
@@ -254,14 +254,15 @@ class Resender:
             raise DamagedError(f"{key} was sent with other bytes than were committed")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Reading committed objects again, slowly, in the remote's own child: rot is found while it can be repaired.
-# Paced as an upload and stopped as one; an object that differs is read twice before it is called bad (P2).
+# --- scrub -----------------------------------------------------------------------------------------------
+# Committed objects are read again, slowly, in the remote's own child, so that rot is found while it can be
+# repaired. The rate is limited and the order cancelled as for an upload; an object that differs is read twice
+# before it is called bad.
 
 _STEP_BYTES = 4 << 20
 
 
-def scrub(ground: AttachedRemote, order: Scrub, pacer: Pacer, check: Callable[[], None]) -> Scrubbed:
+def scrub(ground: AttachedRemote, order: Scrub, pacer: RateLimiter, check: Callable[[], None]) -> Scrubbed:
     """Compare the next objects; `check` may raise between two steps.
 
     What rights or I/O keep from being read is neither good nor bad: it is named, and the rest is compared.
@@ -316,7 +317,9 @@ def scrub(ground: AttachedRemote, order: Scrub, pacer: Pacer, check: Callable[[]
     )
 
 
-def _compare(store: Store, file: ManifestFile, pacer: Pacer, check: Callable[[], None]) -> BadCopy | None:
+def _compare(
+    store: Store, file: ManifestFile, pacer: RateLimiter, check: Callable[[], None]
+) -> BadCopy | None:
     held = store.stat(file.key)
     if held is None or held.bytes != file.bytes:
         found = "nothing" if held is None else f"{held.bytes} bytes"
@@ -339,15 +342,14 @@ def _compare(store: Store, file: ManifestFile, pacer: Pacer, check: Callable[[],
     return BadCopy(key=file.key, expected=f"CRC64 {file.checksums.crc64nvme}", found=found)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Leases of a node that is gone for good: what it was replacing is compared before they lapse (adr/0101).
-# A lease holds up a COMMIT because objects may have changed under a manifest that lists them (adr/0083). Only
-# a person knows that its node will not come back; that the objects are what manifests say is found by
-# reading.
+# --- leases of a node that is gone for good --------------------------------------------------------------
+# A lease holds up a COMMIT because objects may have changed under a manifest that lists them (docs/adr/0083).
+# Only a person knows that its node will not come back; whether the objects are what manifests say is found by
+# reading them, before the lease is removed (docs/adr/0101).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class BlockingLease:
     """A lease that holds up a COMMIT.
 
     `wrong`: objects that are not what a manifest lists, with their bytes; `others`: nodes whose leases say
@@ -362,7 +364,8 @@ class Held:
 
 
 def leases_of(store: Store, node: str) -> list[tuple[str, Stem]]:
-    """Keys and generations of that node's leases, of generations that are neither committed nor retired.
+    """Return the keys and generations of that node's leases, of generations that are neither committed nor
+    retired.
 
     Raises:
         DamagedError: a lease cannot be read.
@@ -384,7 +387,7 @@ def _leases(store: Store) -> list[tuple[str, Lease]]:
     return leases
 
 
-def compare(store: Store, key: str, where: Stem, node: str) -> Held:
+def compare(store: Store, key: str, where: Stem, node: str) -> BlockingLease:
     """Read every object that a manifest of that generation lists."""
     listed: dict[str, list[ManifestFile]] = {}
     for known in read_generation(store, where):
@@ -397,10 +400,14 @@ def compare(store: Store, key: str, where: Stem, node: str) -> Held:
             info = store.stat(name)
             wrong.append((name, info.bytes if info is not None else 0))
     others = (lease.node for _, lease in _leases(store) if stem_of(lease) == where and lease.node != node)
-    return Held(key=key, where=where, node=node, wrong=tuple(wrong), others=tuple(sorted(set(others))))
+    return BlockingLease(
+        key=key, where=where, node=node, wrong=tuple(wrong), others=tuple(sorted(set(others)))
+    )
 
 
-def lapse(store: Store, identity: RemoteIdentity, held: Held, on_done: Callable[[str, int], None]) -> None:
+def lapse(
+    store: Store, identity: RemoteIdentity, held: BlockingLease, on_done: Callable[[str, int], None]
+) -> None:
     """Remove the lease, or else the objects that are wrong: whoever lists them sends them again.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Remote retention: one committed form goes, in an order that every crash survives (H16, H17, H23; P5, P6).
+"""Delete one committed form from a remote, in an order that every crash survives.
 
-Tombstone (so that it is never sent again) → pointers → COMMIT → objects that no other manifest lists → its
-manifests. Keys come from manifests, never from a prefix; repeating the order finishes what was cut short.
+Tombstone (so that it is never uploaded again) → pointers → COMMIT → objects that no other manifest lists →
+its manifests. Keys come from manifests, never from a prefix; repeating the order finishes what was cut short.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _supplements(store: Store, where: Stem) -> list[str]:
 
 
 def listed_elsewhere(ground: AttachedRemote, where: Stem, mine: Collection[str]) -> set[str]:
-    """Those of our keys that any other manifest lists, committed or not: they stay (H17).
+    """Return those of our keys that any other manifest lists, committed or not: they stay (H17).
 
     Keys lie in folders that are named after tag and generation, so only manifests of that generation, and of
     COMMITs that name such a folder, can list them; what is not committed is read as well, as no COMMIT tells

@@ -13,7 +13,7 @@ from ckptd.core.model.manifest import to_bytes
 from ckptd.core.model.runs import RUNS, Row, RunSeen, judge
 from ckptd.core.policy.leases import number_of, numbered
 from ckptd.errors import RemoteError
-from ckptd.storage.remote.coordination import Heartbeats, newest_row, present_seconds
+from ckptd.storage.remote.coordination import Heartbeats, latest_row, server_time_seconds
 from ckptd.storage.remote.documents import DocumentCache, read_identity
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _TRIES = 8
 
 
 def read_runs(store: Store, cache: DocumentCache | None = None) -> tuple[Row, ...]:
-    """Every row, in order of number.
+    """Return every row, in order of number.
 
     Raises:
         DocumentDamaged, RefusedError: one cannot be read; whose turn it is, is not known then.
@@ -55,9 +55,9 @@ def claim_run(
     """
     said: str | None = None
     for _ in range(_TRIES):
-        number, row = newest_row(store, RUNS, Row)
+        number, row = latest_row(store, RUNS, Row)
         row = row.model_copy(update={"number": number}) if row is not None else None
-        seen = Heartbeats(store).everyone(present_seconds(store)) if row is not None else ()
+        seen = Heartbeats(store).everyone(server_time_seconds(store)) if row is not None else ()
         is_virgin = row is None and next(iter(store.list(f"{ROOT}/commits/")), None) is None
         decision = judge(claim, row, seen, job_id=job_id, is_virgin=is_virgin)
         run_id = claim.run_id if decision.others else decision.run_id
@@ -78,7 +78,7 @@ def claim_run(
 
 
 def row_of(claim: Claim, job_id: str, run_id: str, number: int) -> Row:
-    """The row that a place appends."""
+    """Return the row that a place appends."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     said = claim.model_dump(include=set(Row.model_fields) - {"run_id", "number"})
     return Row(**said, job_id=job_id, run_id=run_id, number=number, created_at=now)
@@ -93,7 +93,7 @@ def append_run(store: Store, claim: Claim) -> Row:
     identity = read_identity(store)
     assert identity is not None
     for _ in range(_TRIES):
-        number, _row = newest_row(store, RUNS, Row)
+        number, _row = latest_row(store, RUNS, Row)
         made = row_of(claim, identity.job_id, claim.run_id, number + 1)
         if store.put_if_absent(numbered(RUNS, number + 1), to_bytes(made)):
             return made
@@ -102,6 +102,6 @@ def append_run(store: Store, claim: Claim) -> Row:
 
 
 def newest_run(store: Store) -> Row | None:
-    """The newest row; None: no release that knows runs wrote there."""
-    number, row = newest_row(store, RUNS, Row)
+    """Return the newest row; None: no release that knows runs wrote there."""
+    number, row = latest_row(store, RUNS, Row)
     return None if row is None else row.model_copy(update={"number": number})

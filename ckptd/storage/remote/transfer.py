@@ -1,8 +1,8 @@
-"""The byte part of an order: every file read once, sent, verified, its identity watched (P2, P4).
+"""Upload the files of an order: each is read once, sent, verified, its identity watched.
 
 What an earlier attempt finished is skipped, what it left half done goes on, what lies in the remote already
 is compared instead of sent; nothing that any manifest lists is ever replaced. Large files go in order, each
-verified behind the next upload; small ones beside them in lanes, as many as the store likes (adr/0088).
+verified behind the next upload; small ones beside them in lanes, as many as the store likes (docs/adr/0088).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ckptd.errors import (
     VerifyError,
     from_os_error,
 )
-from ckptd.storage.remote.manifest_index import as_listed
+from ckptd.storage.remote.manifest_index import manifest_entry
 from ckptd.storage.remote.messages import Shipped
 from ckptd.storage.stores.base import Progress, Resume, settled
 from ckptd.storage.stores.checksums import crc64, from_hex, to_hex
-from ckptd.storage.stores.parallel import Lanes
+from ckptd.storage.stores.parallel import FailFastPool
 from ckptd.storage.stores.rate_limit import Cancelled
 from ckptd.storage.stores.sources import (
     CheckedSource,
     FileSource,
     MemorySource,
-    PacedSource,
+    RateLimitedSource,
     crc64_of,
     records_of,
 )
@@ -52,21 +52,21 @@ if TYPE_CHECKING:
 
     from ckptd.base.identity import FileIdentity
     from ckptd.core.model.manifest import ManifestFile, Proof
-    from ckptd.storage.remote.manifest_index import Listed
+    from ckptd.storage.remote.manifest_index import ManifestIndex
     from ckptd.storage.remote.messages import PartlyShipped, Planned, ShipFile, ShipOrder
     from ckptd.storage.stores.base import Source, Store
-    from ckptd.storage.stores.rate_limit import Pacer
+    from ckptd.storage.stores.rate_limit import RateLimiter
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Small files beside a checkpoint (tokenizers, configurations): read whole, the same before and after.
-# They are not sealed like shards, so that their content alone decides what was shipped.
+# --- small files beside a checkpoint ---------------------------------------------------------------------
+# Tokenizers and configurations are read whole, the same before and after. They are not sealed like shards, so
+# their content alone decides what was uploaded.
 
 EXTRA_LIMIT_BYTES = 16 << 20
 
 
 def read_whole(root: int, file: ShipFile) -> tuple[bytes, MemorySource]:
-    """A small file beside the checkpoint, whole, the same before and after it was read.
+    """Return a small file beside the checkpoint, whole, the same before and after it was read.
 
     Raises:
         SourceChanged: it is gone or being written.
@@ -94,7 +94,7 @@ def inline(file: ShipFile) -> tuple[bytes, MemorySource]:
 
 
 def folder_mode(root: int, source: str) -> int:
-    """Permission bits of the folder that `source` lies in."""
+    """Return the permission bits of the folder that `source` lies in."""
     return mode_of_folder(root, source.rpartition("/")[0])
 
 
@@ -104,10 +104,10 @@ def mode_of_folder(root: int, parent: str) -> int:
     return stat.S_IMODE(status.st_mode) if status is not None else 0o700
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Small files of one lane, several on their way at a time, their answers waited for in order (adr/0101).
-# A lane that waits for each answer costs a thread per file on its way, and threads of Python stand in each
-# other's way. What a store offers for it (`flights`, `begin`) is optional; without it lanes do the same.
+# --- pipelined uploads of small files --------------------------------------------------------------------
+# A lane that waits for each answer costs a thread per file under way, and threads of Python stand in each
+# other's way. So a lane has several under way and waits for their answers in order (docs/adr/0101). What a
+# store offers for it (`flights`, `begin`) is optional; without it lanes upload one file after another.
 
 SMALL_BYTES = 8 << 20
 """What is sent beside others; larger files go in order, one after the other."""
@@ -120,7 +120,7 @@ _MOST_BYTES = 4 << 20
 """Held by one lane: a file stays in memory until its answer came."""
 
 
-class Started(Protocol):
+class PendingPut(Protocol):
     """An object on its way."""
 
     def end(self, on_progress: Callable[[Progress], None]) -> int:
@@ -128,7 +128,7 @@ class Started(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Nobody waits for it any more; whether it arrived is found out by who sends it again."""
+        """Stop waiting for it; whoever uploads the file again finds out whether it arrived."""
         ...
 
 
@@ -140,34 +140,36 @@ def is_small(file: ShipFile) -> bool:
 class _Offers(Protocol):
     """A store that can do so."""
 
-    def begin(self, key: str, source: Source) -> Started | None:
+    def begin(self, key: str, source: Source) -> PendingPut | None:
         """Read and send; None where that is not possible now."""
         ...
 
 
 def flights(store: Store) -> int:
-    """How many small objects one lane may have on their way; 0: the store offers no such thing now."""
+    """Return how many small objects one lane may have on their way; 0: the store offers no such thing now."""
     return int(getattr(store, "flights", 0))
 
 
 def overlap(store: Store) -> int:
-    """How many large objects may be under way at a time, the parts of the first one before the others'."""
+    """Return how many large objects may be under way at a time, the parts of the first one before the
+    others'.
+    """
     return int(getattr(store, "overlap", 1))
 
 
-def begin(store: Store, key: str, source: Source) -> Started | None:
+def begin(store: Store, key: str, source: Source) -> PendingPut | None:
     """Read and send a small object where nothing lies; None: `upload` it."""
     return cast("_Offers", store).begin(key, source)
 
 
-class Fleet:
+class PutPipeline:
     """How flying lanes work: `begin` a file (None: leave it to `otherwise`), `end` it when its turn comes."""
 
     def __init__(
         self,
         store: Store,
-        begin: Callable[[ShipFile], Started | None],
-        end: Callable[[ShipFile, Started], None],
+        begin: Callable[[ShipFile], PendingPut | None],
+        end: Callable[[ShipFile, PendingPut], None],
         otherwise: Callable[[ShipFile], None],
     ) -> None:
         self._store = store
@@ -176,8 +178,8 @@ class Fleet:
         self._otherwise = otherwise
 
     def ship(self, files: deque[ShipFile]) -> None:
-        """One lane: takes from `files`, which it shares with others, until there is none."""
-        under_way: deque[tuple[ShipFile, Started]] = deque()
+        """Upload as one lane: take from `files`, which other lanes share, until there is none."""
+        under_way: deque[tuple[ShipFile, PendingPut]] = deque()
         held_bytes, most = 0, flights(self._store)
         try:
             while (file := next_of(files)) is not None:
@@ -199,14 +201,14 @@ class Fleet:
 
 
 def next_of(files: deque[ShipFile]) -> ShipFile | None:
-    """The next of what several threads share; None: there is none."""
+    """Return the next of what several threads share; None: there is none."""
     try:
         return files.popleft()
     except IndexError:
         return None
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the transfer ----------------------------------------------------------------------------------------
 
 _BESIDE = (Role.SIDE, Role.EXTRA)
 _AGAIN = "this attempt is dropped; the next turn looks again"
@@ -220,7 +222,7 @@ class Control:
     `on_planned(what)` tell.
     """
 
-    pacer: Pacer
+    pacer: RateLimiter
     check: Callable[[], None]
     on_moving: Callable[[str, int, Progress], None]
     on_done: Callable[[Shipped], None]
@@ -247,7 +249,9 @@ class _Sent:
 class Transfer:
     """One order's objects on one store; `listed`: what the generation's manifests say of them already."""
 
-    def __init__(self, store: Store, origin: Origin, root: int, listed: Listed, control: Control) -> None:
+    def __init__(
+        self, store: Store, origin: Origin, root: int, listed: ManifestIndex, control: Control
+    ) -> None:
         self._store = store
         self._origin = origin
         self._order = order = origin.order
@@ -258,13 +262,13 @@ class Transfer:
         self._listed = listed
         self._results: dict[str, ManifestFile] = {}
         self._held: dict[str, int] | None = None
-        self._lanes = Lanes()
+        self._lanes = FailFastPool()
         self._lock = threading.Lock()
         self._sent = 0
         self._skipped = 0
 
     def run(self) -> Carried:
-        """Ship and verify every file.
+        """Upload and verify every file.
 
         Raises:
             SourceChanged: a file is not the one that was sealed (P4), or the order was cancelled.
@@ -285,7 +289,7 @@ class Transfer:
             small, lanes = [file for file in small if file.key not in keys], max(1, lanes - FLYING_LANES)
         ways = min(overlap(self._store), self._origin.most_lanes, len(large))
         with ThreadPoolExecutor(lanes + FLYING_LANES + ways, "lane") as pool:
-            fleet = Fleet(self._store, self._begin, self._end, self._ship_beside)
+            fleet = PutPipeline(self._store, self._begin, self._end, self._ship_beside)
             for _ in range(FLYING_LANES if flying else 0):
                 pool.submit(self._lanes.begin([flying], fleet.ship))
             lane = self._lanes.begin(small, self._ship_beside)
@@ -302,7 +306,7 @@ class Transfer:
         )
 
     def _ship_in_order(self, files: deque[ShipFile]) -> None:
-        """One way: takes from `files`, which it may share with another, until there is none."""
+        """Upload in order from `files`, which may be shared with another thread, until there is none."""
         with ThreadPoolExecutor(1, "verify") as verifier:
             waiting: Future[None] | None = None
             while (file := next_of(files)) is not None:
@@ -322,17 +326,17 @@ class Transfer:
             self._verify(sent)
 
     def _may_fly(self, file: ShipFile) -> bool:
-        """A small sealed file that no earlier attempt began and of which nothing lies there."""
+        """Whether it is a small sealed file that no earlier attempt began and of which nothing lies there."""
         is_begun = file.key in self._shipped or file.key in self._partly
         if file.is_extra or is_begun or file.bytes > TINY_BYTES or self._origin.most_lanes < FLYING_LANES:
             return False
         return flights(self._store) > 0 and self._held is not None and self._held_bytes(file) is None
 
-    def _begin(self, file: ShipFile) -> Started | None:
+    def _begin(self, file: ShipFile) -> PendingPut | None:
         """Read and send; None: it is to be sent the usual way."""
         self._check()
         with self._origin.opened(file) as source:
-            paced = PacedSource(source, self._control.pacer, self._check)
+            paced = RateLimitedSource(source, self._control.pacer, self._check)
             started = begin(self._store, file.key, paced)
         with self._lock:
             self._sent += paced.read_bytes
@@ -341,7 +345,7 @@ class Transfer:
             raise SourceChanged(f"{file.path} was written while it was shipped", hint=_AGAIN)
         return started
 
-    def _end(self, file: ShipFile, started: Started) -> None:
+    def _end(self, file: ShipFile, started: PendingPut) -> None:
         """Wait for its answer; what another put there meanwhile is compared."""
         try:
             crc = started.end(lambda done: self._tell_whole(file, file.bytes, done))
@@ -390,7 +394,7 @@ class Transfer:
         return True
 
     def _held_bytes(self, file: ShipFile) -> int | None:
-        """Size of what lies under the key; of small files as it was when the order began.
+        """Return the size of what lies under the key; of small files as it was when the order began.
 
         Should another object have come since, the upload of a small one refuses to replace it.
         """
@@ -421,7 +425,7 @@ class Transfer:
             raise
 
     def _compare(self, file: ShipFile, source: Source, fingerprint: str, held_bytes: int) -> bool:
-        """True when the object under the key is this file, or another node's replica of it.
+        """Whether the object under the key is this file, or another node's replica of it.
 
         Raises:
             CommitConflict: a manifest lists that object and it is neither.
@@ -429,7 +433,7 @@ class Transfer:
         listed = self._listed.find(file.key)
         crc: int | None = None
         if held_bytes == source.size_bytes:
-            paced = PacedSource(source, self._control.pacer, self._check)
+            paced = RateLimitedSource(source, self._control.pacer, self._check)
             crc = crc64_of(paced, 0, source.size_bytes, drops=True)
         if listed is None:
             return crc is not None and self._verified_in_place(file, source, crc, fingerprint)
@@ -469,7 +473,7 @@ class Transfer:
         )
         if resume is not None and isinstance(source, CheckedSource):
             source.go_on(resume.flushed_bytes, self._check)
-        paced = PacedSource(source, self._control.pacer, self._check)
+        paced = RateLimitedSource(source, self._control.pacer, self._check)
         is_whole = self._store.lanes > 1 and is_small(file)
         is_noted = resume is not None
 
@@ -516,15 +520,15 @@ class Transfer:
             self._skipped += count_bytes
 
     def _keep(self, file: ShipFile, size: int, crc: str, proof: str, fingerprint: str) -> None:
-        entry = as_listed(file, size, crc, fingerprint, cast("Proof", proof))
+        entry = manifest_entry(file, size, crc, fingerprint, cast("Proof", proof))
         self._results[file.key] = entry
         self._control.on_done(Shipped(key=file.key, bytes=size, crc64nvme=crc, proof=entry.proof))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Where the bytes of an order to ship come from: sealed files of this node, or what is made while it is sent.
-# A transfer knows origins alone. What makes a derived form out of shards stands higher
-# (`ckptd.convert.remote.derive`, docs/adr/0093) and is handed in.
+# --- sources of an order's bytes -------------------------------------------------------------------------
+# They are sealed files of this node, or a form that is made while it is uploaded. A transfer knows origins
+# alone: what makes a derived form out of shards belongs to a higher layer (`ckptd.convert.remote.derive`,
+# docs/adr/0093) and is handed in.
 
 _FOLDERS = 64
 _SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)
@@ -539,24 +543,24 @@ class Origin(Protocol):
 
     @property
     def order(self) -> ShipOrder:
-        """The order with all its files: of a form that is made they are known once it is planned."""
+        """Return the order with all its files: of a form that is made they are known once it is planned."""
         ...
 
     @property
     def most_lanes(self) -> int:
-        """How many of them may be read at a time (P12)."""
+        """Return how many of them may be read at a time (P12)."""
         ...
 
     def opened(self, file: ShipFile) -> AbstractContextManager[Source]:
-        """One of these files, to be read."""
+        """Return one of these files, to be read."""
         ...
 
     def why_changed(self, file: ShipFile) -> str | None:
-        """Why it is not what it was when the order was given; None when it is."""
+        """Return why it is not what it was when the order was given; None when it is."""
         ...
 
     def recheck(self) -> None:
-        """All that was read is what it was.
+        """Check that all that was read is what it was.
 
         Raises:
             SourceChanged: something is not (P4).
@@ -569,7 +573,7 @@ if TYPE_CHECKING:
     """From an order and the open folder that its sources are relative to, or the store that holds them."""
 
 
-class Sealed:
+class SealedFiles:
     """Files as they were sealed: opened by identity, the CRC32s of records compared while they are read."""
 
     most_lanes = 64
@@ -607,15 +611,17 @@ class Sealed:
 
 @contextmanager
 def sealed(order: ShipOrder, root: int, _control: Control, _store: Store) -> Iterator[Origin]:
-    """The origin of an order whose files lie here."""
+    """Yield the origin of an order whose files lie here."""
     if order.making is not None:
         msg = f"this process makes no {order.manifest.form} forms"
         raise RefusedError(msg, hint="a defect of ckptd: it sends what lies here")
-    yield Sealed(order, root)
+    yield SealedFiles(order, root)
 
 
 def changed(root: int, source: str, identity: FileIdentity | None, name: str) -> str | None:
-    """Why a file is not the sealed one any more; None when it is (and of extras, which are not sealed)."""
+    """Return why a file is not the sealed one any more; None when it is (and of extras, which are not
+    sealed).
+    """
     if identity is None:
         return None
     status = files.stat_beneath(root, source)

@@ -1,1 +1,1 @@
-"""Byte stores: directories, SFTP, fsspec, S3."""
+"""Read and write bytes in stores: directories, SFTP, fsspec, S3."""

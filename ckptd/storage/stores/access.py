@@ -1,4 +1,4 @@
-"""How a remote is reached beyond its URL: place, identity, what each request says of an object (P15).
+"""Describe how a remote is reached beyond its URL: place, identity, what each request says of an object.
 
 `credentials` names where secrets lie: the usual chain of the environment, a profile, or a file that systemd's
 LoadCredential put there. Nothing in here is a secret.
@@ -41,10 +41,10 @@ class Access(Model):
 
     @property
     def for_documents(self) -> dict[str, str]:
-        """Arguments of each S3 request that begins one of our documents: encryption and tags.
+        """Return the arguments of each S3 request that begins one of our documents: encryption and tags.
 
-        No storage class: they are small, read at every look and replaced or removed early, all of which
-        the classes for rare access charge for.
+        No storage class: they are small, read at every look and replaced or removed early, all of which the
+        classes for rare access charge for.
         """
         given = {
             "ServerSideEncryption": self.sse,
@@ -55,13 +55,13 @@ class Access(Model):
 
     @property
     def for_data(self) -> dict[str, str]:
-        """Arguments of each S3 request that begins an object of a checkpoint."""
+        """Return the arguments of each S3 request that begins an object of a checkpoint."""
         storage_class = {"StorageClass": self.storage_class} if self.storage_class else {}
         return self.for_documents | storage_class
 
     @property
     def endpoint(self) -> str | None:
-        """The S3 server's URL; None: AWS, over TLS."""
+        """Return the S3 server's URL; None: AWS, over TLS."""
         names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
         return self.endpoint_url or next(filter(None, map(os.environ.get, names)), None)
 

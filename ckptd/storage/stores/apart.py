@@ -1,10 +1,10 @@
-"""A directory remote, read and written by a process of its own on behalf of a command (docs/adr/0182).
+"""Read and write a directory remote through a process of its own, on behalf of a command.
 
 A call on a dead hard mount does not return, and no signal ends it. So a command never touches the path of a
 remote: this store passes each call to a child, `python -m ckptd.storage.stores.apart FD PATH OWNER
-WINDOW_BYTES`, waits for a
-limited time, and then raises `RemoteUnreachable`; the child is killed, and left behind where even that does
-not end it. Each thread that calls has a socket of its own to the child.
+WINDOW_BYTES`, waits for a limited time, and then raises `RemoteUnreachable`; the child is killed, and left
+behind where even that does not end it. Each thread that calls has a socket of its own to the child
+(docs/adr/0182).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ApartStore:
 
     @property
     def url(self) -> str:
-        """The path."""
+        """Return the path."""
         return self._path
 
     @property

@@ -1,8 +1,8 @@
-"""The store contract: the few verbs that every remote offers, and what may be relied on (docs/design.md §5).
+"""Define the store contract: the few verbs that every remote offers, and what may be relied on.
 
 A key is `/`-separated, relative to the remote's root. Verbs are idempotent; an operation whose answer was
-lost is neither done nor failed and is resolved by reading. What a store cannot do is data
-(`Abilities`), never an `if` on its kind.
+lost is neither done nor failed and is resolved by reading. What a store cannot do is data (`Abilities`),
+never an `if` on its kind (docs/design.md §5).
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ class Source(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Size in bytes."""
+        """Return the size in bytes."""
         ...
 
     @property
     def mode(self) -> int:
-        """Permission bits of the source: the copy never gets more (P15)."""
+        """Return the permission bits of the source: the copy never gets more (P15)."""
         ...
 
     @property
     def folder_mode(self) -> int:
-        """Permission bits of the source's folder, for folders that are made for the copy."""
+        """Return the permission bits of the source's folder, for folders that are made for the copy."""
         ...
 
     @property
@@ -137,7 +137,7 @@ class Store(Protocol):
 
     @property
     def lanes(self) -> int:
-        """How many small objects may move at a time; 1: in order, in the thread that asked."""
+        """Return how many small objects may move at a time; 1: in order, in the thread that asked."""
         ...
 
     def probe(self) -> Abilities:
@@ -145,7 +145,7 @@ class Store(Protocol):
         ...
 
     def get(self, key: str) -> bytes | None:
-        """A small object, whole; None when absent. Always a fresh read."""
+        """Return a small object, whole; None when absent. Always a fresh read."""
         ...
 
     def put(self, key: str, data: bytes) -> None:
@@ -157,15 +157,15 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key starts with `prefix` (a folder, ends with `/`), unordered, recursive."""
+        """Yield objects whose key starts with `prefix` (a folder, ends with `/`), unordered, recursive."""
         ...
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """Size of an object; None when absent."""
+        """Return the size of an object; None when absent."""
         ...
 
     def read_at(self, key: str, offset: int, length: int) -> bytes:
-        """A range of an object, fresh from the store where it can tell; FileNotFoundError when absent."""
+        """Return a range of an object, fresh from the store if possible; FileNotFoundError when absent."""
         ...
 
     def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
@@ -205,7 +205,7 @@ class Store(Protocol):
         ...
 
     def free_bytes(self) -> int | None:
-        """Room that the store reports; None where it cannot tell."""
+        """Return the room that the store reports; None where it cannot tell."""
         ...
 
 
@@ -220,12 +220,12 @@ def settled(store: Store, key: str) -> None:
         flush(key)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What time it is for a store, where it says so: ages of its objects are by that clock, not by a reader's.
+# --- the store's own time --------------------------------------------------------------------------------
+# Ages of a store's objects are by its clock where it tells one, never by a reader's.
 
 
 def store_now_seconds(store: Store) -> float | None:
-    """Unix time as the store's answers carry it (S3: `Date`, whole seconds); None: it tells none."""
+    """Return the Unix time as the store's answers carry it (S3: `Date`, whole seconds); None: unknown."""
     client: Any = getattr(store, "client", None)
     if not hasattr(client, "head_bucket"):
         return None

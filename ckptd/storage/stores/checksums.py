@@ -1,17 +1,17 @@
-"""CRC64NVME, the checksum of every file in a manifest: as fast as memory, parts combine (design.md §5)."""
+"""Compute CRC64NVME, the checksum of every file in a manifest: fast as memory, and those of parts combine."""
 
 from __future__ import annotations
 
 
 def crc64(data: bytes | memoryview, previous: int = 0) -> int:
-    """CRC64NVME of `data`, going on from `previous` (awscrt; imported on first use: it costs 5 MB)."""
+    """Return the CRC64NVME of `data`, going on from `previous` (awscrt, imported on first use: 5 MB)."""
     from awscrt.checksums import crc64nvme
 
     return int(crc64nvme(data, previous))
 
 
 def crc64_combined(first: int, second: int, second_bytes: int) -> int:
-    """CRC64NVME of two adjoining ranges from those of each; under a microsecond."""
+    """Return the CRC64NVME of two adjoining ranges from those of each; under a microsecond."""
     from awscrt.checksums import combine_crc64nvme
 
     return int(combine_crc64nvme(first, second, second_bytes))
@@ -25,10 +25,10 @@ def crc32_combined(first: int, second: int, second_bytes: int) -> int:
 
 
 def to_hex(value: int) -> str:
-    """16 lower-case hex digits, as in manifests."""
+    """Format a CRC as 16 lower-case hex digits, as in manifests."""
     return f"{value:016x}"
 
 
 def from_hex(text: str) -> int:
-    """Inverse of `to_hex`."""
+    """Parse what `to_hex` formatted."""
     return int(text, 16)

@@ -1,9 +1,9 @@
-"""A directory (usually a NAS mount) as a store: read, hash, write, drop, rename, read back (docs/adr/0020).
+"""Store objects in a directory (usually a NAS mount): read, hash, write, drop pages, rename, read back.
 
-Every call opens the root anew and compares it with the one first seen, so that an unmounted share is
-"not there" instead of an empty folder on the local disk (H5); below the root nothing is reached but by
-descriptor, no symlink is followed and no mount crossed (P15). A transfer holds one buffer and at most one
-window of dirty pages (P12), and can go on at the last flushed window (P7).
+Every call opens the root anew and compares it with the one first seen, so that an unmounted share is "not
+there" instead of an empty folder on the local disk; below the root nothing is reached but by descriptor, no
+symlink is followed and no mount crossed. A transfer holds one buffer and at most one window of dirty pages,
+and can go on at the last flushed window (docs/adr/0020).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ckptd.errors import (
 )
 from ckptd.storage.stores.base import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, Progress
 from ckptd.storage.stores.checksums import crc64
-from ckptd.storage.stores.retrying import NoRoom
+from ckptd.storage.stores.retrying import FullStoreMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,10 +45,9 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import Resume, Source
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Folders of a directory remote by descriptor: made durably, walked without symlinks, pruned when empty.
-# Apart from directory.py because these rules (rights never wider than the source's, P15; a new folder's name
-# flushed before anything lies in it) are the same for objects and documents.
+# --- folders of a directory remote, by descriptor --------------------------------------------------------
+# They are made durably, walked without symlinks, removed when empty. These rules (rights never wider than the
+# source's; a new folder's name flushed before anything lies in it) are the same for objects and documents.
 
 _OURS = ".ckptd-"
 _TRIED = f"{base_names.TEMPORARY_PREFIX}tried"
@@ -68,7 +67,7 @@ GONE = {
 
 
 def is_ours(name: str) -> bool:
-    """True for temporaries and partial uploads, which are no objects."""
+    """Whether a name is a temporary's or a partial upload's, which are no objects."""
     return name.startswith(_OURS)
 
 
@@ -152,7 +151,7 @@ def _make(parent: int, name: str, mode: int | None, gid: int | None, key: str) -
 
 
 def walk(root: int, prefix: str) -> Iterator[ObjectInfo]:
-    """Regular files below `prefix` (a folder, "" or ending with `/`), depth first, unordered."""
+    """Yield regular files below `prefix` (a folder, "" or ending with `/`), depth first, unordered."""
     base = prefix.rstrip("/")
     try:
         top = files.open_dir_beneath(root, base) if base else os.dup(root)
@@ -186,7 +185,9 @@ def _walk(fd: int, prefix: str, device: int) -> Iterator[ObjectInfo]:
 
 
 def temporaries(root: int, prefix: str) -> Iterator[ObjectInfo]:
-    """Files whose names begin so, where documents are written: in the root itself, and below `_ckptd`."""
+    """Yield the files whose names begin so, where documents are written: in the root itself, and below
+    `_ckptd`.
+    """
     yield from _named_so(root, "", prefix, is_deep=False)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), files.opened_dir(ROOT, root) as ours:
         yield from _named_so(ours, f"{ROOT}/", prefix, is_deep=True)
@@ -290,7 +291,9 @@ def pump(
 
 
 def read_back(fd: int, buffer_bytes: int, on_progress: Callable[[int], None]) -> int:
-    """CRC64NVME of a whole file, its pages dropped first so that it comes from the share where it can."""
+    """Return the CRC64NVME of a whole file, its pages dropped first so that it comes from the share where it
+    can.
+    """
     extents.drop_pages(fd)
     view = buffer_of(buffer_bytes)
     done = crc = 0
@@ -332,7 +335,7 @@ def try_folder(root: int) -> None:
 
 
 def explained(error: OSError, where: str) -> CkptdError:
-    """An error of the share in our words: what is denied to root is denied by a server."""
+    """Translate an error of the share: what is denied to root is denied by a server."""
     if error.errno == errno.EACCES and os.geteuid() == 0:
         msg = f"{where}: {error.strerror}, although ckptd is root: the server squashes root (root_squash)"
         return NotPermitted(msg, hint="run ckptd as the user who trains")
@@ -340,7 +343,7 @@ def explained(error: OSError, where: str) -> CkptdError:
 
 
 def buffer_of(size_bytes: int) -> memoryview:
-    """Memory that goes back to the system with its last reference, whatever the heap looks like (P12)."""
+    """Allocate memory that goes back to the system with its last reference, whatever the heap looks like."""
     return memoryview(mmap.mmap(-1, size_bytes))
 
 
@@ -355,7 +358,7 @@ def lock_partial(fd: int) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the store -------------------------------------------------------------------------------------------
 
 WINDOW_BYTES = 64 << 20
 BUFFER_BYTES = 4 << 20
@@ -393,18 +396,18 @@ class DirectoryStore:
         self._buffer_bytes = min(buffer_bytes, window_bytes)
         self._pinned: tuple[int, int] | None = None
         self._flushed: set[tuple[int, int]] = set()
-        self._no_room = NoRoom()
+        self._no_room = FullStoreMemory()
         # no lane removes as empty what another is about to put its first file into
         self._folders = threading.Lock()
 
     @property
     def url(self) -> str:
-        """The path."""
+        """Return the path."""
         return self._path
 
     @property
     def lanes(self) -> int:
-        """A few: each flush waits for the share."""
+        """Return how many transfers run at a time: a few, as each flush waits for the share."""
         return LANES
 
     def probe(self) -> Abilities:
@@ -428,7 +431,7 @@ class DirectoryStore:
         return Abilities(create_only=create_only, checksum=None, resumable=True, rename=True, notes=notes)
 
     def get(self, key: str) -> bytes | None:
-        """A small object, whole; None when absent.
+        """Return a small object, whole; None when absent.
 
         Raises:
             DamagedError: a link or a huge file lies there.
@@ -454,12 +457,12 @@ class DirectoryStore:
             return files.create_exclusive(folder, name, data, mode=_DOCUMENT_MODE, mark=self._mark)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects below the folder `prefix` ("" = all), without our temporaries and partial uploads."""
+        """Yield objects below the folder `prefix` ("" = all), without temporaries and partial uploads."""
         with self._at_root(f"listing {prefix or 'the root'}") as root:
             yield from walk(root, prefix)
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """Size and mtime of an object; None when absent or no regular file."""
+        """Return the size and mtime of an object; None when absent or no regular file."""
         with self._at_root(f"looking at {key}") as root:
             status = files.stat_beneath(root, key)
         if status is None or not stat.S_ISREG(status.st_mode):
@@ -467,11 +470,11 @@ class DirectoryStore:
         return ObjectInfo(key=key, bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
     def read_at(self, key: str, offset: int, length: int) -> bytes:
-        """A range; FileNotFoundError when absent."""
+        """Return a range; FileNotFoundError when absent."""
         return b"".join(self.stream(key, offset, length))
 
     def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
-        """A range, its cached pages dropped first so that it comes from the share where it can."""
+        """Yield a range, its cached pages dropped first so that it comes from the share where it can."""
         end = offset + length
         with self._at_root(f"reading {key}", absent_is_error=True) as root:
             fd = files.open_beneath(root, key)
@@ -582,7 +585,8 @@ class DirectoryStore:
             self._no_room.freed()
 
     def stale_temporaries(self, now_seconds: float) -> tuple[ObjectInfo, ...]:
-        """Temporaries of documents that a killed process of this owner left; `now_seconds`: the share's time.
+        """Return the temporaries of documents that a killed process of this owner left; `now_seconds`: the
+        share's time.
 
         Known by the owner's id in their names: another node's may be in use, however old it looks.
         """
@@ -596,7 +600,7 @@ class DirectoryStore:
             )
 
     def partial_bytes(self, key: str) -> int:
-        """Bytes of our partial file of that key; 0: there is none."""
+        """Return the bytes of our partial file of that key; 0: there is none."""
         parent, _, _ = key.rpartition("/")
         with self._at_root(f"looking at the partial upload of {key}") as root:
             status = files.stat_beneath(
@@ -610,7 +614,7 @@ class DirectoryStore:
             files.fsync_dir(folder)
 
     def free_bytes(self) -> int | None:
-        """Bytes that we may still write there."""
+        """Return the bytes that we may still write there."""
         with self._at_root("asking for free space") as root:
             return extents.free_bytes(root)
 
@@ -646,7 +650,7 @@ class DirectoryStore:
     def _folder_of(
         self, key: str, doing: str, *, mode: int | None = None, gid: int | None = None
     ) -> Iterator[tuple[int, str]]:
-        """The folder of a key, made where missing, and the last component."""
+        """Yield the folder of a key, made where missing, and the last component."""
         name = files.check_relative(key)[-1]
         with self._at_root(doing) as root:
             folder = make_parents(root, key, mode, gid, self._flushed)
@@ -666,8 +670,10 @@ class DirectoryStore:
         return f"{PARTIAL_PREFIX}{digest[:24]}"
 
     def _open_partial(self, folder: int, name: str, resume: Resume | None) -> tuple[int, int, int]:
-        """(descriptor, offset to go on at, CRC64 so far). A file that cannot be continued gets a new inode:
-        a hung predecessor may still hold the old one."""
+        """Open a partial file; returns (descriptor, offset to go on at, CRC64 so far).
+
+        A file that cannot be continued gets a new inode: a hung predecessor may still hold the old one.
+        """
         flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         if resume is not None and resume.flushed_bytes > 0:
             with contextlib.suppress(FileNotFoundError):

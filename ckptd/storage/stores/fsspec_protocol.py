@@ -1,7 +1,7 @@
-"""Any service that an installed driver of fsspec speaks (gs://, abfs://, hf:// …) as a drive (adr/0042).
+"""Speak to any service that an installed driver of fsspec knows (gs://, abfs://, hf:// …), as a drive.
 
 Objects appear whole when their upload is completed, so there are no temporaries and no folders. Caches of
-instances and of listings are off: what another node wrote a moment ago must be seen.
+instances and of listings are off: what another node wrote a moment ago must be seen (docs/adr/0042).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNTRUSTED = ("Credential", "Authentication", "Unauthorized", "RefreshError", "L
 
 
 def connection(url: str, access: Access) -> tuple[Callable[[], FsspecDrive], str]:
-    """(how to connect, path of the root in the driver's words) of a URL.
+    """Return how to connect to a URL, and the path of its root in the driver's words.
 
     Raises:
         ConfigError: the driver is not installed, or takes no such credentials.
@@ -73,7 +73,7 @@ class FsspecDrive:
         self._is_create_only = is_create_only
 
     def look(self, path: str) -> Entry | None:
-        """An object."""
+        """Return an object; None when absent."""
         try:
             found = self._fs.info(path)
         except FileNotFoundError:
@@ -81,7 +81,7 @@ class FsspecDrive:
         return None if found["type"] != "file" else _entry(found)
 
     def entries(self, folder: str) -> list[Entry]:
-        """Objects and prefixes right below; marks of consoles are left out."""
+        """Return the objects and prefixes right below; marks of consoles are left out."""
         try:
             found = self._fs.ls(folder, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -95,7 +95,7 @@ class FsspecDrive:
         ]
 
     def get(self, path: str) -> bytes | None:
-        """Whole."""
+        """Read an object, whole."""
         try:
             return bytes(self._fs.cat_file(path))
         except FileNotFoundError:
@@ -108,11 +108,11 @@ class FsspecDrive:
         yield _Reader(self._fs, path, size)
 
     def put(self, path: str, data: bytes) -> None:
-        """One request."""
+        """Write an object by one request."""
         self._fs.pipe_file(path, data)
 
     def create(self, path: str, data: bytes) -> bool:
-        """With the driver's condition; else looked at before and read again after."""
+        """Create with the driver's condition; without one look before and read again after."""
         if self.look(path) is not None:
             return False
         if not self._is_create_only:
@@ -129,7 +129,7 @@ class FsspecDrive:
         return True
 
     def sink(self, path: str, partial: str, rights: Rights, resume_bytes: int) -> tuple[_Sink, int]:
-        """An unfinished upload; it cannot be gone on with."""
+        """Begin an upload; an unfinished one cannot be gone on with."""
         del partial, rights, resume_bytes
         mode = "xb" if self._is_create_only else "wb"
         return _Sink(self._fs, self._fs.open(path, mode, block_size=_BLOCK_BYTES, autocommit=False)), 0
@@ -140,12 +140,12 @@ class FsspecDrive:
             self._fs.rm_file(path)
 
     def remove_folder(self, path: str) -> bool:
-        """A prefix is no folder."""
+        """Do nothing: a prefix is no folder."""
         del path
         return False
 
     def free_bytes(self, path: str) -> int | None:
-        """Services do not tell."""
+        """Return None: services do not tell."""
         del path
         return None
 
@@ -170,11 +170,11 @@ class FsspecDrive:
         return Abilities(create_only=self._is_create_only, checksum=None, resumable=False, notes=tuple(notes))
 
     def explain(self, error: Exception, what: str) -> Exception:
-        """In words of the tree."""
+        """Translate an exception into the error tree."""
         return explain(error, f"{self._url}: {what}")
 
     def close(self) -> None:
-        """Drivers end their connections themselves."""
+        """Do nothing: drivers end their connections themselves."""
 
 
 class _Reader:
@@ -184,7 +184,7 @@ class _Reader:
         self._size_bytes = size_bytes
 
     def read(self, offset: int, length: int) -> bytes:
-        """One request."""
+        """Read a range by one request."""
         end = min(offset + length, self._size_bytes)
         return bytes(self._fs.cat_file(self._path, start=offset, end=end)) if end > offset else b""
 
@@ -202,7 +202,7 @@ class _Sink:
         self._file.write(data)
 
     def flush(self) -> bool:
-        """Nothing is durable before the end."""
+        """Return False: nothing is durable before the end."""
         return False
 
     def finish(self) -> bool:
@@ -221,7 +221,7 @@ class _Sink:
 
 
 def _entry(found: dict[str, Any]) -> Entry:
-    """An entry of a driver's listing."""
+    """Return an entry of a driver's listing."""
     times = [found[key] for key in _MODIFIED if found.get(key) is not None]
     time = times[0] if times else 0
     seconds = time.timestamp() if isinstance(time, datetime) else time
@@ -252,7 +252,7 @@ def explain(error: Exception, where: str) -> Exception:
 
 
 def _status(error: Exception) -> int:
-    """The HTTP status, however the driver hides it; 0 when there is none."""
+    """Return the HTTP status, however the driver hides it; 0 when there is none."""
     holders = (error, getattr(error, "response", None), error.__cause__)
     for holder in holders:
         for name in ("status", "status_code", "code"):
@@ -268,10 +268,9 @@ def _words(error: Exception) -> str:
     return (text.splitlines() or [type(error).__name__])[0][:200]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# From a URL that is neither a path nor s3:// to its store: which package speaks it, and is it installed.
+# --- drivers ---------------------------------------------------------------------------------------------
 # Nothing is imported before a remote needs it; a package that is missing is named with the command that
-# brings it (docs/adr/0042).
+# installs it (docs/adr/0042).
 
 _SSH = ("sftp", "ssh")
 _SERVICE_LANES = 3
@@ -286,7 +285,7 @@ def open_files(
     read_back: bool = True,
     window_bytes: int = WINDOW_BYTES,
 ) -> FilesStore:
-    """The store of a URL; connects when it is first used.
+    """Return the store of a URL; connects when it is first used.
 
     Raises:
         ConfigError: a scheme that no installed package speaks, or a URL that cannot be a remote.
@@ -336,7 +335,7 @@ def missing(url: str, error: Exception) -> ConfigError:
 
 
 def _shown(url: str) -> str:
-    """A URL for a message, without what may be secret in it."""
+    """Return a URL for a message, without what may be secret in it."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return unquote(parts._replace(netloc=host, query="", fragment="").geturl())

@@ -1,7 +1,7 @@
-"""Files on a server (SFTP) or in a service that fsspec knows, as a store (docs/adr/0042).
+"""Store objects as files on a server (SFTP) or in a service that fsspec knows.
 
 The rules of the contract over a `Drive`: uploads become visible whole and replace nothing, each is read back
-and compared, small verbs are tried again on a new connection, whatever fails is named.
+and compared, small verbs are tried again on a new connection, whatever fails is named (docs/adr/0042).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import Resume, Source
 
 
-# --- The seam between a store of remote files and what speaks a protocol: SFTP, or a driver of fsspec ----
-# `FilesStore` (fsspec_store.py) holds the rules of the contract; a `Drive` is one connection that does what
-# the rules ask, by absolute path. Drives come from a pool, because none is used by two threads at a time.
+# --- the file protocol below the store -------------------------------------------------------------------
+# `FilesStore` holds the rules of the contract; a `Drive` is one connection (SFTP, or a driver of fsspec) that
+# does what the rules ask, by absolute path. Drives come from a pool, because none is used by two threads at a
+# time.
 
 PARTIAL_PREFIX = ".ckptd-part-"
 TEMPORARY_PREFIX = ".ckptd-tmp-"
@@ -64,7 +65,7 @@ class Reader(Protocol):
     """An open file."""
 
     def read(self, offset: int, length: int) -> bytes:
-        """A range; shorter at the end."""
+        """Read a range; shorter at the end."""
         ...
 
 
@@ -80,7 +81,9 @@ class Sink(Protocol):
         ...
 
     def finish(self) -> bool:
-        """Durable and visible; False when the name is taken: that is never replaced, ours is gone."""
+        """Make the file durable and visible; False when the name is taken: that is never replaced, ours is
+        removed.
+        """
         ...
 
     def abandon(self) -> None:
@@ -96,15 +99,15 @@ class Drive(Protocol):
         ...
 
     def look(self, path: str) -> Entry | None:
-        """A regular file; None when there is none."""
+        """Return a regular file; None when there is none."""
         ...
 
     def entries(self, folder: str) -> list[Entry]:
-        """Names in a folder, files and folders only; none when it is not there."""
+        """Return the names in a folder, files and folders only; none when it is not there."""
         ...
 
     def get(self, path: str) -> bytes | None:
-        """A small file, whole; None when absent."""
+        """Return a small file, whole; None when absent."""
         ...
 
     def reading(self, path: str) -> AbstractContextManager[Reader]:
@@ -132,7 +135,7 @@ class Drive(Protocol):
         ...
 
     def free_bytes(self, path: str) -> int | None:
-        """Room there; None where nobody tells."""
+        """Return the free space there; None where nobody tells."""
         ...
 
     def explain(self, error: Exception, what: str) -> Exception:
@@ -141,7 +144,7 @@ class Drive(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """False after the connection broke or an answer is missing."""
+        """Whether the drive may be used again: not after the connection broke or an answer is missing."""
         ...
 
     def close(self) -> None:
@@ -160,7 +163,7 @@ class Pool:
 
     @contextmanager
     def use(self) -> Iterator[Drive]:
-        """A drive for the block; what broke is closed, and what idled beside it as well."""
+        """Yield a drive for the block; what broke is closed, and what idled beside it as well."""
         with self._room:
             with self._lock:
                 drive = self._idle.pop() if self._idle else None
@@ -187,7 +190,7 @@ class Pool:
 
 @contextmanager
 def explained(drive: Drive, what: str) -> Iterator[None]:
-    """Calls to the drive in the block fail in words of the tree."""
+    """Translate errors of calls to the drive in the block into the error tree."""
     try:
         yield
     except CkptdError:
@@ -205,7 +208,7 @@ def quietly(action: Callable[[], object]) -> None:
         action()
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the store -------------------------------------------------------------------------------------------
 
 WINDOW_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
@@ -274,7 +277,7 @@ class FilesStore:
         )
 
     def get(self, key: str) -> bytes | None:
-        """A small object, whole; None when absent."""
+        """Return a small object, whole; None when absent."""
         path = self._path(key)
         return self._call(f"reading {key}", lambda drive: drive.get(path))
 
@@ -296,7 +299,7 @@ class FilesStore:
         return self._call(f"creating {key}", create)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects below the folder `prefix` ("" = all), without our temporaries and partial uploads.
+        """Yield objects below the folder `prefix` ("" = all), without temporaries and partial uploads.
 
         Folder by folder: a walk that leaves out what it cannot read would hide commits.
         """
@@ -319,13 +322,13 @@ class FilesStore:
                     yield ObjectInfo(key=key, bytes=entry.bytes, mtime_ns=entry.mtime_ns)
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """Size and time of an object; None when absent."""
+        """Return the size and time of an object; None when absent."""
         path = self._path(key)
         found = self._call(f"looking at {key}", lambda drive: drive.look(path))
         return None if found is None else ObjectInfo(key=key, bytes=found.bytes, mtime_ns=found.mtime_ns)
 
     def read_at(self, key: str, offset: int, length: int) -> bytes:
-        """A range of an object; shorter at its end."""
+        """Return a range of an object; shorter at its end."""
         path = self._path(key)
 
         def read(drive: Drive) -> bytes | None:
@@ -352,11 +355,11 @@ class FilesStore:
         self._call(f"removing {key}", remove)
 
     def free_bytes(self) -> int | None:
-        """Room that the server reports."""
+        """Return the room that the server reports."""
         return self._call("asking for free space", lambda drive: drive.free_bytes(self._root))
 
     def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
-        """A range in pieces; each may come over another connection."""
+        """Yield a range in pieces; each may come over another connection."""
         while length > 0 and (data := self.read_at(key, offset, min(_READ_BYTES, length))):
             yield data
             offset, length = offset + len(data), length - len(data)
@@ -418,7 +421,9 @@ class FilesStore:
     # --- inside ----------------------------------------------------------------------------------------
 
     def _call(self, what: str, action: Callable[[Drive], T]) -> T:
-        """Do it; a connection that broke meanwhile is replaced and it is done again (every verb may be)."""
+        """Call a drive; a connection that broke meanwhile is replaced and the call repeated (every verb
+        allows it).
+        """
 
         def once() -> T:
             with self._pool.use() as drive, explained(drive, what):
@@ -431,7 +436,7 @@ class FilesStore:
         return f"{self._root}/{key}"
 
     def _partial(self, key: str) -> str:
-        """Beside the object, of our own name: two nodes and two keys never share one."""
+        """Name the partial file beside the object, so that two nodes and two keys never share one."""
         folder, _, _ = self._path(key).rpartition("/")
         digest = hashlib.sha256(f"{self._owner}\0{key}".encode()).hexdigest()
         return f"{folder}/{PARTIAL_PREFIX}{digest[:24]}"
@@ -454,7 +459,7 @@ class FilesStore:
         crc: int,
         on_progress: Callable[[Progress], None],
     ) -> int:
-        """From the source into the sink; the CRC64NVME of all bytes as read."""
+        """Pump the source into the sink; returns the CRC64NVME of all bytes as read."""
         view = memoryview(mmap.mmap(-1, min(_CHUNK_BYTES, self._window_bytes)))
         size, done, window = source.size_bytes, start, start
         flushed, flushed_crc = start, crc
@@ -477,7 +482,7 @@ class FilesStore:
         return crc
 
     def _read_crc(self, key: str, on_progress: Callable[[int], None]) -> int:
-        """CRC64NVME of the copy as it comes back."""
+        """Return the CRC64NVME of the copy as it comes back."""
         path, what = self._path(key), f"reading {key} back"
         crc = done = 0
         with self._pool.use() as drive, explained(drive, what), drive.reading(path) as reader:

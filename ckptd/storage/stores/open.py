@@ -1,4 +1,4 @@
-"""From a URL to a store: the one place that knows which kinds of remote this version speaks to."""
+"""Open the store that a URL names: the one place that knows which kinds of remote this version speaks to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEFAULT = Access()
 
 
 def directory_path(url: str) -> Path | None:
-    """The path of a directory remote (`/path` or `file:///path`); None for every other kind."""
+    """Return the path of a directory remote (`/path` or `file:///path`); None for every other kind."""
     if url.startswith("file://"):
         parts = urlsplit(url)
         return Path(unquote(parts.path)) if parts.netloc in ("", "localhost") else None
@@ -40,7 +40,7 @@ def open_store(
     read_back: bool = True,
     window_bytes: int = WINDOW_BYTES,
 ) -> Store:
-    """The store of a remote; touches nothing yet.
+    """Return the store of a remote; touches nothing yet.
 
     `owner` (a node id) keeps the partial uploads of two nodes apart; `window_bytes` is how much a directory
     or an SFTP server is sent between two flushes.
@@ -68,9 +68,9 @@ def open_store(
     raise ConfigError(msg, hint="write the whole path, e.g. /mnt/nas/llama-7b")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What a remote's processes may know of the environment: credentials of their own remotes alone (P15).
-# Apart from the client because conversions and commands start such processes too.
+# --- environment of a remote's processes -----------------------------------------------------------------
+# A child gets the credentials of its own remotes alone. This is apart from the client because conversions and
+# commands start such processes too.
 
 
 _PASSED_ON = ("PATH", "LANG")

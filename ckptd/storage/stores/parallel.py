@@ -1,4 +1,4 @@
-"""Work in a few threads until it is done or one fails, and the CRC of an object read in ranges that way.
+"""Run work in a few threads until it is done or one fails; read an object in ranges that way for its CRC.
 
 One stream of an object store is slow; the CRCs of ranges combine, so that no byte is read or held twice.
 """
@@ -29,7 +29,7 @@ class Stopped(Cancelled):
     """Another lane failed; what it raised is raised."""
 
 
-class Lanes:
+class FailFastPool:
     """Threads that share a fate: the first failure ends all, at their next `check`."""
 
     def __init__(self) -> None:
@@ -43,7 +43,8 @@ class Lanes:
             raise Stopped(msg)
 
     def run(self, count: int, work: Iterable[T], do: Callable[[T], None], *, name: str) -> None:
-        """`do` each piece of work, begun in order, `count` at a time; without threads where one is enough.
+        """Run `do` on each piece of work, begun in order, `count` at a time; without threads where one is
+        enough.
 
         Raises:
             BaseException: what the first lane that failed raised; no lane runs any more then.
@@ -85,7 +86,7 @@ class Lanes:
             raise self._failure
 
 
-class Turns:
+class OrderedTurns:
     """A few places; of those who wait for one, who has the least number comes first."""
 
     def __init__(self, places: int) -> None:
@@ -100,7 +101,7 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """How many wait for one."""
+        """Return how many wait for one."""
         return len(self._waiting)
 
     @contextmanager
@@ -135,7 +136,7 @@ def crc_of(
     and may raise to stop.
     """
     found: dict[int, tuple[int, int]] = {}
-    lanes = Lanes()
+    lanes = FailFastPool()
 
     def read(offset: int) -> None:
         done = crc = 0
@@ -151,7 +152,7 @@ def crc_of(
 
 
 def joined(size_bytes: int, ranges: Iterable[tuple[int, int]], range_bytes: int) -> tuple[int, int]:
-    """(bytes, CRC64) of ranges of `range_bytes` in order, up to the first that ended early."""
+    """Return (bytes, CRC64) of ranges of `range_bytes` in order, up to the first that ended early."""
     total = crc = 0
     for done, more in ranges:
         crc = crc64_combined(crc, more, done)

@@ -1,4 +1,4 @@
-"""How fast a transfer may move, and when it must stop: a token bucket and a cancel flag (P11).
+"""Limit how fast a transfer moves, and stop it: a token bucket and a cancel flag.
 
 It decorates the source, so that no store knows of it; both are honoured at the next buffer.
 """
@@ -24,7 +24,7 @@ class Cancelled(SourceChanged):
     """The daemon cancelled the order; what is flushed can be resumed from."""
 
 
-class Pacer:
+class RateLimiter:
     """Bytes per second × a fraction that changes on the fly; also a fraction of the time when unlimited.
 
     `fraction` 0 pauses. Shared by all transfers of a remote; thread-safe.
@@ -51,11 +51,11 @@ class Pacer:
         self._fraction = min(max(fraction, 0.0), 1.0)
 
     def set_rate(self, bytes_per_second: int | None) -> None:
-        """Another configured speed."""
+        """Change the configured speed."""
         self._rate = bytes_per_second
 
     def chunk_bytes(self, limit_bytes: int) -> int:
-        """How much to ask for at once, so that a slow link is moved in small steps."""
+        """Return how much to ask for at once, so that a slow link is moved in small steps."""
         if self._rate is None:
             return limit_bytes
         step = int(self._rate * max(self._fraction, 0.01) * _BURST_SECONDS)
@@ -81,7 +81,7 @@ class Pacer:
             self._credit += count_bytes
 
     def breathe(self, check: Callable[[], None]) -> None:
-        """Like `take`, for work that does not count as bandwidth (reading back)."""
+        """Pause as `take` does, for work that does not count as bandwidth (reading back)."""
         check()
         while self._fraction <= 0:
             self._sleep(_SLICE_SECONDS)
@@ -90,7 +90,7 @@ class Pacer:
         self._released.at = self._clock()
 
     def _rest(self, check: Callable[[], None]) -> None:
-        """At a fraction f, rest (1/f - 1) times as long as the work since the last release took."""
+        """Rest, at a fraction f, (1/f - 1) times as long as the work since the last release took."""
         worked = self._clock() - getattr(self._released, "at", self._clock())
         rested = 0.0
         while rested < min(worked * (1 / max(self._fraction, 0.01) - 1), _LONGEST_PAUSE_SECONDS):
@@ -99,7 +99,9 @@ class Pacer:
             check()
 
     def _wait_seconds(self, count_bytes: int) -> float:
-        """0 when the bytes were granted; debt is allowed, so that one big buffer passes."""
+        """Return the seconds to wait, 0 when the bytes were granted; debt is allowed, so that a big buffer
+        passes.
+        """
         if self._rate is None:
             # a limit that ended while somebody waited for it
             return 0.0

@@ -1,7 +1,8 @@
-"""Verbs that are tried again at once: a decorator around any store (docs/adr/0090).
+"""Decorate stores and rate limiters: small verbs tried again at once, signs of life, stores that are full.
 
 Over NFS a handle goes stale when a server restarts or another node renames a folder: opened anew by name the
-same call works. Everything that lasts longer is the daemon's to try again, with its own backoff.
+same call works. Everything that lasts longer is the daemon's to try again, with its own back-off
+(docs/adr/0090).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from ckptd.storage.stores.rate_limit import Pacer
+from ckptd.storage.stores.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +31,7 @@ _VERBS = ("probe", "get", "put", "stat", "read_at", "verify", "delete", "discard
 
 
 def briefly(action: Callable[P, T], *kinds: type[Exception]) -> Callable[P, T]:
-    """`action` in at most three tries, full jitter after the second: on these errors, or what passes."""
+    """Wrap `action` in at most three tries, full jitter after the second: on these errors, or what passes."""
 
     def is_worth_it(error: BaseException) -> bool:
         return isinstance(error, kinds) if kinds else _is_passing(error)
@@ -100,16 +101,17 @@ class _TriedAgain:
         return briefly(create)()
 
 
-# --- Objects that found no room in a remote: when they are begun again (docs/adr/0161) -------------------
-# Whoever begins one in vain sends its bytes for nothing. Blocks are counted by the file system; a quota
-# (Lustre, GPFS, NFS) often shows in no count, so after one was met only time or a removal is reason to try.
+# --- uploads that found the store full -------------------------------------------------------------------
+# An upload begun in vain moves its bytes for nothing. Blocks are counted by the file system; a quota (Lustre,
+# GPFS, NFS) often shows in no count, so after one was met only time or a removal is a reason to try again
+# (docs/adr/0161).
 
 _QUOTA_SECONDS, _QUOTA_MOST_SECONDS = 60.0, 900.0
 """After a quota an object is begun again after so long, twice as long each further time."""
 _MOST_DOUBLINGS = 6
 
 
-class NoRoom:
+class FullStoreMemory:
     """Remember the uploads that found a store full; one object for a store, shared by its lanes."""
 
     def __init__(self) -> None:
@@ -122,26 +124,25 @@ class NoRoom:
         return tries > 0 and (time.monotonic() < until_seconds or (free_bytes() or 0) < size_bytes)
 
     def missed(self, key: str, size_bytes: int, free_bytes: int | None) -> None:
-        """It found none; `free_bytes`: as counted then, None: not known."""
+        """Note that an upload found no room; `free_bytes`: as counted then, None: not known."""
         tries = self._lacked.get(key, (0, 0.0))[0]
         has_quota = free_bytes is not None and free_bytes >= size_bytes
         wait_seconds = min(_QUOTA_SECONDS * 2 ** min(tries, _MOST_DOUBLINGS), _QUOTA_MOST_SECONDS)
         self._lacked[key] = (tries + 1, time.monotonic() + wait_seconds if has_quota else 0.0)
 
     def found(self, key: str) -> None:
-        """It is there."""
+        """Note that an upload found room."""
         self._lacked.pop(key, None)
 
     def freed(self) -> None:
-        """Something was removed there: a quota may have room again."""
+        """Note that something was removed there: a quota may have room again."""
         self._lacked = {key: (tries, 0.0) for key, (tries, _) in list(self._lacked.items())}
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Decorators that notice whether an order moves: one around the store, one around the pacer (docs/adr/0090).
+# --- signs of life of an order ---------------------------------------------------------------------------
 # A server that accepts and then hangs looks like a slow one. What tells them apart is kept here, for every
-# kind
-# of remote alike: when a byte last moved, an answer last came, or our own limit last made the transfer wait.
+# kind of remote alike: when a byte last moved, an answer last came, or our own rate limit last made the
+# transfer wait. One decorator is around the store, one around the rate limiter (docs/adr/0090).
 
 _SUSTAINED_SECONDS = 5.0
 
@@ -161,21 +162,21 @@ class Motion:
 
     @property
     def idle_seconds(self) -> float:
-        """Since the last motion."""
+        """Return the seconds since the last motion."""
         return self._clock() - self._moved_at
 
     def moved(self) -> None:
-        """Something did."""
+        """Note that something moved."""
         self._moved_at = self._clock()
 
     def advanced(self, key: str, done_bytes: int) -> None:
-        """That many bytes of an object are done: motion, if never so many before."""
+        """Note that so many bytes of an object are done: motion only if never so many before."""
         if done_bytes > self._furthest.get(key, -1):
             self._furthest[key] = done_bytes
             self.moved()
 
     def read(self) -> None:
-        """Some bytes of the source were asked for."""
+        """Note that some bytes of the source were asked for."""
         now = self._clock()
         if now - self._read_at > _SUSTAINED_SECONDS:
             self._reading_since = now
@@ -184,10 +185,10 @@ class Motion:
             self.moved()
 
 
-class WatchedPacer(Pacer):
+class WatchedRateLimiter(RateLimiter):
     """The remote's pacer as one order uses it: waiting for our own limit is no standstill."""
 
-    def __init__(self, inner: Pacer, motion: Motion) -> None:
+    def __init__(self, inner: RateLimiter, motion: Motion) -> None:
         self._inner = inner
         self._motion = motion
 

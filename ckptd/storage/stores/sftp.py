@@ -1,4 +1,4 @@
-"""A server's files over SFTP, by paramiko: known hosts only, whole files under a name, or nothing.
+"""Store files on a server over SFTP, by paramiko: known hosts only; a name has a whole file or none.
 
 fsspec's own SFTP file system accepts any host key, replaces what is there and never flushes; so this speaks
 the protocol by itself (docs/adr/0042). Names are published by hard link, the one exclusive step that a server
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.sftp_session import Session
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Bytes to and from an open SFTP file, many requests in flight, since each answer costs a round trip.
+# --- pipelined reads and writes --------------------------------------------------------------------------
+# Each answer costs a round trip, so many requests are in flight on an open file.
 
 _PIECE_BYTES = 32 << 10
 """What every server takes in one request."""
@@ -55,7 +55,7 @@ class Pipeline:
         self._asked.append(self._session._async_request(self, kind, *words))
 
     def answer(self) -> Any:
-        """The answer to the oldest request; what it says of failure is raised."""
+        """Return the answer to the oldest request; what it says of failure is raised."""
         number = self._asked.popleft()
         if number in self._early:
             kind, answer = self._early.pop(number)
@@ -136,13 +136,13 @@ class SftpSink:
             self._pipeline.drain(_IN_FLIGHT)
 
     def flush(self) -> bool:
-        """All answers taken, then fsync."""
+        """Wait for all answers, then fsync."""
         self._pipeline.drain()
         self._drive.fsync(self._handle)
         return True
 
     def seal(self) -> None:
-        """Rights as the source's or less, flushed, closed without an error."""
+        """Limit the rights to the source's, flush, and close without an error."""
         session = self._drive.session
         status = SFTPAttributes._from_msg(session.ask(wire.CMD_FSTAT, self._handle))
         mode = self._rights.mode & 0o777
@@ -168,7 +168,7 @@ class SftpSink:
             self._drive.session.let_go(self._handle)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the drive -------------------------------------------------------------------------------------------
 
 _GET_BYTES = 2 << 20
 _MAKE_TRIES = 3
@@ -189,14 +189,14 @@ class SftpDrive:
     # --- looking ---------------------------------------------------------------------------------------
 
     def look(self, path: str) -> Entry | None:
-        """A regular file, symlinks not followed (P15)."""
+        """Return a regular file; symlinks are not followed."""
         status = self._status(path)
         if status is None or not stat.S_ISREG(status.st_mode or 0):
             return None
         return _entry(posixpath.basename(path), status)
 
     def entries(self, folder: str) -> list[Entry]:
-        """Files and folders; symlinks and the like are none."""
+        """Return the files and folders; symlinks and the like are none."""
         try:
             found = self.session.listdir_attr(folder)
         except FileNotFoundError:
@@ -205,7 +205,7 @@ class SftpDrive:
         return [_entry(a.filename, a) for a in found if any(kind(a.st_mode or 0) for kind in kinds)]
 
     def get(self, path: str) -> bytes | None:
-        """Whole; the handle keeps to one file though another is renamed over it."""
+        """Read a file, whole; the handle keeps to one file though another is renamed over it."""
         data = b""
         try:
             with self.reading(path) as reader:
@@ -228,7 +228,7 @@ class SftpDrive:
             self.session.let_go(handle)
 
     def free_bytes(self, path: str) -> int | None:
-        """statvfs, where the server offers it."""
+        """Ask by statvfs, where the server offers it."""
         try:
             answer = self.session.extended("statvfs", os.fsencode(path))
         except OSError:
@@ -239,7 +239,7 @@ class SftpDrive:
     # --- writing ---------------------------------------------------------------------------------------
 
     def put(self, path: str, data: bytes) -> None:
-        """A finished temporary takes the name."""
+        """Rename a finished temporary over the name."""
         temporary = self._temporary(path, data)
         try:
             self.session.posix_rename(temporary, path)
@@ -251,7 +251,7 @@ class SftpDrive:
             self.session.rename(temporary, path)
 
     def create(self, path: str, data: bytes) -> bool:
-        """A finished temporary gets the name as a second one; without links O_EXCL takes it."""
+        """Link a finished temporary under the name; without links, create the name exclusively (O_EXCL)."""
         if self._status(path) is not None:
             return False
         if self._place.has_links:
@@ -271,7 +271,7 @@ class SftpDrive:
         return True
 
     def sink(self, path: str, partial: str, rights: Rights, resume_bytes: int) -> tuple[SftpSink, int]:
-        """A new partial file, or the one of an earlier attempt cut to what was flushed."""
+        """Return a new partial file, or the one of an earlier attempt cut to what was flushed."""
         if resume_bytes:
             with suppress(FileNotFoundError):
                 handle = self.open(partial, wire.SFTP_FLAG_WRITE)
@@ -309,7 +309,7 @@ class SftpDrive:
             self.session.remove(path)
 
     def remove_folder(self, path: str) -> bool:
-        """The server refuses what is not empty."""
+        """Remove a folder; the server refuses one that is not empty."""
         try:
             self.session.rmdir(path)
         except FileNotFoundError:
@@ -321,7 +321,7 @@ class SftpDrive:
         return True
 
     def probe(self, path: str) -> Abilities:
-        """Rights, create-only, and what the server makes up for."""
+        """Probe rights, create-only, and what the server makes up for."""
         try:
             kept = self.create(path, b"1") and not self.create(path, b"2") and self.get(path) == b"1"
             self.put(path, b"3")
@@ -343,13 +343,15 @@ class SftpDrive:
 
     @property
     def is_usable(self) -> bool:
-        """The transport lives and no answer is missing."""
+        """Whether the transport lives and no answer is missing."""
         transport = self._client.get_transport()
         is_open = transport is not None and transport.is_active() and not self.session.get_channel().closed
         return is_open and not self.session.is_broken
 
     def explain(self, error: Exception, what: str) -> Exception:
-        """In words of the tree; a full disk is told from other failures by asking for room."""
+        """Translate an exception into the error tree; a full disk is told from other failures by asking for
+        room.
+        """
         named = explain(error, f"{self._place.url}: {what}", is_alive=self.is_usable)
         if type(named) is StorageError and self.is_usable and self.free_bytes(self._place.root) == 0:
             return NoSpaceError(named.message.replace("Failure", "no room"))
@@ -360,7 +362,7 @@ class SftpDrive:
         quietly(self._client.close)
 
     def open(self, path: str, flags: int, mode: int | None = None) -> bytes:
-        """A handle; a new file has `mode` from the start (P15)."""
+        """Return a handle; a new file has `mode` from the start (P15)."""
         attributes = SFTPAttributes()
         if mode is not None:
             attributes.st_mode = mode
@@ -391,7 +393,7 @@ class SftpDrive:
             return None
 
     def _link(self, old: str, new: str) -> bool:
-        """True when `new` is ours now, False when it exists; OSError when there are no links."""
+        """Give a file the name `new`; False when that exists, OSError when the server has no links."""
         try:
             self.session.extended("hardlink", os.fsencode(old), os.fsencode(new))
         except OSError:
@@ -406,7 +408,7 @@ class SftpDrive:
         return temporary
 
     def _write(self, path: str, data: bytes) -> None:
-        """A small new file, durable."""
+        """Write a small new file, durably."""
         handle = self._make(path, _DOCUMENT)
         sink = SftpSink(self, handle, 0, path, path, _DOCUMENT)
         try:
@@ -441,7 +443,7 @@ class SftpDrive:
                 self._make_folder(made, rights)
 
     def _make_root(self) -> None:
-        """The last component of the root, once; never the place of a disk that is not mounted."""
+        """Make the last component of the root, once; never the place of a disk that is not mounted."""
         root, parent = self._place.root, posixpath.dirname(self._place.root)
         was_seen = self._place.is_seen
         with suppress(FileNotFoundError):

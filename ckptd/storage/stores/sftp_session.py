@@ -1,7 +1,7 @@
-"""An SSH connection that we trust, and SFTP requests in flight on it (docs/adr/0042).
+"""Open an SSH connection that we trust, and keep SFTP requests in flight on it.
 
 Host keys come from known_hosts and nowhere else: a checkpoint sent to whoever answers is a checkpoint given
-away. Every wait has a limit, so that a dead server is an error within a minute.
+away. Every wait has a limit, so that a dead server is an error within a minute (docs/adr/0042).
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _refused(error: Exception, place: SftpPlace) -> Exception:
 
 
 def explain(error: Exception, where: str, *, is_alive: bool) -> Exception:
-    """A failed request as an error of the tree; a bug as it is."""
+    """Return a failed request as an error of the tree; a bug as it is."""
     if isinstance(error, TimeoutError):
         return RemoteUnreachable(f"{where}: the server gave no answer for {ANSWER_SECONDS} s")
     if isinstance(error, EOFError | paramiko.SSHException | ConnectionError) or not is_alive:

@@ -1,7 +1,7 @@
 """Give uploads their bytes: a sealed file by descriptor, bytes in memory, and two decorators.
 
 `CheckedSource` compares the CRC32s that `torch.save` left in the zip directory in the same pass, so that a
-bit that flipped since the save is found before it is uploaded; `PacedSource` limits the speed.
+bit that flipped since the save is found before it is uploaded; `RateLimitedSource` limits the speed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
     from ckptd.formats.torchfile.archive import Record
     from ckptd.storage.stores.base import Source
-    from ckptd.storage.stores.rate_limit import Pacer
+    from ckptd.storage.stores.rate_limit import RateLimiter
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The CRC of a range whose bytes pass in any order, in several threads: CRCs of adjoining stretches combine.
-# What passes again counts once: the parts of an upload are hashed, sent, and sent again.
+# --- checksum of a range whose bytes pass in any order ---------------------------------------------------
+# Bytes pass in several threads; CRCs of adjoining ranges combine. What passes again counts once: the parts of
+# an upload are hashed, sent, and sent again.
 
 _Stretch = tuple[int, int, int]
 """Begin, end, CRC."""
 
 
-class Stretches:
+class CrcRanges:
     """Track which parts of one range have passed, with their CRCs.
 
     `lock` may be shared by many of them: nothing is hashed under it.
@@ -69,12 +69,12 @@ class Stretches:
 
     @property
     def passed(self) -> int:
-        """How many bytes have."""
+        """Return how many bytes have passed."""
         with self._lock:
             return sum(end - begin for begin, end, _ in self._held)
 
     def crc_of(self, begin: int, end: int) -> int | None:
-        """CRC of exactly this range; None while some of it has not passed."""
+        """Return the CRC of exactly this range; None while some of it has not passed."""
         with self._lock:
             held = self._held[0] if self._held else None
         return held[2] if held is not None and held[:2] == (begin, end) else None
@@ -106,8 +106,9 @@ class Stretches:
         return stretch[1] - stretch[0]
 
 
-# --- The CRC32s that `torch.save` left in an archive, compared as its bytes pass, in whatever order ------
-# A record is compared once all of it passed; of one that was right nothing is kept. CRC 0 proves nothing.
+# --- checksums of an archive's records -------------------------------------------------------------------
+# `torch.save` left a CRC32 of each record in the zip directory. A record is compared once all of it passed;
+# of one that was right nothing is kept. CRC 0 proves nothing.
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +122,13 @@ class WrongRecord:
         return f"record {self.record.name} has CRC {self.crc:08x}, torch.save wrote {self.record.crc:08x}"
 
 
-class RecordSums:
+class RecordChecksums:
     """Compare the CRC32s of an archive's records while their bytes pass; what passes again counts once."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self._records = sorted((r for r in records if r.crc != 0 and r.size > 0), key=lambda r: r.offset)
         self._lock, self._hashing = threading.Lock(), threading.Lock()
-        self._open: dict[int, Stretches] = {}
+        self._open: dict[int, CrcRanges] = {}
         self._right = bytearray(len(self._records))
         self._wrong: dict[int, WrongRecord] = {}
         self._asked: set[int] = set()
@@ -151,7 +152,7 @@ class RecordSums:
                 return self._wrong.get(index)
             passed = self._open.get(index)
             if passed is None:
-                passed = self._open[index] = Stretches(isal_zlib.crc32, crc32_combined, self._hashing)
+                passed = self._open[index] = CrcRanges(isal_zlib.crc32, crc32_combined, self._hashing)
         passed.feed(first, data)
         crc = passed.crc_of(record.offset, _end(record))
         if crc is None:
@@ -206,7 +207,7 @@ def _end(record: Record) -> int:
     return record.offset + record.size
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- sources ---------------------------------------------------------------------------------------------
 
 _REREAD_BYTES = 1 << 20
 
@@ -273,7 +274,7 @@ class CheckedSource:
     def __init__(self, inner: Source, records: Iterable[Record], name: str) -> None:
         self._inner = inner
         self._name = name
-        self._sums = RecordSums(records)
+        self._sums = RecordChecksums(records)
         self.size_bytes: int = inner.size_bytes
         self.mode: int = inner.mode
         self.folder_mode: int = inner.folder_mode
@@ -316,10 +317,10 @@ class CheckedSource:
             raise DamagedError(f"{self._name}: {wrong}", hint=hint)
 
 
-class PacedSource:
+class RateLimitedSource:
     """Reads no faster than the pacer allows, and stops when `check` raises."""
 
-    def __init__(self, inner: Source, pacer: Pacer, check: Callable[[], None]) -> None:
+    def __init__(self, inner: Source, pacer: RateLimiter, check: Callable[[], None]) -> None:
         self._inner = inner
         self.read_bytes = 0
         self._pacer = pacer
@@ -357,7 +358,7 @@ class PacedSource:
 
 
 def peek(source: Source) -> Callable[[int, memoryview], int]:
-    """How a source reads what it will be asked for again; by `read_into` where it makes no difference."""
+    """Return how a source reads what it is asked for twice; by `read_into` where it makes no difference."""
     found: Callable[[int, memoryview], int] = getattr(source, "peek_into", source.read_into)
     return found
 
@@ -371,12 +372,12 @@ def crc64_of(
     drops: bool = False,
     also: Callable[[memoryview], None] | None = None,
 ) -> int:
-    """CRC64NVME of a range that is not sent, or later; of less where the source ends early.
+    """Return the CRC64NVME of a range that is not sent, or later; of less where the source ends early.
 
     `is_read_again`: it will be sent, and its records' CRCs compared then. `also` gets the bytes too.
     """
     read = peek(source) if is_read_again else source.read_into
-    if not is_read_again and isinstance(source, PacedSource):
+    if not is_read_again and isinstance(source, RateLimitedSource):
         read = source.look_into
     view = memoryview(bytearray(min(_REREAD_BYTES, max(length, 1))))
     end, crc = offset + length, 0
@@ -391,7 +392,7 @@ def crc64_of(
 
 
 def records_of(fd: int, name: str, *, is_shard: bool) -> list[Record]:
-    """The records of a `torch.save` archive, empty for other files.
+    """Return the records of a `torch.save` archive, empty for other files.
 
     Raises:
         TornArchiveError: a shard whose zip directory is not whole.

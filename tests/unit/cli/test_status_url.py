@@ -14,8 +14,8 @@ import pytest
 from ckptd.core.model.heartbeat import Heartbeat, NewestSave, SafeSave, heartbeat_key
 from ckptd.core.model.layouts import Grid
 from ckptd.core.model.manifest import to_bytes
-from ckptd.maintenance.fleet_status import Jobwide, JobwideStatus
-from ckptd.recover.select.inventory import look_at_remote
+from ckptd.maintenance.fleet_status import FleetReader, FleetStatus
+from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.scene import Node, archive
 
@@ -89,9 +89,9 @@ def aged(nas: Path, seconds: float, below: str = "") -> None:
             os.utime(path, (at, at))
 
 
-def looked(nas: Path) -> JobwideStatus:
+def looked(nas: Path) -> FleetStatus:
     """What is printed, as data."""
-    return Jobwide(look_at_remote("nas", str(nas), None)).look()
+    return FleetReader(read_remote_inventory("nas", str(nas), None)).look()
 
 
 def status(nas: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

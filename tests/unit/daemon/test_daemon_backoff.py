@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ckptd.base.retry import PATIENCE, Asking, Breaker, backoff_seconds, seldom_seconds
+from ckptd.base.retry import PATIENCE, Breaker, RetryTimer, backoff_seconds, seldom_seconds
 
 
 class Clock:
@@ -67,7 +67,7 @@ def test_one_success_begins_anew() -> None:
 
 def test_what_fails_is_asked_once_at_a_time_and_more_seldom() -> None:
     clock = Clock()
-    asking = Asking(clock=clock)
+    asking = RetryTimer(clock=clock)
     assert asking.begin("s1")
     assert not asking.begin("s1"), "it is under way"
     waits = []

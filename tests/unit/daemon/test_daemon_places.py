@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.daemon.heartbeat import send_final
-from ckptd.storage.child.slots import Places
+from ckptd.storage.child.slots import SlotPool
 
 if TYPE_CHECKING:
     from ckptd.daemon.job import Job as DaemonJob
@@ -39,7 +39,7 @@ def guests(names: str) -> list[Guest]:
 
 
 def test_each_lasts_where_there_is_room_for_all() -> None:
-    places, some = Places(), guests("abc")
+    places, some = SlotPool(), guests("abc")
     assert all(places.take(one) for one in some)
     for one in some:
         one.is_busy = False
@@ -49,7 +49,7 @@ def test_each_lasts_where_there_is_room_for_all() -> None:
 
 
 def test_who_has_nothing_to_do_makes_room_for_the_next_in_line() -> None:
-    places = Places(lambda: 2)
+    places = SlotPool(lambda: 2)
     a, b, c, d = guests("abcd")
     assert [places.take(one) for one in (a, b, c, d, c)] == [True, True, False, False, False]
     places.settle()
@@ -67,7 +67,7 @@ def test_who_has_nothing_to_do_makes_room_for_the_next_in_line() -> None:
 
 def test_the_last_that_came_goes_first() -> None:
     """A visitor makes room again, and those who were there keep their children."""
-    places = Places(lambda: 3)
+    places = SlotPool(lambda: 3)
     *lasting, d, e = guests("abcde")
     for one in lasting:
         assert places.take(one)
@@ -79,7 +79,7 @@ def test_the_last_that_came_goes_first() -> None:
 
 
 def test_who_leaves_is_not_waited_for() -> None:
-    places = Places(lambda: 1)
+    places = SlotPool(lambda: 1)
     a, b, c = guests("abc")
     assert [places.take(one) for one in (a, b, c)] == [True, False, False]
     places.leave(b)
@@ -92,7 +92,7 @@ def test_who_leaves_is_not_waited_for() -> None:
 def test_fewer_places_end_nobody_in_the_middle() -> None:
     """A reload with a smaller budget: children that have nothing to do end, the others later."""
     count = [3]
-    places, some = Places(lambda: count[0]), guests("abc")
+    places, some = SlotPool(lambda: count[0]), guests("abc")
     assert all(places.take(one) for one in some)
     some[0].is_busy = False
     count[0] = 1
@@ -109,7 +109,7 @@ def test_never_more_than_there_are_places_and_everybody_gets_one(
 ) -> None:
     """Each step somebody asks, or comes to rest; in the end all that waited have begun."""
     some = guests("abcdef")
-    places = Places(lambda: count)
+    places = SlotPool(lambda: count)
     has: set[str] = set()
     for number, asks in steps:
         one = some[number]
@@ -130,7 +130,7 @@ def test_never_more_than_there_are_places_and_everybody_gets_one(
 
 def test_who_waits_for_a_place_hears_that_it_ended_too() -> None:
     results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    places = Places(lambda: 1)
+    places = SlotPool(lambda: 1)
 
     class Link(Guest):
         beat_order: int | None = None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.daemon.job import Job
-    from ckptd.storage.child.slots import Process
+    from ckptd.storage.child.slots import RemoteProcess
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="needs root (mounts)")
 
@@ -54,7 +54,7 @@ class Two:
         for name, link in self.links.items():
             link.attached = link.observation = None
             link.settings = link.settings.model_copy(update={"remote_id": None, "job_id": None})
-            link._client = cast("Process", Line())
+            link._client = cast("RemoteProcess", Line())
             link._on_attached = on_attached(cast("Job", self.job), name)
 
     def hears(self, name: str, place: str | None, remote_id: str = "r") -> bool:

@@ -21,13 +21,13 @@ from ckptd.maintenance.gc import Collector
 from ckptd.maintenance.repair import Unfinished
 from ckptd.maintenance.verify import Verifier
 from ckptd.observe.audit import Audit
-from ckptd.recover.select.inventory import RemoteSight, look_at_remote
+from ckptd.recover.select.inventory import RemoteInventory, read_remote_inventory
 from ckptd.recover.select.journal_reader import sealed_here
 from ckptd.recover.select.verify_result import Slice, exit_code
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import garbage
 from ckptd.storage.remote.coordination import Heartbeats
-from ckptd.storage.remote.repair import spare_key
+from ckptd.storage.remote.repair import staging_key
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.counting import CountingStore
 from tests.stores.scene import Node
@@ -44,9 +44,9 @@ def collector(scene: RepairScene, *, dry_run: bool = False) -> Collector:
     return Collector(Audit(scene.state / "audit.jsonl"), scene.said.append, dry_run=dry_run)
 
 
-def sight(scene: RepairScene) -> RemoteSight:
+def sight(scene: RepairScene) -> RemoteInventory:
     """The remote as it is."""
-    return look_at_remote("nas", str(scene.nas), None)
+    return read_remote_inventory("nas", str(scene.nas), None)
 
 
 def tree(root: Path) -> set[str]:
@@ -191,7 +191,7 @@ def test_a_spare_stays_until_its_object_is_right(scene: RepairScene) -> None:
     view = next(v for v in here.observation.commits if v.commit.tag == TAG)
     manifest = next(iter(here.manifests(view.commit)))
     file = next(f for f in manifest.files if f.key.endswith(shard.name))
-    spare = scene.nas / spare_key(file)
+    spare = scene.nas / staging_key(file)
     spare.parent.mkdir()
     spare.write_bytes(shard.read_bytes())
     (spare.parent / "nobodys").write_bytes(b"1")

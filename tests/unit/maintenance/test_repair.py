@@ -17,7 +17,7 @@ from ckptd.errors import NothingCommitted
 from ckptd.recover.fetch import Fetcher
 from ckptd.recover.files import HERE
 from ckptd.storage.stores.apart import ApartStore
-from ckptd.storage.stores.rate_limit import Pacer
+from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.attacks.test_hostile_remotes import rewrite
 from tests.support.repair_scene import LONG_AGO_NS, RepairScene, bare, built, outcomes, run_here, scene
 from tests.support.restore_scene import TAG
@@ -311,12 +311,12 @@ def test_no_faster_than_the_job_file_says(scene: RepairScene, monkeypatch: pytes
     """`bandwidth` of the remote counts for repairs too."""
     rates: list[int | None] = []
 
-    class Noted(Pacer):
+    class Noted(RateLimiter):
         def __init__(self, bytes_per_second: int | None = None) -> None:
             rates.append(bytes_per_second)
             super().__init__(bytes_per_second)
 
-    monkeypatch.setattr("ckptd.maintenance.repair.Pacer", Noted)
+    monkeypatch.setattr("ckptd.maintenance.repair.RateLimiter", Noted)
     monkeypatch.setattr(RepairScene, "bandwidth", "8Mb/s")
     scene.flip(scene.shard(1, root=scene.nas))
     assert scene.repair().exit_code() == 0

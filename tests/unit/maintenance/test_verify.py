@@ -12,7 +12,7 @@ import pytest
 from ckptd.core.model.manifest import Tombstone, to_bytes
 from ckptd.errors import NotFoundError, NothingCommitted, UsageError
 from ckptd.maintenance.verify import Verifier
-from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.verify_result import Slice, VerifiedRemote, exit_code, slice_of
 from tests.attacks.test_hostile_remotes import rewrite
 from tests.support.restore_scene import MODEL, OPTIM, TAG, RestoreScene, scene
@@ -25,7 +25,7 @@ def verified(
     scene: RestoreScene, tag: str | None = None, *, read: Slice | None = None, nas: Path | None = None
 ) -> VerifiedRemote:
     """One remote, proven."""
-    return Verifier(look_at_remote("nas", str(nas or scene.nas), None), read=read).run(tag)
+    return Verifier(read_remote_inventory("nas", str(nas or scene.nas), None), read=read).run(tag)
 
 
 def keys(found: VerifiedRemote) -> list[str]:

@@ -20,14 +20,14 @@ from ckptd.daemon.uploads.requests import files_to_upload
 from ckptd.errors import TargetExists
 from ckptd.maintenance.verify import Verifier
 from ckptd.recover.execute import Execution
-from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.steps import CopyBeside
 from ckptd.recover.select.verify_result import Slice
 from ckptd.storage.remote import derive_attempts
 from ckptd.storage.remote.commit import supplement
 from ckptd.storage.remote.messages import ShipFile, ShipOrder
 from ckptd.storage.remote.transfer import Control
-from ckptd.storage.stores.rate_limit import Pacer
+from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.support.core_views import sealed
 from tests.support.recover_scene import EXTRA, SHAPES
 from tests.support.restore_scene import RestoreScene
@@ -94,7 +94,7 @@ class HfScene(RestoreScene):
 
     def ship_late(self) -> None:
         """As the daemon ships what came after the COMMIT."""
-        sight = look_at_remote("nas", str(self.nas), None)
+        sight = read_remote_inventory("nas", str(self.nas), None)
         view = next(view for view in sight.commits if view.commit.form == "zero")
         rows = tuple(
             ShipFile(
@@ -112,7 +112,7 @@ class HfScene(RestoreScene):
         manifest = sight.manifests(view.commit)[0].model_copy(update={"files": ()})
         order = ShipOrder(root=str(self.save_dir), manifest=manifest, files=rows, supplement_to=view.sha256)
         control = Control(
-            pacer=Pacer(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None
+            pacer=RateLimiter(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None
         )
         assert supplement(self.ground(), order, control).outcome == "committed"
 
@@ -225,7 +225,7 @@ def test_a_late_form_and_our_own_share_no_object(hf: HfScene, comes: str) -> Non
     hf.ship_late()
     if comes == "before our own":
         hf.commit_universal(TAG, 10, below=f"{FORM}/", root=ROOT)
-    verified = Verifier(look_at_remote("nas", str(hf.nas), None), read=Slice()).run()
+    verified = Verifier(read_remote_inventory("nas", str(hf.nas), None), read=Slice()).run()
     assert [(row.form, row.verdict) for row in verified.commits] == [("zero", "good"), ("universal", "good")]
     hf.lose_node()
     hf.resume()
@@ -246,7 +246,7 @@ def test_a_commit_of_an_earlier_release_that_lists_one_keeps_its_objects(
     shutil.rmtree(hf.save_dir / "_ckptd")
     second = hf.commit_universal(TAG, 10, below=f"{FORM}/", root=ROOT, attempt=2)
     assert second.outcome == "committed", second.reason
-    verified = Verifier(look_at_remote("nas", str(hf.nas), None), read=Slice()).run()
+    verified = Verifier(read_remote_inventory("nas", str(hf.nas), None), read=Slice()).run()
     assert [(row.form, row.verdict) for row in verified.commits] == [("zero", "good"), ("universal", "good")]
     hf.lose_node()
     hf.resume(world_size=ranks)
@@ -273,7 +273,7 @@ def test_what_our_form_went_over_is_no_reason_to_give_the_shards_up(
     hf.put_stock()
     (hf.form / "mp_rank_00_model_states.pt").unlink()
     hf.commit(TAG, 10)
-    monkeypatch.setattr(derive_attempts, "place_is_taken", lambda *_: False)
+    monkeypatch.setattr(derive_attempts, "folder_in_use", lambda *_: False)
     assert hf.commit_universal(TAG, 10, below=f"{FORM}/", root=ROOT).outcome == "committed"
     shards = {name: data for name, data in hf.tree().items() if name.startswith(f"{TAG}/{ROOT}/")}
     for _ in range(2):

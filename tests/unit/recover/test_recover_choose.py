@@ -8,7 +8,7 @@ import pytest
 
 from ckptd.recover.select.choose import NEWEST_READ, Choice, Wanted, choose, committed_saves
 from ckptd.recover.select.copies import Nodes
-from ckptd.recover.select.inventory import Memory, RemoteSight
+from ckptd.recover.select.inventory import NodeMemory, RemoteInventory
 from ckptd.storage.remote.observe import live_commits, read_remote
 from tests.stores.counting import CountingStore
 from tests.stores.scene import Node
@@ -37,11 +37,13 @@ def store(filled: dict[str, bytes], tmp_path: Path) -> CountingStore:
     return CountingStore(objects=dict(filled))
 
 
-def sight(store: CountingStore, name: str = "nas") -> RemoteSight:
+def sight(store: CountingStore, name: str = "nas") -> RemoteInventory:
     """The remote as it is; reads are counted from here on."""
     seen = read_remote(store)
     store.count()
-    return RemoteSight(name=name, url="memory:", store=store, observation=seen, commits=live_commits(seen))
+    return RemoteInventory(
+        name=name, url="memory:", store=store, observation=seen, commits=live_commits(seen)
+    )
 
 
 def damage(store: CountingStore, step: int) -> None:
@@ -51,7 +53,7 @@ def damage(store: CountingStore, step: int) -> None:
 
 
 def test_the_newest_are_read_not_all(store: CountingStore) -> None:
-    choice = choose([], [sight(store)], Memory(), Nodes())
+    choice = choose([], [sight(store)], NodeMemory(), Nodes())
     assert [c.tag for c in choice.candidates] == [f"global_step{COUNT - i}" for i in range(NEWEST_READ)]
     assert store.count() == NEWEST_READ
 
@@ -59,7 +61,7 @@ def test_the_newest_are_read_not_all(store: CountingStore) -> None:
 def test_older_ones_are_read_where_newer_ones_are_damaged(store: CountingStore) -> None:
     for step in range(3, COUNT + 1):
         damage(store, step)
-    choice = choose([], [sight(store)], Memory(), Nodes())
+    choice = choose([], [sight(store)], NodeMemory(), Nodes())
     assert [c.tag for c in choice.candidates] == ["global_step2", "global_step1"]
     assert len(choice.notes) == COUNT - 2
 

@@ -8,7 +8,7 @@ import pytest
 
 from ckptd.errors import DamagedError, NotFoundError, NothingCommitted, RefusedError
 from ckptd.maintenance.listing import list_remote
-from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.inventory import read_remote_inventory
 from tests.support.restore_scene import OPTIM, TAG, RestoreScene, scene
 
 __all__ = ["scene"]
@@ -18,7 +18,7 @@ OLD = "global_step5"
 
 def kinds(scene: RestoreScene) -> dict[str, tuple[str, list[str]]]:
     """What `list` says: tag → (kind, forms)."""
-    listing = list_remote(look_at_remote("nas", str(scene.nas), None), datetime.now(UTC))
+    listing = list_remote(read_remote_inventory("nas", str(scene.nas), None), datetime.now(UTC))
     return {c.tag: (c.kind, [f.form for f in c.forms]) for c in listing.checkpoints}
 
 

@@ -12,7 +12,7 @@ from ckptd.errors import CkptdError, DamagedError, NotFoundError, NotPermitted, 
 from ckptd.maintenance.verify import Verifier
 from ckptd.recover.restore import Restore, RestoreOptions
 from ckptd.recover.resume import Resume, ResumeOptions
-from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
 from ckptd.recover.select.verify_result import Slice, exit_code
 from ckptd.storage.remote.messages import Retire
@@ -34,7 +34,7 @@ __all__ = ["scene"]
 def retired(scene: RestoreScene, *tags: str) -> None:
     """As the daemon retires."""
     ground = scene.ground()
-    for view in look_at_remote("nas", str(scene.nas), None).commits:
+    for view in read_remote_inventory("nas", str(scene.nas), None).commits:
         c = view.commit
         if c.tag in tags:
             order = Retire(
@@ -101,7 +101,7 @@ def test_a_tag_that_is_retired_under_a_restore_is_not_there(scene: RestoreScene)
 
 def test_what_is_retired_under_a_verify_is_no_damage(scene: RestoreScene) -> None:
     scene.two()
-    sight = look_at_remote("nas", str(scene.nas), None)
+    sight = read_remote_inventory("nas", str(scene.nas), None)
     later(scene)
     found = Verifier(sight, read=Slice()).run()
     assert [row.verdict for row in found.commits] == ["retired", "retired"]

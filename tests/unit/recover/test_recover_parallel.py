@@ -11,8 +11,8 @@ from ckptd.core.model.coverage import KnownManifest, build_commit
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Grid, Role, ShardKey, parse_shard_name
 from ckptd.core.model.manifest import Cell, Checksums, ManifestFile, NodeManifest, Topology, manifest_key
-from ckptd.recover.select.copies import Copy, Nodes, is_held, of_node
-from ckptd.recover.select.inventory import LocalSight
+from ckptd.recover.select.copies import Copy, Nodes, files_for_node, is_held
+from ckptd.recover.select.inventory import LocalCheckpoint
 from ckptd.storage.remote.messages import CommitView
 from tests.unit.core.model.test_core_resave import listed
 from tests.unit.core.model.test_many_nodes import SHA, manifest
@@ -76,7 +76,9 @@ TENSORS = [(d, tensor) for d in range(2) for tensor in range(4)]
 
 
 def wanted(copy: Copy, count: int, rank: int, world_size: int | None = None) -> set[str]:
-    return {file.path for file in of_node(copy, Nodes(count=count, rank=rank, world_size=world_size)).files}
+    return {
+        file.path for file in files_for_node(copy, Nodes(count=count, rank=rank, world_size=world_size)).files
+    }
 
 
 def optims(paths: set[str]) -> set[str]:
@@ -173,10 +175,10 @@ def test_where_nodes_do_not_tell_which_ranks_run_where_each_wants_all(held: list
     count = len(held)
     every = {path for files in names for path in files}
     for rank in range(count):
-        share = of_node(copy, Nodes(count=count, rank=rank, world_size=ranks))
+        share = files_for_node(copy, Nodes(count=count, rank=rank, world_size=ranks))
         assert {file.path for file in share.files} == every
         assert "wanted on each node" in str(share.all_for_each)
-    assert of_node(copy, Nodes()).all_for_each is None
+    assert files_for_node(copy, Nodes()).all_for_each is None
 
 
 def test_nodes_that_held_as_many_ranks_each_tell_those_of_other_nodes() -> None:
@@ -185,7 +187,7 @@ def test_nodes_that_held_as_many_ranks_each_tell_those_of_other_nodes() -> None:
     copy = saved(grid, [held[2], held[0], held[1]], nodes=("a", "b", "c"))
     assert wanted(copy, 3, 1) == set(held[1])
     assert wanted(copy, 4, 3) == {optim(d, 0) for d in (9, 10, 11)}
-    assert of_node(copy, Nodes(count=4, rank=3)).all_for_each is None
+    assert files_for_node(copy, Nodes(count=4, rank=3)).all_for_each is None
     assert len(wanted(copy, 5, 0)) == 12, "not as many on each"
 
 
@@ -199,14 +201,14 @@ def test_stages_on_nodes_with_unlike_numbers_of_ranks_are_all_fetched() -> None:
 # --- folders that are there -------------------------------------------------------------------------------
 
 
-def folder(names: Iterable[str]) -> LocalSight:
+def folder(names: Iterable[str]) -> LocalCheckpoint:
     """A node's own part, which is not whole by itself."""
     names = list(names)
     facts = {
         name: FileFacts(path=name, bytes=1, archive=Archive.ZIP, fingerprint=f"mark of {name}")
         for name in names
     }
-    return LocalSight(
+    return LocalCheckpoint(
         listing=listed(dict.fromkeys(names, 1)), verdict=Verdict(state=State.INCOMPLETE), facts=facts
     )
 
@@ -222,7 +224,7 @@ def test_the_model_states_of_all_are_needed_and_no_other_nodes_shards(
     models = [model(mm) for mm in range(grid.mm_count)]
     copy = saved(grid, held)
     for rank in range(4):
-        share = of_node(copy, Nodes(count=4, rank=rank))
+        share = files_for_node(copy, Nodes(count=4, rank=rank))
         assert not is_held(folder(held[rank]), share)
         assert is_held(folder({*held[rank], *models}), share)
         assert not is_held(folder({*held[(rank + 2) % 4], *models}), share), "another node's"

@@ -14,7 +14,7 @@ from ckptd.errors import DamagedError, RemoteUnreachable
 from ckptd.recover import fetch
 from ckptd.recover.fetch import Fetcher, read_through
 from ckptd.recover.select.copies import Copy
-from ckptd.recover.select.inventory import RemoteSight
+from ckptd.recover.select.inventory import RemoteInventory
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
 from ckptd.storage.stores.checksums import crc64
 from tests.stores.memory import MemoryStore
@@ -91,7 +91,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     seen = read_remote(store)
     (view,) = live_commits(seen)
     manifests = tuple(manifests_of(store, view))
-    sight = RemoteSight(name="nas", url="memory:", store=store, observation=seen, commits=(view,))
+    sight = RemoteInventory(name="nas", url="memory:", store=store, observation=seen, commits=(view,))
     copy = Copy(remote=sight, view=view, manifests=manifests, files=manifests[0].files)
     return Place(store=store, copy=copy, staging=tmp_path / "staging")
 

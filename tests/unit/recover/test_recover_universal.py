@@ -161,15 +161,15 @@ def test_model_parallel_degrees_are_the_scripts_choice(scene: Scene) -> None:
     from ckptd.base import files
     from ckptd.recover.plan import make_plan
     from ckptd.recover.select.choose import choose
-    from ckptd.recover.select.inventory import look_locally
+    from ckptd.recover.select.inventory import scan_local
 
     scene.save(5)
     with files.opened_dir(scene.save_dir) as fd:
-        listing, local = look_locally(scene.save_dir, fd, scene.job(remote=False), [])
+        listing, local = scan_local(scene.save_dir, fd, scene.job(remote=False), [])
     from ckptd.recover.select.copies import Nodes
-    from ckptd.recover.select.inventory import Memory
+    from ckptd.recover.select.inventory import NodeMemory
 
-    best = choose(local, [], Memory(), Nodes()).candidates[0]
+    best = choose(local, [], NodeMemory(), Nodes()).candidates[0]
     wide = replace(best, grid=best.grid.model_copy(update={"mm_count": 2}))
     assert make_plan(wide, local, listing, {}, 3).form == "universal"
     assert make_plan(wide, local, listing, {}, 4).form == "zero"

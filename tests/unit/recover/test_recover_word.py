@@ -19,7 +19,7 @@ from ckptd.core.model.listing import RESUMED_PATH, ResumeMarker, read_resume_mar
 from ckptd.daemon.actions.prune import _check_no_save_began
 from ckptd.errors import SourceChanged
 from ckptd.maintenance.uninstall import Removal
-from ckptd.recover.execute import Execution, leave_word
+from ckptd.recover.execute import Execution, write_resume_marker
 from ckptd.storage.local.scan import scan
 from tests.support.recover_scene import EXTRA, SHAPES, Scene, scene
 from tests.support.synthetic import write_stage12
@@ -114,9 +114,9 @@ def test_a_folder_that_went_before_the_word_was_there_is_fetched(
     def late(*args: Any) -> None:
         if word(scene) is None:
             shutil.rmtree(scene.save_dir / "checkpoint-10")
-        leave_word(*args)
+        write_resume_marker(*args)
 
-    monkeypatch.setattr("ckptd.recover.resume.leave_word", late)
+    monkeypatch.setattr("ckptd.recover.resume.write_resume_marker", late)
     assert scene.resume().plan.fetches
     assert (scene.save_dir / "checkpoint-10" / "trainer_state.json").exists()
 

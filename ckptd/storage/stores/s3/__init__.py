@@ -1,1 +1,1 @@
-"""S3."""
+"""Store objects in S3."""

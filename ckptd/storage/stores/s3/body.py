@@ -79,7 +79,7 @@ class Body(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Position in the range."""
+        """Return the position in the range."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -92,7 +92,7 @@ class Body(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> memoryview:
-        """The rest of a step, none at the end; valid until the next read.
+        """Return the rest of a step, none at the end; valid until the next read.
 
         More than `size` where that is a block for a socket: who reads such blocks sends what it gets, and a
         call per MiB instead of eight takes a fifth off the CPU time of an upload. Small sizes are kept to.
@@ -151,7 +151,9 @@ class Body(io.RawIOBase):
         self.seek(0)
 
     def content_md5(self) -> str:
-        """MD5 (base64) of the range, read once before it is sent; for servers that compare it on arrival."""
+        """Return the MD5 (base64) of the range, read once before it is sent; for servers that compare it on
+        arrival.
+        """
         self.rehearse(True)
         digest = _md5()
         try:
@@ -168,7 +170,9 @@ class Body(io.RawIOBase):
 
     @property
     def md5(self) -> bytes | None:
-        """MD5 of what was sent; None when it was not sent once, whole and in order, or nobody wanted it."""
+        """Return the MD5 of what was sent; None when it was not sent once, whole and in order, or nobody
+        wanted it.
+        """
         return self._md5.digest() if self._md5 is not None and self.is_whole else None
 
     @property
@@ -177,7 +181,7 @@ class Body(io.RawIOBase):
         return self._hashed == self._length
 
 
-class Held:
+class BufferedBody:
     """Give the part of `Body`'s interface that is used for at most 1 MiB in memory; sent again it is the
     same.
     """
@@ -190,7 +194,7 @@ class Held:
         self.md5 = hashlib.md5(data, usedforsecurity=False).digest() if wants_md5 else None
 
     def content_md5(self) -> str:
-        """MD5 (base64) of the range."""
+        """Return the MD5 (base64) of the range."""
         return base64.b64encode(hashlib.md5(self.data, usedforsecurity=False).digest()).decode()
 
 

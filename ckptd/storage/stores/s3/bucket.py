@@ -1,7 +1,7 @@
-"""An S3 bucket's prefix: its client, its keys, small objects, ranges (adr/0040). `S3Store` adds uploads.
+"""Read and write small objects and ranges below an S3 bucket's prefix; `S3Store` adds uploads.
 
-What a server can do differs and its answers do not always tell, so `S3Store.probe` finds out by doing;
-until then, and where a condition is ignored, nothing relies on it.
+What a server can do differs and its answers do not always tell, so `S3Store.probe` finds out by doing; until
+then, and where a condition is ignored, nothing relies on it (docs/adr/0040).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class S3Bucket:
 
     @property
     def client(self) -> Any:
-        """The botocore client; made anew after credentials failed, so that rotated ones are found."""
+        """Return the botocore client; made anew after credentials failed, so that rotated ones are found."""
         with self._lock:
             if self._client is None:
                 self._client, credentials, verify = sc.make_client(self.access)
@@ -92,12 +92,14 @@ class S3Bucket:
 
     @property
     def direct(self) -> Direct | None:
-        """The short way for PUTs, once the client has shown it."""
+        """Return the short way for PUTs, once the client has shown it."""
         return self._direct
 
     @property
     def flights(self) -> int:
-        """How many small objects one thread may have on their way (`begin`), their answers being proofs."""
+        """Return how many small objects one thread may have on their way (`begin`), their answers being
+        proofs.
+        """
         can, direct = self.abilities, self._direct
         is_proved = can.checksum is not None or (self.wants_md5 and can.joined_etags)
         is_offered = can.create_only and is_proved and direct is not None and direct.is_ready
@@ -152,7 +154,7 @@ class S3Bucket:
     # --- small objects ---------------------------------------------------------------------------------
 
     def get(self, key: str) -> bytes | None:
-        """A small object, whole; None when absent."""
+        """Return a small object, whole; None when absent."""
         with self.asking(f"reading {key}"):
             try:
                 answer = self.client.get_object(**self.place(key))
@@ -203,7 +205,7 @@ class S3Bucket:
         return False
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects below the folder `prefix` ("" = all); folder marks of consoles are left out."""
+        """Yield the objects below the folder `prefix` ("" = all); folder marks of consoles are left out."""
         with self.asking(f"listing {prefix or 'the prefix'}"):
             pages = self.client.get_paginator("list_objects_v2").paginate(
                 Bucket=self.bucket, Prefix=self.prefix + prefix
@@ -216,7 +218,7 @@ class S3Bucket:
                         yield ObjectInfo(key=key, bytes=entry["Size"], mtime_ns=mtime_ns)
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """Size and time of an object; None when absent."""
+        """Return the size and time of an object; None when absent."""
         head = self.head(key)
         if head is None:
             return None
@@ -224,7 +226,7 @@ class S3Bucket:
         return ObjectInfo(key=key, bytes=head["ContentLength"], mtime_ns=mtime_ns)
 
     def head(self, key: str, **more: str) -> dict[str, Any] | None:
-        """The answer to HEAD; None when absent."""
+        """Return the answer to HEAD; None when absent."""
         with self.asking(f"looking at {key}"):
             try:
                 return dict(self.client.head_object(**self.place(key), **more))
@@ -234,7 +236,7 @@ class S3Bucket:
                 raise
 
     def read_at(self, key: str, offset: int, length: int) -> bytes:
-        """A range of an object; shorter at its end."""
+        """Return a range of an object; shorter at its end."""
         return b"".join(self.stream(key, offset, length))
 
     def delete(self, key: str) -> None:
@@ -249,7 +251,9 @@ class S3Bucket:
     # --- ranges ----------------------------------------------------------------------------------------
 
     def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
-        """Chunks of a range; a connection that breaks costs the rest of one request, asked for again."""
+        """Yield the chunks of a range; a connection that breaks costs the rest of one request, asked for
+        again.
+        """
         end, tries = offset + length, 0
         while offset < end:
             begin, last, is_answered = offset, min(end, offset + _RANGE_BYTES), False

@@ -1,7 +1,8 @@
-"""An S3 client from a job file's words, and the server's failures in ours (docs/adr/0040).
+"""Make an S3 client from a job file's settings, and translate the server's failures into ours.
 
-botocore alone: one credentials chain, one connection pool, a third of the memory of the async stack. Its
-own bounded retries with jitter and its timeouts watch every request; what they cannot mend is named.
+botocore alone: one credentials chain, one connection pool, a third of the memory of the async stack. Its own
+bounded retries with jitter and its timeouts watch every request; what they cannot mend is named
+(docs/adr/0040).
 """
 
 from __future__ import annotations
@@ -36,17 +37,16 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.access import Access
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Where an S3 client's credentials come from: the AWS chain, a profile, a file, and a role on top (adr/0089).
-# Apart from the client because it is read anew at every attempt: keys that were rotated, and roles whose
-# permission came back, heal by themselves.
+# --- credentials -----------------------------------------------------------------------------------------
+# They come from the AWS chain, a profile or a file, with a role on top, and are read anew at every attempt:
+# keys that were rotated, and roles whose permission came back, heal by themselves (docs/adr/0089).
 
 _SERVICES = ("s3", "sts", "sso", "portal.sso", "oidc")
 _METHOD = "assume-role"
 
 
 def new_session(access: Access) -> Any:
-    """A botocore session that finds the credentials that `access` names, and no others.
+    """Return a botocore session that finds the credentials that `access` names, and no others.
 
     Raises:
         NotPermitted: the file is not there.
@@ -102,7 +102,7 @@ class _Assumed:
         self._found = found
 
     def load(self) -> Any:
-        """The credentials, fetched when they are first used."""
+        """Return the credentials, fetched when they are first used."""
         return self._found
 
 
@@ -116,7 +116,7 @@ class _SmallModels:
         return any(os.path.isfile(path + end) for end in self._openers)
 
     def load_file(self, path: str) -> Any:
-        """The model, or None."""
+        """Return the model, or None."""
         for end, opener in self._openers.items():
             if os.path.isfile(path + end):
                 with opener(path + end) as stream:
@@ -141,7 +141,7 @@ def _credentials_file(given: str) -> str:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the client ------------------------------------------------------------------------------------------
 
 
 CONNECT_SECONDS = 20
@@ -219,7 +219,7 @@ class Opened(NamedTuple):
 
 
 def make_client(access: Access) -> Opened:
-    """A new client, its credentials looked up now.
+    """Return a new client, its credentials looked up now.
 
     Raises:
         NotPermitted: the profile or file is not there.
@@ -332,20 +332,20 @@ def _unusable(error: Exception) -> NotPermitted:
 
 
 def code_of(error: Exception) -> str:
-    """The server's error code; "" when it did not answer."""
+    """Return the server's error code; "" when it did not answer."""
     response = getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status; 0 when it did not answer."""
+    """Return the HTTP status; 0 when it did not answer."""
     response = getattr(error, "response", None)
     meta = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
     return int(meta.get("HTTPStatusCode", 0))
 
 
 def failure(error: Exception, what: str, url: str, endpoint: str) -> CkptdError:
-    """A botocore exception as an error of the tree; `what` says what was tried."""
+    """Return a botocore exception as an error of the tree; `what` says what was tried."""
     from botocore import exceptions
     from botocore.parsers import ResponseParserError
 
@@ -383,7 +383,7 @@ def failure(error: Exception, what: str, url: str, endpoint: str) -> CkptdError:
 
 
 def _cause(error: Exception) -> str:
-    """The innermost reason, as short as it comes."""
+    """Return the innermost reason, as short as it comes."""
     inner: object = getattr(error, "kwargs", {}).get("error", error)
     while isinstance(inner, Exception):
         reason = getattr(inner, "reason", None) or inner.__cause__
@@ -429,7 +429,7 @@ def _answered(error: Any, what: str, url: str, endpoint: str) -> CkptdError:
 
 
 def elsewhere(url: str, endpoint: str, region: str = "") -> RemoteNotOurs:
-    """The bucket lies in another region than the one that is asked."""
+    """Return the error for a bucket that lies in another region than the one that is asked."""
     hint = f'set region = "{region}"' if region else "set region and endpoint_url to the bucket's own"
     return RemoteNotOurs(f"{url} at {endpoint}: the bucket lies in another region", hint=hint)
 

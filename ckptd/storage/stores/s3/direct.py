@@ -1,8 +1,9 @@
-"""PUTs that go straight to a connection: signed by botocore, sent by http.client (adr/0101).
+"""Send small PUTs straight to a connection: signed by botocore, sent by http.client.
 
 For each request botocore's client resolves an endpoint, validates, serialises and parses anew, a millisecond
 that is the price of a small file. What its own PUTs show, place and region, holds for the next; whatever is
-not answered with a plain success is left to the client, which tries again and finds the words.
+not answered with a plain success is left to the client, which tries again and names the failure
+(docs/adr/0101).
 """
 
 from __future__ import annotations
@@ -135,7 +136,9 @@ class Direct:
         self._place = _Place(url.scheme, url.hostname, url.port, folder, scope[-3], agent)
 
     def _said(self, arguments: dict[str, Any]) -> tuple[str, dict[str, str]]:
-        """Arguments of PutObject and UploadPart as a query and headers, by the service's own model."""
+        """Return the arguments of PutObject and UploadPart as a query and headers, by the service's own
+        model.
+        """
         query, named = "", dict(arguments)
         if "UploadId" in named:
             upload_id = quote(str(named.pop("UploadId")), safe="-._~")
@@ -154,7 +157,7 @@ class Direct:
         *,
         has_trailer: bool = False,
     ) -> Flight | None:
-        """A connection to which the head of a signed request was written."""
+        """Return a connection to which the head of a signed request was written."""
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
 
@@ -184,7 +187,7 @@ class Direct:
         return Flight(self, connection)
 
     def _taken(self, place: _Place) -> http.client.HTTPConnection:
-        """An open connection on which nothing is under way."""
+        """Return an open connection on which nothing is under way."""
         from urllib3.util import wait_for_read
 
         while True:
@@ -317,7 +320,7 @@ def _close(connections: list[http.client.HTTPConnection]) -> None:
 
 
 def framed_bytes(size_bytes: int) -> int:
-    """Length of a body in chunks of a MiB with its checksum behind it."""
+    """Return the length of a body in chunks of a MiB with its checksum behind it."""
     full, rest = divmod(size_bytes, STEP_BYTES)
     chunks = full * (len(b"%x" % STEP_BYTES) + 4) + (len(b"%x" % rest) + 4 if rest else 0)
     return size_bytes + chunks + len(f"0\r\n{_SUM}:############\r\n\r\n")

@@ -1,7 +1,7 @@
-"""The parts of one upload, several in flight: each streamed and hashed by itself, told in order (adr/0088).
+"""Upload the parts of one object, several in flight: each streamed and hashed by itself, reported in order.
 
-What is told as durable is the parts from the first one on without a gap, so that the journal needs one
-number and one CRC; parts that were done out of order are found again by list_parts.
+Reported as durable are the parts from the first one on without a gap, so that the journal needs one number
+and one CRC; parts that were done out of order are found again by list_parts (docs/adr/0088).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ckptd.errors import SourceChanged, TargetExists
 from ckptd.storage.stores.base import Progress
 from ckptd.storage.stores.checksums import crc64_combined
-from ckptd.storage.stores.parallel import Lanes
+from ckptd.storage.stores.parallel import FailFastPool
 from ckptd.storage.stores.s3 import client as sc
-from ckptd.storage.stores.s3.body import STEP_BYTES, Body, Held, SourceStopped
+from ckptd.storage.stores.s3.body import STEP_BYTES, Body, BufferedBody, SourceStopped
 from ckptd.storage.stores.s3.proof import CHANGED, bare, changed, guard
 from ckptd.storage.stores.sources import crc64_of, peek
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.storage.stores.base import Source
-    from ckptd.storage.stores.parallel import Turns
+    from ckptd.storage.stores.parallel import OrderedTurns
     from ckptd.storage.stores.s3.bucket import S3Bucket
 
 
-# --- Where an upload is cut into parts: at borders that somebody chose, and evenly between them ----------
-# Without borders all parts but the last have one size. With borders each stretch between two of them is cut
-# by itself, so that a part never holds bytes from both sides of one (docs/adr/0111). Pure.
+# --- layout of parts -------------------------------------------------------------------------------------
+# Without borders all parts but the last have one size. With borders each range between two of them is cut by
+# itself, so that a part never holds bytes from both sides of one (docs/adr/0111). Pure.
 
 LEAST_PART_BYTES = 5 << 20
 """Of every part but the last: what S3 asks for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class PartLayout:
     """The parts of an upload of `size_bytes`, numbered from 1."""
 
     size_bytes: int
@@ -49,11 +49,11 @@ class Cuts:
 
     @property
     def parts(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(_ends(self)) if self.borders else -(-self.size_bytes // self.part_bytes)
 
     def range_of(self, number: int) -> tuple[int, int]:
-        """Offset and length of a part."""
+        """Return the offset and length of a part."""
         if self.borders:
             ends = _ends(self)
             begin = ends[number - 2] if number > 1 else 0
@@ -67,7 +67,7 @@ class Cuts:
         return f"{self.part_bytes}" + (f"@{','.join(map(str, self.borders))}" if self.borders else "")
 
 
-def parsed(text: str, size_bytes: int) -> Cuts | None:
+def parse_layout(text: str, size_bytes: int) -> PartLayout | None:
     """Parse `Cuts.text` for an object of `size_bytes`; None: it does not describe that size."""
     size, _, rest = text.partition("@")
     words = rest.split(",") if rest else []
@@ -75,11 +75,13 @@ def parsed(text: str, size_bytes: int) -> Cuts | None:
         return None
     borders = tuple(map(int, words))
     stretches = list(pairwise((0, *borders, size_bytes)))
-    return Cuts(size_bytes, int(size), borders) if all(a < b for a, b in stretches) or not words else None
+    return (
+        PartLayout(size_bytes, int(size), borders) if all(a < b for a, b in stretches) or not words else None
+    )
 
 
 @lru_cache(maxsize=256)
-def _ends(cuts: Cuts) -> tuple[int, ...]:
+def _ends(cuts: PartLayout) -> tuple[int, ...]:
     found: list[int] = []
     for begin, end in pairwise((0, *cuts.borders, cuts.size_bytes)):
         length = end - begin
@@ -88,7 +90,7 @@ def _ends(cuts: Cuts) -> tuple[int, ...]:
     return tuple(found)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- sending parts ---------------------------------------------------------------------------------------
 
 PARTS_AT_ONCE = 4
 """Parts in flight on one remote; those of the object that was begun first go first (docs/adr/0123)."""
@@ -122,17 +124,17 @@ class Upload:
         return f"{self.cuts.text}:{self.upload_id}"
 
     @property
-    def cuts(self) -> Cuts:
+    def cuts(self) -> PartLayout:
         """Return where its parts begin and end."""
-        return Cuts(self.size_bytes, self.part_bytes, self.borders)
+        return PartLayout(self.size_bytes, self.part_bytes, self.borders)
 
     @property
     def parts(self) -> int:
-        """How many there will be."""
+        """Return how many there will be."""
         return self.cuts.parts
 
     def range_of(self, number: int) -> tuple[int, int]:
-        """Offset and length of a part."""
+        """Return the offset and length of a part."""
         return self.cuts.range_of(number)
 
     def close_gap(self) -> None:
@@ -164,7 +166,7 @@ class Sending:
         source: Source,
         upload: Upload,
         room: threading.Semaphore,
-        turns: Turns,
+        turns: OrderedTurns,
         on_progress: Callable[[Progress], None],
     ) -> None:
         self._store = store
@@ -175,7 +177,7 @@ class Sending:
         self._place = turns.following()
         self._on_progress = on_progress
         self._lock = threading.Lock()
-        self._lanes = Lanes()
+        self._lanes = FailFastPool()
         self._moving: dict[int, int] = {}
 
     def run(self) -> None:
@@ -251,7 +253,7 @@ class Sent:
 
     @property
     def etag(self) -> str:
-        """The server's name for what arrived."""
+        """Return the server's name for what arrived."""
         return str(self.answer.get("ETag", ""))
 
 
@@ -292,12 +294,12 @@ def send_range(
     raise changed(_name(key, number), f" {_TRIES} times" if number else "")
 
 
-def held_of(store: S3Bucket, source: Source, offset: int, length: int) -> Held:
-    """A small range in memory, hashed."""
-    return Held(_read(source, offset, length), wants_md5=store.wants_md5)
+def held_of(store: S3Bucket, source: Source, offset: int, length: int) -> BufferedBody:
+    """Return a small range in memory, hashed."""
+    return BufferedBody(_read(source, offset, length), wants_md5=store.wants_md5)
 
 
-def send_held(store: S3Bucket, key: str, held: Held, request: dict[str, Any]) -> Sent:
+def send_held(store: S3Bucket, key: str, held: BufferedBody, request: dict[str, Any]) -> Sent:
     """Send bytes that lie in memory, as `send` does a range of a source."""
     number = request.get("PartNumber")
     arguments = request | arguments_of(store, held)
@@ -314,7 +316,7 @@ def send_held(store: S3Bucket, key: str, held: Held, request: dict[str, Any]) ->
     raise changed(_name(key, number), f" {_TRIES} times" if number else "")
 
 
-def _told_directly(store: S3Bucket, key: str, held: Held, arguments: dict[str, Any]) -> Sent | None:
+def _told_directly(store: S3Bucket, key: str, held: BufferedBody, arguments: dict[str, Any]) -> Sent | None:
     """The short way; None: the other one."""
     if store.direct is None:
         return None
@@ -324,8 +326,8 @@ def _told_directly(store: S3Bucket, key: str, held: Held, arguments: dict[str, A
     return None if answer is None else Sent(answer=answer, crc=held.crc, md5=held.md5)
 
 
-def arguments_of(store: S3Bucket, held: Held) -> dict[str, str]:
-    """The checksum that goes along with a small range."""
+def arguments_of(store: S3Bucket, held: BufferedBody) -> dict[str, str]:
+    """Return the checksum that goes along with a small range."""
     checked = {"ChecksumCRC64NVME": encoded(held.crc)} if store.abilities.checksum else {}
     return checked | guard(store.abilities, held.content_md5)
 
@@ -357,7 +359,9 @@ def _send_once_read(
     return sent if is_same and _is_intact(store, sent, number) else None
 
 
-def _ask(store: S3Bucket, key: str, body: Body | Held, arguments: dict[str, Any]) -> dict[str, Any] | None:
+def _ask(
+    store: S3Bucket, key: str, body: Body | BufferedBody, arguments: dict[str, Any]
+) -> dict[str, Any] | None:
     """Send a body by botocore's client, which tries again; None: the server received other bytes."""
     number = arguments.get("PartNumber")
     with store.asking(f"writing {_name(key, number)}"):

@@ -100,7 +100,7 @@ class WrongSum(Body):
 
 
 def takes_trailers(client: Any, place: dict[str, str], direct: Direct, key: str, access: Access) -> bool:
-    """True when a checksum behind a body is compared, and no framing is stored (adr/0101)."""
+    """Whether a checksum behind a body is compared, and no framing is stored (adr/0101)."""
 
     def sent(data: bytes, kind: type[Body]) -> bool:
         source = MemorySource(data, mode=0, folder_mode=0, gid=None)
@@ -140,7 +140,7 @@ def _notes(can: Abilities, access: Access, is_read_back: bool) -> tuple[str, ...
 
 
 def _refuses(client: Any, codes: set[str], request: Any) -> bool:
-    """True when the request is answered with one of the codes."""
+    """Whether the request is answered with one of the codes."""
     try:
         request()
     except client.exceptions.ClientError as error:
@@ -220,7 +220,7 @@ def _checksum(client: Any, place: dict[str, str], access: Access, data: bytes) -
 
 
 def _enforces(client: Any, place: dict[str, str], data: bytes, **wrong: str) -> bool:
-    """True when a body that does not fit its checksum is refused."""
+    """Whether a body that does not fit its checksum is refused."""
     return _refuses(
         client, CHANGED | {"InvalidRequest"}, lambda: client.put_object(**place, Body=data, **wrong)
     )

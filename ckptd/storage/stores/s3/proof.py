@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.s3.bucket import S3Bucket
 
 
-# ---------------------------------------------------------------------------------------------------------
-# ETags as a proof: the MD5 of each part as it was sent against what the server says arrived (adr/0089).
-# Used only where `probe` saw that the server's ETags are MD5s of what it received, also of joined parts. What
+# --- ETags as a proof ------------------------------------------------------------------------------------
+# The MD5 of each part as it was sent is compared with what the server says arrived (docs/adr/0089). This is
+# used only where `probe` saw that the server's ETags are MD5s of what it received, also of joined parts. What
 # does not fit is looked into, never believed: a part is sent again, a whole object is read back.
 
 CHANGED = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
@@ -31,12 +31,12 @@ CHANGED = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzCon
 
 
 def bare(etag: str) -> str:
-    """An ETag without its quotes."""
+    """Return an ETag without its quotes."""
     return etag.strip('"').lower()
 
 
 def joined(md5s: Iterable[bytes]) -> str:
-    """The ETag of an object made of parts with these MD5s."""
+    """Return the ETag of an object made of parts with these MD5s."""
     parts = list(md5s)
     return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
 
@@ -48,12 +48,12 @@ def guard(abilities: Abilities, content_md5: Callable[[], str]) -> dict[str, str
 
 
 def changed(what: str, often: str = "") -> VerifyError:
-    """The server received other bytes than were sent."""
+    """Return the error for a server that received other bytes than were sent."""
     msg = f"{what} arrived changed{often}"
     return VerifyError(msg, hint="something on the way to the server changes bytes: a network card, a proxy")
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- the proof of an object ------------------------------------------------------------------------------
 
 
 _SMALL_BYTES = 8 << 20

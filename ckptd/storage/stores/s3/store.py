@@ -1,4 +1,6 @@
-"""An S3 bucket's prefix as a store: uploads in parts, and the proof that they arrived (adr/0040)."""
+"""Store objects below an S3 bucket's prefix: uploads in parts, and the proof that they arrived
+(docs/adr/0040).
+"""
 
 from __future__ import annotations
 

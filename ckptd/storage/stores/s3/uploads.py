@@ -1,7 +1,8 @@
-"""Uploads to S3 in parts: streamed, resumed by list_parts, joined once, aborted only if ours (P7; adr/0041).
+"""Upload to S3 in parts: streamed, resumed by list_parts, joined once, aborted only if ours.
 
 A few parts in flight, a buffer of 1 MiB each: memory does not grow with the file or its parts. The id of an
-upload travels with its progress into the journal, so that a restart sends again what was in flight at most.
+upload travels with its progress into the journal, so that a restart sends again what was in flight at most
+(docs/adr/0041).
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import TYPE_CHECKING
 
 from ckptd.errors import CkptdError, RefusedError, VerifyError
 from ckptd.storage.stores.base import Progress
-from ckptd.storage.stores.parallel import Turns
+from ckptd.storage.stores.parallel import OrderedTurns
 from ckptd.storage.stores.s3 import client as sc
 from ckptd.storage.stores.s3.body import STEP_BYTES
 from ckptd.storage.stores.s3.parts import (
     PARTS_AT_ONCE,
     ROOM,
-    Cuts,
+    PartLayout,
     Sending,
     Sent,
     Upload,
     arguments_of,
     encoded,
     held_of,
-    parsed,
+    parse_layout,
     send_held,
     send_range,
     taken,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.storage.stores.base import Resume, Source
-    from ckptd.storage.stores.s3.body import Held
+    from ckptd.storage.stores.s3.body import BufferedBody
     from ckptd.storage.stores.s3.bucket import S3Bucket
     from ckptd.storage.stores.s3.direct import Flight
 
@@ -50,7 +51,8 @@ _MIB = 1 << 20
 
 
 def part_size(size_bytes: int, wanted_bytes: int | None) -> int:
-    """Bytes per part: what was asked for, or 16 MiB, more where a file would need over 10,000 parts.
+    """Return the bytes per part: what was asked for, or 16 MiB, more where a file would need over 10,000
+    parts.
 
     Raises:
         RefusedError: even parts of 5 GiB are too many.
@@ -65,9 +67,9 @@ def part_size(size_bytes: int, wanted_bytes: int | None) -> int:
 
 
 def shared_upload(token: str, size_bytes: int) -> Upload | None:
-    """The upload that a token means; None: it is no token of an upload of that size."""
+    """Return the upload that a token means; None: it is no token of an upload of that size."""
     text, _, upload_id = token.partition(":")
-    cuts = parsed(text, size_bytes)
+    cuts = parse_layout(text, size_bytes)
     if cuts is None or not upload_id:
         return None
     return Upload(
@@ -79,7 +81,12 @@ class Started:
     """A small object on its way, in memory until the answer came."""
 
     def __init__(
-        self, uploads: S3Uploads, key: str, held: Held, arguments: dict[str, str], flight: Flight | None
+        self,
+        uploads: S3Uploads,
+        key: str,
+        held: BufferedBody,
+        arguments: dict[str, str],
+        flight: Flight | None,
     ) -> None:
         self._uploads = uploads
         self._flight = flight
@@ -107,7 +114,7 @@ class S3Uploads:
         self._proved: dict[str, tuple[int, int, str]] = {}
         self._expected: dict[str, tuple[int, str]] = {}
         self._room = threading.Semaphore(ROOM)
-        self._turns = Turns(PARTS_AT_ONCE)
+        self._turns = OrderedTurns(PARTS_AT_ONCE)
 
     def upload(
         self, key: str, source: Source, resume: Resume | None, on_progress: Callable[[Progress], None]
@@ -126,7 +133,7 @@ class S3Uploads:
             return self._whole(key, source, on_progress)
         upload = self._continued(key, source, resume) if resume else None
         if upload is None:
-            upload = self._begin(key, Cuts(source.size_bytes, chosen))
+            upload = self._begin(key, PartLayout(source.size_bytes, chosen))
         self._ours[key] = upload.upload_id
         on_progress(upload.progress())
         try:
@@ -143,7 +150,7 @@ class S3Uploads:
         return upload.crc
 
     def proved(self, key: str, size_bytes: int, crc: int) -> str | None:
-        """The proof that the answer to an upload of this process held, once; None: look."""
+        """Return the proof that the answer to an upload of this process held, once; None: look."""
         found = self._proved.pop(key, None)
         if found is None or found[:2] != (size_bytes, crc):
             return None
@@ -151,7 +158,9 @@ class S3Uploads:
         return found[2]
 
     def expected_etag(self, key: str, crc: int) -> str | None:
-        """The ETag that the object with this CRC must have; None: it was not sent whole by this process."""
+        """Return the ETag that the object with this CRC must have; None: it was not sent whole by this
+        process.
+        """
         sent_crc, etag = self._expected.pop(key, (None, None))
         return etag if sent_crc == crc else None
 
@@ -212,7 +221,7 @@ class S3Uploads:
         on_progress(Progress(done_bytes=size, flushed_bytes=size, crc64=sent.crc))
         return sent.crc
 
-    def _begin(self, key: str, cuts: Cuts) -> Upload:
+    def _begin(self, key: str, cuts: PartLayout) -> Upload:
         store = self._store
         checksum: dict[str, str] = {}
         if store.abilities.checksum:
@@ -229,7 +238,7 @@ class S3Uploads:
         )
 
     def _continued(self, key: str, source: Source, resume: Resume) -> Upload | None:
-        """The upload that an earlier attempt began, as far as the server holds it; None: begin anew."""
+        """Return the upload that an earlier attempt began, as the server holds it; None: begin anew."""
         size, _, upload_id = resume.token.partition(":")
         if not upload_id or not size.isdecimal() or int(size) == 0:
             return None
@@ -327,13 +336,13 @@ class S3Uploads:
 
     # --- an upload whose parts are sent by several processes (docs/adr/0106) -------------------------------
 
-    def begin_shared(self, key: str, cuts: Cuts) -> Upload:
+    def begin_shared(self, key: str, cuts: PartLayout) -> Upload:
         """Begin one; its token is what the others need."""
         self._refuse_if_there(key)
         return self._begin(key, cuts)
 
     def held_shared(self, key: str, size_bytes: int, token: str) -> Upload | None:
-        """One that was begun, with what the server holds of it; None: it is over."""
+        """Return one that was begun, with what the server holds of it; None: it is over."""
         found = shared_upload(token, size_bytes)
         return found if found is not None and self._list_parts(key, found) else None
 

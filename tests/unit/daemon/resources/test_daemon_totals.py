@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckptd.config.quantities import Timetable, parse_timetable
 from ckptd.config.schema import DaemonConfig
 from ckptd.daemon.resources.limits import HostLimits, Slots, shares
-from ckptd.storage.stores.rate_limit import Pacer
+from ckptd.storage.stores.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from ckptd.daemon.uploads.session import RemoteSession
@@ -147,7 +147,7 @@ def test_timetables_are_followed_on_the_fly(monkeypatch: pytest.MonkeyPatch) -> 
 def test_lanes_of_one_remote_share_its_part() -> None:
     """However many threads take from one pacer, together they stay below the rate and lose little of it."""
     rate, taken = 4_000_000, [0] * 8
-    pacer = Pacer(rate)
+    pacer = RateLimiter(rate)
     begun = time.monotonic()
 
     def lane(number: int) -> None:

@@ -16,7 +16,7 @@ from ckptd.storage.stores.base import Abilities
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.storage.child.slots import Process
+    from ckptd.storage.child.slots import RemoteProcess
 
 IDENTITY = RemoteIdentity(format="1.0", remote_id="r", job_id="j", job="job", created="")
 BEFORE = m.Observation(identity=IDENTITY, commits=())
@@ -59,7 +59,7 @@ class Scene:
         self.line = Line()
         self.problems = Problems()
         self.link = RemoteSession(settings, self.problems, lambda call: call(), lambda _: None, self.wake)
-        self.link._client = cast("Process", self.line)
+        self.link._client = cast("RemoteProcess", self.line)
         self.link.turn(1e6)
         self.answer(
             m.Attached(

@@ -20,7 +20,7 @@ from ckptd.daemon.state.remote_sync import learn_forms, notice_lost
 from ckptd.daemon.state.state import Converting, JobState, UploadProgress
 from ckptd.daemon.uploads.requests import committed_source, derive_request
 from ckptd.daemon.uploads.uploads import UploadManager
-from ckptd.storage.child.slots import MAKING, Process
+from ckptd.storage.child.slots import MAKING, RemoteProcess
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.messages import Committed
@@ -373,7 +373,7 @@ def test_the_memory_of_a_form_goes_with_the_process_that_made_it(
     monkeypatch.setattr("ckptd.storage.child.slots.RemoteClient", Client)
     monkeypatch.setattr(Client, "made", ())
     settings = m.RemoteSettings(name="nas", url="/x", job="j", save_dir="/s", node="n", node_id="i")
-    process = Process(settings, lambda *_: None)
+    process = RemoteProcess(settings, lambda *_: None)
     (client,) = Client.made
     assert client.making == MAKING
     process.submit(m.Point())

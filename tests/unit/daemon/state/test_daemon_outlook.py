@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ckptd.base.identity import FileIdentity, FolderIdentity
-from ckptd.base.retry import LeftAlone
+from ckptd.base.retry import BackedOff
 from ckptd.config.schema import LocalConfig
 from ckptd.core.completeness.judge import State, Verdict
 from ckptd.core.model.listing import FolderListing, ListedFile, SaveDirListing
@@ -335,7 +335,7 @@ def test_after_a_restart_an_unknown_link_fills_no_disk(how: str) -> None:
     assert outlook(*scene(free_gb=100, speeds=slow, unuploaded=how)).full_in_saves is not None
     assert outlook(*scene(free_gb=100, speeds={}, unuploaded=how, is_away=True)).full_in_saves == 1
     job, state = scene(free_gb=100, speeds={}, unuploaded=how)
-    job.links["nas"].left_alone = LeftAlone(until=0.0, failures=6, reason="no space left there")
+    job.links["nas"].left_alone = BackedOff(until=0.0, failures=6, reason="no space left there")
     assert outlook(job, state).full_in_saves == 1
     found = alarms(*scene(free_gb=50, speeds={}, unuploaded=how))
     assert "lower save_total_limit" in found["disk-full-soon"]

@@ -27,7 +27,7 @@ from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
 from ckptd.storage.remote.transfer import Control
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.directory import DirectoryStore
-from ckptd.storage.stores.rate_limit import Pacer
+from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.stores.scene import JOB_ID, Node
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Resent:
                 done += 1
                 heard(m.ObjectDone(object=what))
 
-        control = Control(pacer=Pacer(), check=check, on_moving=lambda *_: None, on_done=noted)
+        control = Control(pacer=RateLimiter(), check=check, on_moving=lambda *_: None, on_done=noted)
         try:
             heard(ship(self.ground, order, control))
         except CkptdError as error:

@@ -12,7 +12,7 @@ from ckptd.convert.remote.uploader import NOTE
 from ckptd.core.model.manifest import Lease, lease_key, to_bytes
 from ckptd.errors import RefusedError
 from ckptd.maintenance.gc import Collector
-from ckptd.recover.select.inventory import RemoteSight
+from ckptd.recover.select.inventory import RemoteInventory
 from ckptd.storage.remote.commit import ship
 from ckptd.storage.remote.observe import AttachedRemote, live_commits, read_remote
 from ckptd.storage.remote.repair import compare, lapse, leases_of
@@ -69,7 +69,7 @@ class Pair:
     def gone(self, node: str = "n1", *, dry_run: bool = False) -> list[str]:
         """What `gc --gone` removes."""
         observation = read_remote(self.store)
-        sight = RemoteSight(
+        sight = RemoteInventory(
             name="r",
             url="memory",
             store=self.store,

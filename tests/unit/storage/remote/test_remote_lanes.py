@@ -18,7 +18,7 @@ from ckptd.storage.remote.observe import live_commits, manifests_of, observe
 from ckptd.storage.remote.transfer import SMALL_BYTES
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.directory import DirectoryStore
-from ckptd.storage.stores.parallel import Lanes, Turns
+from ckptd.storage.stores.parallel import FailFastPool, OrderedTurns
 from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores.conformance import source_of
 from tests.stores.memory import MemoryStore
@@ -143,7 +143,7 @@ def test_the_error_of_one_large_file_ends_the_other(node: Node) -> None:
 
 
 def test_who_has_the_least_number_comes_first() -> None:
-    turns, came = Turns(1), []
+    turns, came = OrderedTurns(1), []
 
     def wait(number: int) -> None:
         with turns.place(number):
@@ -164,9 +164,9 @@ def test_who_has_the_least_number_comes_first() -> None:
 def test_the_error_of_one_lane_ends_all_and_is_the_one_that_is_raised(
     node: Node, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    bad, made = f"side{at:02}.json", list[Lanes]()
+    bad, made = f"side{at:02}.json", list[FailFastPool]()
 
-    class Kept(Lanes):
+    class Kept(FailFastPool):
         def __init__(self) -> None:
             super().__init__()
             made.append(self)
@@ -181,7 +181,7 @@ def test_the_error_of_one_lane_ends_all_and_is_the_one_that_is_raised(
             while not any(lanes._failure for lanes in made) and time.monotonic() < end:
                 time.sleep(0.001)
 
-    monkeypatch.setattr("ckptd.storage.remote.transfer.Lanes", Kept)
+    monkeypatch.setattr("ckptd.storage.remote.transfer.FailFastPool", Kept)
     store = Watched(before=broken)
     before = set(threading.enumerate())
     with pytest.raises(StorageError, match="over there fails"):

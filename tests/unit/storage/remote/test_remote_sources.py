@@ -11,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import DamagedError, TornArchiveError
-from ckptd.storage.stores.rate_limit import Cancelled, Pacer
-from ckptd.storage.stores.sources import CheckedSource, FileSource, MemorySource, PacedSource, records_of
+from ckptd.storage.stores.rate_limit import Cancelled, RateLimiter
+from ckptd.storage.stores.sources import (
+    CheckedSource,
+    FileSource,
+    MemorySource,
+    RateLimitedSource,
+    records_of,
+)
 from tests.stores.scene import archive
 
 if TYPE_CHECKING:
@@ -151,14 +157,14 @@ class Clock:
         self.now += seconds
 
 
-def pacer_and_clock(rate: int | None) -> tuple[Pacer, Clock]:
+def pacer_and_clock(rate: int | None) -> tuple[RateLimiter, Clock]:
     clock = Clock()
-    return Pacer(rate, clock=clock, sleep=clock.sleep), clock
+    return RateLimiter(rate, clock=clock, sleep=clock.sleep), clock
 
 
 def test_the_bandwidth_is_kept() -> None:
     pacer, clock = pacer_and_clock(1 << 20)
-    source = PacedSource(in_memory(b"x" * (10 << 20)), pacer, lambda: None)
+    source = RateLimitedSource(in_memory(b"x" * (10 << 20)), pacer, lambda: None)
     drain(source, 0, 4 << 20)
     assert 9 < clock.now < 10.5
     assert source.read_bytes == 10 << 20
@@ -173,7 +179,7 @@ def test_what_a_source_reads_short_is_no_part_of_the_bandwidth() -> None:
 
     pacer, clock = pacer_and_clock(1 << 20)
     source = Short(b"x" * (10 << 20), mode=0o644, folder_mode=0o755, gid=None)
-    drain(PacedSource(source, pacer, lambda: None), 0, 4 << 20)
+    drain(RateLimitedSource(source, pacer, lambda: None), 0, 4 << 20)
     assert 9 < clock.now < 10.5
 
 
@@ -194,7 +200,7 @@ def test_a_limit_that_ends_lets_go_who_waits_for_it() -> None:
 def test_a_fraction_counts_at_once_and_zero_pauses() -> None:
     pacer, clock = pacer_and_clock(1 << 20)
     pacer.set_fraction(0.1)
-    drain(PacedSource(in_memory(b"x" * (1 << 20)), pacer, lambda: None), 0, 4 << 20)
+    drain(RateLimitedSource(in_memory(b"x" * (1 << 20)), pacer, lambda: None), 0, 4 << 20)
     assert 8.5 < clock.now < 10.5
     pacer.set_fraction(0)
     waited = clock.now
@@ -203,7 +209,7 @@ def test_a_fraction_counts_at_once_and_zero_pauses() -> None:
         if clock.now > waited + 5:
             pacer.set_fraction(1)
 
-    drain(PacedSource(in_memory(b"x" * 1000), pacer, check), 0, 1000)
+    drain(RateLimitedSource(in_memory(b"x" * 1000), pacer, check), 0, 1000)
     assert clock.now > waited + 5
 
 
@@ -224,7 +230,7 @@ def test_cancelling_is_heard_while_waiting() -> None:
             msg = "enough"
             raise Cancelled(msg)
 
-    source = PacedSource(in_memory(b"x" * (1 << 20)), pacer, check)
+    source = RateLimitedSource(in_memory(b"x" * (1 << 20)), pacer, check)
     with pytest.raises(Cancelled):
         drain(source, 0, 1 << 20)
     assert clock.now < 2

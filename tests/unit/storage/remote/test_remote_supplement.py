@@ -18,7 +18,7 @@ from ckptd.errors import SourceChanged
 from ckptd.maintenance.listing import list_remote
 from ckptd.maintenance.verify import Verifier
 from ckptd.recover.files import HERE
-from ckptd.recover.select.inventory import look_at_remote
+from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
 from ckptd.storage.remote import garbage, observe
 from ckptd.storage.remote.commit import supplement
@@ -155,7 +155,7 @@ def test_what_another_node_has_under_that_name_does_not_take_its_place(tmp_path:
         row = late(nodes[rank], "note.txt", data)
         done = supplement(grounds[rank], order_of(nodes[rank], commit.sha256, row), nodes[rank].control())
         assert done.outcome == "committed"
-        sight = look_at_remote("nas", str(tmp_path / "nas"), None)
+        sight = read_remote_inventory("nas", str(tmp_path / "nas"), None)
         files, note = sight.late(commit.commit, sight.manifests(commit.commit))
         assert note is None
         return [file.fingerprint for file in files]
@@ -195,7 +195,7 @@ def stored(tmp_path: Path) -> RepairScene:
     """Two checkpoints; notes.txt was written into the newer one after its COMMIT, and then again."""
     scene = RepairScene(tmp_path)
     scene.two()
-    view = look_at_remote("nas", str(scene.nas), None).commits[-1]
+    view = read_remote_inventory("nas", str(scene.nas), None).commits[-1]
     node = Node(scene.save_dir, dp=2, tag=TAG)
     for text in (b"one", b"two"):
         row = late(node, "notes.txt", text)
@@ -212,12 +212,12 @@ def test_restore_brings_the_last_of_it_back(stored: RepairScene) -> None:
 
 
 def test_verify_proves_it(stored: RepairScene) -> None:
-    verified = Verifier(look_at_remote("nas", str(stored.nas), None)).run()
+    verified = Verifier(read_remote_inventory("nas", str(stored.nas), None)).run()
     assert [row.verdict for row in verified.commits] == ["good", "good"]
     assert verified.unlisted == ()
     (late_one,) = (stored.nas / TAG / "_late").rglob("notes.txt")
     os.truncate(late_one, 1)
-    row = Verifier(look_at_remote("nas", str(stored.nas), None)).run(TAG).commits[0]
+    row = Verifier(read_remote_inventory("nas", str(stored.nas), None)).run(TAG).commits[0]
     assert row.verdict == "damaged"
     assert [one.key for one in row.differences] == [str(late_one.relative_to(stored.nas))]
 
@@ -233,7 +233,9 @@ def test_what_came_late_is_worth_less_than_the_checkpoint(stored: RepairScene) -
 
 
 def test_list_counts_it_apart_from_what_the_commit_holds(stored: RepairScene) -> None:
-    older, newer = list_remote(look_at_remote("nas", str(stored.nas), None), datetime.now(UTC)).checkpoints
+    older, newer = list_remote(
+        read_remote_inventory("nas", str(stored.nas), None), datetime.now(UTC)
+    ).checkpoints
     (form,) = newer.forms
     assert (form.files, form.late_files, form.late_bytes) == (older.forms[0].files, 2, 6)
     assert older.forms[0].late_files == 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.storage.stores.rate_limit import Pacer
-from ckptd.storage.stores.retrying import Motion, WatchedPacer, watched
+from ckptd.storage.stores.rate_limit import RateLimiter
+from ckptd.storage.stores.retrying import Motion, WatchedRateLimiter, watched
 from tests.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ class Clock:
         self.now += seconds
 
 
-def scene(rate: int | None = None) -> tuple[Clock, Motion, WatchedPacer, Pacer]:
+def scene(rate: int | None = None) -> tuple[Clock, Motion, WatchedRateLimiter, RateLimiter]:
     clock = Clock()
     motion = Motion(clock)
-    inner = Pacer(rate, clock=clock, sleep=clock.sleep)
-    return clock, motion, WatchedPacer(inner, motion), inner
+    inner = RateLimiter(rate, clock=clock, sleep=clock.sleep)
+    return clock, motion, WatchedRateLimiter(inner, motion), inner
 
 
 def nothing() -> None:

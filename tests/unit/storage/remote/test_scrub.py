@@ -24,7 +24,7 @@ from ckptd.storage.remote.repair import scrub
 from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.open import open_store
-from ckptd.storage.stores.rate_limit import Cancelled, Pacer
+from ckptd.storage.stores.rate_limit import Cancelled, RateLimiter
 from tests.support.repair_scene import RepairScene, built, scene
 from tests.support.restore_scene import TAG
 
@@ -55,7 +55,7 @@ def test_pieces_cover_every_object_once(scene: RepairScene) -> None:
     total = sum(p.stat().st_size for p in (scene.nas / TAG).rglob("*") if p.is_file())
     here, read, after, pieces = ground(scene), 0, "", 0
     while True:
-        done = scrub(here, piece(scene, after=after, limit_bytes=1), Pacer(), nothing)
+        done = scrub(here, piece(scene, after=after, limit_bytes=1), RateLimiter(), nothing)
         assert done.bad == ()
         read += done.read_bytes
         pieces += 1
@@ -84,10 +84,12 @@ def test_what_it_finds(scene: RepairScene, how: str) -> None:
         stones = scene.nas / "_ckptd" / "retired"
         stones.mkdir()
         (stones / f"{TAG}~g1~zero.json").write_text("{}")
-    done = scrub(ground(scene), order, Pacer(), nothing)
+    done = scrub(ground(scene), order, RateLimiter(), nothing)
     assert done.is_gone is (how == "retired")
     assert [copy.key for copy in done.bad] == ([] if how == "retired" else [key])
-    assert scrub(ground(scene), order.model_copy(update={"commit_sha256": "other"}), Pacer(), nothing).is_gone
+    assert scrub(
+        ground(scene), order.model_copy(update={"commit_sha256": "other"}), RateLimiter(), nothing
+    ).is_gone
 
 
 def test_it_stops_between_two_steps(scene: RepairScene) -> None:
@@ -96,7 +98,7 @@ def test_it_stops_between_two_steps(scene: RepairScene) -> None:
         raise Cancelled(msg)
 
     with pytest.raises(Cancelled):
-        scrub(ground(scene), piece(scene), Pacer(), stop)
+        scrub(ground(scene), piece(scene), RateLimiter(), stop)
 
 
 @dataclass
@@ -204,7 +206,9 @@ def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
             raise StorageError(key)
 
     def order(order: Scrub, on_answer: Callable[[Answer], None]) -> int:
-        answers.append(scrub(replace(ground(scene), store=Failing(str(scene.nas))), order, Pacer(), nothing))
+        answers.append(
+            scrub(replace(ground(scene), store=Failing(str(scene.nas))), order, RateLimiter(), nothing)
+        )
         on_answer(answers[0])
         return 1
 
@@ -233,7 +237,7 @@ def failing(
             return super().get(key)
 
     def order(order: Scrub, on_answer: Callable[[Answer], None]) -> int:
-        answer = scrub(replace(ground(scene), store=Failing(str(scene.nas))), order, Pacer(), nothing)
+        answer = scrub(replace(ground(scene), store=Failing(str(scene.nas))), order, RateLimiter(), nothing)
 
         def answered() -> None:
             thread.link.scrub_order = None

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from ckptd.storage.stores.retrying import NoRoom
+from ckptd.storage.stores.retrying import FullStoreMemory
 
 SIZE = 8 << 20
 
 
 def test_a_full_disk_is_asked_for_room() -> None:
-    room = NoRoom()
+    room = FullStoreMemory()
     assert not room.is_in_vain("a", SIZE, lambda: 0), "nobody knows before it was tried"
     room.missed("a", SIZE, 1 << 20)
     assert room.is_in_vain("a", SIZE, lambda: SIZE - 1)
@@ -27,7 +27,7 @@ def test_a_quota_that_no_count_shows_is_tried_ever_more_seldom(monkeypatch: pyte
     """Each try sent the whole object again, without a pause."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    room, waited = NoRoom(), []
+    room, waited = FullStoreMemory(), []
     for _ in range(6):
         room.missed("a", SIZE, 10 * SIZE)
         began = now[0]
