@@ -18,7 +18,7 @@ from ckptd.core.completeness.order import (
     copied_order,
     is_proven,
     next_order,
-    passed_order,
+    overtaken_order,
     rebuilt_order,
     sealing_order,
 )
@@ -110,7 +110,7 @@ class Ordering:
                 text = "%s is a copy of an older checkpoint (step %d), no rewind; `ckptd pin` keeps it"
                 log.info(text, folder.tag, order.step)
             elif remote is not None and self._went_on_elsewhere(folder, own, remote):
-                order = passed_order(step, own, remote)
+                order = overtaken_order(step, own, remote)
                 if order.branch < next_order(step, remote).branch:
                     text = "%s was here before step %d of another node, no rewind"
                     log.info(text, folder.tag, remote.step)
