@@ -90,7 +90,7 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "holds stay": (planner, "_holds", _holds_for_ever(planner._holds)),
     "half conversions stay": (planner, "_convert", _never_stops(planner._convert)),
     "opt-outs are ignored": (keeping, "may_go_uncommitted", lambda view, save: False),
-    "the limit counts under pressure": (keeping, "loose_policy", lambda view: view.local_retention),
+    "the limit counts under pressure": (keeping, "uncommitted_policy", lambda view: view.local_retention),
 }
 
 

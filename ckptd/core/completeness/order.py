@@ -41,15 +41,15 @@ def rebuilt_order(step: int, highest: Order | None) -> Order:
     return next_order(step, highest)
 
 
-def passed_order(step: int, own: Order | None, highest: Order) -> Order:
+def overtaken_order(step: int, own: Order | None, highest: Order) -> Order:
     """Return the order of a save that lay here unsealed while another node committed up to `highest`.
 
     What it would have been given in time: after `own`, the highest known here. Where that is not before
     `highest` it counts as any older one does: a guess never makes it the newest by a branch of its own.
 
-    >>> passed_order(5, Order(1, 4, 1), Order(1, 9, 3)), passed_order(7, Order(1, 6, 1), Order(2, 5, 1))
+    >>> overtaken_order(5, Order(1, 4, 1), Order(1, 9, 3)), overtaken_order(7, Order(1, 6, 1), Order(2, 5, 1))
     (Order(branch=1, step=5, save_seq=2), Order(branch=1, step=7, save_seq=2))
-    >>> passed_order(5, Order(1, 8, 1), Order(1, 9, 3)), passed_order(5, None, Order(1, 9, 3))
+    >>> overtaken_order(5, Order(1, 8, 1), Order(1, 9, 3)), overtaken_order(5, None, Order(1, 9, 3))
     (Order(branch=1, step=5, save_seq=0), Order(branch=1, step=5, save_seq=0))
     """
     in_time = next_order(step, own) if own is not None else highest

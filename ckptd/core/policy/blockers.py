@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.model.manifest import parse_stem
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
-from ckptd.core.policy.deletion import victims
+from ckptd.core.policy.deletion import deletable_saves
 from ckptd.core.policy.derived_forms import is_converted_on_the_fly, is_open, kept_until_converted, to_derive
 from ckptd.core.policy.local import is_committed
-from ckptd.core.policy.permit import unheard
+from ckptd.core.policy.permit import unobserved_remotes
 from ckptd.core.policy.planner import let_go
 from ckptd.core.policy.remote import commits_to_delete, is_configured_otherwise
 from ckptd.core.policy.retention import GONE
@@ -56,7 +56,7 @@ def blocked(view: JobView, fates: dict[int, RetentionVerdict]) -> RetentionBlock
     """Return the first obstacle to allowed deletions; else, on a short disk, why none is allowed."""
     if view.tenure is not None and not view.tenure.holds_lease:
         return None  # another host's business (adr/0110)
-    may_go = victims(view, fates)
+    may_go = deletable_saves(view, fates)
     if not may_go:
         return _all_kept(view, fates) if view.disk.is_short else None
     due = [save for save in may_go if save.id not in view.not_to_prune]
@@ -108,7 +108,7 @@ def _with(due: Sized) -> str:
 def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, float]]:
     """Yield obstacles in the planner's order; missing rights and a changed device have codes of their own."""
     away = [r.name for r in view.remotes if r.is_required and not r.is_attached]
-    silent = unheard(view)
+    silent = unobserved_remotes(view)
     needs_remote = bool(away) and view.unuploaded != "delete"
     needs_commit = view.unuploaded != "delete" or (not away and is_committed(view, first))
     return [

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.local import best_here, dates_of, is_committed, score_of
-from ckptd.core.policy.permit import unheard
+from ckptd.core.policy.permit import unobserved_remotes
 from ckptd.core.policy.remote import is_configured_otherwise
 from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionPolicy, apply_policy
 from ckptd.core.policy.safety import is_to_upload
@@ -568,7 +568,7 @@ def ground_of(
     ships = [r.ships_save for r in required if r.ships == ZERO and r.ships_save is not None]
     sent = next((p for p in pieces if p.key in {str(n) for n in ships} and not p.is_committed), None)
     # a remote that never answered may know of a pin, so that nothing goes by the job file alone either
-    is_silent = link_bytes_per_second is None and bool(unheard(view))
+    is_silent = link_bytes_per_second is None and bool(unobserved_remotes(view))
     rests = view.is_paused or view.drain is not None or not view.may_delete
     return Ground(
         free_bytes=view.disk.free_bytes + _remade_bytes(view),

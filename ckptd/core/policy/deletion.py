@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.model.records import ZERO
 from ckptd.core.policy.actions import Action, AskConfirmation, Prune
 from ckptd.core.policy.local import commits_of, is_committed
-from ckptd.core.policy.permit import DeletePermit, OptOutPermit, newer_commits, unheard
+from ckptd.core.policy.permit import DeletePermit, OptOutPermit, newer_commits, unobserved_remotes
 from ckptd.core.policy.remote import is_configured_otherwise
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ CONFIRMATION_SECONDS = 20.0
 """A confirmation older than this is asked for again, so that a permit made from it is young."""
 
 
-def victims(view: JobView, fates: dict[int, RetentionVerdict]) -> list[SaveView]:
+def deletable_saves(view: JobView, fates: dict[int, RetentionVerdict]) -> list[SaveView]:
     """Return the saves on this node that nothing keeps, oldest first."""
     loose = (s for s in view.saves if s.is_present and not fates[s.id].keeps)
     return sorted(loose, key=lambda s: s.order)
@@ -34,7 +34,7 @@ def prune(view: JobView, fates: dict[int, RetentionVerdict]) -> list[Action]:
         return []
     if any(is_configured_otherwise(view, remote) for remote in view.remotes):
         return []
-    first = [s for s in victims(view, fates) if s.id not in view.not_to_prune][: view.deletions_left]
+    first = [s for s in deletable_saves(view, fates) if s.id not in view.not_to_prune][: view.deletions_left]
     due = [_one(view, save, fates[save.id].goes) for save in first if not save.is_held]
     return [action for action in due if action is not None]
 
@@ -45,7 +45,11 @@ def _one(view: JobView, save: SaveView, reason: str) -> Action | None:
     commits = newer_commits(view, save) if is_loose else commits_of(view, save)
     are_there = all(r.is_attached for r in view.remotes if r.is_required)
     if view.unuploaded == "delete" and (is_loose or not are_there):
-        return None if unheard(view) else Prune(save_id=save.id, permit=_by_opt_out(view, save, commits=()))
+        return (
+            None
+            if unobserved_remotes(view)
+            else Prune(save_id=save.id, permit=_by_opt_out(view, save, commits=()))
+        )
     confirmed = view.confirmations.get(save.id)
     is_young = confirmed is not None and view.now_seconds - confirmed.at_seconds <= CONFIRMATION_SECONDS
     if confirmed is None or not is_young or confirmed.commits != commits:

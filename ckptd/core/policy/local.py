@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
 from ckptd.core.model.save import best_named
-from ckptd.core.policy.permit import loose_policy, may_go_uncommitted
+from ckptd.core.policy.permit import may_go_uncommitted, uncommitted_policy
 from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionVerdict, apply_policy
 from ckptd.core.policy.view import CommitRef
 
@@ -108,7 +108,7 @@ def _by_policy(
     if not loose:
         return by_policy
     everything = [*held, *(_held(view, save, required, dates) for save in loose)]
-    among_all = apply_policy(everything, loose_policy(view))
+    among_all = apply_policy(everything, uncommitted_policy(view))
     mine = {str(save.id): {ZERO: _uncommitted(among_all[str(save.id)][ZERO])} for save in loose}
     return (
         apply_policy(everything, view.local_retention) if view.unuploaded == "delete" else by_policy

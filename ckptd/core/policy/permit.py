@@ -69,7 +69,7 @@ class OptOutPermit(DeletePermit):
 # local retention, deletion and uploads alike.
 
 
-def unheard(view: JobView) -> list[str]:
+def unobserved_remotes(view: JobView) -> list[str]:
     """Return the required remotes not observed since the start: pins recorded there are not known yet.
 
     While there are any, nothing is deleted by the job file's word alone (ADR 0129).
@@ -123,7 +123,7 @@ def may_go_uncommitted(view: JobView, save: SaveView) -> bool:
     return view.unuploaded == "thin" and bool(newer_commits(view, save))
 
 
-def loose_policy(view: JobView) -> RetentionPolicy:
+def uncommitted_policy(view: JobView) -> RetentionPolicy:
     """Return the policy for uncommitted saves that may be deleted.
 
     The limit counts commits; under disk pressure (`thin`) it protects none. Without pressure a save within it

@@ -25,7 +25,7 @@ from ckptd.core.policy.actions import (
     StopConverting,
     Supplement,
 )
-from ckptd.core.policy.deletion import prune, victims
+from ckptd.core.policy.deletion import deletable_saves, prune
 from ckptd.core.policy.derived_forms import (
     PRESSURE,
     is_converted_on_the_fly,
@@ -39,7 +39,7 @@ from ckptd.core.policy.derived_forms import (
 from ckptd.core.policy.drain import plan_drain
 from ckptd.core.policy.leases import is_committed_elsewhere, on_shared
 from ckptd.core.policy.local import is_committed, keep_local, was_committed
-from ckptd.core.policy.permit import unheard
+from ckptd.core.policy.permit import unobserved_remotes
 from ckptd.core.policy.remote import commits_to_delete, keep_remote
 from ckptd.core.policy.safety import is_to_upload
 
@@ -168,9 +168,9 @@ def _is_under_way_or_due(view: JobView, save: SaveView, remote: RemoteView, form
 
 def let_go(view: JobView, fates: dict[int, RetentionVerdict]) -> frozenset[int]:
     """Uncommitted ones that are about to be removed (`unuploaded`): neither held nor sent any more."""
-    if view.unuploaded == "keep" or not view.may_delete or unheard(view):
+    if view.unuploaded == "keep" or not view.may_delete or unobserved_remotes(view):
         return frozenset()
-    return frozenset(s.id for s in victims(view, fates) if not is_committed(view, s))
+    return frozenset(s.id for s in deletable_saves(view, fates) if not is_committed(view, s))
 
 
 def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Action]:

@@ -1,9 +1,10 @@
-"""Which of two saves is the newer: the order that a save is given, and whether anything proves it (§3, P9).
+"""Decide which of two saves is the newer: assign each save its order, and note whether anything proves it
+(§3, P9).
 
-Saves that appear while the daemon looks are seen one after the other. Those that it finds at once, after a
-restart, are ordered by step and the trainer's `latest`; where their times contradict, neither is let go as
-the older one before the next save (docs/adr/0102). What lay here while another node went on is no rewind,
-nor is a copy of an older checkpoint (docs/adr/0152).
+Saves that appear while the daemon runs are seen one after the other. Those found at once after a restart are
+ordered by step and the trainer's `latest`; where their times contradict that, neither is deleted as the older
+one before the next save (docs/adr/0102). A save that lay here while another node went on is no rewind, nor is
+a copy of an older checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ckptd.core.completeness.order import (
     copied_order,
     is_proven,
     next_order,
-    passed_order,
+    overtaken_order,
     rebuilt_order,
     sealing_order,
 )
@@ -58,7 +59,7 @@ class Ordering:
         self._first_seconds: float | None = None
         """When this process looked first: what changed since has a later time in `_seen`."""
         self._guessed: set[str] = set()
-        """Tags of what was taken for older than its step says: until the next save it stays (adr/0152)."""
+        """Tags of what was taken for older than its step says: until the next save it stays."""
         self._at_begin: dict[str, int] | None = None
         """Tag → when its shards were written last, of what lay here when the journal was begun."""
 
@@ -109,7 +110,7 @@ class Ordering:
                 text = "%s is a copy of an older checkpoint (step %d), no rewind; `ckptd pin` keeps it"
                 log.info(text, folder.tag, order.step)
             elif remote is not None and self._went_on_elsewhere(folder, own, remote):
-                order = passed_order(step, own, remote)
+                order = overtaken_order(step, own, remote)
                 if order.branch < next_order(step, remote).branch:
                     text = "%s was here before step %d of another node, no rewind"
                     log.info(text, folder.tag, remote.step)
