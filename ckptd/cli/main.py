@@ -1,4 +1,4 @@
-"""Entry of `ckptd`: loads only the module of the verb that was asked for, and turns errors into exit codes.
+"""Run `ckptd`: load only the module of the verb that was asked for, and turn errors into exit codes.
 
 Loading one verb keeps `ckptd status` fast: nothing it does not need is imported (docs/design.md §7).
 """

@@ -1,6 +1,6 @@
-"""Text that came from a remote or a file, fit for a terminal: no control character passes (P15).
+"""Escape text that came from a remote or a file for a terminal: no control character passes (P15).
 
-Whatever goes to a terminal goes through here: a cell or a line that is shown as it is, or `Screen`.
+Everything written to a terminal passes through here: a cell or a line that is shown as it is, or `Screen`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The console of every verb: texts are shown as they are, whatever a name contains (P15).
+"""Provide the console of every verb: texts are shown as they are, whatever a name contains (P15).
 
 Rich takes brackets for markup and `:name:` for emoji, and passes escape sequences on; names of checkpoints,
-files and nodes come from outside. Cells are made by `cell`; this holds for whatever is forgotten there.
+files and nodes come from outside. Cells are made by `cell`; this console covers whatever is forgotten there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""How `memory_budget` is divided: the daemon, a child for each remote, uploads, one conversion (P12); pure.
+"""Divide `memory_budget`: the daemon, a child for each remote, uploads, one conversion (P12); pure.
 
-Sums of what was measured, not of what happens to be held now: what may begin is known before it begins, and
-`ckptd check` says the same as the daemon. Nothing waits for another's share, so nobody starves.
+The shares are sums of what was measured, not of what happens to be held now: what may begin is known before
+it begins, and `ckptd check` says the same as the daemon. Nothing waits for another's share, so nobody
+starves.
 """
 
 from __future__ import annotations

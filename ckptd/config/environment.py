@@ -1,8 +1,9 @@
-"""Environment → settings of a single job: `CKPTD_<KEY>`, `CKPTD_LOCAL_<KEY>`, `CKPTD_REMOTE_<KEY>`.
+"""Read the settings of a single job from the environment: `CKPTD_<KEY>`, `CKPTD_LOCAL_<KEY>`,
+`CKPTD_REMOTE_<KEY>`.
 
-`CKPTD_SETTLE=10s ckptd run SAVE_DIR URL` says what `settle = "10s"` says in a file. A variable that is
-nearly a key is a typing error and refused; anything else that starts with CKPTD_ is not for us (Kubernetes
-makes such names for services).
+`CKPTD_SETTLE=10s ckptd run SAVE_DIR URL` says what `settle = "10s"` says in a file. A variable that is nearly
+a key is a typing error and refused; anything else that starts with CKPTD_ is ignored (Kubernetes makes such
+names for services).
 """
 
 from __future__ import annotations

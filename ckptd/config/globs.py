@@ -1,6 +1,7 @@
-"""A glob in save_dir: one job per directory that matches, now and later (docs/contract.md *Configuration*).
+"""Expand a glob in save_dir: one job per directory that matches, now and later (docs/contract.md
+*Configuration*).
 
-`{dir}` is what the wildcards stood for; each URL needs it, so that no two jobs share a remote (H6).
+`{dir}` is what the wildcards stood for; each URL needs it, so that no two jobs share a remote.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Loading configuration: files, arguments and environment → judged models (docs/contract.md, P16).
+"""Load configuration: files, arguments and environment → judged models (docs/contract.md, P16).
 
 A job is judged alone: a wrong file is a `ConfigError` that names file, key, value and what was probably
-meant, and the jobs beside it go on (H31). The models themselves are in `config_model`.
+meant, and the jobs beside it go on. The models themselves are in `config.schema`.
 """
 
 from __future__ import annotations
@@ -223,7 +223,9 @@ class LoadedConfig:
 
     @property
     def jobs_in_daemon(self) -> int:
-        """How many a daemon is made for: a glob is several, the next directory may come at any time."""
+        """Return how many a daemon is made for: a glob is several, the next directory may come at any
+        time.
+        """
         return max(len(self.jobs), 2 if self.has_globs else 0)
 
     def expanded_again(self, environ: Mapping[str, str]) -> LoadedConfig:
@@ -462,7 +464,9 @@ def _job_of_save_dir(
 
 
 def _may_name(text: str, save_dirs: Iterable[Path]) -> bool:
-    """Whether a value in a wrong job file is one of `save_dirs`, also unquoted, relative or by a glob."""
+    """Tell whether a value in a wrong job file is one of `save_dirs`, also unquoted, relative or by a
+    glob.
+    """
     values = {match[1].strip() for match in _VALUE.finditer(text) if "/" in match[1]}
     patterns = {_FILLED_IN.sub("*", os.path.expanduser(value)) for value in values}
     return any(save_dir.match(pattern) for save_dir in save_dirs for pattern in patterns)

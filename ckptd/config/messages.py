@@ -1,4 +1,6 @@
-"""Validation errors → one sentence each: file, key path, value, reason, and what was probably meant (P16)."""
+"""Translate validation errors into one sentence each: file, key path, value, reason, and what was probably
+meant (P16).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Quantities with units as people write them: "512MiB", "5%", "1h30m", "8Gb/s" → typed numbers.
+"""Parse quantities with units as people write them: "512MiB", "5%", "1h30m", "8Gb/s" → typed numbers.
 
-Bits and bytes are told apart by the case of the b (8Gb/s is 1 GB/s), so every parsed value can be shown
-back in one unambiguous spelling. Sizes are parsed by pydantic's ByteSize, durations as ISO 8601.
+Bits and bytes differ by the case of the b (8Gb/s is 1 GB/s), so every parsed value can be shown back in one
+unambiguous spelling. Sizes are parsed by pydantic's ByteSize, durations as ISO 8601.
 """
 
 from __future__ import annotations
@@ -380,7 +380,9 @@ def check_takeover(seconds: float) -> float:
 
 
 def not_shareable(remotes: Iterable[tuple[str, bool, tuple[str, ...]]]) -> str:
-    """Why hosts over one directory could not meet in these remotes (URL, required, forms); "": they can."""
+    """Return why hosts over one directory could not meet in these remotes (URL, required, forms); "": they
+    can.
+    """
     known = list(remotes)
     if not any(required and "zero" in forms for _, required, forms in known):
         return "shared_fs = true: the hosts agree in a remote; set required = true on one"
@@ -393,7 +395,7 @@ Form = Literal["zero", "universal", "weights-fp32", "weights-bf16", "weights-fp1
 
 
 # ---------------------------------------------------------------------------------------------------------
-# A bandwidth, for ever or by the clock: rclone's timetable with units that say bits or bytes (adr/0090).
+# A bandwidth, for ever or by the clock: rclone's timetable with units that say bits or bytes.
 # `"08:00,1GB/s 20:00,none"`: each entry holds from its time until the next one, in local time, every day
 # or, as
 # "Mon-08:00,1GB/s", on one. The speed follows from the wall clock alone and is asked anew each time: no

@@ -1,7 +1,8 @@
-"""The retention keys of `[local]` and `[[remote]]`: one set of words for the node's disk and each remote.
+"""Declare the retention keys of `[local]` and `[[remote]]`: one set of words for the node's disk and each
+remote.
 
-They become a `RetentionPolicy`, which one pure function reads (docs/design.md §5 *Retention*). What a rung
-of a ladder says is checked here; whether its form is made for that tier, in the section that says so.
+They become a `RetentionPolicy`, which one pure function reads (docs/design.md §5 *Retention*). The keys of a
+tier are checked here; whether its form is made at all, in the section that says so.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class EphemeralConfig(Section):
 
 
 def _after(value: object) -> int | float:
-    """How many newer ones, or a span."""
+    """Parse a tier's start: a number of newer saves, or a duration in seconds."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value if value >= 0 else reject('after is a span such as "2d", or how many newer ones')
     return parse_duration(value)

@@ -1,7 +1,8 @@
-"""Keys of a `[[remote]]` on S3 beside its place: address style, role, encryption, class, tags, signatures.
+"""Declare the keys of a `[[remote]]` on S3 beside its URL: address style, role, encryption, class, tags,
+signatures.
 
-None of them is a secret, and a value that looks like one is refused without being shown (P15). Which of them
-a server takes is found out by `ckptd check`, not here: every vendor has words of its own.
+None of them is a secret, and a value that looks like one is refused without being shown (P15). `ckptd check`
+finds out which of them a server accepts: every vendor has words of its own.
 """
 
 from __future__ import annotations

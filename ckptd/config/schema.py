@@ -1,4 +1,5 @@
-"""Configuration: job files and ckptd.toml as frozen models, judged key by key (docs/contract.md, P16).
+"""Declare the configuration: job files and ckptd.toml as frozen models, judged key by key (docs/contract.md,
+P16).
 
 Every key is declared once, here, with its unit, its default and one line of help; `ckptd init` prints that,
 the refusals quote it. A key that this version does not act on is refused, never silently ignored.
@@ -323,7 +324,7 @@ class JobConfig(Section):
 
     @property
     def deletes_locally(self) -> bool:
-        """Whether any local checkpoint may ever be deleted."""
+        """Tell whether any local checkpoint may ever be deleted."""
         return self.local.policy.deletes
 
     @property

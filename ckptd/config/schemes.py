@@ -1,6 +1,7 @@
-"""Kinds of remote by their URL's scheme: which package speaks it, what it reads from the environment.
+"""List the kinds of remote by their URL's scheme: which package speaks it, what it reads from the
+environment.
 
-One table for the judgement of job files, for opening a remote and for what its child process may know.
+One table serves the judgement of job files, opening a remote, and what its child process may know.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def supported() -> str:
 
 
 def url_fault(parts: SplitResult) -> str | None:
-    """Why a URL that is neither a path nor s3:// cannot be a remote; None when it can."""
+    """Return why a URL that is neither a path nor s3:// cannot be a remote; None when it can."""
     scheme = parts.scheme
     if scheme in REFUSED:
         return REFUSED[scheme]

@@ -94,13 +94,13 @@ _KEY_ID = re.compile(r"(AKIA|ASIA)[0-9A-Z]{12,}")
 
 
 def is_secret(key: str) -> bool:
-    """Whether a key's name says that its value must not be shown."""
+    """Tell whether a key's name says that its value must not be shown."""
     lowered = key.lower()
     return any(word in lowered for word in _SECRET)
 
 
 def looks_secret(value: object) -> bool:
-    """Whether a value has the shape of an AWS access key, whatever it was written under."""
+    """Tell whether a value has the shape of an AWS access key, whatever it was written under."""
     if not isinstance(value, str):
         return False
     is_key = bool(re.fullmatch(r"[A-Za-z0-9/+]{40}", value))
@@ -109,7 +109,7 @@ def looks_secret(value: object) -> bool:
 
 
 def holds_secret(value: object) -> bool:
-    """Whether any word of a value, or of a list or table of values, looks like a secret."""
+    """Tell whether any word of a value, or of a list or table of values, looks like a secret."""
     return any(looks_secret(word) for word in re.split(r"[\s'\"=,\[\]{}]+", str(value)))
 
 

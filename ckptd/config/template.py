@@ -1,4 +1,4 @@
-"""A commented job file with every key, its default and its unit, made from the models (`ckptd init`)."""
+"""Render a commented job file with every key, its default and its unit, from the models (`ckptd init`)."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ _TOLD_SECONDS = 86_400.0
 
 
 def must_wait(state_dir: Path, save_dir: Path) -> bool:
-    """Whether a job begins with its first checkpoint only: nothing of ours lies in save_dir until then (P11).
+    """Tell whether a job begins with its first checkpoint only: nothing of ours lies in save_dir until then
+    (P11).
 
     One whose save_dir was emptied goes on: what it has in the remotes and misses here is to be said.
     """
@@ -69,7 +70,7 @@ def must_wait(state_dir: Path, save_dir: Path) -> bool:
 
 
 def is_default_state(state_dir: Path, save_dir: Path) -> bool:
-    """Whether the state directory lies in save_dir, or where ours does: it moves and goes with it."""
+    """Tell whether the state directory lies in save_dir, or where ours does: it moves and goes with it."""
     return state_dir.is_relative_to(save_dir) or state_dir == path_of(save_dir, f"{OURS}/state")
 
 
@@ -234,8 +235,8 @@ def open_locked(save_dir: str) -> int | None:
 
 
 def may_open_now(config: JobConfig, error: CkptdError) -> bool:
-    """Whether a job that did not open may be tried again: disks and rights heal; of a locked one only if no
-    other daemon owns save_dir now (of a shared one only a reload asks again).
+    """Tell whether a job that did not open may be tried again: disks and rights heal; of a locked one only
+    if no other daemon owns save_dir now (of a shared one only a reload asks again).
     """
     if not isinstance(error, LockHeld):
         return isinstance(error, StorageError | NotPermitted)
@@ -305,7 +306,7 @@ def is_still(path: Path, fd: int) -> bool:
         return True
 
 
-# --- After a restart: what a crash left half done on this node is finished or taken back (P7) ------------
+# --- After a restart: finish or undo what a crash interrupted on this node (P7) --------------------------
 # Runs once, in the deciding thread, before the first plan; everything it does is idempotent.
 
 PARTIAL_END = ".ckptd-partial"
@@ -319,7 +320,7 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
 
     A prune whose intent is journalled rested on confirmed COMMITs, once: where nothing went yet it is taken
     back and needs a fresh permit (adr/0153). What has lost a file is finished, as far as the sealed files lie
-    there, and never moved back (docs/design.md §5 *Permit*, adr/0163). What else lies below `_ckptd` in a
+    there, and never moved back (docs/design.md §5 *Permit*). What else lies below `_ckptd` in a
     directory that is shared may be another host's work under way (adr/0110).
     """
     names = set(fs.trash_names(save_dir_fd))
@@ -359,9 +360,10 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
 
 
 def _take_up_belt(state: JobState) -> None:
-    """The seat belt does not begin anew with each start: a daemon that starts again and again has one.
+    """Restore the rate limit on deletions after a restart, since a daemon that restarts again and again needs
+    it most.
 
-    By a clock that jumps an hour counts as over, or, where it went back, as just begun.
+    By wall-clock time: a clock that jumps an hour forward counts as over, one that went back as just begun.
     """
     now, unix = time.monotonic(), time.time()
     sealed, pruned = state.journal.lately(unix - HOUR_SECONDS)

@@ -1,4 +1,4 @@
-"""How seldom a job may be looked at: nothing happens on most nodes most of the time (P11).
+"""Decide how seldom an idle job is scanned: nothing happens on most nodes most of the time (P11).
 
 A job is *at rest* when its last plan left nothing to do and nothing is under way. After a while of that, and
 where file events would tell of news, even its folders are looked through less often.
@@ -44,12 +44,12 @@ class IdlePolicy:
         return REST_SECONDS if self.is_long and hears_all else RESCAN_SECONDS
 
     def sees_new(self, links: Iterable[RemoteSession]) -> bool:
-        """Whether a remote has come back, went away, or its backoff has passed since the last look."""
+        """Tell whether a remote has come back, went away, or its backoff has passed since the last look."""
         before, self._are_ready = self._are_ready, tuple(link.is_ready for link in links)
         return before != self._are_ready
 
     def may_skip(self, now_seconds: float, *, is_changed: bool) -> bool:
-        """Whether this turn needs no plan; when it does, it counts as planned."""
+        """Tell whether this turn needs no plan; when it does, it counts as planned."""
         if is_changed or not self.is_now:
             self._busy_at_seconds = now_seconds
         elif now_seconds - self._planned_at_seconds < FULL_TURN_SECONDS:

@@ -1,7 +1,8 @@
-"""One job: lock, state, and the turn — look, judge, seal, view, plan, act, in the deciding thread (§3).
+"""Run one job: its lock, its state, and its turn — scan, judge, seal, view, plan, act, in the deciding thread
+(§3).
 
-A job is *waiting* until its save_dir exists, *watching* until a checkpoint appears in it (nothing of ours
-is created before, P11), then *active*.
+A job is *waiting* until its save_dir exists, *watching* until a checkpoint appears in it (nothing of ours is
+created before, P11), then *active*.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ class Job:
         self.needs_turn = True
 
     def seconds_to_next(self, now_seconds: float) -> float:
-        """How long the loop may sleep for this job's sake."""
+        """Return how long the loop may sleep for this job's sake."""
         if self.needs_turn:
             return 0.0
         if self.phase == "waiting":

@@ -1,7 +1,7 @@
-"""The daemon: one queue, one deciding thread, any number of jobs (docs/design.md §3).
+"""Run the daemon: one queue, one deciding thread, any number of jobs (docs/design.md §3).
 
-Everything that happens elsewhere arrives as a call in the queue; after each batch every job takes its turn.
-A job that cannot run is reported and the others go on (P16); the exit code says what is left.
+Everything that happens elsewhere arrives as a call in the queue; after each batch every job takes its turn. A
+job that cannot run is reported and the others go on (P16); the exit code says what is left.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""status.json of each job: rewritten when something changed, else as a sign of life (P17).
+"""Publish status.json of each job: rewritten when something changed, else as a sign of life (P17).
 
-A job at rest costs next to nothing: its part of the document is kept as text until one of its turns, problems
+An idle job costs next to nothing: its part of the document is kept as text until one of its turns, problems
 or transfers changes it. Each state directory gets its own job, and those that do not run.
 """
 

@@ -1,9 +1,9 @@
-"""A job whose own disk refuses begins again, as after a crash, until it works (docs/adr/0097, P7, P17).
+"""Restart a job whose own disk fails, as after a crash, until it works (docs/adr/0097, P7, P17).
 
-When a statement of the journal or a call in the deciding thread fails, what the job holds in memory may say
-more than the journal does. Nothing of it is trusted then: the job is closed and opened anew from journal,
-disk and remotes, which is what every restart does. On a full disk a reserve of ours makes the room for that,
-and nothing is waited for (reserve.py).
+When a statement of the journal or a call in the deciding thread fails, the job's memory may say more than the
+journal does. Nothing of it is trusted then: the job is closed and opened anew from journal, disk and remotes,
+which is what every restart does. On a full disk the reserve file frees the space for that, without a wait
+(resources/reserve.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The daemon towards its supervisor: systemd's notifications, and the watchdog's keep-alive (P17).
+"""Notify systemd of readiness and status, and keep its watchdog alive (P17).
 
 WATCHDOG=1 is sent by the deciding thread after a turn of every job, never by a timer: a daemon that does not
 decide any more gets restarted.

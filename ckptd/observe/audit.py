@@ -1,6 +1,6 @@
-"""audit.jsonl: one line for everything that ckptd removed or repaired: why, on which COMMITs it rested.
+"""Write audit.jsonl: one line for everything that ckptd deleted or repaired: why, on which COMMITs it rested.
 
-Append-only and flushed before the removal is reported done, so that a person (or a judge that is not ckptd)
+Append-only and flushed before the deletion is reported done, so that a person (or a judge that is not ckptd)
 can compare every deletion with what was committed at that moment (P1).
 """
 
@@ -66,7 +66,7 @@ class Audit:
 
 
 def _ends_well(folder: int, name: str) -> bool:
-    """Whether what was written last is a whole line, or nothing."""
+    """Tell whether what was written last is a whole line, or nothing."""
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:
         size = os.fstat(fd).st_size

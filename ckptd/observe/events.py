@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ckptd.observe.status import CheckpointStatus, JobStatus, ProblemStatus
 
@@ -113,15 +113,9 @@ def _solved(job: JobStatus, problem: ProblemStatus) -> Event:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Which events a person is told of: once, again when they last, never in a flood; pure, with the time given.
-# What flaps is told once in `repeat`; more than `MOST_IN_AN_HOUR` messages become one that counts the rest.
-
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ckptd.observe.status import JobStatus
+# --- Notices: which events a person is told of -----------------------------------------------------------
+# Once, again when they last, never in a flood; pure, with the time given. A problem that comes and goes is
+# reported once in `repeat`; more than `MOST_IN_AN_HOUR` messages become one that counts the rest.
 
 MOST_IN_AN_HOUR = 20
 _HOUR_SECONDS = 3600.0
@@ -138,7 +132,7 @@ class NotifyRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notices:
-    """Everything that happened (for hooks), and what a person is told of it."""
+    """Hold everything that happened (for hooks), and what a person is told of it."""
 
     events: tuple[Event, ...]
     messages: tuple[Event, ...]
@@ -146,7 +140,7 @@ class Notices:
 
 @dataclass(slots=True)
 class EventReporter:
-    """Remembers what was told; one for all jobs of a daemon."""
+    """Remember what was reported, for all jobs of a daemon."""
 
     rules: NotifyRules
     _last: dict[tuple[str, str], JobStatus] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""Metrics for Prometheus out of the statuses of a daemon's jobs: a pure translation (docs/operations.md).
+"""Translate the statuses of a daemon's jobs into metrics for Prometheus, purely (docs/operations.md).
 
-Names and units by its conventions; what ages is counted to the moment of asking. The library is imported by
-whoever asks: a daemon without `metrics` never loads it.
+Names and units follow its conventions; ages are counted to the moment of asking. The library is imported by
+the caller: a daemon without `metrics` never loads it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The daemon's log: lines for people, or JSON with job, tag and action for the journal and log collectors.
+"""Format the daemon's log: lines for people, or JSON with job, tag and action for the journal and log
+collectors.
 
-Which job a line is of is known to whoever calls, not to the module that speaks: a context variable carries
-it through turns, results and workers.
+The caller knows which job a line is about, the logging module does not: a context variable carries it through
+turns, results and workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The JSON schema of status.json, made of the models that are written (docs/status.schema.json).
+"""Generate the JSON schema of status.json from the models that are written (docs/status.schema.json).
 
 `python -m ckptd.observe.schema > docs/status.schema.json`; a test compares the two.
 """

@@ -1,4 +1,5 @@
-"""status.json: what the daemon publishes for everybody, by rename, and the only thing `ckptd status` reads.
+"""Declare status.json: what the daemon publishes for everybody, by rename, and the only thing `ckptd status`
+reads.
 
 Shapes as docs/contract.md says (schema_version 1); sizes in bytes, times in RFC 3339 (UTC) or seconds.
 """
@@ -234,7 +235,7 @@ class JobStatus:
     paused: PauseStatus | None = None
     drain: DrainStatus | None = None
     making_way: bool = False
-    """A save is being written on its disk: conversions wait, transfers go slowly (docs/adr/0141)."""
+    """A save is being written on its disk: conversions wait, transfers go slowly."""
     shared: SharedStatus | None = None
     """None: save_dir is this node's alone."""
 
@@ -265,8 +266,8 @@ def rfc3339(unix_seconds: float) -> str:
     return datetime.fromtimestamp(unix_seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-# --- Where process ids mean something: of another container, machine or boot they say nothing ------------
-# The daemon publishes it, so that who reads status.json in another container is not told that it is dead.
+# --- The namespace of process ids ------------------------------------------------------------------------
+# The daemon publishes it, so that a reader in another container does not take the daemon for dead.
 
 
 def pid_space() -> str:

@@ -429,7 +429,7 @@ def write_resume_marker(
             files.write_atomic(fd, RESUMED, text.encode())
     except OSError as error:
         why = os.strerror(error.errno or 0)
-        say(f"{OURS}/{RESUMED} cannot be written ({why}): retention may let {candidate.tag} go")
+        say(f"{OURS}/{RESUMED} cannot be written ({why}): retention may delete {candidate.tag}")
 
 
 # --- one recovery at a time ------------------------------------------------------------------------------

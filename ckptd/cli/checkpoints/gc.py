@@ -1,4 +1,6 @@
-"""`ckptd gc JOB|URL`: what nothing counts on goes: half removals, replaced objects, our own leftovers."""
+"""`ckptd gc JOB|URL`: delete what nothing depends on: interrupted deletions, replaced objects, our own
+leftovers.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _conversion(collector: Collector, where: Where) -> bool:
-    """Whether the URL is where a conversion was killed; what it left open is given up."""
+    """Tell whether the URL is where a conversion was killed; what it left open is given up."""
     from ckptd.errors import RemoteError
     from ckptd.storage.stores.access import access_of
     from ckptd.storage.stores.apart import open_apart

@@ -190,7 +190,9 @@ class SeenFile(Model):
 
 
 class SeenConversion(Model):
-    """Whether a ZeRO checkpoint has a universal form here, and what that would cost (sizes in bytes)."""
+    """Report whether a ZeRO checkpoint has a universal form here, and what that would cost (sizes in
+    bytes).
+    """
 
     converts: bool
     reason: str | None = None
@@ -410,7 +412,7 @@ def _listed_in(parent: Path, folder: str) -> dict[str, str] | None:
 
 
 def _unlisted(facts: dict[str, FileFacts], listed: dict[str, str] | None) -> str | None:
-    """Why a folder in a remote is not what a COMMIT lists; None: it is, or it lies in no remote."""
+    """Return why a folder in a remote is not what a COMMIT lists; None: it is, or it lies in no remote."""
     if listed is None:
         return None
     if not listed:
@@ -561,7 +563,7 @@ def weights(listing: FolderListing, parent: Path, manifest: dict[str, object]) -
 
 
 def _index_reason(fd: int, held: dict[str, list[str]]) -> str | None:
-    """Why files and index do not agree; adapters of PEFT stand in no index."""
+    """Return why files and index do not agree; adapters of PEFT stand in no index."""
     adapters = {file for file in held if file.rpartition("/")[2] == ADAPTER_FILE}
     held = {file: names for file, names in held.items() if file not in adapters}
     if set(held) == {SINGLE} or (adapters and not held):

@@ -91,7 +91,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _of_run(where: Where, run: str) -> Callable[[Commit], bool]:
-    """Whether a COMMIT is of the run whose id begins so.
+    """Tell whether a COMMIT is of the run whose id begins so.
 
     Raises:
         NotFoundError, UsageError: as `Runs.named`. CkptdError: no remote answers.

@@ -1,6 +1,6 @@
-"""`ckptd drain [JOB]`: the node is about to go; what is complete here is committed, and nothing else begun.
+"""`ckptd drain [JOB]`: commit what is complete here, and begin nothing else, before the node goes away.
 
-A daemon that runs is asked; else the same work is done here, under the job's lock (docs/adr/0108).
+A running daemon is asked to; else the same work is done here, under the job's lock (docs/adr/0108).
 """
 
 from __future__ import annotations

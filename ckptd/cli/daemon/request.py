@@ -1,4 +1,4 @@
-"""How `pause`, `unpause` and `drain` ask: a file in each state directory, and a signal: look now.
+"""Ask daemons for a pause, an unpause or a drain: a file in each state directory, and a signal to read it.
 
 The daemon answers in status.json, as it does for `reload` (docs/adr/0108).
 """
@@ -98,7 +98,7 @@ def ask(asked: Asked, name: str, document: BaseModel) -> None:
 
 
 def until(done: Callable[[], bool], seconds: float) -> bool:
-    """Whether it became so in time."""
+    """Wait until `done` returns true; tell whether it did in time."""
     end = time.monotonic() + seconds
     while not done():
         if time.monotonic() >= end:

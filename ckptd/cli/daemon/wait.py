@@ -147,7 +147,9 @@ def _newest(job: dict[str, Any], step: int) -> dict[str, Any] | None:
 
 
 def _is_later(one: dict[str, Any], step: int, sealed: dict[str, Any] | None) -> bool:
-    """Whether a folder that is no sealed save is of the step; which one says its tag before its shards do."""
+    """Tell whether a folder that is no sealed save is of the step; which one says its tag before its
+    shards do.
+    """
     if one["state"] == "leftover":
         return False
     is_again = sealed is not None and one["tag"] == sealed["tag"]

@@ -105,7 +105,7 @@ def _mark(verdict: str) -> Text:
 
 
 def _service(target: Target, missing: tuple[str, ...]) -> Finding:
-    """Whether the installed service may write what the jobs name."""
+    """Tell whether the installed service may write what the jobs name."""
     from ckptd.errors import NotPermitted
     from ckptd.storage.local.probe import Finding, failed
 

@@ -407,7 +407,9 @@ def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def is_meant(status: dict[str, Any], job: str) -> bool:
-    """Whether a job that is published is JOB: a name, a save_dir, or a job file, by what stands in it."""
+    """Tell whether a job that is published is JOB: a name, a save_dir, or a job file, by what stands in
+    it.
+    """
     # a name needs no working directory, which may have gone
     if status["name"] == job:
         return True

@@ -77,7 +77,7 @@ def _all_known(config_dir: Path | None) -> list[Path]:
 
 
 def wrong_file(config_dir: Path | None) -> CkptdError | None:
-    """Why the first job file that cannot run cannot; None: none is wrong."""
+    """Return why the first job file that cannot run cannot; None: none is wrong."""
     from ckptd.config.loader import load_all
 
     return next((error for _, error in load_all(_directory(config_dir), os.environ).problems), None)

@@ -106,7 +106,7 @@ def _is_gone(checkpoint: dict[str, Any]) -> bool:
 
 
 def _kept(checkpoint: dict[str, Any]) -> str:
-    """Why it stays on this node, or why it goes."""
+    """Return why a checkpoint stays on this node, or why it is deleted."""
     goes = checkpoint.get("goes")
     return f"goes: {goes}" if goes else "; ".join(checkpoint["keep"])
 

@@ -24,7 +24,7 @@ _MARKS = {"attention": "!", "behind": "~"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """Whether the daemon's turns go on; `reason`: why not, in words."""
+    """Record whether the daemon's turns go on; `reason`: why not, in words."""
 
     reason: str = ""
     age_seconds: float = 0.0
@@ -73,7 +73,9 @@ def _is_short(disk: dict[str, Any] | None) -> bool:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process goes on; one that has ended and that nobody asked about yet (a zombie) does not."""
+    """Tell whether a process goes on; one that has ended and that nobody asked about yet (a zombie) does
+    not.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

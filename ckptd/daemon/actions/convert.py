@@ -1,7 +1,7 @@
-"""Making the universal form of a save on this node: runs in a worker, apart from the deciding thread (§4).
+"""Make the universal form of a save on this node, in a worker apart from the deciding thread (§4).
 
-What is there already and was made from this very save serves; anything else makes room first. A stop leaves
-what is finished to the next start, a lack of room leaves nothing.
+A form that is there already and was made from this very save is used; any other is deleted first. A stop
+leaves what is finished to the next start, a lack of space leaves nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A planned action to whoever carries it out; what dead attempts left in remotes is given up (§3, §5)."""
+"""Execute a plan's actions: pass each to its executor, and clean up what dead attempts left in remotes (§3,
+§5).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Hold, convert, drop, point: what a plan does on this node, in workers (docs/design.md §3, §4, P13)."""
+"""Execute a plan's actions on this node in workers: hold, convert, drop a form, write the pointer
+(docs/design.md §3, §4).
+"""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class LocalDeleter:
             fs.remove_ours(fd, folder, name)
 
     def _nothing_went(self, begun_at: float) -> None:
-        """The seat belt is for what does."""
+        """Give back the permit of the rate limit for a deletion that did not happen."""
         with contextlib.suppress(ValueError):
             self._state.deleted_at.remove(begun_at)
 
@@ -268,7 +268,7 @@ def finish(save_dir_fd: int, row: DeletionRow) -> None:
     """Go on with a removal that was begun; what is gone, by another worker or a person, is finished.
 
     Raises:
-        StorageError: some of it stays, and so does its intent (adr/0163).
+        StorageError: some of it stays, and so does its intent.
     """
     with fs.closing(fs.ensure_ours(save_dir_fd, fs.TRASH)) as trash_fd:
         try:

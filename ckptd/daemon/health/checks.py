@@ -185,7 +185,7 @@ def report_problems(job: WatchedJob, state: JobState) -> None:
 
 
 def _may_rotate(state: JobState) -> bool:
-    """Whether the trainer removes checkpoints by itself: it did, or it is one that can.
+    """Tell whether the trainer removes checkpoints by itself: it did, or it is one that can.
 
     DeepSpeed alone never does; what Hugging Face's Trainer, Accelerate and Lightning were told to keep
     stands in no file that can be read without running code.

@@ -27,17 +27,19 @@ from ckptd.storage.local import fs
 from ckptd.storage.local.probe import user
 
 if TYPE_CHECKING:
+    from ckptd.config.schema import RemoteConfig
     from ckptd.core.completeness.judge import Verdict
     from ckptd.core.model.records import SaveRow, ShipRecord
     from ckptd.core.policy.actions import Plan
     from ckptd.core.policy.view import JobView
     from ckptd.daemon.health.watched_job import WatchedJob
+    from ckptd.daemon.state.problems import Problems, Severity
     from ckptd.daemon.state.state import JobState
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Saves that will never be safe as they are: never deleted by themselves (P5), so people must see what they
-# cost, and the command for each (H23).
+# --- Unfinished saves ------------------------------------------------------------------------------------
+# They will never be safe as they are and are never deleted automatically, since they may be the last copy:
+# people must see what they cost, and the command for each.
 
 REMOVES = "removes it"
 _CUT_SHORT = (State.INCOMPLETE, State.TORN_RESAVE, State.SUSPECT)
@@ -98,15 +100,7 @@ def removal_of_hold(job: WatchedJob, name: str) -> str:
     return f"rm -r {shlex.quote(str(place))}"
 
 
-# ---------------------------------------------------------------------------------------------------------
-
-
-if TYPE_CHECKING:
-    from ckptd.config.schema import RemoteConfig
-    from ckptd.core.model.records import SaveRow, ShipRecord
-    from ckptd.daemon.health.watched_job import WatchedJob
-    from ckptd.daemon.state.problems import Problems, Severity
-    from ckptd.daemon.state.state import JobState
+# --- Uploads and deletions that make no progress ---------------------------------------------------------
 
 MANY_TRIES = 3
 _REBUILT = "nothing to do: it was rebuilt from disk and remote"
@@ -258,7 +252,7 @@ def _forget_stalls(job: WatchedJob, state: JobState) -> None:
             job.problems.clear("transfer-stalled", link.name)
 
 
-# --- Early alarms of a turn: a shard that does not come, retention that is held up (P17) -----------------
+# --- Early alarms: missing shards, blocked retention -----------------------------------------------------
 # Reads the job's memory only; raises problems, decides nothing. What needs patience is timed by our own
 # monotonic clock.
 
@@ -363,7 +357,7 @@ def _see_blocked(job: WatchedJob, state: JobState) -> None:
         job.problems.see("retention-blocked", "retention", found.text, found.next_step, severity="note")
 
 
-# --- Why a checkpoint is no longer on this node, in the words of whatever removed it (P17) ---------------
+# --- Reasons of finished deletions -----------------------------------------------------------------------
 
 
 def why_gone(state: JobState, row: SaveRow) -> str | None:

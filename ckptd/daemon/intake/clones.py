@@ -1,8 +1,8 @@
-"""Holds after a restart: what the journal knows of them, and what they say themselves when it is lost (P8).
+"""Recover holds after a restart: from the journal, or from their own descriptions where it is lost (P8).
 
-Beside each hold lies the save that it is of, as it was sealed. A hold that no journal knows, of a checkpoint
-that the trainer has removed or written over since, may be the last copy: it is shipped from there
-(docs/adr/0102). One that is not whole, or of which nothing is known, stays, and status says so.
+Beside each hold lies the description of its save as it was sealed. A hold that no journal knows, of a
+checkpoint that the trainer has deleted or overwritten since, may be the last copy: it is uploaded from there
+(docs/adr/0102). A hold that is not whole, or has no description, stays, and status says so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ASIDE = ".unknown"
 
 
 def recover_holds(state: JobState, save_dir_fd: int) -> None:
-    """Settle each hold that is there: known, let go, made and not noted, or of a journal that is lost."""
+    """Settle each hold found at the start: known, released, not yet journalled, or of a lost journal."""
     names = fs.names_in(save_dir_fd, fs.HOLD)
     known = {hold_name(row): row for row in state.rows.values()}
     for name in names:

@@ -182,7 +182,7 @@ class Decisions:
         return self._pins(self.known)
 
     def is_pinned(self, tag: str) -> bool:
-        """Whether it is now, or may be: a pin may have come since the last turn (any thread)."""
+        """Tell whether a tag is pinned, or may be: a pin may have come since the last turn (any thread)."""
         try:
             own = _read(self._state_dir, known=self._own.read)
         except OSError as error:
@@ -217,10 +217,9 @@ class Decisions:
         return frozenset(d.fingerprints for d in self.known if d.kind == "accept")
 
 
-# --- Decisions that a remote lacks are published there again (P8, adr/0165) ------------------------------
-# `ckptd pin` puts its word into the remotes of that moment. One that is added later, or that was put back
-# from
-# a snapshot, has it only from here: nodes that know nothing but that remote would let the checkpoint go (P5).
+# --- Publishing decisions again to remotes that lack them (adr/0165) -------------------------------------
+# `ckptd pin` writes its decision into the remotes of that moment. A remote that is added later, or restored
+# from a snapshot, gets it only from here: nodes that see that remote alone would delete the checkpoint.
 
 _AGAIN_SECONDS = 60.0
 """A store that lists late does not show at once what was put there."""

@@ -1,8 +1,7 @@
-"""Record what lay in save_dir before ckptd: at this daemon's first listing, and at the first start ever
-(adr/0157).
+"""Record what lay in save_dir before ckptd: at this daemon's first listing, and at the first start ever.
 
 The first start is settled once every remote has answered. That may take days and restarts; what was saved
-meanwhile does not count as found (H20: without `backfill`, only what was found stays unsent).
+meanwhile does not count as found: without `backfill`, only what was found stays unsent.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class PreexistingSaves:
     """When the journal was begun over it (Unix); what is decided later on this node is of it."""
 
     def is_of_here(self, decision: Decision) -> bool:
-        """Whether a recorded first start was over this directory; not over another of that node's name."""
+        """Tell whether a recorded first start was over this directory, not over another of the same node."""
         return decision.place in ("", self.place)
 
 
@@ -61,7 +60,7 @@ class InitialScan:
         return self._tags or frozenset()
 
     def awaits(self) -> None:
-        """save_dir is missing, or another directory than the one that was looked at (adr/0159)."""
+        """save_dir is missing, or another directory than the one that was looked at."""
         self._tags, self._is_awaited = None, True
 
     def look(self, listing: SaveDirListing) -> bool:
@@ -100,15 +99,14 @@ def beginning(
     return PreexistingSaves(now, frozenset(tags), place, holds_state, since_ns)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The first start of a daemon over a directory: a decision on what is not rotated until it is adopted (H20).
+# --- The first start: what it found is not deleted until a person adopts it ------------------------------
 # The state directory and every remote have it, so that neither a lost journal nor a lost state directory is a
 # first start. It is of one directory: another of the same node's name has a first start of its own
-# (adr/0159).
+# .
 
 
 class FirstStart:
-    """That of one job; settled once every remote was heard, or where it is recorded already."""
+    """Decide which saves count as found at the first start, once every remote has answered or recorded it."""
 
     def __init__(
         self,
@@ -138,11 +136,11 @@ class FirstStart:
         return self._settled
 
     def is_meant(self, adopt: Decision) -> bool:
-        """Whether an `adopt` was said after this first start: one before it was of another."""
+        """Tell whether an `adopt` was said after this first start: one before it was of another."""
         return self._settled is not None and adopt.at not in self._settled.adopted
 
     def had_commit(self, tag: str) -> bool:
-        """Whether a remote had a COMMIT of that name when the first start was recorded."""
+        """Tell whether a remote had a COMMIT of that name when the first start was recorded."""
         return self._settled is not None and tag in self._settled.committed
 
     def _recorded_here(self) -> Decision | None:

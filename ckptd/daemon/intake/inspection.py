@@ -73,7 +73,7 @@ class ShardInspector:
         return known
 
     def lost(self, folder: FolderListing) -> str | None:
-        """Why the folder cannot be whole: the disk refuses a file of it, again and again."""
+        """Return why the folder cannot be whole: the disk refuses a file of it, again and again."""
         refused = self._refused.get(folder.tag)
         return refused.reason if refused and refused.lost and refused.digest == folder.digest else None
 
@@ -87,7 +87,7 @@ class ShardInspector:
         self._refused.pop(tag, None)
 
     def inspect(self, folder: FolderListing, needs: Sequence[str], now_seconds: float) -> None:
-        """Read the pickles of some files of a folder, and seldom what a disk would not give (adr/0136)."""
+        """Read the pickles of some files of a folder, and seldom what a disk would not give."""
         if folder.tag in self._inspecting:
             return
         refused = self._refused.get(folder.tag)

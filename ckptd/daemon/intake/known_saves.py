@@ -53,15 +53,14 @@ if TYPE_CHECKING:
     from ckptd.daemon.uploads.session import RemoteSession
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What sealing asks of whoever knows the remotes: an interface, so that intake knows no remote itself.
+# --- The interface that the sealer calls, so that it needs no remote -------------------------------------
 
 
 class Recogniser:
     """Asks the remotes whether they know a save already; None from `order_of` means "not known yet"."""
 
     def is_run_settled(self, ready: list[tuple[FolderListing, Verdict]]) -> bool:
-        """Whether it is known of which run they are."""
+        """Tell whether it is known of which run they are."""
         raise NotImplementedError
 
     def may_seal(self, tag: str) -> bool:
@@ -83,7 +82,7 @@ class Recogniser:
         raise NotImplementedError
 
     def may_precede(self, written_ns: int, order: Order) -> bool:
-        """Whether what was written then may be older than the save that has a COMMIT of that order."""
+        """Tell whether what was written then may be older than the save that has a COMMIT of that order."""
         raise NotImplementedError
 
     def found_first(self) -> frozenset[str] | None:
@@ -95,7 +94,7 @@ class Recogniser:
         raise NotImplementedError
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- Its implementation over remote sessions -------------------------------------------------------------
 
 log = logging.getLogger("ckptd.knowledge")
 
@@ -162,7 +161,7 @@ class KnownSaves(Recogniser):
         return self._decisions.pins
 
     def is_pinned(self, tag: str) -> bool:
-        """Whether it is now: a pin may have come since the last turn (any thread)."""
+        """Tell whether a tag is pinned now: a pin may have come since the last turn (any thread)."""
         return self._decisions.is_pinned(tag)
 
     @property

@@ -1,9 +1,10 @@
-"""Which of two saves is the newer: the order that a save is given, and whether anything proves it (§3, P9).
+"""Decide which of two saves is the newer: assign each save its order, and note whether anything proves it
+(§3, P9).
 
-Saves that appear while the daemon looks are seen one after the other. Those that it finds at once, after a
-restart, are ordered by step and the trainer's `latest`; where their times contradict, neither is let go as
-the older one before the next save (docs/adr/0102). What lay here while another node went on is no rewind,
-nor is a copy of an older checkpoint (docs/adr/0152).
+Saves that appear while the daemon runs are seen one after the other. Those found at once after a restart are
+ordered by step and the trainer's `latest`; where their times contradict that, neither is deleted as the older
+one before the next save (docs/adr/0102). A save that lay here while another node went on is no rewind, nor is
+a copy of an older checkpoint.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Ordering:
         self._first_seconds: float | None = None
         """When this process looked first: what changed since has a later time in `_seen`."""
         self._guessed: set[str] = set()
-        """Tags of what was taken for older than its step says: until the next save it stays (adr/0152)."""
+        """Tags of what was taken for older than its step says: until the next save it stays."""
         self._at_begin: dict[str, int] | None = None
         """Tag → when its shards were written last, of what lay here when the journal was begun."""
 

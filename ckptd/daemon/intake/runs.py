@@ -1,6 +1,7 @@
-"""Which run a job's save_dir holds, and whether this place may go on with it in each remote (adr/0185).
+"""Determine which run a job's save_dir holds, and whether it may continue that run in each remote (adr/0185).
 
-Settled before anything is sealed, for order is of one run; claimed in a remote before anything is sent there.
+The run is settled before anything is sealed, for order is of one run; it is claimed in a remote before
+anything is uploaded there.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class Runs:
     # --- which run -------------------------------------------------------------------------------------
 
     def is_settled(self, ready: Ready, *, has_heard_all: bool) -> bool:
-        """Whether it is known of which run these saves are, which nobody sealed yet; else it is found out.
+        """Tell whether it is known of which run these saves are, which nobody sealed yet; else it is found
+        out.
 
         A directory without a word is of the run whose committed checkpoint lies in it, byte by byte; else a
         run begins. So it is where nothing was left that a training could have loaded, and it begins anew.
@@ -135,7 +137,7 @@ class Runs:
         self._write(run_file(self._fd, name, run_id, how, left=left))
 
     def _is_bare(self, ready: Ready) -> bool:
-        """Whether nothing is left here of what the run saved but what is to be sealed now."""
+        """Tell whether nothing is left here of what the run saved but what is to be sealed now."""
         state, file = self._state, self._file
         if file is None or not file.accepted:  # it has just begun, or was resumed since
             return False
@@ -146,7 +148,7 @@ class Runs:
         return not any(v.state in _UNDECIDED and tag not in new for tag, v in state.verdicts.items())
 
     def _is_below(self, ready: Ready) -> bool:
-        """Whether what is saved now is no continuation of the run.
+        """Tell whether what is saved now is no continuation of the run.
 
         A trainer that removes its last checkpoint before it saves the next goes on above it; one that saves
         its last step again stays at it.
@@ -156,7 +158,7 @@ class Runs:
         return bool(steps) and all((verdict.step or 0) < max(steps) for _, verdict in ready)
 
     def _has_asked(self, ready: Ready) -> bool:
-        """Whether remotes told of the tags that lie here, and all that lies here was judged."""
+        """Tell whether remotes told of the tags that lie here, and all that lies here was judged."""
         tags = {folder.tag for folder, _ in ready}
         listing = self._state.listing
         for link in self._links.values():
@@ -221,7 +223,7 @@ class Runs:
         return accepted > 0 and accepted >= newest
 
     def _wants(self, name: str) -> bool:
-        """Whether something is to be sent there."""
+        """Tell whether something is to be uploaded to a remote."""
         forms = next(remote.forms for remote in self._config.remotes if remote.name == name)
         here = [row for row in self._state.rows.values() if row.state == "present" or row.held]
         return any(self._state.ship(row.id, name, form).state in _OPEN for row in here for form in forms)
@@ -314,7 +316,7 @@ class Runs:
         see.see("run-copied", self._save_dir, text, step)
 
     def _are_siblings(self, name: str, link: RemoteSession) -> bool:
-        """Whether all who live there besides this place are of its run, which it may go on with."""
+        """Tell whether all who live there besides this place are of its run, which it may go on with."""
         beats = [seen.heartbeat for seen in self.sharers.get(name, ()) if not seen.is_dead]
         runs = {beat.run_id for beat in beats if beat is not None}
         return link.is_claimed and len(beats) > 0 and None not in beats and runs == {self.run_id}

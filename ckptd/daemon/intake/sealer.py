@@ -1,7 +1,7 @@
-"""From a listing to sealed saves: quietness, inspection, verdicts, flushing, order (docs/design.md §3).
+"""Turn a listing into sealed saves: quiet time, inspection, verdicts, flushing, order (docs/design.md §3).
 
-A folder is judged each turn from what is on disk now; a complete one is flushed by a worker, looked at
-again, and only then sealed: identities, fingerprints, (branch, step, save_seq).
+A folder is judged each turn from what is on disk now; a complete one is flushed by a worker, read again, and
+only then sealed: identities, fingerprints, (branch, step, save_seq).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Sealer:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), tag)
 
     def next_due_seconds(self, now_seconds: float) -> float:
-        """How long until a folder may have become quiet."""
+        """Return how long until a folder may have become quiet."""
         settle = self._config.settle_seconds
         waits = [
             settle - (now_seconds - quiet.since_seconds)

@@ -1,5 +1,5 @@
-"""Say which checkpoints in save_dir nothing protects: links, not followed (P15), and what is no ZeRO
-checkpoint of the job (P17).
+"""Report checkpoints in save_dir that nothing protects: links, which are not followed, and folders that are
+no ZeRO checkpoint of the job (P15, P17).
 """
 
 from __future__ import annotations

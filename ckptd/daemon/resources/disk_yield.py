@@ -1,7 +1,8 @@
-"""Making way for a save: from its first file event, in every job on the same disk (P11, adr/0141).
+"""Yield the disk to a save in flight, from its first file event, in every job on the same disk (P11: training
+comes first).
 
-A trainer does not mind whose transfers and conversions its disk serves while it saves. Events come first and
-say little; the look that follows them decides whether there is a save, and how long it is one.
+A save is slowed by any I/O on its disk, whichever job causes it. Events come first and say little; the scan
+that follows them decides whether there is a save, and how long it lasts.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class SaveDetector:
         return math.inf if self._hinted_at is None else self._hinted_at + HINT_SECONDS - now_seconds
 
     def makes_out(self, state: JobState, now_seconds: float) -> bool:
-        """Whether others make way: for a save that still moves, or a folder that came, not for one left.
+        """Tell whether others make way: for a save that still moves, or a folder that came, not for one left.
 
         Writes that no save comes of (a log in a checkpoint that was sealed) are not heeded for a while.
         """

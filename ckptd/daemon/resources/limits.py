@@ -51,7 +51,7 @@ class Slots:
         self._waiting: dict[Hashable, _Waiting] = {}
 
     def may_start(self, who: Hashable, wake: Callable[[], None]) -> bool:
-        """Whether `who` may start one now; else it waits in line, and `wake` is called when it may."""
+        """Tell whether `who` may start one now; else it waits in line, and `wake` is called when it may."""
         ahead = list(self._waiting)
         place = ahead.index(who) if who in self._waiting else len(ahead)
         if self._in_use() + place < self._count():
@@ -195,7 +195,7 @@ def shares(total: int | None, limits: Mapping[RemoteSession, int | None]) -> dic
     return found
 
 
-# --- The daemon's own memory: what a burst of work took goes back, for the RAM is the trainer's (P12) ----
+# --- The daemon's own memory: returned to the kernel after a burst, for the RAM is the trainer's ---------
 
 _M_ARENA_MAX = -8
 _ARENAS = 2

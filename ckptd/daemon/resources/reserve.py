@@ -1,9 +1,9 @@
-"""A few MiB of save_dir's own disk, kept for the moment when it is full (P13, docs/adr/0161).
+"""Reserve a few MiB of save_dir's own disk for the moment when it is full (P13, docs/adr/0161).
 
-A journal that cannot be written sends nothing and prunes nothing: a full disk that holds it would stay full.
-So where the state lies on save_dir's file system an allocated file of that size lies beside the journal, made
-only above P13's line. When the journal or a document meets a full disk it is let go, and the job goes on at
-once; it is made again when there is room. Every method is called in the deciding thread.
+While the journal cannot be written, nothing is uploaded or deleted: a full disk that holds the journal would
+stay full. So where the state lies on save_dir's file system an allocated file lies beside the journal, made
+only while enough space is free. When the journal or a document meets a full disk it is deleted, and the job
+goes on at once; it is made again when there is space. Every method is called in the deciding thread.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Reserve:
             log.debug("no reserve in %s: %s", state_dir, error)
 
     def helps(self, error: CkptdError, state_dir: Path) -> bool:
-        """Whether a full disk was what failed, and there is room now for what is ours."""
+        """Tell whether a full disk was what failed, and there is room now for what is ours."""
         if isinstance(error, JournalDamaged):
             return False
         is_of_room = isinstance(error, NoSpaceError) or (
@@ -101,7 +101,7 @@ class Reserve:
 
 
 def _is_whole(fd: int) -> bool:
-    """Whether it lies there as it was made; what a crash left half made, or a link, is taken away."""
+    """Tell whether the reserve file is intact; a half-made one or a symbolic link is removed."""
     status = files.stat_beneath(fd, NAME)
     if status is None:
         return False

@@ -1,4 +1,5 @@
-"""Work outside the deciding thread: a few threads, whose results come back as calls in the deciding thread.
+"""Run work outside the deciding thread in a few threads, whose results come back as calls in the deciding
+thread.
 
 Workers never decide and never touch the journal; an unexpected exception in one is logged with its trace and
 reported as a failure of that one action, so that a bug in one place does not end the watch over the rest.

@@ -1,6 +1,6 @@
-"""May anything be deleted in this save_dir? Proved again and again: rights and mounts change (P19).
+"""Prove repeatedly that files in this save_dir may be deleted: rights and mounts change (P19).
 
-What cannot be proved costs removals alone: what is complete is shipped all the same.
+A failed proof stops deletions alone: what is complete is uploaded all the same.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def prove(save_dir_fd: int, about: str, mark: str) -> None:
 
 
 def can_clone(save_dir_fd: int, mark: str) -> bool | None:
-    """Whether extents can be shared here; None: not known, without room for two small files."""
+    """Tell whether extents can be shared here; None: not known, without room for two small files."""
     try:
         return probe.can_clone(save_dir_fd, mark)
     except OSError as error:

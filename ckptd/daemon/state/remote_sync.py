@@ -34,8 +34,8 @@ _WILL_SEAL = (State.SAVING, State.RESAVING, State.UNKNOWN, State.COMPLETE)
 
 
 def is_written_down(state: JobState, links: Iterable[RemoteSession], highest: Order | None) -> bool:
-    """Whether the journal has what the remotes tell of order: no save here of a tag that they know is yet to
-    be sealed, and one that was is as new as any there (`highest`).
+    """Tell whether the journal has what the remotes tell of order: no save here of a tag that they know is
+    yet to be sealed, and one that was is as new as any there (`highest`).
     """
     known = frozenset[str]().union(*(link.known_tags() for link in links))
     for folder in state.listing.folders if state.listing is not None else ():
@@ -69,7 +69,7 @@ def order_by_commits(own: Order, told: Sequence[Order | None]) -> Order:
 def as_committed(save: SealedSave, told: Sequence[Commit | None]) -> SealedSave:
     """A save as its COMMITs have it: its order, the value of its metric, what its trainer calls the best.
 
-    One node has trainer_state.json; by its COMMIT the others know what it says (docs/adr/0130).
+    One node has trainer_state.json; by its COMMIT the others know what it says.
     """
     commits = [commit for commit in told if commit is not None]
     order = order_by_commits(save.order, [None if c is None else order_of(c) for c in told])

@@ -45,7 +45,7 @@ MOST_TIMES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherHost:
-    """A host that ships the files that lie here."""
+    """Name a host that uploads the files that lie here."""
 
     node: str
     tag: str
@@ -79,13 +79,12 @@ class CommitWait:
         return doubled(self.first_seconds, self.attempts, self.first_seconds * MOST_TIMES)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# An upload under way, as the deciding thread sees it: for status, forecasts, and the next start to go on.
+# --- Uploads under way: for status, forecasts, and for the next start to continue ------------------------
 
 
 @dataclass(slots=True)
 class UploadProgress:
-    """An upload under way."""
+    """Track the progress of an upload under way."""
 
     done_bytes: int
     total_bytes: int
@@ -97,15 +96,15 @@ class UploadProgress:
     """Key, flushed bytes and token last noted in the journal."""
 
 
-# --- What was refused, remembered until it is done or not wanted: stuck.py tells people of it ------------
-# What may go from here or from a remote and stays; what came late in a save and no remote's SUPPLEMENT lists.
+# --- Refused deletions and failed uploads of late files, kept until done or not wanted -------------------
+# health/stalls.py reports them.
 
 _FIRST_SECONDS, _MOST_SECONDS = 60.0, 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockedDeletion:
-    """Why a checkpoint that may go from this node is still here."""
+    """Record why a checkpoint that may be deleted here is still here."""
 
     text: str
     hint: str
@@ -130,7 +129,9 @@ class RefusedDeletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedLateFiles:
-    """Why files that came late in a save are not committed beside its COMMIT, while the remote works."""
+    """Record why files that came late in a save are not committed beside its COMMIT, while the remote
+    works.
+    """
 
     about: str
     text: str
@@ -162,7 +163,7 @@ def unsent_lately(unsent: Mapping[tuple[int, str], FailedLateFiles]) -> frozense
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- The state of a job ----------------------------------------------------------------------------------
 
 ShipKey = tuple[int, str, str]
 """(save id, remote, form)."""
@@ -177,7 +178,7 @@ FAILURE_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalFailure:
-    """Why something could not be done on this node; until when (monotonic) that is worth saying."""
+    """Record why something could not be done on this node; until when (monotonic) that is worth saying."""
 
     text: str
     hint: str
@@ -421,7 +422,9 @@ class JobState:
         self.ships.setdefault(save_id, {})[record.remote, record.form] = record
 
     def grow(self, save_id: int, save: SealedSave) -> None:
-        """More shards of a part came: it is shipped again, as another revision of its manifest."""
+        """Reset the upload of a part that got more shards: it is uploaded again, as another revision of its
+        manifest.
+        """
         self.journal.replace_sealed(save_id, save)
         for (remote, form), record in list(self.ships.get(save_id, {}).items()):
             if record.state in (ShipState.WAITING, ShipState.FAILED):
@@ -439,7 +442,9 @@ class JobState:
                 self.generations.pop((save_id, record.remote, ZERO), None)
 
     def lose_commit(self, save_id: int, remote: str, reason: str, form: str = ZERO) -> None:
-        """The remote no longer vouches for a form: it counts as not committed there, and is shipped again."""
+        """Mark a form as not committed in a remote that no longer vouches for it, so that it is uploaded
+        again.
+        """
         gone = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None, "supplements": ()}
         record = self.ship(save_id, remote, form)
         self.put_ship(save_id, record.model_copy(update=gone | {"reason": reason}))

@@ -1,4 +1,6 @@
-"""Gathers the planner's view of a job from memory, journal mirror and observations; asks nobody anything."""
+"""Build the planner's view of a job from memory, journal mirror and observations; asks no remote and no
+disk.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +179,9 @@ def folders_to_watch(state: JobState) -> list[str]:
 
 
 def _left(state: JobState, done: int, limit: int | None) -> int:
-    """The seat belt: deletions in any hour ≤ saves completed in it + max(3, 2 × save_total_limit)."""
+    """Return the deletions that the rate limit still permits this hour: saves completed in it + max(3, 2 ×
+    save_total_limit), less those done.
+    """
     return len(state.completed_at) + max(3, 2 * (limit or 0)) - done
 
 

@@ -45,7 +45,7 @@ def settle(job: JobRecord, name: str, answer: Attached, journal: Journal) -> boo
 def _verdict(
     job: JobRecord, name: str, other: str, answer: Attached, journal: Journal, *, is_earlier: bool
 ) -> CkptdError | None:
-    """Why the later one of `name`, which answered, and `other` is not attached; None: they are two."""
+    """Return why the later one of `name`, which answered, and `other` is not attached; None: they are two."""
     mine, theirs = job.links[name].settings.url, job.links[other].settings.url
     there = job.links[other].attached
     if there is not None:

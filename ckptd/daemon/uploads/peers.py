@@ -261,5 +261,5 @@ class Nodes:
 
 
 def takes_beats(link: RemoteSession) -> bool:
-    """Whether heartbeats are written to a remote."""
+    """Tell whether heartbeats are written to a remote."""
     return not link.settings.url.startswith(NO_BEAT)

@@ -48,7 +48,9 @@ _LATELY = "retired-lately"
 
 
 def patience_seconds(seen: m.Observation, node: str) -> float:
-    """How long a removal that is under way is left to whoever began it: of several nodes he may be at it."""
+    """Return how long a removal that is under way is left to whoever began it: of several nodes he may be
+    at it.
+    """
     several = any(_is_of_several([ref.key for ref in view.commit.manifests]) for view in seen.commits)
     return (1 + zlib.crc32(node.encode()) % 10) * TURN_SECONDS if several else 0.0
 
@@ -59,7 +61,7 @@ def _is_of_several(manifests: Sequence[str]) -> bool:
 
 
 def _count(state: JobState, remote: str, commit_sha256: str) -> None:
-    """The seat belt of that remote: once for all tries of one removal, and before the first."""
+    """Count one deletion against that remote's rate limit: once for all its tries, and before the first."""
     if (remote, commit_sha256) in state.retired_at or ("", commit_sha256) in state.retired_at:
         return
     now, unix = time.monotonic(), time.time()
@@ -70,7 +72,7 @@ def _count(state: JobState, remote: str, commit_sha256: str) -> None:
 
 
 def restore_rate_limit(state: JobState) -> None:
-    """Restore the rate limit on deletions after a restart: those of the hour before count (adr/0147).
+    """Restore the rate limit on deletions after a restart: those of the hour before count.
 
     An older journal has digests alone: each counts for every remote.
     """

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ckptd.storage.remote.messages import Observation, TagView
 
 
-# --- When an upload that stands still is cut, and what shows that uploads work again (docs/adr/0090) -----
+# --- Stalled uploads: when one is cut, and what proves that uploads work again ---------------------------
 
 IDLE_SECONDS = 60.0
 """An upload of which no byte moved for so long is cut and goes on with a new child."""
@@ -52,7 +52,7 @@ NEXT_STEP = "it accepts and then hangs: look at the server, the mount, the netwo
 
 
 class StallDetector:
-    """One remote's uploads."""
+    """Detect that one remote's uploads make no progress."""
 
     def __init__(self) -> None:
         self._patience = 1
@@ -62,7 +62,7 @@ class StallDetector:
 
     @property
     def limit_seconds(self) -> float:
-        """How long nothing may move."""
+        """Return the seconds without any progress after which an upload is cut."""
         return IDLE_SECONDS * self._patience
 
     def cut(self) -> None:
@@ -87,8 +87,7 @@ class StallDetector:
         return event.flushed_bytes > before
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What a remote that fails is told as (docs/operations.md), and for how long after the last failure (P17).
+# --- Problems: which code a remote's error has (docs/operations.md), and how long it stays open ----------
 
 FULL_SECONDS = 180.0
 """An upload that found no room is tried again every minute: no longer than that after the last one."""
@@ -96,7 +95,9 @@ _FULL_STEP = "free space there, or set or lower its keep_last and `ckptd reload`
 
 
 def tell(problems: Problems, name: str, error: errors.CkptdError, *, lacks_room: bool) -> Code:
-    """Raise the remote's problem; which it is. `lacks_room`: for an upload, while looks are answered."""
+    """Raise the problem of a remote's error and return its code; `lacks_room`: an upload failed, while reads
+    work.
+    """
     code: Code = "remote-unreachable"
     if isinstance(error, errors.RemoteNotOurs | errors.ConfigError):
         code = "remote-not-ours"
@@ -110,7 +111,7 @@ def tell(problems: Problems, name: str, error: errors.CkptdError, *, lacks_room:
     return code
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --- The session -----------------------------------------------------------------------------------------
 
 log = logging.getLogger("ckptd.remote")
 
@@ -120,7 +121,7 @@ STALLED_SECONDS = 120.0
 
 
 class RemoteSession:
-    """See the module's first lines. All methods are called in the deciding thread."""
+    """Manage one remote for the deciding thread, where all methods are called."""
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class RemoteSession:
 
     @property
     def still_seconds(self) -> float:
-        """How long no byte has moved of the upload or removal under way; 0 when there is none."""
+        """Return how long no byte has moved of the upload or removal under way; 0 when there is none."""
         return self._client.idle_seconds(self.ship_order) if self.ship_order is not None else 0.0
 
     @property
@@ -225,12 +226,12 @@ class RemoteSession:
         return len(self._open) - is_in_vain - sum(x is not None for x in (self.scrub_order, self.beat_order))
 
     def seconds_to_retry(self) -> float:
-        """How long the backoff lasts; 0 when there is none."""
+        """Return how long the backoff lasts; 0 when there is none."""
         return self._answering.seconds_left
 
     @property
     def seconds_to_move(self) -> float:
-        """How long no upload is tried because the last ones failed; 0 when one may be."""
+        """Return how long no upload is tried because the last ones failed; 0 when one may be."""
         return self._moving.seconds_left if self._moving.left_alone else 0.0
 
     @property

@@ -147,8 +147,7 @@ def own_state(state_dir: Path, save_dir: Path) -> int:
     return fd
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Another host works on the same directory: one of the two stands by, both say so (P10, H36, adr/0105).
+# --- Another host without a lease: one of the two stands by, and both report it (adr/0105) ---------------
 # flock keeps daemons of one host apart, not those of two hosts over one network file system. What gives the
 # other away is its manifest of a save that was written while we watched, with the very mtimes of our files. A
 # directory that moved from host to host shows none; what was restored has an older mtime than ctime.
@@ -158,7 +157,7 @@ _WRITTEN_NS = 2_000_000_000
 
 
 def look_for_sharer(state: JobState, link: RemoteSession, tags_at_start: frozenset[str]) -> None:
-    """Whether a remote tells of another host that ships what lies here."""
+    """Tell whether a remote tells of another host that ships what lies here."""
     if state.sharer is not None or state.is_shared:
         return
     for row in state.rows.values():

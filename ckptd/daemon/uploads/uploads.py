@@ -148,7 +148,7 @@ class UploadManager:
         return pointer_to_ship(row, action), derive_request(row, action, source, str(staging), memory_bytes)
 
     def make_way(self, action: MakeWay) -> None:
-        """Cancel the upload under way; it goes on where it stopped."""
+        """Cancel the upload under way for a save; it continues later where it stopped."""
         link = self._links[action.remote]
         if not link.makes_way:
             log.info("the upload of a %s form to %s makes way: %s", link.ships, action.remote, action.reason)
@@ -332,7 +332,7 @@ class UploadManager:
             self._links[remote].order(m.Confirm(commits=refs), partial(heard, remote))
 
     def _denied(self, action: AskConfirmation, remote: str, answer: m.Answer) -> None:
-        """The remote no longer vouches: the save counts as not committed there, and is shipped again."""
+        """Handle a failed confirmation: a save that the remote no longer vouches for is uploaded again."""
         state = self._state
         link = self._links[remote]
         if isinstance(answer, m.Failed):

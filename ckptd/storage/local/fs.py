@@ -134,7 +134,9 @@ def check_identities(folder_fd: int, sealed: Sequence[SealedFile], *, only_liste
         for path in everything_in(folder_fd):
             if path not in listed:
                 msg = f"{path} was not part of the committed save"
-                raise SourceChanged(msg, hint="the folder stays; move that file away to let it go")
+                raise SourceChanged(
+                    msg, hint="the folder stays; move that file away to have the folder deleted"
+                )
 
 
 def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:

@@ -213,9 +213,9 @@ class _Shipping:
         self._order = origin.order
         listed = ManifestIndex(self._store, self._order.manifest, seen, self._ground.manifests)
         carried = Transfer(self._store, origin, self._root, listed, self._control).run()
-        # P4: a manifest speaks of one save, so nothing may have changed while the last file was sent
+        # a manifest speaks of one save, so nothing may have changed while the last file was sent (P4)
         origin.recheck()
-        # P2: hours went by; another job may have taken the remote over, or another disk may be mounted there
+        # hours went by: another job may have taken the remote over, another disk may be mounted there (P2)
         still_ours(self._store, self._identity)
         # another save may have been listed meanwhile: ours beside it would spoil the generation for both
         seen = self._look()
@@ -475,7 +475,7 @@ class _Supplementing:
         with sealed(order, self._root, self._control, self._store) as origin:
             known = ManifestIndex(self._store, order.manifest, seen, self._ground.manifests)
             carried = Transfer(self._store, origin, self._root, known, self._control).run()
-            # P4: what is listed is what the files hold now
+            # what is listed is what the files hold now (P4)
             origin.recheck()
         still_ours(self._store, self._ground.identity)
         ours = self._put_manifest(carried.files)
