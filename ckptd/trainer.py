@@ -6,7 +6,7 @@ ckptd, so it may be copied beside a training script; transformers is loaded when
     from ckptd.trainer import CkptdCallback       # Hugging Face: Trainer(..., callbacks=[CkptdCallback()])
     from ckptd.trainer import save_checkpoint     # DeepSpeed: save_checkpoint(engine, save_dir)
 
-Nothing here raises because of ckptd, writes a file or takes locks; what goes wrong is logged once (ADR 0109)
+Nothing here raises because of ckptd, writes a file or takes locks; what goes wrong is logged once
 """
 
 from __future__ import annotations

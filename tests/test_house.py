@@ -179,6 +179,20 @@ def test_files_that_internal_pages_link_are_there() -> None:
     assert not broken
 
 
+def test_decisions_and_pages_that_code_names_are_there() -> None:
+    """A record that was folded into a page of docs/internals leaves no name behind."""
+    records = {path.name[:4] for path in (ROOT / "docs" / "adr").glob("*.md")}
+    broken = []
+    for folder in ("ckptd", "tests", "bench", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            named = re.findall(r"(?:adr/|ADR )(\d{4})", text)
+            pages = re.findall(r"docs/internals/\w+\.md", text)
+            broken += [f"{path}: {number}" for number in named if number not in records]
+            broken += [f"{path}: {page}" for page in pages if not (ROOT / page).is_file()]
+    assert not broken
+
+
 def test_the_demonstration_uses_ckptd_from_outside() -> None:
     wrong = [
         f"{path.name}:{line} imports {name}"
@@ -314,7 +328,7 @@ def test_cloud_libraries_only_where_a_store_asks_for_them() -> None:
 
 
 def test_dask_is_imported_by_the_calls_that_use_it() -> None:
-    """It comes with an extra: no module of ckptd needs it to be loaded (docs/adr/0106)."""
+    """It comes with an extra: no module of ckptd needs it to be loaded (docs/internals/conversion.md)."""
     places: dict[str, list[bool]] = {}
     for path in MODULES:
         inside = {

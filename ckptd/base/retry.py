@@ -1,7 +1,7 @@
 """Decide when what failed is tried again: full jitter first; what keeps failing is left alone.
 
 Jitter keeps nodes that lost one server from coming back to it all at once. A remote that failed six times in
-a row gets one order at growing intervals, until one succeeds: it costs no more than that (docs/adr/0090).
+a row gets one order at growing intervals, until one succeeds: it costs no more than that.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import overload
 from ckptd.base import extents, files
 from ckptd.errors import SourceChanged
 
-# --- The interface of sources: local files, or any place that serves ranges (ADR 0092) -------------------
+# --- The interface of sources: local files, or any place that serves ranges -------------------
 # Local files keep their fast paths (clones, copies in the kernel, O_DIRECT): callers that can use them ask
 # for `local`. All others read blocks through `read`, wherever the bytes lie.
 

@@ -408,7 +408,7 @@ def drop_leftovers(save_dir_fd: int, tag: str) -> None:
 
 # --- the resume marker -----------------------------------------------------------------------------------
 # Where no `latest` says what a run is resumed from, `resume` writes it down, so that the daemon does not
-# delete that checkpoint before the run has committed another (docs/adr/0154).
+# delete that checkpoint before the run has committed another (docs/internals/retention.md).
 
 
 def write_resume_marker(

@@ -94,7 +94,7 @@ def bring(candidate: Candidate, copy: Copy, listing: SaveDirListing, before: Seq
 
 
 def unreplaced(candidate: Candidate, copy: Copy) -> Copy:
-    """Return a ZeRO form, or a share of it, without objects that our universal form went over (adr/0121): of
+    """Return a ZeRO form, or a share of it, without objects that our universal form went over: of
     what a person had put beside the shards no byte is left, and the shards are what is wanted.
     """
     there = (universal for universal in candidate.universals if universal.remote.name == copy.remote.name)

@@ -2,7 +2,7 @@
 
 The layout is the one that `resume` makes in save_dir, so that DeepSpeed, Hugging Face and a later `resume`
 find what they expect; nothing that lies there already is replaced but bad files of this very save
-(docs/adr/0060).
+(docs/internals/recover.md).
 """
 
 from __future__ import annotations

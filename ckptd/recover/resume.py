@@ -391,7 +391,7 @@ class Resume:
     def _is_proven(self, fd: int | None, candidate: Candidate, seen: _Seen) -> bool:
         """Whether the chosen folder may be trusted: one that the daemon refused is read to its end first.
 
-        The daemon's refusal is a hint that a byte may be wrong; reading the bytes decides (docs/adr/0162).
+        The daemon's refusal is a hint that a byte may be wrong; reading the bytes decides.
         """
         here = candidate.local
         if fd is None or here is None or here.tag not in seen.memory.refused - self._proven:

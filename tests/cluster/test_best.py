@@ -1,4 +1,4 @@
-"""The best checkpoint of a Hugging Face run over two nodes, of which one has trainer_state.json (adr/0130).
+"""The best checkpoint of a Hugging Face run over two nodes, of which one has trainer_state.json.
 
 Two real daemons over disks of their own, which keep one checkpoint each and two in the remote.
 """

@@ -172,7 +172,7 @@ def test_every_answer_is_lost_once(scene: Scene) -> None:
     """F15: done by the server, never heard of: found by looking, each request kind in turn."""
     scene.save()
     faults = {what: scene.fault("lose-answer", where) for what, where in LOST.items()}
-    # an upload whose beginning nobody heard of has no name here: the bucket's own rule ends it (adr/0041)
+    # an upload whose beginning nobody heard of has no name here: the bucket's own rule ends it
     scene.ship(orphans=1)
     assert {what: fault.hits for what, fault in faults.items()} == dict.fromkeys(LOST, 1)
     assert scene.sent_again_bytes <= 2 * PART_BYTES

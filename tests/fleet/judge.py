@@ -239,7 +239,7 @@ class Judge:
         """All went on and nobody failed any more: what is whole is committed.
 
         `disks`: the saves on each slot's disk. A node that announced that it replaces objects and lost its
-        state leaves that generation to nobody (adr/0098).
+        state leaves that generation to nobody (docs/internals/commit.md).
         """
         left = {
             name.rpartition("/")[2].partition("~")[0] for name in self.remote.folders if "/leases/" in name

@@ -33,7 +33,7 @@ _DOCUMENTS = (
 LATE_SECONDS = 30.0
 """How long after its sender's death a request may arrive, and how long after its answer a second time."""
 _REPEATED = ("create", "upload", "put")
-"""What a network may deliver twice: a removal that comes late hits what a successor sent (adr/0098)."""
+"""What a network may deliver twice: a removal that comes late hits what a successor sent."""
 
 
 @dataclass
@@ -166,7 +166,7 @@ class FleetStore:
         try:
             self.program.wait_until(when)
         except Killed:
-            # a removal that comes late may hit what a successor sent: no order survives that (adr/0098)
+            # a removal that comes late may hit what a successor sent: no order survives that
             if deed is not None and verb in ("create", "upload") and chance.random() < network.late:
                 self._deliver_later(deed)
             raise

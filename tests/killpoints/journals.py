@@ -2,7 +2,7 @@
 
 One life of two saves is lived to its end; then its journal alone is damaged, again and again, and a new
 process goes on from there. What that process does depends on what it finds in the journal: a damaged copy is
-opened as the daemon opens it, and a life is lived once for each content that it is found with (adr/0136).
+opened as the daemon opens it, and a life is lived once for each content that it is found with.
 """
 
 from __future__ import annotations

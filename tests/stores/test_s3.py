@@ -52,7 +52,7 @@ def store_at(server: servers.Server, *, probed: bool = True) -> S3Store:
 
 
 class WordsOfServers:
-    """What a real server does with a checksum behind a body decides whether one is sent there (adr/0101)."""
+    """What a real server does with a checksum behind a body decides whether one is sent there."""
 
     behind_body = "ignored"
 

@@ -1,4 +1,4 @@
-"""The short way for PUTs (adr/0101): what arrives is what was read, and whatever fails goes the other way."""
+"""The short way for PUTs: what arrives is what was read, and whatever fails goes the other way."""
 
 from __future__ import annotations
 

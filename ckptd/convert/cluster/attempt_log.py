@@ -1,4 +1,4 @@
-"""Record in the destination whose attempt it is and what of it is done: a small object (ADR 0106).
+"""Record in the destination whose attempt it is and what of it is done: a small object.
 
 It outlives the command and the scheduler. The next command takes it over by writing an attempt of its own;
 workers and a command of an older attempt that find another's name in it stop.

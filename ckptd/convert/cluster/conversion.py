@@ -1,4 +1,4 @@
-"""`ckptd convert --cluster`: planned here, made by dask workers, published here (docs/adr/0106).
+"""`ckptd convert --cluster`: planned here, made by dask workers, published here.
 
 The plan, its digest and what comes of it are those of a conversion by one process.
 """

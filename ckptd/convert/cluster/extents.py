@@ -1,4 +1,4 @@
-"""Join the ranges that one task reads into extents and fetch them in blocks, each once (ADR 0106).
+"""Join the ranges that one task reads into extents and fetch them in blocks, each once.
 
 A task knows beforehand all that it will read. So blocks begin and end where its own ranges do, instead of on
 a grid: what crosses the network is what is needed, and gaps too small to be worth a request.

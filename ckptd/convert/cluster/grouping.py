@@ -1,6 +1,6 @@
 """Group outputs into tasks: neighbours in the sources, and all outputs that read the same source bytes.
 
-Pure: a plan's index in, groups of lines out (docs/adr/0106). What is larger than a part of an upload is cut
+Pure: a plan's index in, groups of lines out. What is larger than a part of an upload is cut
 where the destination joins parts; elsewhere an output is one worker's.
 """
 

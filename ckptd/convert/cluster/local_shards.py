@@ -1,7 +1,7 @@
 """Shards that lie on a worker's own disk: read there instead of from the remote, once they are proven.
 
 A file counts only while it is the one whose size and CRC64 the manifest says, whoever wrote it (P2); with any
-doubt the remote is read, so that no answer depends on what a disk holds (docs/adr/0111).
+doubt the remote is read, so that no answer depends on what a disk holds (docs/internals/conversion.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find the workers that hold the sources of an output, and cut it so that each uploads its own (ADR 0111).
+"""Find the workers that hold the sources of an output, and cut it so that each uploads its own.
 
 Pure. A home is the set of workers that see the same files on their own disk; nobody's bytes come from the
 remote, whoever reads them.

@@ -1,4 +1,4 @@
-"""Divide the --memory-budget of a worker process, and keep to it (ADR 0124).
+"""Divide the --memory-budget of a worker process, and keep to it (docs/internals/conversion.md).
 
 Every buffer is counted: what does not fit is not begun. What is freed goes back to the kernel at once, for a
 heap that keeps it breaks the promise as well as one that needs it.

@@ -1,4 +1,4 @@
-"""Define the messages through a scheduler: descriptors as JSON, never data, never a secret (ADR 0106).
+"""Define the messages through a scheduler: descriptors as JSON, never data, never a secret.
 
 A `Job` is what all tasks of an attempt share, a `Task` what one of them makes, a `Result` what came of it.
 """

@@ -1,4 +1,4 @@
-"""Run one task on a worker of the cluster, from descriptors to proven outputs (docs/adr/0106).
+"""Run one task on a worker of the cluster, from descriptors to proven outputs (docs/internals/conversion.md).
 
 It never unpickles a checkpoint. What goes wrong comes back as data, which the command raises as its own.
 Credentials are those of its environment. A task does nothing for an attempt that another one took over.

@@ -148,7 +148,7 @@ class Dirty:
         self._begin, self._bytes = at, 0
 
 
-# --- Large outputs past the page cache: one copy in memory, half the CPU (ADR 0081) ----------------------
+# --- Large outputs past the page cache: one copy in memory, half the CPU ----------------------
 # Source bytes are read into an aligned buffer at the place that they have in the output, and whole buffers
 # are written with O_DIRECT; the ragged end is written normally. `begin` tells if a file system has no
 # O_DIRECT. Only for sources in the page cache: what comes from disk is faster through the cache, whose

@@ -1,4 +1,4 @@
-"""Run `python -m ckptd.convert.remote.child`: make the files of a plan from or in a remote (ADR 0092).
+"""Run `python -m ckptd.convert.remote.child`: make the files of a plan from or in a remote.
 
 It is the executor of `ckptd.convert.engine.executor_child` with other ends: ranges come out of a store
 (`RemoteRanges`), or outputs go into one (`Uploader`), or both. It holds network and credentials, and never

@@ -1,4 +1,4 @@
-"""Convert from or to a remote by ranges: only the plan is local (ADR 0092).
+"""Convert from or to a remote by ranges: only the plan is local (docs/internals/conversion.md).
 
 The parent reads the source's listing and mirrors what planning reads; the restricted planning child plans
 over the mirror, without network or credentials; the executor (`ckptd.convert.remote.child`) moves ranges.

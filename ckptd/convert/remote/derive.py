@@ -279,7 +279,7 @@ def opened(order: ShipOrder, root: int, control: Control, store: Store) -> Itera
 
 def _twice(attempt: Callable[[], Found]) -> Found:
     """All nodes are told that there is no such form, or that shards of it are damaged, and none tries again:
-    such a verdict rests on two readings, apart from each other (docs/adr/0137)."""
+    such a verdict rests on two readings, apart from each other (docs/internals/commit.md)."""
     try:
         return attempt()
     except (CannotBeMade, DamagedError):
@@ -319,7 +319,7 @@ def _of_objects(
 ) -> DerivedUpload:
     """Derive a form from the objects that a COMMIT lists.
 
-    Each block is read once and hashed; all that is used is compared with what was committed (ADR 0128).
+    Each block is read once and hashed; all that is used is compared with what was committed (ADR 0118).
     """
     options = _options(order.manifest.form)
     source, fingerprints = committed_source(store, order, making, zero)
@@ -464,7 +464,7 @@ def _options(form: str) -> ConvertOptions:
 
 
 def _is_over(control: Control) -> bool:
-    """Tell whether planning must end; in any case a sign of life, for planning moves no bytes (adr/0090)."""
+    """Tell whether planning must end; in any case a sign of life, for planning moves no bytes."""
     try:
         control.pacer.breathe(control.check)
     except SourceChanged:

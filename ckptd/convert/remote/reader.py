@@ -200,7 +200,7 @@ class RemoteRanges(Ranges):
     def _wrong(self, number: int, what: str) -> CkptdError:
         """Return the error for bytes that differ from the committed ones, after reading the object once more.
 
-        All nodes may be told that the object is damaged, so one wrong read is not enough (ADR 0137).
+        All nodes may be told that the object is damaged, so one wrong read is not enough.
         """
         file = self._sources[number]
         again = RemoteRanges(self._store, [file], cache_bytes=0, check_stop=self._check_stop)

@@ -1,4 +1,4 @@
-"""Learn the grid and the step of a save from peers' manifests, on a node without model states (ADR 0150).
+"""Learn the grid and the step of a save from peers' manifests, on a node without model states (ADR 0104).
 
 Evidence is used only if it contradicts none of this node's shards: otherwise the part would be sealed with
 another save's step and might be committed beside it. Without evidence the node asks again later.

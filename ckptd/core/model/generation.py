@@ -2,7 +2,7 @@
 
 A generation is bound to one save: a node joins the highest open one that holds manifests of no other save, or
 opens the next after all known ones. Not simply the highest: two nodes with two saves would overtake each
-other for ever, each opening one more (ADR 0098). Pure, and decided anew before each attempt, so that a lost
+other for ever, each opening one more. Pure, and decided anew before each attempt, so that a lost
 journal costs one listing and not one uploaded byte.
 """
 

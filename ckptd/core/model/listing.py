@@ -139,7 +139,7 @@ class SaveDirListing:
         return frozenset(one.path for one in self.unprotected if one.kind is Kind.LOOSE)
 
 
-# --- The resume marker: which save a run was resumed from (ADR 0154) -------------------------------------
+# --- The resume marker: which save a run was resumed from -------------------------------------
 # `ckptd resume` writes it before it does anything else. It protects the save where no `latest` of the
 # trainer names it, until the run has committed a newer one. A file that cannot be parsed protects nothing.
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 from ckptd.core.model.save import SaveMark, _tensors
 
-# --- The topology: which rank of a run wrote which shard (ADR 0133) --------------------------------------
+# --- The topology: which rank of a run wrote which shard (ADR 0104) --------------------------------------
 # A shard's name holds two numbers, D (data-parallel rank) and MM (model-parallel rank). D alone names no
 # node, since the pipeline stages and tensor ranks repeat it. If the layout is unknown, or manifests
 # contradict it, the answer is None.
@@ -158,7 +158,7 @@ def hint_of(manifest: NodeManifest) -> str:
 
 def _lowest(manifest: NodeManifest, want: int) -> int:
     """Older releases wrote the lowest data-parallel rank, which several nodes of a pipeline have: names look
-    as they did, and tell of one model-parallel rank the same (docs/adr/0133)."""
+    as they did, and tell of one model-parallel rank the same (docs/adr/0104)."""
     cells, topology = cells_of(manifest.files), topology_of(manifest.grid)
     if topology is None or manifest.grid.mm_count == 1:
         return min((cell.d for cell in cells), default=want)
@@ -352,7 +352,7 @@ class NodeManifest(Document):
     config_digest: str
     branch: int
     step: int
-    optimizer_step: int | None = None  # all that a node without model states knows (adr/0150)
+    optimizer_step: int | None = None  # all that a node without model states knows (adr/0104)
     save_seq: int
     save_window: SaveWindow
     writer: Writer = Writer()

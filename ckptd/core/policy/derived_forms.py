@@ -65,7 +65,7 @@ def next_to_evict(view: JobView, local: LocalVerdicts) -> SaveView | None:
     All of them are deleted before any hold: one a turn, clones (which free little) last, else oldest first.
     Never evict a form that tiered retention kept in place of its ZeRO form, or is about to. Forms that a
     later tier will keep are evicted last, newest first: an older save's ZeRO form is deleted sooner and frees
-    more space (ADR 0164).
+    more space (ADR 0094).
     """
     if not view.disk.is_short:
         return None

@@ -180,7 +180,7 @@ def is_derived_remotely(save: SaveView) -> bool:
 
 def gets_nothing(view: JobView, remote: RemoteView) -> SaveView | None:
     """The newest save of which that remote gets no form at all: no node has it whole, and what forms are made
-    of instead is not there (docs/adr/0128).
+    of instead is not there (docs/adr/0118).
     """
     if ZERO in remote.forms:
         return None

@@ -72,7 +72,7 @@ class OptOutPermit(DeletePermit):
 def unobserved_remotes(view: JobView) -> list[str]:
     """Return the required remotes not observed since the start: pins recorded there are not known yet.
 
-    While there are any, nothing is deleted by the job file's word alone (ADR 0129).
+    While there are any, nothing is deleted by the job file's word alone (ADR 0165).
     """
     return [remote.name for remote in view.remotes if remote.is_required and not remote.was_heard]
 

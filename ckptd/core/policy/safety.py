@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckptd.core.policy.view import JobView, RemoteCommit, SaveView
 
 
-# --- Which saves from before the first start are uploaded: `backfill` (ADR 0155) -------------------------
+# --- Which saves from before the first start are uploaded: `backfill` (ADR 0102) -------------------------
 # If the run was rewound before the journal began, nobody saw it, and the newest of those saves is a guess.
 # So every save that may be the newest is uploaded too.
 

@@ -3,7 +3,7 @@
 docs/design.md §3 *Fingerprint*: SHA-256 over the zip directory's names, sizes and CRC32s, or over the
 whole file when it is no zip or any record of ≥ 1 KiB carries CRC 0; the tensor fingerprint is the same
 over the storages only, so that replicas whose pickles differ still agree. A legacy file has no CRCs and may
-be as large as a shard is: of it samples are read (docs/adr/0080), at places that its size alone decides, so
+be as large as a shard is: of it samples are read, at places that its size alone decides, so
 that whoever must not unpickle can compare it too.
 """
 

@@ -2,8 +2,9 @@
 
 Five pickles (magic number, protocol, facts of the machine, the object, the list of storage keys), then per
 key an int64 count of elements and the raw bytes, to the very end of the file (docs/formats.md §3.1,
-docs/adr/0080). There is no directory: where a storage lies is known only after the pickles were run, so
-they run under the same restricted machine as everything else (P14), and never outside the children.
+docs/internals/conversion.md). There is no directory: where a storage lies is known only after the pickles
+were run, so they run under the same restricted machine as everything else (P14), and never outside the
+children.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class _Builder:
         return Skeleton(tuple(self.chunks), tuple(self.sizes))
 
 
-# --- The mirror of a remote archive: a sparse file of what planning reads (ADR 0092) ---------------------
+# --- The mirror of a remote archive: a sparse file of what planning reads ---------------------
 # With it the process that reads pickles needs neither network nor credentials: its parent fetches the zip
 # directory, the local headers, `data.pkl` and records up to `SMALL_BYTES`; all else are holes. No pickle is
 # read here.

@@ -2,7 +2,7 @@
 
 On every expert-parallel rank the experts have the same local names, and their optimizer groups are
 partitioned over fewer ranks than the others. The universal form stacks the ranks' tensors of one name along
-dimension 0 (docs/formats.md §7.1, ADR 0085).
+dimension 0 (docs/formats.md §7.1, docs/internals/conversion.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Each layer and weight is one tensor of rows. The trainer's metadata say which parameters they are and
 # which rank has which rows. If every rank has the next equal run of rows, stacking the ranks gives the
 # whole layer, which loads with any expert-parallel size; any other placement is refused (docs/formats.md
-# §7.1, ADR 0085).
+# §7.1, docs/internals/conversion.md).
 
 SAFE = "the ZeRO form is safe all the same"
 _WEIGHTS = ("w1", "w2", "w3")

@@ -1,7 +1,7 @@
 """Optimizers other than Adam: what has no universal form, and what the stock loaders make of the rest.
 
 Conversion carries every per-element state under its own name; but DeepSpeed's loaders read less than a
-folder may hold, and whoever resumes should know before they do (docs/formats.md §5.1, docs/adr/0080).
+folder may hold, and whoever resumes should know before they do (docs/formats.md §5.1).
 """
 
 from __future__ import annotations

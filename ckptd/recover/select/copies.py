@@ -35,7 +35,7 @@ class Copy:
     late: tuple[ManifestFile, ...] = ()
     """What came after its COMMIT, of all nodes."""
     is_all_for_each: bool = False
-    """Every node of several wants all of it: which ranks run where is not known (docs/adr/0133)."""
+    """Every node of several wants all of it: which ranks run where is not known (docs/adr/0104)."""
 
     @property
     def all_for_each(self) -> str | None:
@@ -108,7 +108,7 @@ def is_made_from(universal: Copy, fingerprints: Mapping[str, str]) -> bool:
 
 
 def is_held(here: LocalCheckpoint, copy: Copy) -> bool:
-    """Whether a folder holds every wanted shard of that save, whole (docs/adr/0121).
+    """Whether a folder holds every wanted shard of that save, whole (docs/internals/completeness.md).
 
     What lies beside them tells no saves apart: a note that somebody wrote over or took away would make the
     folder one that was saved again, and an older checkpoint the newest.

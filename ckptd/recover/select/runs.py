@@ -1,7 +1,7 @@
 """Choose the run that a command means, of those whose checkpoints lie in its remotes.
 
 By name (`--run`), else the one that save_dir holds, else the newest of the remotes. Nothing that another run
-committed is taken in its place, and stderr says whose it is (core/model/runs.py, docs/adr/0187).
+committed is taken in its place, and stderr says whose it is (core/model/runs.py, docs/adr/0185).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 One process does everything for a remote, also making the forms that it uploads: two of them would each hold
 Python, the messages and the S3 library. What making a form takes is loaded with the first order that makes
-one, and the process is ended after it (docs/adr/0093, 0113). Where `memory_budget` has no room for a process
-of every remote, orders wait for a slot (docs/adr/0135).
+one, and the process is ended after it (docs/adr/0113). Where `memory_budget` has no room for a process
+of every remote, orders wait for a slot (docs/adr/0113).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 # --- slots for children ----------------------------------------------------------------------------------
-# As many children live at once as `memory_budget` has room for (docs/adr/0135). Where there is room for all,
+# As many children live at once as `memory_budget` has room for (docs/adr/0113). Where there is room for all,
 # each lasts. Where there is not, one that has nothing to do gives its slot to the next in the queue, whose
 # orders wait until then. Everything here is called in the deciding thread.
 

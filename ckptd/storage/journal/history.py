@@ -140,7 +140,7 @@ def facts_of_gone(db: Connection, alive: Iterable[FileIdentity]) -> list[tuple[s
 
 
 # --- checksums of rows -----------------------------------------------------------------------------------
-# SQLite keeps none, and what the journal says is believed (docs/adr/0139). The checksum is the last column of
+# SQLite keeps none, and what the journal says is believed (docs/adr/0097). The checksum is the last column of
 # every table. Triggers of the connection write it with whatever changes a row; whoever opens a journal
 # compares all of them, once. A row that is not what was written means that the journal is set aside as lost.
 

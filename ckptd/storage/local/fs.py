@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # --- folders that were renamed aside ---------------------------------------------------------------------
 # A permit compares whole identities, before and after the rename. What lies in the trash later may have
 # another owner or mode, and its disk another number since the boot, so that only the rest of an identity is
-# compared there (docs/adr/0163).
+# compared there (docs/adr/0153).
 
 _BY_HAND = "ckptd and trainer use nothing there: look at it, and move that folder away or remove it by hand"
 
@@ -184,7 +184,7 @@ def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
 def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None:
     """Remove the sealed files of a folder in the trash, then its empty folders; anything else stays there.
 
-    Of one that is whole by name and holds another file than was sealed nothing goes (adr/0163).
+    Of one that is whole by name and holds another file than was sealed nothing goes (adr/0153).
     Durable when it returns: what a power cut gave back would look like a folder that nobody meant to remove.
 
     Raises:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 # --- hints from the trainer ------------------------------------------------------------------------------
-# The trainer says "I have just saved" in a datagram that means no more than "look now" (docs/adr/0109). File
+# The trainer says "I have just saved" in a datagram that means no more than "look now". File
 # events tell the same, but not everywhere: none where the inotify limits are used up, none from other
 # machines or sandboxes. An abstract socket is no file: nothing is written, no rights are needed, nothing is
 # left behind, and the containers of a pod share it. The content of a datagram is never read, nothing decided

@@ -80,7 +80,7 @@ def folder_in_use(ground: AttachedRemote, where: Stem, folder: str) -> bool:
     """Whether a ZeRO form lists objects under the names of a universal form that is sent into `folder` (P3).
 
     Earlier releases sent what a person had put beside a trainer's shards under its own path: ours would go
-    over committed objects (docs/adr/0121).
+    over committed objects (docs/internals/completeness.md).
     """
     tag, generation, form = where
     if form != UNIVERSAL or folder != folder_name(tag, generation, ZERO):
@@ -131,7 +131,7 @@ def _is_mended(ground: AttachedRemote, order: ShipOrder, refusal: Attempt) -> bo
     """Whether the shards look otherwise than in the newest refusal, and than in all before it.
 
     Before it: releases that have another digest for the same look publish it in turn with this one, and each
-    would take the other's word for a mended shard, without end (docs/adr/0137).
+    would take the other's word for a mended shard, without end (docs/internals/commit.md).
     """
     store, folder = ground.store, attempts_folder(*stem_of(order.manifest))
     # of manifests that are known first: many nodes ask this again and again

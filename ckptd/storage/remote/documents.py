@@ -429,7 +429,7 @@ def read_snapshot(
 
     Of many: our own node's, those whose names say nothing, and all once their shards may cover the grid;
     not of those that are committed. What `commit` names is there, whether or not a late listing tells it yet.
-    `reads_one`: at least one, whosesoever, for who cannot prove the grid (docs/adr/0150).
+    `reads_one`: at least one, whosesoever, for who cannot prove the grid (docs/adr/0104).
     """
     listed = {info.key for info in store.list(manifest_folder(where))}
     told = {ref.key for ref in commit.commit.manifests} if commit is not None else set()

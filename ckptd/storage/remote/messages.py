@@ -248,7 +248,7 @@ class Beats(Model):
 
 # --- events of an open order, child → daemon -------------------------------------------------------------
 # `idle_seconds` is how long no byte had moved when the event was sent; the daemon goes on counting from
-# there, so that a child which can say nothing any more is noticed as well (docs/adr/0090).
+# there, so that a child which can say nothing any more is noticed as well (docs/internals/stores.md).
 
 
 class Moving(Model):

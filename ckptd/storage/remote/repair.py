@@ -345,7 +345,7 @@ def _compare(
 # --- leases of a node that is gone for good --------------------------------------------------------------
 # A lease holds up a COMMIT because objects may have changed under a manifest that lists them (docs/adr/0083).
 # Only a person knows that its node will not come back; whether the objects are what manifests say is found by
-# reading them, before the lease is removed (docs/adr/0101).
+# reading them, before the lease is removed (docs/internals/stores.md).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

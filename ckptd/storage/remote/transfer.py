@@ -2,7 +2,7 @@
 
 What an earlier attempt finished is skipped, what it left half done goes on, what lies in the remote already
 is compared instead of sent; nothing that any manifest lists is ever replaced. Large files go in order, each
-verified behind the next upload; small ones beside them in lanes, as many as the store likes (docs/adr/0088).
+verified behind the next upload; small ones beside them in lanes, as many as the store likes.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def mode_of_folder(root: int, parent: str) -> int:
 
 # --- pipelined uploads of small files --------------------------------------------------------------------
 # A lane that waits for each answer costs a thread per file under way, and threads of Python stand in each
-# other's way. So a lane has several under way and waits for their answers in order (docs/adr/0101). What a
+# other's way. So a lane has several under way and waits for their answers in order. What a
 # store offers for it (`flights`, `begin`) is optional; without it lanes upload one file after another.
 
 SMALL_BYTES = 8 << 20

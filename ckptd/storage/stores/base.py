@@ -52,7 +52,7 @@ class Abilities:
     joined_etags: bool = False
     """So is that of a whole object, of joined parts the MD5 of their MD5s: a proof (adr/0089)."""
     trailers: bool = False
-    """That checksum may stand behind the body and is compared there: each byte is read once (adr/0101)."""
+    """That checksum may stand behind the body and is compared there: each byte is read once."""
     content_md5: bool = False
     """A body that does not fit its Content-MD5 is refused."""
     notes: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 Every call opens the root anew and compares it with the one first seen, so that an unmounted share is "not
 there" instead of an empty folder on the local disk; below the root nothing is reached but by descriptor, no
 symlink is followed and no mount crossed. A transfer holds one buffer and at most one window of dirty pages,
-and can go on at the last flushed window (docs/adr/0020).
+and can go on at the last flushed window (docs/internals/stores.md).
 """
 
 from __future__ import annotations

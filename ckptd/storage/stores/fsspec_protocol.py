@@ -1,7 +1,7 @@
 """Speak to any service that an installed driver of fsspec knows (gs://, abfs://, hf:// …), as a drive.
 
 Objects appear whole when their upload is completed, so there are no temporaries and no folders. Caches of
-instances and of listings are off: what another node wrote a moment ago must be seen (docs/adr/0042).
+instances and of listings are off: what another node wrote a moment ago must be seen.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def _words(error: Exception) -> str:
 
 # --- drivers ---------------------------------------------------------------------------------------------
 # Nothing is imported before a remote needs it; a package that is missing is named with the command that
-# installs it (docs/adr/0042).
+# installs it (docs/internals/stores.md).
 
 _SSH = ("sftp", "ssh")
 _SERVICE_LANES = 3

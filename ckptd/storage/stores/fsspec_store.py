@@ -1,7 +1,7 @@
 """Store objects as files on a server (SFTP) or in a service that fsspec knows.
 
 The rules of the contract over a `Drive`: uploads become visible whole and replace nothing, each is read back
-and compared, small verbs are tried again on a new connection, whatever fails is named (docs/adr/0042).
+and compared, small verbs are tried again on a new connection, whatever fails is named.
 """
 
 from __future__ import annotations

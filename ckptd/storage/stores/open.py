@@ -94,7 +94,7 @@ def clean_environment(*urls: str) -> dict[str, str]:
     remotes.
 
     The usual AWS chain, ssh-agent and the drivers of fsspec read variables and files of the user, so a child
-    gets those of its schemes; nothing secret passes through a message, a log or the journal (docs/adr/0040).
+    gets those of its schemes; nothing secret passes through a message, a log or the journal.
     """
     wanted = [name for name in os.environ if name in _PASSED_ON]
     for url in urls:

@@ -2,7 +2,7 @@
 
 Over NFS a handle goes stale when a server restarts or another node renames a folder: opened anew by name the
 same call works. Everything that lasts longer is the daemon's to try again, with its own back-off
-(docs/adr/0090).
+(docs/internals/stores.md).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class FullStoreMemory:
 # --- signs of life of an order ---------------------------------------------------------------------------
 # A server that accepts and then hangs looks like a slow one. What tells them apart is kept here, for every
 # kind of remote alike: when a byte last moved, an answer last came, or our own rate limit last made the
-# transfer wait. One decorator is around the store, one around the rate limiter (docs/adr/0090).
+# transfer wait. One decorator is around the store, one around the rate limiter (docs/internals/stores.md).
 
 _SUSTAINED_SECONDS = 5.0
 

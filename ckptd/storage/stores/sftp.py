@@ -1,7 +1,7 @@
 """Store files on a server over SFTP, by paramiko: known hosts only; a name has a whole file or none.
 
 fsspec's own SFTP file system accepts any host key, replaces what is there and never flushes; so this speaks
-the protocol by itself (docs/adr/0042). Names are published by hard link, the one exclusive step that a server
+the protocol by itself. Names are published by hard link, the one exclusive step that a server
 keeps wherever its file system has links; requests are pipelined, since each answer costs a round trip.
 """
 

@@ -1,7 +1,7 @@
 """Open an SSH connection that we trust, and keep SFTP requests in flight on it.
 
 Host keys come from known_hosts and nowhere else: a checkpoint sent to whoever answers is a checkpoint given
-away. Every wait has a limit, so that a dead server is an error within a minute (docs/adr/0042).
+away. Every wait has a limit, so that a dead server is an error within a minute (docs/internals/stores.md).
 """
 
 from __future__ import annotations

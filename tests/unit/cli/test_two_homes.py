@@ -1,4 +1,4 @@
-"""A job that went to another node and comes back, a copy of an old checkpoint: no rewinds (P9, adr/0152)."""
+"""A job that went to another node and comes back, a copy of an old checkpoint: no rewinds (P9, adr/0003)."""
 
 from __future__ import annotations
 

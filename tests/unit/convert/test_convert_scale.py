@@ -1,4 +1,4 @@
-"""What only large checkpoints ask for: descriptors, holes, a forecast, progress for programs (adr/0081)."""
+"""What only large checkpoints ask for: descriptors, holes, a forecast, progress for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that inspects and is killed says nothing of its file (P2, P14, H28, adr/0158).
+"""A process that inspects and is killed says nothing of its file (P2, P14, H28).
 
 The kernel kills it for memory, a person by hand: a shard that nobody read was sealed by its name alone.
 """

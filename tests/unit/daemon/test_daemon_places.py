@@ -1,4 +1,4 @@
-"""Places for remotes' children: first come, first served, and who has nothing to do makes room (ADR 0135)."""
+"""Places for remotes' children: first come, first served, and who has nothing to do makes room (ADR 0113)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose a COMMIT is: a name that several disks bear proves nothing, the node id does (adr/0162)."""
+"""Whose a COMMIT is: a name that several disks bear proves nothing, the node id does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node fetches of a save with pipeline stages or tensor ranks: its own ranks' shards (adr/0133)."""
+"""What a node fetches of a save with pipeline stages or tensor ranks: its own ranks' shards (adr/0104)."""
 
 from __future__ import annotations
 

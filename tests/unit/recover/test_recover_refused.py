@@ -1,4 +1,4 @@
-"""`resume` and a checkpoint here that the daemon found damaged: its bytes are read again (adr/0162)."""
+"""`resume` and a checkpoint here that the daemon found damaged: its bytes are read again."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def test_the_bytes_are_the_proof(scene: Scene) -> None:
 
 
 def test_one_that_nobody_read_is_taken_as_it_is(damaged: Scene) -> None:
-    """What it would cost at every restart: docs/adr/0162."""
+    """What it would cost at every restart: docs/internals/recover.md."""
     assert damaged.resume(state_dir=status(damaged, "global_step3", "complete")).path.name == "global_step3"

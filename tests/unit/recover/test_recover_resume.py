@@ -260,7 +260,7 @@ def test_the_daemons_status_tells_that_a_tag_was_saved_again(scene: Scene, above
 
 @pytest.mark.parametrize("what", ["changed", "gone"])
 def test_a_note_makes_no_older_one_the_newest(scene: Scene, what: str) -> None:
-    """What lies beside the shards tells no saves apart (adr/0121)."""
+    """What lies beside the shards tells no saves apart (docs/internals/completeness.md)."""
     for step in (60, 100):
         scene.save(step)
         (scene.save_dir / f"global_step{step}" / "notes.txt").write_text("fine")

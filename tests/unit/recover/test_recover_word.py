@@ -1,4 +1,4 @@
-"""`resume` in layouts without `latest` tells the daemon what the run goes on from (docs/adr/0154)."""
+"""`resume` in layouts without `latest` tells the daemon what the run goes on from."""
 
 from __future__ import annotations
 

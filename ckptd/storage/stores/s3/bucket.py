@@ -1,7 +1,7 @@
 """Read and write small objects and ranges below an S3 bucket's prefix; `S3Store` adds uploads.
 
 What a server can do differs and its answers do not always tell, so `S3Store.probe` finds out by doing; until
-then, and where a condition is ignored, nothing relies on it (docs/adr/0040).
+then, and where a condition is ignored, nothing relies on it (docs/internals/stores.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 botocore alone: one credentials chain, one connection pool, a third of the memory of the async stack. Its own
 bounded retries with jitter and its timeouts watch every request; what they cannot mend is named
-(docs/adr/0040).
+(docs/internals/stores.md).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 For each request botocore's client resolves an endpoint, validates, serialises and parses anew, a millisecond
 that is the price of a small file. What its own PUTs show, place and region, holds for the next; whatever is
 not answered with a plain success is left to the client, which tries again and names the failure
-(docs/adr/0101).
+(docs/internals/stores.md).
 """
 
 from __future__ import annotations

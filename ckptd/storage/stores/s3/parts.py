@@ -1,7 +1,7 @@
 """Upload the parts of one object, several in flight: each streamed and hashed by itself, reported in order.
 
 Reported as durable are the parts from the first one on without a gap, so that the journal needs one number
-and one CRC; parts that were done out of order are found again by list_parts (docs/adr/0088).
+and one CRC; parts that were done out of order are found again by list_parts (docs/internals/stores.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # --- layout of parts -------------------------------------------------------------------------------------
 # Without borders all parts but the last have one size. With borders each range between two of them is cut by
-# itself, so that a part never holds bytes from both sides of one (docs/adr/0111). Pure.
+# itself, so that a part never holds bytes from both sides of one (docs/internals/conversion.md). Pure.
 
 LEAST_PART_BYTES = 5 << 20
 """Of every part but the last: what S3 asks for."""
@@ -93,7 +93,7 @@ def _ends(cuts: PartLayout) -> tuple[int, ...]:
 # --- sending parts ---------------------------------------------------------------------------------------
 
 PARTS_AT_ONCE = 4
-"""Parts in flight on one remote; those of the object that was begun first go first (docs/adr/0123)."""
+"""Parts in flight on one remote; those of the object that was begun first go first."""
 ROOM = 8
 """Parts, and whole objects of more than 1 MiB, in flight on one remote: what bounds the memory."""
 _TRIES = 3

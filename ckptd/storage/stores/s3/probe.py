@@ -1,7 +1,7 @@
 """Probe which guarantees an S3 server keeps, with small objects, because its answers do not say.
 
 Measured: servers that accept a wrong checksum, that ignore If-None-Match on PUT, on Complete, or on both,
-whose ETags are no MD5s (docs/adr/0040, 0089). A guarantee that is not seen to be enforced counts neither as
+whose ETags are no MD5s (docs/adr/0089). A guarantee that is not seen to be enforced counts neither as
 proof nor as lock.
 """
 
@@ -100,7 +100,7 @@ class WrongSum(Body):
 
 
 def takes_trailers(client: Any, place: dict[str, str], direct: Direct, key: str, access: Access) -> bool:
-    """Whether a checksum behind a body is compared, and no framing is stored (adr/0101)."""
+    """Whether a checksum behind a body is compared, and no framing is stored (docs/internals/stores.md)."""
 
     def sent(data: bytes, kind: type[Body]) -> bool:
         source = MemorySource(data, mode=0, folder_mode=0, gid=None)

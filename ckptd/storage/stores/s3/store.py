@@ -1,5 +1,5 @@
 """Store objects below an S3 bucket's prefix: uploads in parts, and the proof that they arrived
-(docs/adr/0040).
+(docs/internals/stores.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A few parts in flight, a buffer of 1 MiB each: memory does not grow with the file or its parts. The id of an
 upload travels with its progress into the journal, so that a restart sends again what was in flight at most
-(docs/adr/0041).
+(docs/internals/stores.md).
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ class S3Uploads:
                 if sc.code_of(error) not in sc.ABSENT | {"NoSuchUpload"}:
                     raise
 
-    # --- an upload whose parts are sent by several processes (docs/adr/0106) -------------------------------
+    # --- an upload whose parts are sent by several processes -------------------------------
 
     def begin_shared(self, key: str, cuts: PartLayout) -> Upload:
         """Begin one; its token is what the others need."""

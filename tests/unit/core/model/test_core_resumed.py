@@ -1,4 +1,4 @@
-"""What a run was resumed from stays until something that it saved since is committed (docs/adr/0154)."""
+"""What a run was resumed from stays until something that it saved since is committed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds of a journal that is lost, on a disk that refuses (adr/0102, adr/0136)."""
+"""Holds of a journal that is lost, on a disk that refuses (adr/0102, docs/internals/tests.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Half a checkpoint in the trash never comes back; what is not ours there stays and is told (adr/0163)."""
+"""Half a checkpoint in the trash never comes back; what is not ours there stays and is told (adr/0153)."""
 
 from __future__ import annotations
 

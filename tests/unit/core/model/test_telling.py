@@ -254,7 +254,7 @@ def test_what_lets_something_go_is_published_where_it_was_said(told: Callable[..
 
 
 def test_a_first_start_is_published_with_its_place_alone(told: Callable[..., Told]) -> None:
-    """One of a release that noted none would count for any directory of that name (adr/0159)."""
+    """One of a release that noted none would count for any directory of that name."""
     job = told("nas")
     write_decision(job.place, word("first-start", 1, tag="*", by="n0"))
     mine = word("first-start", 2, tag="*", by="n0", place="here")

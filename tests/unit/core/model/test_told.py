@@ -1,4 +1,4 @@
-"""Nodes without model states: whose manifests tell them the grid and the step, and whose do not (adr/0150).
+"""Nodes without model states: whose manifests tell them the grid and the step, and whose do not (adr/0104).
 
 Real documents in a directory; what a daemon asks, judges, chooses and ships is the shipped code. Its link is
 a call.

@@ -1,4 +1,4 @@
-"""What of an old save_dir is sent: whatever may be its newest checkpoint (H20, adr/0155)."""
+"""What of an old save_dir is sent: whatever may be its newest checkpoint (H20, adr/0102)."""
 
 from __future__ import annotations
 

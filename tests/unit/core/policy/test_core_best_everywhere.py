@@ -1,4 +1,4 @@
-"""What is the best is kept by every node, though one alone has the trainer's word (docs/adr/0130; §5, P5).
+"""What is the best is kept by every node, though one alone has the trainer's word (§5, P5).
 
 Two nodes look at one remote: node a has trainer_state.json, node b has parts without it.
 """

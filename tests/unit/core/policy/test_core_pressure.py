@@ -131,7 +131,7 @@ def test_a_full_disk_takes_nothing_that_the_policy_keeps() -> None:
     assert [a.save_id for a in of(limited, Prune)] == [1]
 
 
-# --- a ladder here (adr/0164) ------------------------------------------------------------------------------
+# --- a ladder here (adr/0094) ------------------------------------------------------------------------------
 
 LADDER = RetentionPolicy(save_total_limit=2, ladder=(Tier(form="universal", after_newer=1),))
 TIGHT = Disk(free_bytes=999, reserve_bytes=1000, can_clone=False)

@@ -184,7 +184,7 @@ def test_the_keys_of_another_process_change_no_tensor_fingerprint(tmp_path: Path
 
 
 def test_a_large_file_is_sampled_from_end_to_end(tmp_path: Path) -> None:
-    """What changes everywhere is seen, one byte between samples may not be (docs/adr/0080)."""
+    """What changes everywhere is seen, one byte between samples may not be (docs/internals/conversion.md)."""
     path = tmp_path / "large.pt"
     count = 8 << 20
     pickled = (

@@ -49,7 +49,7 @@ def test_a_journal_that_may_not_be_written_is_not_set_aside(tmp_path: Path) -> N
 
 
 def test_no_row_is_believed_that_is_not_what_was_written(tmp_path: Path) -> None:
-    """A bit of a sealed save, of an id, of a flag: SQLite reads them without a word (adr/0139)."""
+    """A bit of a sealed save, of an id, of a flag: SQLite reads them without a word (adr/0097)."""
     path = tmp_path / "journal.db"
     whole = (HERE / f"journal-{SCHEMA}.db").read_bytes()
     places = [whole.rindex(b"golden"), *range(whole.rindex(b'{"tag"'), whole.rindex(b"present") + 8, 11)]

@@ -1,4 +1,4 @@
-"""A node that announced a replacement and is gone for good: said, compared, out of the way (adr/0101)."""
+"""A node that announced a replacement and is gone for good: said, compared, out of the way."""
 
 from __future__ import annotations
 

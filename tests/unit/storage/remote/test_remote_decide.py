@@ -137,7 +137,7 @@ class TestGeneration:
         assert choose(save, [seen(foreign, committed=False)]) == JoinGeneration(generation=2)
 
     def test_an_open_one_of_this_save_is_joined_whatever_came_after_it(self, save: SealedSave) -> None:
-        """Opening one more each time, two nodes with two saves passed each other for ever (ADR 0098)."""
+        """Opening one more each time, two nodes with two saves passed each other for ever."""
         mine, foreign = manifest_of(save, 1), other(save).model_copy(update={"generation": 2})
         assert choose(save, [seen(mine, committed=False), seen(foreign, committed=False)]) == JoinGeneration(
             generation=1

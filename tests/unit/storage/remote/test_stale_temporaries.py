@@ -1,4 +1,4 @@
-"""Temporaries in a directory remote bear their writer's id: a daemon removes its own old ones (adr/0179)."""
+"""Temporaries in a directory remote bear their writer's id: a daemon removes its own old ones."""
 
 from __future__ import annotations
 
