@@ -40,6 +40,7 @@ _STATE_FILES = (
     "status.json",
     "audit.jsonl",
     "node_id",
+    "node_place",
     "job.json",
     "repair-uploads.json",
     "reserve",
