@@ -45,4 +45,4 @@ def ago(seconds: float) -> str:
 
 
 NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
-"""Of a job, a remote and a node."""
+"""Characters that the name of a job, a remote or a node may have."""

@@ -68,9 +68,9 @@ __all__ = [
 ]
 
 ENV_JOB = ["CKPTD_JOB", "CKPTD_SAVE_DIR"]
-"""What names the job where the command line does not (docs/contract.md)."""
+"""Environment variables that name the job if the command line does not (docs/contract.md)."""
 ENV_JOB_OR_URL = [*ENV_JOB, "CKPTD_URL"]
-"""The same where a remote alone is enough."""
+"""Environment variables that name the job, or a remote where that is enough."""
 
 
 # --- Progress of a recovery on a terminal: one bar a step, nothing where stderr is no terminal -----------

@@ -59,7 +59,7 @@ DTYPES = {
     "complex64": "C64",
 }
 MAX_HEADER_BYTES = 100_000_000
-"""What the library reads at most."""
+"""Largest header that the safetensors library reads."""
 ALIGNMENT_BYTES = 8
 CLONE_WORTH_BYTES = 64 << 10
 

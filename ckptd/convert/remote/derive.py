@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 ALONE_BYTES = 72 << 20
 LANE_BYTES = 8 << 20
 MOST_LANES = 4
-"""What the process takes with nothing on its way, and each lane besides, as measured (docs/adr/0093)."""
+"""Memory of the process while it moves nothing, and of each transfer thread, as measured (docs/adr/0093)."""
 
 
 class DerivedUpload:

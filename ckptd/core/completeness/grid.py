@@ -26,9 +26,9 @@ class Spread:
     """Hold what one node knows of a job over several: shards that are not here may be on another's disk."""
 
     usual: frozenset[Cell] = frozenset()
-    """Whose shards this node held of its last save."""
+    """Ranks whose shards this node held of its last save."""
     told: tuple[PeerEvidence, ...] = ()
-    """What manifests of the tag prove, of whichever save; for a node without model states."""
+    """Grids and steps that manifests of the tag prove, of any save; for a node without model states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Context:
     spread: Spread | None = None
     """The job runs on several nodes; None: all of a save lies here."""
     told: PeerEvidence | None = None
-    """What is taken of what `spread` tells."""
+    """The evidence that counts, of all that `spread` offers."""
     is_to_send: bool = True
     """False: what the folder is called does not matter; a save that no remote takes may still be whole."""
 

@@ -116,7 +116,7 @@ class FileFacts(Model):
     facts: ShardFacts | None = None
     """None for side files, and for shards whose pickle could not be read."""
     trainer: TrainerFacts | None = None
-    """Of `trainer_state.json` alone."""
+    """Read from `trainer_state.json` alone."""
 
 
 # --- Metrics by step from a file that the trainer writes (`metrics_file`) --------------------------------

@@ -174,7 +174,7 @@ _LIGHTNING_ROOT = "checkpoint"
 
 
 class Trainer(StrEnum):
-    """Who writes a save_dir."""
+    """Names the trainer that writes a save_dir."""
 
     DEEPSPEED = "deepspeed"
     HUGGINGFACE = "huggingface"

@@ -65,7 +65,7 @@ class Topology:
         return Cell(d, stage * self.tp + tensor)
 
     def rank_of(self, cell: Cell) -> int:
-        """Who of the run writes it.
+        """Return the rank of the run that writes a cell.
 
         >>> Topology(dp=4, tp=1, pp=2).rank_of(Cell(1, 1)), Topology(dp=4, tp=2, pp=1).rank_of(Cell(1, 1))
         (5, 3)
