@@ -194,12 +194,16 @@ def _busy(cluster: Any) -> int:
     from distributed import Client
 
     with Client(cluster.scheduler_address, set_as_default=False) as client:
+        looks: list[list[str]] = []
 
-        def busy() -> list[str]:
-            return [address for address, keys in client.processing().items() if keys]
+        def one_alone() -> bool:
+            looks.append([address for address, keys in client.processing().items() if keys])
+            return len(looks[-1]) == 1 and looks[-10:] == looks[-1:] * 10
 
-        until(lambda: len(busy()) == 1, "one worker alone has a task")
-        return int(client.run(os.getpid, workers=busy())[busy()[0]])
+        # between two tasks a worker has none for a moment
+        until(one_alone, "one worker alone has a task, look after look")
+        (address,) = looks[-1]
+        return int(client.run(os.getpid, workers=[address])[address])
 
 
 @pytest.mark.full

@@ -289,6 +289,8 @@ def test_no_edit_counts_before_a_reload(house: House) -> None:
     house.job("bad", 'save_total_limit = "many"')
     house.job("runs", save_dir=f"{house.root}/nvme/runs/*", url=f"{house.root}/nas/{{dir}}")
     house.start()
+    # READY comes before the first look: what is there by then was found, and found checkpoints stay
+    house.wait("the first look", lambda: f"watching {house.root}/nvme/one" in house.log.read_text())
     for step in (1, 2, 3):
         house.save("one", step)
         house.wait("the commit", partial(house.committed, "one", step))
