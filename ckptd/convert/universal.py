@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ckptd.convert.parts import SOURCE_ITEM_BYTES, Literal, Part, Range, Widen
 from ckptd.convert.plan import Output, OutputFile, OutputLink
 from ckptd.convert.tp_join import JoinedState, join_states, patterns_of
-from ckptd.core.model.loaders import version_tuple
 from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.repickle import repickle
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES, Slot, skeleton
 from ckptd.formats.torchfile.values import ITEM_BYTES, Global, Inert, Storage, Tensor
 from ckptd.formats.zero import stage12
 from ckptd.formats.zero.facts import as_dict, states_of
-from ckptd.formats.zero.optimizers import numbers_of
+from ckptd.formats.zero.optimizers import numbers_of, version_tuple
 from ckptd.formats.zero.survey import refuse_folder_name
 
 if TYPE_CHECKING:

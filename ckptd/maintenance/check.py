@@ -28,9 +28,9 @@ from ckptd.convert.engine.inspect import inspect_files, probe_restrictions
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import STAGE_0, judge
 from ckptd.core.model.layouts import Role, parse_shard_name
+from ckptd.core.model.listing import KNOWN_ALONE
 from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import short
-from ckptd.core.model.unprotected import KNOWN_ALONE
 from ckptd.errors import (
     CkptdError,
     ConfigError,

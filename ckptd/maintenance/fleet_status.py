@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ckptd.base.humanize import ago, ranks_in_words
 from ckptd.base.names import decode_name
-from ckptd.core.model.coverage import order_of
+from ckptd.core.model.generation import order_of
 from ckptd.core.model.heartbeat import DEAD_SECONDS, SeenNode
 from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import run_of, short

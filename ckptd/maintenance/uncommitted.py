@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.names import ROOT
 from ckptd.core.completeness.missing import Part, UncommittedSave, late
-from ckptd.core.model import coverage
+from ckptd.core.model import generation
 from ckptd.core.model.heartbeat import DEAD_SECONDS
 from ckptd.core.model.manifest import name_in
 from ckptd.core.model.records import ZERO
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptd.core.completeness.missing import MissingShards
-    from ckptd.core.model.coverage import KnownManifest
+    from ckptd.core.model.generation import KnownManifest
     from ckptd.core.model.heartbeat import SeenNode
     from ckptd.core.model.manifest import NodeManifest
     from ckptd.storage.remote.documents import Stem
@@ -138,7 +138,7 @@ def _open_save(
 ) -> UncommittedSave:
     infos = [info for info in (store.stat(known.key) for known in members) if info is not None]
     return UncommittedSave(
-        missing=coverage.absent(members),
+        missing=generation.absent(members),
         branch=lead.branch,
         step=lead.step,
         generation=lead.generation,
@@ -178,7 +178,7 @@ def _newest(
     read = [
         members
         for where in last
-        if (members := coverage.newest_revisions(read_generation(store, where)))
+        if (members := generation.newest_revisions(read_generation(store, where)))
         and is_wanted(members[0].manifest)
     ]
     read.sort(key=lambda members: _order(_lead(members)), reverse=True)

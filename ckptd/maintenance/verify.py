@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ckptd.base.names import ROOT
-from ckptd.core.model.coverage import missing, objects_of, order_of
+from ckptd.core.model.generation import missing, objects_of, order_of
 from ckptd.core.model.manifest import commit_key
 from ckptd.core.model.runs import run_of
 from ckptd.errors import (

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 from ckptd.base import files
 from ckptd.convert.engine.inspect import inspect_files
 from ckptd.core.model.layouts import Role, Trainer, parse_shard_name, universal_name
-from ckptd.core.model.loaders import stage3_loader_word
 from ckptd.core.model.records import WEIGHTS
 from ckptd.errors import CkptdError
+from ckptd.formats.zero.optimizers import stage3_loader_word
 from ckptd.recover.select.copies import DESCRIPTION, UNIVERSAL
 from ckptd.recover.select.steps import DERIVED_ACCELERATE, DERIVED_UNIVERSAL
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.core.model.facts import ShardFacts
     from ckptd.core.model.listing import SaveDirListing
+    from ckptd.core.model.shard_facts import ShardFacts
     from ckptd.recover.plan import ResumePlan
 
 

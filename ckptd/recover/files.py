@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import extents, files
 from ckptd.convert.engine.inspect import inspect_files
-from ckptd.core.model.coverage import order_of
+from ckptd.core.model.generation import order_of
 from ckptd.core.model.layouts import Role
 from ckptd.core.model.listing import OURS
 from ckptd.errors import (

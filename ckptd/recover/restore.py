@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ckptd.base import files
 from ckptd.base.owned_dirs import lock, path_of
 from ckptd.config.commands import command_for
-from ckptd.core.model.coverage import order_of
+from ckptd.core.model.generation import order_of
 from ckptd.core.model.records import WEIGHTS
 from ckptd.errors import (
     CkptdError,

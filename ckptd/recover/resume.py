@@ -17,10 +17,8 @@ from ckptd.base.owned_dirs import make_beside, path_of
 from ckptd.config.commands import command_for, this_node, typed
 from ckptd.config.loader import check_job_paths
 from ckptd.core.completeness.judge import State
-from ckptd.core.model import unprotected
-from ckptd.core.model.listing import SaveDirListing
+from ckptd.core.model.listing import SaveDirListing, shown_unprotected, warn_unprotected
 from ckptd.core.model.runs import short
-from ckptd.core.model.unprotected import warn_unprotected
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -479,7 +477,7 @@ class Resume:
                 f"nothing to resume from is committed or whole, and {self._job.save_dir} holds a checkpoint "
             )
             msg += (
-                f"that ckptd does not protect: {unprotected.shown(listing.unprotected)}; nothing was changed"
+                f"that ckptd does not protect: {shown_unprotected(listing.unprotected)}; nothing was changed"
             )
             raise RefusedError(msg, hint=f"resume from it by hand, or move it away; {first.next_step}")
 

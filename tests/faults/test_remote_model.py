@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptd.core.model import coverage
+from ckptd.core.model import generation
 from ckptd.core.model.generation import (
     AlreadyCommitted,
     JoinGeneration,
@@ -337,8 +337,7 @@ def test_the_model_sees_a_protocol_without_generations(tmp_path: Path) -> None:
 
 
 def test_the_model_sees_saves_that_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "differs", lambda a, b, save_spread_seconds: None)
-    monkeypatch.setattr("ckptd.core.model.generation.differs", lambda a, b, save_spread_seconds: None)
+    monkeypatch.setattr(generation, "differs", lambda a, b, save_spread_seconds: None)
     with pytest.raises(AssertionError, match="mixes saves"):
         run(tmp_path, 2, [("step", 0)] * 200 + [("save", 1)] + [("step", 1)] * 200, are_replicas=False)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ckptd.core.model import coverage, generation
+from ckptd.core.model import generation
 from ckptd.core.model.generation import JoinGeneration
 from ckptd.core.policy import deletion, local, planner
 from ckptd.core.policy import remote as keeping_remote
@@ -68,7 +68,6 @@ def _beside_a_save(view: JobView, fates: dict[int, RetentionVerdict]) -> list[Ac
 DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
     "saves not compared": (
         [
-            (coverage, "differs", lambda *_, **__: None),
             (generation, "differs", lambda *_, **__: None),
             (commit, "named_conflict", lambda *_, **__: None),
             (generation, "named_conflict", lambda *_, **__: None),

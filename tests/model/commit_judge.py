@@ -15,7 +15,7 @@ from tests.model.commit_code import IDENTITY, OVERWRITTEN, PlainStore
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ckptd.core.model.coverage import KnownManifest
+    from ckptd.core.model.generation import KnownManifest
     from ckptd.core.model.manifest import ManifestFile
     from ckptd.storage.remote.documents import Stem
 

@@ -181,7 +181,7 @@ def test_without_generations_a_whole_save_is_left(
 
 def test_with_fixed_keys_and_saves_not_compared_commits_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first design was."""
-    monkeypatch.setattr("ckptd.core.model.coverage.differs", lambda a, b, save_spread_seconds: None)
+    monkeypatch.setattr("ckptd.core.model.generation.differs", lambda a, b, save_spread_seconds: None)
     with pytest.raises(Violation, match="mixes saves"):
         explore(rules(chooser=fixed))
 

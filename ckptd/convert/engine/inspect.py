@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ckptd.convert.engine import children
-from ckptd.core.model.facts import Archive, FileFacts, ShardFacts, TrainerFacts
+from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import TRAINER_STATE, NamedShard, Role, ShardKey, parse_shard_name
 from ckptd.errors import SourceChanged, StorageError
 
@@ -185,7 +185,6 @@ def _facts_of(path: str, line: dict[str, Any]) -> FileFacts:
 def _read(path: str, line: dict[str, Any]) -> FileFacts:
     shard = _named(path)
     role = shard.role if shard else Role.UNIVERSAL if _is_universal(path) else Role.SIDE
-    raw = line.get("facts")
     return FileFacts(
         path=path,
         bytes=line.get("bytes", 0),
@@ -196,6 +195,6 @@ def _read(path: str, line: dict[str, Any]) -> FileFacts:
         has_crc=line.get("has_crc", False),
         role=role,
         shard=shard.shard if shard else ShardKey(),
-        facts=ShardFacts.model_validate(raw) if raw is not None else None,
-        trainer=TrainerFacts.model_validate(line["trainer"]) if line.get("trainer") else None,
+        facts=line.get("facts"),
+        trainer=line.get("trainer") or None,
     )

@@ -12,11 +12,12 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
 from ckptd.base import files
 from ckptd.convert.engine.sandbox import restrict
-from ckptd.core.model.metric_names import finite, logged_name
+from ckptd.core.model.metrics import finite, logged_name
 from ckptd.errors import CkptdError, RefusedError, TornArchiveError
 from ckptd.formats.torchfile.archive import Directory, Framing, frame
 from ckptd.formats.torchfile.fingerprint import fingerprint, has_crc, tensor_fingerprint
@@ -172,7 +173,7 @@ def _facts(fd: int, path: str, directory: Directory) -> dict[str, Any]:
     try:
         record = directory.records["data.pkl"]
         data = os.pread(fd, record.size, record.offset)
-        return {"facts": shard_facts(unpickle(data, path, directory), fd).as_json()}
+        return {"facts": asdict(shard_facts(unpickle(data, path, directory), fd))}
     except (CkptdError, MemoryError) as error:
         reason = error.message if isinstance(error, CkptdError) else f"{path} needs too much memory to read"
         return {"reason": reason}

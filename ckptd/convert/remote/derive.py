@@ -24,7 +24,7 @@ from ckptd.convert.remote.reader import RemoteRanges
 from ckptd.convert.remote.source import make_mirror, of_commit
 from ckptd.convert.remote.uploader import PartsSource
 from ckptd.convert.sources import Sources
-from ckptd.core.model.coverage import objects_of
+from ckptd.core.model.generation import objects_of
 from ckptd.core.model.layouts import Role, parse_shard_name
 from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.errors import BehindError, DamagedError, NeedsWholeFiles, RefusedError, SourceChanged, UsageError

@@ -16,7 +16,7 @@ from ckptd.base import files
 from ckptd.base.extents import write_at
 from ckptd.config.loader import remote_from_arguments
 from ckptd.convert.engine.staging import CONFIGS, MARKS, is_companion
-from ckptd.core.model.coverage import choose_pointers, objects_of, order_of
+from ckptd.core.model.generation import choose_pointers, objects_of, order_of
 from ckptd.core.model.layouts import parse_shard_name
 from ckptd.core.model.manifest import EXTRA_FOLDER
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, SourceChanged

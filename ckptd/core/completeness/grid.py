@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
+from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Grid, NamedShard, Role, parse_shard_name
+from ckptd.core.model.shard_facts import ShardFacts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -174,7 +175,7 @@ def two_saves(shards: Mapping[str, FileFacts], grid: Grid) -> str | None:
     for path, facts in known(shards):
         if facts.partition_count and max(facts.partition_count) != grid.dp and not only_experts:
             return f"{path} is one of {max(facts.partition_count)} ranks, {grid.proof}"
-    for what in ("global_steps", "optimizer_step", "ds_version", "zero_stage", "run_id"):
+    for what in ("global_steps", "optimizer_step", "ds_version", "zero_stage"):
         seen: tuple[str, object] | None = None
         for path, facts in known(shards):
             value = getattr(facts, what)

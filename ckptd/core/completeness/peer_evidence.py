@@ -16,7 +16,8 @@ from ckptd.core.model.save import SaveMark, SaveWindow, differs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ckptd.core.model.facts import FileFacts, ShardFacts
+    from ckptd.core.model.facts import FileFacts
+    from ckptd.core.model.shard_facts import ShardFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

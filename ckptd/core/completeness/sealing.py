@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.judge import Memory
 from ckptd.core.model.layouts import TRAINER_STATE, Role, ShardKey, is_in_roots
-from ckptd.core.model.metric_names import logged_name
+from ckptd.core.model.metrics import logged_name
 from ckptd.core.model.save import Best, SealedFile, SealedSave
 
 if TYPE_CHECKING:

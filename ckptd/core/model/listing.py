@@ -6,15 +6,251 @@ import functools
 import hashlib
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ckptd.base.identity import FileIdentity, FolderIdentity
-from ckptd.core.model.layouts import Trainer, added_by_us, is_weights, parse_shard_name
+from ckptd.core.model.layouts import (
+    TRAINER_STATE,
+    Trainer,
+    added_by_us,
+    is_shard_root,
+    is_weights,
+    parse_shard_name,
+)
 from ckptd.core.model.swapped_tensors import is_swapped
-from ckptd.core.model.unprotected import Kind, Unprotected
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ckptd.core.model.save import SealedSave
+
+
+class Kind(StrEnum):
+    """Name the kind of an unprotected checkpoint in words for people."""
+
+    HUGGINGFACE = "a checkpoint of the Hugging Face Trainer without DeepSpeed"
+    ACCELERATE = "a checkpoint of Accelerate without DeepSpeed"
+    TORCH_SHARDS = "a sharded checkpoint of torch (FSDP, torch.distributed.checkpoint)"
+    MEGATRON = "a checkpoint of Megatron-LM without DeepSpeed"
+    LIGHTNING = "a Lightning checkpoint in one file"
+    TORCH_FILE = "a checkpoint in one torch.save file"
+    ZERO = "a ZeRO checkpoint"
+    LOOSE = "shards that trainer.save_model left beside the Trainer's checkpoints"
+
+
+_OPTIMIZERS = frozenset({"optimizer.pt", "optimizer.bin"})
+_RANDOM = re.compile(r"^(rng_state|random_states)(_\d+)?\.(pth|pkl)$")
+_FSDP_FILE = re.compile(r"^pytorch_model_fsdp(_\d+)?(_rank\d+)?\.bin$")
+_MEGATRON = frozenset({"model_optim_rng.pt", "distrib_optim.pt"})
+_TORCH_FILE = re.compile(
+    r"^((checkpoint|ckpt|snapshot|last|latest)([-_.=].*|\d.*)?|(epoch|step|iter|global_step)[-_=]?\d.*)"
+    r"\.(pt|pth|pth\.tar|tar)$"
+)
+_IN_DERIVED = re.compile(r"(_universal|_weights-[^/]*)(/|$)")
+_LOOSE = re.compile(r"^global_step\d+$")
+_NUMBERS = re.compile(r"\d+")
+_LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unprotected:
+    """One checkpoint that is not protected; `path` is relative to save_dir, "" is save_dir itself."""
+
+    path: str
+    kind: Kind
+
+    @property
+    def holder(self) -> str:
+        """Return the folder that holds it, relative to save_dir; "" for save_dir."""
+        return self.path.rpartition("/")[0]
+
+    @property
+    def number(self) -> int:
+        """Return the last number in its name, by which saves are counted; -1: none."""
+        found = _LAST_NUMBER.search(self.path.rpartition("/")[2])
+        return int(found[1]) if found else -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnprotectedWarning:
+    """Word a warning about unprotected checkpoints of one kind in one place."""
+
+    about: str
+    """Stays the same while more of them appear."""
+    text: str
+    next_step: str
+    is_urgent: bool
+    """False: newer checkpoints beside them are protected, or they are no checkpoints to resume from."""
+
+
+def in_folder(folder: str, paths: Iterable[str]) -> tuple[Unprotected, ...]:
+    """Return the checkpoints in a folder of save_dir that is no ZeRO checkpoint itself.
+
+    `paths`: the files below it, relative to it. Forms that ckptd or DeepSpeed derived are none.
+    """
+    by_place: dict[str, set[str]] = {}
+    for path in paths:
+        head, _, name = f"{folder}/{path}".rpartition("/")
+        if not _IN_DERIVED.search(head):
+            by_place.setdefault(head, set()).add(name)
+    found: dict[str, Kind] = {}
+    for place, names in by_place.items():
+        for where, kind in _in_place(place, names):
+            found.setdefault(where, kind)
+    whole = {path for path, kind in found.items() if kind is not Kind.ZERO}
+    # what lies below a checkpoint is a part of it
+    return tuple(
+        Unprotected(path=path, kind=kind)
+        for path, kind in sorted(found.items())
+        if not any(path.startswith(f"{other}/") for other in whole if other != path)
+    )
+
+
+def _in_place(place: str, names: set[str]) -> Iterable[tuple[str, Kind]]:
+    if any(parse_shard_name(name) for name in names):
+        above, _, last = place.rpartition("/")
+        yield (above if above and is_shard_root(above.rpartition("/")[2], last) else place), Kind.ZERO
+        return
+    kind = _kind_of(names)
+    if kind is not None:
+        yield _checkpoint_of(place, kind), kind
+        return
+    for name in names:
+        if (single := _single(name)) is not None:
+            yield f"{place}/{name}", single
+
+
+def _checkpoint_of(place: str, kind: Kind) -> str:
+    """Return the checkpoint's folder: FSDP and Megatron-LM put their files into folders of it."""
+    above, _, last = place.rpartition("/")
+    is_part = last.startswith(("pytorch_model", "optimizer", "mp_rank_", "model"))
+    return above if above and is_part and kind in (Kind.TORCH_SHARDS, Kind.MEGATRON) else place
+
+
+def at_top(names: Sequence[str], latest: str | None) -> tuple[Unprotected, ...]:
+    """Return what the files directly in save_dir are: save_dir itself a checkpoint, or checkpoints in a file.
+
+    The model that a Trainer saves last into output_dir is none: it has no optimizer beside it.
+    """
+    listed = set(names)
+    if any(parse_shard_name(name) for name in listed):
+        return (Unprotected(path="", kind=Kind.ZERO),)
+    if (kind := _kind_of(listed)) is not None:
+        return (Unprotected(path="", kind=kind),)
+    singles = ((name, _single(name)) for name in sorted(listed))
+    return tuple(
+        Unprotected(path=name, kind=kind or Kind.TORCH_FILE)
+        for name, kind in singles
+        if kind is not None or (name == latest and name.endswith((".pt", ".pth", ".ckpt")))
+    )
+
+
+def is_trainers_checkpoint(names: Iterable[str]) -> bool:
+    """Whether the files directly in save_dir are those of one checkpoint-N, with shards in global_stepN."""
+    listed = set(names)
+    return TRAINER_STATE in listed and any(_RANDOM.match(name) for name in listed)
+
+
+def is_loose(tag: str) -> bool:
+    """Whether shards beside a Trainer's checkpoint-N bear the name that `trainer.save_model` gives them."""
+    return _LOOSE.match(tag) is not None
+
+
+def _kind_of(names: set[str]) -> Kind | None:
+    """Classify a folder by the names of its files; None: no checkpoint that can be resumed from."""
+    if any(name.endswith(".distcp") or _FSDP_FILE.match(name) for name in names):
+        return Kind.TORCH_SHARDS
+    if names & _MEGATRON:
+        return Kind.MEGATRON
+    if not names & _OPTIMIZERS:
+        return None
+    if TRAINER_STATE in names:
+        return Kind.HUGGINGFACE
+    return Kind.ACCELERATE if any(_RANDOM.match(name) for name in names) else None
+
+
+def _single(name: str) -> Kind | None:
+    if name.endswith(".ckpt"):
+        return Kind.LIGHTNING
+    return Kind.TORCH_FILE if _TORCH_FILE.match(name) else None
+
+
+def warn_unprotected(
+    found: Sequence[Unprotected], save_dir: str, latest: str | None, protected: Iterable[str]
+) -> tuple[UnprotectedWarning, ...]:
+    """Return what is said of them, one for each kind and place; `protected`: tags that are watched."""
+    last = max((u.number for u in (Unprotected(path=t, kind=Kind.ZERO) for t in protected)), default=None)
+    groups: dict[tuple[Kind, str], list[Unprotected]] = {}
+    for one in found:
+        groups.setdefault((one.kind, _NUMBERS.sub("*", one.holder)), []).append(one)
+    return tuple(_told(group, save_dir, latest, last) for group in groups.values())
+
+
+def _told(
+    group: Sequence[Unprotected], save_dir: str, latest: str | None, last: int | None
+) -> UnprotectedWarning:
+    newest = next((one for one in group if one.path == latest), None)
+    newest = newest or max(group, key=lambda one: (one.number, one.path))
+    kind, holder = newest.kind, newest.holder
+    more = f" (and {len(group) - 1} more)" if len(group) > 1 else ""
+    pointed = ", which latest names," if latest and newest.path == latest else ""
+    is_urgent = kind is not Kind.LOOSE and (last is None or bool(pointed) or newest.number > last)
+    if not newest.path:
+        text = f"{save_dir} is itself {kind}: it is not watched, and nothing of it is sent"
+        name = save_dir.rstrip("/").rpartition("/")[0] or "/"
+        step = f"name its parent as save_dir: {name}" if kind is Kind.ZERO else KNOWN_ALONE
+        return UnprotectedWarning(about=save_dir, text=text, next_step=step, is_urgent=True)
+    text = f"{newest.path}{more}{pointed} is {kind}: it is not watched, and nothing of it is sent"
+    step = KNOWN_ALONE
+    if kind is Kind.LOOSE:
+        text = f"{newest.path}{more}: {kind}, which the Trainer cannot resume from; left alone and not sent"
+        step = '"stage3_gather_16bit_weights_on_model_save": true in DeepSpeed\'s configuration saves the '
+        step += (
+            f"model instead; `ckptd convert {save_dir}/{newest.path} --form weights DIR` makes it of these"
+        )
+    elif kind is Kind.ZERO:
+        depth = "one folder" if holder.count("/") == 0 else "some folders"
+        text = f"{newest.path}{more}{pointed} lies {depth} deeper than save_dir: it is not watched, "
+        text += "and nothing of it is sent"
+        step = f'name the folder that holds it: save_dir = "{save_dir}/{_glob(holder)}"'
+    about = f"{_NUMBERS.sub('*', holder)}/{kind.name.lower()}" if holder else kind.name.lower()
+    return UnprotectedWarning(about=about, text=text, next_step=step, is_urgent=is_urgent)
+
+
+KNOWN_ALONE = (
+    "ckptd protects ZeRO checkpoints of DeepSpeed alone (stages 1 to 3): copy this one by other means, "
+    "or train with DeepSpeed ZeRO"
+)
+
+
+def _glob(holder: str) -> str:
+    """A folder that is numbered has siblings to come: `run-0` → `run-*`."""
+    return re.sub(r"\d+(?=/|$)", "*", holder)
+
+
+def shown_unprotected(found: Iterable[Unprotected]) -> str:
+    """Name them with their kinds, for an error of one line."""
+    return "; ".join(f"{one.path or 'save_dir itself'} ({one.kind})" for one in found)
+
+
+def of_listing(
+    folders: Mapping[str, Iterable[str]], names: Sequence[str], loose: Sequence[str], latest: str | None
+) -> tuple[Unprotected, ...]:
+    """Return all that one look at a save_dir shows: `folders` that are no checkpoints of the job, each with
+    the files below it; the `names` of the files directly in save_dir; `loose` shards.
+    """
+    if is_trainers_checkpoint(names) and loose:
+        found = [Unprotected(path="", kind=Kind.ZERO)]
+    else:
+        found = [*(Unprotected(path=tag, kind=Kind.LOOSE) for tag in loose), *at_top(names, latest)]
+    for folder, paths in folders.items():
+        found += in_folder(folder, paths)
+    return tuple(found)
+
 
 OURS = "_ckptd"
 POINTERS = frozenset({"latest", "latest_universal"})
@@ -143,11 +379,6 @@ class SaveDirListing:
 # `ckptd resume` writes it before it does anything else. It protects the save where no `latest` of the
 # trainer names it, until the run has committed a newer one. A file that cannot be parsed protects nothing.
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ckptd.core.model.save import SealedSave
 
 RESUMED = "resumed.json"
 RESUMED_PATH = f"{OURS}/{RESUMED}"

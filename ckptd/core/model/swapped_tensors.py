@@ -15,7 +15,8 @@ from ckptd.core.model.manifest import Cell
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from ckptd.core.model.facts import FileFacts, ShardFacts
+    from ckptd.core.model.facts import FileFacts
+    from ckptd.core.model.shard_facts import ShardFacts
 
 FOLDER = "offloaded_tensors"
 _END = ".tensor.swp"

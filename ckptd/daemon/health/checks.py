@@ -16,9 +16,9 @@ from ckptd.config.commands import command_for
 from ckptd.config.quantities import show_bytes, shown_remote
 from ckptd.core.completeness.judge import STAGE_0, State
 from ckptd.core.model.layouts import Trainer
+from ckptd.core.model.listing import KNOWN_ALONE
 from ckptd.core.model.records import SETTLED, ZERO, DerivedState, ShipState
 from ckptd.core.model.save import Order
-from ckptd.core.model.unprotected import KNOWN_ALONE
 from ckptd.core.policy import actions as a
 from ckptd.core.policy.blockers import tried_again
 from ckptd.core.policy.derived_forms import MAX_CONVERSION_TRIES

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.retry import changed_seconds
 from ckptd.convert.engine import inspect
-from ckptd.core.model.facts import REVISION
+from ckptd.core.model.shard_facts import REVISION
 from ckptd.errors import StorageError
 from ckptd.storage.local import fs
 from ckptd.storage.local.scan import scan_folder

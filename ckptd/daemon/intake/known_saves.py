@@ -11,7 +11,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.sealing import shards_of
-from ckptd.core.model.coverage import is_after, order_of
 from ckptd.core.model.generation import (
     AlreadyCommitted,
     GenerationChoice,
@@ -19,6 +18,8 @@ from ckptd.core.model.generation import (
     JoinGeneration,
     choose_derived,
     choose_generation,
+    is_after,
+    order_of,
 )
 from ckptd.core.model.records import ZERO, ShipState
 from ckptd.core.model.save import Order

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import files
 from ckptd.core.completeness.sealing import best_of
-from ckptd.core.model.facts import Values, parse_metrics, value_of
+from ckptd.core.model.metrics import Values, parse_metrics, value_of
+from ckptd.core.model.save import Best
 from ckptd.errors import CkptdError, DamagedError, from_os_error
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.facts import FileFacts
     from ckptd.core.model.records import SaveRow
-    from ckptd.core.model.save import Best
     from ckptd.daemon.state.state import JobState
 
 AGAIN_SECONDS = 2.0
@@ -55,7 +55,7 @@ class Metrics:
             return recorded
         self._read()
         earlier = sum(row.save.step == step for row in self._state.rows.values())
-        return value_of(self._values, self._metric, step, earlier_saves=earlier)
+        return self._best(step, earlier)
 
     def look(self, save_dir_fd: int) -> None:
         """Give values that came late to saves that have none; the descriptor serves until the next look."""
@@ -71,12 +71,16 @@ class Metrics:
         found = False
         for row in waiting:
             earlier = sum(r.save.step == row.save.step and r.id < row.id for r in self._state.rows.values())
-            best = value_of(self._values, self._metric, row.save.step, earlier_saves=earlier)
+            best = self._best(row.save.step, earlier)
             if best is not None:
                 self._state.journal.replace_sealed(row.id, row.save.model_copy(update={"best": best}))
                 found = True
         if found:
             self._state.load()
+
+    def _best(self, step: int, earlier_saves: int) -> Best | None:
+        value = value_of(self._values, step, earlier_saves=earlier_saves)
+        return None if value is None else Best(metric=self._metric, value=value)
 
     def seconds_to_look(self, now_seconds: float) -> float:
         """Return the seconds until a postponed read of the metrics file."""

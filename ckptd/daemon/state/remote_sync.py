@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.missing import Part
 from ckptd.core.completeness.peer_evidence import PeerEvidence
-from ckptd.core.model.coverage import order_of
+from ckptd.core.model.generation import order_of
 from ckptd.core.model.layouts import Role, is_in_roots, layout_of
 from ckptd.core.model.manifest import mark_of_manifest
 from ckptd.core.model.records import ZERO, ShipState

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from ckptd.base.identity import Model
 from ckptd.config.commands import command_for
-from ckptd.core.model.coverage import order_of
+from ckptd.core.model.generation import order_of
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.messages import BadCopy, Scrub, Scrubbed
 from ckptd.storage.remote.observe import live_commits

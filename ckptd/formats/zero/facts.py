@@ -1,8 +1,6 @@
 """Extract facts about its save from an unpickled shard: stage, grid, dtype, step (docs/formats.md §2).
 
-This runs in restricted children, so it yields a plain dataclass with the field names of
-`ckptd.core.model.facts.ShardFacts`; the parent validates it into that model. A field that is not known is
-None, never guessed.
+This runs in restricted children. A field that is not known is None, never guessed.
 """
 
 from __future__ import annotations
@@ -10,9 +8,9 @@ from __future__ import annotations
 import math
 import os
 import struct
-from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckptd.core.model.shard_facts import REVISION, ShardFacts
 from ckptd.errors import NeedsWholeFiles
 from ckptd.formats.torchfile.skeleton import SMALL_BYTES, WHOLE, MirrorFd
 from ckptd.formats.torchfile.values import Inert, Tensor
@@ -33,47 +31,6 @@ _SCALARS = {
     "uint8": "<B",
     "int8": "<b",
 }
-
-
-@dataclass(slots=True, kw_only=True)
-class RawFacts:
-    """See `ckptd.core.model.facts.ShardFacts`, field by field."""
-
-    ds_version: str | None = None
-    zero_stage: int | None = None
-    dtype: str | None = None
-    optimizer: str | None = None
-    partition_count: tuple[int, ...] = ()
-    dp_world_size: int | None = None
-    mp_world_size: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    sp: int | None = None
-    ep: int | None = None
-    global_steps: int | None = None
-    optimizer_step: int | None = None
-    layers: tuple[int, ...] = ()
-    num_experts: tuple[int, ...] = ()
-    autoep: bool = False
-    round_robin_gradients: bool = False
-    parameters: int | None = None
-    groups: int | None = None
-    frozen_parameters: int = 0
-    buffers: int = 0
-    has_universal_info: bool = False
-    train_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    held: tuple[int, ...] = ()
-    owed: tuple[int, ...] = ()
-    emptied: tuple[str, ...] = ()
-    item_bytes: int = 4
-    is_offloaded: bool = False
-    is_node_local: bool = False
-    revision: int = 1  # core.facts.REVISION
-
-    def as_json(self) -> dict[str, Any]:
-        """For the line that the child prints."""
-        return asdict(self)
 
 
 def as_int(value: Any) -> int | None:
@@ -120,11 +77,12 @@ def scalar(value: Any, fd: int) -> float | int | None:
     return None
 
 
-def shard_facts(root: Any, fd: int) -> RawFacts:
+def shard_facts(root: Any, fd: int) -> ShardFacts:
     """Facts of one unpickled shard; `fd` is open on its file (steps are read from it)."""
     top = as_dict(root)
     config = as_dict(top.get("ds_config"))
-    facts = RawFacts(
+    facts = ShardFacts(
+        revision=REVISION,
         ds_version=_text(top.get("ds_version")),
         dtype=_dtype(config),
         optimizer=_text(as_dict(config.get("optimizer")).get("type")),
@@ -149,7 +107,7 @@ def _is_offloaded(config: dict[Any, Any]) -> bool:
     return shown(offload.get("device")) == "nvme"
 
 
-def _optimizer_facts(facts: RawFacts, inner: dict[Any, Any], fd: int) -> None:
+def _optimizer_facts(facts: ShardFacts, inner: dict[Any, Any], fd: int) -> None:
     stage = as_int(inner.get("zero_stage"))
     facts.zero_stage = 1 if inner.get("zero_stage") is None else stage
     facts.ds_version = facts.ds_version or _text(inner.get("ds_version"))
@@ -169,7 +127,7 @@ def _optimizer_facts(facts: RawFacts, inner: dict[Any, Any], fd: int) -> None:
     facts.has_universal_info |= isinstance(inner.get("universal_checkpoint_info"), dict)
 
 
-def _element_facts(facts: RawFacts, inner: dict[Any, Any], states: dict[Any, Any]) -> None:
+def _element_facts(facts: ShardFacts, inner: dict[Any, Any], states: dict[Any, Any]) -> None:
     """Count the elements that a shard holds, and at stages 1 and 2 those that its own mappings need.
 
     At stage 3 the model states tell what is needed. Of AutoEP's partitions nothing is told.
@@ -203,7 +161,7 @@ def _mapped(mapping: Any) -> int:
     return max(ends)
 
 
-def _model_facts(facts: RawFacts, top: dict[Any, Any], *, has_config: bool) -> None:
+def _model_facts(facts: ShardFacts, top: dict[Any, Any], *, has_config: bool) -> None:
     facts.dp_world_size = as_int(top.get("dp_world_size"))
     facts.mp_world_size = as_int(top.get("mp_world_size"))
     facts.global_steps = as_int(top.get("global_steps"))

@@ -1,4 +1,4 @@
-"""Optimizers other than Adam: what has no universal form, and what the stock loaders make of the rest.
+"""Tell which optimizers have a universal form, and which of these the stock loaders read, by version.
 
 Conversion carries every per-element state under its own name; but DeepSpeed's loaders read less than a
 folder may hold, and whoever resumes should know before they do (docs/formats.md §5.1).
@@ -14,6 +14,7 @@ from ckptd.formats.zero.facts import as_dict, states_of
 
 if TYPE_CHECKING:
     from ckptd.formats.zero.shards import OptimShard, Source
+
 
 STAGE3_READS = ("exp_avg", "exp_avg_sq")
 """The stage 3 loader reads these two names beside fp32, and `state[0]["step"]`."""
@@ -94,3 +95,38 @@ def numbers_of(state: dict[Any, Any], shard: OptimShard) -> dict[str, Any]:
         found = as_dict(next(iter(state.values()), None))
     names = {name for group in shard.groups for name in group.scalars}
     return {key: value for key, value in found.items() if key in names}
+
+
+STAGE3_FORMS_SINCE = (0, 14, 5)
+"""First version that loads a universal form in ZeRO stage 3; of one sub-group alone."""
+STAGE3_SUB_GROUPS_SINCE = (0, 18, 3)
+"""First version known to load one of several parameter groups or sub-groups."""
+
+
+def version_tuple(text: str) -> tuple[int, ...]:
+    """ "0.19.8+abc" → (0, 19, 8); empty when unreadable."""
+    numbers: list[int] = []
+    for word in text.split("+")[0].split(".")[:3]:
+        digits = word[: len(word) - len(word.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def stage3_loader_word(ds_version: str | None, groups: int | None) -> str | None:
+    """Say why the version that saved cannot load a stage 3 universal form in stage 3; None: it can.
+
+    `groups`: sub-groups of the save, None when they are not known.
+    """
+    version = version_tuple(ds_version or "")
+    if version >= STAGE3_SUB_GROUPS_SINCE or (version >= STAGE3_FORMS_SINCE and groups == 1):
+        return None
+    saver = (
+        f"DeepSpeed {ds_version}, which saved this" if version else "the DeepSpeed that saved this (unknown)"
+    )
+    what = "a universal form in stage 3"
+    if version >= STAGE3_FORMS_SINCE:
+        several = "several parameter groups or sub-groups" if groups is None else f"{groups} sub-groups"
+        what = f"a stage 3 universal form of {several}"
+    return f"{saver}, cannot load {what}: load it with 0.18.3 or newer"

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from ckptd.formats.zero.parameters import Parameter
     from ckptd.formats.zero.shards import Opened, OptimShard, Source
 
-from ckptd.core.model.loaders import stage3_loader_word
 from ckptd.formats.torchfile.values import Tensor
-from ckptd.formats.zero.optimizers import DRIFT_THERE, STAGE3_READS
+from ckptd.formats.zero.optimizers import DRIFT_THERE, STAGE3_READS, stage3_loader_word
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,14 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptd.core.model.shard_facts import ShardFacts
 from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.archive import Directory
 from ckptd.formats.torchfile.fingerprint import fingerprint, tensor_fingerprint
 from ckptd.formats.torchfile.legacy import read_archive
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.torchfile.values import Tensor
-from ckptd.formats.zero.facts import RawFacts, shard_facts, shown
+from ckptd.formats.zero.facts import shard_facts, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Opened:
     fingerprint: str
     tensor_fingerprint: str
     directory: Directory
-    facts: RawFacts
+    facts: ShardFacts
     root: dict[Any, Any]
     pickle: bytes
     """SHA-256 of data.pkl."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.order import next_order, rebuilt_order
-from ckptd.core.model.coverage import order_of
+from ckptd.core.model.generation import order_of
 from ckptd.core.model.save import Order
 from ckptd.recover.select.inventory import NodeMemory
 

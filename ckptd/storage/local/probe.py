@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from ckptd.base import extents, files
 from ckptd.base import names as base_names
 from ckptd.config.quantities import show_bytes
-from ckptd.core.model.listing import OURS
-from ckptd.core.model.unprotected import warn_unprotected
+from ckptd.core.model.listing import OURS, warn_unprotected
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RefusedError, from_os_error
 from ckptd.storage.local.fs import STAGING, TRASH, closing, ensure_ours, remove_empty
 from ckptd.storage.local.scan import scan

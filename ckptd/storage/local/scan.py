@@ -20,8 +20,17 @@ from ckptd.base import names as base_names
 from ckptd.base.identity import FolderIdentity
 from ckptd.base.names import name_problem, shown
 from ckptd.core.model.layouts import WRITES_AS, Trainer, layout_of
-from ckptd.core.model.listing import OURS, POINTERS, RESUMED_PATH, FolderListing, ListedFile, SaveDirListing
-from ckptd.core.model.unprotected import is_loose, is_trainers_checkpoint, of_listing
+from ckptd.core.model.listing import (
+    OURS,
+    POINTERS,
+    RESUMED_PATH,
+    FolderListing,
+    ListedFile,
+    SaveDirListing,
+    is_loose,
+    is_trainers_checkpoint,
+    of_listing,
+)
 from ckptd.errors import CkptdError
 from ckptd.storage.local.symlinks import leads_elsewhere, linked_shard, may_be_checkpoint
 

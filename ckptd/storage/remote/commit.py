@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import files
 from ckptd.base.names import ROOT
-from ckptd.core.model import coverage
-from ckptd.core.model.coverage import KnownManifest, build_commit
+from ckptd.core.model import generation
+from ckptd.core.model.generation import KnownManifest, build_commit
 from ckptd.core.model.layouts import Role, place_of
 from ckptd.core.model.manifest import (
     Dispute,
@@ -194,7 +194,7 @@ class _Shipping:
         self._order = leave_to_owner(self._order, lambda: self._look(is_all=True).read)
         self._order = take_share(self._store, self._order, lambda: self._look(is_all=True).read)
         if not self._order.files and (rest := lacking(self._whole, self._look(is_all=True).read)):
-            return ShipResult(outcome="waiting", reason=coverage.missing_words(rest, seen.read))
+            return ShipResult(outcome="waiting", reason=generation.missing_words(rest, seen.read))
         try:
             with open_origin(self._order, self._root, self._control, self._store) as origin:
                 return self._carry(origin, seen)
@@ -228,7 +228,7 @@ class _Shipping:
     def _conflict(self, seen: GenerationSnapshot) -> str | None:
         ours = self._order.manifest.model_copy(update={"files": self._expected_files()})
         spread_seconds = self._order.save_spread_seconds
-        read = coverage.conflict(ours, seen.read, save_spread_seconds=spread_seconds)
+        read = generation.conflict(ours, seen.read, save_spread_seconds=spread_seconds)
         mark = mark_of_manifest(ours)
         return read or named_conflict(mark, seen.named, save_spread_seconds=spread_seconds)
 
@@ -351,21 +351,21 @@ class _Shipping:
             return waiting((seen.words, ""), ours, carried, absent_by_names(seen.named, read))
         listed = seen.read
         members = self._members(ours, listed)
-        reason = coverage.contradiction(members, save_spread_seconds=self._order.save_spread_seconds)
+        reason = generation.contradiction(members, save_spread_seconds=self._order.save_spread_seconds)
         if all(known.sha256 != ours.sha256 for known in members):
             # a request of a daemon that died may arrive late; its manifest is of objects that ours replaced
             reason = f"another manifest of {ours.manifest.node} came between"
         if reason is not None:
             return ShipResult(outcome="conflict", reason=reason)
-        missing = coverage.missing(members, self._where[2]) or lacking(self._whole, members)
+        missing = generation.missing(members, self._where[2]) or lacking(self._whole, members)
         existing = read_commit(self._store, self._where)
         waits = (
-            (coverage.missing_words(missing, members), "")
+            (generation.missing_words(missing, members), "")
             if missing
             else pending_replacement(self._store, ours.manifest, listed)
         )
         if waits is not None and existing is None:
-            return waiting(waits, ours, carried, coverage.absent(members) if missing else ())
+            return waiting(waits, ours, carried, generation.absent(members) if missing else ())
         if existing is None:
             # two that began at once saw nobody: what the other listed since must not join ours
             one_writer(self._ground, self._order)
@@ -381,7 +381,7 @@ class _Shipping:
         """Return the manifests that a COMMIT would list; a derived form is whole in one manifest."""
         if self._where[2] != "zero":
             return (ours,)
-        return coverage.newest_revisions({known.key: known for known in (*listed, ours)}.values())
+        return generation.newest_revisions({known.key: known for known in (*listed, ours)}.values())
 
     def _create(self, members: tuple[KnownManifest, ...]) -> CommitView:
         """Create COMMIT, or find that another node did; either way what is read back counts (P3).
@@ -389,7 +389,7 @@ class _Shipping:
         Raises:
             RemoteError: it is not there although it was created, or holds other bytes.
         """
-        document = coverage.build_commit(
+        document = generation.build_commit(
             members,
             committed_by=self._order.manifest.node,
             committed_at=now_utc(),

@@ -37,7 +37,7 @@ from ckptd.storage.stores.base import store_now_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from ckptd.core.model.coverage import KnownManifest
+    from ckptd.core.model.generation import KnownManifest
     from ckptd.core.model.heartbeat import SeenNode
     from ckptd.core.model.manifest import ManifestFile
     from ckptd.storage.remote.messages import ShipFile, ShipOrder

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Literal
 
-from ckptd.core.model.coverage import objects_of
+from ckptd.core.model.generation import objects_of
 from ckptd.core.model.layouts import is_in_form
 from ckptd.core.model.manifest import folder_name, parse, sha256_of, side_key, stem, to_bytes
 from ckptd.core.model.records import UNIVERSAL, ZERO

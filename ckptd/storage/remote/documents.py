@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptd.base.names import ROOT
-from ckptd.core.model.coverage import KnownManifest
 from ckptd.core.model.decision import Decision
+from ckptd.core.model.generation import KnownManifest
 from ckptd.core.model.manifest import (
     AnyDocument,
     Commit,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptd.base.identity import Model
-    from ckptd.core.model.coverage import KnownManifest
+    from ckptd.core.model.generation import KnownManifest
     from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.stores.base import ObjectInfo, Store
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.base.names import ROOT
-from ckptd.core.model.coverage import newest_revisions, objects_of, order_of
+from ckptd.core.model.generation import newest_revisions, objects_of, order_of
 from ckptd.core.model.manifest import Tombstone, folder_name
 from ckptd.core.model.runs import run_of
 from ckptd.errors import CommitConflict, DamagedError, NotFoundError, RefusedError
@@ -33,7 +33,7 @@ from ckptd.storage.stores.base import Abilities
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from ckptd.core.model.coverage import KnownManifest
+    from ckptd.core.model.generation import KnownManifest
     from ckptd.core.model.manifest import RemoteIdentity
     from ckptd.core.model.save import Order
     from ckptd.errors import CkptdError

@@ -28,7 +28,7 @@ from ckptd.storage.stores.checksums import crc64, to_hex
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ckptd.core.model.coverage import KnownManifest
+    from ckptd.core.model.generation import KnownManifest
     from ckptd.core.model.manifest import NodeManifest, Proof
     from ckptd.storage.remote.documents import GenerationSnapshot, ManifestCache
     from ckptd.storage.remote.messages import ShipFile

@@ -12,8 +12,8 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal
 
 from ckptd.base.names import ROOT, encode_name
-from ckptd.core.model.coverage import choose_pointers, order_of
 from ckptd.core.model.decision import PINS, Decision, lacking
+from ckptd.core.model.generation import choose_pointers, order_of
 from ckptd.core.model.manifest import (
     Commit,
     RemoteIdentity,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.base.names import ROOT
-from ckptd.core.model.coverage import objects_of
+from ckptd.core.model.generation import objects_of
 from ckptd.core.model.manifest import Lease, parse
 from ckptd.errors import CkptdError, DamagedError, NotPermitted, RefusedError, StorageError, VerifyError
 from ckptd.storage.remote.documents import (

@@ -10,7 +10,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from ckptd.base.names import ROOT
-from ckptd.core.model.coverage import fingerprints_of, objects_of, order_of
+from ckptd.core.model.generation import fingerprints_of, objects_of, order_of
 from ckptd.core.model.manifest import Tombstone, commit_key, folder_name, parse, side_key, stem, to_bytes
 from ckptd.core.model.runs import of_run, run_of
 from ckptd.core.model.save import best_named
@@ -32,7 +32,7 @@ from ckptd.storage.remote.observe import is_pinned, point, still_ours
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from ckptd.core.model.coverage import KnownManifest
+    from ckptd.core.model.generation import KnownManifest
     from ckptd.storage.remote.messages import CommitView, Retire
     from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import Store

@@ -12,7 +12,7 @@ from ckptd.base import files
 from ckptd.cli.checkpoints.inspect import look as inspect
 from ckptd.cli.status.words import Life, exit_code, headline
 from ckptd.config.quantities import parse_share
-from ckptd.core.model.unprotected import Kind, warn_unprotected
+from ckptd.core.model.listing import Kind, warn_unprotected
 from ckptd.daemon.intake.symlinked import look
 from ckptd.daemon.state.problems import Problems
 from ckptd.errors import NotFoundError

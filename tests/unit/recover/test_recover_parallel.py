@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from ckptd.core.completeness.judge import State, Verdict
-from ckptd.core.model.coverage import KnownManifest, build_commit
 from ckptd.core.model.facts import Archive, FileFacts
+from ckptd.core.model.generation import KnownManifest, build_commit
 from ckptd.core.model.layouts import Grid, Role, ShardKey, parse_shard_name
 from ckptd.core.model.manifest import Cell, Checksums, ManifestFile, NodeManifest, Topology, manifest_key
 from ckptd.recover.select.copies import Copy, Nodes, files_for_node, is_held

@@ -79,7 +79,7 @@ def test_a_release_that_cannot_load_the_form_is_told(scene: Scene) -> None:
     ):
         grid = done.plan.candidate.grid.model_copy(update={"zero_stage": stage})
         plan = replace(done.plan, candidate=replace(done.plan.candidate, grid=grid))
-        seen = facts.model_copy(update={"ds_version": version, "groups": groups})
+        seen = replace(facts, ds_version=version, groups=groups)
         text = "\n".join(advice(plan, seen))
         assert ("load it with 0.18.3 or newer" in text) is is_told
 

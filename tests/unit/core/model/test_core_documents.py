@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ckptd.core.model.coverage import KnownManifest, build_commit, is_after
+from ckptd.core.model.generation import KnownManifest, build_commit, is_after
 from ckptd.core.model.layouts import Grid, Role, ShardKey
 from ckptd.core.model.manifest import Checksums, ManifestFile, NodeManifest, manifest_key, to_bytes
 from ckptd.core.model.save import SaveWindow, Writer

@@ -9,9 +9,10 @@ import pytest
 from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, Verdict, judge
-from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
+from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Trainer, parse_shard_name
 from ckptd.core.model.listing import FolderListing, ListedFile
+from ckptd.core.model.shard_facts import ShardFacts
 
 QUIET = Context(settle_seconds=1, quiet_seconds=100, is_in_flight=False, save_spread_seconds=60)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.model.facts import LARGEST_DOCUMENT_BYTES, parse_metrics, value_of
+from ckptd.core.model.metrics import LARGEST_DOCUMENT_BYTES, parse_metrics, value_of
 
 ROWS: list[dict[str, Any]] = [
     {"step": 100, "loss": 3.0},
@@ -90,13 +90,13 @@ def test_a_rewound_run_takes_no_value_of_the_branch_it_left() -> None:
     """Step 100 was saved before with 2.5; until it is written again the second save has none."""
     before = parse_metrics(lines(ROWS), "eval_loss")
     assert before is not None
-    first = value_of(before, "eval_loss", 100, earlier_saves=0)
+    first = value_of(before, 100, earlier_saves=0)
     assert first is not None
-    assert first.value == 2.5
-    assert value_of(before, "eval_loss", 100, earlier_saves=1) is None
+    assert first == 2.5
+    assert value_of(before, 100, earlier_saves=1) is None
     after = parse_metrics(lines([*ROWS, {"step": 100, "eval_loss": 0.5}]), "eval_loss")
     assert after is not None
-    again = value_of(after, "eval_loss", 100, earlier_saves=1)
+    again = value_of(after, 100, earlier_saves=1)
     assert again is not None
-    assert again.value == 0.5
-    assert value_of(before, "eval_loss", 300, earlier_saves=0) is None
+    assert again == 0.5
+    assert value_of(before, 300, earlier_saves=0) is None

@@ -9,10 +9,11 @@ import pytest
 from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import Memory, State, Verdict, judge
-from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
+from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Trainer, parse_shard_name
 from ckptd.core.model.listing import FolderListing, ListedFile
 from ckptd.core.model.records import DerivedRecord, DerivedState
+from ckptd.core.model.shard_facts import ShardFacts
 from ckptd.core.policy.actions import DropDerived, PointUniversal
 from ckptd.core.policy.planner import plan
 from tests.stores.scene import MODEL, OPTIM

@@ -12,10 +12,11 @@ from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.core.completeness.grid import Context, Spread
 from ckptd.core.completeness.judge import State, Verdict, judge
 from ckptd.core.completeness.sealing import sealed_file
-from ckptd.core.model.facts import REVISION, Archive, FileFacts, ShardFacts
+from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Role, Trainer, parse_shard_name
 from ckptd.core.model.listing import FolderListing, ListedFile
-from ckptd.formats.zero.facts import RawFacts, shard_facts
+from ckptd.core.model.shard_facts import REVISION, ShardFacts
+from ckptd.formats.zero.facts import shard_facts
 from ckptd.storage.local.scan import scan_folder
 
 QUIET = Context(settle_seconds=1, quiet_seconds=100, is_in_flight=False, save_spread_seconds=60)
@@ -130,8 +131,8 @@ def test_ranks_with_nothing_to_swap_leave_empty_folders() -> None:
 def test_node_local_ranks_are_counted_on_each_node() -> None:
     """A node with ranks 2 and 3 of four: DeepSpeed names their folders by local rank."""
     shards = {
-        path.replace("pp_rank_0", "pp_rank_2").replace("pp_rank_1", "pp_rank_3"): facts.model_copy(
-            update={"partition_count": (4,)} if facts.partition_count else {"dp_world_size": 4}
+        path.replace("pp_rank_0", "pp_rank_2").replace("pp_rank_1", "pp_rank_3"): replace(
+            facts, **{"partition_count": (4,)} if facts.partition_count else {"dp_world_size": 4}
         )
         for path, facts in stage_3(is_node_local=True).items()
     }
@@ -145,7 +146,7 @@ def test_node_local_ranks_are_counted_on_each_node() -> None:
 def test_a_shard_of_stage_2_with_fewer_elements_than_its_mappings_need() -> None:
     shards = layout(2, "bf16")
     first = OPTIM.format("bf16_", 0)
-    shards[first] = shards[first].model_copy(update={"held": (10, 5), "owed": (10, 6)})
+    shards[first] = replace(shards[first], held=(10, 5), owed=(10, 6))
     verdict = judged(shards)
     assert verdict.state is State.INCOMPLETE
     assert verdict.reason is not None
@@ -223,8 +224,8 @@ def test_a_stage_that_is_not_told_stays_unknown() -> None:
 
 
 def test_facts_of_an_older_inspection_are_known_by_their_revision() -> None:
-    assert RawFacts().revision == REVISION
-    assert ShardFacts.model_validate_json("{}").revision < REVISION
+    assert shard_facts({}, -1).revision == REVISION
+    assert ShardFacts().revision < REVISION
 
 
 def test_a_look_lists_empty_folders(tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.model.coverage import KnownManifest, build_commit, fingerprints_of
 from ckptd.core.model.generation import (
     AlreadyCommitted,
     GenerationRetired,
+    KnownManifest,
     SeenCommit,
     SeenManifest,
+    build_commit,
     choose_generation,
+    fingerprints_of,
 )
 from ckptd.core.model.layouts import Grid, Role, ShardKey
 from ckptd.core.model.manifest import (

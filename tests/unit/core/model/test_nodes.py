@@ -23,10 +23,11 @@ from ckptd.core.completeness.missing import (
     late,
 )
 from ckptd.core.completeness.peer_evidence import PeerEvidence
-from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
+from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.heartbeat import Heartbeat, NewestSave, SeenNode, heartbeat_key
 from ckptd.core.model.layouts import Grid, NamedShard, Role, ShardKey, parse_shard_name
 from ckptd.core.model.manifest import Cell, sha256_of, to_bytes
+from ckptd.core.model.shard_facts import ShardFacts
 from ckptd.errors import ConfigError
 from ckptd.recover.select.copies import Nodes
 from ckptd.storage.remote.coordination import Heartbeats

@@ -16,9 +16,10 @@ import pytest
 from ckptd.base import files
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import Memory, State, Verdict, judge
-from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
+from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.generation import AlreadyCommitted, JoinGeneration, choose_generation
 from ckptd.core.model.listing import FolderListing, ListedFile
+from ckptd.core.model.shard_facts import ShardFacts
 from ckptd.daemon.state.remote_sync import evidence_of, unread_manifests
 from ckptd.daemon.uploads import peers as daemon_nodes
 from ckptd.daemon.uploads.peers import LONGEST_SECONDS, LOOK_SECONDS, Nodes

@@ -13,9 +13,9 @@ import pytest
 from ckptd.base.identity import FolderIdentity
 from ckptd.config.schema import JobConfig
 from ckptd.core.completeness.missing import Part
-from ckptd.core.model import coverage
-from ckptd.core.model.coverage import KnownManifest, build_commit
+from ckptd.core.model import generation
 from ckptd.core.model.decision import Decision
+from ckptd.core.model.generation import KnownManifest, build_commit
 from ckptd.core.model.layouts import NamedShard, Role, ShardKey
 from ckptd.core.model.listing import FolderListing, SaveDirListing
 from ckptd.core.model.manifest import NodeManifest, manifest_key, name_in, sha256_of, to_bytes
@@ -55,7 +55,7 @@ def known(slot: int) -> KnownManifest:
 
 def view_of(*, disputed: bool = False) -> m.CommitView:
     """The COMMIT over both."""
-    commit = coverage.build_commit(
+    commit = generation.build_commit(
         [known(0), known(1)], committed_by="n1", committed_at="then", config_digest="c"
     )
     return m.CommitView(key="k", sha256=sha256_of(to_bytes(commit)), commit=commit, disputed=disputed)

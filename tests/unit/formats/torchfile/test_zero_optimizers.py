@@ -12,9 +12,9 @@ import pytest
 from ckptd.cli.checkpoints.inspect import look
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
-from ckptd.core.model.loaders import stage3_loader_word
 from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.values import Tensor
+from ckptd.formats.zero.optimizers import stage3_loader_word
 from tests.support.reading import load, tensor_bytes
 from tests.support.synthetic import Shapes, Shard, full_bytes, write_stage3, write_stage12
 from tests.support.weights import read_folder

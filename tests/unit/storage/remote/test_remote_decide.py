@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.model import coverage
-from ckptd.core.model.coverage import KnownManifest, Pointers
+from ckptd.core.model import generation
 from ckptd.core.model.generation import (
     AlreadyCommitted,
     GenerationRetired,
     JoinGeneration,
+    KnownManifest,
+    Pointers,
     SeenCommit,
     SeenManifest,
     choose_generation,
@@ -224,10 +225,10 @@ class TestCoverage:
 
     def test_the_union_covers_or_names_what_is_missing(self, save: SealedSave) -> None:
         first, second = self.halves(save)
-        assert coverage.missing([known(first), known(second)], "zero") == ()
-        (words,) = coverage.missing([known(first)], "zero")
+        assert generation.missing([known(first), known(second)], "zero") == ()
+        (words,) = generation.missing([known(first)], "zero")
         assert OPTIM.format(d=1).removeprefix("bf16_") in words
-        assert len(coverage.missing([known(second)], "zero")) == 2
+        assert len(generation.missing([known(second)], "zero")) == 2
 
     def test_layers_and_experts_only_raise_the_expectation(self, save: SealedSave) -> None:
         first, second = self.halves(save)
@@ -237,17 +238,17 @@ class TestCoverage:
             known(first.model_copy(update={"grid": few})),
             known(second.model_copy(update={"grid": more})),
         ]
-        assert coverage.merged_grid(both).layers == (0, 1)
-        assert coverage.merged_grid(both).experts == (2, 1)
-        assert any("layer_01" in words for words in coverage.missing(both, "zero"))
+        assert generation.merged_grid(both).layers == (0, 1)
+        assert generation.merged_grid(both).experts == (2, 1)
+        assert any("layer_01" in words for words in generation.missing(both, "zero"))
 
     def test_a_derived_form_is_whole_in_one_manifest(self, save: SealedSave) -> None:
-        assert coverage.missing([known(self.halves(save)[1])], "universal") == ()
+        assert generation.missing([known(self.halves(save)[1])], "universal") == ()
 
     def test_the_newest_revision_of_each_node_counts(self, save: SealedSave) -> None:
         first, second = self.halves(save)
         later = known(first.model_copy(update={"revision": 2}))
-        found = coverage.newest_revisions([known(first), later, known(second)])
+        found = generation.newest_revisions([known(first), later, known(second)])
         assert set(found) == {later, known(second)}
 
     @pytest.mark.parametrize(
@@ -262,8 +263,8 @@ class TestCoverage:
     def test_two_saves_are_never_committed_together(self, save: SealedSave, more: dict[str, object]) -> None:
         first, second = self.halves(save)
         pair = [known(first), known(second.model_copy(update=more))]
-        assert coverage.contradiction(pair, save_spread_seconds=60) is not None
-        assert coverage.contradiction([known(first), known(second)], save_spread_seconds=60) is None
+        assert generation.contradiction(pair, save_spread_seconds=60) is not None
+        assert generation.contradiction([known(first), known(second)], save_spread_seconds=60) is None
 
     def test_all_agree_where_no_two_differ(self, save: SealedSave) -> None:
         """One pass over many manifests says what all pairs of them say."""
@@ -294,7 +295,7 @@ class TestCoverage:
             for f in first.files
         )
         second = first.model_copy(update={"files": changed, "node": "n1", "node_id": "id-n1"})
-        reason = coverage.contradiction([known(first), known(second)], save_spread_seconds=60)
+        reason = generation.contradiction([known(first), known(second)], save_spread_seconds=60)
         assert reason is not None
         assert "two contents" in reason
 
@@ -309,8 +310,8 @@ class TestCoverage:
             )
             return manifest_of(save, form="universal", source=source)
 
-        assert coverage.conflict(made("a", 64), [known(made("a", 4096))], save_spread_seconds=60) is None
-        assert coverage.conflict(made("a", 64), [known(made("b", 64))], save_spread_seconds=60) is not None
+        assert generation.conflict(made("a", 64), [known(made("a", 4096))], save_spread_seconds=60) is None
+        assert generation.conflict(made("a", 64), [known(made("b", 64))], save_spread_seconds=60) is not None
 
     def test_commit_takes_the_highest_branch_and_rank_0_s_best(self, save: SealedSave) -> None:
         first, second = self.halves(save)
@@ -320,7 +321,7 @@ class TestCoverage:
             known(first.model_copy(update={"best": best, "best_checkpoint": "step1"})),
             known(second.model_copy(update={"branch": 2, "save_seq": 7, "best": wrong})),
         )
-        document = coverage.build_commit(members, committed_by="n1", committed_at="now", config_digest="c")
+        document = generation.build_commit(members, committed_by="n1", committed_at="now", config_digest="c")
         assert (document.branch, document.save_seq, document.best) == (2, 7, best)
         assert document.best_checkpoint == "step1"
         assert (document.files, len(document.manifests)) == (4, 2)
@@ -332,11 +333,11 @@ class TestCoverage:
 
         rows = [of(0, 100, "zero", "a"), of(1, 60, "zero", "b"), of(0, 100, "universal", "a_universal")]
         commits = [
-            coverage.build_commit([known(row)], committed_by="", committed_at="", config_digest="")
+            generation.build_commit([known(row)], committed_by="", committed_at="", config_digest="")
             for row in rows
         ]
-        assert coverage.choose_pointers(commits) == Pointers(latest="b", latest_universal="a_universal")
-        assert coverage.choose_pointers([]) == Pointers(latest=None, latest_universal=None)
+        assert generation.choose_pointers(commits) == Pointers(latest="b", latest_universal="a_universal")
+        assert generation.choose_pointers([]) == Pointers(latest=None, latest_universal=None)
 
 
 def test_a_shard_key_is_what_its_name_says(save: SealedSave) -> None:
