@@ -60,8 +60,9 @@ REMOVERS = {
 
 MAY_REMOVE = {
     "base/files.py": "defines the descriptor-relative primitives",
-    "storage/local/fs.py": "prunes with a permit; holds, derived forms and trash are ours",
-    "storage/local/incomplete.py": "one folder that a person gave up",
+    "storage/local/fs.py": (
+        "prunes with a permit; one folder that a person gave up; holds, derived forms and trash are ours"
+    ),
     "storage/local/state_dir.py": "the status of a job that waits, out of its user's own place",
     "daemon/resources/reserve.py": "its own reserve for a full disk, and what it tries the room with",
     "storage/local/probe.py": "proves rights on its own temporaries (P19)",

@@ -12,12 +12,15 @@ import threading
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
+import ckptd
 from ckptd.convert.parts import decode
 from ckptd.convert.plan import MAX_LINE_BYTES, Output, OutputCheck, OutputFile, PlanReader, Trailer
 from ckptd.errors import DamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    from ckptd.convert.plan import Header
 
 
 # --- Order of work: the few largest files first, the rest as planned -------------------------------------
@@ -107,3 +110,28 @@ class Outputs:
             line = self._stream.readline(MAX_LINE_BYTES)
         found: dict[str, Any] = json.loads(line)
         return found
+
+
+# --- ckptd.json: what a form is made of, at its root --------------------------------------------------
+
+NAME = "ckptd.json"
+MADE_BY: Mapping[str, Any] = {"format": "1.0", "ckptd_version": ckptd.__version__}
+
+
+def description_of(header: Header, trailer: Trailer, made_by: Mapping[str, Any] = MADE_BY) -> bytes:
+    """Return the content of `ckptd.json`."""
+    text = {
+        **made_by,
+        "form": header.form,
+        "layout": header.layout,
+        "alignment": header.block_bytes,
+        "plan_sha256": trailer.sha256,
+        "source": {
+            "step": header.step,
+            "zero_stage": header.stage,
+            "ds_version": header.ds_version,
+            "dp": header.dp,
+            "fingerprints": {s.path: s.fingerprint for s in header.sources},
+        },
+    }
+    return json.dumps(text, indent=1, sort_keys=True).encode() + b"\n"

@@ -1,6 +1,6 @@
 """Geometry and fragments together: a joined parameter's state as parts of source files.
 
-`ckptd.formats.zero.patterns` says in elements how tensor ranks join, `ckptd.formats.zero.parameters` where
+`ckptd.formats.zero.patterns` says in elements how tensor ranks join, `ckptd.formats.zero.shards` where
 each rank's shard lies in bytes; here one is laid over the other.
 """
 
@@ -22,9 +22,9 @@ from ckptd.formats.zero.patterns import Patterns
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptd.formats.zero.parameters import Parameter, StateRanges
     from ckptd.formats.zero.patterns import Join
     from ckptd.formats.zero.save import Save
+    from ckptd.formats.zero.shards import Parameter, StateRanges
 
 WIDE_ROW_BYTES = 256 << 10
 """Rows from this width on become ranges: few enough to list, and a file system may clone them."""

@@ -24,10 +24,9 @@ from ckptd.formats.zero.survey import refuse_folder_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckptd.formats.zero.parameters import Parameter
     from ckptd.formats.zero.patterns import Join
     from ckptd.formats.zero.save import Save
-    from ckptd.formats.zero.shards import Opened
+    from ckptd.formats.zero.shards import Opened, Parameter
 
 CLONE_WORTH_BYTES = 64 << 10
 FP32_COPIES_SINCE = (0, 19, 8)

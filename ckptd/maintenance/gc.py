@@ -38,7 +38,7 @@ from ckptd.recover.select.runs import Runs, alive
 from ckptd.recover.select.steps import DERIVED_UNIVERSAL
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local import clones, fs
-from ckptd.storage.local.incomplete import remove_incomplete
+from ckptd.storage.local.fs import remove_incomplete
 from ckptd.storage.local.scan import scan_folder
 from ckptd.storage.local.state_dir import read_node_id
 from ckptd.storage.remote.coordination import remove_stale_temporaries, stale_temporaries

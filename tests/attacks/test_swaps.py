@@ -19,7 +19,7 @@ from ckptd.daemon.intake.decisions import read_decisions, write_decision
 from ckptd.errors import CkptdError
 from ckptd.observe.audit import Audit
 from ckptd.storage.local import fs
-from ckptd.storage.local.incomplete import remove_incomplete
+from ckptd.storage.local.fs import remove_incomplete
 from ckptd.storage.local.scan import read_pointer, scan
 from tests.attacks.figures import note
 from tests.attacks.swaps import ASIDE, SHARD, SITES, TAG, Swapper, SwapScene, before_each_call, flipping

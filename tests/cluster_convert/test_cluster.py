@@ -15,7 +15,7 @@ import pytest
 from bench import sparse
 from ckptd.convert.cluster import pool, work
 from ckptd.convert.cluster.conversion import Clustered
-from ckptd.convert.cluster.locality import Home
+from ckptd.convert.cluster.grouping import Home
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions, ConvertProgress
 from ckptd.convert.remote.uploader import NOTE

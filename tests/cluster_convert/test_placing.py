@@ -12,9 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.convert.cluster.grouping import index_of, parts_of, tasks_of
-from ckptd.convert.cluster.local_shards import LocalPlace, LocalShards, save_dirs
-from ckptd.convert.cluster.locality import ANYWHERE, Home, Item, Layout, Run, borders_of, chosen, totals_of
+from ckptd.convert.cluster.extents import LocalPlace, LocalShards, save_dirs
+from ckptd.convert.cluster.grouping import (
+    ANYWHERE,
+    Home,
+    Item,
+    Layout,
+    Run,
+    borders_of,
+    chosen,
+    index_of,
+    parts_of,
+    tasks_of,
+    totals_of,
+)
 from ckptd.convert.cluster.messages import TaskSource
 from ckptd.convert.parts import Literal, Part, Range
 from ckptd.convert.plan import Header, OutputFile, PlanWriter, SourceFile

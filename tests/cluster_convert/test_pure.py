@@ -16,13 +16,20 @@ from hypothesis import strategies as st
 
 from ckptd.convert.cluster import pool
 from ckptd.convert.cluster.extents import Extents, spans_of
-from ckptd.convert.cluster.grouping import Index, TaskOutput, clipped, index_of, tasks_of, without_links
-from ckptd.convert.cluster.locality import ANYWHERE, Layout
+from ckptd.convert.cluster.grouping import (
+    ANYWHERE,
+    Index,
+    Layout,
+    TaskOutput,
+    clipped,
+    index_of,
+    tasks_of,
+    without_links,
+)
 from ckptd.convert.cluster.messages import TaskSource
 from ckptd.convert.parts import Literal, Part, Range, Stream, Widen, Woven
 from ckptd.convert.plan import Header, OutputCheck, OutputFile, OutputLink, PlanWriter, SourceFile
-from ckptd.convert.reader import blocks_of
-from ckptd.convert.sources import Ranges
+from ckptd.convert.reader import Ranges, blocks_of
 from ckptd.errors import SourceChanged, UsageError
 from ckptd.storage.stores.checksums import crc64, from_hex
 from tests.support.real import REPOSITORY

@@ -23,13 +23,12 @@ from ckptd.convert.engine.writer import Counters
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.parts import Literal
 from ckptd.convert.plan import OutputFile
+from ckptd.convert.reader import Sources
 from ckptd.convert.remote.convert import RemoteConversion
 from ckptd.convert.remote.uploader import Target, Uploader
-from ckptd.convert.sources import Sources
 from ckptd.errors import DamagedError, NotFoundError, RefusedError, TargetExists, UsageError
 from ckptd.formats.torchfile.archive import LEGACY_MAGIC
-from ckptd.storage.stores.access import Access
-from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.open import Access, open_store
 from tests.e2e.test_resume_real import ckptd
 from tests.stores import servers
 from tests.stores.proxy import proxy

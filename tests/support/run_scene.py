@@ -14,7 +14,7 @@ from ckptd.core.model.heartbeat import Heartbeat, heartbeat_key
 from ckptd.core.model.manifest import to_bytes
 from ckptd.core.model.runs import Claim, Row, RunFile
 from ckptd.storage.local.run_file import host_name, read_run, run_file, user_name, write_run
-from ckptd.storage.remote.runs import append_run
+from ckptd.storage.remote.coordination import append_run
 from tests.support.recover_scene import Scene
 from tests.support.synthetic import write_stage12
 

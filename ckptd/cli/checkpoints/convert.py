@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.convert.cluster.pool import Address
-    from ckptd.convert.engine.forecast import Forecast
+    from ckptd.convert.engine.supervisor import Forecast
     from ckptd.convert.options import Compat, ConvertOptions, ConvertProgress, ConvertReport, Dtype, Form
 
 
@@ -166,7 +166,7 @@ def look_ahead(source: str, destination: str, options: ConvertOptions) -> Foreca
     """Return the forecast of a conversion without doing it."""
     import os
 
-    from ckptd.convert.engine.forecast import forecast
+    from ckptd.convert.engine.supervisor import forecast
 
     here, there = end_of(source), end_of(destination)
     _refuse_remote(there)

@@ -16,9 +16,8 @@ import typer
 from ckptd.base import files
 from ckptd.base.identity import Model
 from ckptd.cli.output import cell, cells
-from ckptd.convert.adapters import ADAPTER_FILE
 from ckptd.convert.engine.inspect import inspect_files
-from ckptd.convert.weights import read_names
+from ckptd.convert.weights import ADAPTER_FILE, read_names
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, judge
 from ckptd.core.model.facts import Archive, FileFacts
@@ -286,7 +285,7 @@ def look(path: Path) -> Seen:
 
 def look_ahead(folder: Path) -> SeenConversion:
     """Forecast what `ckptd convert` beside `folder` would make and cost, or why it would refuse."""
-    from ckptd.convert.engine.forecast import forecast
+    from ckptd.convert.engine.supervisor import forecast
 
     try:
         seen = forecast(folder, folder.parent / f".{folder.name}.ckptd-forecast")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptd import errors
-from ckptd.convert.cluster.locality import ANYWHERE
+from ckptd.convert.cluster.grouping import ANYWHERE
 from ckptd.convert.cluster.messages import Extent, Join, Result, Task, TaskSource
 from ckptd.convert.cluster.tasks import TaskBuilder
 from ckptd.convert.cluster.uploader import shares_uploads, upload_of
@@ -19,9 +19,8 @@ from ckptd.convert.options import ConvertProgress
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from ckptd.convert.cluster.attempt_log import AttemptLog
-    from ckptd.convert.cluster.grouping import Index
-    from ckptd.convert.cluster.locality import Home
+    from ckptd.convert.cluster.destination import AttemptLog
+    from ckptd.convert.cluster.grouping import Home, Index
     from ckptd.convert.cluster.messages import Job
     from ckptd.convert.cluster.pool import WorkerPool
     from ckptd.storage.stores.base import Store

@@ -15,24 +15,22 @@ import ckptd
 from ckptd import errors
 from ckptd.base import files
 from ckptd.convert.cluster.attempt import Attempt, Tally
-from ckptd.convert.cluster.attempt_log import AttemptLog
-from ckptd.convert.cluster.destination import ClusterDestination, give_up, publish_folder
+from ckptd.convert.cluster.destination import AttemptLog, ClusterDestination, give_up, publish_folder
 from ckptd.convert.cluster.grouping import index_of, without_links
 from ckptd.convert.cluster.memory import LEAST_BUDGET_BYTES
 from ckptd.convert.cluster.messages import Job, StoreCapabilities, TaskSource
 from ckptd.convert.cluster.pool import Address, open_pool
 from ckptd.convert.engine.staging import check_destination, check_place, open_staging_dir, remove_staging_dir
 from ckptd.convert.options import ClusterReport
-from ckptd.convert.provenance import description_of
+from ckptd.convert.outputs import description_of
+from ckptd.convert.reader import identity_of
 from ckptd.convert.remote.convert import POINTER, RemoteConversion, temporary_place, within_remote
 from ckptd.convert.remote.reader import RemoteRanges
 from ckptd.convert.remote.source import directory_remote
 from ckptd.convert.remote.uploader import NOTE, target_exists
-from ckptd.convert.sources import identity_of
 from ckptd.recover.select.copies import DESCRIPTION
-from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import from_hex
-from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.open import Access, open_store
 from ckptd.storage.stores.s3.store import S3Store
 
 if TYPE_CHECKING:

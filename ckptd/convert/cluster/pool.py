@@ -25,7 +25,7 @@ from ckptd.errors import BehindError, ConfigError, RemoteUnreachable, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from ckptd.convert.cluster.locality import Home
+    from ckptd.convert.cluster.grouping import Home
     from ckptd.convert.cluster.messages import TaskSource
 
 CONNECT_SECONDS = 15.0

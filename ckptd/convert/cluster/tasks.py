@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import IO, TYPE_CHECKING
 
-from ckptd.convert.cluster.grouping import parts_of, tasks_of
-from ckptd.convert.cluster.locality import ANYWHERE, Layout
+from ckptd.convert.cluster.grouping import ANYWHERE, Layout, parts_of, tasks_of
 from ckptd.convert.cluster.messages import Join, Piece, Proof, Task, TaskSource
 from ckptd.convert.cluster.uploader import shares_uploads, upload_of
 from ckptd.convert.parts import ranges_of
@@ -20,9 +19,8 @@ from ckptd.storage.stores.s3.uploads import part_size
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ckptd.convert.cluster.attempt_log import AttemptLog
-    from ckptd.convert.cluster.grouping import Index, TaskOutput
-    from ckptd.convert.cluster.locality import Home, Item
+    from ckptd.convert.cluster.destination import AttemptLog
+    from ckptd.convert.cluster.grouping import Home, Index, Item, TaskOutput
     from ckptd.convert.cluster.messages import Job
     from ckptd.convert.parts import Part
     from ckptd.storage.stores.base import Store

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ckptd.convert.cluster.messages import Job, Join, Proof
     from ckptd.convert.parts import Part
-    from ckptd.convert.sources import Ranges
+    from ckptd.convert.reader import Ranges
     from ckptd.storage.stores.base import Store
     from ckptd.storage.stores.s3.parts import Upload
 

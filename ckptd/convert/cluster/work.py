@@ -21,9 +21,16 @@ import ckptd
 from ckptd.base import files
 from ckptd.base.files import opened_real
 from ckptd.convert.cluster import uploader
-from ckptd.convert.cluster.extents import Extents, FolderPlace, StorePlace, spans_of
+from ckptd.convert.cluster.extents import (
+    Extents,
+    FolderPlace,
+    LocalPlace,
+    LocalShards,
+    StorePlace,
+    save_dirs,
+    spans_of,
+)
 from ckptd.convert.cluster.grouping import parts_of
-from ckptd.convert.cluster.local_shards import LocalPlace, LocalShards, save_dirs
 from ckptd.convert.cluster.memory import keep_small, shares_of
 from ckptd.convert.cluster.messages import Claims, Job, Question, Result, Task
 from ckptd.convert.dtypes import numpy_folder, use_numpy_of

@@ -29,13 +29,12 @@ from ckptd.convert.engine.writer import (
 )
 from ckptd.convert.parts import Literal, Part, Range, ranges_of
 from ckptd.convert.plan import OutputCheck, OutputFile
-from ckptd.convert.reader import blocks_of, same_bytes
-from ckptd.convert.sources import Ranges
+from ckptd.convert.reader import Ranges, blocks_of, same_bytes
 from ckptd.errors import NoSpaceError, RefusedError, SourceChanged
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from ckptd.convert.sources import Sources
+    from ckptd.convert.reader import Sources
 
 
 # --- Clonable ranges: one rule for executor, planner and forecast ----------------------------------------

@@ -24,10 +24,9 @@ from ckptd.convert.engine.planner_child import Ticker
 from ckptd.convert.engine.sandbox import STOP_SIGNAL, UNLIMITED, restrict
 from ckptd.convert.engine.verify import verify_outputs, verify_sources
 from ckptd.convert.engine.writer import Counters, Folders, Settings, own
-from ckptd.convert.outputs import large_first
+from ckptd.convert.outputs import description_of, large_first
 from ckptd.convert.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
-from ckptd.convert.provenance import description_of
-from ckptd.convert.sources import Ranges, Sources, identity_of
+from ckptd.convert.reader import Ranges, Sources, identity_of
 from ckptd.errors import CkptdError, SourceChanged, StorageError, from_os_error
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ckptd.base.files import opened_real
 from ckptd.convert.engine.executor import Tally
 from ckptd.convert.engine.sandbox import peak_rss_bytes, restrict
 from ckptd.convert.plan import Header, OutputFile, PlanWriter, SourceFile
-from ckptd.convert.sources import identity_of
+from ckptd.convert.reader import identity_of
 from ckptd.convert.universal import UniversalLayout, choose_layout, refuse_unread
 from ckptd.convert.weights import COMPANION, LAYOUT, WeightsLayout, companion_files
 from ckptd.errors import CkptdError, RefusedError, from_os_error

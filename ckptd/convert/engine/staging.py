@@ -20,9 +20,9 @@ from ckptd.base import extents, files
 from ckptd.base.files import opened_real, real_path
 from ckptd.base.names import NAME_BYTES
 from ckptd.base.owned_dirs import lock
-from ckptd.convert.adapters import ADAPTER_CONFIG
 from ckptd.convert.plan import Header, PlanReader, Trailer, read_trailer
-from ckptd.convert.sources import identity_of
+from ckptd.convert.reader import identity_of
+from ckptd.convert.weights import ADAPTER_CONFIG
 from ckptd.core.model.layouts import NamedShard, parse_shard_name
 from ckptd.errors import (
     CkptdError,

@@ -20,7 +20,6 @@ from ckptd import errors
 from ckptd.base import extents, files
 from ckptd.base.process import spawn
 from ckptd.config.loader import remote_from_arguments
-from ckptd.convert.engine.forecast import Forecast, planned
 from ckptd.convert.engine.staging import (
     SourceFolder,
     StagingDir,
@@ -29,7 +28,7 @@ from ckptd.convert.engine.staging import (
     open_staging_dir,
     remove_staging_dir,
 )
-from ckptd.convert.engine.supervisor import Conversion, numpy_for, origin_of
+from ckptd.convert.engine.supervisor import Conversion, Forecast, numpy_for, origin_of, planned
 from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
 from ckptd.convert.remote.source import (
     PARALLEL,
@@ -42,9 +41,8 @@ from ckptd.convert.remote.source import (
 )
 from ckptd.convert.remote.uploader import target_exists
 from ckptd.recover.select.copies import DESCRIPTION
-from ckptd.storage.stores.access import Access, access_of
 from ckptd.storage.stores.apart import open_apart
-from ckptd.storage.stores.open import clean_environment
+from ckptd.storage.stores.open import Access, access_of, clean_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

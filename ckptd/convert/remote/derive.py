@@ -17,13 +17,11 @@ from ckptd.convert.dtypes import use_numpy_of
 from ckptd.convert.engine.staging import list_source
 from ckptd.convert.engine.supervisor import numpy_for, origin_of, plan_request, write_plan
 from ckptd.convert.options import ConvertOptions, Dtype
-from ckptd.convert.outputs import Outputs
-from ckptd.convert.provenance import NAME, description_of
-from ckptd.convert.reader import same_bytes
+from ckptd.convert.outputs import NAME, Outputs, description_of
+from ckptd.convert.reader import Sources, same_bytes
 from ckptd.convert.remote.reader import RemoteRanges
 from ckptd.convert.remote.source import make_mirror, of_commit
 from ckptd.convert.remote.uploader import PartsSource
-from ckptd.convert.sources import Sources
 from ckptd.core.model.generation import objects_of
 from ckptd.core.model.layouts import Role, parse_shard_name
 from ckptd.core.model.records import UNIVERSAL, ZERO
@@ -34,16 +32,16 @@ from ckptd.recover.select.manifest_check import why_untrusted
 from ckptd.storage.remote.documents import manifests_of_commit, read_commit, read_identity
 from ckptd.storage.remote.messages import Planned, ShipFile
 from ckptd.storage.remote.transfer import CannotBeMade, changed
-from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import from_hex
+from ckptd.storage.stores.open import Access
 from ckptd.storage.stores.sources import CheckedSource, FileSource, MemorySource, crc64_of, records_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ckptd.convert.engine.staging import Origin, SourceFolder
+    from ckptd.convert.reader import Ranges
     from ckptd.convert.remote.source import RemoteSource
-    from ckptd.convert.sources import Ranges
     from ckptd.formats.torchfile.archive import Record
     from ckptd.storage.remote import transfer
     from ckptd.storage.remote.messages import Committed, Making, ShipOrder

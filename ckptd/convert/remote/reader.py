@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.convert.sources import Ranges
+from ckptd.convert.reader import Ranges
 from ckptd.errors import CkptdError, DamagedError, SourceChanged
 from ckptd.storage.stores.checksums import crc64, crc64_combined, to_hex
 from ckptd.storage.stores.sources import CrcRanges, RecordChecksums

@@ -23,9 +23,8 @@ from ckptd.errors import CkptdError, NotFoundError, RefusedError, SourceChanged
 from ckptd.formats.torchfile import skeleton
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.storage.remote.documents import IDENTITY_KEY
-from ckptd.storage.stores.access import Access, access_of
 from ckptd.storage.stores.apart import open_apart
-from ckptd.storage.stores.open import is_s3
+from ckptd.storage.stores.open import Access, access_of, is_s3
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ckptd.convert.engine.writer import Counters
     from ckptd.convert.plan import OutputCheck, OutputFile
-    from ckptd.convert.sources import Ranges
+    from ckptd.convert.reader import Ranges
     from ckptd.storage.stores.base import Progress, Store
 
 NOTE = "ckptd-partial.json"

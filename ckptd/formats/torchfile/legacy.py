@@ -14,8 +14,16 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import RefusedError, TornArchiveError
-from ckptd.formats.torchfile.archive import LEGACY_MAGIC, Directory, Framing, Record, frame, read_directory
-from ckptd.formats.torchfile.limits import DEFAULT_LIMITS, Limits
+from ckptd.formats.torchfile.archive import (
+    DEFAULT_LIMITS,
+    LEGACY_MAGIC,
+    Directory,
+    Framing,
+    Limits,
+    Record,
+    frame,
+    read_directory,
+)
 from ckptd.formats.torchfile.rebuild import Rebuilder
 from ckptd.formats.torchfile.unpickler import run_pickle
 from ckptd.formats.torchfile.values import ITEM_BYTES

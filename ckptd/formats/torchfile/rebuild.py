@@ -20,8 +20,7 @@ from ckptd.formats.torchfile.values import (
 )
 
 if TYPE_CHECKING:
-    from ckptd.formats.torchfile.archive import Directory
-    from ckptd.formats.torchfile.limits import Limits
+    from ckptd.formats.torchfile.archive import Directory, Limits
 
 _UNKNOWN = Global("", "<call of a non-global>")
 _DICTIONARIES = {("collections", "OrderedDict"), ("collections", "defaultdict")}

@@ -11,7 +11,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import RefusedError, TornArchiveError
-from ckptd.formats.torchfile.limits import DEFAULT_LIMITS, Limits
+from ckptd.formats.torchfile.archive import DEFAULT_LIMITS, Limits
 from ckptd.formats.torchfile.rebuild import Rebuilder
 from ckptd.formats.torchfile.values import Global, Inert, InertDict, Size, Storage, Tensor
 

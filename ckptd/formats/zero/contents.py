@@ -16,7 +16,7 @@ from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.torchfile.values import ITEM_BYTES, Tensor
 from ckptd.formats.zero.experts import ExpertNames
 from ckptd.formats.zero.facts import as_dict, numel
-from ckptd.formats.zero.parameters import Parameter, Piece, StateRanges
+from ckptd.formats.zero.shards import Parameter, Piece, StateRanges
 
 if TYPE_CHECKING:
     from ckptd.formats.zero.save import Cell, Save

@@ -8,15 +8,274 @@ One tensor-parallel rank is the simple case of the same rules.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ckptd.errors import RefusedError
-from ckptd.formats.zero import affine
 from ckptd.formats.zero.blocks import Block, Step, along, first_rows, fused, reading, sequence, whole
 from ckptd.formats.zero.facts import as_dict, as_int
-from ckptd.formats.zero.sub_params import Declared, SubParams, declared, resolve
+
+# --- fused sub-parameters -----------------------------------------------------------------------------
+# `parameter_with_sub_params` gives a view of the parameter (query, key and value in one weight) whose
+# `partition_dim` is several sub-parameters, each cut over the tensor ranks. From version 0.4 on the widths
+# are recorded; before it the cut can only have been even (docs/formats.md §2.5, DeepSpeed PR 8185).
+
+WIDTHS_SINCE = 0.4
+"""First `universal_checkpoint_version` that records the widths."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubParams:
+    """The `SubparamShape` of a parameter's files; `shape` holds ints (-1: whatever is left) and tuples."""
+
+    patterns: list[str]
+    shape: tuple[Any, ...]
+    partition_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """One declaration: its patterns, and recorded widths per pattern (None: before version 0.4)."""
+
+    compiled: tuple[re.Pattern[str], ...]
+    subs: SubParams
+    widths: dict[str, list[list[int]]] | None
+
+
+def declared(info: dict[Any, Any]) -> list[Declared]:
+    """Return all declarations of an info dictionary.
+
+    Raises:
+        RefusedError: they cannot be read.
+    """
+    version = info.get("universal_checkpoint_version", 0.0)
+    recorded = isinstance(version, int | float) and version >= WIDTHS_SINCE
+    widths = as_dict(info.get("sub_param_shard_widths")) if recorded else None
+    entries = info.get("parameter_with_sub_params") or []
+    if not isinstance(entries, list | tuple):
+        raise RefusedError("parameter_with_sub_params of universal_checkpoint_info is no list")
+    return [_declaration(as_dict(entry), widths) for entry in entries]
+
+
+def _declaration(entry: dict[Any, Any], widths: dict[Any, Any] | None) -> Declared:
+    patterns, shape, dim = entry.get("patterns"), entry.get("shape"), as_int(entry.get("partition_dim"))
+    good = isinstance(patterns, list | tuple) and all(isinstance(p, str) for p in patterns)
+    if not good or not isinstance(shape, list | tuple) or dim is None or not 0 <= dim < len(shape):
+        raise RefusedError("an entry of parameter_with_sub_params in universal_checkpoint_info is unreadable")
+    assert isinstance(patterns, list | tuple)
+    if not all(as_int(d) is not None or _sizes(d) is not None for d in shape):
+        raise RefusedError(f"parameter_with_sub_params has an unreadable shape for {patterns[:1]}")
+    try:
+        compiled = tuple(re.compile(p) for p in patterns)
+    except re.error as error:
+        raise RefusedError(f"parameter_with_sub_params holds an invalid pattern ({error})") from error
+    subs = SubParams(patterns=list(patterns), shape=tuple(shape), partition_dim=dim)
+    kept = None if widths is None else {p: _widths(widths[p]) for p in patterns if p in widths}
+    return Declared(compiled=compiled, subs=subs, widths=kept)
+
+
+def _sizes(value: Any) -> list[int] | None:
+    if not isinstance(value, list | tuple):
+        return None
+    sizes = [as_int(v) for v in value]
+    return [s for s in sizes if s is not None and s >= 0] if all(s is not None for s in sizes) else None
+
+
+def _widths(value: Any) -> list[list[int]]:
+    rows = [_sizes(row) for row in value] if isinstance(value, list | tuple) else [None]
+    if any(row is None for row in rows):
+        raise RefusedError("sub_param_shard_widths of universal_checkpoint_info is unreadable")
+    return [row for row in rows if row is not None]
+
+
+def resolve(
+    found: Declared, pattern: str, shapes: list[tuple[int, ...]]
+) -> tuple[SubParams, tuple[int, ...], list[Block]]:
+    """Marks, full (view) shape and blocks of a parameter whose shards have these shapes.
+
+    Raises:
+        RefusedError: widths are missing, contradict the shapes, or cannot have been cut evenly.
+    """
+    subs, ranks = found.subs, len(shapes)
+    dim = subs.partition_dim
+    if found.widths is not None:
+        sizes = _sizes(subs.shape[dim])
+        widths = found.widths.get(pattern)
+        if sizes is None or widths is None:
+            raise RefusedError("universal_checkpoint_info records no widths of its sub-parameters")
+    else:
+        subs, sizes = _legacy(subs, shapes)
+        uneven = [size for size in sizes if size % ranks]
+        if uneven:
+            raise RefusedError(
+                f"its sub-parameters of sizes {uneven} were cut over {ranks} tensor ranks and no widths are "
+                f"recorded (universal_checkpoint_version before {WIDTHS_SINCE})"
+            )
+        widths = [[size // ranks] * ranks for size in sizes]
+    if len(widths) != len(sizes) or any(
+        len(w) != ranks or sum(w) != size for w, size in zip(widths, sizes, strict=False)
+    ):
+        raise RefusedError(f"its recorded widths {widths} do not add up to sub-parameters of sizes {sizes}")
+    full = _view(subs.shape, dim, sum(sizes), sum(prod(shape) for shape in shapes))
+    for rank, shape in enumerate(shapes):
+        held = prod((*full[:dim], sum(w[rank] for w in widths), *full[dim + 1 :]))
+        if held != prod(shape):
+            raise RefusedError(
+                f"tensor rank {rank} holds {prod(shape)} elements, its recorded widths need {held}"
+            )
+    return subs, full, fused(full, dim, widths)
+
+
+def _legacy(subs: SubParams, shapes: list[tuple[int, ...]]) -> tuple[SubParams, list[int]]:
+    """Before 0.4 a plain number at `partition_dim` is a count of equal sub-parameters: made explicit."""
+    dim = subs.partition_dim
+    sizes = _sizes(subs.shape[dim])
+    if sizes is not None:
+        return subs, sizes
+    count = as_int(subs.shape[dim]) or 0
+    if any(len(shape) <= dim for shape in shapes):
+        raise RefusedError(f"its shards have no dimension {dim} to find sub-parameters in")
+    total = sum(shape[dim] for shape in shapes)
+    if count <= 0 or total % count:
+        raise RefusedError(f"{count} equal sub-parameters do not divide a dimension of {total}")
+    sizes = [total // count] * count
+    return replace(subs, shape=(*subs.shape[:dim], tuple(sizes), *subs.shape[dim + 1 :])), sizes
+
+
+def _view(shape: tuple[Any, ...], dim: int, width: int, numel: int) -> tuple[int, ...]:
+    """Return the view's shape with `partition_dim` and one placeholder resolved."""
+    sizes = [sum(d) if isinstance(d, list | tuple) else int(as_int(d) or 0) for d in shape]
+    sizes[dim] = width
+    open_dims = [i for i, n in enumerate(sizes) if n < 0]
+    known = prod(n for n in sizes if n >= 0)
+    if len(open_dims) > 1 or (open_dims and (known == 0 or numel % known)):
+        raise RefusedError(f"its sub-parameter shape {shape} cannot be resolved for {numel} elements")
+    for i in open_dims:
+        sizes[i] = numel // known
+    return tuple(sizes)
+
+
+# --- affine maps --------------------------------------------------------------------------------------
+# AutoTP records them from DeepSpeed 0.19.8 on: pieces by offset and strides (docs/formats.md §2.5). A map
+# overrides every pattern for the parameters that it names. A piece that several ranks hold is taken from the
+# first and compared with the others; a scaled piece is refused, since moments would have to be rescaled and
+# the optimizer's settings with them.
+
+VERSION = 1
+_MAX_PIECES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Map:
+    """One parameter's map: full shape, shard shapes by rank, pieces."""
+
+    shape: tuple[int, ...]
+    shards: dict[int, tuple[int, ...]]
+    pieces: tuple[Block, ...]
+
+    def blocks(self, shapes: list[tuple[int, ...]]) -> tuple[list[Block], list[tuple[Block, Block]]]:
+        """Pieces to use, and pairs of pieces that hold the same elements.
+
+        Raises:
+            RefusedError: the map is of other shards, or does not use each element of them once.
+        """
+        held = {rank: _count(shape) for rank, shape in self.shards.items()}
+        if held != {rank: _count(shape) for rank, shape in enumerate(shapes)}:
+            raise RefusedError(f"its affine map is of shards {self.shards}, the shards are {shapes}")
+        for rank, count in held.items():
+            sequence([_turned(piece) for piece in self.pieces if piece.rank == rank], count)
+        first: dict[tuple[Any, ...], Block] = {}
+        copies: list[tuple[Block, Block]] = []
+        for piece in sorted(self.pieces, key=lambda piece: piece.rank):
+            place = (piece.out, piece.shape, piece.out_strides)
+            if place in first and _count(piece.shape):
+                copies.append((first[place], piece))
+            else:
+                first.setdefault(place, piece)
+        return list(first.values()), copies
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return prod(shape)
+
+
+def _turned(piece: Block) -> Block:
+    """Return the block of the same elements with shard and full parameter swapped."""
+    return Block(piece.rank, piece.shape, piece.at, piece.strides, piece.out, piece.out_strides)
+
+
+class Maps:
+    """All maps of a checkpoint, read when a parameter asks."""
+
+    def __init__(self, value: Any) -> None:
+        info = as_dict(value)
+        version = info.get("version", VERSION)
+        if not isinstance(version, int) or version > VERSION:
+            raise RefusedError(
+                f"the checkpoint's affine map is of format {version}, ckptd knows {VERSION}",
+                hint="the ZeRO form is safe all the same; update ckptd",
+            )
+        try:
+            self._params = [(re.compile(str(p)), entry) for p, entry in as_dict(info.get("params")).items()]
+        except re.error as error:
+            raise RefusedError(f"the affine map holds an invalid pattern ({error})") from error
+
+    def __bool__(self) -> bool:
+        return bool(self._params)
+
+    def find(self, name: str) -> Map | None:
+        """Return the map of a parameter.
+
+        Raises:
+            RefusedError: two match, or it cannot be read.
+        """
+        found = [entry for pattern, entry in self._params if pattern.match(name)]
+        if len(found) > 1:
+            raise RefusedError("it matches more than one affine map")
+        return _map(as_dict(found[0])) if found else None
+
+
+def _map(entry: dict[Any, Any]) -> Map:
+    shards: dict[int, tuple[int, ...]] = {}
+    pieces: list[Block] = []
+    for key, value in as_dict(entry.get("ranks")).items():
+        rank = int(key) if isinstance(key, str) and key.isdecimal() else as_int(key)
+        listed = as_dict(value).get("pieces")
+        if rank is None or not isinstance(listed, list) or len(pieces) + len(listed) > _MAX_PIECES:
+            raise RefusedError("its affine map is unreadable")
+        shards[rank] = _integers(as_dict(value).get("shard_shape"))
+        pieces += [_piece(rank, as_dict(piece)) for piece in listed]
+    return Map(shape=_integers(entry.get("logical_shape")), shards=shards, pieces=tuple(pieces))
+
+
+def _piece(rank: int, piece: dict[Any, Any]) -> Block:
+    if piece.get("scale", 1.0) != 1.0:
+        raise RefusedError(
+            "its shards are scaled (a pre-divided bias of a row-parallel layer), and so would be its moments",
+            hint="the stock converter refuses it too; the ZeRO form is safe all the same",
+        )
+    shape = _integers(piece.get("shape"))
+    (out, out_strides), (at, strides) = _place(piece.get("source")), _place(piece.get("dest"))
+    if len(shape) != len(out_strides) or len(shape) != len(strides):
+        raise RefusedError("its affine map has a piece of contradicting dimensions")
+    return Block(rank, shape, out, out_strides, at, strides)
+
+
+def _place(value: Any) -> tuple[int, tuple[int, ...]]:
+    if not isinstance(value, list | tuple) or len(value) != 2 or (as_int(value[0]) or 0) < 0:
+        raise RefusedError("its affine map has an unreadable piece")
+    return as_int(value[0]) or 0, _integers(value[1])
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    numbers = [as_int(v) for v in value] if isinstance(value, list | tuple) else [None]
+    if any(n is None or n < 0 for n in numbers):
+        raise RefusedError("its affine map holds a shape or strides that are unreadable")
+    return tuple(n for n in numbers if n is not None)
+
+
+# --- the rule of a parameter --------------------------------------------------------------------------
 
 REPLICATED = "tp_replicated_parameter_patterns"
 AVERAGED = "parameter_to_average_patterns"
@@ -60,7 +319,7 @@ class Patterns:
             )
         self._lists = {key: _compiled(info.get(key), key) for key in _LISTS}
         self._subs = declared(info)
-        self._affine = affine.Maps(info.get("affine_map"))
+        self._affine = Maps(info.get("affine_map"))
         self._vocabulary = as_int(info.get("original_vocab_size"))
         self._unmatched = {p.pattern for patterns in self._lists.values() for p in patterns}
         self._unmatched.update(p.pattern for subs in self._subs for p in subs.compiled)

@@ -16,8 +16,7 @@ from ckptd.formats.zero.experts import NO_EXPERTS, Experts
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptd.formats.zero.parameters import Parameter
-    from ckptd.formats.zero.shards import Opened, OptimShard, Source
+    from ckptd.formats.zero.shards import Opened, OptimShard, Parameter, Source
 
 from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero.optimizers import DRIFT_THERE, STAGE3_READS, stage3_loader_word

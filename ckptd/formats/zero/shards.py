@@ -1,4 +1,4 @@
-"""Shards of one save, opened by the restricted unpickler and cut down to what conversion needs.
+"""Open the shards of a save, cut them down to what conversion needs, and model parameters as their ranges.
 
 A shard's pickle is dropped as soon as its offsets are known, so that memory follows the number of
 fragments and not the number of ranks times the size of a pickle (docs/formats.md §2, P12).
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from ckptd.core.model.shard_facts import ShardFacts
@@ -19,6 +20,48 @@ from ckptd.formats.torchfile.legacy import read_archive
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero.facts import shard_facts, shown
+
+# --- parameters: ranges of source files, for all stages alike (docs/formats.md §4) --------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`nbytes` bytes at `offset` of source file `source`."""
+
+    source: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateRanges:
+    """One state of one parameter: its pieces in order make the flattened full tensor."""
+
+    name: str
+    dtype: str
+    item_bytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A full parameter: name, real shape, states (fp32 first), scalar states (the step) as they are.
+
+    `scalar_source` is the index of the file that scalar tensors lie in. `experts` > 0: that many
+    expert-parallel ranks' tensors, each of `shape`, follow one another in the pieces (docs/formats.md §7.1).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    states: tuple[StateRanges, ...]
+    scalars: dict[str, Any]
+    scalar_source: int
+    experts: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return max(1, self.experts) * prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,18 @@ from ckptd.formats.torchfile.values import Inert
 from ckptd.formats.zero.experts import NO_EXPERTS, Experts
 from ckptd.formats.zero.facts import as_dict, as_int, numel, shown, states_of
 from ckptd.formats.zero.optimizers import refuse_unknown_layout
-from ckptd.formats.zero.parameters import Parameter, Piece, StateRanges
-from ckptd.formats.zero.shards import Flat, Opened, OptimShard, ShardGroup, Source, flat, split_state
+from ckptd.formats.zero.shards import (
+    Flat,
+    Opened,
+    OptimShard,
+    Parameter,
+    Piece,
+    ShardGroup,
+    Source,
+    StateRanges,
+    flat,
+    split_state,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.zero.facts import as_dict, numel, states_of
 from ckptd.formats.zero.optimizers import refuse_unknown_layout
-from ckptd.formats.zero.parameters import Parameter, Piece, StateRanges
-from ckptd.formats.zero.shards import Opened, OptimShard, ShardGroup, flat, split_state
+from ckptd.formats.zero.shards import (
+    Opened,
+    OptimShard,
+    Parameter,
+    Piece,
+    ShardGroup,
+    StateRanges,
+    flat,
+    split_state,
+)
 from ckptd.formats.zero.stage12 import Shapes
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ckptd import errors
 from ckptd.errors import CkptdError, RemoteError, RemoteNotOurs, from_os_error
 from ckptd.storage.remote.attach import attach
 from ckptd.storage.remote.commit import ship, supplement
-from ckptd.storage.remote.coordination import Heartbeats, hold_lease, remove_stale_temporaries
+from ckptd.storage.remote.coordination import Heartbeats, claim_run, hold_lease, remove_stale_temporaries
 from ckptd.storage.remote.documents import DocumentCache
 from ckptd.storage.remote.messages import (
     Alive,
@@ -60,7 +60,6 @@ from ckptd.storage.remote.observe import (
 )
 from ckptd.storage.remote.repair import scrub
 from ckptd.storage.remote.retire import retire
-from ckptd.storage.remote.runs import claim_run
 from ckptd.storage.remote.transfer import Control, sealed
 from ckptd.storage.stores.base import Progress
 from ckptd.storage.stores.open import WINDOW_BYTES, open_store

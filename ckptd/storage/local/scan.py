@@ -1,7 +1,7 @@
 """Scan a save_dir once: names and identities by descriptor; only pointers are opened for reading.
 
 The scanner never enters `_ckptd`, follows no symlink and crosses no mount; what is neither a folder nor a
-regular file is reported, not touched.
+regular file is reported, not touched. Links where checkpoints should be are known by their names.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import stat
 import threading
 import time
@@ -19,7 +20,7 @@ from ckptd.base import extents, files
 from ckptd.base import names as base_names
 from ckptd.base.identity import FolderIdentity
 from ckptd.base.names import name_problem, shown
-from ckptd.core.model.layouts import WRITES_AS, Trainer, layout_of
+from ckptd.core.model.layouts import WRITES_AS, Trainer, layout_of, parse_shard_name
 from ckptd.core.model.listing import (
     OURS,
     POINTERS,
@@ -32,10 +33,38 @@ from ckptd.core.model.listing import (
     of_listing,
 )
 from ckptd.errors import CkptdError
-from ckptd.storage.local.symlinks import leads_elsewhere, linked_shard, may_be_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+
+_CHECKPOINT = re.compile(r"^(global_step|checkpoint[-_]|step[-_]?|iter_)\d+$")
+
+
+def may_be_checkpoint(name: str, latest: str | None) -> bool:
+    """Whether a name may be a checkpoint's: as DeepSpeed, Hugging Face and others write it, or as `latest`
+    says.
+    """
+    is_one = _CHECKPOINT.match(name) is not None or name == latest
+    return is_one and shown(name) == name and name_problem(name) is None
+
+
+def leads_elsewhere(save_dir_fd: int, name: str) -> bool:
+    """False for a second name of something that lies beside it: that is looked at under its own."""
+    try:
+        target = os.readlink(name, dir_fd=save_dir_fd)
+    except OSError:
+        return True
+    return "/" in target.removeprefix("./").rstrip("/")
+
+
+def linked_shard(listing: FolderListing | None) -> list[str]:
+    """Return the first shard of a folder that is a link, or no regular file; nothing where there is none."""
+    for path in listing.irregular if listing is not None else ():
+        if parse_shard_name(path.rpartition("/")[2]) is not None:
+            return [f"{listing.tag}/{path}"] if listing is not None else []
+    return []
+
 
 log = logging.getLogger("ckptd.scan")
 

@@ -1,7 +1,8 @@
-"""Coordinate hosts that share one save_dir through a remote: shares of a save, and the lease.
+"""Coordinate nodes through a remote: heartbeats, shares of a save, the lease on a directory, and runs.
 
-Each is a row of numbered documents, created only if absent: of two hosts that write the same number one wins,
-and both read back who (docs/adr/0110). Only the store's clock decides which host is alive.
+Each but the heartbeats is a row of numbered documents, created only if absent: of two nodes that write the
+same number one wins, and both read back who (docs/adr/0110). Only the store's clock decides which host is
+alive.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ckptd.base.names import ROOT
 from ckptd.core.model.heartbeat import HEARTBEATS, Heartbeat, SeenNode, heartbeat_key, node_of_key
 from ckptd.core.model.manifest import Document, parse, to_bytes
 from ckptd.core.model.records import ZERO
+from ckptd.core.model.runs import RUNS, Row, RunSeen, judge
 from ckptd.core.policy.leases import (
     LEASE,
     LeaseSeen,
@@ -31,15 +33,15 @@ from ckptd.core.policy.leases import (
     shares_folder,
 )
 from ckptd.errors import DamagedError, RefusedError, RemoteError
-from ckptd.storage.remote.documents import stem_of
+from ckptd.storage.remote.documents import DocumentCache, read_identity, stem_of
 from ckptd.storage.stores.base import store_now_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ckptd.core.model.generation import KnownManifest
-    from ckptd.core.model.heartbeat import SeenNode
     from ckptd.core.model.manifest import ManifestFile
+    from ckptd.core.model.runs import Claim
     from ckptd.storage.remote.messages import ShipFile, ShipOrder
     from ckptd.storage.stores.base import ObjectInfo, Store
 
@@ -412,3 +414,88 @@ def server_time_seconds(store: Store) -> float | None:
     finally:
         store.delete(key)
     return info.mtime_ns / 1e9 if info is not None and info.mtime_ns else None
+
+
+# --- Runs: who may go on in a remote (docs/adr/0185) --------------------------------------------------
+
+
+def read_runs(store: Store, cache: DocumentCache | None = None) -> tuple[Row, ...]:
+    """Return every row, in order of number.
+
+    Raises:
+        DocumentDamaged, RefusedError: one cannot be read; whose turn it is, is not known then.
+    """
+    cache = DocumentCache() if cache is None else cache
+    found = []
+    for info in store.list(RUNS):
+        number = number_of(RUNS, info.key)
+        read = cache.get(store, info, Row) if number else None
+        if read is not None:
+            found.append(read[0].model_copy(update={"number": number}))
+    return tuple(sorted(found, key=lambda row: row.number))
+
+
+def claim_run(
+    store: Store, claim: Claim, job_id: str, beat: Callable[[str], None] = lambda _run_id: None
+) -> RunSeen:
+    """Say that a place goes on with a run there, unless another one that lives does.
+
+    Of two that say so at once one creates the row; the other reads it and is judged again. Who adds no row is
+    judged again after its heartbeat, so that of two with one rank not both join. `beat` writes the
+    place's heartbeat with a run id: before the row, so that whoever reads a row finds that its place lives.
+
+    Raises:
+        RemoteError: the places do not come to an end.
+    """
+    said: str | None = None
+    for _ in range(_TRIES):
+        number, row = latest_row(store, RUNS, Row)
+        row = row.model_copy(update={"number": number}) if row is not None else None
+        seen = Heartbeats(store).everyone(server_time_seconds(store)) if row is not None else ()
+        is_virgin = row is None and next(iter(store.list(f"{ROOT}/commits/")), None) is None
+        decision = judge(claim, row, seen, job_id=job_id, is_virgin=is_virgin)
+        run_id = claim.run_id if decision.others else decision.run_id
+        if said != run_id and not (decision.others and said is None):
+            beat(run_id)
+            said = run_id
+            if not decision.others and not decision.appends:
+                continue  # two that join at once with one rank each find the other's word now
+        if decision.others or not decision.appends:
+            return RunSeen(run_id=decision.run_id, number=number, others=decision.others)
+        made = row_of(claim, job_id, decision.run_id, number + 1)
+        data = to_bytes(made)
+        key = numbered(RUNS, number + 1)
+        if store.put_if_absent(key, data) or store.get(key) == data:
+            return RunSeen(run_id=decision.run_id, number=number + 1)
+    msg = f"{store.url}: the places that save this job do not agree under {RUNS}"
+    raise RemoteError(msg, hint="it is tried again; `ckptd check` says who else writes there")
+
+
+def row_of(claim: Claim, job_id: str, run_id: str, number: int) -> Row:
+    """Return the row that a place appends."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    said = claim.model_dump(include=set(Row.model_fields) - {"run_id", "number"})
+    return Row(**said, job_id=job_id, run_id=run_id, number=number, created_at=now)
+
+
+def append_run(store: Store, claim: Claim) -> Row:
+    """Let a run go on in a place because a person says so, whoever else writes there.
+
+    Raises:
+        RemoteError: somebody appends faster.
+    """
+    identity = read_identity(store)
+    assert identity is not None
+    for _ in range(_TRIES):
+        number, _row = latest_row(store, RUNS, Row)
+        made = row_of(claim, identity.job_id, claim.run_id, number + 1)
+        if store.put_if_absent(numbered(RUNS, number + 1), to_bytes(made)):
+            return made
+    msg = f"{store.url}: rows appear under {RUNS} faster than one can be added"
+    raise RemoteError(msg, hint="call it again")
+
+
+def newest_run(store: Store) -> Row | None:
+    """Return the newest row; None: no release that knows runs wrote there."""
+    number, row = latest_row(store, RUNS, Row)
+    return None if row is None else row.model_copy(update={"number": number})

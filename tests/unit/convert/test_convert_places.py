@@ -25,7 +25,7 @@ from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.parts import Literal
 from ckptd.convert.plan import OutputFile, PlanReader
-from ckptd.convert.sources import Sources, identity_of
+from ckptd.convert.reader import Sources, identity_of
 from ckptd.errors import NoSpaceError, RefusedError, SourceChanged, StorageError, TargetExists, UsageError
 from tests.support.real import REPOSITORY
 from tests.support.synthetic import Made, Shapes, write_stage12

@@ -17,14 +17,13 @@ import pytest
 from bench import sparse
 from ckptd.base import extents, files
 from ckptd.cli.checkpoints.inspect import look
-from ckptd.convert import sources
+from ckptd.convert import reader
 from ckptd.convert.engine.executor import Tally, interior
-from ckptd.convert.engine.forecast import forecast
-from ckptd.convert.engine.supervisor import convert
+from ckptd.convert.engine.supervisor import convert, forecast
 from ckptd.convert.options import ConvertOptions
 from ckptd.convert.parts import Literal, Range
 from ckptd.convert.plan import OutputFile
-from ckptd.convert.sources import Sources, descriptors, identity_of
+from ckptd.convert.reader import Sources, descriptors, identity_of
 from ckptd.errors import DamagedError, RefusedError, SourceChanged, TargetExists
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.zero import shards
@@ -52,7 +51,7 @@ def test_few_sources_are_open_at_once_and_those_in_use_stay_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, identities = _numbered(tmp_path, 60)
-    monkeypatch.setattr(sources, "descriptors", lambda: 0)
+    monkeypatch.setattr(reader, "descriptors", lambda: 0)
     before = _opened()
     with files.opened_dir(tmp_path) as fd:
         opened = Sources(fd, names, identities)
@@ -84,7 +83,7 @@ def test_a_source_written_after_the_plan_is_noticed_at_once_and_when_opened(tmp_
 def test_the_soft_limit_of_descriptors_is_raised_to_the_hard_one() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 700));"
-        "from ckptd.convert.sources import descriptors; print(descriptors(),"
+        "from ckptd.convert.reader import descriptors; print(descriptors(),"
         " resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     done = subprocess.run(

@@ -17,20 +17,18 @@ from bench import sparse
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions, ConvertReport
 from ckptd.convert.parts import Cast, Literal, Mean, Part, Range, Stream, Widen, Woven
-from ckptd.convert.reader import blocks_of, pieces
+from ckptd.convert.reader import Ranges, blocks_of, pieces
 from ckptd.convert.remote import reader
 from ckptd.convert.remote.convert import RemoteConversion
 from ckptd.convert.remote.reader import RemoteRanges
 from ckptd.convert.remote.source import RemoteFile, RemoteSource
 from ckptd.convert.remote.uploader import PartsSource
-from ckptd.convert.sources import Ranges
 from ckptd.errors import BehindError, DamagedError, SourceChanged
 from ckptd.formats.torchfile import skeleton
 from ckptd.formats.torchfile.archive import Record, read_directory
 from ckptd.formats.torchfile.fingerprint import fingerprint
-from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import crc64, to_hex
-from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.open import Access, open_store
 from tests.support import recover_scene
 from tests.support.synthetic import write_stage3
 

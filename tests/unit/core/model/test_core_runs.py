@@ -20,9 +20,8 @@ from ckptd.daemon.state.problems import Problems
 from ckptd.storage.child.service import Service
 from ckptd.storage.local.run_file import read_run, run_file, write_run
 from ckptd.storage.remote import messages as m
-from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.remote.coordination import Heartbeats, claim_run, newest_run, read_runs
 from ckptd.storage.remote.messages import RemoteSettings
-from ckptd.storage.remote.runs import claim_run, newest_run, read_runs
 from ckptd.storage.stores.directory import DirectoryStore
 
 A: dict[str, Any] = {"node": "a", "node_id": "ida", "host": "ha", "user": "alice", "save_dir": "/a/output"}

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import CkptdError, DamagedError, RefusedError, TornArchiveError
-from ckptd.formats.torchfile.archive import Directory, Framing, frame, read_directory
+from ckptd.formats.torchfile.archive import Directory, Framing, Limits, frame, read_directory
 from ckptd.formats.torchfile.fingerprint import check_crcs, fingerprint, has_crc, tensor_fingerprint
-from ckptd.formats.torchfile.limits import Limits
 from tests.support.synthetic import drop_crcs, write_archive
 
 RECORDS = {

@@ -15,10 +15,9 @@ from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import Compat, ConvertOptions
 from ckptd.core.model.facts import Archive
 from ckptd.errors import RefusedError, TornArchiveError
-from ckptd.formats.torchfile.archive import Directory
+from ckptd.formats.torchfile.archive import DEFAULT_LIMITS, Directory, Limits
 from ckptd.formats.torchfile.fingerprint import fingerprint, has_crc, tensor_fingerprint
 from ckptd.formats.torchfile.legacy import read_archive, read_legacy
-from ckptd.formats.torchfile.limits import DEFAULT_LIMITS, Limits
 from ckptd.formats.torchfile.unpickler import unpickle
 from tests.support.legacy_files import LITTLE, as_legacy, legacy_bytes, parts_of
 from tests.support.reading import load, tensor_bytes

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import CkptdError, RefusedError, TornArchiveError
-from ckptd.formats.torchfile.archive import Directory, Record
-from ckptd.formats.torchfile.limits import Limits
+from ckptd.formats.torchfile.archive import Directory, Limits, Record
 from ckptd.formats.torchfile.repickle import WRITABLE, repickle
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.torchfile.values import Global, Inert, InertDict, Tensor

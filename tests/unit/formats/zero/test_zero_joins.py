@@ -17,8 +17,8 @@ from ckptd.convert.reader import blocks_of, same_bytes
 from ckptd.convert.tp_join import Shard, join_states
 from ckptd.errors import CkptdError, RefusedError, SourceChanged
 from ckptd.formats.zero.blocks import Block, Copy, Strand, Weave, dense, sequence
-from ckptd.formats.zero.parameters import Parameter, Piece, StateRanges
 from ckptd.formats.zero.patterns import Patterns
+from ckptd.formats.zero.shards import Parameter, Piece, StateRanges
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 
