@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import errno
 from enum import StrEnum
+from typing import Any
 
 
 class Retry(StrEnum):
@@ -57,6 +58,12 @@ class CkptdError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}; {self.hint}" if self.hint else self.message
+
+    @property
+    def as_data(self) -> dict[str, Any]:
+        """Return what another process needs to raise this error again: see `error_named`."""
+        name = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return {"error": name, "message": self.message, "hint": self.hint}
 
 
 class UsageError(CkptdError):
@@ -228,3 +235,12 @@ def from_os_error(error: OSError, what: str) -> CkptdError:
             text, hint="run it as a user who may; in save_dir that is who trains (`ckptd check`)"
         )
     return StorageError(text)
+
+
+def error_named(
+    name: str, message: str, hint: str = "", *, otherwise: type[CkptdError] = StorageError
+) -> CkptdError:
+    """Return the error that another process described by `as_data`; `otherwise`: of a name that is none."""
+    found = globals().get(name)
+    kind = found if isinstance(found, type) and issubclass(found, CkptdError) else otherwise
+    return kind(message, hint=hint)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from operator import add
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from ckptd.base import extents, files
 from ckptd.convert.dtypes import cast, clamped, widen
@@ -29,7 +29,10 @@ from ckptd.convert.parts import (
     Widen,
     Woven,
 )
-from ckptd.errors import SourceChanged
+from ckptd.errors import RefusedError, SourceChanged
+
+if TYPE_CHECKING:
+    from ckptd.convert.plan import OutputCheck
 
 # --- The interface of sources: local files, or any place that serves ranges -------------------
 # Local files keep their fast paths (clones, copies in the kernel, O_DIRECT): callers that can use them ask
@@ -205,6 +208,19 @@ def blocks_of(part: Part, sources: Readable) -> Iterator[bytes]:
         yield from _cast(part, sources)
     else:
         yield from _woven(part, sources)
+
+
+def refuse_drifted(check: OutputCheck, sources: Readable) -> None:
+    """Refuse when copies of a parameter on several tensor ranks have drifted apart (formats.md §6.1).
+
+    Raises:
+        RefusedError: they have.
+    """
+    if not same_bytes(check.one, check.other, sources):
+        raise RefusedError(
+            f"the tensor-parallel ranks hold different copies of {check.what}",
+            hint="the run has drifted apart, or shards are damaged; an older checkpoint may be whole",
+        )
 
 
 def same_bytes(a: Iterable[Part], b: Iterable[Part], sources: Readable) -> bool:

@@ -406,8 +406,7 @@ def attach_once(settings: RemoteSettings, timeout_seconds: float) -> Attached | 
     if isinstance(answer, Attached):
         return answer
     if isinstance(answer, Failed):
-        kind = getattr(errors, answer.error, errors.RemoteError)
-        return kind(answer.message, hint=answer.hint)
+        return answer.raised
     return errors.RemoteError(f"{settings.url} answered with {answer.kind}")
 
 

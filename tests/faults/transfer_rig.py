@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.uploads.session import RemoteSession
 from ckptd.errors import CkptdError, SourceChanged, VerifyError
-from ckptd.storage.child.slots import error_of
 from ckptd.storage.remote import messages as m
 from tests.stores.scene import OPTIM, Node, archive
 
@@ -120,7 +119,7 @@ class Rig:
                     token=answer.token,
                 )
         elif isinstance(answer, m.Failed):
-            error = error_of(answer)
+            error = answer.raised
             self.failures.append(error)
             if not isinstance(error, SourceChanged):
                 self.link.move_failed(error, is_answering=isinstance(error, VerifyError))

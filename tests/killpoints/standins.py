@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
@@ -188,7 +188,9 @@ class Deaf:
 # --- children ---------------------------------------------------------------------------------------------
 
 
-def _inspected(request: dict[str, Any], timeout_seconds: float) -> Iterator[dict[str, Any]]:
+def _inspected(
+    request: dict[str, Any], timeout_seconds: float, on_line: Callable[[dict[str, Any]], None]
+) -> str:
     """The inspecting child's lines."""
     lines: list[dict[str, Any]] = [{"restrictions": []}]
     with mock.patch.object(inspect_child, "_emit", lines.append):
@@ -196,7 +198,9 @@ def _inspected(request: dict[str, Any], timeout_seconds: float) -> Iterator[dict
             with files.opened_dir(request["folder"]) as fd:
                 for index, item in enumerate(request["files"]):
                     lines.append({"index": index, **inspect_child._inspect(fd, index, item)})
-    yield from [*lines, {"ended": "exit status 0"}]
+    for line in lines:
+        on_line(line)
+    return "exit status 0"
 
 
 def _started(module: str, *, stdout: Any, stderr: Any, pass_fds: Any = ()) -> Any:
@@ -258,7 +262,7 @@ def stand_in(lanes: int) -> None:
     put(job, "Watcher", Deaf)
     put(slots, "RemoteClient", DirectClient)
     put(transfer, "ThreadPoolExecutor", Inline)
-    put(inspect, "_child_lines", _inspected)
+    put(inspect, "_hear", _inspected)
     put(children, "start", _started)
     put(supervisor, "watch", _watched)
     put(supervisor, "_threads", lambda _: 1)

@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 from ckptd.convert.engine import inspect
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     import pytest
 
 
 def refuse(patch: pytest.MonkeyPatch, *paths: str) -> None:
     """Files of these paths (within their folder) cannot be read, until the patch is undone."""
-    lines = inspect._child_lines
+    hear = inspect._hear
 
-    def refusing(request: dict[str, Any], timeout_seconds: float) -> Iterator[dict[str, Any]]:
-        for line in lines(request, timeout_seconds):
+    def refusing(
+        request: dict[str, Any], timeout_seconds: float, on_line: Callable[[dict[str, Any]], None]
+    ) -> str:
+        def heard(line: dict[str, Any]) -> None:
             path = request["files"][line["index"]]["path"] if "index" in line else None
             if path in paths:
                 reason = f"{path} cannot be read (Input/output error)"
@@ -27,8 +29,10 @@ def refuse(patch: pytest.MonkeyPatch, *paths: str) -> None:
                     "bytes": 0,
                     "archive": "torn",
                     "reason": reason,
+                    "is_unread": True,
                 }
-                line["is_unread"] = True
-            yield line
+            on_line(line)
 
-    patch.setattr(inspect, "_child_lines", refusing)
+        return hear(request, timeout_seconds, heard)
+
+    patch.setattr(inspect, "_hear", refusing)

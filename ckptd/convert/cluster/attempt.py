@@ -244,8 +244,7 @@ class Attempt:
                 self._ask(asked.task, asked.tries, asked.feed)
 
     def _try_again(self, asked: _Asked, result: Result) -> None:
-        kind = getattr(errors, result.error, errors.StorageError)
-        error = kind(result.message, hint=result.hint)
+        error = errors.error_named(result.error, result.message, result.hint)
         if (
             error.retry is not errors.Retry.BACKOFF
             or asked.tries >= TRIES

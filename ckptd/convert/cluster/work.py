@@ -37,14 +37,14 @@ from ckptd.convert.dtypes import numpy_folder, use_numpy_of
 from ckptd.convert.engine.sandbox import peak_rss_bytes
 from ckptd.convert.engine.verify import verify_source
 from ckptd.convert.parts import decode, ranges_of
-from ckptd.convert.reader import same_bytes
+from ckptd.convert.plan import OutputCheck
+from ckptd.convert.reader import refuse_drifted
 from ckptd.errors import (
     BehindError,
     CkptdError,
     ConfigError,
     LockHeld,
     NotFoundError,
-    RefusedError,
     StorageError,
     from_os_error,
 )
@@ -222,14 +222,7 @@ def worker_name() -> str:
 
 
 def _failed(task: Task, error: CkptdError) -> Result:
-    return Result(
-        number=task.number,
-        worker=worker_name(),
-        error=type(error).__name__,
-        message=error.message,
-        hint=error.hint,
-        peak_rss_bytes=peak_rss_bytes(),
-    )
+    return Result(number=task.number, worker=worker_name(), peak_rss_bytes=peak_rss_bytes(), **error.as_data)
 
 
 def _opened(job: Job) -> _Ends:
@@ -358,12 +351,8 @@ class _Work:
 
     def _compare(self, line: str, extents: Extents) -> None:
         raw = json.loads(line)
-        one, other = ([decode(part) for part in side] for side in raw["p"])
-        if not same_bytes(one, other, extents):
-            raise RefusedError(
-                f"the tensor-parallel ranks hold different copies of {raw['c']}",
-                hint="the run has drifted apart, or shards are damaged; an older checkpoint may be whole",
-            )
+        one, other = (tuple(decode(part) for part in side) for side in raw["p"])
+        refuse_drifted(OutputCheck(raw["c"], one, other), extents)
 
 
 @cache

@@ -118,6 +118,8 @@ def died_of(status: int) -> str:
 
 POLL_SECONDS = 0.02
 """A pause takes hold after so long at most: a save may last half a second."""
+WAIT_SECONDS = 1.0
+"""Of a child that nobody stops or pauses: how long its silence may last unseen."""
 STOP_SECONDS = 10.0
 _MAX_WORDS_BYTES = 1 << 20
 
@@ -197,8 +199,10 @@ class _Watcher:
     ) -> Watched:
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         killed_at: float | None = None
+        is_steered = should_stop is not None or should_pause is not None
+        pause = POLL_SECONDS if is_steered else min(WAIT_SECONDS, silence_seconds or WAIT_SECONDS)
         while self.selector.get_map():
-            self._read(POLL_SECONDS)
+            self._read(pause)
             now = time.monotonic()
             if self.paused:
                 self.heard_at = now

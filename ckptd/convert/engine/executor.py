@@ -29,8 +29,8 @@ from ckptd.convert.engine.writer import (
 )
 from ckptd.convert.parts import Literal, Part, Range, ranges_of
 from ckptd.convert.plan import OutputCheck, OutputFile
-from ckptd.convert.reader import Ranges, blocks_of, same_bytes
-from ckptd.errors import NoSpaceError, RefusedError, SourceChanged
+from ckptd.convert.reader import Ranges, blocks_of, refuse_drifted
+from ckptd.errors import NoSpaceError, SourceChanged
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -310,8 +310,4 @@ class Worker:
     def compare(self, check: OutputCheck) -> None:
         """Refuse when copies of a parameter on several tensor ranks have drifted apart (formats.md §6.1)."""
         self._check_stop()
-        if not same_bytes(check.one, check.other, self.sources):
-            raise RefusedError(
-                f"the tensor-parallel ranks hold different copies of {check.what}",
-                hint="the run has drifted apart, or shards are damaged; an older checkpoint may be whole",
-            )
+        refuse_drifted(check, self.sources)

@@ -20,10 +20,9 @@ from ckptd.base import extents, files
 from ckptd.base.files import opened_real
 from ckptd.convert.dtypes import use_numpy_of
 from ckptd.convert.engine.executor import Maker, Stopped, Worker
-from ckptd.convert.engine.planner_child import Ticker
-from ckptd.convert.engine.sandbox import STOP_SIGNAL, UNLIMITED, restrict
+from ckptd.convert.engine.sandbox import STOP_SIGNAL, UNLIMITED, fail, restrict
 from ckptd.convert.engine.verify import verify_outputs, verify_sources
-from ckptd.convert.engine.writer import Counters, Folders, Settings, own
+from ckptd.convert.engine.writer import Counters, Folders, Settings, Ticker, own
 from ckptd.convert.outputs import description_of, large_first
 from ckptd.convert.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
 from ckptd.convert.reader import Ranges, Sources, identity_of
@@ -87,24 +86,18 @@ def serve(request: Request, execution: Callable[[Request, int, int, threading.Ev
     except Stopped:
         return 128 + STOP_SIGNAL
     except CkptdError as error:
-        return _fail(error)
+        return fail(error)
     except OSError as error:
-        return _fail(from_os_error(error, f"converting into {request.work}"))
+        return fail(from_os_error(error, f"converting into {request.work}"))
     except MemoryError:
         hint = "raise the limit (ulimit -v), or lower --memory-budget"
-        return _fail(StorageError("converting needs more memory than this process may have", hint=hint))
+        return fail(StorageError("converting needs more memory than this process may have", hint=hint))
     except Exception as error:  # noqa: BLE001 - the parent shows words, no traceback
         kind = type(error).__name__
-        return _fail(
+        return fail(
             StorageError(f"converting into {request.work} failed ({kind}: {ascii(str(error))[:200]})")
         )
     return 0
-
-
-def _fail(error: CkptdError) -> int:
-    line = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-    sys.stderr.write(json.dumps(line) + "\n")
-    return error.exit_code
 
 
 class Execution:

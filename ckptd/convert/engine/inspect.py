@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import subprocess
-import time
 from typing import TYPE_CHECKING, Any
 
 from ckptd.convert.engine import children
@@ -19,7 +17,7 @@ from ckptd.core.model.layouts import TRAINER_STATE, NamedShard, Role, ShardKey, 
 from ckptd.errors import SourceChanged, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from ckptd.base.identity import FileIdentity
@@ -60,10 +58,9 @@ def inspect_files(
 
 def probe_restrictions() -> tuple[str, ...]:
     """Return which restrictions hold for children on this machine (for `ckptd check`)."""
-    for line in _child_lines({"folder": "/", "files": []}, 10.0):
-        if "restrictions" in line:
-            return tuple(line["restrictions"])
-    return ()
+    found: list[str] = []
+    _hear({"folder": "/", "files": []}, 10.0, lambda line: found.extend(line.get("restrictions", ())))
+    return tuple(found)
 
 
 def _inspect_batch(
@@ -77,21 +74,22 @@ def _inspect_batch(
         has_pickles = deaths < MAX_DEATHS
         rest = asked[first:] if has_pickles else [item | {"facts": False} for item in asked[first:]]
         request = {"folder": folder, "files": rest}
-        started, ended = False, ""
-        for line in _child_lines(request, timeout_seconds):
+        started = False
+
+        def heard(line: dict[str, Any], first: int = first, has_pickles: bool = has_pickles) -> None:
+            nonlocal started
             started = started or "restrictions" in line
-            ended = line.get("ended", "")
-            if "index" in line:
-                at = _place_of(line["index"], first, len(paths))
-                if at is None:
-                    ended = children.NONSENSE
-                    break
-                partial[at].update(line)
-                _raise_if_unread(line, paths[at], is_final=is_final)
-                if line.get("final"):
-                    if asked[at]["facts"] and not has_pickles:
-                        partial[at]["reason"] = partial[at].get("reason") or _NOT_READ
-                    results[at] = _facts_of(paths[at], partial[at])
+            if "index" not in line:
+                return
+            at = _place_of(line["index"], first, len(paths))
+            partial[at].update(line)
+            _raise_if_unread(line, paths[at], is_final=is_final)
+            if line.get("final"):
+                if asked[at]["facts"] and not has_pickles:
+                    partial[at]["reason"] = partial[at].get("reason") or _NOT_READ
+                results[at] = _facts_of(paths[at], partial[at])
+
+        ended = _hear(request, timeout_seconds, heard)
         if not started:
             raise StorageError(f"the inspecting child does not start ({ended})")
         done = next((i for i in range(first, len(paths)) if results[i] is None), len(paths))
@@ -116,40 +114,32 @@ def _raise_if_unread(line: dict[str, Any], path: str, *, is_final: bool) -> None
         raise StorageError(str(line.get("reason")), hint="it is read again; if it lasts, see to the disk")
 
 
-def _place_of(index: object, first: int, end: int) -> int | None:
-    """Return the file of the batch that a line is about; None: none that was asked for."""
-    return first + index if type(index) is int and 0 <= index < end - first else None
+def _place_of(index: object, first: int, end: int) -> int:
+    """Return the file of the batch that a line is about.
+
+    Raises:
+        Garbled: none that was asked for.
+    """
+    if type(index) is not int or not 0 <= index < end - first:
+        raise children.Garbled
+    return first + index
 
 
-def _child_lines(request: dict[str, Any], timeout_seconds: float) -> Iterator[dict[str, Any]]:
-    """Lines of one child as they come; last `{"ended": words}`. The child is reaped whatever happens."""
+def _hear(request: dict[str, Any], timeout_seconds: float, on_line: Callable[[dict[str, Any]], None]) -> str:
+    """Have one child serve a request; returns how it ended. `on_line` may raise to end it."""
     child = children.start("inspect_child", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    words = "no answer"
-    try:
-        children.give(child, json.dumps(request).encode())
-        assert child.stdout is not None
-        fd = child.stdout.fileno()
-        os.set_blocking(fd, False)
-        heard = children.Lines()
-        with selectors.DefaultSelector() as selector:
-            selector.register(fd, selectors.EVENT_READ)
-            deadline = time.monotonic() + timeout_seconds
-            while time.monotonic() < deadline:
-                if not selector.select(min(1.0, max(0.0, deadline - time.monotonic()))):
-                    continue
-                chunk = os.read(fd, 1 << 16)
-                if not chunk:
-                    words = children.died_of(child.wait())
-                    break
-                deadline = time.monotonic() + timeout_seconds
-                yield from heard.feed(chunk)
-            else:
-                words = f"no progress for {timeout_seconds:g} s"
-    except children.Garbled:
-        words = children.NONSENSE
-    finally:
-        children.end(child)
-    yield {"ended": words}
+    watched = children.watch(
+        child,
+        json.dumps(request).encode(),
+        on_line=on_line,
+        should_stop=None,
+        should_pause=None,
+        timeout_seconds=None,
+        silence_seconds=timeout_seconds,
+    )
+    if watched.timed_out:
+        return f"no progress for {timeout_seconds:g} s"
+    return children.NONSENSE if watched.garbled else children.died_of(watched.status)
 
 
 def _named(path: str) -> NamedShard | None:

@@ -12,8 +12,6 @@ import io
 import json
 import os
 import sys
-import threading
-import time
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import chain
@@ -22,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ckptd.base import files
 from ckptd.base.files import opened_real
 from ckptd.convert.engine.executor import Tally
-from ckptd.convert.engine.sandbox import peak_rss_bytes, restrict
+from ckptd.convert.engine.sandbox import fail, peak_rss_bytes, restrict
 from ckptd.convert.plan import Header, OutputFile, PlanWriter, SourceFile
 from ckptd.convert.reader import identity_of
 from ckptd.convert.universal import UniversalLayout, choose_layout, refuse_unread
@@ -36,9 +34,8 @@ from ckptd.formats.zero.shards import Source
 from ckptd.formats.zero.survey import SAFE, Surveyor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from ckptd.convert.engine.writer import Counters
     from ckptd.convert.plan import Output
     from ckptd.formats.zero.save import Save
 
@@ -56,14 +53,14 @@ def main() -> int:
         words = _plan(request, Nowhere() if request.get("dry") else sys.stdout.buffer)
         sys.stderr.write(json.dumps({**words, "peak_rss_bytes": peak_rss_bytes()}) + "\n")
     except CkptdError as error:
-        return _refuse(error)
+        return fail(error)
     except OSError as error:
-        return _refuse(from_os_error(error, f"planning the conversion of {request['root']}"))
+        return fail(from_os_error(error, f"planning the conversion of {request['root']}"))
     except (MemoryError, RecursionError):
-        return _refuse(RefusedError("planning needs more memory than it may have"))
+        return fail(RefusedError("planning needs more memory than it may have"))
     except Exception as error:  # noqa: BLE001 - whatever a hostile value leads to, it is a refusal
         kind = type(error).__name__
-        return _refuse(RefusedError(f"the metadata of this save cannot be read ({kind})", hint=SAFE))
+        return fail(RefusedError(f"the metadata of this save cannot be read ({kind})", hint=SAFE))
     return 0
 
 
@@ -148,54 +145,5 @@ def _companion(dir_fd: int, name: str) -> Read:
         return Read(name, COMPANION, status.st_size, identity_of(status), fingerprint(fd, None))
 
 
-def _refuse(error: CkptdError) -> int:
-    line = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-    sys.stderr.write(json.dumps(line) + "\n")
-    return error.exit_code
-
-
 if __name__ == "__main__":
     sys.exit(main())
-
-
-# --- Progress: a line of JSON on stdout every quarter of a second, and one at the end --------------------
-
-PROGRESS_SECONDS = 0.25
-
-
-class Ticker:
-    """Tells counters and phase for as long as its block runs."""
-
-    def __init__(self, counters: Counters, phase: Callable[[], str]) -> None:
-        self._counters = counters
-        self._phase = phase
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Ticker:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self._print()
-
-    def _run(self) -> None:
-        while not self._done.wait(PROGRESS_SECONDS):
-            self._print()
-
-    def _print(self) -> None:
-        c = self._counters
-        line = {
-            "phase": self._phase(),
-            "files": c.files,
-            "bytes": c.bytes,
-            "cloned": c.cloned,
-            "copied": c.copied,
-            "resumed": c.resumed,
-            "at": time.monotonic(),
-            "rss": peak_rss_bytes(),
-        }
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()

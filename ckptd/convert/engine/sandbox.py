@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import resource
 import signal
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptd.errors import CkptdError
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
@@ -90,3 +96,9 @@ def peak_rss_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return 0
+
+
+def fail(error: CkptdError) -> int:
+    """Tell the parent why this child failed, as its last line on stderr; returns its exit status."""
+    sys.stderr.write(json.dumps(error.as_data) + "\n")
+    return error.exit_code

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 TEMPORARIES = "tmp"
 OUTPUT = "out"
 PLAN = "plan.jsonl"
+BLOCK_BYTES = 4096
 
 
 def partial_name(name: str) -> str:
@@ -172,6 +173,16 @@ def _user(uid: int) -> str:
         return str(uid)
 
 
+def would_clone(source: SourceFolder, fd: int) -> bool:
+    """Tell whether extents of the source can be shared with the file open at `fd`: one block is tried."""
+    with opened_real(source.path) as source_fd:
+        for name, _ in source.shards:
+            with contextlib.suppress(CkptdError, OSError), files.reading(source_fd, name) as shard:
+                if os.fstat(shard).st_size >= BLOCK_BYTES:
+                    return extents.clone_range(shard, 0, fd, 0, BLOCK_BYTES)
+    return False
+
+
 class StagingDir:
     """The partial folder, open and locked."""
 
@@ -217,20 +228,10 @@ class StagingDir:
 
     def can_clone(self, source: SourceFolder) -> bool:
         """Tell whether extents of the source can be shared with files made here."""
-        with opened_real(source.path) as source_fd:
-            for name, _ in source.shards:
-                with contextlib.suppress(CkptdError, OSError), files.reading(source_fd, name) as fd:
-                    if os.fstat(fd).st_size >= 4096:
-                        return self._try_clone(fd)
-        return False
-
-    def _try_clone(self, source_fd: int) -> bool:
-        if os.fstat(source_fd).st_dev != os.fstat(self.fd).st_dev:
-            return False
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open("probe", flags, 0o600, dir_fd=self.fd)
         try:
-            return extents.clone_range(source_fd, 0, fd, 0, 4096)
+            return would_clone(source, fd)
         finally:
             os.close(fd)
             files.remove_file(self.fd, "probe")

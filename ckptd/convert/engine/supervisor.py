@@ -23,6 +23,7 @@ from ckptd.convert.dtypes import numpy_folder
 from ckptd.convert.engine import children
 from ckptd.convert.engine.children import Watched, watch
 from ckptd.convert.engine.staging import (
+    BLOCK_BYTES,
     OUTPUT,
     PLAN,
     Origin,
@@ -37,11 +38,12 @@ from ckptd.convert.engine.staging import (
     partial_name,
     remove_staging_dir,
     was_published,
+    would_clone,
 )
 from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
 from ckptd.convert.outputs import MADE_BY
 from ckptd.convert.plan import Header, Trailer
-from ckptd.errors import CkptdError, UsageError
+from ckptd.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -342,8 +344,8 @@ def _progress(line: dict[str, Any], trailer: Trailer) -> tuple[int, ConvertProgr
 
 def write_plan(
     request: dict[str, Any],
-    out: IO[bytes],
-    should_stop: Callable[[], bool] | None,
+    out: int | IO[bytes],
+    should_stop: Callable[[], bool] | None = None,
     should_pause: Callable[[], bool] | None = None,
 ) -> Watched:
     """Have a plan written to `out` by the restricted child; `request`: see `ckptd.convert.engine.supervisor`.
@@ -393,8 +395,6 @@ def failure(watched: Watched, what: str) -> errors.CkptdError:
 
 # --- Forecast: run the planning child alone -----------------------------------------------------------
 
-BLOCK_BYTES = 4096
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
@@ -439,10 +439,17 @@ def forecast(source: Path, destination: Path, options: ConvertOptions | None = N
     started = time.monotonic()
     folder = list_source(source)
     parent = os.path.dirname(check_destination(folder, destination))
-    clones = _would_clone(folder, parent)
     numpy_for(chosen)
+    clones = False
+    with contextlib.suppress(OSError):  # where no file may be made
+        fd = os.open(parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            clones = would_clone(folder, fd)
+        finally:
+            os.close(fd)
     seen = planned(folder, origin_of(folder, chosen), chosen, started, clones=clones)
-    return replace(seen, source=source, free_bytes=_free(parent))
+    with files.opened_dir(parent) as parent_fd:
+        return replace(seen, source=source, free_bytes=extents.free_bytes(parent_fd))
 
 
 def planned(
@@ -453,7 +460,8 @@ def planned(
     Raises:
         RefusedError, DamagedError, TornArchiveError: the source has no such form, or is damaged.
     """
-    said = _plan(folder, origin, options, clones=clones)
+    request = plan_request(folder, origin, options, block=clones, dry=True)
+    said = write_plan(request, subprocess.DEVNULL).said
     nbytes, cloned = said["bytes"], said["clonable"] if clones else 0
     return Forecast(
         source=folder.path,
@@ -476,39 +484,3 @@ def planned(
         seconds=time.monotonic() - started,
         peak_rss_bytes=said["peak_rss_bytes"],
     )
-
-
-def _plan(folder: SourceFolder, origin: Origin, options: ConvertOptions, *, clones: bool) -> dict[str, Any]:
-    """Return the planning child's last words about a plan that it kept to itself."""
-    request = plan_request(folder, origin, options, block=clones, dry=True)
-    child = children.start("planner_child", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    watched = watch(
-        child,
-        json.dumps(request).encode(),
-        on_line=None,
-        should_stop=None,
-        should_pause=None,
-        timeout_seconds=PLAN_SECONDS,
-    )
-    if watched.status != 0:
-        raise failure(watched, "planning the conversion")
-    return watched.said
-
-
-def _would_clone(folder: SourceFolder, parent: str) -> bool:
-    """Try one block; False as well where no file may be made."""
-    with contextlib.suppress(OSError, CkptdError), files.opened_dir(folder.path) as source_fd:
-        fd = os.open(parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            for name, _ in folder.shards:
-                with files.reading(source_fd, name) as source:
-                    if os.fstat(source).st_size >= BLOCK_BYTES:
-                        return extents.clone_range(source, 0, fd, 0, BLOCK_BYTES)
-        finally:
-            os.close(fd)
-    return False
-
-
-def _free(parent: str) -> int:
-    with files.opened_dir(parent) as fd:
-        return extents.free_bytes(fd)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import mmap
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ckptd.base import extents, files
+from ckptd.convert.engine.sandbox import peak_rss_bytes
 from ckptd.convert.parts import FLOAT_BYTES, Cast, Part, Range
 from ckptd.errors import SourceChanged
 
 MIB = 1 << 20
+PROGRESS_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +80,44 @@ class Counters:
             self.cloned += cloned
             self.copied += copied
             self.resumed += resumed
+
+
+class Ticker:
+    """Print counters and phase as lines of JSON while its block runs, four a second and one at the end."""
+
+    def __init__(self, counters: Counters, phase: Callable[[], str]) -> None:
+        self._counters = counters
+        self._phase = phase
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Ticker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._print()
+
+    def _run(self) -> None:
+        while not self._done.wait(PROGRESS_SECONDS):
+            self._print()
+
+    def _print(self) -> None:
+        c = self._counters
+        line = {
+            "phase": self._phase(),
+            "files": c.files,
+            "bytes": c.bytes,
+            "cloned": c.cloned,
+            "copied": c.copied,
+            "resumed": c.resumed,
+            "at": time.monotonic(),
+            "rss": peak_rss_bytes(),
+        }
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
 
 
 class Folders:

@@ -16,12 +16,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ckptd.convert.parts import Literal, Part, Range
-from ckptd.convert.reader import blocks_of, pieces, same_bytes
-from ckptd.errors import CkptdError, RefusedError, RemoteUnreachable, SourceChanged, TargetExists, VerifyError
+from ckptd.convert.reader import blocks_of, pieces, refuse_drifted
+from ckptd.errors import CkptdError, RemoteUnreachable, SourceChanged, TargetExists, VerifyError
 from ckptd.recover.select.copies import DESCRIPTION
-from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import is_s3
 from ckptd.storage.stores.retrying import briefly
+from ckptd.storage.stores.sources import crc64_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 NOTE = "ckptd-partial.json"
 PIECE_BYTES = 4 << 20
 MOST_CURSORS = 6
-_HASH_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -268,11 +267,7 @@ class Uploader:
     def compare(self, check: OutputCheck) -> None:
         """Compare both sides of a check; raises RefusedError if they differ."""
         self._check_stop()
-        if not same_bytes(check.one, check.other, self._ranges):
-            raise RefusedError(
-                f"the tensor-parallel ranks hold different copies of {check.what}",
-                hint="the run has drifted apart, or shards are damaged; an older checkpoint may be whole",
-            )
+        refuse_drifted(check, self._ranges)
 
     def settle(self) -> None:
         """Every output is durable when it was made."""
@@ -317,11 +312,7 @@ class Uploader:
 
     def _is_whole(self, path: str, output: OutputFile) -> bool:
         """Tell whether a killed attempt already uploaded this output, by comparing it."""
-        source, crc, at = self._source(output, counts=False), 0, 0
-        view = memoryview(bytearray(_HASH_BYTES))
-        while at < output.nbytes:
-            count = source.read_into(at, view)
-            crc, at = crc64(view[:count], crc), at + count
+        crc = crc64_of(self._source(output, counts=False), 0, output.nbytes)
         try:
             self._target.store.verify(
                 f"{self._target.name}/{path}", output.nbytes, crc, lambda _: self._check_stop()

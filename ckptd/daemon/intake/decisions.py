@@ -22,7 +22,6 @@ from ckptd.base.owned_dirs import opened_ours
 from ckptd.core.model import manifest as mf
 from ckptd.core.model.decision import PINS, Decision, lacking, newest_decisions
 from ckptd.errors import CkptdError, DamagedError, RefusedError, RemoteNotOurs, RemoteUnreachable
-from ckptd.storage.child.slots import error_of
 from ckptd.storage.remote import messages as m
 
 if TYPE_CHECKING:
@@ -286,7 +285,7 @@ class DecisionPublisher:
     def _recorded(self, link: RemoteSession, told: _Told, answer: m.Answer) -> None:
         word = told.left.pop(0)
         if isinstance(answer, m.Failed):
-            error = error_of(answer)
+            error = answer.raised
             self._not_recorded(link, word, error)
             if not isinstance(error, _OF_ONE):
                 told.left.clear()

@@ -21,7 +21,6 @@ from ckptd.core.model.records import ZERO, DerivedState, ShipState
 from ckptd.core.model.runs import Claim, Part, Place, RunFile, RunSeen, run_of, short
 from ckptd.daemon.state.remote_sync import committed_shards
 from ckptd.daemon.uploads.peers import takes_beats
-from ckptd.storage.child.slots import error_of
 from ckptd.storage.local.run_file import copied_run, host_name, read_run, run_file, user_name, write_run
 from ckptd.storage.remote import messages as m
 
@@ -271,7 +270,7 @@ class Runs:
         self._is_asking.discard(name)
         self._wake()
         if isinstance(answer, m.Failed):
-            link.trouble(error_of(answer))
+            link.trouble(answer.raised)
         elif isinstance(answer, m.Claimed) and self._file is not None:
             self._answered(name, link, answer.run)
 

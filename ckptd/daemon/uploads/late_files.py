@@ -23,7 +23,6 @@ from ckptd.daemon.state.state import unsent_again
 from ckptd.daemon.uploads.requests import late_order
 from ckptd.errors import CommitConflict, DamagedError, NotPermitted, RefusedError, SourceChanged
 from ckptd.observe.logs import doing
-from ckptd.storage.child.slots import error_of
 from ckptd.storage.local import fs
 from ckptd.storage.local.scan import scan_folder
 from ckptd.storage.remote import messages as m
@@ -226,7 +225,7 @@ class SupplementUploader:
                 state.lose_commit(action.save_id, action.remote, answer.reason or "its COMMIT is gone")
             link.tag_views.pop(tag, None)
         elif isinstance(answer, m.Failed) and not link.makes_way:
-            error = error_of(answer)
+            error = answer.raised
             log.warning("what came late in %s → %s: %s", tag, action.remote, error)
             if isinstance(error, _OF_THIS_SAVE):
                 at = (action.save_id, action.remote)

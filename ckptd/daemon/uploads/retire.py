@@ -25,7 +25,6 @@ from ckptd.errors import (
     SourceChanged,
 )
 from ckptd.observe.logs import doing
-from ckptd.storage.child.slots import error_of
 from ckptd.storage.remote import messages as m
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ class RemoteDeleter:
         link, commit, state = self._links[action.remote], action.commit, self._state
         about = _about(link, commit.tag, commit.form)
         if isinstance(answer, m.Failed):
-            self._not_retired(link, about, commit.sha256, error_of(answer))
+            self._not_retired(link, about, commit.sha256, answer.raised)
             return
         link.forget_commit(commit.key)
         for save_id, records in list(state.ships.items()):
@@ -207,7 +206,7 @@ class RemoteDeleter:
     def _finished(self, link: RemoteSession, stone: TombstoneHeader, answer: m.Answer) -> None:
         about = _about(link, stone.tag, stone.form)
         if isinstance(answer, m.Failed):
-            self._not_retired(link, about, stone.commit_sha256, error_of(answer))
+            self._not_retired(link, about, stone.commit_sha256, answer.raised)
         else:
             self._state.retire_refused.pop((link.name, stone.commit_sha256), None)
             self._gone(link)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckptd import errors
 from ckptd.base.retry import Breaker, RetryTimer
 from ckptd.config.quantities import constant, shown_remote
-from ckptd.storage.child.slots import RemoteProcess, error_of
+from ckptd.storage.child.slots import RemoteProcess
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.messages import Moving
 
@@ -321,7 +321,7 @@ class RemoteSession:
             if isinstance(answer, m.TagView):
                 self.tag_views[tag] = answer
             elif isinstance(answer, m.Failed):
-                self.trouble(error_of(answer))
+                self.trouble(answer.raised)
             then()
 
         self.order(m.Describe(tag=tag), done)
@@ -403,7 +403,7 @@ class RemoteSession:
             self._on_attached(answer)
             self.observe()
         elif isinstance(answer, m.Failed):
-            self.trouble(error_of(answer))
+            self.trouble(answer.raised)
 
     def _observed(self, answer: m.Answer) -> None:
         self._is_asking = False
@@ -422,7 +422,7 @@ class RemoteSession:
             self.well()
             self._wake()
         elif isinstance(answer, m.Failed):
-            self.trouble(error_of(answer))
+            self.trouble(answer.raised)
 
     def _moves(self) -> None:
         """An upload or removal works."""

@@ -34,7 +34,6 @@ from ckptd.daemon.uploads.requests import (
 )
 from ckptd.daemon.uploads.retire import RemoteDeleter
 from ckptd.observe.logs import doing
-from ckptd.storage.child.slots import error_of
 from ckptd.storage.local import fs
 from ckptd.storage.remote import messages as m
 
@@ -214,7 +213,7 @@ class UploadManager:
         elif isinstance(answer, m.Failed) and link.makes_way:
             state.put_ship(action.save_id, record.model_copy(update={"state": ShipState.NEW}))
         elif isinstance(answer, m.Failed):
-            self._failed(action, record, error_of(answer))
+            self._failed(action, record, answer.raised)
 
     def _shipped(self, action: Ship, record: ShipRecord, answer: m.ShipResult) -> None:
         state = self._state
@@ -336,7 +335,7 @@ class UploadManager:
         state = self._state
         link = self._links[remote]
         if isinstance(answer, m.Failed):
-            link.trouble(error_of(answer))
+            link.trouble(answer.raised)
             return
         reason = (answer.reason if isinstance(answer, m.Confirmed) else None) or "no answer"
         asked = {ref.sha256 for ref in action.commits if ref.remote == remote}

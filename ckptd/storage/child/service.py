@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptd import errors
 from ckptd.errors import CkptdError, RemoteError, RemoteNotOurs, from_os_error
 from ckptd.storage.remote.attach import attach
 from ckptd.storage.remote.commit import ship, supplement
@@ -124,9 +123,10 @@ class Service:
             if isinstance(error, RemoteError):
                 # the mount may be another one by now: the next order proves it again
                 self._ground = None
-            answer = _failed(error)
+            answer = Failed(**error.as_data)
         except OSError as error:
-            answer = _failed(from_os_error(error, f"remote {self._settings.url if self._settings else '?'}"))
+            where = f"remote {self._settings.url if self._settings else '?'}"
+            answer = Failed(**from_os_error(error, where).as_data)
         self._cancelled.discard(order_id)
         self._emit(order_id, answer)
 
@@ -329,9 +329,3 @@ def _note(ground: AttachedRemote, order: Order) -> None:
     elif isinstance(order, Point):
         still_ours(ground.store, ground.identity)
         point(ground.store)
-
-
-def _failed(error: CkptdError) -> Failed:
-    """Return the answer to an order that failed, named by the nearest class of the public tree."""
-    name = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
-    return Failed(error=name, message=error.message, hint=error.hint)

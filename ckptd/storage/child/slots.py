@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Protocol
 
-from ckptd import errors
 from ckptd.storage.child.client import RemoteClient
 from ckptd.storage.remote.messages import Planned, ShipOrder
 
@@ -178,11 +177,3 @@ class RemoteProcess:
         self._held.clear()
         self._places.leave(self)
         self._child.close()
-
-
-def error_of(failed: m.Failed) -> errors.CkptdError:
-    """Return the error of the tree that a child reported by class name."""
-    kind = getattr(errors, failed.error, errors.RemoteError)
-    if not (isinstance(kind, type) and issubclass(kind, errors.CkptdError)):
-        kind = errors.RemoteError
-    return kind(failed.message, hint=failed.hint)

@@ -27,6 +27,7 @@ from ckptd.core.model.manifest import (
 )
 from ckptd.core.model.runs import Claim, Row, RunSeen
 from ckptd.core.policy.leases import LeaseSeen
+from ckptd.errors import CkptdError, RemoteError, error_named
 from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.open import Access
 
@@ -560,6 +561,11 @@ class Failed(Model):
     error: str
     message: str
     hint: str = ""
+
+    @property
+    def raised(self) -> CkptdError:
+        """Return the error that the child ran into."""
+        return error_named(self.error, self.message, self.hint, otherwise=RemoteError)
 
 
 class ObjectDone(Model):

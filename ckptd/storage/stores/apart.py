@@ -286,10 +286,7 @@ def _read(source: Source, offset: int, length: int) -> bytes:
 def _rebuilt(kind: str, message: str, hint: str, number: int | None) -> Exception:
     if number is not None:
         return OSError(number, message)
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, CkptdError):
-        return found(message, hint=hint)
-    return errors.StorageError(f"{kind}: {message}", hint="it is a bug: please report it")
+    return errors.error_named(kind, message, hint)
 
 
 # --- the child -------------------------------------------------------------------------------------------
@@ -347,11 +344,12 @@ def _serve(lane: Connection, store: Store) -> None:
                     lane.send(("value", value))
                     lane.recv()
             except CkptdError as error:
-                lane.send(("error", (type(error).__name__, error.message, error.hint, None)))
+                lane.send(("error", (*error.as_data.values(), None)))
             except OSError as error:
                 lane.send(("error", ("OSError", str(error.strerror or error), "", error.errno or 5)))
             except Exception as error:  # noqa: BLE001 - the parent says what went wrong here
-                lane.send(("error", (type(error).__name__, str(error), "", None)))
+                words = f"{type(error).__name__}: {error}"
+                lane.send(("error", ("StorageError", words, "it is a bug: please report it", None)))
             else:
                 lane.send(("end", None))
 
