@@ -183,7 +183,9 @@ class Attempt:
         joins = _Feed(ANYWHERE, iter(()))
         while True:
             while self._ready_joins:
-                joins.waiting.append(self._tasking.task(joins=(self._ready_joins.pop(),)))
+                joins.waiting.append(
+                    Task(number=next(self._tasking.numbers), joins=(self._ready_joins.pop(),))
+                )
             for feed in (joins, *feeds):
                 self._feed(feed)
             is_idle = not self._asked and not self._ready_joins and not joins.waiting

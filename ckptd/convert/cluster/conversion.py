@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from ckptd.convert.cluster.attempt import Attempt, Tally
 from ckptd.convert.cluster.destination import AttemptLog, ClusterDestination, give_up, publish_folder
 from ckptd.convert.cluster.grouping import index_of, without_links
 from ckptd.convert.cluster.memory import LEAST_BUDGET_BYTES
-from ckptd.convert.cluster.messages import Job, StoreCapabilities, TaskSource
+from ckptd.convert.cluster.messages import Job, TaskSource
 from ckptd.convert.cluster.pool import Address, open_pool
 from ckptd.convert.engine.staging import check_destination, check_place, open_staging_dir, remove_staging_dir
 from ckptd.convert.options import ClusterReport
@@ -27,8 +27,7 @@ from ckptd.convert.reader import identity_of
 from ckptd.convert.remote.convert import POINTER, RemoteConversion, temporary_place, within_remote
 from ckptd.convert.remote.reader import RemoteRanges
 from ckptd.convert.remote.source import directory_remote
-from ckptd.convert.remote.uploader import NOTE, target_exists
-from ckptd.recover.select.copies import DESCRIPTION
+from ckptd.convert.remote.uploader import NOTE, publish_in_store, target_exists
 from ckptd.storage.stores.checksums import from_hex
 from ckptd.storage.stores.open import Access, open_store
 from ckptd.storage.stores.s3.store import S3Store
@@ -159,15 +158,10 @@ class Clustered(RemoteConversion):
         )
 
         def publish(index: Index, note: AttemptLog) -> None:
-            key, data = f"{target.name}/{DESCRIPTION}", description_of(index.header, index.trailer)
-            if not target.store.put_if_absent(key, data) and target.store.get(key) != data:
-                raise target_exists(str(target), is_whole=True)
-            if target.store.get(key) != data:
-                raise errors.VerifyError(f"{key} in {target.url} is not what was written there")
+            is_pointed = self._options.write_latest and self._options.form == "universal"
+            description = description_of(index.header, index.trailer)
             note.progress.done.clear()
-            target.store.delete(end.note_key)
-            if self._options.write_latest and self._options.form == "universal":
-                target.store.put(POINTER, target.name.encode())
+            publish_in_store(target.store, target.name, description, POINTER if is_pointed else None)
 
         with temporary_place() as place:
             conversion = self._conversion(place)
@@ -248,9 +242,7 @@ class Clustered(RemoteConversion):
             target_access=end.access,
             target_name=end.name,
             note_key=end.note_key,
-            abilities=StoreCapabilities(**{k: v for k, v in asdict(can).items() if k != "notes"})
-            if can
-            else None,
+            abilities=replace(can, trailers=False, notes=()) if can else None,
             file_mode=folder.file_mode,
             folder_mode=folder.folder_mode,
             gid=end.gid,

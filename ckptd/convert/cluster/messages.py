@@ -6,20 +6,8 @@ A `Job` is what all tasks of an attempt share, a `Task` what one of them makes, 
 from __future__ import annotations
 
 from ckptd.base.identity import Model
+from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.open import Access
-
-
-class StoreCapabilities(Model):
-    """Hold the destination's capabilities (`ckptd.storage.stores.base.Abilities`), found out once."""
-
-    create_only: bool
-    checksum: str | None
-    resumable: bool
-    rename: bool
-    complete_only_absent: bool
-    part_etags: bool
-    joined_etags: bool
-    content_md5: bool
 
 
 class Job(Model):
@@ -37,7 +25,8 @@ class Job(Model):
     target_name: str
     note_key: str
     """Whose attempt the destination is, at the moment."""
-    abilities: StoreCapabilities | None
+    abilities: Abilities | None
+    """Of the destination, found out once."""
     file_mode: int
     folder_mode: int
     gid: int | None

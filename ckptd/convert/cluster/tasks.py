@@ -6,11 +6,11 @@ An upload that several workers share is begun here, and noted, before the first 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import count, islice
 from typing import IO, TYPE_CHECKING
 
 from ckptd.convert.cluster.grouping import ANYWHERE, Layout, parts_of, tasks_of
-from ckptd.convert.cluster.messages import Join, Piece, Proof, Task, TaskSource
+from ckptd.convert.cluster.messages import Piece, Proof, Task, TaskSource
 from ckptd.convert.cluster.uploader import shares_uploads, upload_of
 from ckptd.convert.parts import ranges_of
 from ckptd.errors import TargetExists
@@ -53,7 +53,8 @@ class TaskBuilder:
         self._index = index
         self._known = known
         self._holders = holders
-        self._serial = 0
+        self.numbers = count(1)
+        """Of tasks, which have one each."""
 
     def making(
         self, missing: dict[str, list[int]], there: Mapping[str, int], *, threads: int, verify: bool
@@ -100,7 +101,7 @@ class TaskBuilder:
 
     def _proving_sources(self) -> list[Task]:
         return [
-            self.task(sources=(source,), crc32s=(source.number,), nbytes=source.bytes)
+            Task(number=next(self.numbers), sources=(source,), crc32s=(source.number,), nbytes=source.bytes)
             for source in self._known.values()
         ]
 
@@ -155,28 +156,11 @@ class TaskBuilder:
             )
         sources = tuple(self._known[number] for number in sorted(used))
         nbytes = sum(one.item.nbytes for one in batch)
-        return self.task(sources=sources, checks=tuple(checks), pieces=tuple(pieces), nbytes=nbytes)
-
-    def task(
-        self,
-        *,
-        sources: tuple[TaskSource, ...] = (),
-        checks: tuple[str, ...] = (),
-        pieces: tuple[Piece, ...] = (),
-        joins: tuple[Join, ...] = (),
-        proofs: tuple[Proof, ...] = (),
-        crc32s: tuple[int, ...] = (),
-        nbytes: int = 0,
-    ) -> Task:
-        self._serial += 1
         return Task(
-            number=self._serial,
+            number=next(self.numbers),
             sources=sources,
-            checks=checks,
-            pieces=pieces,
-            joins=joins,
-            proofs=proofs,
-            crc32s=crc32s,
+            checks=tuple(checks),
+            pieces=tuple(pieces),
             nbytes=nbytes,
         )
 
@@ -185,4 +169,4 @@ class TaskBuilder:
         done = self._note.progress.done
         proofs = [Proof(path=p, nbytes=n, crc64=done[p]) for p, n in sizes.items()]
         for first in range(0, len(proofs), _PROOFS):
-            yield [self.task(proofs=tuple(proofs[first : first + _PROOFS]))]
+            yield [Task(number=next(self.numbers), proofs=tuple(proofs[first : first + _PROOFS]))]

@@ -26,6 +26,7 @@ from ckptd.storage.stores.retrying import briefly
 from ckptd.storage.stores.s3.parts import send_range
 from ckptd.storage.stores.s3.store import S3Store
 from ckptd.storage.stores.s3.uploads import shared_upload
+from ckptd.storage.stores.sources import WrappedSource, crc64_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from ckptd.convert.reader import Ranges
     from ckptd.storage.stores.base import Store
     from ckptd.storage.stores.s3.parts import Upload
-
-_HASH_BYTES = 1 << 20
 
 
 def upload_of(token: str, nbytes: int) -> Upload:
@@ -83,17 +82,14 @@ def units_of(piece: Piece) -> list[Unit]:
     return found
 
 
-class _Slice:
+class _Slice(WrappedSource):
     """The bytes of a unit, at their place in the output; at most `HELD_BYTES` are made once and kept."""
 
     def __init__(self, made: PartsSource, unit: Unit, *, is_held: bool) -> None:
-        self._made = made
+        super().__init__(made)
         self._shift = unit.begin - unit.skip
         self._begin, self._end = unit.begin, unit.end
         self.size_bytes: int = unit.piece.nbytes
-        self.mode: int = made.mode
-        self.folder_mode: int = made.folder_mode
-        self.gid: int | None = made.gid
         self._data: bytearray | None = None
         if is_held:
             # servers that check a checksum on arrival want it first: bytes from afar would be fetched twice
@@ -112,13 +108,12 @@ class _Slice:
             return count
         if count <= 0:
             return 0
-        made = self._made.read_into(offset - self._shift, buffer[:count])
+        made = self.inner.read_into(offset - self._shift, buffer[:count])
         if made == 0:
             raise SourceChanged("the plan makes fewer bytes than its output has", hint="convert again")
         return made
 
-    def drop(self, offset: int, length: int) -> None:
-        """Nothing is cached here."""
+    peek_into = read_into
 
 
 class PieceUploader:
@@ -185,12 +180,7 @@ class PieceUploader:
         return briefly(send, VerifyError, RemoteUnreachable, TargetExists)()
 
     def _crc_of(self, unit: Unit) -> int:
-        source, crc, at = self._source(unit), 0, unit.begin
-        view = memoryview(bytearray(_HASH_BYTES))
-        while at < unit.end:
-            count = source.read_into(at, view)
-            crc, at = crc64(view[:count], crc), at + count
-        return crc
+        return crc64_of(self._source(unit), unit.begin, unit.end - unit.begin)
 
     def _is_there(self, key: str, nbytes: int, crc: int) -> bool:
         try:

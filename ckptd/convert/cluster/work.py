@@ -49,7 +49,6 @@ from ckptd.errors import (
     from_os_error,
 )
 from ckptd.storage.stores.apart import open_apart
-from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.fsspec_store import FilesStore
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3.store import S3Store
@@ -236,7 +235,7 @@ def _opened(job: Job) -> _Ends:
         window_bytes=WINDOW_BYTES,
     )
     if isinstance(target, S3Store) and job.abilities is not None:
-        target.abilities = Abilities(**job.abilities.model_dump())
+        target.abilities = job.abilities
     return _Ends(source, target)
 
 

@@ -183,14 +183,7 @@ class Target:
         Raises:
             TargetExists: somebody else's appeared meanwhile.
         """
-        key = f"{self.name}/{DESCRIPTION}"
-        if not self.store.put_if_absent(key, description) and self.store.get(key) != description:
-            raise target_exists(f"{self.store.url}/{self.name}", is_whole=True)
-        if self.store.get(key) != description:
-            raise VerifyError(f"{key} in {self.store.url} is not what was written there")
-        self.store.delete(f"{self.name}/{NOTE}")
-        if pointer is not None:
-            self.store.put(pointer, self.name.encode())
+        publish_in_store(self.store, self.name, description, pointer)
 
     def give_up(self) -> None:
         """Remove what this attempt made; what cannot be removed stays without ckptd.json."""
@@ -201,6 +194,18 @@ class Target:
         if not self.there:
             with contextlib.suppress(CkptdError):
                 self.store.delete(f"{self.name}/{NOTE}")
+
+
+def publish_in_store(store: Store, name: str, description: bytes, pointer: str | None) -> None:
+    """Make the folder `name` count by its ckptd.json; see `Target.publish`."""
+    key = f"{name}/{DESCRIPTION}"
+    if not store.put_if_absent(key, description) and store.get(key) != description:
+        raise target_exists(f"{store.url}/{name}", is_whole=True)
+    if store.get(key) != description:
+        raise VerifyError(f"{key} in {store.url} is not what was written there")
+    store.delete(f"{name}/{NOTE}")
+    if pointer is not None:
+        store.put(pointer, name.encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

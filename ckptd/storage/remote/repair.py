@@ -30,7 +30,7 @@ from ckptd.storage.remote.documents import (
 from ckptd.storage.remote.messages import BadCopy, Scrub, Scrubbed
 from ckptd.storage.remote.observe import confirm, still_ours
 from ckptd.storage.stores.checksums import crc64, crc64_combined, to_hex
-from ckptd.storage.stores.sources import CrcRanges
+from ckptd.storage.stores.sources import CrcRanges, WrappedSource, crc64_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,21 +46,19 @@ SPARE = f"{ROOT}/spare/"
 _AHEAD_BYTES = 8 << 20
 
 
-class ExactSource:
+class ExactSource(WrappedSource):
     """A source that ends in an error, not in an object, unless its bytes are those of the manifest.
 
     Several parts may be in flight: no order is asked for, and what is read again counts once.
     """
 
     def __init__(self, inner: Source, file: ManifestFile, on_bytes: Callable[[int], None]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._file = file
         self._on_bytes = on_bytes
         self._passed = CrcRanges(crc64, crc64_combined, threading.Lock())
         self.size_bytes = file.bytes
         self.mode = file.mode & 0o777
-        self.folder_mode = inner.folder_mode
-        self.gid = inner.gid
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Read, and compare with the manifest when no byte is left that did not pass.
@@ -68,9 +66,9 @@ class ExactSource:
         Raises:
             DamagedError: other bytes; what was sent of them never gets a name.
         """
-        if self._inner.size_bytes != self.size_bytes:
+        if self.inner.size_bytes != self.size_bytes:
             raise self._other()
-        count = self._inner.read_into(offset, buffer)
+        count = self.inner.read_into(offset, buffer)
         if news := self._passed.feed(offset, buffer[:count]):
             self._on_bytes(news)
         crc = self._passed.crc_of(0, self.size_bytes)
@@ -78,9 +76,7 @@ class ExactSource:
             raise self._other()
         return count
 
-    def drop(self, offset: int, length: int) -> None:
-        """Drop a range from the page cache of the inner source."""
-        self._inner.drop(offset, length)
+    peek_into = read_into
 
     def _other(self) -> DamagedError:
         return DamagedError(f"what was to be sent as {self._file.key} is not what was committed")
@@ -127,12 +123,7 @@ def holds(store: Store, key: str, file: ManifestFile) -> bool:
     if info is None or info.bytes != file.bytes:
         return False
     source = StoreSource(store, file.model_copy(update={"key": key}))
-    crc = done = 0
-    view = memoryview(bytearray(1 << 20))
-    while count := source.read_into(done, view):
-        crc = crc64(view[:count], crc)
-        done += count
-    return done == file.bytes and to_hex(crc) == file.checksums.crc64nvme
+    return to_hex(crc64_of(source, 0, file.bytes)) == file.checksums.crc64nvme
 
 
 def staging_key(file: ManifestFile) -> str:

@@ -18,8 +18,9 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptd import errors
 from ckptd.base import process
@@ -30,8 +31,14 @@ from ckptd.storage.stores.open import WINDOW_BYTES, Access, clean_environment, d
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-    from ckptd.storage.stores.base import Abilities, ObjectInfo, Progress, Resume, Source, Store
+    from ckptd.storage.stores.base import ObjectInfo, Progress, Resume, Source, Store
 
+_VERBS = frozenset(
+    {
+        *("probe", "get", "put", "put_if_absent", "stat", "read_at", "discard", "delete", "free_bytes"),
+        *("flush_name", "stale_temporaries", "partial_bytes"),
+    }
+)
 _BATCH = 500
 _BATCH_SECONDS = 1.0
 _DEFAULT = Access()
@@ -51,7 +58,7 @@ def open_apart(
     path = directory_path(url)
     if path is None:
         return open_store(url, access=access, owner=owner, window_bytes=window_bytes)
-    return ApartStore(name, url, str(path), owner=owner, window_bytes=window_bytes)
+    return cast("Store", ApartStore(name, url, str(path), owner=owner, window_bytes=window_bytes))
 
 
 class ApartStore:
@@ -82,38 +89,16 @@ class ApartStore:
 
         return LANES
 
-    def probe(self) -> Abilities:
-        """See `Store.probe`."""
-        found: Abilities = self._call("probe")
-        return found
-
-    def get(self, key: str) -> bytes | None:
-        """See `Store.get`."""
-        found: bytes | None = self._call("get", key)
-        return found
-
-    def put(self, key: str, data: bytes) -> None:
-        """See `Store.put`."""
-        self._call("put", key, data)
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        """See `Store.put_if_absent`."""
-        return bool(self._call("put_if_absent", key, data))
+    def __getattr__(self, name: str) -> Any:
+        """Return the verb of the directory's own store that is one question and one answer."""
+        if name not in _VERBS:
+            raise AttributeError(name)
+        return partial(self._call, name)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `Store.list`."""
         for batch in self._frames("list", prefix):
             yield from batch
-
-    def stat(self, key: str) -> ObjectInfo | None:
-        """See `Store.stat`."""
-        found: ObjectInfo | None = self._call("stat", key)
-        return found
-
-    def read_at(self, key: str, offset: int, length: int) -> bytes:
-        """See `Store.read_at`."""
-        found: bytes = self._call("read_at", key, offset, length)
-        return found
 
     def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
         """See `Store.stream`."""
@@ -149,33 +134,6 @@ class ApartStore:
             else:
                 proof = frame
         return proof
-
-    def discard(self, key: str, token: str = "") -> None:
-        """See `Store.discard`."""
-        self._call("discard", key, token)
-
-    def delete(self, key: str) -> None:
-        """See `Store.delete`."""
-        self._call("delete", key)
-
-    def flush_name(self, key: str) -> None:
-        """See `settled` in ckptd/storage/stores/base.py."""
-        self._call("flush_name", key)
-
-    def stale_temporaries(self, now_seconds: float) -> tuple[ObjectInfo, ...]:
-        """See `DirectoryStore.stale_temporaries`."""
-        found: tuple[ObjectInfo, ...] = self._call("stale_temporaries", now_seconds)
-        return found
-
-    def partial_bytes(self, key: str) -> int:
-        """See `DirectoryStore.partial_bytes`."""
-        found: int = self._call("partial_bytes", key)
-        return found
-
-    def free_bytes(self) -> int | None:
-        """See `Store.free_bytes`."""
-        found: int | None = self._call("free_bytes")
-        return found
 
     # --- inside -----------------------------------------------------------------------------------------
 

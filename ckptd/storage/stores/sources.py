@@ -264,7 +264,26 @@ class MemorySource:
         """Nothing is cached."""
 
 
-class CheckedSource:
+class WrappedSource:
+    """Pass on a source, of the same size and rights."""
+
+    def __init__(self, inner: Source) -> None:
+        self.inner = inner
+        self.size_bytes: int = inner.size_bytes
+        self.mode: int = inner.mode
+        self.folder_mode: int = inner.folder_mode
+        self.gid: int | None = inner.gid
+
+    def peek_into(self, offset: int, buffer: memoryview) -> int:
+        """Read what will be read again: its CRCs are left for that time."""
+        return peek(self.inner)(offset, buffer)
+
+    def drop(self, offset: int, length: int) -> None:
+        """Drop a range from the page cache of the inner source."""
+        self.inner.drop(offset, length)
+
+
+class CheckedSource(WrappedSource):
     """Compares each record's CRC32 when its last byte was read; records with CRC 0 prove nothing.
 
     Ranges may be read in any order and by several threads: the CRCs of adjoining pieces combine. What is
@@ -272,13 +291,9 @@ class CheckedSource:
     """
 
     def __init__(self, inner: Source, records: Iterable[Record], name: str) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._name = name
         self._sums = RecordChecksums(records)
-        self.size_bytes: int = inner.size_bytes
-        self.mode: int = inner.mode
-        self.folder_mode: int = inner.folder_mode
-        self.gid: int | None = inner.gid
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Read and check.
@@ -286,17 +301,12 @@ class CheckedSource:
         Raises:
             DamagedError: a record's bytes are not those that `torch.save` wrote.
         """
-        count = self._inner.read_into(offset, buffer)
-        self._feed(offset, buffer[:count])
+        count = self.inner.read_into(offset, buffer)
+        wrong = self._sums.feed(offset, buffer[:count])
+        if wrong is not None:
+            hint = "bits flipped on the local disk since the save; nothing was shipped"
+            raise DamagedError(f"{self._name}: {wrong}", hint=hint)
         return count
-
-    def drop(self, offset: int, length: int) -> None:
-        """Drop a range of the file from the page cache."""
-        self._inner.drop(offset, length)
-
-    def peek_into(self, offset: int, buffer: memoryview) -> int:
-        """Read what will be read, and checked, again."""
-        return peek(self._inner)(offset, buffer)
 
     def go_on(self, offset: int, check: Callable[[], None] = lambda: None) -> None:
         """The bytes before were read by an earlier attempt: read the beginning of a record that goes on.
@@ -306,36 +316,26 @@ class CheckedSource:
         begin = self._sums.beginning(offset)
         view = memoryview(bytearray(_REREAD_BYTES))
         while begin < offset and (count := self.read_into(begin, view[: min(len(view), offset - begin)])):
-            self._inner.drop(begin, count)
+            self.inner.drop(begin, count)
             begin += count
             check()
 
-    def _feed(self, offset: int, data: memoryview) -> None:
-        wrong = self._sums.feed(offset, data)
-        if wrong is not None:
-            hint = "bits flipped on the local disk since the save; nothing was shipped"
-            raise DamagedError(f"{self._name}: {wrong}", hint=hint)
 
-
-class RateLimitedSource:
+class RateLimitedSource(WrappedSource):
     """Reads no faster than the pacer allows, and stops when `check` raises."""
 
     def __init__(self, inner: Source, pacer: RateLimiter, check: Callable[[], None]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.read_bytes = 0
         self._pacer = pacer
         self._check = check
         self._lock = threading.Lock()
-        self.size_bytes: int = inner.size_bytes
-        self.mode: int = inner.mode
-        self.folder_mode: int = inner.folder_mode
-        self.gid: int | None = inner.gid
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Wait, then read at most one step."""
         room = self._pacer.chunk_bytes(len(buffer))
         self._pacer.take(room, self._check)
-        count = self._inner.read_into(offset, buffer[:room])
+        count = self.inner.read_into(offset, buffer[:room])
         # what is made on the way comes in small pieces
         self._pacer.give_back(room - count)
         with self._lock:
@@ -345,16 +345,12 @@ class RateLimitedSource:
     def peek_into(self, offset: int, buffer: memoryview) -> int:
         """Read what will be read again: not paced, not counted, its CRCs are left for that time."""
         self._check()
-        return peek(self._inner)(offset, buffer)
+        return super().peek_into(offset, buffer)
 
     def look_into(self, offset: int, buffer: memoryview) -> int:
         """Read what is hashed and not sent: it costs no bandwidth."""
         self._pacer.breathe(self._check)
-        return self._inner.read_into(offset, buffer)
-
-    def drop(self, offset: int, length: int) -> None:
-        """Drop a range from the page cache of the inner source."""
-        self._inner.drop(offset, length)
+        return self.inner.read_into(offset, buffer)
 
 
 def peek(source: Source) -> Callable[[int, memoryview], int]:

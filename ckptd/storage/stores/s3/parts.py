@@ -20,7 +20,7 @@ from ckptd.storage.stores.parallel import FailFastPool
 from ckptd.storage.stores.s3 import client as sc
 from ckptd.storage.stores.s3.body import STEP_BYTES, Body, BufferedBody, SourceStopped
 from ckptd.storage.stores.s3.proof import CHANGED, bare, changed, guard
-from ckptd.storage.stores.sources import crc64_of, peek
+from ckptd.storage.stores.sources import WrappedSource, crc64_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -217,30 +217,18 @@ class Sending:
         self._on_progress(self._upload.progress(sum(self._moving.values())))
 
 
-class _Told:
+class _Told(WrappedSource):
     """A source that reports where each step that was read ended."""
 
     def __init__(self, inner: Source, tell: Callable[[int], None]) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._tell = tell
-        self.size_bytes: int = inner.size_bytes
-        self.mode: int = inner.mode
-        self.folder_mode: int = inner.folder_mode
-        self.gid: int | None = inner.gid
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Read, then tell."""
         count = self.inner.read_into(offset, buffer)
         self._tell(offset + count)
         return count
-
-    def peek_into(self, offset: int, buffer: memoryview) -> int:
-        """Read what will be read, and told, again."""
-        return peek(self.inner)(offset, buffer)
-
-    def drop(self, offset: int, length: int) -> None:
-        """Drop a range from the page cache of the inner source."""
-        self.inner.drop(offset, length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
