@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from ckptd.core.model.records import SaveRow
     from ckptd.core.policy.view import JobView, RemoteCommit
     from ckptd.daemon.health.watched_job import WatchedJob
+    from ckptd.daemon.intake.inspection import LateFiles
     from ckptd.daemon.state.problems import Problems, Severity
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.late_files import LateFiles
 
 log = logging.getLogger("ckptd.job")
 

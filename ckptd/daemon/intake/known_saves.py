@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from ckptd.core.completeness.judge import Verdict
-    from ckptd.core.model.listing import FolderListing
     from ckptd.core.model.records import SaveRow
     from ckptd.core.model.save import SealedSave
     from ckptd.daemon.intake.initial_scan import PreexistingSaves
@@ -54,56 +52,13 @@ if TYPE_CHECKING:
     from ckptd.daemon.uploads.session import RemoteSession
 
 
-# --- The interface that the sealer calls, so that it needs no remote -------------------------------------
-
-
-class Recogniser:
-    """Asks the remotes whether they know a save already; None from `order_of` means "not known yet"."""
-
-    def is_run_settled(self, ready: list[tuple[FolderListing, Verdict]]) -> bool:
-        """Tell whether it is known of which run they are."""
-        raise NotImplementedError
-
-    def may_seal(self, tag: str) -> bool:
-        """False while a remote that may know the tag has not been asked."""
-        raise NotImplementedError
-
-    def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
-        """The order that a COMMIT recorded for exactly this content."""
-        raise NotImplementedError
-
-    def original(
-        self, tag: str, fingerprints: tuple[tuple[str, str], ...], shards: frozenset[tuple[str, str]]
-    ) -> Order | None:
-        """The highest order of a save that has just these shards under another name."""
-        raise NotImplementedError
-
-    def highest(self) -> Order | None:
-        """The highest order of any COMMIT."""
-        raise NotImplementedError
-
-    def may_precede(self, written_ns: int, order: Order) -> bool:
-        """Tell whether what was written then may be older than the save that has a COMMIT of that order."""
-        raise NotImplementedError
-
-    def found_first(self) -> frozenset[str] | None:
-        """Tags found at the first start; None: it is not settled yet whether this is one."""
-        raise NotImplementedError
-
-    def came_back(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> bool:
-        """Found at the first start, and committed before it as just this: `resume` brought it."""
-        raise NotImplementedError
-
-
-# --- Its implementation over remote sessions -------------------------------------------------------------
-
 log = logging.getLogger("ckptd.knowledge")
 
 _OPEN = (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
 
 
-class KnownSaves(Recogniser):
-    """The `Recogniser` of one job: asks `links`, remembers in `state` and the state directory."""
+class KnownSaves:
+    """The saves that a job's remotes know: asks `links`, remembers in `state` and the state directory."""
 
     def __init__(
         self,
@@ -180,7 +135,7 @@ class KnownSaves(Recogniser):
                     self._state.journal.set_adopted(tags)
                     self._state.load()
 
-    # --- Recogniser ------------------------------------------------------------------------------------
+    # --- what sealing asks -----------------------------------------------------------------------------
 
     def is_run_settled(self, ready: Ready) -> bool:
         """Tell whether the run is known: from the content of save_dir, else once every remote has

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckptd.core.completeness.judge import Verdict
     from ckptd.core.model.listing import FolderListing, SaveDirListing
     from ckptd.core.model.save import SealedFile
-    from ckptd.daemon.intake.known_saves import Recogniser
+    from ckptd.daemon.intake.known_saves import KnownSaves
     from ckptd.daemon.state.state import JobState
     from ckptd.storage.journal.journal import Journal
 
@@ -50,11 +50,11 @@ class Ordering:
     """The orders of one job's saves; remembers when it saw each folder's shards change last."""
 
     def __init__(
-        self, state: JobState, recogniser: Recogniser, is_sealed: Callable[[FolderListing], bool]
+        self, state: JobState, known: KnownSaves, is_sealed: Callable[[FolderListing], bool]
     ) -> None:
         self._state = state
         self._is_sealed = is_sealed
-        self._recogniser = recogniser
+        self._known = known
         self._seen: dict[str, tuple[Mark, float]] = {}
         self._first_seconds: float | None = None
         """When this process looked first: what changed since has a later time in `_seen`."""
@@ -92,11 +92,11 @@ class Ordering:
         """The order of a save that is sealed now."""
         self._guessed.discard(folder.tag)
         fingerprints = tuple(sorted((f.path, f.fingerprint) for f in files))
-        order = self._recogniser.known_order(folder.tag, fingerprints)
+        order = self._known.known_order(folder.tag, fingerprints)
         if order is not None:
             return order
         own = max((row.save.order for row in self._state.rows.values()), default=None)
-        remote = self._recogniser.highest()
+        remote = self._known.highest()
         highest = max([one for one in (own, remote) if one is not None], default=None)
         # saved anew since then, it is what the trainer does now: perhaps a rewind
         was_found = is_new_tag and (self._at_begin or {}).get(folder.tag) == written_ns(folder)
@@ -104,7 +104,7 @@ class Ordering:
             original = None
             if step < highest.step or highest.branch > 1:  # else it changes nothing, and rows may be many
                 shards = shards_among(files, folder.roots)
-                original = self._recogniser.original(folder.tag, fingerprints, shards)
+                original = self._known.original(folder.tag, fingerprints, shards)
             order = copied_order(step, original, highest) if original is not None else None
             if order is not None:
                 text = "%s is a copy of an older checkpoint (step %d), no rewind; `ckptd pin` keeps it"
@@ -131,7 +131,7 @@ class Ordering:
         if not is_elsewhere or has_changed:
             return False
         since_ns = min((f.identity.mtime_ns for f in folder.shards), default=0)
-        return self._recogniser.may_precede(since_ns, remote)
+        return self._known.may_precede(since_ns, remote)
 
     def _was_passed(self, folder: FolderListing, step: int, highest: Order | None) -> bool:
         """The newest was sealed while this older one lay there and could not be yet: no run was rewound."""

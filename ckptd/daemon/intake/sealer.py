@@ -26,12 +26,11 @@ from ckptd.core.completeness.sealing import (
 )
 from ckptd.core.model.save import SealedSave
 from ckptd.daemon.intake.clones import forget_lost_holds, settle_holds
-from ckptd.daemon.intake.inspection import ShardInspector
-from ckptd.daemon.intake.known_saves import Recogniser
+from ckptd.daemon.intake.inspection import LateFiles, ShardInspector
+from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.intake.ordering import Ordering, written_ns
 from ckptd.daemon.intake.trainer_metrics import Metrics
 from ckptd.daemon.state.state import JobState, Quiet
-from ckptd.daemon.uploads.late_files import LateFiles
 from ckptd.observe.logs import doing
 from ckptd.storage.local.scan import OpenWriters
 
@@ -59,12 +58,12 @@ class Sealer:
         config: JobConfig,
         state: JobState,
         workers: JobWorkers,
-        recogniser: Recogniser,
+        known: KnownSaves,
         wake: Callable[[], None],
     ) -> None:
         self._config = config
         self._state = state
-        self._recogniser = recogniser
+        self._known = known
         self._reading = ShardInspector(config, state, workers, wake)
         self.spread: Callable[[str], Spread | None] = lambda _: None
         """What is known of other nodes' parts of a tag."""
@@ -77,7 +76,7 @@ class Sealer:
         self.metrics = Metrics(config, state)
         self._writers = OpenWriters(str(config.save_dir))
         self.late = LateFiles(config, state, workers, self._writers, wake)
-        self._ordering = Ordering(state, recogniser, self._is_sealed)
+        self._ordering = Ordering(state, known, self._is_sealed)
 
     def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
         """Judge every folder of a fresh listing, inspect and flush what is due, seal what is durable."""
@@ -209,13 +208,13 @@ class Sealer:
 
     def _seal(self, ready: list[tuple[FolderListing, Verdict]]) -> None:
         """Seal durable saves in step order, once it is known whether a remote has them already (P8)."""
-        if not self._recogniser.is_run_settled(ready):
+        if not self._known.is_run_settled(ready):
             return
-        found_first = self._recogniser.found_first()
+        found_first = self._known.found_first()
         if found_first is None:
             return
         due = {folder.tag for folder, _ in ready}
-        may_seal = {tag: self._recogniser.may_seal(tag) for tag in due}
+        may_seal = {tag: self._known.may_seal(tag) for tag in due}
         waits_for = [t for t in found_first if not may_seal.get(t, not self._is_undecided(t))]
         now = {tag for tag in due if may_seal[tag]}
         self._asked_at = {t: self._asked_at.get(t, time.monotonic()) for t in due - now} if now else {}
@@ -294,7 +293,7 @@ class Sealer:
         again = self._found_before(save)
         was_found = folder.tag in found_first and is_new_tag
         fingerprints = tuple(sorted((f.path, f.fingerprint) for f in sealed))
-        is_old = was_found and not self._recogniser.came_back(folder.tag, fingerprints)
+        is_old = was_found and not self._known.came_back(folder.tag, fingerprints)
         is_first = is_old or again is not None
         adopted = not is_first or self._config.backfill == "all" or (again is not None and again.adopted)
         before = state.row_of_tag(folder.tag)

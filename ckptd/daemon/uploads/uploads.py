@@ -16,23 +16,31 @@ from ckptd import errors
 from ckptd.base.owned_dirs import path_of
 from ckptd.base.retry import backoff_seconds, changed_seconds
 from ckptd.config.commands import command_for
-from ckptd.core.model.records import ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.core.model.records import (
+    ZERO,
+    DerivedRecord,
+    DerivedState,
+    ShipRecord,
+    ShipState,
+    SupplementRecord,
+)
 from ckptd.core.policy.leases import beat_seconds
 from ckptd.core.policy.view import Confirmation
-from ckptd.daemon.state.state import Converting, JobState, UploadProgress
+from ckptd.daemon.state.state import Converting, JobState, UploadProgress, unsent_again
 from ckptd.daemon.uploads.commit_wait import waiting_on
-from ckptd.daemon.uploads.late_files import SupplementUploader
 from ckptd.daemon.uploads.requests import (
     committed_source,
     derive_request,
     files_to_upload,
     forget_replaced_objects,
     half_row,
+    late_order,
     pointer_to_ship,
     ship_order,
     verified_row,
 )
 from ckptd.daemon.uploads.retire import RemoteDeleter
+from ckptd.errors import CommitConflict, DamagedError, NotPermitted, RefusedError, SourceChanged
 from ckptd.observe.logs import doing
 from ckptd.storage.local import fs
 from ckptd.storage.remote import messages as m
@@ -42,15 +50,10 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.records import SaveRow
-    from ckptd.core.policy.actions import AskConfirmation, MakeWay, Ship
+    from ckptd.core.policy.actions import AskConfirmation, MakeWay, Ship, Supplement
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.observe.audit import Audit
 
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ckptd.daemon.state.state import JobState
 
 log = logging.getLogger("ckptd.ship")
 
@@ -360,3 +363,99 @@ def running_speed(state: JobState, remote: str, least_seconds: float) -> float |
         if name == remote and form == ZERO and seconds >= least_seconds and done > 0:
             return done / seconds
     return None
+
+
+# --- Supplements: files that came after their save was sealed -----------------------------------------
+
+
+_OF_THIS_SAVE = (RefusedError, DamagedError, CommitConflict, NotPermitted)
+"""The remote works and takes other uploads: it is not left alone for these."""
+
+
+class SupplementUploader:
+    """Orders supplements, and notes what is committed beside a COMMIT."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        config_digest: str,
+        state: JobState,
+        links: Mapping[str, RemoteSession],
+        wake: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._config_digest = config_digest
+        self._state = state
+        self._links = links
+        self._wake = wake
+
+    def ship(self, action: Supplement) -> None:
+        """Ship the files; what another attempt, or a lost journal, had shipped is only looked up."""
+        state, link = self._state, self._links[action.remote]
+        row = state.rows[action.save_id]
+        record = state.ship(action.save_id, action.remote, ZERO)
+        if record.commit_sha256 is None:
+            return
+        order = late_order(
+            row,
+            action,
+            record,
+            root=str(self._config.save_dir),
+            settings=link.settings,
+            config_digest=self._config_digest,
+            run_id=self._state.run_id,
+        )
+        state.busy[row.id] += 1
+        link.ships, link.makes_way = "supplement", False
+        link.ship_order = link.order(order, lambda answer: self._on_answer(action, answer))
+        log.info(
+            "%s → %s: %d files that came late",
+            row.save.tag,
+            action.remote,
+            len(action.files),
+            extra=doing("ship", row.save.tag),
+        )
+
+    def _on_answer(self, action: Supplement, answer: m.Answer) -> None:
+        if isinstance(answer, m.Moving | m.ObjectDone | m.Planned):
+            return
+        state, link = self._state, self._links[action.remote]
+        state.busy[action.save_id] -= 1
+        tag = state.rows[action.save_id].save.tag
+        if isinstance(answer, m.ShipResult) and answer.outcome == "committed":
+            link.well()
+            state.late_unsent.pop((action.save_id, action.remote), None)
+            record = state.ship(action.save_id, action.remote, ZERO)
+            if record.state is ShipState.COMMITTED:
+                known = {one.key: one for one in record.supplements}
+                known |= {
+                    one.key: SupplementRecord(key=one.key, sha256=one.sha256, files=one.files)
+                    for one in answer.supplements
+                    if one.key != record.commit_key
+                }
+                update = {"supplements": tuple(known.values()), "unlisted": _left(record.unlisted, answer)}
+                state.put_ship(action.save_id, record.model_copy(update=update))
+        elif isinstance(answer, m.ShipResult):
+            # as when a permit is refused: what the remote holds is looked at anew
+            log.warning("%s → %s: %s", tag, action.remote, answer.reason)
+            if state.ship(action.save_id, action.remote, ZERO).state is ShipState.COMMITTED:
+                state.lose_commit(action.save_id, action.remote, answer.reason or "its COMMIT is gone")
+            link.tag_views.pop(tag, None)
+        elif isinstance(answer, m.Failed) and not link.makes_way:
+            error = answer.raised
+            log.warning("what came late in %s → %s: %s", tag, action.remote, error)
+            if isinstance(error, _OF_THIS_SAVE):
+                at = (action.save_id, action.remote)
+                state.late_unsent[at] = unsent_again(state.late_unsent.get(at), f"{tag} → {link.name}", error)
+            elif not isinstance(error, SourceChanged):
+                link.move_failed(error)
+        link.ships = None
+        link.observe()
+        self._wake()
+
+
+def _left(unlisted: tuple[str, ...], answer: m.ShipResult) -> tuple[str, ...]:
+    """Files of the save that its COMMIT was thought not to list, and does."""
+    base = answer.commit.key if answer.commit is not None else ""
+    listed = {path for one in answer.supplements if one.key == base for path, _, _ in one.files}
+    return tuple(path for path in unlisted if path not in listed)

@@ -13,7 +13,7 @@ from ckptd.core.model.manifest import Commit, ManifestRef
 from ckptd.core.model.records import ZERO, ShipRecord, ShipState
 from ckptd.core.model.save import Order
 from ckptd.daemon.intake.initial_scan import PreexistingSaves
-from ckptd.daemon.intake.known_saves import KnownSaves, Recogniser
+from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.intake.ordering import Ordering
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.remote_sync import adopt_commits
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Remembered(Recogniser):
+class Remembered(KnownSaves):
     """A remote that knows no save of these, and a higher order."""
 
     precedes: bool = False

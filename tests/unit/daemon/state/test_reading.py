@@ -19,11 +19,10 @@ from ckptd.convert.engine import inspect, inspect_child
 from ckptd.core.completeness.judge import State, Verdict
 from ckptd.core.model.facts import Archive
 from ckptd.daemon.health.stalls import what_reads_it
-from ckptd.daemon.intake.inspection import TRIES
+from ckptd.daemon.intake.inspection import TRIES, LateFiles
 from ckptd.daemon.intake.sealer import Sealer
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState, Quiet
-from ckptd.daemon.uploads.late_files import LateFiles
 from ckptd.errors import CkptdError
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.probe import user
