@@ -23,9 +23,9 @@ from ckptd.errors import (
     StorageError,
     VerifyError,
 )
-from ckptd.storage.stores.base import Progress, Resume
+from ckptd.storage.stores.base import PARTIAL_PREFIX, Progress, Resume
 from ckptd.storage.stores.checksums import crc64
-from ckptd.storage.stores.directory import PARTIAL_PREFIX, DirectoryStore
+from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.sources import MemorySource
 from tests.stores.conformance import DATA, WINDOW_BYTES, Meter, Stopped, StoreConformance, send
 

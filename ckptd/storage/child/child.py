@@ -35,7 +35,7 @@ from ckptd.storage.remote.messages import (
     Pace,
 )
 from ckptd.storage.remote.transfer import sealed
-from ckptd.storage.stores.open import WINDOW_BYTES
+from ckptd.storage.stores.base import WINDOW_BYTES
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

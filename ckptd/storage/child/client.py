@@ -36,7 +36,8 @@ from ckptd.storage.remote.messages import (
     in_short,
     known,
 )
-from ckptd.storage.stores.open import WINDOW_BYTES, clean_environment
+from ckptd.storage.stores.base import WINDOW_BYTES
+from ckptd.storage.stores.open import clean_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

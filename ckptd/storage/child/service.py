@@ -60,8 +60,8 @@ from ckptd.storage.remote.observe import (
 from ckptd.storage.remote.repair import scrub
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.remote.transfer import Control, sealed
-from ckptd.storage.stores.base import Progress
-from ckptd.storage.stores.open import WINDOW_BYTES, open_store
+from ckptd.storage.stores.base import WINDOW_BYTES, Progress
+from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.rate_limit import Cancelled, RateLimiter
 from ckptd.storage.stores.retrying import Motion, WatchedRateLimiter, watched
 

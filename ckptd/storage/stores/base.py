@@ -8,15 +8,19 @@ never an `if` on its kind (docs/design.md §5).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckptd.errors import CkptdError, DocumentDamaged
+from ckptd.errors import CkptdError, DocumentDamaged, SourceChanged, TargetExists, VerifyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+NOT_READ_BACK = "copies are not read back (verify = none)"
+PARTIAL_PREFIX = ".ckptd-part-"
+WINDOW_BYTES = 64 << 20
 DOCUMENT_LIMIT_BYTES = 64 << 20
 """What `get` reads at most: a document of a checkpoint of a million files is smaller."""
 
@@ -24,6 +28,32 @@ DOCUMENT_LIMIT_BYTES = 64 << 20
 def too_large(key: str) -> DocumentDamaged:
     """Return the error that `get` raises for a larger object: one bad object must not keep others unread."""
     return DocumentDamaged(f"{key} is no document: it holds more than {DOCUMENT_LIMIT_BYTES} bytes")
+
+
+def taken(key: str) -> TargetExists:
+    """Return the error for an object that appeared while it was sent."""
+    return TargetExists(f"{key} appeared while it was sent", hint="another node shipped it; ckptd compares")
+
+
+def differs(key: str, url: str, found: tuple[int, int], sent: tuple[int, int]) -> VerifyError:
+    """Return the error for a copy that is not what was sent; each as (bytes, CRC64NVME)."""
+    msg = (
+        f"{key}: the copy in {url} has {found[0]} bytes and CRC64 {found[1]:016x}, "
+        f"sent were {sent[0]} and {sent[1]:016x}"
+    )
+    return VerifyError(msg, hint="ckptd sends it again")
+
+
+def cut_short(left_bytes: int) -> SourceChanged:
+    """Return the error for a source that ended before its size."""
+    msg = f"the source ended {left_bytes} bytes early"
+    return SourceChanged(msg, hint="the trainer cut it; the next turn looks again")
+
+
+def partial_name(owner: str, key: str) -> str:
+    """Name the partial file of an object, so that two nodes and two keys never share one."""
+    digest = hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()
+    return f"{PARTIAL_PREFIX}{digest[:24]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

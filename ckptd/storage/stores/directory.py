@@ -20,7 +20,6 @@ import threading
 from typing import TYPE_CHECKING
 
 from ckptd.base import extents, files, names
-from ckptd.base import names as base_names
 from ckptd.base.names import ROOT
 from ckptd.errors import (
     CkptdError,
@@ -29,13 +28,22 @@ from ckptd.errors import (
     NotPermitted,
     RefusedError,
     RemoteUnreachable,
-    SourceChanged,
     StorageError,
-    TargetExists,
     VerifyError,
     from_os_error,
 )
-from ckptd.storage.stores.base import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, Progress
+from ckptd.storage.stores.base import (
+    DOCUMENT_LIMIT_BYTES,
+    NOT_READ_BACK,
+    WINDOW_BYTES,
+    Abilities,
+    ObjectInfo,
+    Progress,
+    cut_short,
+    differs,
+    partial_name,
+    taken,
+)
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.retrying import FullStoreMemory
 
@@ -50,7 +58,7 @@ if TYPE_CHECKING:
 # source's; a new folder's name flushed before anything lies in it) are the same for objects and documents.
 
 _OURS = ".ckptd-"
-_TRIED = f"{base_names.TEMPORARY_PREFIX}tried"
+_TRIED = f"{names.TEMPORARY_PREFIX}tried"
 _REMEMBERED = 4096
 """Folders whose names are known to be flushed: more than a universal form has, less than grows with days."""
 GONE = {
@@ -235,8 +243,7 @@ def publish(folder: int, partial: str, name: str, key: str) -> None:
         files.rename_noreplace(folder, partial, folder, name)
     except FileExistsError as error:
         files.remove_file(folder, partial)
-        msg = f"{key} appeared while it was sent"
-        raise TargetExists(msg, hint="another node shipped it; ckptd compares") from error
+        raise taken(key) from error
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise
@@ -248,8 +255,7 @@ def _publish_by_link(folder: int, partial: str, name: str, key: str) -> None:
         os.link(partial, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except FileExistsError as error:
         files.remove_file(folder, partial)
-        msg = f"{key} appeared while it was sent"
-        raise TargetExists(msg, hint="another node shipped it; ckptd compares") from error
+        raise taken(key) from error
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
             raise
@@ -274,8 +280,7 @@ def pump(
         room = min(len(view), size - done, flushed + window_bytes - done)
         count = source.read_into(done, view[:room])
         if count == 0:
-            msg = f"the source ended {size - done} bytes early"
-            raise SourceChanged(msg, hint="the trainer cut it; the next turn looks again")
+            raise cut_short(size - done)
         extents.write_all(fd, view[:count])
         # the share writes while the next buffer is read; what counts as flushed is flushed below
         extents.start_flush(fd, done, count)
@@ -360,10 +365,8 @@ def lock_partial(fd: int) -> bool:
 
 # --- the store -------------------------------------------------------------------------------------------
 
-WINDOW_BYTES = 64 << 20
 BUFFER_BYTES = 4 << 20
 LANES = 4
-PARTIAL_PREFIX = ".ckptd-part-"
 STALE_SECONDS = 600.0
 """A temporary of ours that is older was left by a process that was killed: each lives for one small write."""
 
@@ -427,7 +430,7 @@ class DirectoryStore:
                 raise StorageError(msg, hint="the share lies; do not trust it with checkpoints")
         finally:
             self.delete(key)
-        notes += () if self._read_back else ("copies are not read back (verify = none)",)
+        notes += () if self._read_back else (NOT_READ_BACK,)
         return Abilities(create_only=create_only, checksum=None, resumable=True, rename=True, notes=notes)
 
     def get(self, key: str) -> bytes | None:
@@ -515,7 +518,7 @@ class DirectoryStore:
     def _upload(
         self, key: str, source: Source, resume: Resume | None, on_progress: Callable[[Progress], None]
     ) -> int:
-        name, partial = files.check_relative(key)[-1], self._partial(key)
+        name, partial = files.check_relative(key)[-1], partial_name(self._owner, key)
         with self._at_root(f"writing {key}") as root, contextlib.ExitStack() as opened:
             with self._folders:
                 folder = make_parents(root, key, source.folder_mode, source.gid, self._flushed)
@@ -549,11 +552,7 @@ class DirectoryStore:
                 os.close(fd)
             if (size, found) == (size_bytes, crc64):
                 return "read-back" if self._read_back else "none"
-        msg = (
-            f"{key}: the copy in {self._path} has {size} bytes and CRC64 {found:016x}, "
-            f"sent were {size_bytes} and {crc64:016x}"
-        )
-        raise VerifyError(msg, hint="ckptd sends it again")
+        raise differs(key, self._path, (size, found), (size_bytes, crc64))
 
     def discard(self, key: str, token: str = "") -> None:  # noqa: ARG002
         """Remove our partial file of that key."""
@@ -562,7 +561,7 @@ class DirectoryStore:
             with contextlib.suppress(FileNotFoundError):
                 folder = files.open_dir_beneath(root, parent) if parent else os.dup(root)
                 try:
-                    files.remove_file(folder, self._partial(key))
+                    files.remove_file(folder, partial_name(self._owner, key))
                 finally:
                     os.close(folder)
                 prune_empty(root, key)
@@ -604,7 +603,8 @@ class DirectoryStore:
         parent, _, _ = key.rpartition("/")
         with self._at_root(f"looking at the partial upload of {key}") as root:
             status = files.stat_beneath(
-                root, f"{parent}/{self._partial(key)}" if parent else self._partial(key)
+                root,
+                f"{parent}/{partial_name(self._owner, key)}" if parent else partial_name(self._owner, key),
             )
         return 0 if status is None else status.st_size
 
@@ -664,10 +664,6 @@ class DirectoryStore:
         if error.errno in GONE:
             return RemoteUnreachable(f"{where}: {error.strerror}")
         return explained(error, where)
-
-    def _partial(self, key: str) -> str:
-        digest = hashlib.sha256(f"{self._owner}\0{key}".encode()).hexdigest()
-        return f"{PARTIAL_PREFIX}{digest[:24]}"
 
     def _open_partial(self, folder: int, name: str, resume: Resume | None) -> tuple[int, int, int]:
         """Open a partial file; returns (descriptor, offset to go on at, CRC64 so far).

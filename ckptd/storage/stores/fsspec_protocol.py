@@ -14,8 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 from ckptd.config.schemes import scheme_of, url_fault
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RemoteUnreachable, StorageError, from_os_error
-from ckptd.storage.stores.base import Abilities
-from ckptd.storage.stores.fsspec_store import CONNECTIONS, WINDOW_BYTES, Entry, FilesStore, quietly
+from ckptd.storage.stores.base import WINDOW_BYTES, Abilities
+from ckptd.storage.stores.fsspec_store import CONNECTIONS, Entry, FilesStore, quietly
 from ckptd.storage.stores.open import credentials_path
 
 if TYPE_CHECKING:

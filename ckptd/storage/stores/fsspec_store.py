@@ -6,17 +6,26 @@ and compared, small verbs are tried again on a new connection, whatever fails is
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import secrets
 import threading
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ckptd.base import files
-from ckptd.errors import CkptdError, RemoteUnreachable, SourceChanged, TargetExists, VerifyError
-from ckptd.storage.stores.base import Abilities, ObjectInfo, Progress
+from ckptd.errors import CkptdError, RemoteUnreachable, VerifyError
+from ckptd.storage.stores.base import (
+    NOT_READ_BACK,
+    WINDOW_BYTES,
+    Abilities,
+    ObjectInfo,
+    Progress,
+    cut_short,
+    differs,
+    partial_name,
+    taken,
+)
 from ckptd.storage.stores.checksums import crc64 as crc64_of
 from ckptd.storage.stores.directory import is_ours
 from ckptd.storage.stores.retrying import briefly
@@ -33,7 +42,6 @@ if TYPE_CHECKING:
 # does what the rules ask, by absolute path. Drives come from a pool, because none is used by two threads at a
 # time.
 
-PARTIAL_PREFIX = ".ckptd-part-"
 TEMPORARY_PREFIX = ".ckptd-tmp-"
 CONNECTIONS = 8
 
@@ -210,7 +218,6 @@ def quietly(action: Callable[[], object]) -> None:
 
 # --- the store -------------------------------------------------------------------------------------------
 
-WINDOW_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 _READ_BYTES = 4 << 20
 
@@ -265,16 +272,7 @@ class FilesStore:
         """Find out what the server does, by a small object of ours that is removed again."""
         path = self._path(f"_ckptd/probe~{secrets.token_hex(8)}")
         found = self._call("trying what the server can do", lambda drive: drive.probe(path))
-        if self._read_back:
-            return found
-        notes = (*found.notes, "copies are not read back (verify = none)")
-        return Abilities(
-            create_only=found.create_only,
-            checksum=None,
-            resumable=found.resumable,
-            rename=found.rename,
-            notes=notes,
-        )
+        return found if self._read_back else replace(found, notes=(*found.notes, NOT_READ_BACK))
 
     def get(self, key: str) -> bytes | None:
         """Return a small object, whole; None when absent."""
@@ -377,7 +375,7 @@ class FilesStore:
             with explained(drive, what):
                 if drive.look(path) is not None:
                     drive.remove(self._partial(key))
-                    raise _taken(key)
+                    raise taken(key)
                 sink, start = drive.sink(path, self._partial(key), rights, wanted)
             try:
                 crc = resume.crc64 if resume is not None and start else 0
@@ -388,7 +386,7 @@ class FilesStore:
                 sink.abandon()
                 raise
         if not is_new:
-            raise _taken(key)
+            raise taken(key)
         size = source.size_bytes
         on_progress(Progress(done_bytes=size, flushed_bytes=size, crc64=crc))
         return crc
@@ -402,11 +400,7 @@ class FilesStore:
         crc = self._read_crc(key, on_progress) if self._read_back and found.bytes == size_bytes else crc64
         if (found.bytes, crc) == (size_bytes, crc64):
             return "read-back" if self._read_back else "none"
-        msg = (
-            f"{key}: the copy in {self._url} has {found.bytes} bytes and CRC64 {crc:016x}, "
-            f"sent were {size_bytes} and {crc64:016x}"
-        )
-        raise VerifyError(msg, hint="ckptd sends it again")
+        raise differs(key, self._url, (found.bytes, crc), (size_bytes, crc64))
 
     def discard(self, key: str, token: str = "") -> None:  # noqa: ARG002
         """Remove our partial file of that key."""
@@ -436,10 +430,9 @@ class FilesStore:
         return f"{self._root}/{key}"
 
     def _partial(self, key: str) -> str:
-        """Name the partial file beside the object, so that two nodes and two keys never share one."""
+        """Return the path of the partial file beside the object."""
         folder, _, _ = self._path(key).rpartition("/")
-        digest = hashlib.sha256(f"{self._owner}\0{key}".encode()).hexdigest()
-        return f"{folder}/{PARTIAL_PREFIX}{digest[:24]}"
+        return f"{folder}/{partial_name(self._owner, key)}"
 
     def _prune(self, drive: Drive, key: str) -> None:
         """Remove the folders of a removed key that are empty now; another node may need those of `_ckptd`."""
@@ -466,8 +459,7 @@ class FilesStore:
         while done < size:
             count = source.read_into(done, view[: min(len(view), size - done)])
             if count == 0:
-                msg = f"the source ended {size - done} bytes early"
-                raise SourceChanged(msg, hint="the trainer cut it; the next turn looks again")
+                raise cut_short(size - done)
             with explained(drive, f"writing {key} at {done}"):
                 sink.write(view[:count])
             crc = crc64_of(view[:count], crc)
@@ -491,8 +483,3 @@ class FilesStore:
                 done += len(data)
                 on_progress(done)
         return crc
-
-
-def _taken(key: str) -> TargetExists:
-    msg = f"{key} appeared while it was sent"
-    return TargetExists(msg, hint="another node shipped it; ckptd compares")

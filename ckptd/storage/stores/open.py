@@ -16,6 +16,7 @@ import ckptd
 from ckptd.base.identity import Model
 from ckptd.config.schemes import scheme_of
 from ckptd.errors import ConfigError, NotPermitted
+from ckptd.storage.stores.base import WINDOW_BYTES
 
 if TYPE_CHECKING:
     from ckptd.config.schema import RemoteConfig
@@ -128,7 +129,6 @@ def credentials_path(given: str) -> str:
     return os.path.join(place, name)
 
 
-WINDOW_BYTES = 64 << 20
 _DEFAULT = Access()
 
 

@@ -13,8 +13,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ckptd.errors import SourceChanged, TargetExists
-from ckptd.storage.stores.base import Progress
+from ckptd.errors import SourceChanged
+from ckptd.storage.stores.base import Progress, taken
 from ckptd.storage.stores.checksums import crc64_combined
 from ckptd.storage.stores.parallel import FailFastPool
 from ckptd.storage.stores.s3 import client as sc
@@ -391,11 +391,6 @@ def _read(source: Source, offset: int, length: int) -> bytearray:
                 raise SourceChanged(msg, hint="this attempt is dropped; the next turn looks again")
             done += count
     return data
-
-
-def taken(key: str) -> TargetExists:
-    """Another object lies there already."""
-    return TargetExists(f"{key} appeared while it was sent", hint="another node shipped it; ckptd compares")
 
 
 def encoded(crc: int) -> str:

@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from ckptd.errors import CkptdError, RefusedError, VerifyError
-from ckptd.storage.stores.base import Progress
+from ckptd.storage.stores.base import Progress, taken
 from ckptd.storage.stores.parallel import OrderedTurns
 from ckptd.storage.stores.s3 import client as sc
 from ckptd.storage.stores.s3.body import STEP_BYTES
@@ -30,7 +30,6 @@ from ckptd.storage.stores.s3.parts import (
     parse_layout,
     send_held,
     send_range,
-    taken,
 )
 from ckptd.storage.stores.s3.proof import bare, joined
 from ckptd.storage.stores.sources import crc64_of

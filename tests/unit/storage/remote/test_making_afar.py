@@ -27,6 +27,7 @@ from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.documents import read_commit, read_generation
 from ckptd.storage.remote.messages import Committed, Making, Planned, Retire, Shipped
 from ckptd.storage.remote.retire import retire
+from ckptd.storage.stores.base import partial_name
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores.scene import JOB_ID, Node
@@ -258,7 +259,7 @@ def test_others_wait_for_the_one_that_makes_it_and_replace_it_when_it_is_silent(
     begun = spread.sent(f"{spread.tag}_universal")
     assert begun
     key = next(iter(begun))
-    partial = spread.stores["n0"]._partial(f"{spread.tag}_universal/{key}")
+    partial = partial_name(spread.stores["n0"]._owner, f"{spread.tag}_universal/{key}")
     half = (spread.nas / f"{spread.tag}_universal" / key).with_name(partial)
     half.write_bytes(b"half an upload")
     waiting = spread.ship("n1")
