@@ -33,7 +33,7 @@ from ckptd.storage.remote.messages import (
     Shipped,
     ShipResult,
 )
-from ckptd.storage.stores.open import Access
+from ckptd.storage.stores.access import Access
 
 NODE = "bench"
 ANSWER_SECONDS = 600.0

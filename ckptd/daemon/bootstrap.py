@@ -35,8 +35,8 @@ from ckptd.storage.local.state_dir import NODE_ID, NODE_PLACE, prepare_state_dir
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.coordination import NEXT_STEP, other_writers
 from ckptd.storage.remote.messages import known_url
+from ckptd.storage.stores.access import access_of
 from ckptd.storage.stores.base import Abilities
-from ckptd.storage.stores.open import access_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

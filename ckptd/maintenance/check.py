@@ -53,7 +53,8 @@ from ckptd.storage.remote.coordination import NEXT_STEP as IS_OWN_RUN
 from ckptd.storage.remote.coordination import other_writers
 from ckptd.storage.remote.documents import IDENTITY_KEY
 from ckptd.storage.remote.messages import Attach, Attached, Failed, RemoteSettings
-from ckptd.storage.stores.open import access_of, credentials_path, is_s3
+from ckptd.storage.stores.access import access_of, credentials_path
+from ckptd.storage.stores.open import is_s3
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -62,8 +63,8 @@ if TYPE_CHECKING:
     from ckptd.core.model.heartbeat import SeenNode
     from ckptd.recover.select.owner import Owner
     from ckptd.storage.remote.messages import Answer
+    from ckptd.storage.stores.access import Access
     from ckptd.storage.stores.base import Abilities
-    from ckptd.storage.stores.open import Access
 
 
 # --- rows about a remote ---------------------------------------------------------------------------------

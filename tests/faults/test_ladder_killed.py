@@ -17,7 +17,8 @@ import pytest
 
 from ckptd.storage.remote import observe
 from ckptd.storage.remote.messages import CommitView, Retire
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.open import open_store
 from tests.e2e.harness import RUN
 from tests.e2e.s3_node import s3_node
 from tests.stores import servers
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.faults
 
 SCRIPT = """
 import os, signal, sys
-from ckptd.storage.stores.open import Access
+from ckptd.storage.stores.access import Access
 from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.documents import read_identity
 from ckptd.storage.remote.messages import Retire

@@ -22,7 +22,8 @@ from ckptd.errors import (
     RemoteUnreachable,
     StorageError,
 )
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
 from tests.e2e.harness import children_of, made_before
 from tests.e2e.s3_node import BIG_RUN, PREFIX, S3Node, s3_node

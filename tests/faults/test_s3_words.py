@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RemoteNotOurs, RemoteUnreachable
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3 import client as s3_client
 from tests.e2e.harness import children_of
 from tests.e2e.s3_node import BIG_RUN, s3_node

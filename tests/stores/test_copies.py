@@ -26,8 +26,8 @@ from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import Where
 from ckptd.recover.select.verify_result import Slice, VerifiedRemote, exit_code
 from ckptd.storage.remote.repair import ObjectRepairer
+from ckptd.storage.stores.access import Access, access_of
 from ckptd.storage.stores.checksums import crc64, to_hex
-from ckptd.storage.stores.open import Access, access_of
 from ckptd.storage.stores.sources import MemorySource
 from tests.stores import servers
 from tests.stores.proxy import Proxy

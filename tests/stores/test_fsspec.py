@@ -32,11 +32,12 @@ from ckptd.errors import (
 )
 from ckptd.storage.remote.commit import ship
 from ckptd.storage.stores import sftp_session
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import Progress, Resume
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.fsspec_protocol import open_files
 from ckptd.storage.stores.fsspec_store import FilesStore
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.sources import MemorySource
 from tests.stores import servers
 from tests.stores.conformance import DATA, WINDOW_BYTES, Meter, StoreConformance, send

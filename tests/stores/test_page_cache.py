@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.base import extents
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.directory import DirectoryStore
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.open import open_store
 from tests.stores import servers
 from tests.stores.scene import MODEL, OPTIM, Node, archive
 

@@ -28,7 +28,8 @@ from ckptd.convert.remote.convert import RemoteConversion
 from ckptd.convert.remote.uploader import Target, Uploader
 from ckptd.errors import DamagedError, NotFoundError, RefusedError, TargetExists, UsageError
 from ckptd.formats.torchfile.archive import LEGACY_MAGIC
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.open import open_store
 from tests.e2e.test_resume_real import ckptd
 from tests.stores import servers
 from tests.stores.proxy import proxy

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, VerifyError
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import crc64
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
 from ckptd.storage.stores.s3.store import S3Store
 from tests.stores import rgw as cluster

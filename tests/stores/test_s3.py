@@ -13,9 +13,10 @@ import pytest
 from ckptd.convert.remote.uploader import NOTE, UploadNote, write_note
 from ckptd.errors import DamagedError, NotPermitted, RemoteUnreachable, VerifyError
 from ckptd.storage.remote.repair import ExactSource
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import Progress, Resume
 from ckptd.storage.stores.checksums import crc64
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3 import bucket as s3
 from ckptd.storage.stores.s3 import client as s3_client
 from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.errors import DamagedError
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import crc64
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3.store import S3Store
 from tests.stores import servers
 from tests.stores.conformance import Meter

@@ -15,8 +15,9 @@ import pytest
 from bench import native
 from ckptd.core.model.manifest import NodeManifest, parse
 from ckptd.errors import VerifyError
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import crc64
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3 import direct
 from ckptd.storage.stores.s3.body import STEP_BYTES
 from ckptd.storage.stores.s3.probe import takes_trailers

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.errors import VerifyError
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import Resume
 from ckptd.storage.stores.checksums import crc64
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3 import client as s3_client
 from ckptd.storage.stores.s3 import parts
 from ckptd.storage.stores.s3.store import S3Store

@@ -16,8 +16,9 @@ import pytest
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RemoteUnreachable
 from ckptd.storage.remote.attach import are_one, attach
 from ckptd.storage.remote.messages import Attached, RemoteSettings
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import crc64
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3 import client as s3_client
 from ckptd.storage.stores.s3.store import S3Store
 from tests.stores import servers

@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.recover.select.inventory import read_remote_inventory
         from ckptd.recover.select.runs import Runs
         from ckptd.recover.select.sources import said_of, where_of
-        from ckptd.storage.stores.open import access_of
+        from ckptd.storage.stores.access import access_of
 
         sights: list[RemoteInventory] = []
         failures: list[CkptdError] = []

@@ -129,8 +129,8 @@ def _remotes_of(config: JobConfig) -> JobConfig:
 def _record_remotely(config: JobConfig, decision: Decision, owner: Owner) -> Decision:
     """The decision as the remotes hold it: a serial above every earlier one of its subject."""
     from ckptd.storage.remote.observe import record, still_ours
+    from ckptd.storage.stores.access import access_of
     from ckptd.storage.stores.apart import open_apart
-    from ckptd.storage.stores.open import access_of
 
     for remote in _remotes_of(config).remotes:
         store = open_apart(remote.name, remote.url, access_of(remote))
@@ -191,8 +191,8 @@ def _must_be_pinned(config: JobConfig, tag: str, state_dir: Path) -> None:
     from ckptd.core.model.decision import PINS
     from ckptd.daemon.intake.decisions import pinned_tags, read_decisions
     from ckptd.storage.remote.observe import is_pinned
+    from ckptd.storage.stores.access import access_of
     from ckptd.storage.stores.apart import open_apart
-    from ckptd.storage.stores.open import access_of
 
     if tag in pinned_tags(read_decisions(state_dir, PINS)):
         return
@@ -205,8 +205,8 @@ def _must_exist(config: JobConfig, tag: str) -> None:
     from ckptd.config.commands import command_for
     from ckptd.errors import NotFoundError
     from ckptd.storage.remote.observe import read_remote
+    from ckptd.storage.stores.access import access_of
     from ckptd.storage.stores.apart import open_apart
-    from ckptd.storage.stores.open import access_of
 
     if tag_problem(tag) is None and (config.save_dir / tag).is_dir():
         return

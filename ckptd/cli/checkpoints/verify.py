@@ -59,7 +59,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.recover.select.inventory import read_remote_inventory
         from ckptd.recover.select.sources import said_of, where_of
         from ckptd.recover.select.verify_result import Slice, exit_code, slice_of
-        from ckptd.storage.stores.open import access_of
+        from ckptd.storage.stores.access import access_of
 
         read = slice_of(part) if part is not None else Slice() if read_data else None
         directory = Path(config_dir) if config_dir else None
@@ -240,7 +240,7 @@ def look(where: Where) -> tuple[list[RemoteInventory], dict[str, CkptdError]]:
     from ckptd.errors import CkptdError
     from ckptd.recover.select.inventory import read_remote_inventory
     from ckptd.recover.select.sources import said_of
-    from ckptd.storage.stores.open import access_of
+    from ckptd.storage.stores.access import access_of
 
     sights: list[RemoteInventory] = []
     failures: dict[str, CkptdError] = {}

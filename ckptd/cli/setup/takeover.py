@@ -72,8 +72,8 @@ def _bind(config: JobConfig, remote: RemoteConfig, fd: int) -> None:
     from ckptd.storage.local.run_file import read_run
     from ckptd.storage.remote.attach import identity_of
     from ckptd.storage.remote.coordination import newest_run
+    from ckptd.storage.stores.access import access_of
     from ckptd.storage.stores.apart import open_apart
-    from ckptd.storage.stores.open import access_of
 
     store = open_apart(remote.name, remote.url, access_of(remote))
     row, held = newest_run(store), read_run(fd, str(config.save_dir))
@@ -101,8 +101,8 @@ def _must_be_silent(config: JobConfig, remote: RemoteConfig, state_dir: Path | N
     from ckptd.errors import LockHeld
     from ckptd.storage.remote.attach import identity_of
     from ckptd.storage.remote.coordination import live_nodes
+    from ckptd.storage.stores.access import access_of
     from ckptd.storage.stores.apart import open_apart
-    from ckptd.storage.stores.open import access_of
 
     store = open_apart(remote.name, remote.url, access_of(remote))
     found = identity_of(store)
@@ -120,8 +120,8 @@ def _must_be_silent(config: JobConfig, remote: RemoteConfig, state_dir: Path | N
 def _one(config: JobConfig, remote: RemoteConfig, journal: Journal | None) -> str:
     """Take one remote over where it is another's; what was done."""
     from ckptd.storage.remote.attach import identity_of, take_over
+    from ckptd.storage.stores.access import access_of
     from ckptd.storage.stores.apart import open_apart
-    from ckptd.storage.stores.open import access_of
 
     store = open_apart(remote.name, remote.url, access_of(remote))
     found = identity_of(store)

@@ -40,7 +40,7 @@ def show_url(url: str, config_dir: Path | None, *, as_json: bool) -> int:
     from ckptd.maintenance.fleet_status import FleetReader
     from ckptd.recover.select.inventory import read_remote_inventory
     from ckptd.recover.select.sources import where_of
-    from ckptd.storage.stores.open import access_of
+    from ckptd.storage.stores.access import access_of
 
     remote = where_of(url, dict(os.environ), config_dir=config_dir).remotes[0]
     found = FleetReader(read_remote_inventory(remote.name, remote.url, None, access_of(remote))).look()

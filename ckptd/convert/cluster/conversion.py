@@ -28,8 +28,9 @@ from ckptd.convert.remote.convert import POINTER, RemoteConversion, temporary_pl
 from ckptd.convert.remote.reader import RemoteRanges
 from ckptd.convert.remote.source import directory_remote
 from ckptd.convert.remote.uploader import NOTE, publish_in_store, target_exists
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import from_hex
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3.store import S3Store
 
 if TYPE_CHECKING:

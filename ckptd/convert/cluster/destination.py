@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptd.convert.engine.staging import SourceFolder, StagingDir
+    from ckptd.storage.stores.access import Access
     from ckptd.storage.stores.base import Store
-    from ckptd.storage.stores.open import Access
 
 
 LEAST_SECONDS = 2.0

@@ -6,8 +6,8 @@ A `Job` is what all tasks of an attempt share, a `Task` what one of them makes, 
 from __future__ import annotations
 
 from ckptd.base.identity import Model
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import Abilities
-from ckptd.storage.stores.open import Access
 
 
 class Job(Model):

@@ -5,7 +5,6 @@ Whatever was done before under the same name is recognised by its bytes, so that
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from ckptd.convert.cluster.memory import HELD_BYTES
 from ckptd.convert.cluster.messages import Done, Parts, Piece, SentPart
 from ckptd.convert.remote.uploader import PartsSource
 from ckptd.errors import (
-    BehindError,
     RemoteUnreachable,
     SourceChanged,
     StorageError,
@@ -22,6 +20,7 @@ from ckptd.errors import (
     VerifyError,
 )
 from ckptd.storage.stores.checksums import crc64, crc64_combined, from_hex, to_hex
+from ckptd.storage.stores.parallel import FailFastPool
 from ckptd.storage.stores.retrying import briefly
 from ckptd.storage.stores.s3.parts import send_range
 from ckptd.storage.stores.s3.store import S3Store
@@ -124,18 +123,13 @@ class PieceUploader:
         self._store = store
         self._ranges = ranges
         self._command = check_stop
-        self._stopped = threading.Event()
+        self.lanes = FailFastPool()
         self.done: list[Done] = []
         self.parts: list[Parts] = []
 
-    def stop(self) -> None:
-        """Another output of the task failed."""
-        self._stopped.set()
-
     def _check_stop(self) -> None:
         self._command()
-        if self._stopped.is_set():
-            raise BehindError("the task failed")
+        self.lanes.check()
 
     def send(self, unit: Unit) -> None:
         """An output whole, or one part of it."""

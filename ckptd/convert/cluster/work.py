@@ -11,10 +11,9 @@ import os
 import socket
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import ckptd
@@ -278,17 +277,10 @@ class _Work:
             for line in task.checks:
                 self._compare(line, extents)
             sender = uploader.PieceUploader(job, ends.target, extents, self.check_stop)
-            with ThreadPoolExecutor(self.shares.lanes, thread_name_prefix="outputs") as pool:
-                work = [pool.submit(sender.send, unit) for unit in units]
-                work += [pool.submit(sender.join, join) for join in task.joins]
-                work += [pool.submit(sender.prove, proof) for proof in task.proofs]
-                try:
-                    for one in work:
-                        one.result()
-                except BaseException:
-                    sender.stop()
-                    pool.shutdown(cancel_futures=True)
-                    raise
+            work = [partial(sender.send, unit) for unit in units]
+            work += [partial(sender.join, join) for join in task.joins]
+            work += [partial(sender.prove, proof) for proof in task.proofs]
+            sender.lanes.run(self.shares.lanes, work, lambda one: one(), name="outputs")
             return Result(
                 number=task.number,
                 worker=worker_name(),

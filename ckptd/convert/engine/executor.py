@@ -25,13 +25,13 @@ from ckptd.convert.engine.writer import (
     Stripe,
     own,
     stripes,
-    write_stripes,
 )
 from ckptd.convert.parts import Literal, Part, Range, ranges_of
 from ckptd.convert.plan import OutputCheck, OutputFile
 from ckptd.convert.reader import Ranges, blocks_of, refuse_drifted
 from ckptd.errors import NoSpaceError, SourceChanged
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES
+from ckptd.storage.stores.parallel import FailFastPool
 
 if TYPE_CHECKING:
     from ckptd.convert.reader import Sources
@@ -149,7 +149,8 @@ class Worker:
             os.ftruncate(fd, output.nbytes)  # first: XFS preallocates megabytes behind a growing end
         if self.settings.stripe_threads > 1 and output.nbytes > STRIPE_BYTES:
             found = stripes(output.parts, divide_ranges=not self.clone)
-            write_stripes(found, lambda stripe: self._stripe(fd, stripe), self.settings.stripe_threads)
+            threads = self.settings.stripe_threads
+            FailFastPool().run(threads, found, lambda stripe: self._stripe(fd, stripe), name="stripe")
         elif self.clone or output.nbytes < MIN_FILE_BYTES or not self._past_the_cache(fd, output):
             self._parts(fd, 0, output.parts)
         own(fd, self.settings.gid, self.settings.file_mode)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import sys
 import threading
@@ -27,6 +26,7 @@ from ckptd.convert.outputs import description_of, large_first
 from ckptd.convert.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
 from ckptd.convert.reader import Ranges, Sources, identity_of
 from ckptd.errors import CkptdError, SourceChanged, StorageError, from_os_error
+from ckptd.storage.stores.parallel import FailFastPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ckptd.convert.plan import Output
 
 LARGE_BYTES = 64 << 20
-Work = queue.Queue[OutputFile | OutputCheck | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,6 @@ class Execution:
             modes=(request.file_mode, request.folder_mode, request.gid),
         )
         self.folders = Folders(self.out_fd, self.settings)
-        self.failures: list[BaseException] = []
 
     def run(self) -> None:
         """Verify sources if asked, make all files, prove the sources unchanged, flush folders."""
@@ -196,64 +194,38 @@ class Execution:
             raise StorageError(f"{self.counters.files} of {plan.trailer.files} files were made")
 
     def _copy_all(self, plan: Iterator[Output]) -> list[OutputLink]:
-        """Hand outputs to the threads in their order; returns the links."""
-        work: Work = queue.Queue(maxsize=2 * self.settings.threads)
-        threads = [
-            threading.Thread(target=self._serve, args=(number, work), daemon=True)
-            for number in range(self.settings.threads)
-        ]
-        for thread in threads:
-            thread.start()
+        """Have outputs made by threads, begun in their order; returns the links."""
         links: list[OutputLink] = []
-        try:
-            for output in plan:
-                if isinstance(output, OutputLink):
+        lock, lanes = threading.Lock(), FailFastPool()
+
+        def take() -> OutputFile | OutputCheck | None:
+            with lock:
+                for output in plan:
+                    if not isinstance(output, OutputLink):
+                        return output
                     links.append(output)
-                elif not self._offer(work, output):
-                    break
-        finally:
-            for _ in threads:
-                while not self._offer(work, None) and any(t.is_alive() for t in threads):
-                    pass
-            for thread in threads:
-                thread.join()
-        if self.failures:
-            raise self.failures[0]
-        self.check_stop()
+            return None
+
+        def serve(number: int) -> None:
+            worker = self.worker(number)
+            try:
+                while True:
+                    lanes.check()
+                    self.check_stop()
+                    output = take()
+                    if output is None:
+                        worker.settle()
+                        return
+                    if isinstance(output, OutputCheck):
+                        worker.compare(output)
+                    else:
+                        worker.make(output)
+            finally:
+                worker.abandon()
+
+        count = self.settings.threads
+        lanes.run(count, range(count), serve, name="copy")
         return links
-
-    def _offer(self, work: Work, item: OutputFile | OutputCheck | None) -> bool:
-        """Queue an item; False when the run is over because of a failure or a stop."""
-        while True:
-            if item is not None and (self.failures or self.stop.is_set()):
-                return False
-            try:
-                work.put(item, timeout=0.2)
-            except queue.Full:
-                if item is None:
-                    return False
-                continue
-            return True
-
-    def _serve(self, number: int, work: Work) -> None:
-        worker = self.worker(number)
-        while (output := work.get()) is not None:
-            if self.failures or self.stop.is_set():
-                continue
-            try:
-                if isinstance(output, OutputCheck):
-                    worker.compare(output)
-                else:
-                    worker.make(output)
-            except Exception as error:  # noqa: BLE001  whatever it is, a thread's work must not be missed
-                self.failures.append(error)
-        try:
-            if not self.failures and not self.stop.is_set():
-                worker.settle()
-        except Exception as error:  # noqa: BLE001
-            self.failures.append(error)
-        finally:
-            worker.abandon()
 
     def worker(self, number: int) -> Maker:
         """One thread's worker."""

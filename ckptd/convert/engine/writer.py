@@ -335,29 +335,3 @@ def _pieces(part: Part, *, divide_ranges: bool) -> Iterator[Part]:
 def _cut(part: Range, length: int) -> Iterator[Range]:
     for first in range(0, part.nbytes, length):
         yield Range(part.source, part.offset + first, min(length, part.nbytes - first))
-
-
-def write_stripes(found: Iterable[Stripe], write: Callable[[Stripe], None], threads: int) -> None:
-    """Call `write` for every stripe, from several threads; the first failure ends all and is raised."""
-    lock, failures = threading.Lock(), list[BaseException]()
-    waiting = iter(found)
-
-    def take() -> Stripe | None:
-        with lock:
-            return None if failures else next(waiting, None)
-
-    def work() -> None:
-        try:
-            while (stripe := take()) is not None:
-                write(stripe)
-        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
-            failures.append(error)
-
-    helpers = [threading.Thread(target=work, daemon=True) for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
-    if failures:
-        raise failures[0]

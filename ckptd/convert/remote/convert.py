@@ -41,8 +41,9 @@ from ckptd.convert.remote.source import (
 )
 from ckptd.convert.remote.uploader import target_exists
 from ckptd.recover.select.copies import DESCRIPTION
+from ckptd.storage.stores.access import Access, access_of
 from ckptd.storage.stores.apart import open_apart
-from ckptd.storage.stores.open import Access, access_of, clean_environment
+from ckptd.storage.stores.open import clean_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -32,8 +32,8 @@ from ckptd.recover.select.manifest_check import why_untrusted
 from ckptd.storage.remote.documents import manifests_of_commit, read_commit, read_identity
 from ckptd.storage.remote.messages import Planned, ShipFile
 from ckptd.storage.remote.transfer import CannotBeMade, changed
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import from_hex
-from ckptd.storage.stores.open import Access
 from ckptd.storage.stores.sources import CheckedSource, FileSource, MemorySource, crc64_of, records_of
 
 if TYPE_CHECKING:

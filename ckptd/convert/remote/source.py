@@ -7,7 +7,6 @@ committed checkpoints exist, and their manifests say what every byte must be.
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +22,10 @@ from ckptd.errors import CkptdError, NotFoundError, RefusedError, SourceChanged
 from ckptd.formats.torchfile import skeleton
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.storage.remote.documents import IDENTITY_KEY
+from ckptd.storage.stores.access import Access, access_of
 from ckptd.storage.stores.apart import open_apart
-from ckptd.storage.stores.open import Access, access_of, is_s3
+from ckptd.storage.stores.open import is_s3
+from ckptd.storage.stores.parallel import FailFastPool
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -170,14 +171,10 @@ def make_mirror(source: RemoteSource, place_fd: int, *, companions: bool) -> Non
         files.create_exclusive(place_fd, MARKS[0], b"")  # the mark of a folder whose configuration counts
     wanted = [f for f in source.files if f.path not in MARKS]
     wanted = [f for f in wanted if companions or parse_shard_name(Path(f.path).name)]
-    with ThreadPoolExecutor(PARALLEL, thread_name_prefix="mirror") as pool:
-        futures = [pool.submit(_mirror, source.store, file, place_fd, 0o666 & ~umask) for file in wanted]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    mode = 0o666 & ~umask
+    FailFastPool().run(
+        PARALLEL, wanted, lambda file: _mirror(source.store, file, place_fd, mode), name="mirror"
+    )
 
 
 def _mirror(store: Store, file: RemoteFile, place_fd: int, mode: int) -> None:

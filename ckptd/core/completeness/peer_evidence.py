@@ -88,7 +88,7 @@ def _is_of(
     """Tell whether the generation would accept these shards, as `choose_generation` decides later."""
     known = [fact.facts for fact in shards.values() if fact.facts is not None]
     mark = SaveMark(
-        run_id=_first(known, "run_id"),
+        run_id=None,
         step=told.step,
         grid=(told.grid.dp, told.grid.mm_count, told.grid.zero_stage),
         ds_version=_first(known, "ds_version"),

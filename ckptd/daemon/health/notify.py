@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.errors import CkptdError, StorageError, from_os_error
 from ckptd.observe.events import EventReporter, NotifyRules
-from ckptd.storage.stores.open import credentials_path
+from ckptd.storage.stores.access import credentials_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

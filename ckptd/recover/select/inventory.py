@@ -26,8 +26,8 @@ from ckptd.storage.local.scan import scan, written_folders
 from ckptd.storage.local.state_dir import read_node_id
 from ckptd.storage.remote.documents import IDENTITY_KEY, stem_of
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.apart import open_apart
-from ckptd.storage.stores.open import Access
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -31,7 +31,7 @@ from ckptd.recover.select.inventory import is_gone, read_remote_inventory
 from ckptd.recover.select.named import job_named, no_remote
 from ckptd.recover.select.owner import owner_of, state_dir_hint
 from ckptd.recover.select.steps import Convert, ConvertFrom, Fetch, RestoreExtras
-from ckptd.storage.stores.open import access_of
+from ckptd.storage.stores.access import access_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -28,8 +28,8 @@ from ckptd.core.model.manifest import (
 from ckptd.core.model.runs import Claim, Row, RunSeen
 from ckptd.core.policy.leases import LeaseSeen
 from ckptd.errors import CkptdError, RemoteError, error_named
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import Abilities
-from ckptd.storage.stores.open import Access
 
 # --- parts of orders: a derived form made while it is uploaded -------------------------------------------
 # No disk of this node ever holds such a form: the order names shards, or a COMMIT whose objects are read

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ckptd.base import extents, files
 from ckptd.core.model.layouts import Role
@@ -137,67 +137,13 @@ def is_small(file: ShipFile) -> bool:
     return file.bytes <= (_SMALL_EXTRA_BYTES if file.is_extra and file.inline is None else SMALL_BYTES)
 
 
-class _Offers(Protocol):
-    """A store that can do so."""
+def _offer(store: Store, name: str, otherwise: int) -> int:
+    """Return what a store offers beyond the contract.
 
-    def begin(self, key: str, source: Source) -> PendingPut | None:
-        """Read and send; None where that is not possible now."""
-        ...
-
-
-def flights(store: Store) -> int:
-    """Return how many small objects one lane may have on their way; 0: the store offers no such thing now."""
-    return int(getattr(store, "flights", 0))
-
-
-def overlap(store: Store) -> int:
-    """Return how many large objects may be under way at a time, the parts of the first one before the
-    others'.
+    `flights`: small objects that one lane may have on their way (0: none now); `overlap`: large objects under
+    way at a time, the parts of the first one before the others'.
     """
-    return int(getattr(store, "overlap", 1))
-
-
-def begin(store: Store, key: str, source: Source) -> PendingPut | None:
-    """Read and send a small object where nothing lies; None: `upload` it."""
-    return cast("_Offers", store).begin(key, source)
-
-
-class PutPipeline:
-    """How flying lanes work: `begin` a file (None: leave it to `otherwise`), `end` it when its turn comes."""
-
-    def __init__(
-        self,
-        store: Store,
-        begin: Callable[[ShipFile], PendingPut | None],
-        end: Callable[[ShipFile, PendingPut], None],
-        otherwise: Callable[[ShipFile], None],
-    ) -> None:
-        self._store = store
-        self._begin = begin
-        self._end = end
-        self._otherwise = otherwise
-
-    def ship(self, files: deque[ShipFile]) -> None:
-        """Upload as one lane: take from `files`, which other lanes share, until there is none."""
-        under_way: deque[tuple[ShipFile, PendingPut]] = deque()
-        held_bytes, most = 0, flights(self._store)
-        try:
-            while (file := next_of(files)) is not None:
-                started = self._begin(file)
-                if started is None:
-                    self._otherwise(file)
-                    continue
-                under_way.append((file, started))
-                held_bytes += file.bytes
-                while len(under_way) > most or held_bytes > _MOST_BYTES:
-                    oldest = under_way.popleft()
-                    held_bytes -= oldest[0].bytes
-                    self._end(*oldest)
-            while under_way:
-                self._end(*under_way.popleft())
-        finally:
-            for _file, started in under_way:
-                started.abandon()
+    return int(getattr(store, name, otherwise))
 
 
 def next_of(files: deque[ShipFile]) -> ShipFile | None:
@@ -287,11 +233,10 @@ class Transfer:
         if flying:
             keys = {file.key for file in flying}
             small, lanes = [file for file in small if file.key not in keys], max(1, lanes - FLYING_LANES)
-        ways = min(overlap(self._store), self._origin.most_lanes, len(large))
+        ways = min(_offer(self._store, "overlap", 1), self._origin.most_lanes, len(large))
         with ThreadPoolExecutor(lanes + FLYING_LANES + ways, "lane") as pool:
-            fleet = PutPipeline(self._store, self._begin, self._end, self._ship_beside)
             for _ in range(FLYING_LANES if flying else 0):
-                pool.submit(self._lanes.begin([flying], fleet.ship))
+                pool.submit(self._lanes.begin([flying], self._fly))
             lane = self._lanes.begin(small, self._ship_beside)
             for _ in range(min(lanes, len(small))):
                 pool.submit(lane)
@@ -330,14 +275,37 @@ class Transfer:
         is_begun = file.key in self._shipped or file.key in self._partly
         if file.is_extra or is_begun or file.bytes > TINY_BYTES or self._origin.most_lanes < FLYING_LANES:
             return False
-        return flights(self._store) > 0 and self._held is not None and self._held_bytes(file) is None
+        is_absent = self._held is not None and self._held_bytes(file) is None
+        return is_absent and _offer(self._store, "flights", 0) > 0
+
+    def _fly(self, files: deque[ShipFile]) -> None:
+        """Upload as one lane: take from `files`, which other lanes share, until there is none."""
+        under_way: deque[tuple[ShipFile, PendingPut]] = deque()
+        held_bytes, most = 0, _offer(self._store, "flights", 0)
+        try:
+            while (file := next_of(files)) is not None:
+                started = self._begin(file)
+                if started is None:
+                    self._ship_beside(file)
+                    continue
+                under_way.append((file, started))
+                held_bytes += file.bytes
+                while len(under_way) > most or held_bytes > _MOST_BYTES:
+                    oldest = under_way.popleft()
+                    held_bytes -= oldest[0].bytes
+                    self._end(*oldest)
+            while under_way:
+                self._end(*under_way.popleft())
+        finally:
+            for _file, started in under_way:
+                started.abandon()
 
     def _begin(self, file: ShipFile) -> PendingPut | None:
         """Read and send; None: it is to be sent the usual way."""
         self._check()
         with self._origin.opened(file) as source:
             paced = RateLimitedSource(source, self._control.pacer, self._check)
-            started = begin(self._store, file.key, paced)
+            started: PendingPut | None = cast("Any", self._store).begin(file.key, paced)
         with self._lock:
             self._sent += paced.read_bytes
         if started is not None and self._origin.why_changed(file) is not None:

@@ -26,8 +26,9 @@ from ckptd import errors
 from ckptd.base import process
 from ckptd.config.quantities import shown_remote
 from ckptd.errors import CkptdError, RemoteUnreachable
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import WINDOW_BYTES
-from ckptd.storage.stores.open import Access, clean_environment, directory_path, open_store
+from ckptd.storage.stores.open import clean_environment, directory_path, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator

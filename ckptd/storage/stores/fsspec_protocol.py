@@ -14,15 +14,15 @@ from urllib.parse import unquote, urlsplit
 
 from ckptd.config.schemes import scheme_of, url_fault
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RemoteUnreachable, StorageError, from_os_error
+from ckptd.storage.stores.access import credentials_path
 from ckptd.storage.stores.base import WINDOW_BYTES, Abilities
 from ckptd.storage.stores.fsspec_store import CONNECTIONS, Entry, FilesStore, quietly
-from ckptd.storage.stores.open import credentials_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ckptd.storage.stores.access import Access
     from ckptd.storage.stores.fsspec_store import Drive, Rights
-    from ckptd.storage.stores.open import Access
 
 _BLOCK_BYTES = 8 << 20
 _BUGS = (TypeError, AttributeError, NameError, AssertionError)

@@ -26,11 +26,11 @@ from ckptd.errors import (
     StorageError,
     from_os_error,
 )
+from ckptd.storage.stores.access import credentials_path
 from ckptd.storage.stores.fsspec_store import ConnectionLost
-from ckptd.storage.stores.open import credentials_path
 
 if TYPE_CHECKING:
-    from ckptd.storage.stores.open import Access
+    from ckptd.storage.stores.access import Access
 
 CONNECT_SECONDS = 12
 ANSWER_SECONDS = 30

@@ -27,7 +27,7 @@ from ckptd.config.s3 import S3Keys
 from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, config_digest
 from ckptd.config.template import job_template
 from ckptd.errors import CkptdError, ConfigError, NotFoundError
-from ckptd.storage.stores.open import Access, access_of
+from ckptd.storage.stores.access import Access, access_of
 from tests.support.config_files import base, refusal, write
 
 __all__ = ["base"]

@@ -27,8 +27,9 @@ from ckptd.errors import BehindError, DamagedError, SourceChanged
 from ckptd.formats.torchfile import skeleton
 from ckptd.formats.torchfile.archive import Record, read_directory
 from ckptd.formats.torchfile.fingerprint import fingerprint
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import crc64, to_hex
-from ckptd.storage.stores.open import Access, open_store
+from ckptd.storage.stores.open import open_store
 from tests.support import recover_scene
 from tests.support.synthetic import write_stage3
 

@@ -29,7 +29,6 @@ from ckptd.storage.remote import garbage
 from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.repair import staging_key
 from ckptd.storage.stores.base import partial_name
-from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.counting import CountingStore
 from tests.stores.scene import Node
 from tests.support.refusing import refuse
@@ -567,7 +566,6 @@ def test_our_half_object_in_a_directory_goes(scene: RepairScene) -> None:
     journal, save_id = journal_of(scene)
     half = {}
     for owner in ("id-n0", "id-n9"):
-        store = DirectoryStore(str(scene.nas), owner=owner)
         half[owner] = lies_there(scene, f"global_step7/{partial_name(owner, 'global_step7/x')}", b"123")
     sent(journal, save_id, "global_step7/x", 9, is_whole=False)
     journal.end_save(save_id, "vanished")

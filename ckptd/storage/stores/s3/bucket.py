@@ -22,7 +22,7 @@ from ckptd.storage.stores.s3.direct import Direct
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptd.storage.stores.open import Access
+    from ckptd.storage.stores.access import Access
 
 _READ_BYTES = 512 << 10
 LANES = 8

@@ -25,7 +25,7 @@ from ckptd.errors import (
     RemoteUnreachable,
     StorageError,
 )
-from ckptd.storage.stores.open import credentials_path
+from ckptd.storage.stores.access import credentials_path
 from ckptd.storage.stores.s3.body import Body
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from botocore.config import Config
 
     from ckptd.errors import CkptdError
-    from ckptd.storage.stores.open import Access
+    from ckptd.storage.stores.access import Access
 
 
 # --- credentials -----------------------------------------------------------------------------------------

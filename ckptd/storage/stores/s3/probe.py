@@ -24,7 +24,7 @@ from ckptd.storage.stores.s3.proof import CHANGED, bare, joined
 from ckptd.storage.stores.sources import MemorySource
 
 if TYPE_CHECKING:
-    from ckptd.storage.stores.open import Access
+    from ckptd.storage.stores.access import Access
     from ckptd.storage.stores.s3.direct import Direct
 
 _LEFT_SECONDS = 86400.0

@@ -16,8 +16,8 @@ from ckptd.storage.stores.s3.uploads import S3Uploads
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ckptd.storage.stores.access import Access
     from ckptd.storage.stores.base import Abilities, Progress, Resume, Source
-    from ckptd.storage.stores.open import Access
     from ckptd.storage.stores.s3.uploads import Started
 
 _PROBES = "_ckptd/probe~"
