@@ -22,7 +22,6 @@ from ckptd.core.model.records import (
     DerivedState,
     ShipRecord,
     ShipState,
-    SupplementRecord,
 )
 from ckptd.core.policy.leases import beat_seconds
 from ckptd.core.policy.view import Confirmation
@@ -428,11 +427,7 @@ class SupplementUploader:
             record = state.ship(action.save_id, action.remote, ZERO)
             if record.state is ShipState.COMMITTED:
                 known = {one.key: one for one in record.supplements}
-                known |= {
-                    one.key: SupplementRecord(key=one.key, sha256=one.sha256, files=one.files)
-                    for one in answer.supplements
-                    if one.key != record.commit_key
-                }
+                known |= {one.key: one for one in answer.supplements if one.key != record.commit_key}
                 update = {"supplements": tuple(known.values()), "unlisted": _left(record.unlisted, answer)}
                 state.put_ship(action.save_id, record.model_copy(update=update))
         elif isinstance(answer, m.ShipResult):

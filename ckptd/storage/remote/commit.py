@@ -29,7 +29,7 @@ from ckptd.core.model.manifest import (
     stem,
     to_bytes,
 )
-from ckptd.core.model.records import ZERO
+from ckptd.core.model.records import ZERO, SupplementRecord
 from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChanged, from_os_error
 from ckptd.storage.remote import derive_attempts
 from ckptd.storage.remote.coordination import lacking, leave_to_owner, take_share, tensors, tensors_of
@@ -49,7 +49,7 @@ from ckptd.storage.remote.manifest_index import (
     pending_replacement,
     release_lease,
 )
-from ckptd.storage.remote.messages import CommitView, ShipResult, SupplementView
+from ckptd.storage.remote.messages import CommitView, ShipResult
 from ckptd.storage.remote.observe import AttachedRemote, point, still_ours
 from ckptd.storage.remote.transfer import CannotBeMade, Transfer, changed, sealed
 from ckptd.storage.stores.base import settled
@@ -497,7 +497,7 @@ class _Supplementing:
     def _no_base(self) -> ShipResult:
         return ShipResult(outcome="conflict", reason=f"the COMMIT of {self._where[0]} is another one now")
 
-    def _listing(self, base: CommitView) -> list[SupplementView]:
+    def _listing(self, base: CommitView) -> list[SupplementRecord]:
         """Return the COMMIT and its SUPPLEMENTs, each with what it lists."""
         views = []
         for view in (base, *read_supplements(self._store, self._where)):
@@ -507,10 +507,10 @@ class _Supplementing:
                 for known in manifests_of_commit(self._store, view.commit)
                 for file in known.manifest.files
             }
-            views.append(SupplementView(key=view.key, sha256=view.sha256, files=tuple(sorted(rows))))
+            views.append(SupplementRecord(key=view.key, sha256=view.sha256, files=tuple(sorted(rows))))
         return views
 
-    def _result(self, base: CommitView, views: list[SupplementView], sent: int, skipped: int) -> ShipResult:
+    def _result(self, base: CommitView, views: list[SupplementRecord], sent: int, skipped: int) -> ShipResult:
         wanted = {_row(file) for file in self._order.files}
         return ShipResult(
             outcome="committed",
@@ -559,7 +559,7 @@ class _Supplementing:
             raise RemoteError(msg, hint="the store lies or another writer removes there; see `ckptd check`")
         return found == data
 
-    def _create(self, ours: KnownManifest) -> SupplementView:
+    def _create(self, ours: KnownManifest) -> SupplementRecord:
         """Create SUPPLEMENT k, the first that nobody has, and read it back."""
         document = build_commit(
             (ours,),
@@ -573,7 +573,7 @@ class _Supplementing:
             key = commit_key(*self._where, number)
             if self._put(key, data):
                 rows = {(file.path, file.bytes, file.fingerprint) for file in ours.manifest.files}
-                return SupplementView(key=key, sha256=sha256_of(data), files=tuple(sorted(rows)))
+                return SupplementRecord(key=key, sha256=sha256_of(data), files=tuple(sorted(rows)))
         msg = f"{self._store.url} changes faster than a supplement of {self._where[0]} can be put there"
         raise RemoteError(msg, hint="something else writes there; see `ckptd check`")
 

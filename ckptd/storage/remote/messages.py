@@ -25,142 +25,14 @@ from ckptd.core.model.manifest import (
     Tombstone,
     TombstoneHeader,
 )
+from ckptd.core.model.records import SupplementRecord
 from ckptd.core.model.runs import Claim, Row, RunSeen
 from ckptd.core.policy.leases import LeaseSeen
 from ckptd.errors import CkptdError, RemoteError, error_named
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import Abilities
 
-# --- parts of orders: a derived form made while it is uploaded -------------------------------------------
-# No disk of this node ever holds such a form: the order names shards, or a COMMIT whose objects are read
-# (docs/adr/0118); the child plans and makes it of them (docs/adr/0093).
-
-
-class Committed(Model):
-    """The ZeRO form that a form is made of where no node has all shards: what that remote holds."""
-
-    sha256: str
-    """Of its COMMIT, of the order's tag and generation."""
-    takeover_seconds: float
-    """A node that makes the form and was not heard of for so long is replaced."""
-
-
-class Making(Model):
-    """A derived form that no disk holds: made of the sealed shards while it is sent."""
-
-    folders: tuple[str, ...]
-    """Of the shards, relative to `ShipOrder.root`, or in the remote's; more than one is refused."""
-    zero: Committed | None = None
-    """None: the shards lie here."""
-    sealed: tuple[tuple[str, FileIdentity], ...]
-    """Every file of the save, relative to `ShipOrder.root`, as it was sealed (P4)."""
-    below: str = ""
-    """Path of the form in the manifest's folder."""
-    staging: str
-    """Folder of this disk where the plan lies, without a name."""
-    memory_bytes: int
-    """What the process that makes it may use (P12)."""
-    plan_sha256: str = ""
-    """The plan that `ShipOrder.shipped` and `partly` were made by."""
-
-
-class Planned(Model):
-    """Event: how much an order makes, and which plan it follows."""
-
-    kind: Literal["planned"] = "planned"
-    plan_sha256: str
-    layout: str
-    files: int
-    bytes: int
-
-
-# --- scrub: read a piece of a COMMIT's objects again -----------------------------------------------------
-
-
-class Scrub(Model):
-    """Read objects of one COMMIT in the order of their keys and compare them with its manifests."""
-
-    op: Literal["scrub"] = "scrub"
-    commit_key: str
-    commit_sha256: str
-    after: str = ""
-    """Go on behind this key."""
-    limit_bytes: int
-    """Begin no object once that much was read."""
-    only: tuple[str, ...] = ()
-    """These keys alone; empty: all."""
-
-
-class BadCopy(Model):
-    """One object that is not as it was committed."""
-
-    key: str
-    expected: str
-    found: str
-
-
-class Scrubbed(Model):
-    """How far it got."""
-
-    kind: Literal["scrubbed"] = "scrubbed"
-    read_bytes: int = 0
-    next_after: str | None = None
-    """None: all objects were compared."""
-    bad: tuple[BadCopy, ...] = ()
-    unread: tuple[str, ...] = ()
-    """Keys that rights or I/O kept from being read: what was known of them stays known."""
-    is_gone: bool = False
-    """The COMMIT does not count any more; nothing is said of its objects."""
-
-
-# --- parts of answers: documents of a remote -------------------------------------------------------------
-
-
-class CommitView(Model):
-    """A COMMIT as read, with the digest of its bytes and its key."""
-
-    key: str
-    sha256: str
-    commit: Commit
-    disputed: bool = False
-
-
-class SupplementView(Model):
-    """A SUPPLEMENT as read, and the files that it lists: (path, bytes, fingerprint)."""
-
-    key: str
-    sha256: str
-    files: tuple[tuple[str, int, str], ...]
-
-
-class ManifestView(Model):
-    """A node manifest as read; `committed` when a COMMIT lists its digest."""
-
-    key: str
-    sha256: str
-    manifest: NodeManifest
-    committed: bool
-
-
-class NamedManifest(Model):
-    """A node manifest that was not read: what its name tells."""
-
-    generation: int
-    form: str
-    name: ManifestName
-
-
-# --- attach: the remote's settings -----------------------------------------------------------------------
-# They are the part of a job's `[[remote]]` that the child needs. No secret is among them: how credentials are
-# found, never what they are.
-
-
-def known_url(attached: str | None) -> str | None:
-    """Return the URL in what a journal keeps of a remote that was attached (`abilities:<name>`), or None."""
-    with contextlib.suppress(ValueError, AttributeError):
-        url = json.loads(attached or "{}").get("url")
-        return url if isinstance(url, str) else None
-    return None
+# --- parts of both: settings of a remote, documents as read, files ------------------------------------
 
 
 class RemoteSettings(Model):
@@ -194,7 +66,42 @@ class RemoteSettings(Model):
     """Attaching tells who writes there now, whatever is known of it (`ckptd check`)."""
 
 
-# --- attach: prove the remote ----------------------------------------------------------------------------
+class CommitView(Model):
+    """A COMMIT as read, with the digest of its bytes and its key."""
+
+    key: str
+    sha256: str
+    commit: Commit
+    disputed: bool = False
+
+
+class ManifestView(Model):
+    """A node manifest as read; `committed` when a COMMIT lists its digest."""
+
+    key: str
+    sha256: str
+    manifest: NodeManifest
+    committed: bool
+
+
+class NamedManifest(Model):
+    """A node manifest that was not read: what its name tells."""
+
+    generation: int
+    form: str
+    name: ManifestName
+
+
+class Shipped(Model):
+    """An object that an earlier attempt finished and verified."""
+
+    key: str
+    bytes: int
+    crc64nvme: str
+    proof: Proof
+
+
+# --- looks: what the remote is and holds; each order, then its answer ---------------------------------
 
 
 class Attach(Model):
@@ -221,248 +128,12 @@ class Attached(Model):
     """Which run goes on there, and where, where that was asked for."""
 
 
-# --- beat: write this node's heartbeat and read the others' ----------------------------------------------
-
-
-class Beat(Model):
-    """Write the heartbeat, where one is given; say which other nodes were heard of, and when."""
-
-    op: Literal["beat"] = "beat"
-    heartbeat: Heartbeat | None = None
-    node: str
-    """Whose is not told."""
-    reads_all: bool = False
-    """Read every heartbeat afresh; else those that are not known, or were read long ago."""
-    takeover_seconds: float | None = None
-    """Of a shared directory: say who holds the lease; take it over after so long a silence (adr/0110)."""
-
-
-class Beats(Model):
-    """The other nodes."""
-
-    kind: Literal["beats"] = "beats"
-    nodes: tuple[SeenNode, ...] = ()
-    sharers: tuple[SeenNode, ...] = ()
-    """Daemons over other directories, also those that bear this node's name."""
-    lease: LeaseSeen | None = None
-
-
-# --- events of an open order, child → daemon -------------------------------------------------------------
-# `idle_seconds` is how long no byte had moved when the event was sent; the daemon goes on counting from
-# there, so that a child which can say nothing any more is noticed as well (docs/internals/stores.md).
-
-
-class Moving(Model):
-    """Bytes of one object; `flushed_bytes`/`crc64` can be resumed from after a crash (P7)."""
-
-    kind: Literal["moving"] = "moving"
-    key: str
-    done_bytes: int
-    total_bytes: int
-    flushed_bytes: int
-    crc64: int
-    token: str = ""
-    idle_seconds: float = 0.0
-
-
-class Alive(Model):
-    """The order waits or reads, nothing moved; the client keeps it to itself."""
-
-    kind: Literal["alive"] = "alive"
-    idle_seconds: float = 0.0
-
-
-# --- orders, daemon → child ------------------------------------------------------------------------------
-
-
 class Observe(Model):
     """Read what the remote holds: COMMITs, tombstones, decisions, pointers."""
 
     op: Literal["observe"] = "observe"
     only_changed: bool = False
     """Answer `Unchanged` when all is as in the last observation that was given."""
-
-
-class Describe(Model):
-    """Read every manifest of one tag, committed or not."""
-
-    op: Literal["describe"] = "describe"
-    tag: str
-
-
-class ShipFile(Model):
-    """One file to ship."""
-
-    path: str
-    key: str
-    source: str
-    """Path relative to `ShipOrder.root`."""
-    identity: FileIdentity | None
-    """As sealed; None for role `extra`, read whole, consistent by itself, and for what is made."""
-    bytes: int
-    role: Role
-    shard: ShardKey = ShardKey()
-    fingerprint: str
-    tensor_fingerprint: str | None = None
-    mode: int = 0o644
-    check_zip_crc: bool = True
-    inline: str | None = None
-    """The whole content, for a small file that no disk holds; `source` is not read then."""
-    is_replica: bool = False
-    """The node of data-parallel rank 0 has it too and sends it; others do when it does not come (H29)."""
-    is_made: bool = False
-    """An output of a plan: its bytes are made while they are sent."""
-
-    @property
-    def is_extra(self) -> bool:
-        """Neither sealed nor made: what it holds when it is read is what counts."""
-        return self.identity is None and not self.is_made
-
-
-class Shipped(Model):
-    """An object that an earlier attempt finished and verified."""
-
-    key: str
-    bytes: int
-    crc64nvme: str
-    proof: Proof
-
-
-class PartlyShipped(Model):
-    """An object that an earlier attempt left half done: `flushed_bytes` durable, their CRC64NVME."""
-
-    key: str
-    flushed_bytes: int
-    crc64: int
-    token: str = ""
-
-
-class ShipOrder(Model):
-    """Ship one form of one save, verify it, write the node manifest, commit by coverage, move `latest`."""
-
-    op: Literal["ship"] = "ship"
-    root: str
-    """Absolute path of the folder that `ShipFile.source` is relative to (save_dir)."""
-    manifest: NodeManifest
-    """Complete but for `files` (empty) and `revision`."""
-    files: tuple[ShipFile, ...]
-    making: Making | None = None
-    """What is made besides; `files` are then those that are not."""
-    shipped: tuple[Shipped, ...] = ()
-    partly: tuple[PartlyShipped, ...] = ()
-    save_spread_seconds: float = 60.0
-    steps_in: bool = False
-    """Replicas that nobody listed are sent too: their owner had its time."""
-    supplement_to: str | None = None
-    """Digest of a COMMIT: the files came after it, and are committed beside it."""
-    takeover_seconds: float | None = None
-    """The folder is shared: send this node's share, and that of who was silent for so long (adr/0110)."""
-
-
-class Confirm(Model):
-    """Fresh read of COMMITs for a permit: each must be there with that digest, undisputed (P1)."""
-
-    op: Literal["confirm"] = "confirm"
-    commits: tuple[tuple[str, str], ...]
-    """(key, sha256)."""
-
-
-class Retire(Model):
-    """Remote retention: tombstone, then COMMIT, then objects that no COMMIT lists, then `latest`."""
-
-    op: Literal["retire"] = "retire"
-    tag: str
-    generation: int
-    form: str
-    reason: str
-    commit_sha256: str
-    instead: tuple[str, str] | None = None
-    """(form, digest of its COMMIT) of the same save: it must be whole there, or nothing goes (adr/0094)."""
-    ends_run: bool = False
-    """A person has the whole of its run removed: its newest and its best go too."""
-    counted: tuple[str, ...] = ()
-    """Digests of the COMMITs that stay: is one of them disputed by now, this one may have to stay too."""
-
-
-class Record(Model):
-    """Put a decision that is known here in the remote, as it is, unless a newer one of its subject is there;
-    answered when it is durable (P8, adr/0165)."""
-
-    op: Literal["record"] = "record"
-    decision: Decision
-
-
-class ClaimRun(Model):
-    """Say that this place goes on with a run there, unless another one that lives does (adr/0185)."""
-
-    op: Literal["claim"] = "claim"
-    claim: Claim
-    heartbeat: Heartbeat | None = None
-    """Written before the row, with the run that the row names; None: the remote takes none."""
-
-
-class Claimed(Model):
-    """Answer to it."""
-
-    kind: Literal["claimed"] = "claimed"
-    run: RunSeen
-
-
-class Point(Model):
-    """Let the pointers name the newest committed checkpoint in (branch, step) (P6)."""
-
-    op: Literal["point"] = "point"
-
-
-class Discard(Model):
-    """Give up half uploads that the journal knows as ours and nobody goes on with."""
-
-    op: Literal["discard"] = "discard"
-    uploads: tuple[tuple[str, str], ...]
-    """(key, token)."""
-
-
-class Pace(Model):
-    """Move at this fraction of that speed; 1.0 = all of it, no speed = no limit (P11). Needs no answer."""
-
-    op: Literal["pace"] = "pace"
-    fraction: float
-    bytes_per_second: int | None = None
-
-
-class Cancel(Model):
-    """End the order with that id at the next window; its answer is a `SourceChanged` error."""
-
-    op: Literal["cancel"] = "cancel"
-    order_id: int
-
-
-_Look = Attach | Observe | Describe | Confirm | Beat | ClaimRun
-_Work = _Look | ShipOrder | Retire | Record | Point | Discard | Scrub
-Order = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
-
-
-LONG_ORDERS = (ShipOrder, Retire, Scrub)
-"""Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""
-
-
-def in_short(order: Order) -> Order:
-    """Return an order without its files: there may be thousands, and an open order is remembered without
-    them.
-    """
-    if isinstance(order, ShipOrder):
-        return order.model_copy(update={"files": (), "shipped": (), "partly": ()})
-    return order
-
-
-class OrderLine(Model):
-    """One line to the child."""
-
-    id: int
-    order: Order
-
-
-# --- answers, child → daemon -----------------------------------------------------------------------------
 
 
 class Observation(Model):
@@ -505,6 +176,13 @@ class Unchanged(Model):
     free_bytes: int | None = None
 
 
+class Describe(Model):
+    """Read every manifest of one tag, committed or not."""
+
+    op: Literal["describe"] = "describe"
+    tag: str
+
+
 class TagView(Model):
     """Everything the remote knows of one tag."""
 
@@ -516,6 +194,154 @@ class TagView(Model):
     named: tuple[NamedManifest, ...] = ()
     unreadable: tuple[tuple[str, int, str], ...] = ()
     """(tag, generation, form) of COMMITs and tombstones that are there and cannot be read."""
+
+
+class Confirm(Model):
+    """Fresh read of COMMITs for a permit: each must be there with that digest, undisputed (P1)."""
+
+    op: Literal["confirm"] = "confirm"
+    commits: tuple[tuple[str, str], ...]
+    """(key, sha256)."""
+
+
+class Confirmed(Model):
+    """Answer to `Confirm`."""
+
+    kind: Literal["confirmed"] = "confirmed"
+    ok: bool
+    reason: str | None = None
+
+
+class Beat(Model):
+    """Write the heartbeat, where one is given; say which other nodes were heard of, and when."""
+
+    op: Literal["beat"] = "beat"
+    heartbeat: Heartbeat | None = None
+    node: str
+    """Whose is not told."""
+    reads_all: bool = False
+    """Read every heartbeat afresh; else those that are not known, or were read long ago."""
+    takeover_seconds: float | None = None
+    """Of a shared directory: say who holds the lease; take it over after so long a silence (adr/0110)."""
+
+
+class Beats(Model):
+    """The other nodes."""
+
+    kind: Literal["beats"] = "beats"
+    nodes: tuple[SeenNode, ...] = ()
+    sharers: tuple[SeenNode, ...] = ()
+    """Daemons over other directories, also those that bear this node's name."""
+    lease: LeaseSeen | None = None
+
+
+class ClaimRun(Model):
+    """Say that this place goes on with a run there, unless another one that lives does (adr/0185)."""
+
+    op: Literal["claim"] = "claim"
+    claim: Claim
+    heartbeat: Heartbeat | None = None
+    """Written before the row, with the run that the row names; None: the remote takes none."""
+
+
+class Claimed(Model):
+    """Answer to it."""
+
+    kind: Literal["claimed"] = "claimed"
+    run: RunSeen
+
+
+# --- uploads ------------------------------------------------------------------------------------------
+# A form that no disk of this node ever holds is made while it is uploaded: the order names shards, or a
+# COMMIT whose objects are read (docs/adr/0118); the child plans it and makes it of them (docs/adr/0093).
+
+
+class ShipFile(Model):
+    """One file to ship."""
+
+    path: str
+    key: str
+    source: str
+    """Path relative to `ShipOrder.root`."""
+    identity: FileIdentity | None
+    """As sealed; None for role `extra`, read whole, consistent by itself, and for what is made."""
+    bytes: int
+    role: Role
+    shard: ShardKey = ShardKey()
+    fingerprint: str
+    tensor_fingerprint: str | None = None
+    mode: int = 0o644
+    check_zip_crc: bool = True
+    inline: str | None = None
+    """The whole content, for a small file that no disk holds; `source` is not read then."""
+    is_replica: bool = False
+    """The node of data-parallel rank 0 has it too and sends it; others do when it does not come (H29)."""
+    is_made: bool = False
+    """An output of a plan: its bytes are made while they are sent."""
+
+    @property
+    def is_extra(self) -> bool:
+        """Neither sealed nor made: what it holds when it is read is what counts."""
+        return self.identity is None and not self.is_made
+
+
+class PartlyShipped(Model):
+    """An object that an earlier attempt left half done: `flushed_bytes` durable, their CRC64NVME."""
+
+    key: str
+    flushed_bytes: int
+    crc64: int
+    token: str = ""
+
+
+class Committed(Model):
+    """The ZeRO form that a form is made of where no node has all shards: what that remote holds."""
+
+    sha256: str
+    """Of its COMMIT, of the order's tag and generation."""
+    takeover_seconds: float
+    """A node that makes the form and was not heard of for so long is replaced."""
+
+
+class Making(Model):
+    """A derived form that no disk holds: made of the sealed shards while it is sent."""
+
+    folders: tuple[str, ...]
+    """Of the shards, relative to `ShipOrder.root`, or in the remote's; more than one is refused."""
+    zero: Committed | None = None
+    """None: the shards lie here."""
+    sealed: tuple[tuple[str, FileIdentity], ...]
+    """Every file of the save, relative to `ShipOrder.root`, as it was sealed (P4)."""
+    below: str = ""
+    """Path of the form in the manifest's folder."""
+    staging: str
+    """Folder of this disk where the plan lies, without a name."""
+    memory_bytes: int
+    """What the process that makes it may use (P12)."""
+    plan_sha256: str = ""
+    """The plan that `ShipOrder.shipped` and `partly` were made by."""
+
+
+class ShipOrder(Model):
+    """Ship one form of one save, verify it, write the node manifest, commit by coverage, move `latest`."""
+
+    op: Literal["ship"] = "ship"
+    root: str
+    """Absolute path of the folder that `ShipFile.source` is relative to (save_dir)."""
+    manifest: NodeManifest
+    """Complete but for `files` (empty) and `revision`."""
+    files: tuple[ShipFile, ...]
+    making: Making | None = None
+    """What is made besides; `files` are then those that are not."""
+    shipped: tuple[Shipped, ...] = ()
+    partly: tuple[PartlyShipped, ...] = ()
+    save_spread_seconds: float = 60.0
+    steps_in: bool = False
+    """Replicas that nobody listed are sent too: their owner had its time."""
+    supplement_to: str | None = None
+    """Digest of a COMMIT: the files came after it, and are committed beside it."""
+    takeover_seconds: float | None = None
+    """The folder is shared: send this node's share, and that of who was silent for so long (adr/0110)."""
 
 
 class ShipResult(Model):
@@ -536,16 +362,146 @@ class ShipResult(Model):
     bytes_skipped: int = 0
     unlisted: tuple[str, ...] = ()
     """committed: files of the folder that the COMMIT does not list."""
-    supplements: tuple[SupplementView, ...] = ()
+    supplements: tuple[SupplementRecord, ...] = ()
     """Of a supplement: all that list a file of the order."""
 
 
-class Confirmed(Model):
-    """Answer to `Confirm`."""
+# --- events of an open upload -------------------------------------------------------------------------
+# `idle_seconds` is how long no byte had moved when the event was sent; the daemon goes on counting from
+# there, so that a child which can say nothing any more is noticed as well (docs/internals/stores.md).
 
-    kind: Literal["confirmed"] = "confirmed"
-    ok: bool
-    reason: str | None = None
+
+class Moving(Model):
+    """Bytes of one object; `flushed_bytes`/`crc64` can be resumed from after a crash (P7)."""
+
+    kind: Literal["moving"] = "moving"
+    key: str
+    done_bytes: int
+    total_bytes: int
+    flushed_bytes: int
+    crc64: int
+    token: str = ""
+    idle_seconds: float = 0.0
+
+
+class ObjectDone(Model):
+    """Event: one object is durable and verified."""
+
+    kind: Literal["object-done"] = "object-done"
+    object: Shipped
+
+
+class Planned(Model):
+    """Event: how much an order makes, and which plan it follows."""
+
+    kind: Literal["planned"] = "planned"
+    plan_sha256: str
+    layout: str
+    files: int
+    bytes: int
+
+
+class Alive(Model):
+    """The order waits or reads, nothing moved; the client keeps it to itself."""
+
+    kind: Literal["alive"] = "alive"
+    idle_seconds: float = 0.0
+
+
+# --- other work: deletions, decisions, pointers, scrubbing --------------------------------------------
+
+
+class Retire(Model):
+    """Remote retention: tombstone, then COMMIT, then objects that no COMMIT lists, then `latest`."""
+
+    op: Literal["retire"] = "retire"
+    tag: str
+    generation: int
+    form: str
+    reason: str
+    commit_sha256: str
+    instead: tuple[str, str] | None = None
+    """(form, digest of its COMMIT) of the same save: it must be whole there, or nothing goes (adr/0094)."""
+    ends_run: bool = False
+    """A person has the whole of its run removed: its newest and its best go too."""
+    counted: tuple[str, ...] = ()
+    """Digests of the COMMITs that stay: is one of them disputed by now, this one may have to stay too."""
+
+
+class Record(Model):
+    """Put a decision that is known here in the remote, as it is, unless a newer one of its subject is there;
+    answered when it is durable (P8, adr/0165)."""
+
+    op: Literal["record"] = "record"
+    decision: Decision
+
+
+class Point(Model):
+    """Let the pointers name the newest committed checkpoint in (branch, step) (P6)."""
+
+    op: Literal["point"] = "point"
+
+
+class Discard(Model):
+    """Give up half uploads that the journal knows as ours and nobody goes on with."""
+
+    op: Literal["discard"] = "discard"
+    uploads: tuple[tuple[str, str], ...]
+    """(key, token)."""
+
+
+class Scrub(Model):
+    """Read objects of one COMMIT in the order of their keys and compare them with its manifests."""
+
+    op: Literal["scrub"] = "scrub"
+    commit_key: str
+    commit_sha256: str
+    after: str = ""
+    """Go on behind this key."""
+    limit_bytes: int
+    """Begin no object once that much was read."""
+    only: tuple[str, ...] = ()
+    """These keys alone; empty: all."""
+
+
+class BadCopy(Model):
+    """One object that is not as it was committed."""
+
+    key: str
+    expected: str
+    found: str
+
+
+class Scrubbed(Model):
+    """How far it got."""
+
+    kind: Literal["scrubbed"] = "scrubbed"
+    read_bytes: int = 0
+    next_after: str | None = None
+    """None: all objects were compared."""
+    bad: tuple[BadCopy, ...] = ()
+    unread: tuple[str, ...] = ()
+    """Keys that rights or I/O kept from being read: what was known of them stays known."""
+    is_gone: bool = False
+    """The COMMIT does not count any more; nothing is said of its objects."""
+
+
+# --- steering, and answers without a result -----------------------------------------------------------
+
+
+class Pace(Model):
+    """Move at this fraction of that speed; 1.0 = all of it, no speed = no limit (P11). Needs no answer."""
+
+    op: Literal["pace"] = "pace"
+    fraction: float
+    bytes_per_second: int | None = None
+
+
+class Cancel(Model):
+    """End the order with that id at the next window; its answer is a `SourceChanged` error."""
+
+    op: Literal["cancel"] = "cancel"
+    order_id: int
 
 
 class Done(Model):
@@ -568,13 +524,13 @@ class Failed(Model):
         return error_named(self.error, self.message, self.hint, otherwise=RemoteError)
 
 
-class ObjectDone(Model):
-    """Event: one object is durable and verified."""
+# --- lines of the pipe --------------------------------------------------------------------------------
 
-    kind: Literal["object-done"] = "object-done"
-    object: Shipped
-
-
+_Look = Attach | Observe | Describe | Confirm | Beat | ClaimRun
+_Work = _Look | ShipOrder | Retire | Record | Point | Discard | Scrub
+Order = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
+LONG_ORDERS = (ShipOrder, Retire, Scrub)
+"""Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""
 _End = (
     Attached
     | Observation
@@ -593,6 +549,13 @@ EVENTS = (Moving, ObjectDone, Planned, Alive)
 Answer = Annotated[_End | Moving | ObjectDone | Planned | Alive, Field(discriminator="kind")]
 
 
+class OrderLine(Model):
+    """One line to the child."""
+
+    id: int
+    order: Order
+
+
 class AnswerLine(Model):
     """One line from the child."""
 
@@ -604,8 +567,25 @@ ORDER_LINE: TypeAdapter[OrderLine] = TypeAdapter(OrderLine)
 ANSWER_LINE: TypeAdapter[AnswerLine] = TypeAdapter(AnswerLine)
 
 
+def in_short(order: Order) -> Order:
+    """Return an order without its files: there may be thousands, and an open order is remembered without
+    them.
+    """
+    if isinstance(order, ShipOrder):
+        return order.model_copy(update={"files": (), "shipped": (), "partly": ()})
+    return order
+
+
 def known(settings: RemoteSettings, found: Attached) -> RemoteSettings:
     """Return the settings for the next time: only this very remote is meant from now on (P2)."""
     identity = found.identity
     learned = {"remote_id": identity.remote_id, "job_id": identity.job_id, "may_initialise": False}
     return settings.model_copy(update={**learned, "abilities": found.abilities})
+
+
+def known_url(attached: str | None) -> str | None:
+    """Return the URL in what a journal keeps of a remote that was attached (`abilities:<name>`), or None."""
+    with contextlib.suppress(ValueError, AttributeError):
+        url = json.loads(attached or "{}").get("url")
+        return url if isinstance(url, str) else None
+    return None
