@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptd.core.completeness.peer_evidence import PeerEvidence
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Grid, NamedShard, Role, parse_shard_name
 from ckptd.core.model.shard_facts import ShardFacts
@@ -11,14 +13,6 @@ from ckptd.core.model.shard_facts import ShardFacts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from ckptd.core.completeness.peer_evidence import PeerEvidence
-
-if TYPE_CHECKING:
-    from ckptd.core.completeness.peer_evidence import PeerEvidence
     from ckptd.core.model.manifest import Cell
 
 

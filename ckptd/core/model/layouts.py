@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.identity import Model
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class Role(StrEnum):
     """Name the purpose of a file of a checkpoint."""
@@ -156,9 +159,6 @@ def missing_shards(grid: Grid, present: frozenset[NamedShard]) -> tuple[str, ...
 # DeepSpeed's shards lie in the checkpoint folder itself; Hugging Face's Trainer, Accelerate and Lightning
 # put them one level deeper, beside files of their own. Names only raise an expectation.
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 TRAINER_STATE = "trainer_state.json"
 LATEST_UNIVERSAL = "latest_universal"

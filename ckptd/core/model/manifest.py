@@ -20,7 +20,7 @@ from pydantic import FailFast, Field, ValidationError
 from ckptd.base.identity import Model
 from ckptd.base.names import ROOT, decode_name, encode_name
 from ckptd.core.model.layouts import Grid, NamedShard, Role, ShardKey, universal_name
-from ckptd.core.model.save import Best, SaveWindow, Writer
+from ckptd.core.model.save import Best, SaveMark, SaveWindow, Writer, _tensors
 from ckptd.errors import DocumentDamaged, RefusedError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.save import SealedFile
 
-from ckptd.core.model.save import SaveMark, _tensors
 
 # --- The topology: which rank of a run wrote which shard (ADR 0104) --------------------------------------
 # A shard's name holds two numbers, D (data-parallel rank) and MM (model-parallel rank). D alone names no
@@ -115,11 +114,6 @@ def proven_topology(grid: Grid, manifests: Sequence[NodeManifest]) -> Topology |
 # names say how many optimizer shards are listed, and of which save. Hints may only veto or delay; a COMMIT
 # rests on manifests that were read.
 
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from ckptd.core.model.save import SaveMark
 
 _HINT = re.compile(r"d(\d+)\.n(\d+)of(\d+)\.m([0-9a-f]{8})\.t(-?\d+)_(-?\d+)")
 _MOST_DIGITS = 18

@@ -25,13 +25,13 @@ from ckptd.formats.zero.optimizers import stray_setting
 from ckptd.formats.zero.save import Cell, Fragments, Layer, Read, Save
 from ckptd.formats.zero.shards import Opened, OptimShard, Source, flat, open_shard
 
+if TYPE_CHECKING:
+    from ckptd.formats.zero.stage12 import Shapes
+
+
 # --- Checks that all shards are of one save, and the shapes in its model states --------------------------
 
 MOST_NAME_BYTES = 255
-
-if TYPE_CHECKING:
-    from ckptd.formats.zero.shards import Opened
-    from ckptd.formats.zero.stage12 import Shapes
 
 
 def differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> RefusedError:
