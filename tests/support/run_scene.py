@@ -12,13 +12,26 @@ import pytest
 
 from ckptd.core.model.heartbeat import Heartbeat, heartbeat_key
 from ckptd.core.model.manifest import to_bytes
-from ckptd.core.model.runs import Claim, Row, RunFile
+from ckptd.core.model.runs import RUNS, Claim, Row, RunFile
+from ckptd.core.policy.leases import numbered
 from ckptd.storage.local.run_file import host_name, read_run, run_file, user_name, write_run
-from ckptd.storage.remote.coordination import append_run
+from ckptd.storage.remote.coordination import latest_row, row_of
+from ckptd.storage.remote.documents import read_identity
+from ckptd.storage.stores.base import Store
 from tests.support.recover_scene import Scene
 from tests.support.synthetic import write_stage12
 
 from tests.support.recover_scene import EXTRA, SHAPES  # isort: skip
+
+
+def append_run(store: Store, claim: Claim) -> Row:
+    """Let a run go on in a place because a person says so, whoever else writes there."""
+    identity = read_identity(store)
+    assert identity is not None
+    number, _row = latest_row(store, RUNS, Row)
+    made = row_of(claim, identity.job_id, claim.run_id, number + 1)
+    assert store.put_if_absent(numbered(RUNS, number + 1), to_bytes(made))
+    return made
 
 
 @dataclass

@@ -174,7 +174,7 @@ class Attempt:
         for number in noted:
             self._count_part(path, number)
         self._join_if_whole(path)
-        return [number for number in range(1, held.parts + 1) if number not in noted]
+        return [number for number in range(1, held.cuts.parts + 1) if number not in noted]
 
     # --- results -----------------------------------------------------------------------------------------
 
@@ -284,12 +284,12 @@ class Attempt:
     def _count_part(self, path: str, number: int) -> None:
         if path not in self._links:
             upload = upload_of(self._note.progress.uploads[path], self._sizes[path])
-            self.tally.bytes_done += upload.range_of(number)[1]
+            self.tally.bytes_done += upload.cuts.range_of(number)[1]
 
     def _join_if_whole(self, path: str) -> None:
         known, nbytes = self._note.progress, self._sizes[path]
         token, parts = known.uploads[path], known.parts.get(path, {})
-        if len(parts) == upload_of(token, nbytes).parts:
+        if len(parts) == upload_of(token, nbytes).cuts.parts:
             join = Join(path=path, nbytes=nbytes, token=token, parts=tuple(parts.values()))
             if all(join.path != other.path for other in self._ready_joins):
                 self._ready_joins.append(join)

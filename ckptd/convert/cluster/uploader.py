@@ -203,7 +203,7 @@ class PieceUploader:
             raise StorageError(f"{self._store.url} joins no parts")
         upload = upload_of(join.token, join.nbytes)
         for part in sorted(join.parts, key=lambda part: part.number):
-            _, length = upload.range_of(part.number)
+            _, length = upload.cuts.range_of(part.number)
             upload.etags[part.number] = part.etag
             upload.crc = crc64_combined(upload.crc, from_hex(part.crc64), length)
             if part.md5:

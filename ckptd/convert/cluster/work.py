@@ -358,6 +358,3 @@ def _calm_here() -> None:
 @cache
 def _use_numpy() -> None:
     use_numpy_of(numpy_folder())
-
-
-__all__ = ["report_version", "run", "running", "stop"]

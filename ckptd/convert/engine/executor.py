@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from ckptd.base import extents, files
@@ -103,35 +103,27 @@ class Maker(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True)
 class Worker:
     """One copying thread's state: its batch of files that are written but not yet flushed and renamed."""
 
-    def __init__(
-        self,
-        number: int,
-        *,
-        out_fd: int,
-        temporary_fd: int,
-        sources: Ranges,
-        folders: Folders,
-        settings: Settings,
-        counters: Counters,
-        stop: threading.Event,
-    ) -> None:
-        self.number = number
-        self.out_fd = out_fd
-        self.temporary_fd = temporary_fd
-        self.sources = sources
-        self.local = sources.local
-        self.folders = folders
-        self.settings = settings
-        self.counters = counters
-        self.stop = stop
-        self.clone = settings.clone
-        self.batch: list[tuple[int, str, OutputFile]] = []
-        self.batched_bytes = 0
-        self.serial = 0
-        self._direct: DirectWriter | None = None
+    number: int
+    out_fd: int
+    temporary_fd: int
+    sources: Ranges
+    folders: Folders
+    settings: Settings
+    counters: Counters
+    stop: threading.Event
+    local: Sources | None = field(init=False)
+    clone: bool = field(init=False)
+    batch: list[tuple[int, str, OutputFile]] = field(default_factory=list)
+    batched_bytes: int = 0
+    serial: int = 0
+    _direct: DirectWriter | None = None
+
+    def __post_init__(self) -> None:
+        self.local, self.clone = self.sources.local, self.settings.clone
 
     def make(self, output: OutputFile) -> None:
         """Write one output, or skip it when an earlier attempt finished it."""

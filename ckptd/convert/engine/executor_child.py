@@ -230,7 +230,7 @@ class Execution:
     def worker(self, number: int) -> Maker:
         """One thread's worker."""
         return Worker(
-            number,
+            number=number,
             out_fd=self.out_fd,
             temporary_fd=self.temporary_fd,
             sources=self.sources,

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from ckptd.base import extents, files
 from ckptd.convert.engine.sandbox import peak_rss_bytes
-from ckptd.convert.parts import FLOAT_BYTES, Cast, Part, Range
+from ckptd.convert.parts import Cast, Part, Range
+from ckptd.convert.reader import pieces
 from ckptd.errors import SourceChanged
 
 MIB = 1 << 20
@@ -306,7 +307,8 @@ def stripes(parts: Iterable[Part], *, divide_ranges: bool) -> Iterator[Stripe]:
     begin = at = 0
     held: list[Part] = []
     for part in parts:
-        for piece in _pieces(part, divide_ranges=divide_ranges):
+        is_cut = divide_ranges if isinstance(part, Range) else isinstance(part, Cast)
+        for piece in pieces(part, STRIPE_BYTES) if is_cut else (part,):
             held.append(piece)
             at += piece.nbytes
             if at - begin >= STRIPE_BYTES:
@@ -314,24 +316,3 @@ def stripes(parts: Iterable[Part], *, divide_ranges: bool) -> Iterator[Stripe]:
                 begin, held = at, []
     if held:
         yield Stripe(begin, at - begin, tuple(held))
-
-
-def _pieces(part: Part, *, divide_ranges: bool) -> Iterator[Part]:
-    """Ranges and casts of ranges can be cut anywhere; whatever else is arranged stays one."""
-    if part.nbytes <= STRIPE_BYTES:
-        yield part
-    elif isinstance(part, Range) and divide_ranges:
-        yield from _cut(part, STRIPE_BYTES)
-    elif isinstance(part, Cast) and all(isinstance(inner, Range) for inner in part.inner):
-        item = FLOAT_BYTES[part.source]
-        for inner in part.inner:
-            assert isinstance(inner, Range)
-            for piece in _cut(inner, STRIPE_BYTES):
-                yield Cast((piece,), piece.nbytes // item, part.source, part.target)
-    else:
-        yield part
-
-
-def _cut(part: Range, length: int) -> Iterator[Range]:
-    for first in range(0, part.nbytes, length):
-        yield Range(part.source, part.offset + first, min(length, part.nbytes - first))

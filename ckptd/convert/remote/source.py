@@ -74,11 +74,6 @@ class RemoteSource:
     folders: tuple[str, ...]
     """Names of folders in it."""
 
-    @property
-    def is_proven(self) -> bool:
-        """Manifests say what its bytes are."""
-        return any(file.crc64 is not None for file in self.files)
-
 
 def of_commit(
     url: str,

@@ -33,7 +33,7 @@ from ckptd.core.policy.leases import (
     shares_folder,
 )
 from ckptd.errors import DamagedError, RefusedError, RemoteError
-from ckptd.storage.remote.documents import DocumentCache, read_identity, stem_of
+from ckptd.storage.remote.documents import DocumentCache, stem_of
 from ckptd.storage.stores.base import store_now_seconds
 
 if TYPE_CHECKING:
@@ -476,23 +476,6 @@ def row_of(claim: Claim, job_id: str, run_id: str, number: int) -> Row:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     said = claim.model_dump(include=set(Row.model_fields) - {"run_id", "number"})
     return Row(**said, job_id=job_id, run_id=run_id, number=number, created_at=now)
-
-
-def append_run(store: Store, claim: Claim) -> Row:
-    """Let a run go on in a place because a person says so, whoever else writes there.
-
-    Raises:
-        RemoteError: somebody appends faster.
-    """
-    identity = read_identity(store)
-    assert identity is not None
-    for _ in range(_TRIES):
-        number, _row = latest_row(store, RUNS, Row)
-        made = row_of(claim, identity.job_id, claim.run_id, number + 1)
-        if store.put_if_absent(numbered(RUNS, number + 1), to_bytes(made)):
-            return made
-    msg = f"{store.url}: rows appear under {RUNS} faster than one can be added"
-    raise RemoteError(msg, hint="call it again")
 
 
 def newest_run(store: Store) -> Row | None:

@@ -312,7 +312,7 @@ def test_a_plan_that_finds_no_room_says_so(made: Made, tmp_path: Path) -> None:
 
 def _worker(execution: Execution) -> Worker:
     return Worker(
-        0,
+        number=0,
         out_fd=execution.out_fd,
         temporary_fd=execution.temporary_fd,
         sources=execution.sources,

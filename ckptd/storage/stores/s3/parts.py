@@ -107,9 +107,8 @@ class Upload:
     """
 
     upload_id: str
-    part_bytes: int
-    size_bytes: int
-    borders: tuple[int, ...] = ()
+    cuts: PartLayout
+    """Where its parts begin and end."""
     etags: dict[int, str] = field(default_factory=dict)
     crcs: dict[int, int] = field(default_factory=dict)
     md5s: dict[int, bytes] = field(default_factory=dict)
@@ -123,31 +122,17 @@ class Upload:
         """Return the text by which a restart finds this upload again."""
         return f"{self.cuts.text}:{self.upload_id}"
 
-    @property
-    def cuts(self) -> PartLayout:
-        """Return where its parts begin and end."""
-        return PartLayout(self.size_bytes, self.part_bytes, self.borders)
-
-    @property
-    def parts(self) -> int:
-        """Return how many there will be."""
-        return self.cuts.parts
-
-    def range_of(self, number: int) -> tuple[int, int]:
-        """Return the offset and length of a part."""
-        return self.cuts.range_of(number)
-
     def close_gap(self) -> None:
         """Count the parts that follow without a gap."""
         while (crc := self.crcs.pop(self.done_parts + 1, None)) is not None:
             self.done_parts += 1
-            _, length = self.range_of(self.done_parts)
+            _, length = self.cuts.range_of(self.done_parts)
             self.crc = crc64_combined(self.crc, crc, length)
             self.done_bytes += length
 
     def progress(self, moving_bytes: int = 0) -> Progress:
         """Return how many bytes are durable, and how many moved: whole parts, and those under way."""
-        held = sum(self.range_of(number)[1] for number in self.crcs)
+        held = sum(self.cuts.range_of(number)[1] for number in self.crcs)
         return Progress(
             done_bytes=self.done_bytes + held + moving_bytes,
             flushed_bytes=self.done_bytes,
@@ -187,11 +172,11 @@ class Sending:
             BaseException: what the first part that failed raised; the others have stopped by then.
         """
         upload = self._upload
-        missing = [n for n in range(1, upload.parts + 1) if n not in upload.etags]
+        missing = [n for n in range(1, upload.cuts.parts + 1) if n not in upload.etags]
         self._lanes.run(min(PARTS_AT_ONCE, len(missing)), missing, self._send, name="part")
 
     def _send(self, number: int) -> None:
-        begin, length = self._upload.range_of(number)
+        begin, length = self._upload.cuts.range_of(number)
         told = _Told(self._source, lambda end: self._moved(number, end - begin))
         request = {"UploadId": self._upload.upload_id, "PartNumber": number}
         with self._place(), self._room:

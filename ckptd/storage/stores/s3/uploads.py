@@ -69,11 +69,7 @@ def shared_upload(token: str, size_bytes: int) -> Upload | None:
     """Return the upload that a token means; None: it is no token of an upload of that size."""
     text, _, upload_id = token.partition(":")
     cuts = parse_layout(text, size_bytes)
-    if cuts is None or not upload_id:
-        return None
-    return Upload(
-        upload_id=upload_id, part_bytes=cuts.part_bytes, size_bytes=size_bytes, borders=cuts.borders
-    )
+    return Upload(upload_id=upload_id, cuts=cuts) if cuts is not None and upload_id else None
 
 
 class Started:
@@ -229,26 +225,22 @@ class S3Uploads:
             answer = store.client.create_multipart_upload(
                 **store.place(key), **store.access.for_data, **checksum
             )
-        return Upload(
-            upload_id=answer["UploadId"],
-            part_bytes=cuts.part_bytes,
-            size_bytes=cuts.size_bytes,
-            borders=cuts.borders,
-        )
+        return Upload(upload_id=answer["UploadId"], cuts=cuts)
 
     def _continued(self, key: str, source: Source, resume: Resume) -> Upload | None:
         """Return the upload that an earlier attempt began, as the server holds it; None: begin anew."""
         size, _, upload_id = resume.token.partition(":")
         if not upload_id or not size.isdecimal() or int(size) == 0:
             return None
-        found = Upload(upload_id=upload_id, part_bytes=int(size), size_bytes=source.size_bytes)
+        cuts = PartLayout(source.size_bytes, int(size))
+        found = Upload(upload_id=upload_id, cuts=cuts)
         if not self._list_parts(key, found):
             return None
         # what the journal notes is taken over; parts behind that are hashed from the source, not sent again
-        noted = resume.flushed_bytes // found.part_bytes
+        noted = resume.flushed_bytes // cuts.part_bytes
         if resume.flushed_bytes == source.size_bytes:
-            noted = found.parts
-        elif noted * found.part_bytes != resume.flushed_bytes:
+            noted = cuts.parts
+        elif noted * cuts.part_bytes != resume.flushed_bytes:
             noted = 0
         if all(number in found.etags for number in range(1, noted + 1)):
             found.done_parts, found.done_bytes = noted, resume.flushed_bytes if noted else 0
@@ -262,7 +254,7 @@ class S3Uploads:
         """A part that nobody noted as good: one whose ETag shows that it arrived changed is sent again."""
         md5 = hashlib.md5(usedforsecurity=False) if self._store.abilities.part_etags else None
         also = None if md5 is None else md5.update
-        crc = crc64_of(source, *found.range_of(number), drops=True, also=also)
+        crc = crc64_of(source, *found.cuts.range_of(number), drops=True, also=also)
         if md5 is not None and bare(found.etags[number]) != md5.hexdigest():
             del found.etags[number]
             return
@@ -287,7 +279,7 @@ class S3Uploads:
                 return False
         for part in parts:
             number = part["PartNumber"]
-            if 1 <= number <= found.parts and part["Size"] == found.range_of(number)[1]:
+            if 1 <= number <= found.cuts.parts and part["Size"] == found.cuts.range_of(number)[1]:
                 found.etags[number] = part["ETag"]
         return True
 
@@ -347,6 +339,6 @@ class S3Uploads:
 
     def join_shared(self, key: str, upload: Upload) -> None:
         """Join the parts, all of which `etags` and `crc` of the upload know; `verify` is asked next."""
-        self._join(key, upload.size_bytes, upload)
+        self._join(key, upload.cuts.size_bytes, upload)
         if upload.md5s and len(upload.md5s) == len(upload.etags):
             self._expected[key] = upload.crc, joined(upload.md5s[n] for n in sorted(upload.md5s))
