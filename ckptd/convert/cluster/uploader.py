@@ -6,6 +6,7 @@ Whatever was done before under the same name is recognised by its bytes, so that
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.convert.cluster.grouping import clipped, parts_of
@@ -19,8 +20,8 @@ from ckptd.errors import (
     TargetExists,
     VerifyError,
 )
-from ckptd.storage.stores.checksums import crc64, crc64_combined, from_hex, to_hex
-from ckptd.storage.stores.parallel import FailFastPool
+from ckptd.storage.stores.checksums import crc64_combined, from_hex, to_hex
+from ckptd.storage.stores.parallel import FailFastPool, crc_of
 from ckptd.storage.stores.retrying import briefly
 from ckptd.storage.stores.s3.parts import send_range
 from ckptd.storage.stores.s3.store import S3Store
@@ -218,10 +219,10 @@ class PieceUploader:
 
     def prove(self, proof: Proof) -> None:
         """Read an output back."""
-        key, crc, at = f"{self._job.target_name}/{proof.path}", 0, 0
-        for chunk in self._store.stream(key, 0, proof.nbytes + 1):
-            self._check_stop()
-            crc, at = crc64(chunk, crc), at + len(chunk)
-        if (at, to_hex(crc)) != (proof.nbytes, proof.crc64):
+        key = f"{self._job.target_name}/{proof.path}"
+        # a byte more than was sent: nothing may follow
+        stream = partial(self._store.stream, key)
+        done, crc = crc_of(stream, proof.nbytes + 1, lambda _: self._check_stop(), at_once=1)
+        if (done, to_hex(crc)) != (proof.nbytes, proof.crc64):
             raise VerifyError(f"{key} in {self._store.url} is not what was sent")
         self.done.append(Done(path=proof.path, nbytes=proof.nbytes, crc64=proof.crc64))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.manifest import Checksums, Lease, ManifestFile, lease_key, name_in, parse, to_bytes
@@ -23,7 +24,8 @@ from ckptd.storage.remote.documents import (
     read_snapshot,
     stem_of,
 )
-from ckptd.storage.stores.checksums import crc64, to_hex
+from ckptd.storage.stores.checksums import to_hex
+from ckptd.storage.stores.parallel import crc_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -160,10 +162,7 @@ def _crc_of(store: Store, key: str) -> str | None:
     info = store.stat(key)
     if info is None:
         return None
-    crc = 0
-    for chunk in store.stream(key, 0, info.bytes):
-        crc = crc64(chunk, crc)
-    return to_hex(crc)
+    return to_hex(crc_of(partial(store.stream, key), info.bytes, lambda _: None, at_once=1)[1])
 
 
 def manifest_entry(

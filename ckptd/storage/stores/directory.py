@@ -556,30 +556,15 @@ class DirectoryStore:
 
     def discard(self, key: str, token: str = "") -> None:  # noqa: ARG002
         """Remove our partial file of that key."""
-        with self._at_root(f"discarding the partial upload of {key}") as root, self._folders:
-            parent, _, _ = key.rpartition("/")
-            with contextlib.suppress(FileNotFoundError):
-                folder = files.open_dir_beneath(root, parent) if parent else os.dup(root)
-                try:
-                    files.remove_file(folder, partial_name(self._owner, key))
-                finally:
-                    os.close(folder)
-                prune_empty(root, key)
-                self._flushed.clear()
+        about, is_absent = f"discarding the partial upload of {key}", contextlib.suppress(FileNotFoundError)
+        with self._at_root(about) as root, self._folders, is_absent:
+            self._remove(root, key, partial_name(self._owner, key))
 
     def delete(self, key: str) -> None:
         """Unlink, then remove the folders that became empty (never those of `_ckptd` itself)."""
-        with self._at_root(f"removing {key}") as root, self._folders:
-            parent, _, name = key.rpartition("/")
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                folder = files.open_dir_beneath(root, parent) if parent else os.dup(root)
-                try:
-                    files.remove_file(folder, name)
-                    files.fsync_dir(folder)
-                finally:
-                    os.close(folder)
-                prune_empty(root, key)
-                self._flushed.clear()
+        is_absent = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with self._at_root(f"removing {key}") as root, self._folders, is_absent:
+            self._remove(root, key, key.rpartition("/")[2], is_flushed=True)
         if not key.startswith(f"{ROOT}/"):
             self._no_room.freed()
 
@@ -619,6 +604,19 @@ class DirectoryStore:
             return extents.free_bytes(root)
 
     # --- inside -----------------------------------------------------------------------------------------
+
+    def _remove(self, root: int, key: str, name: str, *, is_flushed: bool = False) -> None:
+        """Remove a file from the folder of `key`, and the folders that are empty then."""
+        parent = key.rpartition("/")[0]
+        folder = files.open_dir_beneath(root, parent) if parent else os.dup(root)
+        try:
+            files.remove_file(folder, name)
+            if is_flushed:
+                files.fsync_dir(folder)
+        finally:
+            os.close(folder)
+        prune_empty(root, key)
+        self._flushed.clear()
 
     @contextlib.contextmanager
     def _at_root(self, doing: str, *, absent_is_error: bool = False) -> Iterator[int]:
