@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,6 +31,14 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def user_in_words(uid: int) -> str:
+    """`alice (1001)`, or the number alone."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return str(uid)
 
 
 def ago(seconds: float) -> str:

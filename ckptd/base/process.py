@@ -8,6 +8,7 @@ Each ends by itself with its parent (PR_SET_PDEATHSIG), or at the end of its inp
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
-import ctypes
-from typing import TYPE_CHECKING
 
 SAID_SECONDS = 5.0
 """After this long without an answer a command says on stderr which remote or path it waits for."""

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from ckptd.config.commands import user_name
 from ckptd.core.model.heartbeat import Heartbeat, heartbeat_key
 from ckptd.core.model.manifest import to_bytes
 from ckptd.core.model.runs import RUNS, Claim, Row, RunFile
 from ckptd.core.policy.leases import numbered
-from ckptd.storage.local.run_file import host_name, read_run, run_file, user_name, write_run
+from ckptd.storage.local.run_file import host_name, read_run, run_file, write_run
 from ckptd.storage.remote.coordination import latest_row, row_of
 from ckptd.storage.remote.documents import read_identity
 from ckptd.storage.stores.base import Store

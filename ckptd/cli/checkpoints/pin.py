@@ -106,7 +106,7 @@ def _whose_daemon(config: JobConfig) -> str:
     """How to get at the daemon's state: what a person decides is kept there."""
     import os
 
-    from ckptd.storage.local.probe import user
+    from ckptd.base.humanize import user_in_words
 
     try:
         owner = os.stat(config.save_dir).st_uid
@@ -114,7 +114,7 @@ def _whose_daemon(config: JobConfig) -> str:
         owner = os.geteuid()
     if owner == os.geteuid():
         return "start the daemon once (`ckptd run`); if it runs as another user, call this as that user"
-    return f"{config.save_dir} is {user(owner)}'s: call this as the user whose daemon watches it"
+    return f"{config.save_dir} is {user_in_words(owner)}'s: call this as the user whose daemon watches it"
 
 
 def _remotes_of(config: JobConfig) -> JobConfig:

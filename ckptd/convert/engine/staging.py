@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import json
 import os
-import pwd
 import re
 import stat
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import IO, TYPE_CHECKING
 
 from ckptd.base import extents, files
 from ckptd.base.files import opened_real, real_path
+from ckptd.base.humanize import user_in_words
 from ckptd.base.names import NAME_BYTES
 from ckptd.base.owned_dirs import lock
 from ckptd.convert.plan import Header, PlanReader, Trailer, read_trailer
@@ -143,7 +143,8 @@ def check_place(destination: Path, *, must_be_new: bool = True, beneath: Path | 
         is_there = is_folder(parent)
     except PermissionError as error:
         raise NotPermitted(
-            f"{parent} cannot be reached by {_user(os.geteuid())}", hint="choose a DST where you may write"
+            f"{parent} cannot be reached by {user_in_words(os.geteuid())}",
+            hint="choose a DST where you may write",
         ) from error
     if not is_there:
         raise NotFoundError(f"{parent} is no folder", hint="make it first")
@@ -159,18 +160,10 @@ def _no_right(folder: str) -> NotPermitted:
         return NotPermitted(f"{folder} is mounted read-only", hint="choose a DST on another file system")
     status = os.stat(folder)
     return NotPermitted(
-        f"{folder} is owned by {_user(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):o}; "
-        f"{_user(os.geteuid())} may not write there",
+        f"{folder} is owned by {user_in_words(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):o}; "
+        f"{user_in_words(os.geteuid())} may not write there",
         hint="choose a DST where you may write",
     )
-
-
-def _user(uid: int) -> str:
-    """Return a user's name and number."""
-    try:
-        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
-    except KeyError:
-        return str(uid)
 
 
 def would_clone(source: SourceFolder, fd: int) -> bool:

@@ -14,6 +14,7 @@ import shlex
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.base.humanize import user_in_words
 from ckptd.base.owned_dirs import path_of
 from ckptd.config.commands import command_for
 from ckptd.core.completeness.judge import State
@@ -24,7 +25,6 @@ from ckptd.daemon.uploads.requests import hold_name
 from ckptd.daemon.uploads.session import NEXT_STEP, STILL_SECONDS
 from ckptd.daemon.uploads.shared_dir import report_other_host
 from ckptd.storage.local import fs
-from ckptd.storage.local.probe import user
 
 if TYPE_CHECKING:
     from ckptd.config.schema import RemoteConfig
@@ -84,7 +84,7 @@ def removal(job: WatchedJob, tag: str) -> str:
 
 def what_reads_it(reason: str) -> str:
     """For what the disk refuses to give, or what was killed gave nobody: whole, for all that is known."""
-    me = user(os.geteuid())
+    me = user_in_words(os.geteuid())
     is_denied = any(os.strerror(code) in reason for code in (errno.EACCES, errno.EPERM))
     mend = (
         f"give {me}, as whom ckptd runs, the right to read it"

@@ -12,7 +12,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.config.commands import command_for
+from ckptd.config.commands import command_for, user_name
 from ckptd.config.quantities import show_bytes
 from ckptd.core.completeness.judge import State
 from ckptd.core.model.heartbeat import DEAD_SECONDS
@@ -21,7 +21,7 @@ from ckptd.core.model.records import ZERO, DerivedState, ShipState
 from ckptd.core.model.runs import Claim, Part, Place, RunFile, RunSeen, run_of, short
 from ckptd.daemon.state.remote_sync import committed_shards
 from ckptd.daemon.uploads.peers import takes_beats
-from ckptd.storage.local.run_file import copied_run, host_name, read_run, run_file, user_name, write_run
+from ckptd.storage.local.run_file import copied_run, host_name, read_run, run_file, write_run
 from ckptd.storage.remote import messages as m
 
 if TYPE_CHECKING:

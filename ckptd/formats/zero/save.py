@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import RefusedError
+from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero import stage3, stage12
 from ckptd.formats.zero.experts import NO_EXPERTS, Experts
+from ckptd.formats.zero.optimizers import DRIFT_THERE, STAGE3_READS, stage3_loader_word
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckptd.formats.zero.shards import Opened, OptimShard, Parameter, Source
-
-from ckptd.formats.torchfile.values import Tensor
-from ckptd.formats.zero.optimizers import DRIFT_THERE, STAGE3_READS, stage3_loader_word
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import secrets
 import shlex
 import stat
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ckptd.base import extents, files
 from ckptd.base import names as base_names
+from ckptd.base.humanize import user_in_words
 from ckptd.config.quantities import show_bytes
 from ckptd.core.model.listing import OURS, warn_unprotected
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RefusedError, from_os_error
@@ -125,26 +125,17 @@ def _remove(dir_fd: int, name: str) -> None:
         files.remove_file(dir_fd, name)
 
 
-def user(uid: int) -> str:
-    """Return a user's name and number, for people."""
-    try:
-        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
-    except KeyError:
-        return str(uid)
-
-
 def _who(save_dir_fd: int, save_dir: str) -> NotPermitted:
     status = os.fstat(save_dir_fd)
     owner, mode = status.st_uid, stat.S_IMODE(status.st_mode)
     if owner == os.geteuid():
-        msg = (
-            f"{save_dir} is owned by {user(owner)}, as whom ckptd runs, mode {mode:o}: it may not write there"
-        )
+        msg = f"{save_dir} is owned by {user_in_words(owner)}, as whom ckptd runs, mode {mode:o}: "
+        msg += "it may not write there"
         may = (mode & stat.S_IWUSR) and (mode & stat.S_IXUSR)
         cure = "look at its _ckptd, and how it is mounted" if may else f"chmod u+wx {shlex.quote(save_dir)}"
         return NotPermitted(msg, hint=f"{cure}; until then nothing is deleted")
-    msg = f"{save_dir} is owned by {user(owner)}, ckptd runs as {user(os.geteuid())}"
-    return NotPermitted(msg, hint=f"run ckptd as {user(owner)}; until then nothing is deleted")
+    msg = f"{save_dir} is owned by {user_in_words(owner)}, ckptd runs as {user_in_words(os.geteuid())}"
+    return NotPermitted(msg, hint=f"run ckptd as {user_in_words(owner)}; until then nothing is deleted")
 
 
 # --- the checks of a save_dir ----------------------------------------------------------------------------
@@ -172,14 +163,6 @@ def failed(what: str, error: CkptdError) -> Finding:
     """Return a finding from an error of the tree."""
     hint = error.hint.removesuffix(_SEE).rstrip(" ,;")
     return Finding(what=what, verdict="fail", text=error.message, hint=hint, exit_code=error.exit_code)
-
-
-def user_name(uid: int) -> str:
-    """`alice (1001)`, or the number alone."""
-    try:
-        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
-    except KeyError:
-        return str(uid)
 
 
 def probe_save_dir(
@@ -245,19 +228,21 @@ def _closed(save_dir: Path, error: PermissionError) -> Finding:
         status = os.stat(at)
     except OSError:
         return failed("save_dir", from_os_error(error, f"opening {save_dir}"))
-    owner, mode = user_name(status.st_uid), stat.S_IMODE(status.st_mode)
-    text = f"{at} is owned by {owner}, mode {mode:o}; ckptd runs as {user_name(os.geteuid())}"
+    owner, mode = user_in_words(status.st_uid), stat.S_IMODE(status.st_mode)
+    text = f"{at} is owned by {owner}, mode {mode:o}; ckptd runs as {user_in_words(os.geteuid())}"
     return failed("save_dir", NotPermitted(text, hint=f"run ckptd as {owner}"))
 
 
 def _owner(fd: int, save_dir: Path) -> Finding:
     owner, us = os.fstat(fd).st_uid, os.geteuid()
     if owner == us:
-        return Finding(what="owner", verdict="ok", text=f"owned by {user_name(owner)}, as whom ckptd runs")
-    hint = f"run ckptd as {user_name(owner)}"
+        return Finding(
+            what="owner", verdict="ok", text=f"owned by {user_in_words(owner)}, as whom ckptd runs"
+        )
+    hint = f"run ckptd as {user_in_words(owner)}"
     if us == 0:
         hint += "; root is not needed"
-    text = f"owned by {user_name(owner)}, ckptd runs as {user_name(us)}"
+    text = f"owned by {user_in_words(owner)}, ckptd runs as {user_in_words(us)}"
     may_write = os.access(".", os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True)
     if may_write:
         return Finding(what="owner", verdict="note", text=text, hint=hint)
@@ -334,8 +319,8 @@ def _prunable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
         allowed = os.access(folder.tag, os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True)
         foreign = sticky and us not in (0, status.st_uid, os.fstat(fd).st_uid)
         if not allowed or foreign:
-            owner = user_name(status.st_uid)
-            text = f"{save_dir}/{folder.tag} is owned by {owner}, ckptd runs as {user_name(us)}"
+            owner = user_in_words(status.st_uid)
+            text = f"{save_dir}/{folder.tag} is owned by {owner}, ckptd runs as {user_in_words(us)}"
             return failed(
                 "delete", NotPermitted(text, hint=f"run ckptd as {owner}; until then nothing is deleted")
             )

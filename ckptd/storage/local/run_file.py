@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import os
 import socket
@@ -68,14 +67,6 @@ def run_file(
     """Return a new run file, of this directory."""
     place = place_of(save_dir, os.fstat(save_dir_fd).st_ino)
     return RunFile(run_id=run_id, place=place, how=how, known=known, left=left)
-
-
-def user_name() -> str:
-    """Return who runs this; the number where the system has no name for it."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
 
 
 def host_name() -> str:

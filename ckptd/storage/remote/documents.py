@@ -39,9 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptd.base.identity import Model
-    from ckptd.core.model.generation import KnownManifest
-    from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.stores.base import ObjectInfo, Store
+
 
 IDENTITY_KEY = f"{ROOT}/remote.json"
 LEASES = f"{ROOT}/leases/"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal
 
@@ -61,13 +62,11 @@ from ckptd.storage.stores.base import settled
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptd.core.model.manifest import NodeManifest, RemoteIdentity
+    from ckptd.core.model.manifest import NodeManifest
     from ckptd.core.model.runs import Row
     from ckptd.storage.remote.documents import Documents, Stem
     from ckptd.storage.stores.base import Abilities, ObjectInfo, Store
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 _POINTER_TRIES = 3
 _SERIAL_TRIES = 20

@@ -344,13 +344,7 @@ class FilesStore:
 
     def delete(self, key: str) -> None:
         """Remove an object, then the folders that became empty (never those of `_ckptd` itself)."""
-        path = self._path(key)
-
-        def remove(drive: Drive) -> None:
-            drive.remove(path)
-            self._prune(drive, key)
-
-        self._call(f"removing {key}", remove)
+        self._remove(key, self._path(key), f"removing {key}")
 
     def free_bytes(self) -> int | None:
         """Return the room that the server reports."""
@@ -404,13 +398,7 @@ class FilesStore:
 
     def discard(self, key: str, token: str = "") -> None:  # noqa: ARG002
         """Remove our partial file of that key."""
-        partial = self._partial(key)
-
-        def remove(drive: Drive) -> None:
-            drive.remove(partial)
-            self._prune(drive, key)
-
-        self._call(f"discarding the partial upload of {key}", remove)
+        self._remove(key, self._partial(key), f"discarding the partial upload of {key}")
 
     # --- inside ----------------------------------------------------------------------------------------
 
@@ -434,13 +422,18 @@ class FilesStore:
         folder, _, _ = self._path(key).rpartition("/")
         return f"{folder}/{partial_name(self._owner, key)}"
 
-    def _prune(self, drive: Drive, key: str) -> None:
-        """Remove the folders of a removed key that are empty now; another node may need those of `_ckptd`."""
+    def _remove(self, key: str, path: str, what: str) -> None:
+        """Remove a file and the folders of its key that are empty then, but those of `_ckptd`."""
         parts = key.split("/")[:-1]
         least = 2 if parts and parts[0] == "_ckptd" else 0
-        for depth in range(len(parts), least, -1):
-            if not drive.remove_folder("/".join([self._root, *parts[:depth]])):
-                return
+
+        def remove(drive: Drive) -> None:
+            drive.remove(path)
+            for depth in range(len(parts), least, -1):
+                if not drive.remove_folder("/".join([self._root, *parts[:depth]])):
+                    return
+
+        self._call(what, remove)
 
     def _pump(
         self,

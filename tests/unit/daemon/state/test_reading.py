@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ckptd.base import files
+from ckptd.base.humanize import user_in_words
 from ckptd.convert.engine import inspect, inspect_child
 from ckptd.core.completeness.judge import State, Verdict
 from ckptd.core.model.facts import Archive
@@ -25,7 +26,6 @@ from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState, Quiet
 from ckptd.errors import CkptdError
 from ckptd.storage.journal.journal import Journal
-from ckptd.storage.local.probe import user
 from ckptd.storage.local.scan import OpenWriters, scan
 from tests.support.recover_scene import Scene, known_save
 from tests.support.refusing import refuse
@@ -183,7 +183,7 @@ def test_what_came_late_and_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
 
 def test_who_may_not_read_it() -> None:
     """Rights are told apart from a disk that fails."""
-    me = user(os.geteuid())
+    me = user_in_words(os.geteuid())
     assert me in what_reads_it(f"x.pt cannot be read ({os.strerror(errno.EACCES)})")
     assert me not in what_reads_it(f"x.pt cannot be read ({os.strerror(errno.EIO)})")
 
