@@ -234,7 +234,7 @@ class JobConfig(Section):
         "newest",
         "backfill",
         '"newest"',
-        "found at the first start, shipped: newest | all | none; never deleted but with all",
+        "found at the first start, uploaded: newest | all | none; never deleted but with all",
     )
     unuploaded: Unuploaded = _key(
         "keep",
@@ -296,7 +296,7 @@ class JobConfig(Section):
             reject("local checkpoints may be deleted, but no remote is required; set required = true on one")
         if self.unuploaded != "keep" and not self.deletes_locally:
             reject(
-                f'unuploaded = "{self.unuploaded}" lets nothing go while [local] keeps everything; '
+                f'unuploaded = "{self.unuploaded}" deletes nothing while [local] keeps everything; '
                 "set save_total_limit there"
             )
         if self.shared_fs and (

@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
     def unpin(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
         _decide(job, "unpin", [tag], config_dir)
 
-    @app.command("accept", help="A suspect checkpoint is one save after all: ship and commit it.")
+    @app.command("accept", help="A suspect checkpoint is one save after all: upload and commit it.")
     def accept(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
         _decide(job, "accept", [tag], config_dir)
 

@@ -57,7 +57,7 @@ def asked_jobs(job: str | None, state_dir: Path | None, config_dir: Path | None)
                 found.append(Asked(name=one["name"], state_dir=home, pid=_listening(document["daemon"])))
     if not found:
         msg = f"{job or 'no job'} has no checkpoint yet" if job else "no job has a checkpoint yet"
-        raise NotFoundError(msg, hint="there is nothing of it to ship before; ckptd status")
+        raise NotFoundError(msg, hint="there is nothing of it to upload before; ckptd status")
     return found
 
 

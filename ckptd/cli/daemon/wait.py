@@ -21,10 +21,10 @@ _ENDED = {
     "torn re-save": "it was saved over in part",
     "incomplete": "its writer has gone and it is not whole",
     "suspect": "its shards may be of two saves",
-    "refused": "it cannot be shipped as it is",
+    "refused": "it cannot be uploaded as it is",
     "vanished": "somebody removed it before it was committed",
     "superseded": "another save took its place before it was committed",
-    "retired": "the remote's retention has let it go",
+    "retired": "the remote's retention has deleted it",
 }
 
 

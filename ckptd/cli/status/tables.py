@@ -150,8 +150,8 @@ def _forms(forms: dict[str, Any], *, is_alive: bool) -> str:
     for form, state in forms.items():
         if state["state"] == "none":
             continue
-        text = state["state"]
-        if text == "shipping" and state["bytes_total"]:
+        text = "uploading" if state["state"] == "shipping" else state["state"]
+        if text == "uploading" and state["bytes_total"]:
             text = f"{100 * state['bytes_done'] / state['bytes_total']:.0f} %"
             if not is_alive:
                 text = f"stopped at {text}"

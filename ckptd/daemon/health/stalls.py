@@ -91,7 +91,7 @@ def what_reads_it(reason: str) -> str:
         if is_denied
         else "see to this node's disk and memory"
     )
-    return f"{mend}; tried again by itself, and not shipped until it can be read"
+    return f"{mend}; tried again by itself, and not uploaded until it can be read"
 
 
 def removal_of_hold(job: WatchedJob, name: str) -> str:

@@ -245,7 +245,7 @@ class JobState:
     moving: dict[ShipKey, UploadProgress] = field(default_factory=dict)
     converting: Converting | None = None
     deleted_at: deque[float] = field(default_factory=deque)
-    """Monotonic times of prunes, for the seat belt."""
+    """Monotonic times of prunes, for the hourly limit."""
     retired_at: dict[tuple[str, str], float] = field(default_factory=dict)
     """(remote, digest of a zero COMMIT) → monotonic time of its (first) removal; tries of one count once."""
     retire_refused: dict[tuple[str, str], RefusedDeletion] = field(default_factory=dict)

@@ -345,7 +345,7 @@ class UploadManager:
             if state.ship(save_id, remote, ZERO).commit_sha256 not in asked:
                 continue
             tag = state.rows[save_id].save.tag
-            log.error("%s: %s no longer holds its COMMIT (%s); it is shipped again", tag, remote, reason)
+            log.error("%s: %s no longer holds its COMMIT (%s); it is uploaded again", tag, remote, reason)
             state.lose_commit(save_id, remote, reason)
             link.tag_views.pop(tag, None)
         link.observe()

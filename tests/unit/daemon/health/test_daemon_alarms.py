@@ -299,7 +299,7 @@ def away(view: JobView) -> JobView:
             "nothing is removed during one; they go in the next pause",
             LONG_SECONDS,
         ),
-        (three(deletions_left=0), "seat belt", SOON_SECONDS),
+        (three(deletions_left=0), "allowed in an hour", SOON_SECONDS),
         (three(may_delete=False), "may not delete", SOON_SECONDS),
         (three(is_paused=True), "paused", SOON_SECONDS),
         (three(confirmations={}), "not confirmed by every required remote", SOON_SECONDS),
