@@ -166,8 +166,8 @@ def test_a_daemon_starts_and_reloads_while_it_hangs(hung: tuple[Node, Path, Sshd
     """It seals, the other remote gets the save; the hung one catches up when it answers again."""
     here, second, server = hung
     begun = time.monotonic()
-    process = here.start()
-    assert time.monotonic() - begun < _PATIENCE_SECONDS / 2
+    process = here.start(seconds=_PATIENCE_SECONDS / 2)
+    assert time.monotonic() - begun < _PATIENCE_SECONDS / 2, "the daemon waits for the mount"
     commits = second / "_ckptd" / "commits"
     here.save(2)
     here.wait("step 2 in the other remote", lambda: (commits / "global_step2~g1~zero.json").exists(), 90)
