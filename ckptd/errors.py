@@ -214,6 +214,10 @@ class ConfigError(CkptdError):
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+READ_ONLY = (
+    "the file system is read-only: mount it writable; a service may write what its job files named when it "
+    "was installed, `ckptd install-service` names them anew"
+)
 
 
 def from_os_error(error: OSError, what: str) -> CkptdError:
@@ -222,7 +226,7 @@ def from_os_error(error: OSError, what: str) -> CkptdError:
     if error.errno in _NO_SPACE:
         return NoSpaceError(text)
     if error.errno == errno.EROFS:
-        return NotPermitted(text, hint="the file system is mounted read-only; remount it or choose another")
+        return NotPermitted(text, hint=READ_ONLY)
     if error.errno in _DENIED:
         return NotPermitted(
             text, hint="run it as a user who may; in save_dir that is who trains (`ckptd check`)"

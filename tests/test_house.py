@@ -179,6 +179,42 @@ def test_files_that_internal_pages_link_are_there() -> None:
     assert not broken
 
 
+_LINK = r"\[[^\]]+\]\(\.\./\.\./(ckptd/[^)#]+\.py)\)"
+_NAMES = r"((?:`[A-Za-z_][\w.]*`(?:, | and )?)+)"
+_ARE_DATA = {"latest", "status.json"}
+
+
+def test_functions_that_the_journeys_name_are_in_the_linked_file() -> None:
+    """One named beside a link is defined in that file, any other one in a file that its journey links."""
+    wrong = []
+    journeys = PAGE.read_text().split("## Three journeys")[1].split("\n## ")[0].split("\n### ")[1:]
+    assert len(journeys) == 3
+    for journey in journeys:
+        beside = [(names, file) for names, file in re.findall(f"{_NAMES} in {_LINK}", journey)]
+        beside += [(names, file) for file, names in re.findall(rf"{_LINK},? \(?{_NAMES}(?! in )", journey)]
+        for names, file in beside:
+            wrong += [f"{name} in {file}" for name in _named(names) if name not in _defined(ROOT / file)]
+        linked = {name for file in re.findall(_LINK, journey) for name in _defined(ROOT / file)}
+        wrong += sorted(_named(journey) - linked)
+    assert not wrong
+
+
+def _named(text: str) -> set[str]:
+    return set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", text)) - _ARE_DATA
+
+
+def _defined(path: Path) -> set[str]:
+    """Functions and classes at the top of a module, and methods, also as `Class.method`."""
+    found = set()
+    for node in tree_of(path).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        for inner in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(inner, ast.FunctionDef):
+                found |= {inner.name, f"{node.name}.{inner.name}"}
+    return found
+
+
 def test_decisions_and_pages_that_code_names_are_there() -> None:
     """A record that was folded into a page of docs/internals leaves no name behind."""
     records = {path.name[:4] for path in (ROOT / "docs" / "adr").glob("*.md")}

@@ -32,6 +32,8 @@ _OWN = {
     "CKPTD_URL",
     "CKPTD_SAVE_DIR",
 }
+_DROPPED = ("CKPTD_INCOMPLETE_AFTER", "never")
+"""What earlier versions took and nothing heeds."""
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -59,9 +61,9 @@ def settings_from_environment(environ: Mapping[str, str]) -> Settings:
         ConfigError: a variable is nearly a key, or its text is no value of that key's type.
     """
     settings = Settings()
-    known = _variables()
+    known = variables()
     for name, text in sorted(environ.items()):
-        if not name.startswith("CKPTD_") or name in _OWN:
+        if not name.startswith("CKPTD_") or name in _OWN or (name, text) == _DROPPED:
             continue
         variable = known.get(name)
         if variable is None:
@@ -90,18 +92,13 @@ def remote_settings(environ: Mapping[str, str], url: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in foreign}
 
 
-def variables_of(section: str, key: str) -> tuple[str, ...]:
-    """Names under which a key of `job`, `local`, `remote` or `daemon` is set, shortest first."""
-    found = (name for name, made in _variables().items() if (made.section, made.key) == (section, key))
-    return tuple(sorted(found, key=len))
-
-
 @cache
 def _say_once(text: str) -> None:
     logging.getLogger("ckptd.config").warning("ckptd: %s", text)
 
 
-def _variables() -> dict[str, _Variable]:
+def variables() -> dict[str, _Variable]:
+    """Return the section, key and types that each variable sets."""
     table: dict[str, _Variable] = {}
     sections: tuple[tuple[str, str, type[Section]], ...] = (
         ("CKPTD_REMOTE_", "remote", RemoteConfig),
@@ -143,7 +140,7 @@ def _value(name: str, text: str, kinds: frozenset[type]) -> object:
 
 def told_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that are ours and may be shown: no secret, and no URL that may hold one."""
-    known = (_OWN - {"CKPTD_DEBUG"}) | _variables().keys()
+    known = (_OWN - {"CKPTD_DEBUG"}) | variables().keys()
     return {
         name: text
         for name, text in sorted(environ.items())

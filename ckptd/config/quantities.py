@@ -96,11 +96,6 @@ def parse_duration(value: object) -> float:
         raise ValueError(wrong) from error
 
 
-def parse_optional_duration(value: object) -> float | None:
-    """Seconds, or None for "never"."""
-    return None if value in (None, "never") else parse_duration(value)
-
-
 def parse_bandwidth(value: object) -> int | None:
     """Bytes per second of "1GB/s", "100MiB/s", "8Gb/s", "800Mbit/s", "8Gbps"; None for "none"."""
     if value in (None, "none"):
@@ -362,14 +357,6 @@ def local_form(value: object) -> object:
     if isinstance(value, str) and value.startswith("weights-"):
         reject(f'the form "{value}" is made for remotes; name it in the forms of a [[remote]]')
     return value
-
-
-def only_never(value: object) -> float | None:
-    """ "never" is the only value so far."""
-    seconds = parse_optional_duration(value)
-    if seconds is not None:
-        reject('only "never" is in this version: an incomplete save is left alone')
-    return None
 
 
 def check_takeover(seconds: float) -> float:

@@ -38,7 +38,6 @@ from ckptd.config.quantities import (
     check_takeover,
     local_form,
     not_shareable,
-    only_never,
     reject,
     shown_remote,
 )
@@ -259,9 +258,6 @@ class JobConfig(Section):
     metric_mode: Literal["min", "max"] | None = _key(
         None, "metric_mode", '"min"', "what is better; default min for names that end in loss, else max"
     )
-    incomplete_after_seconds: Annotated[float | None, BeforeValidator(only_never)] = _key(
-        None, "incomplete_after", '"never"', "how long until an incomplete save may be cleaned up"
-    )
     node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")
     shared_fs: bool = _key(
         False,
@@ -280,6 +276,14 @@ class JobConfig(Section):
     _file: Path | None = PrivateAttr(default=None)
     _is_matched: bool = PrivateAttr(default=False)
     _given: str | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_incomplete_after(cls, values: Any) -> Any:
+        """Drop `incomplete_after = "never"`, which job files of earlier versions may hold."""
+        if isinstance(values, dict) and values.get("incomplete_after") == "never":
+            return {key: value for key, value in values.items() if key != "incomplete_after"}
+        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> JobConfig:
@@ -384,8 +388,7 @@ class DaemonConfig(Section):
 
 
 _DIGEST_JOB = {
-    "name", "trainer", "unuploaded", "extra", "save_spread_seconds", "incomplete_after_seconds",
-    "metric", "metric_mode", "metrics_file",
+    "name", "trainer", "unuploaded", "extra", "save_spread_seconds", "metric", "metric_mode", "metrics_file",
 }  # fmt: skip
 
 
@@ -395,7 +398,8 @@ def config_digest(job: JobConfig) -> str:
     Paths, speeds and times of one node are left out: they may differ without changing what is kept (§5).
     """
     shape = {
-        "job": job.model_dump(mode="json", include=_DIGEST_JOB),
+        # a key that is gone: without it every digest would change, and nodes of two versions would differ
+        "job": {**job.model_dump(mode="json", include=_DIGEST_JOB), "incomplete_after_seconds": None},
         "local": _digest_retention(job.local, job.local.forms),
         "remotes": [
             {

@@ -83,6 +83,7 @@ _OF_NEIGHBOUR = {word: key for key, words in _NEIGHBOURS.items() for word in wor
 LATER = {
     "abort_after": "giving up half uploads by their age (set a lifecycle rule of the bucket)",
     "run_id_env": "run ids from the environment",
+    "incomplete_after": "cleaning up incomplete saves by their age (they are left alone)",
 }
 """Keys of docs/contract.md that this version knows and does not act on: refused, never silently ignored."""
 

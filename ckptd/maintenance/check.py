@@ -41,7 +41,7 @@ from ckptd.errors import (
     RemoteUnreachable,
     from_os_error,
 )
-from ckptd.recover.select.owner import owner_of
+from ckptd.recover.select.job import owner_of
 from ckptd.recover.select.runs import held_by
 from ckptd.storage.child.client import RemoteClient
 from ckptd.storage.local.probe import Finding, failed, probe_save_dir
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import DaemonConfig, JobConfig, RemoteConfig
     from ckptd.core.model.heartbeat import SeenNode
-    from ckptd.recover.select.owner import Owner
+    from ckptd.recover.select.job import Owner
     from ckptd.storage.remote.messages import Answer
     from ckptd.storage.stores.access import Access
     from ckptd.storage.stores.base import Abilities

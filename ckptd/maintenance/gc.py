@@ -15,6 +15,8 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
 from ckptd.base import files
 from ckptd.base.humanize import ago
 from ckptd.base.owned_dirs import lock, opened_ours
@@ -28,12 +30,12 @@ from ckptd.core.completeness.judge import State, judge
 from ckptd.core.completeness.sealing import same_files
 from ckptd.core.model.heartbeat import DEAD_SECONDS
 from ckptd.core.model.runs import short
+from ckptd.core.model.save import SealedSave
 from ckptd.errors import CkptdError, LockHeld, NotFoundError, RefusedError, StorageError
 from ckptd.recover.execute import one_at_a_time
-from ckptd.recover.files import FETCHED, opened_save_dir, why_busy
+from ckptd.recover.files import FETCHED, damage_in, opened_save_dir, why_busy
 from ckptd.recover.select.copies import DESCRIPTION
-from ckptd.recover.select.damage import damage_in
-from ckptd.recover.select.journal_reader import sent_to
+from ckptd.recover.select.job import journal_rows
 from ckptd.recover.select.runs import Runs, alive
 from ckptd.recover.select.steps import DERIVED_UNIVERSAL
 from ckptd.storage.journal.journal import Journal
@@ -53,14 +55,13 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.facts import FileFacts
     from ckptd.core.model.listing import FolderListing
-    from ckptd.core.model.save import SealedSave
     from ckptd.maintenance.repair import Unfinished
     from ckptd.observe.audit import Audit
     from ckptd.recover.select.inventory import RemoteInventory
-    from ckptd.recover.select.journal_reader import Sent
     from ckptd.storage.remote.garbage import Collected
     from ckptd.storage.remote.repair import BlockingLease
     from ckptd.storage.stores.base import Store
+
 
 HERE = "here"
 _DAMAGED = "damaged: "
@@ -489,3 +490,51 @@ def _counted(keys: Iterable[str], found: Collected) -> str:
     """Say how many objects, and how large."""
     sizes = [found.unlisted[key] for key in keys]
     return f"{len(sizes)} object{'s' if len(sizes) != 1 else ''} ({show_bytes(sum(sizes))})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """An object that this node sent, or began to send, and that no COMMIT of its own lists yet."""
+
+    key: str
+    tag: str
+    bytes: int
+    is_whole: bool
+    """Verified in the remote; else half an upload."""
+    has_source: bool
+    """The daemon may go on with it; else what it is a copy of is gone from this node."""
+
+
+def sent_to(state_dir: Path | None, remote: str) -> list[Sent]:
+    """Return the objects that the journal says lie in a remote: proof that an object there is ours."""
+    if state_dir is None:
+        return []
+    query = (
+        "SELECT o.key, o.bytes, o.proof IS NOT NULL, coalesce(s.tag, ''), "
+        "o.form != 'zero' OR coalesce(s.state = 'present' OR s.held, 0) "
+        "FROM objects o LEFT JOIN saves s ON s.id = o.save_id WHERE o.remote = ? AND o.form NOT LIKE '%~'"
+    )
+    return [
+        Sent(
+            key=str(key),
+            tag=str(tag),
+            bytes=int(str(size)),
+            is_whole=bool(is_whole),
+            has_source=bool(has_source),
+        )
+        for key, size, is_whole, tag, has_source in journal_rows(state_dir / "journal.db", query, remote)
+    ]
+
+
+def sealed_here(state_dir: Path | None, tag: str) -> list[SealedSave]:
+    """Return the saves under that tag that the daemon sealed and that lie in save_dir."""
+    if state_dir is None:
+        return []
+    query = "SELECT sealed FROM saves WHERE state = 'present' AND tag = ?"
+    found = []
+    for (sealed,) in journal_rows(state_dir / "journal.db", query, tag):
+        try:
+            found.append(SealedSave.model_validate_json(str(sealed)))
+        except ValidationError:
+            continue
+    return found

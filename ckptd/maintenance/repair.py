@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,20 +28,10 @@ from ckptd.errors import (
     RefusedError,
     from_os_error,
 )
-from ckptd.maintenance.verify import Verifier
+from ckptd.maintenance.verify import VerifiedRemote, Verifier, exit_code
 from ckptd.recover.execute import one_at_a_time
-from ckptd.recover.files import (
-    HERE,
-    FileRepairer,
-    LocalFiles,
-    RepairRequest,
-    RepairResult,
-    drop_fetched,
-    is_same_file,
-    opened_save_dir,
-)
+from ckptd.recover.files import FileRepairer, LocalFiles, drop_fetched, is_same_file, opened_save_dir
 from ckptd.recover.resume import reserve_bytes
-from ckptd.recover.select.verify_result import VerifiedRemote, exit_code
 from ckptd.storage.remote.repair import ObjectRepairer, StoreSource
 from ckptd.storage.stores.rate_limit import RateLimiter
 from ckptd.storage.stores.sources import FileSource, RateLimitedSource
@@ -51,12 +42,44 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.manifest import ManifestFile
+    from ckptd.maintenance.verify import BadObject, Slice
     from ckptd.observe.audit import Audit
     from ckptd.recover.files import LocalFault, LostFolder
     from ckptd.recover.select.inventory import RemoteInventory
-    from ckptd.recover.select.verify_result import BadObject
     from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.stores.base import Source, Store
+
+
+HERE = "here"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairResult:
+    """One damaged file. `where`: a remote's name, or `here`; `source`: where intact bytes lie (None: nowhere
+    that is known); `outcome`: planned, repaired, or left, with the reason and the exit code it stands for."""
+
+    where: str
+    tag: str
+    generation: int
+    form: str
+    key: str
+    bytes: int
+    damage: str
+    source: str | None
+    outcome: str
+    reason: str = ""
+    code: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairRequest:
+    """Choose what is to be repaired: `targets`: names of remotes; `here`: save_dir as well."""
+
+    targets: frozenset[str]
+    here: bool = True
+    tag: str | None = None
+    read: Slice | None = None
+    dry_run: bool = False
 
 
 class Repair:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ckptd.base import extents, files
 from ckptd.convert.engine.inspect import inspect_files
 from ckptd.core.model.coverage import order_of
-from ckptd.core.model.layouts import Role
+from ckptd.core.model.layouts import Role, parse_shard_name
 from ckptd.core.model.listing import OURS
 from ckptd.errors import (
     CkptdError,
@@ -36,15 +36,17 @@ from ckptd.recover.select.steps import name_of_extra
 from ckptd.storage.local.fs import ASIDE, STAGING, ensure_ours, names_in, remove_ours
 from ckptd.storage.local.scan import has_open_writer, scan_folder
 from ckptd.storage.stores.checksums import crc64, to_hex
+from ckptd.storage.stores.sources import CheckedSource, FileSource, crc64_of, records_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from ckptd.base.identity import FileIdentity
+    from ckptd.core.model.listing import FolderListing, ListedFile
     from ckptd.core.model.manifest import ManifestFile
     from ckptd.recover.select.inventory import RemoteInventory
-    from ckptd.recover.select.verify_result import Slice
+
 
 _SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)
 
@@ -528,35 +530,33 @@ def opened_save_dir(path: Path) -> int | None:
         return None
 
 
-# --- requests and results of a repair --------------------------------------------------------------------
-
-HERE = "here"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairResult:
-    """One damaged file. `where`: a remote's name, or `here`; `source`: where intact bytes lie (None: nowhere
-    that is known); `outcome`: planned, repaired, or left, with the reason and the exit code it stands for."""
-
-    where: str
-    tag: str
-    generation: int
-    form: str
-    key: str
-    bytes: int
-    damage: str
-    source: str | None
-    outcome: str
-    reason: str = ""
-    code: int = 0
+# --- bytes that are not those that were saved ------------------------------------------------------------
+# An upload compares `torch.save`'s own CRCs; here that is proven anew for a person who gives a folder up.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairRequest:
-    """Choose what is to be repaired: `targets`: names of remotes; `here`: save_dir as well."""
+def damage_in(save_dir_fd: int, listing: FolderListing) -> str | None:
+    """Return the first shard whose bytes are not those that were saved, and how; None: none is known to be
+    other.
 
-    targets: frozenset[str]
-    here: bool = True
-    tag: str | None = None
-    read: Slice | None = None
-    dry_run: bool = False
+    Raises:
+        SourceChanged: somebody writes there. StorageError: the disk cannot read a shard.
+    """
+    for file in listing.own:
+        # what memory holds of a file may be wrong where the disk is right: the second time it is read anew
+        path = f"{listing.tag}/{file.path}"
+        if _differs(save_dir_fd, path, file) and (reason := _differs(save_dir_fd, path, file)):
+            return reason
+    return None
+
+
+def _differs(save_dir_fd: int, path: str, file: ListedFile) -> str | None:
+    with files.reading(save_dir_fd, path, file.identity) as fd:
+        source = FileSource(fd, path)
+        is_shard = parse_shard_name(file.name) is not None
+        try:
+            checked = CheckedSource(source, records_of(fd, path, is_shard=is_shard), path)
+            crc64_of(checked, 0, source.size_bytes, drops=True)
+        except DamagedError as error:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return error.message
+    return None

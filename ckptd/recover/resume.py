@@ -38,13 +38,13 @@ from ckptd.recover.advice import (
     put_in_universals,
 )
 from ckptd.recover.execute import Execution, one_at_a_time, write_resume_marker
+from ckptd.recover.files import damage_in
 from ckptd.recover.pinned import PinnedSelection
 from ckptd.recover.plan import ResumePlan, make_plan
 from ckptd.recover.select.choose import NEWEST_READ, Candidate, Choice, choose
 from ckptd.recover.select.copies import Nodes
-from ckptd.recover.select.damage import damage_in
 from ckptd.recover.select.inventory import LocalCheckpoint, forms_alone, read_node_memory, scan_local
-from ckptd.recover.select.owner import owner_of
+from ckptd.recover.select.job import owner_of
 from ckptd.recover.select.runs import Runs, bind, choose_run, elsewhere, known_rows, wait_until_silent
 from ckptd.recover.select.sources import Sources, named
 from ckptd.recover.select.steps import Convert, MoveAside, Step

@@ -25,9 +25,8 @@ from ckptd.core.completeness.judge import State, Verdict, judge
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.listing import FolderListing
 from ckptd.errors import CkptdError, DamagedError, TornArchiveError
-from ckptd.maintenance.verify import Verifier
+from ckptd.maintenance.verify import Slice, Verifier
 from ckptd.recover.select.inventory import read_remote_inventory
-from ckptd.recover.select.verify_result import Slice
 from ckptd.storage.local.scan import scan_folder
 from ckptd.storage.stores.sources import CheckedSource, FileSource, crc64_of, records_of
 from tests.attacks.figures import note

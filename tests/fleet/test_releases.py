@@ -18,9 +18,8 @@ import pytest
 
 from ckptd.core.model.manifest import FORMAT
 from ckptd.errors import RefusedError
-from ckptd.maintenance.verify import Verifier
+from ckptd.maintenance.verify import Slice, Verifier
 from ckptd.recover.select.inventory import read_remote_inventory
-from ckptd.recover.select.verify_result import Slice
 from ckptd.storage.remote import observe
 from ckptd.storage.remote.documents import read_commit
 from ckptd.storage.remote.messages import ShipResult

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.model.manifest import FORMAT
-from ckptd.maintenance.verify import Verifier
+from ckptd.maintenance.verify import Slice, Verifier
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
-from ckptd.recover.select.verify_result import Slice
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.journal.schema import SCHEMA
 from tests.golden.make import HERE

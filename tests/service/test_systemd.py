@@ -114,16 +114,13 @@ def test_what_it_may_write_is_what_the_jobs_name(machine: Booted) -> None:
 
 def test_reload_with_a_good_and_a_bad_file(machine: Booted) -> None:
     job(machine, "two")
-    compared = machine.run("ckptd", "check", "--config-dir", f"/etc/ckptd/{USER}", "--no-probe")
-    assert "/mnt/nvme/two" in compared.stdout
-    assert f"ckptd install-service --run-as {USER}" in compared.stdout
-    assert compared.returncode == 77
     done = machine.run("ckptd", "install-service", "--run-as", USER, "--now")
     assert done.returncode == 0, done.stderr
     save(machine, "two")
     machine.wait("the second job", lambda: committed(machine, "two", 1, "zero"))
-    compared = machine.run("ckptd", "check", "--config-dir", f"/etc/ckptd/{USER}", "--no-probe")
-    assert compared.returncode == 0, compared.stdout
+    # two jobs need a state directory: check knows the service's
+    checked = machine.run("ckptd", "check", "--config-dir", f"/etc/ckptd/{USER}", "--no-probe")
+    assert checked.returncode == 0, checked.stdout
     bad = job(machine, "three", JOB + "save_totl_limit = 3\n")
     refused = machine.run("systemctl", "reload", SERVICE)
     assert refused.returncode != 0

@@ -76,8 +76,9 @@ def digest() -> str:
     """Of all code that a life runs: only lives of one code add up."""
     sha = hashlib.sha256()
     around = {"__main__.py", "seeded.py"}
-    paths = sorted([*(ROOT / "ckptd").rglob("*.py"), *(ROOT / "tests" / "sim").glob("*.py")])
-    for path in (*paths, ROOT / "tests" / "stores" / "memory.py", ROOT / "tests" / "unit" / "synthetic.py"):
+    folders = (ROOT / "ckptd", ROOT / "tests" / "sim", ROOT / "tests" / "support")
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    for path in (*paths, ROOT / "tests" / "stores" / "memory.py"):
         if not (path.parent.name == "sim" and (path.name in around or path.name.startswith("test_"))):
             sha.update(path.read_bytes())
     return sha.hexdigest()[:16]

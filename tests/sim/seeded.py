@@ -1,6 +1,6 @@
 """Defects put into ckptd by hand, each by one patch: the simulation that misses one is broken itself.
 
-The first eight were never in ckptd; the others are what the simulation found there (docs/testing.md).
+The first eight were never in ckptd; the others are defects that the simulation found in it.
 """
 
 from __future__ import annotations

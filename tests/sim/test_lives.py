@@ -126,3 +126,12 @@ def test_a_failure_says_how_to_replay_it() -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     for words in ("seed 0 BROKEN P7", "steps are enough", "timeline:", "replay: python -m tests.sim 0"):
         assert words in done.stdout, done.stdout
+
+
+def test_lives_of_one_code_add_up(tmp_path: Path) -> None:
+    """Run the command twice: the second run lives only what the first has not."""
+    figures = tmp_path / "sim.json"
+    for seeds in ("90000000-90000002", "90000000-90000003"):
+        command = [sys.executable, "-m", "tests.sim", "--seeds", seeds, "--steps", "12", "--figures", figures]
+        subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"PYTHONHASHSEED": "0"})
+    assert json.loads(figures.read_text())["runs"] == 3

@@ -19,12 +19,10 @@ from ckptd.cli.main import main
 from ckptd.config.schema import RemoteConfig
 from ckptd.core.model.manifest import Checksums
 from ckptd.errors import DamagedError
-from ckptd.maintenance.repair import Repair, Unfinished
-from ckptd.maintenance.verify import Verifier
-from ckptd.recover.files import HERE, RepairRequest
+from ckptd.maintenance.repair import HERE, Repair, RepairRequest, Unfinished
+from ckptd.maintenance.verify import Slice, VerifiedRemote, Verifier, exit_code
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import Where
-from ckptd.recover.select.verify_result import Slice, VerifiedRemote, exit_code
 from ckptd.storage.remote.repair import ObjectRepairer
 from ckptd.storage.stores.access import Access, access_of
 from ckptd.storage.stores.checksums import crc64, to_hex

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ckptd.config.environment import variables_of
+from ckptd.config.environment import variables
 from ckptd.config.retention import Retention
 from ckptd.config.s3 import S3Keys
 from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, NotifyConfig, RemoteConfig
@@ -41,7 +41,6 @@ OF: dict[type[Section], tuple[str, ...]] = {
 """In which sections of the environment the keys of a model stand."""
 TABLES = ("ephemeral", "ladder")
 """What no text of a variable can say."""
-OFF_BY_DEFAULT = ("incomplete_after", "scrub")
 SECTIONS: tuple[tuple[str, str, type[Section], type[Section] | None], ...] = (
     ("A job", "The top of a job file.", JobConfig, None),
     ("[local]", "What stays on this node; with the retention keys below.", LocalConfig, Retention),
@@ -76,11 +75,17 @@ def _shown(model: type[Section], name: str) -> str:
 def _row(model: type[Section], name: str) -> str:
     field = model.model_fields[name]
     key, _, value = _shown(model, name).partition(" = ")
-    is_example = field.default in (None, ()) and key not in OFF_BY_DEFAULT
+    is_example = field.default in (None, ()) and key != "scrub"
     kind = "*required* " if field.is_required() else "*example* " if is_example else ""
-    names = [variables_of(place, key)[:1] for place in OF[model] if key not in TABLES]
+    names = [_variables_of(place, key)[:1] for place in OF[model] if key not in TABLES]
     variables = ", ".join(f"`{name}`" for found in names for name in found)
     return f"| `{key}` | {kind}`{_cell(value)}` | {_cell(field.description or '')} | {variables} |"
+
+
+def _variables_of(section: str, key: str) -> list[str]:
+    """Names under which a key is set, shortest first."""
+    found = (name for name, made in variables().items() if (made.section, made.key) == (section, key))
+    return sorted(found, key=len)
 
 
 def _cell(text: str) -> str:

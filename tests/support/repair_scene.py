@@ -13,11 +13,10 @@ import pytest
 
 from ckptd.cli.main import main
 from ckptd.config.schema import JobConfig, RemoteConfig
-from ckptd.maintenance.repair import Repair, Unfinished
+from ckptd.maintenance.repair import Repair, RepairRequest, RepairResult, Unfinished
+from ckptd.maintenance.verify import Slice
 from ckptd.observe.audit import Audit
-from ckptd.recover.files import RepairRequest, RepairResult
 from ckptd.recover.select.inventory import read_remote_inventory
-from ckptd.recover.select.verify_result import Slice
 from tests.support.restore_scene import TAG, RestoreScene
 
 LONG_AGO_NS = 10**18

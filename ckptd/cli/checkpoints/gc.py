@@ -170,7 +170,7 @@ def _incomplete(
     """`asked`: state directory as it is here, and what names the job: a service's lies elsewhere."""
     from ckptd.cli.status.places import state_places
     from ckptd.errors import CkptdError
-    from ckptd.recover.select.journal_reader import sealed_here
+    from ckptd.maintenance.gc import sealed_here
 
     state_dir, job, directory = asked
     places = {state_dir: None}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.decision import Decision
-    from ckptd.recover.select.owner import Owner
+    from ckptd.recover.select.job import Owner
 
 _IN_DOUBT = {"suspect", "torn re-save"}
 
@@ -61,8 +61,7 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
     from ckptd.config.commands import default_config_dir, user_name
     from ckptd.core.model.decision import Decision
     from ckptd.daemon.intake.decisions import write_decision
-    from ckptd.recover.select.named import job_named
-    from ckptd.recover.select.owner import owner_of
+    from ckptd.recover.select.job import job_named, owner_of
 
     directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
     config = _remotes_of(job_named(job, os.environ, config_dir=directory))
@@ -119,7 +118,7 @@ def _whose_daemon(config: JobConfig) -> str:
 
 
 def _remotes_of(config: JobConfig) -> JobConfig:
-    from ckptd.recover.select.named import no_remote
+    from ckptd.recover.select.job import no_remote
 
     if not config.remotes:
         raise no_remote(config)

@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.cli.output import answer, progress_bar, say, says_when_stopped
         from ckptd.recover.resume import Resume, ResumeOptions
         from ckptd.recover.select.copies import Nodes
-        from ckptd.recover.select.owner import state_dir_hint
+        from ckptd.recover.select.job import state_dir_hint
 
         environ = dict(os.environ)
         directory = Path(config_dir) if config_dir else None
@@ -73,7 +73,7 @@ def _job(job: str, url: str | None, environ: dict[str, str], directory: Path | N
     from ckptd.cli.output import say
     from ckptd.config.loader import job_from_arguments
     from ckptd.errors import CkptdError
-    from ckptd.recover.select.named import job_named
+    from ckptd.recover.select.job import job_named
 
     if url is None:
         return job_named(job, environ, config_dir=directory)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.manifest import Commit
     from ckptd.errors import CkptdError
-    from ckptd.recover.files import RepairResult
+    from ckptd.maintenance.repair import RepairResult
+    from ckptd.maintenance.verify import Slice, VerifiedRemote
     from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.sources import Where
-    from ckptd.recover.select.verify_result import Slice, VerifiedRemote
 
 _HELP = (
     "Prove committed checkpoints again from the remote alone: documents, presence and size of every object; "
@@ -55,10 +55,9 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.cli.output import progress_bar, say
         from ckptd.errors import CkptdError, UsageError
-        from ckptd.maintenance.verify import Verifier
+        from ckptd.maintenance.verify import Slice, Verifier, exit_code, slice_of
         from ckptd.recover.select.inventory import read_remote_inventory
         from ckptd.recover.select.sources import said_of, where_of
-        from ckptd.recover.select.verify_result import Slice, exit_code, slice_of
         from ckptd.storage.stores.access import access_of
 
         read = slice_of(part) if part is not None else Slice() if read_data else None
@@ -181,9 +180,8 @@ def run_repair(
     import typer
 
     from ckptd.cli.output import progress_bar, say, tell
-    from ckptd.maintenance.repair import Repair, Unfinished
+    from ckptd.maintenance.repair import Repair, RepairRequest, Unfinished
     from ckptd.observe.audit import Audit
-    from ckptd.recover.files import RepairRequest
     from ckptd.recover.select.sources import named, where_of
     from ckptd.storage.local.state_dir import own_node_id, own_state
 

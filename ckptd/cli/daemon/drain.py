@@ -224,7 +224,7 @@ class Draining:
 
         from ckptd.config import loader
         from ckptd.errors import NotFoundError
-        from ckptd.recover.select.named import job_named, no_remote
+        from ckptd.recover.select.job import job_named, no_remote
 
         directory = self._config_dir or commands.default_config_dir(os.environ)
         if self._job is None:

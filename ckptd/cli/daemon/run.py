@@ -155,7 +155,7 @@ def _remembered_url(
         NotFoundError: a job file was meant, and it is not there (66).
     """
     from ckptd.errors import NotFoundError
-    from ckptd.recover.select.named import job_named
+    from ckptd.recover.select.job import job_named
 
     if save_dir.endswith(".toml") and not os.path.exists(save_dir):
         raise NotFoundError(f"no file {save_dir}", hint="`ckptd init SAVE_DIR URL` prints one")

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ckptd.config.loader import LoadedConfig
-    from ckptd.maintenance.install.plan import Target
     from ckptd.storage.local.probe import Finding
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "red")}
@@ -38,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.cli.screen import screen
         from ckptd.maintenance.check import check_job
-        from ckptd.maintenance.install.plan import service_paths
+        from ckptd.maintenance.install.plan import service_user
 
         loaded, place = _load(files or [], config_dir, dict(os.environ))
         console = screen()
@@ -51,10 +50,9 @@ def register(app: typer.Typer) -> None:
         if not (loaded.jobs or loaded.problems or loaded.has_globs):
             tell(f"no job file in {place}: `ckptd check SAVE_DIR URL`; `ckptd init SAVE_DIR URL` prints one")
             raise typer.Exit(66)
-        service = None if files else service_paths(loaded, place.parent)
         environ = dict(os.environ)
-        if service is not None:
-            environ.setdefault("STATE_DIRECTORY", f"/var/lib/ckptd/{service[0].user}")
+        if not files and (user := service_user(place.parent)):
+            environ.setdefault("STATE_DIRECTORY", f"/var/lib/ckptd/{user}")
         for job in loaded.jobs:
             findings = list(
                 check_job(
@@ -71,7 +69,7 @@ def register(app: typer.Typer) -> None:
                 if finding.rows:
                     console.print(_rows(finding))
             codes += [f.exit_code for f in findings if f.verdict == "fail"]
-        for title, whole in _of_daemon(loaded, environ, service, writes=not no_probe):
+        for title, whole in _of_daemon(loaded, environ, writes=not no_probe):
             console.print(_table(title, whole))
             codes += [finding.exit_code for finding in whole]
         if any(codes):
@@ -79,15 +77,9 @@ def register(app: typer.Typer) -> None:
 
 
 def _of_daemon(
-    loaded: LoadedConfig,
-    environ: Mapping[str, str],
-    service: tuple[Target, tuple[str, ...]] | None,
-    *,
-    writes: bool,
+    loaded: LoadedConfig, environ: Mapping[str, str], *, writes: bool
 ) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield checks that belong to no single job: unmatched globs, notifications, memory, the installed
-    service.
-    """
+    """Yield checks that belong to no single job: unmatched globs, notifications, memory."""
     from ckptd.maintenance.check import check_glob, check_memory, check_outlets
 
     for pattern in loaded.unmatched:
@@ -96,25 +88,10 @@ def _of_daemon(
         yield "ckptd.toml", outlets
     if memory := check_memory(loaded.jobs, loaded.daemon):
         yield memory.what, [memory]
-    if service is not None:
-        yield "service", [_service(*service)]
 
 
 def _mark(verdict: str) -> Text:
     return cell(*_MARKS[verdict])
-
-
-def _service(target: Target, missing: tuple[str, ...]) -> Finding:
-    """Tell whether the installed service may write what the jobs name."""
-    from ckptd.errors import NotPermitted
-    from ckptd.storage.local.probe import Finding, failed
-
-    if not missing:
-        text = f"{target.service} may write all that the jobs name"
-        return Finding(what="service", verdict="ok", text=text)
-    msg = f"{target.service} may not write {', '.join(missing)}: {target.drop_in} is older than the jobs"
-    hint = f"`ckptd install-service --run-as {target.user} --now` writes it anew"
-    return failed("service", NotPermitted(msg, hint=hint))
 
 
 def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) -> tuple[LoadedConfig, Path]:

@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.config.commands import default_config_dir
         from ckptd.errors import NotFoundError
         from ckptd.maintenance.uninstall import Removal
-        from ckptd.recover.select.named import job_named
+        from ckptd.recover.select.job import job_named
 
         directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
         config = job_named(job, os.environ, config_dir=directory)
@@ -59,7 +59,7 @@ def _state_dir(job: str, directory: Path) -> Path | None:
     from ckptd.cli.checkpoints.verify import state_of
     from ckptd.cli.status.command import published
     from ckptd.errors import NotFoundError
-    from ckptd.recover.select.named import job_named
+    from ckptd.recover.select.job import job_named
 
     found = state_of(job_named(job, os.environ, config_dir=directory), directory, make=False)
     if found is not None:

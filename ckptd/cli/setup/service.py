@@ -35,19 +35,13 @@ def register(app: typer.Typer) -> None:
         root: str = _ROOT,
         dry_run: bool = _DRY,
     ) -> None:
-        import sys
-
-        from ckptd.maintenance.install.plan import IMPORTS, check_runs, install_steps
+        from ckptd.maintenance.install.plan import install_steps
 
         target = _target(user=user, run_as=run_as, root=root)
         place = _config_dir(target, config_dir)
         loaded = _loaded(place)
         drop_in = _drop_in(loaded, target, place)
-        program = _program(target.root)
-        if target.user is not None and target.root == Path("/") and not dry_run:
-            for tried in ((sys.executable, *IMPORTS), (*program, "--version")):
-                check_runs(tried, target.user)
-        steps = install_steps(target, drop_in, program, place, starts=now)
+        steps = install_steps(target, drop_in, _program(target.root), place, starts=now)
         _carry(steps, dry_run=dry_run)
         _say(f"{target.service}: {len(loaded.jobs)} jobs in {place / 'jobs.d'}")
         for path in drop_in.paths if drop_in.sets_paths else ():
@@ -173,7 +167,7 @@ def _next_steps(target: Target, loaded: LoadedConfig, place: Path, *, started: b
         lines.append("it ends with your last session: `loginctl enable-linger` lets it live on")
     if not started:
         lines.append(f"`{control} start {name}`")
-    lines.append("after a change of save_dir or url: the same command again, `ckptd check` compares")
+    lines.append("after a change of save_dir or url: the same command again")
     return lines
 
 

@@ -11,7 +11,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.errors import CkptdError, NotPermitted
+from ckptd.errors import READ_ONLY, CkptdError, NotPermitted
 from ckptd.storage.local import probe
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class DeletionRights:
         except (NotPermitted, OSError) as error:
             text = error.message if isinstance(error, CkptdError) else f"{about}: {error.strerror}"
             is_mount = isinstance(error, OSError) and error.errno == errno.EROFS
-            hint = "mount it writable again" if is_mount else "run ckptd as the training user"
+            hint = READ_ONLY if is_mount else "run ckptd as the training user"
             hint = error.hint if isinstance(error, CkptdError) else f"{hint}; nothing is deleted"
             problems.put("no-rights", about, text, hint)
             self.are_held, self.is_missing = False, True

@@ -7,30 +7,29 @@ limit is the sum of all instances'.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import pwd
-import signal
-import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.base.owned_dirs import OURS
 from ckptd.base.process import must_answer
-from ckptd.config.commands import user_name
 from ckptd.config.quantities import url_path
-from ckptd.errors import NotFoundError, NotPermitted, TargetExists
+from ckptd.errors import CkptdError, NotFoundError, NotPermitted, StorageError, TargetExists
 from ckptd.maintenance.install import units
 from ckptd.maintenance.install.units import DROP_IN, SLICE, SYSTEM, USER, DropIn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from ckptd.config.loader import LoadedConfig
     from ckptd.config.schema import JobConfig
 
 SYSTEM_UNITS = Path("/etc/systemd/system")
+_CONFIG = Path("/etc/ckptd")
+_IMPORTS = "import ssl, ckptd.daemon.loop"
+"""What a daemon needs of its interpreter and packages; an interpreter of another release lacks some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +92,8 @@ class Command:
 
     argv: tuple[str, ...]
     may_fail: bool = False
+    error: type[CkptdError] = StorageError
+    hint: str = "the files are in place; mend what it says and run the same again"
 
 
 Step = Write | MakeFolder | Remove | Command
@@ -101,7 +102,7 @@ Step = Write | MakeFolder | Remove | Command
 def install_steps(
     target: Target, drop_in: DropIn, program: tuple[str, ...], config_dir: Path, *, starts: bool
 ) -> tuple[Step, ...]:
-    """Units, drop-in, a place for job files; then systemd is told.
+    """Try the interpreter as that user; write units, drop-in, a place for job files; tell systemd.
 
     Raises:
         TargetExists: a unit of that name is not ours.
@@ -119,13 +120,28 @@ def install_steps(
             raise TargetExists(
                 f"{step.path} was not written by ckptd", hint="move it away, or keep it and install nothing"
             )
-    steps: list[Step] = [*written, MakeFolder(path=config_dir / "jobs.d")]
+    steps: list[Step] = [*_tries(target), *written, MakeFolder(path=config_dir / "jobs.d")]
     if is_live:
         steps.append(Command(argv=(*target.systemctl, "daemon-reload")))
     steps.append(Command(argv=(*target.systemctl, "enable", target.service)))
     if is_live and starts:
         steps.append(Command(argv=(*target.systemctl, "restart", target.service)))
     return tuple(steps)
+
+
+def _tries(target: Target) -> Iterable[Command]:
+    """Yield the command that tries this interpreter as the training user.
+
+    systemd says late that it cannot run an interpreter below /root or in another user's home. Worse: where
+    the interpreter's own library cannot be reached, the loader takes the system's of another release, and
+    ssl fails once a store is asked.
+    """
+    if target.user not in (None, "root") and target.root == Path("/") and os.geteuid() == 0:
+        yield Command(
+            argv=("runuser", "-u", str(target.user), "--", sys.executable, "-c", _IMPORTS),
+            error=NotPermitted,
+            hint="install ckptd where that user can read it, for example in /opt/ckptd",
+        )
 
 
 def uninstall_steps(target: Target) -> tuple[Step, ...]:
@@ -180,11 +196,6 @@ def writable_paths(loaded: LoadedConfig) -> tuple[str, ...]:
     return _least(wanted)
 
 
-def uncovered(wanted: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
-    """Return those of `wanted` that lie below none of `allowed`."""
-    return tuple(path for path in wanted if not any(_covers(place, path) for place in allowed))
-
-
 def _of_job(job: JobConfig) -> Iterable[Path]:
     yield _present(job.save_dir)
     beside = job.save_dir.parent / f"{OURS}.{job.save_dir.name}"
@@ -204,96 +215,18 @@ def _present(path: Path) -> Path:
 def _least(paths: Iterable[Path]) -> tuple[str, ...]:
     chosen: list[str] = []
     for path in sorted({os.path.realpath(p) for p in paths}):
-        if not any(_covers(place, path) for place in chosen):
+        if not any(Path(path).is_relative_to(place) for place in chosen):
             chosen.append(path)
     return tuple(chosen)
 
 
-def _covers(place: str, path: str) -> bool:
-    return path == place or path.startswith(place.rstrip("/") + "/")
-
-
-# --- whether an installed service may write what its job files name now ----------------------------------
-
-_CONFIG = Path("/etc/ckptd")
-
-
-def service_paths(
-    loaded: LoadedConfig, config_dir: Path, units_dir: Path = SYSTEM_UNITS
-) -> tuple[Target, tuple[str, ...]] | None:
-    """Return the service of that configuration, and the paths it may not write; None: none is installed.
-
-    A service in a user's own systemd may write what the user may.
-    """
-    user = config_dir.name if config_dir.parent == _CONFIG else user_name()
+def service_user(config_dir: Path, units_dir: Path = SYSTEM_UNITS) -> str | None:
+    """Return the user whose installed service reads that directory of job files; None: no service does."""
+    config_dir = config_dir.absolute()
+    named = units.config_dir_line(str(config_dir))
     for drop_in in sorted(units_dir.glob(f"{SYSTEM.replace('@', '@*')}.d/{DROP_IN}")):
+        user = drop_in.parent.name.partition("@")[2].removesuffix(".service.d")
         with contextlib.suppress(OSError):
-            if units.config_dir_of(drop_in.read_text(errors="replace")) == str(config_dir.absolute()):
-                user = drop_in.parent.name.partition("@")[2].removesuffix(".service.d")
-    target = Target(folder=units_dir, user=user)
-    try:
-        text = target.drop_in.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    if not units.is_ours(text):
-        return None
-    return target, uncovered(writable_paths(loaded), units.paths_of(text))
-
-
-# --- whether the training user can run the service -------------------------------------------------------
-# systemd says it late, and not in words. An interpreter below /root, or in another user's home, is run by
-# nobody else. Worse: where its own library cannot be reached the loader takes the system's of another
-# release, and ssl fails once a store is asked.
-
-IMPORTS = ("-c", "import ssl, ckptd.daemon.loop")
-"""What a daemon needs of its interpreter and packages; an interpreter of another release lacks some."""
-_SECONDS = 60
-_ELSEWHERE = "install ckptd where that user can read it, for example in /opt/ckptd"
-
-
-def check_runs(command: Sequence[str], user: str) -> None:
-    """Run it as that user; asked of root alone, and of no user but another.
-
-    Raises:
-        NotPermitted: it cannot be run, or ends with an error.
-    """
-    account = pwd.getpwnam(user)
-    if os.geteuid() != 0 or account.pw_uid == 0:
-        return
-    try:
-        # a session of its own: what that user's interpreter loads gets no hold of root's terminal
-        child = subprocess.Popen(
-            command,
-            user=account.pw_uid,
-            group=account.pw_gid,
-            extra_groups=os.getgrouplist(user, account.pw_gid),
-            cwd="/",
-            env={"PATH": os.defpath},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        if error.errno == errno.EPERM:
-            msg = f"this process may not become {user}, as whom {command[0]} was to be tried"
-            raise NotPermitted(msg, hint="install the service where root may do that") from error
-        raise NotPermitted(f"{user} cannot run {command[0]}: {error.strerror}", hint=_ELSEWHERE) from error
-    reason = _reason(child)
-    if reason is not None:
-        raise NotPermitted(f"{user} cannot run {command[0]}: {reason}", hint=_ELSEWHERE)
-
-
-def _reason(child: subprocess.Popen[str]) -> str | None:
-    """Return the last line of what it says if it fails; None: it ended well."""
-    with child:
-        try:
-            said = child.communicate(timeout=_SECONDS)[1]
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            return f"no end after {_SECONDS} s"
-    lines = said.strip().splitlines() or [f"it ends with {child.returncode}"]
-    return lines[-1] if child.returncode else None
+            if config_dir == _CONFIG / user or named in drop_in.read_text(errors="replace").splitlines():
+                return user
+    return None

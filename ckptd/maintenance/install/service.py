@@ -76,7 +76,14 @@ def _remove(path: Path) -> None:
 def _run(command: Command) -> None:
     try:
         done = subprocess.run(
-            command.argv, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS
+            command.argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_COMMAND_SECONDS,
+            start_new_session=True,  # what another user's interpreter loads gets no hold of root's terminal
         )
     except FileNotFoundError as error:
         msg = f"there is no {command.argv[0]} here"
@@ -88,4 +95,4 @@ def _run(command: Command) -> None:
     if done.returncode != 0 and not command.may_fail:
         said = (done.stderr or done.stdout).strip().replace("\n", "; ")
         msg = f"{' '.join(command.argv)} failed: {said or f'exit status {done.returncode}'}"
-        raise StorageError(msg, hint="the files are in place; mend what it says and run the same again")
+        raise command.error(msg, hint=command.hint)

@@ -18,8 +18,7 @@ MARK = "# Written by `ckptd install-service`, which writes it anew; `ckptd unins
 SYSTEM, USER, SLICE = "ckptd@.service", "ckptd.service", "ckptd.slice"
 DROP_IN = "10-ckptd.conf"
 _ENV = "/usr/bin/env ckptd"
-_PATHS, _MAX = "ReadWritePaths=", "MemoryMax="
-_ENVIRONMENT, _CONFIG_DIR = "Environment=", "CKPTD_CONFIG_DIR="
+_MAX = "MemoryMax="
 _ROOM = 1.25
 """MemoryMax above the budget: the budget is kept by ckptd itself, the limit is for when it is wrong."""
 
@@ -45,9 +44,9 @@ class DropIn:
         """Render it as a drop-in of systemd."""
         lines = [f"MemoryHigh={self.memory_budget_bytes}", f"{_MAX}{self.memory_max_bytes}"]
         if self.sets_paths:
-            lines += [f"{_PATHS}{quoted('-' + path)}" for path in self.paths]
+            lines += [f"ReadWritePaths={quoted('-' + path)}" for path in self.paths]
         if self.config_dir:
-            lines.append(f"{_ENVIRONMENT}{quoted(_CONFIG_DIR + self.config_dir)}")
+            lines.append(config_dir_line(self.config_dir))
         return MARK + "\n[Service]\n" + "\n".join(lines) + "\n"
 
 
@@ -84,16 +83,9 @@ def memory_max_of(text: str) -> int:
     return int(values[0]) if values and values[0].isdecimal() else 0
 
 
-def paths_of(text: str) -> tuple[str, ...]:
-    """Return the paths that a drop-in of ours lets be written."""
-    lines = (line.removeprefix(_PATHS) for line in text.splitlines() if line.startswith(_PATHS))
-    return tuple(_unquoted(line).removeprefix("-") for line in lines)
-
-
-def config_dir_of(text: str) -> str:
-    """Return the folder of jobs that a drop-in of ours sets; empty: the unit's own."""
-    words = (_unquoted(line.removeprefix(_ENVIRONMENT)) for line in text.splitlines() if _CONFIG_DIR in line)
-    return next((word.removeprefix(_CONFIG_DIR) for word in words if word.startswith(_CONFIG_DIR)), "")
+def config_dir_line(config_dir: str) -> str:
+    """Return the line of a drop-in that names the directory of job files."""
+    return f"Environment={quoted('CKPTD_CONFIG_DIR=' + config_dir)}"
 
 
 def quoted(value: str) -> str:
@@ -109,9 +101,3 @@ def quoted(value: str) -> str:
     if any(character in value for character in " \"'\\"):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return value
-
-
-def _unquoted(value: str) -> str:
-    if value.startswith('"'):
-        value = value[1:-1].replace('\\"', '"').replace("\\\\", "\\")
-    return value.replace("%%", "%")

@@ -1,6 +1,6 @@
 """Choose the checkpoint to resume from: the newest in (branch, step) that is complete here or committed.
 
-Pure. A local folder that is the very save of a COMMIT has that COMMIT's order; `local_order.py` places the
+Pure. A local folder that is the very save of a COMMIT has that COMMIT's order; `local_order_of` places the
 others. Clocks are never asked.
 """
 
@@ -10,16 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptd.core.completeness.order import next_order, rebuilt_order
 from ckptd.core.model.coverage import order_of
 from ckptd.core.model.layouts import Trainer, layout_of
 from ckptd.core.model.save import Order
-from ckptd.errors import (
-    CkptdError,
-    DamagedError,
-    NotPermitted,
-    RemoteError,
-    StorageError,
-)
+from ckptd.errors import CkptdError, DamagedError, NotPermitted, RemoteError, StorageError
 from ckptd.recover.select.copies import (
     UNIVERSAL,
     ZERO,
@@ -31,7 +26,6 @@ from ckptd.recover.select.copies import (
     stands_alone,
 )
 from ckptd.recover.select.inventory import NodeMemory
-from ckptd.recover.select.local_order import local_order_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -39,6 +33,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.layouts import Grid
     from ckptd.recover.select.inventory import LocalCheckpoint, RemoteInventory
     from ckptd.storage.remote.messages import CommitView
+
 
 NEWEST_READ = 5
 """Committed saves that are read: one to take, the others for the room that the next save needs (P13)."""
@@ -123,18 +118,18 @@ def choose(
         if here is not None and here.tag not in matched and _is_here(here, candidate):
             committed[index] = replace(candidate, local=here)
             matched.add(here.tag)
-    known = list(_every_order(remotes))
+    known = [order_of(view.commit) for remote in remotes for view in remote.commits]
     if nodes.count == 1:
         rest = [s for s in local if s.is_complete and not s.listing.is_model_only and s.tag not in matched]
         for sight in sorted(rest, key=lambda sight: sight.verdict.step or 0):
             own = partial(_is_own, memory, choice)
-            stands = local_order_of(sight.tag, sight.verdict.step or 0, known, remotes, memory, own)
-            known.append(stands.order)
-            if stands.doubt is not None and sight.tag != tag:
-                choice.notes.append(stands.doubt)
+            order, doubt = local_order_of(sight.tag, sight.verdict.step or 0, known, remotes, memory, own)
+            known.append(order)
+            if doubt is not None and sight.tag != tag:
+                choice.notes.append(doubt)
             grid = sight.verdict.grid
             assert grid is not None
-            committed.append(Candidate(tag=sight.tag, order=stands.order, grid=grid, local=sight))
+            committed.append(Candidate(tag=sight.tag, order=order, grid=grid, local=sight))
     choice.candidates = sorted(committed, key=lambda c: (c.order, c.is_committed), reverse=True)
     return choice
 
@@ -286,5 +281,49 @@ def _is_own(memory: NodeMemory, choice: Choice, remote: RemoteInventory, view: C
         return False
 
 
-def _every_order(remotes: Sequence[RemoteInventory]) -> Iterable[Order]:
-    return (order_of(view.commit) for remote in remotes for view in remote.commits)
+# --- the order of a folder that no COMMIT holds ----------------------------------------------------------
+# A rewind is never guessed. A tag whose COMMIT has other content was saved again here, later, only if that
+# COMMIT and all above it are this node's own: the job may have gone on elsewhere under the same names.
+
+
+def local_order_of(
+    tag: str,
+    step: int,
+    known: Sequence[Order],
+    remotes: Sequence[RemoteInventory],
+    memory: NodeMemory,
+    is_own: Callable[[RemoteInventory, CommitView], bool],
+) -> tuple[Order, str | None]:
+    """Return the place of a complete folder here at `step` in the order of all saves, and why one that may be
+    the newest does not count as it.
+
+    Use the order in the daemon's status if it is for this content. Otherwise place the save after every known
+    save if the tag was saved again here or no rewind is possible, else before anything committed later.
+
+    `known`: every order known by now; `is_own`: whether a COMMIT is of a save from here.
+    """
+    highest = max(known, default=None)
+    views = [view for remote in remotes for view in remote.commits]
+    same_tag = [view for view in views if view.commit.tag == tag]
+    newest = max((order_of(view.commit) for view in same_tag), default=Order(0, 0, 0))
+    hint = memory.orders.get(tag)
+    if hint is not None and hint.step == step and hint > newest:
+        return hint, None
+    if not same_tag or highest is None:
+        return Order(highest.branch if highest else 1, step, 0), None
+    later = [(remote, v) for remote in remotes for v in remote.commits if order_of(v.commit) >= newest]
+    if step >= highest.step or all(is_own(remote, view) for remote, view in later):
+        return next_order(step, highest), None
+    return _doubtful(tag, step, highest, [view for _, view in later])
+
+
+def _doubtful(tag: str, step: int, highest: Order, later: Sequence[CommitView]) -> tuple[Order, str]:
+    """`later`: the newest COMMIT of the tag, and all above it."""
+    top = max(later, key=lambda view: order_of(view.commit)).commit
+    said = f"nothing proves that {tag} here is newer than {top.tag} (step {top.step}) of {top.committed_by}"
+    same = [order_of(v.commit) for v in later if v.commit.tag == tag and v.commit.step == step]
+    if not same:
+        return rebuilt_order(step, highest), f"{said}: that one comes first"
+    # before its own COMMIT, so that whoever asks for the tag gets what lies here
+    order = Order(max(same).branch, step, max(same).save_seq + 1)
+    return order, f"{said}: that one comes first (`--tag {tag}` takes what is here)"

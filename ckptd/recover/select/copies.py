@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.layouts import Role, is_in_roots, layout_of
 from ckptd.core.model.manifest import ManifestFile, cells_of, proven_topology
-from ckptd.errors import NotFoundError
+from ckptd.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from ckptd.core.model.manifest import Cell, NodeManifest
     from ckptd.recover.select.inventory import LocalCheckpoint, RemoteInventory
     from ckptd.storage.remote.messages import CommitView
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from ckptd.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

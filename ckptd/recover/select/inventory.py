@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckptd.base.names import tag_problem
@@ -35,12 +35,9 @@ if TYPE_CHECKING:
     from ckptd.core.model.facts import FileFacts
     from ckptd.core.model.listing import FolderListing, SaveDirListing
     from ckptd.core.model.manifest import Commit, ManifestFile, NodeManifest
-    from ckptd.recover.select.owner import Owner
+    from ckptd.recover.select.job import Owner
     from ckptd.storage.remote.messages import CommitView, Observation
     from ckptd.storage.stores.base import Store
-
-from dataclasses import field
-from typing import TYPE_CHECKING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

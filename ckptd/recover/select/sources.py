@@ -28,8 +28,7 @@ from ckptd.errors import (
     StorageError,
 )
 from ckptd.recover.select.inventory import is_gone, read_remote_inventory
-from ckptd.recover.select.named import job_named, no_remote
-from ckptd.recover.select.owner import owner_of, state_dir_hint
+from ckptd.recover.select.job import job_named, no_remote, owner_of, state_dir_hint
 from ckptd.recover.select.steps import Convert, ConvertFrom, Fetch, RestoreExtras
 from ckptd.storage.stores.access import access_of
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig, RemoteConfig
     from ckptd.recover.select.copies import Copy
     from ckptd.recover.select.inventory import RemoteInventory
-    from ckptd.recover.select.owner import Owner
+    from ckptd.recover.select.job import Owner
     from ckptd.recover.select.runs import Runs
     from ckptd.recover.select.steps import Step
 

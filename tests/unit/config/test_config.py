@@ -377,6 +377,26 @@ def test_digest_is_of_what_all_nodes_share(tmp_path: Path, base: dict[str, Any])
     assert digest(remote=[base["remote"][0] | {"keep_last": 9}]) != first
 
 
+def test_a_digest_is_the_one_of_earlier_versions() -> None:
+    """Nodes of two versions that are configured alike agree, also where a file has the key that is gone."""
+    job = {"save_dir": "/nvme/a", "name": "a", "remote": [{"name": "nas", "url": "/mnt/nas"}]}
+    for written in (job, job | {"incomplete_after": "never"}):
+        assert (
+            config_digest(JobConfig.model_validate(written))
+            == "ff9dfc8900827ed399a5b1d47193fbe84798038a9e864f858a1dc7331dcb8510"
+        )
+
+
+def test_a_key_that_is_gone_may_stand_in_the_environment() -> None:
+    def made(value: str) -> JobConfig:
+        environ = {"CKPTD_INCOMPLETE_AFTER": value}
+        return job_from_arguments("/nvme/a", "/mnt/nas", environ=environ, check_paths=False)
+
+    assert made("never").name == "a"
+    with pytest.raises(ConfigError, match="not in this version"):
+        made("2d")
+
+
 def test_resolve_job(tmp_path: Path, base: dict[str, Any]) -> None:
     jobs = tmp_path / "conf" / "jobs.d"
     jobs.mkdir(parents=True)

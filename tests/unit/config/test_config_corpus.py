@@ -49,7 +49,6 @@ WRONG: dict[str, list[Any]] = {
     "extra": [5, True, "tokenizer*", [5], ["a/b"], [""], ["_ckptd"], {}, DATE],
     "name": [5, True, [], "", "a b", "a/b", ".hidden", "-x", "ä", DATE],
     "save_spread": [5, True, [], "", "60", "-60s", "60 s", DATE],
-    "incomplete_after": [5, True, [], "", "nevr", "-1d", "2d", DATE],
     "metric": [5, True, [], "", "a b", DATE],
     "metrics_file": [5, True, [], {}, "", "/var/log/m.jsonl", "../m.jsonl", "_ckptd/m.jsonl", "a//b", DATE],
     "metric_mode": [5, True, [], "", "lower", "MIN", DATE],
@@ -166,7 +165,7 @@ WRONG: dict[str, list[Any]] = {
     "remote": [5, True, "nas", DATE],
 }
 LATER_KEYS = {
-    "": ["run_id_env"],
+    "": ["run_id_env", "incomplete_after"],
     "remote": ["abort_after"],
 }
 NEIGHBOURS = {

@@ -10,7 +10,6 @@ from ckptd.config.quantities import (
     parse_bandwidth,
     parse_bytes,
     parse_duration,
-    parse_optional_duration,
     parse_share,
     show_bandwidth,
     show_seconds,
@@ -67,11 +66,6 @@ def test_bandwidth_is_echoed_in_both() -> None:
 )
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
-
-
-def test_never() -> None:
-    assert parse_optional_duration("never") is None
-    assert parse_optional_duration("1d") == 86400
 
 
 def test_shares() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.config.loader import job_from_arguments, resolve_job
 from ckptd.errors import ConfigError
-from ckptd.recover.select.named import job_named
+from ckptd.recover.select.job import job_named
 from ckptd.storage.local.state_dir import prepare_state_dir, remember_job
 from tests.support.recover_scene import Scene, scene
 

@@ -18,13 +18,11 @@ from ckptd.core.model.manifest import NodeManifest, Tombstone, manifest_key, sha
 from ckptd.core.model.records import ObjectRow
 from ckptd.daemon.bootstrap import node_id_of
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, StorageError
-from ckptd.maintenance.gc import Collector
+from ckptd.maintenance.gc import Collector, sealed_here
 from ckptd.maintenance.repair import Unfinished
-from ckptd.maintenance.verify import Verifier
+from ckptd.maintenance.verify import Slice, Verifier, exit_code
 from ckptd.observe.audit import Audit
 from ckptd.recover.select.inventory import RemoteInventory, read_remote_inventory
-from ckptd.recover.select.journal_reader import sealed_here
-from ckptd.recover.select.verify_result import Slice, exit_code
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import garbage
 from ckptd.storage.remote.coordination import Heartbeats

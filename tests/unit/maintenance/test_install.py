@@ -18,15 +18,14 @@ from ckptd.config.commands import user_name
 from ckptd.config.loader import load_all
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, RefusedError, TargetExists
 from ckptd.maintenance.install import plan, units
+from ckptd.maintenance.install import service as install_service
 from ckptd.maintenance.install.plan import (
     Command,
     Remove,
     Target,
     Write,
-    check_runs,
     install_steps,
-    service_paths,
-    uncovered,
+    service_user,
     uninstall_steps,
     writable_paths,
 )
@@ -96,8 +95,12 @@ def test_a_drain_that_ran_out_of_time_is_no_failed_unit(tmp_path: Path, user: st
     assert any(line.startswith("ExecStart=") and " --drain " in line for line in lines)
 
 
-def test_paths_come_back_as_they_were_written() -> None:
-    assert units.paths_of(DROP_IN.text) == DROP_IN.paths
+def test_a_drop_in_says_what_may_be_written() -> None:
+    lines = DROP_IN.text.splitlines()
+    assert [line for line in lines if line.startswith("ReadWritePaths=")] == [
+        "ReadWritePaths=-/nvme/a",
+        'ReadWritePaths="-/mnt/my nas/50%%"',
+    ]
     assert units.memory_max_of(DROP_IN.text) == DROP_IN.memory_max_bytes == 5 << 28
     with pytest.raises(RefusedError, match="cannot stand in a unit"):
         DropIn(paths=("/a\nExecStart=/bin/sh",), memory_budget_bytes=1).text  # noqa: B018
@@ -120,9 +123,6 @@ def test_what_the_jobs_write(tmp_path: Path) -> None:
     assert not loaded.problems
     # a directory that is not there yet stands for its parent, which holds the others
     assert writable_paths(loaded) == (str(tmp_path / "nas"), str(tmp_path / "nvme"))
-    assert uncovered(writable_paths(loaded), (str(tmp_path / "nvme"), f"{tmp_path}/na")) == (
-        str(tmp_path / "nas"),
-    )
     (tmp_path / "nvme/later").mkdir()
     paths = writable_paths(load_all(tmp_path))
     assert str(tmp_path / "nvme/runs") in paths
@@ -189,7 +189,7 @@ def test_the_command_says_before_it_does(tmp_path: Path) -> None:
 
 
 def test_another_configuration_directory_is_the_one_that_is_read(tmp_path: Path) -> None:
-    """The unit reads where the drop-in says, and check finds the service by it."""
+    """The unit reads where the drop-in says, and check finds the service's state directory by it."""
     place = tmp_path / "srv/my jobs"
     (place / "jobs.d").mkdir(parents=True)
     asked = ["install-service", "--run-as", "alice", "--root", str(tmp_path), "--dry-run"]
@@ -206,12 +206,9 @@ def test_another_configuration_directory_is_the_one_that_is_read(tmp_path: Path)
     at = target(tmp_path)
     drop_in = DropIn(paths=("/nvme/a",), memory_budget_bytes=1 << 30, config_dir=str(place))
     write_files(tmp_path, at, drop_in)
-    assert units.config_dir_of(drop_in.text) == str(place)
-    assert units.config_dir_of(DROP_IN.text) == ""
-    found = service_paths(load_all(place), place, at.folder)
-    assert found is not None
-    assert found[0].user == "alice"
-    assert service_paths(load_all(place), tmp_path, at.folder) is None
+    assert service_user(place, at.folder) == "alice"
+    assert service_user(Path("/etc/ckptd/alice"), at.folder) == "alice"
+    assert service_user(tmp_path, at.folder) is None
 
 
 @pytest.mark.parametrize("place", ["/tmp", "/var/tmp"])
@@ -241,34 +238,39 @@ def test_whoever_does_not_linger_is_told(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="running as another user needs root")
-def test_an_interpreter_that_the_user_cannot_run_is_told_at_once(tmp_path: Path) -> None:
+def test_an_interpreter_that_the_user_cannot_run_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not by a unit that fails, and not by a library of another release once a store is asked."""
+    at = Target(folder=tmp_path, user="nobody")
+
+    def tried(program: str, script: str = "") -> None:
+        monkeypatch.setattr(sys, "executable", program)
+        monkeypatch.setattr(plan, "_IMPORTS", script)
+        carry_out(install_steps(at, DROP_IN, ("/c",), tmp_path, starts=False)[:1], lambda _: None)
+
     tmp_path.chmod(0o700)
-    program = tmp_path / "python"
-    shutil.copy("/bin/true", program)
-    with pytest.raises(NotPermitted, match=r"nobody cannot run .*python: Permission denied") as refused:
-        check_runs((str(program),), "nobody")
+    shutil.copy("/bin/true", tmp_path / "python")
+    with pytest.raises(NotPermitted, match=r"nobody.*python.*Permission denied") as refused:
+        tried(str(tmp_path / "python"))
     assert "/opt/ckptd" in refused.value.hint
     with pytest.raises(NotPermitted, match="undefined symbol"):
-        check_runs(
-            ("/bin/sh", "-c", "echo Traceback; echo 'ImportError: undefined symbol' >&2; exit 1"), "nobody"
-        )
-    with pytest.raises(NotPermitted, match="it ends with 1"):
-        check_runs(("/bin/false",), "nobody")
-    check_runs(("/bin/true",), "nobody")
-    check_runs(("/bin/false",), "root")
+        tried("/bin/sh", "echo Traceback; echo 'ImportError: undefined symbol' >&2; exit 1")
+    with pytest.raises(NotPermitted, match="exit status 1"):
+        tried("/bin/sh", "exit 1")
+    tried("/bin/sh", "test $(id -un) = nobody -a ! -w /etc")
+    own = install_steps(Target(folder=tmp_path, user="root"), DROP_IN, ("/c",), tmp_path, starts=False)
+    assert isinstance(own[0], Write)
 
 
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="running as another user needs root")
-def test_what_the_user_runs_gets_no_hold_of_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_user_runs_gets_no_hold_of_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its terminal, nor its patience, nor a traceback."""
-    is_leader = 'read pid comm state ppid pgrp sid rest < /proc/$$/stat; test "$pid" = "$sid" -a ! -w /etc'
-    check_runs(("/bin/sh", "-c", is_leader), "nobody")
-    with pytest.raises(NotPermitted, match="cannot open \ufffd"):
-        check_runs(("/bin/sh", "-c", r"printf 'cannot open \377' >&2; exit 1"), "nobody")
-    monkeypatch.setattr(plan, "_SECONDS", 0.5)
+    is_leader = 'read pid comm state ppid pgrp sid rest < /proc/$$/stat; test "$pid" = "$sid"'
+    carry_out([Command(argv=("/bin/sh", "-c", is_leader))], lambda _: None)
+    with pytest.raises(CkptdError, match="cannot open \ufffd"):
+        carry_out([Command(argv=("/bin/sh", "-c", r"printf 'cannot open \377' >&2; exit 1"))], lambda _: None)
+    monkeypatch.setattr(install_service, "_COMMAND_SECONDS", 0.5)
     began = time.monotonic()
-    with pytest.raises(NotPermitted, match=r"no end after 0\.5 s"):
-        check_runs(("/bin/sh", "-c", "sleep 50 & sleep 50"), "nobody")
+    with pytest.raises(CkptdError, match=r"did not end within 0\.5 s"):
+        carry_out([Command(argv=("/bin/sh", "-c", "sleep 50 & sleep 50"))], lambda _: None)
     assert time.monotonic() - began < 30

@@ -14,8 +14,8 @@ import pytest
 from ckptd.base import extents, files
 from ckptd.core.model.manifest import Tombstone, to_bytes
 from ckptd.errors import NothingCommitted
+from ckptd.maintenance.repair import HERE
 from ckptd.recover.fetch import Fetcher
-from ckptd.recover.files import HERE
 from ckptd.storage.stores.apart import ApartStore
 from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.attacks.test_hostile_remotes import rewrite

@@ -11,9 +11,8 @@ import pytest
 
 from ckptd.core.model.manifest import Tombstone, to_bytes
 from ckptd.errors import NotFoundError, NothingCommitted, UsageError
-from ckptd.maintenance.verify import Verifier
+from ckptd.maintenance.verify import Slice, VerifiedRemote, Verifier, exit_code, slice_of
 from ckptd.recover.select.inventory import read_remote_inventory
-from ckptd.recover.select.verify_result import Slice, VerifiedRemote, exit_code, slice_of
 from tests.attacks.test_hostile_remotes import rewrite
 from tests.support.restore_scene import MODEL, OPTIM, TAG, RestoreScene, scene
 from tests.unit.recover.test_recover_commands import ckptd

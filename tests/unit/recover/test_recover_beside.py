@@ -18,11 +18,10 @@ from ckptd.core.model.records import DerivedRecord, SaveRow
 from ckptd.core.policy.actions import Ship
 from ckptd.daemon.uploads.requests import files_to_upload
 from ckptd.errors import TargetExists
-from ckptd.maintenance.verify import Verifier
+from ckptd.maintenance.verify import Slice, Verifier
 from ckptd.recover.execute import Execution
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.steps import CopyBeside
-from ckptd.recover.select.verify_result import Slice
 from ckptd.storage.remote import derive_attempts
 from ckptd.storage.remote.commit import supplement
 from ckptd.storage.remote.messages import ShipFile, ShipOrder

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.errors import CkptdError, DamagedError, NotFoundError, NotPermitted, RefusedError
-from ckptd.maintenance.verify import Verifier
+from ckptd.maintenance.verify import Slice, Verifier, exit_code
 from ckptd.recover.restore import Restore, RestoreOptions
 from ckptd.recover.resume import Resume, ResumeOptions
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
-from ckptd.recover.select.verify_result import Slice, exit_code
 from ckptd.storage.remote.messages import Retire
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.base import DOCUMENT_LIMIT_BYTES

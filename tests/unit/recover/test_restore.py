@@ -24,7 +24,7 @@ from ckptd.errors import (
 from ckptd.recover.restore import RestoreOptions
 from ckptd.recover.restore_plan import RestoreRequest, show_ranks
 from ckptd.recover.select.copies import Nodes
-from ckptd.recover.select.owner import Owner
+from ckptd.recover.select.job import Owner
 from ckptd.recover.select.sources import Where, where_of
 from tests.support.legacy_files import as_legacy
 from tests.support.recover_scene import EXTRA

@@ -11,7 +11,7 @@ from ckptd.config.schema import RemoteConfig
 from ckptd.errors import NotFoundError, RemoteUnreachable
 from ckptd.recover.restore import Restore, RestoreOptions
 from ckptd.recover.resume import Resume, ResumeOptions
-from ckptd.recover.select.owner import Owner
+from ckptd.recover.select.job import Owner
 from ckptd.recover.select.sources import Where, named
 from tests.support.restore_scene import MODEL, OPTIM, TAG, RestoreScene, scene
 from tests.unit.recover.test_recover_commands import ckptd

@@ -16,8 +16,8 @@ from ckptd.core.model.manifest import sha256_of
 from ckptd.core.policy.leases import shares_folder
 from ckptd.errors import SourceChanged
 from ckptd.maintenance.listing import list_remote
+from ckptd.maintenance.repair import HERE
 from ckptd.maintenance.verify import Verifier
-from ckptd.recover.files import HERE
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
 from ckptd.storage.remote import garbage, observe
