@@ -152,6 +152,7 @@ def test_each_command_names_the_remote_and_ends(hung: tuple[Node, Path, Sshd]) -
             found[words], said[words] = None, "no end"
         else:
             found[words], said[words] = process.returncode, out + err
+    assert not [words for words, code in found.items() if code is None], "no end"
     assert found == expected, said
     for words in expected:
         if words[-1] != "second":
