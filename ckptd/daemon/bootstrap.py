@@ -111,7 +111,8 @@ def node_id_of(state_dir: Path, inode: int | None = None) -> str:
         if is_copied:
             aside = move_aside(state_dir / "journal.db")
             log.warning("%s is of another directory: set aside as %s", state_dir / "journal.db", aside.name)
-            files.remove_file(fd, REPAIR_UPLOADS)
+            if files.stat_beneath(fd, REPAIR_UPLOADS) is not None:
+                files.write_atomic(fd, REPAIR_UPLOADS, b"[]")
         if known is None or is_copied:
             known = secrets.token_hex(8)
             files.write_atomic(fd, NODE_ID, known.encode())
