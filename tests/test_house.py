@@ -209,9 +209,9 @@ def _defined(path: Path) -> set[str]:
     for node in tree_of(path).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
-        for inner in node.body if isinstance(node, ast.ClassDef) else ():
-            if isinstance(inner, ast.FunctionDef):
-                found |= {inner.name, f"{node.name}.{inner.name}"}
+        if isinstance(node, ast.ClassDef):
+            methods = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            found |= methods | {f"{node.name}.{name}" for name in methods}
     return found
 
 

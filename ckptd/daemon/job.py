@@ -160,7 +160,14 @@ class Job:
         required = tuple(remote.name for remote in self.config.remotes if remote.required)
         self.audit = Audit(self.state_dir / "audit.jsonl")
         digest = config_digest(self.config)
-        state = JobState(journal, digest, required, problems=self.problems, audit=self.audit)
+        state = JobState(
+            journal,
+            digest,
+            required,
+            problems=self.problems,
+            audit=self.audit,
+            is_shared=self.config.shared_fs,
+        )
         state.load()
         check_device(self, state, save_dir_fd)
         known = (journal.meta(f"job_id:{remote.name}") for remote in self.config.remotes)
@@ -270,7 +277,7 @@ class Job:
         self.turns += 1
         if not self._still_stands(save_dir_fd, now_seconds):
             return
-        before = self.state.listing if self.state else None
+        before = self.state.folders.listing if self.state else None
         listing = look(self, save_dir_fd)
         self.way.join(self, listing.device, lambda: self.control.pace(self))
         if self._first_look.look(listing):
@@ -314,7 +321,7 @@ class Job:
         self.rest.is_now = is_at_rest(self) and not state.is_first_scan and not self.needs_turn
         self.patience.works()
         if state.is_first_scan:
-            state.is_first_scan = False
+            state.end_first_scan()
             self.wake()
 
     def _plan_and_act(self, state: JobState, save_dir_fd: int) -> None:
@@ -325,13 +332,14 @@ class Job:
             save_dir_fd,
             pins=self.knowledge.pins | self.actor.scrubber.damaged_tags,
             may_delete=self.rights.are_held and not self.nodes.differing(),
-            is_paused=self.control.pause is not None or bool(state.sharer and state.sharer.stands_by),
+            is_paused=self.control.pause is not None or bool(state.other_host and state.other_host.stands_by),
             tenure=self.nodes.tenure,
             drain=self.control.drain_view(self, state),
         )
         self.patience.reserve.keep(self.state_dir, save_dir_fd, self.view.disk)
-        state.plan = planned(self.view)
-        self.actor.carry_out(state.plan, save_dir_fd, self.view.disk.reserve_bytes)
+        plan = planned(self.view)
+        state.set_plan(plan)
+        self.actor.carry_out(plan, save_dir_fd, self.view.disk.reserve_bytes)
 
     def _still_stands(self, save_dir_fd: int, now_seconds: float) -> bool:
         """False: save_dir is another directory now, or gone (no file event tells); start over with that."""
@@ -348,7 +356,7 @@ class Job:
     @property
     def is_converting(self) -> bool:
         """A conversion of this job is under way."""
-        return self.state is not None and self.state.converting is not None
+        return self.state is not None and self.state.saves.conversion is not None
 
     def leave_line(self) -> None:
         """Nobody waits behind a job that ended or whose turn failed, nor for its save."""

@@ -216,7 +216,7 @@ def test_a_journal_that_knows_something_else_is_seen() -> None:
         save(world, 1)
         world.judge_rest()
         assert world.job is not None and world.job.state is not None
-        (records,) = world.job.state.ships.values()
+        (records,) = world.job.state.uploads.records.values()
         (key,) = records
         records[key] = records[key].model_copy(update={"generation": 7})
         with pytest.raises(Broken, match=r"P7.*the journal knows other uploads"):

@@ -105,21 +105,21 @@ class ShardInspector:
 
         def then(rows: list[FileFacts]) -> None:
             self._inspecting.discard(folder.tag)
-            self._state.failures.pop(f"inspecting {folder.tag}", None)
+            self._state.failures.clear(f"inspecting {folder.tag}")
             self._answered(folder, rows, is_final=is_final)
-            quiet = self._state.quiet.get(folder.tag)
+            quiet = self._state.folders.quiet.get(folder.tag)
             if quiet is None or quiet.digest != folder.digest:
                 return
-            self._state.facts.setdefault(folder.tag, {}).update({r.path: r for r in rows})
+            self._state.folders.add_facts(folder.tag, rows)
             self._wake()
 
         def failed(error: CkptdError) -> None:
             self._inspecting.discard(folder.tag)
             # one that is gone meanwhile is not asked for again
-            if isinstance(error, StorageError) and folder.tag in self._state.quiet:
+            if isinstance(error, StorageError) and folder.tag in self._state.folders.quiet:
                 self._put_off(folder)
             if refused is None or not refused.lost:  # else its verdict says so
-                self._state.note_failure(f"inspecting {folder.tag}", error)
+                self._state.failures.note(f"inspecting {folder.tag}", error)
             log.warning("inspecting %s: %s", folder.tag, error)
 
         self._workers.submit(
@@ -139,7 +139,7 @@ class ShardInspector:
 
     def _answered(self, folder: FolderListing, rows: Sequence[FileFacts], *, is_final: bool) -> None:
         lost = [row for row in rows if row.reason and not row.fingerprint] if is_final else []
-        if not lost or folder.tag not in self._state.quiet:
+        if not lost or folder.tag not in self._state.folders.quiet:
             self._refused.pop(folder.tag, None)
             return
         self._put_off(folder)
@@ -165,18 +165,18 @@ class ShardInspector:
 
         def then(digest: str | None) -> None:
             self._flushing.pop(folder.tag, None)
-            self._state.failures.pop(f"flushing {folder.tag}", None)
+            self._state.failures.clear(f"flushing {folder.tag}")
             if digest == folder.digest:
                 self.flushed[folder.tag] = digest
                 # not before: a power cut may leave other bytes under the same identity
-                facts = self._state.facts.get(folder.tag, {})
+                facts = self._state.folders.facts.get(folder.tag, {})
                 durable = [(f.identity, facts[f.path]) for f in folder.files if f.path in facts]
                 self._state.journal.put_facts(durable)
                 self._wake()
 
         def failed(error: CkptdError) -> None:
             self._flushing.pop(folder.tag, None)
-            self._state.note_failure(f"flushing {folder.tag}", error)
+            self._state.failures.note(f"flushing {folder.tag}", error)
             log.warning("flushing %s: %s", folder.tag, error)
 
         self._workers.submit(f"flushing {folder.tag}", work, then, failed)

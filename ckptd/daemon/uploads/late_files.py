@@ -19,7 +19,6 @@ from ckptd.core.completeness.sealing import sealed_file
 from ckptd.core.model.layouts import Role, ShardKey
 from ckptd.core.model.records import ZERO, ShipState, SupplementRecord
 from ckptd.core.policy.blockers import newcomers
-from ckptd.daemon.state.state import unsent_again
 from ckptd.daemon.uploads.requests import late_order
 from ckptd.errors import CommitConflict, DamagedError, NotPermitted, RefusedError, SourceChanged
 from ckptd.observe.logs import doing
@@ -89,8 +88,8 @@ class LateFiles:
         digests = {folder.tag: folder.digest for folder in listing.folders} if self._refused else {}
         self._refused = {t: r for t, r in self._refused.items() if digests.get(t) == r.digest}
         for folder in listing.folders:
-            row = self._state.row_of_tag(folder.tag)
-            quiet = self._state.quiet.get(folder.tag)
+            row = self._state.saves.of_tag(folder.tag)
+            quiet = self._state.folders.quiet.get(folder.tag)
             if row is None or quiet is None or folder.folder != row.save.folder:
                 continue
             if not newcomers(row.save, folder):
@@ -107,7 +106,7 @@ class LateFiles:
 
     def _look_at(self, save_id: int, folder: FolderListing, save_dir_fd: int) -> None:
         self._looking[folder.tag] = folder.digest
-        save = self._state.rows[save_id].save
+        save = self._state.saves.rows[save_id].save
         files = newcomers(save, folder)
         identities = {file.path: file.identity for file in files}
         root = self._config.save_dir / folder.tag
@@ -125,7 +124,7 @@ class LateFiles:
         def then(facts: list[FileFacts] | None) -> None:
             self._looking.pop(folder.tag, None)
             self._refused.pop(folder.tag, None)
-            row = self._state.rows.get(save_id)
+            row = self._state.saves.rows.get(save_id)
             if facts is not None and row is not None and row.save == save:
                 by_path = {fact.path: fact for fact in facts}
                 aside = {"role": Role.SIDE, "shard": ShardKey(), "tensor_fingerprint": None}
@@ -134,10 +133,7 @@ class LateFiles:
                     for file in files
                 }
                 late = {file.path: file for file in save.late} | found
-                self._state.journal.replace_sealed(
-                    save_id, save.model_copy(update={"late": tuple(late.values())})
-                )
-                self._state.reload(save_id)
+                self._state.replace_sealed(save_id, save.model_copy(update={"late": tuple(late.values())}))
                 log.info("%s: %d files came after it was complete", folder.tag, len(found))
             self._wake()
 
@@ -176,8 +172,8 @@ class SupplementUploader:
     def ship(self, action: Supplement) -> None:
         """Ship the files; what another attempt, or a lost journal, had shipped is only looked up."""
         state, link = self._state, self._links[action.remote]
-        row = state.rows[action.save_id]
-        record = state.ship(action.save_id, action.remote, ZERO)
+        row = state.saves.rows[action.save_id]
+        record = state.uploads.record(action.save_id, action.remote, ZERO)
         if record.commit_sha256 is None:
             return
         order = late_order(
@@ -189,9 +185,8 @@ class SupplementUploader:
             config_digest=self._config_digest,
             run_id=self._state.run_id,
         )
-        state.busy[row.id] += 1
-        link.ships, link.makes_way = "supplement", False
-        link.ship_order = link.order(order, lambda answer: self._on_answer(action, answer))
+        state.saves.begin_reading(row.id)
+        link.start_transfer(order, lambda answer: self._on_answer(action, answer), "supplement")
         log.info(
             "%s → %s: %d files that came late",
             row.save.tag,
@@ -204,12 +199,12 @@ class SupplementUploader:
         if isinstance(answer, m.Moving | m.ObjectDone | m.Planned):
             return
         state, link = self._state, self._links[action.remote]
-        state.busy[action.save_id] -= 1
-        tag = state.rows[action.save_id].save.tag
+        state.saves.end_reading(action.save_id)
+        tag = state.saves.rows[action.save_id].save.tag
         if isinstance(answer, m.ShipResult) and answer.outcome == "committed":
             link.well()
-            state.late_unsent.pop((action.save_id, action.remote), None)
-            record = state.ship(action.save_id, action.remote, ZERO)
+            state.uploads.forget_late_failed(action.save_id, action.remote)
+            record = state.uploads.record(action.save_id, action.remote, ZERO)
             if record.state is ShipState.COMMITTED:
                 known = {one.key: one for one in record.supplements}
                 known |= {
@@ -217,23 +212,28 @@ class SupplementUploader:
                     for one in answer.supplements
                     if one.key != record.commit_key
                 }
-                update = {"supplements": tuple(known.values()), "unlisted": _left(record.unlisted, answer)}
-                state.put_ship(action.save_id, record.model_copy(update=update))
+                state.uploads.update(
+                    action.save_id,
+                    record,
+                    supplements=tuple(known.values()),
+                    unlisted=_left(record.unlisted, answer),
+                )
         elif isinstance(answer, m.ShipResult):
             # as when a permit is refused: what the remote holds is looked at anew
             log.warning("%s → %s: %s", tag, action.remote, answer.reason)
-            if state.ship(action.save_id, action.remote, ZERO).state is ShipState.COMMITTED:
-                state.lose_commit(action.save_id, action.remote, answer.reason or "its COMMIT is gone")
-            link.tag_views.pop(tag, None)
-        elif isinstance(answer, m.Failed) and not link.makes_way:
+            if state.uploads.record(action.save_id, action.remote, ZERO).state is ShipState.COMMITTED:
+                state.uploads.lose_commit(
+                    action.save_id, action.remote, answer.reason or "its COMMIT is gone"
+                )
+            link.forget_tag(tag)
+        elif isinstance(answer, m.Failed) and not link.is_cancelled:
             error = error_of(answer)
             log.warning("what came late in %s → %s: %s", tag, action.remote, error)
             if isinstance(error, _OF_THIS_SAVE):
-                at = (action.save_id, action.remote)
-                state.late_unsent[at] = unsent_again(state.late_unsent.get(at), f"{tag} → {link.name}", error)
+                about = f"{tag} → {link.name}"
+                state.uploads.note_late_failed(action.save_id, action.remote, about, error)
             elif not isinstance(error, SourceChanged):
                 link.move_failed(error)
-        link.ships = None
         link.observe()
         self._wake()
 

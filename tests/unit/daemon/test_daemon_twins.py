@@ -108,9 +108,9 @@ def test_the_second_of_two_that_are_one_is_not_attached(two: Two) -> None:
     assert "same directory as remote nas" in said.text
     assert two.journal.meta("remote_id:b") is None, "that identity is nas's"
     assert two.links["b"].settings.remote_id is None
-    assert two.links["b"].is_twin, "so that a new journal does not wait for what nas told it"
+    assert two.links["b"].is_duplicate, "so that a new journal does not wait for what nas told it"
     assert two.hears("b", "2:9", "another"), "the right share was mounted"
-    assert not two.links["b"].is_twin
+    assert not two.links["b"].is_duplicate
 
 
 def test_the_later_one_goes_though_it_answered_first(two: Two) -> None:

@@ -201,9 +201,14 @@ def test_of_nodes_of_one_run_nobody_says_that_they_share_a_name(tmp_path: Path) 
     fd = os.open(tmp_path, os.O_RDONLY)
     write_run(fd, run_file(fd, str(tmp_path), "j", "joined").accepting("remote", 1, "j"))
     link: Any = SimpleNamespace(
-        bind=lambda _run: None, is_claimed=False, others=(), seen_all=None, settings=SimpleNamespace()
+        bind=lambda _run: None,
+        set_claim=lambda **given: link.__dict__.update(given),
+        is_claimed=False,
+        others=(),
+        seen_all=None,
+        settings=SimpleNamespace(),
     )
-    state: Any = SimpleNamespace(go_on_with=lambda _run: None)
+    state: Any = SimpleNamespace(set_run=lambda _run: None)
     config: Any = SimpleNamespace(save_dir=tmp_path, name="job", shared_fs=False)
     ours: Any = Runs(config, state, {"nas": link}, fd, ("b", "idb"), lambda: None, lambda: None)  # type: ignore[arg-type, return-value]
     os.close(fd)
