@@ -27,9 +27,19 @@ from ckptd.daemon.uploads.duplicates import settle
 from ckptd.daemon.uploads.shared_dir import own_state
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
 from ckptd.observe.logs import doing
+from ckptd.storage.journal.schema import move_aside
 from ckptd.storage.local import fs
 from ckptd.storage.local.fs import ensure_ours
-from ckptd.storage.local.state_dir import NODE_ID, NODE_PLACE, prepare_state_dir, read_node_id, state_base
+from ckptd.storage.local.state_dir import (
+    NODE_ID,
+    NODE_PLACE,
+    REPAIR_UPLOADS,
+    is_default_state,
+    is_of_another,
+    prepare_state_dir,
+    read_node_id,
+    state_base,
+)
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.coordination import NEXT_STEP, other_writers
 from ckptd.storage.remote.messages import known_url
@@ -67,11 +77,6 @@ def must_wait(state_dir: Path, save_dir: Path) -> bool:
     return True
 
 
-def is_default_state(state_dir: Path, save_dir: Path) -> bool:
-    """Tell whether the state directory lies in save_dir, or where ours does: it moves and goes with it."""
-    return state_dir.is_relative_to(save_dir) or state_dir == path_of(save_dir, f"{OURS}/state")
-
-
 def prior_state(
     config: JobConfig, journal: Journal, state_dir: Path, save_dir_fd: int, here: frozenset[str]
 ) -> PreexistingSaves:
@@ -92,24 +97,27 @@ def make_state(state_dir: Path, save_dir: Path, save_dir_fd: int) -> Path:
 
 
 def node_id_of(state_dir: Path, inode: int | None = None) -> str:
-    """The random id of this node, made once and kept in the state directory.
+    """Return the random id of this node, made once and kept in the state directory.
 
-    `inode`: of the save_dir in which the state lies. Where both were copied together, the copy gets an id of
-    its own: under one id two places would be taken for one, and both let into one remote.
+    `inode`: of the save_dir in which the state lies. Where both were copied together, the copy gets an id and
+    a journal of its own: under one id two places would be taken for one, and both let into one remote; and
+    what the journal says of checkpoints and uploads is true of the original, which may go on with them.
     """
     with opened_ours(state_dir) as fd:
         known = read_node_id(fd)
-        place = files.read_beneath(fd, NODE_PLACE, limit_bytes=64).decode() if _has_place(fd) else None
-        if known is None or (inode is not None and place not in (None, str(inode))):
+        is_copied = inode is not None and is_of_another(fd, inode)
+        if is_copied:
+            aside = move_aside(state_dir / "journal.db")
+            log.warning("%s is of another directory: set aside as %s", state_dir / "journal.db", aside.name)
+            if files.stat_beneath(fd, REPAIR_UPLOADS) is not None:
+                files.write_atomic(fd, REPAIR_UPLOADS, b"[]")
+        if known is None or is_copied:
             known = secrets.token_hex(8)
             files.write_atomic(fd, NODE_ID, known.encode())
-        if inode is not None and place != str(inode):
+        # last: after a crash before this the state is a copy's still
+        if inode is not None and (is_copied or files.stat_beneath(fd, NODE_PLACE) is None):
             files.write_atomic(fd, NODE_PLACE, str(inode).encode())
     return known
-
-
-def _has_place(state_dir_fd: int) -> bool:
-    return files.stat_beneath(state_dir_fd, NODE_PLACE) is not None
 
 
 def remote_settings(

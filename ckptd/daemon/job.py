@@ -20,7 +20,6 @@ from ckptd.daemon.actions.local import LocalActions
 from ckptd.daemon.bootstrap import (
     check_device,
     close_save_dir,
-    is_default_state,
     is_still,
     make_state,
     must_wait,
@@ -50,7 +49,7 @@ from ckptd.daemon.uploads.session import RemoteSession
 from ckptd.daemon.uploads.uploads import UploadManager
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
-from ckptd.storage.local.state_dir import remember_job
+from ckptd.storage.local.state_dir import is_default_state, remember_job
 from ckptd.storage.local.watch import Watcher
 
 if TYPE_CHECKING:
@@ -145,16 +144,19 @@ class Job:
         remember_job(self.state_dir, self.config)
         self.workers = self._pool.for_one(self.patience.guard)
         self._active_at = time.monotonic()
+        is_inside = is_default_state(self.state_dir, self.config.save_dir)
+        # first: it sets the journal aside that came with a copy
+        node_id = node_id_of(self.state_dir, os.fstat(save_dir_fd).st_ino if is_inside else None)
         journal = Journal(self.state_dir / "journal.db")
         try:
-            self.state = self._assemble(journal, save_dir_fd)
+            self.state = self._assemble(journal, node_id, save_dir_fd)
         except BaseException:
             journal.close()
             self.links = {}
             raise
         return self.state
 
-    def _assemble(self, journal: Journal, save_dir_fd: int) -> JobState:
+    def _assemble(self, journal: Journal, node_id: str, save_dir_fd: int) -> JobState:
         required = tuple(remote.name for remote in self.config.remotes if remote.required)
         self.audit = Audit(self.state_dir / "audit.jsonl")
         digest = config_digest(self.config)
@@ -167,8 +169,6 @@ class Job:
             is_shared=self.config.shared_fs,
         )
         state.load()
-        is_inside = is_default_state(self.state_dir, self.config.save_dir)
-        node_id = node_id_of(self.state_dir, os.fstat(save_dir_fd).st_ino if is_inside else None)
         check_device(self, state, save_dir_fd)
         known = (journal.meta(f"job_id:{remote.name}") for remote in self.config.remotes)
         self.job_id = next((job_id for job_id in known if job_id is not None), None)

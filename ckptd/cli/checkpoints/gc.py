@@ -109,9 +109,15 @@ def _everything(collector: Collector, where: Where, state_dir: Path | None, gone
     from ckptd.cli.output import say
     from ckptd.errors import CkptdError
     from ckptd.maintenance.repair import Unfinished
+    from ckptd.storage.local.state_dir import own_state
 
     sights, failures = look(where)
     codes = [error.exit_code for error in failures.values()]
+    if where.job is not None and own_state(state_dir, where.job.save_dir) is None and state_dir is not None:
+        say(
+            f"{state_dir} came with a copy of another save_dir: uploads of which it tells are not this node's"
+        )
+        state_dir = None
     good: list[RemoteInventory] = []
     unfinished = Unfinished(state_dir)
     with unfinished.alone():

@@ -183,19 +183,20 @@ def run_repair(
     from ckptd.maintenance.repair import Repair, RepairRequest, Unfinished
     from ckptd.observe.audit import Audit
     from ckptd.recover.select.sources import named, where_of
+    from ckptd.storage.local.state_dir import own_node_id, own_state
 
     where = where_of(job, dict(os.environ), config_dir=directory)
     config = job_of(where, "--repair")
     targets = frozenset(one.name for one in named(where.remotes, only))
     sights, failures = look(where)
     state_dir = state_of(config, directory, make=not dry_run)
-    unfinished = Unfinished(state_dir)
+    unfinished = Unfinished(own_state(state_dir, config.save_dir))
     with unfinished.alone(), progress_bar() as on_progress:
         repair = Repair(
             config,
             sights,
             RepairRequest(targets=targets, tag=tag, read=read, dry_run=dry_run),
-            node_id=_node_id(state_dir),
+            node_id=own_node_id(state_dir, config.save_dir),
             audit=Audit(state_dir / "audit.jsonl") if state_dir is not None and not dry_run else None,
             unfinished=unfinished,
             say=say,
@@ -272,14 +273,6 @@ def state_of(config: JobConfig, directory: Path | None, *, make: bool) -> Path |
         return None
     prepare_state_dir(path)
     return path
-
-
-def _node_id(state_dir: Path | None) -> str | None:
-    """This node's id, where a daemon has run."""
-    try:
-        return (state_dir / "node_id").read_text().strip() if state_dir is not None else None
-    except OSError:
-        return None
 
 
 def _line(row: RepairResult) -> str:

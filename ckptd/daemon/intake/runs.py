@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ckptd.config.commands import command_for
 from ckptd.config.quantities import show_bytes
 from ckptd.core.completeness.judge import State
+from ckptd.core.completeness.sealing import same_files
 from ckptd.core.model.heartbeat import DEAD_SECONDS
 from ckptd.core.model.manifest import cells_of
 from ckptd.core.model.records import ZERO, DerivedState, ShipState
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ckptd.core.completeness.judge import Verdict
     from ckptd.core.model.heartbeat import Heartbeat, SeenNode
     from ckptd.core.model.listing import FolderListing
+    from ckptd.core.model.records import SaveRow
     from ckptd.core.model.runs import How
     from ckptd.core.model.save import Order
     from ckptd.daemon.state.problems import Problems
@@ -166,7 +168,7 @@ class Runs:
             for folder in listing.folders if listing is not None else ():
                 verdict = self._state.folders.verdicts.get(folder.tag)
                 is_open = verdict is None or verdict.state in _UNDECIDED
-                if folder.tag in known - tags and is_open and self._state.saves.of_tag(folder.tag) is None:
+                if folder.tag in known - tags and is_open and self._sealed(folder) is None:
                     return False
             unasked = [tag for tag in tags & known if tag not in link.tag_views]
             for tag in unasked if link.is_ready else ():
@@ -178,11 +180,11 @@ class Runs:
     def _recognised(self, ready: Ready) -> str | None:
         """The run that committed what lies here: the newest of it counts."""
         found: list[tuple[Order, str]] = []
-        new = {folder.tag for folder, _ in ready}
-        here = {tag for tag, v in self._state.folders.verdicts.items() if v.state is State.COMPLETE} - new
-        for row in self._state.saves.rows.values():
-            # of what went while no daemon looked the journal still says that it is here
-            for link in self._links.values() if row.state == "present" and row.save.tag in here else ():
+        listing = self._state.folders.listing
+        for folder in listing.folders if listing is not None else ():
+            if (row := self._sealed(folder)) is None:
+                continue
+            for link in self._links.values():
                 proof = self._state.uploads.record(row.id, link.name, ZERO).commit_sha256
                 commits = link.seen_all.commits if link.seen_all is not None else ()
                 found += [
@@ -196,6 +198,11 @@ class Runs:
                     if shards and shards <= held:
                         found.append((order, run_id))
         return max(found)[1] if found else None
+
+    def _sealed(self, folder: FolderListing) -> SaveRow | None:
+        """Return the save that a folder is, unless another came in its place while no daemon looked."""
+        row = self._state.saves.of_tag(folder.tag)
+        return row if row is not None and same_files(row.save, folder) else None
 
     # --- the claim -------------------------------------------------------------------------------------
 

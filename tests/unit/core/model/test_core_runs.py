@@ -19,6 +19,7 @@ from ckptd.daemon.intake.runs import Runs
 from ckptd.daemon.state.problems import Problems
 from ckptd.storage.child.service import Service
 from ckptd.storage.local.run_file import read_run, run_file, write_run
+from ckptd.storage.local.state_dir import own_state
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.messages import RemoteSettings
@@ -242,8 +243,11 @@ def test_a_copy_of_the_state_has_a_node_id_of_its_own(tmp_path: Path) -> None:
     first = node_id_of(state)
     assert node_id_of(state, 7) == first, "of a release that noted no directory"
     assert node_id_of(state, 7) == first, "moved on one file system, it is the same"
+    (state / "journal.db").write_bytes(b"")
+    assert own_state(state, tmp_path) is None, "its inode is neither"
     copied = node_id_of(state, 8)
     assert copied != first
+    assert not (state / "journal.db").exists(), "it told of the original's checkpoints and uploads"
     assert (node_id_of(state, 8), node_id_of(state)) == (copied, copied)
 
 
