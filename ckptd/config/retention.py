@@ -95,7 +95,7 @@ class Retention(Section):
         return self
 
     def rungs_beyond(self, forms: tuple[str, ...]) -> list[str]:
-        """Forms of rungs that this tier does not take."""
+        """Return the forms of rungs that this tier does not take."""
         return [rung.form for rung in self.ladder if rung.form not in (*forms, GONE)]
 
     @model_validator(mode="after")
@@ -108,7 +108,7 @@ class Retention(Section):
 
     @property
     def policy(self) -> RetentionPolicy:
-        """The keys as the one retention function reads them."""
+        """Return the keys as the one retention function reads them."""
         limit = self.save_total_limit if self.save_total_limit is not None else self.keep_last
         ephemeral = self.ephemeral
         return RetentionPolicy(

@@ -34,7 +34,7 @@ class Asked:
     pid: int | None
 
     def job(self) -> dict[str, Any]:
-        """The job as it is published now; empty while it is not."""
+        """Return the job as it is published now; empty while it is not."""
         try:
             jobs = published(None, self.state_dir)[0][1]["jobs"]
         except CkptdError:
@@ -43,7 +43,7 @@ class Asked:
 
 
 def asked_jobs(job: str | None, state_dir: Path | None, config_dir: Path | None) -> list[Asked]:
-    """Every job that is meant and has begun, whether its daemon runs or not.
+    """Return every job that is meant and has begun, whether its daemon runs or not.
 
     Raises:
         NotFoundError: none has.

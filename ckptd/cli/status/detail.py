@@ -17,7 +17,7 @@ _HERE = {"none": "", "ready": ", universal form ready", "refused": ", no univers
 def story_of(
     jobs: list[dict[str, Any]], tag: str, *, is_alive: bool = True
 ) -> tuple[dict[str, Any], list[str]]:
-    """The story as data and as lines; not `is_alive`: nothing is under way any more.
+    """Return the story as data and as lines; not `is_alive`: nothing is under way any more.
 
     Raises:
         NotFoundError: nothing published names the tag.

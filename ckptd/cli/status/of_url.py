@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_remote(job: str) -> bool:
-    """A URL, or the directory of a remote.
+    """Tell whether it is a URL, or the directory of a remote.
 
     Raises:
         RemoteUnreachable: the path does not answer.
