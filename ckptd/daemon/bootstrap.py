@@ -23,15 +23,23 @@ from ckptd.daemon.actions.convert import found_universal
 from ckptd.daemon.actions.prune import finish, moved_back
 from ckptd.daemon.intake.clones import recover_holds
 from ckptd.daemon.intake.initial_scan import PreexistingSaves, beginning
-from ckptd.daemon.state.state import HOUR_SECONDS
 from ckptd.daemon.uploads.duplicates import settle
-from ckptd.daemon.uploads.retire import restore_rate_limit
 from ckptd.daemon.uploads.shared_dir import own_state
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
 from ckptd.observe.logs import doing
+from ckptd.storage.journal.schema import move_aside
 from ckptd.storage.local import fs
 from ckptd.storage.local.fs import ensure_ours
-from ckptd.storage.local.state_dir import NODE_ID, NODE_PLACE, prepare_state_dir, read_node_id, state_base
+from ckptd.storage.local.state_dir import (
+    NODE_ID,
+    NODE_PLACE,
+    REPAIR_UPLOADS,
+    is_default_state,
+    is_of_another,
+    prepare_state_dir,
+    read_node_id,
+    state_base,
+)
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.coordination import NEXT_STEP, other_writers
 from ckptd.storage.remote.messages import known_url
@@ -69,11 +77,6 @@ def must_wait(state_dir: Path, save_dir: Path) -> bool:
     return True
 
 
-def is_default_state(state_dir: Path, save_dir: Path) -> bool:
-    """Tell whether the state directory lies in save_dir, or where ours does: it moves and goes with it."""
-    return state_dir.is_relative_to(save_dir) or state_dir == path_of(save_dir, f"{OURS}/state")
-
-
 def prior_state(
     config: JobConfig, journal: Journal, state_dir: Path, save_dir_fd: int, here: frozenset[str]
 ) -> PreexistingSaves:
@@ -94,24 +97,27 @@ def make_state(state_dir: Path, save_dir: Path, save_dir_fd: int) -> Path:
 
 
 def node_id_of(state_dir: Path, inode: int | None = None) -> str:
-    """The random id of this node, made once and kept in the state directory.
+    """Return the random id of this node, made once and kept in the state directory.
 
-    `inode`: of the save_dir in which the state lies. Where both were copied together, the copy gets an id of
-    its own: under one id two places would be taken for one, and both let into one remote.
+    `inode`: of the save_dir in which the state lies. Where both were copied together, the copy gets an id and
+    a journal of its own: under one id two places would be taken for one, and both let into one remote; and
+    what the journal says of checkpoints and uploads is true of the original, which may go on with them.
     """
     with opened_ours(state_dir) as fd:
         known = read_node_id(fd)
-        place = files.read_beneath(fd, NODE_PLACE, limit_bytes=64).decode() if _has_place(fd) else None
-        if known is None or (inode is not None and place not in (None, str(inode))):
+        is_copied = inode is not None and is_of_another(fd, inode)
+        if is_copied:
+            aside = move_aside(state_dir / "journal.db")
+            log.warning("%s is of another directory: set aside as %s", state_dir / "journal.db", aside.name)
+            if files.stat_beneath(fd, REPAIR_UPLOADS) is not None:
+                files.write_atomic(fd, REPAIR_UPLOADS, b"[]")
+        if known is None or is_copied:
             known = secrets.token_hex(8)
             files.write_atomic(fd, NODE_ID, known.encode())
-        if inode is not None and place != str(inode):
+        # last: after a crash before this the state is a copy's still
+        if inode is not None and (is_copied or files.stat_beneath(fd, NODE_PLACE) is None):
             files.write_atomic(fd, NODE_PLACE, str(inode).encode())
     return known
-
-
-def _has_place(state_dir_fd: int) -> bool:
-    return files.stat_beneath(state_dir_fd, NODE_PLACE) is not None
 
 
 def remote_settings(
@@ -331,21 +337,21 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
                 state.journal.end_deletion(deletion.id, done=False)
                 continue
             if fs.is_whole_in_trash(save_dir_fd, deletion.trash, deletion.intent.files):
-                state.half_removed.add(deletion.id)
+                state.deletions.set_interrupted(deletion.id, is_interrupted=True)
                 continue
             tag = deletion.intent.tag
             try:
                 finish(save_dir_fd, deletion)
             except StorageError as error:
                 log.warning("pruning %s: %s", tag, error, extra=doing("prune", tag))
-                state.half_removed.add(deletion.id)
-                state.note_failure(f"pruning {tag}", error)
+                state.deletions.set_interrupted(deletion.id, is_interrupted=True)
+                state.failures.note(f"pruning {tag}", error)
                 continue
             state.journal.end_deletion(deletion.id, done=True)
             state.journal.end_save(deletion.save_id, "pruned")
             log.info("finished pruning %s", tag, extra=doing("prune", tag))
         else:
-            row = state.rows.get(deletion.save_id)
+            row = state.saves.rows.get(deletion.save_id)
             # one that was saved again since, in part perhaps, is judged by what was sealed before (P4)
             gone = row is not None and files.stat_beneath(save_dir_fd, row.save.tag) is None
             state.journal.end_deletion(deletion.id, done=gone)
@@ -356,20 +362,7 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
         _tidy(state, save_dir_fd, audit, names)
         recover_holds(state, save_dir_fd)
     state.load()
-    _take_up_belt(state)
-
-
-def _take_up_belt(state: JobState) -> None:
-    """Restore the rate limit on deletions after a restart, since a daemon that restarts again and again needs
-    it most.
-
-    By wall-clock time: a clock that jumps an hour forward counts as over, one that went back as just begun.
-    """
-    now, unix = time.monotonic(), time.time()
-    sealed, pruned = state.journal.lately(unix - HOUR_SECONDS)
-    state.completed_at.extend(now - max(0.0, unix - at) for at in sealed)
-    state.deleted_at.extend(now - max(0.0, unix - at) for at in pruned)
-    restore_rate_limit(state)
+    state.deletions.restore_rate_limit()
 
 
 def _tidy(state: JobState, save_dir_fd: int, audit: Audit, names: set[str]) -> None:
@@ -387,19 +380,19 @@ def _tidy(state: JobState, save_dir_fd: int, audit: Audit, names: set[str]) -> N
 
 def _take_up_again(state: JobState, save_dir_fd: int) -> None:
     """Conversions and uploads that the crash interrupted are open again; backoffs are over."""
-    for row in list(state.rows.values()):
+    for row in list(state.saves.rows.values()):
         for form, derived in {UNIVERSAL: row.derived, **row.weights}.items():
             is_staged = form != UNIVERSAL and derived.state is DerivedState.READY
             if is_staged or derived.state is DerivedState.CONVERTING:
                 made = None if is_staged or state.is_shared else _published(row, save_dir_fd)
                 none = derived.model_copy(update={"state": DerivedState.NONE})
-                state.put_derived(row.id, made or none, form)
+                state.saves.put_derived(row.id, made or none, form)
             elif derived.retry_at_seconds:
-                state.put_derived(row.id, derived.model_copy(update={"retry_at_seconds": 0.0}), form)
-    for save_id, records in list(state.ships.items()):
+                state.saves.put_derived(row.id, derived.model_copy(update={"retry_at_seconds": 0.0}), form)
+    for save_id, records in list(state.uploads.records.items()):
         for record in list(records.values()):
             if record.state is ShipState.SHIPPING:
-                state.put_ship(save_id, record.model_copy(update={"state": ShipState.NEW}))
+                state.uploads.update(save_id, record, state=ShipState.NEW)
 
 
 def _published(row: SaveRow, save_dir_fd: int) -> DerivedRecord | None:
@@ -416,7 +409,7 @@ def _sweep_partials(state: JobState, save_dir_fd: int, audit: Audit) -> None:
     over = (DerivedState.READY, DerivedState.REFUSED)
     present = {
         row.save.tag
-        for row in state.rows.values()
+        for row in state.saves.rows.values()
         if row.state == "present" and row.derived.state not in over
     }
     for place in (f"{fs.DERIVED}/{UNIVERSAL}", fs.STAGING):

@@ -32,7 +32,6 @@ def nodes_of(job: WatchedJob, state: JobState, node_id: str) -> Nodes:
     """The other nodes of a job."""
     digest = config_digest(job.config)
     tenancy = SharedDirLease(job.config) if job.config.shared_fs else None
-    state.is_shared = tenancy is not None
     if tenancy is not None:
         job.chores.signals.holds = tenancy.holds
     return Nodes(
@@ -98,7 +97,7 @@ def send_final(
     links = [link for job in active for link in job.links.values()]
     until = time.monotonic() + LAST_WORD_SECONDS
     later = []
-    while any(link.beat_order is not None for link in links):
+    while any(link.heartbeat is not None for link in links):
         call(settle)
         try:
             result = results.get(timeout=max(0.0, until - time.monotonic()))

@@ -20,7 +20,6 @@ from ckptd.daemon.actions.local import LocalActions
 from ckptd.daemon.bootstrap import (
     check_device,
     close_save_dir,
-    is_default_state,
     is_still,
     make_state,
     must_wait,
@@ -50,7 +49,7 @@ from ckptd.daemon.uploads.session import RemoteSession
 from ckptd.daemon.uploads.uploads import UploadManager
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
-from ckptd.storage.local.state_dir import remember_job
+from ckptd.storage.local.state_dir import is_default_state, remember_job
 from ckptd.storage.local.watch import Watcher
 
 if TYPE_CHECKING:
@@ -145,23 +144,31 @@ class Job:
         remember_job(self.state_dir, self.config)
         self.workers = self._pool.for_one(self.patience.guard)
         self._active_at = time.monotonic()
+        is_inside = is_default_state(self.state_dir, self.config.save_dir)
+        # first: it sets the journal aside that came with a copy
+        node_id = node_id_of(self.state_dir, os.fstat(save_dir_fd).st_ino if is_inside else None)
         journal = Journal(self.state_dir / "journal.db")
         try:
-            self.state = self._assemble(journal, save_dir_fd)
+            self.state = self._assemble(journal, node_id, save_dir_fd)
         except BaseException:
             journal.close()
             self.links = {}
             raise
         return self.state
 
-    def _assemble(self, journal: Journal, save_dir_fd: int) -> JobState:
+    def _assemble(self, journal: Journal, node_id: str, save_dir_fd: int) -> JobState:
         required = tuple(remote.name for remote in self.config.remotes if remote.required)
         self.audit = Audit(self.state_dir / "audit.jsonl")
         digest = config_digest(self.config)
-        state = JobState(journal, digest, required, problems=self.problems, audit=self.audit)
+        state = JobState(
+            journal,
+            digest,
+            required,
+            problems=self.problems,
+            audit=self.audit,
+            is_shared=self.config.shared_fs,
+        )
         state.load()
-        is_inside = is_default_state(self.state_dir, self.config.save_dir)
-        node_id = node_id_of(self.state_dir, os.fstat(save_dir_fd).st_ino if is_inside else None)
         check_device(self, state, save_dir_fd)
         known = (journal.meta(f"job_id:{remote.name}") for remote in self.config.remotes)
         self.job_id = next((job_id for job_id in known if job_id is not None), None)
@@ -270,7 +277,7 @@ class Job:
         self.turns += 1
         if not self._still_stands(save_dir_fd, now_seconds):
             return
-        before = self.state.listing if self.state else None
+        before = self.state.folders.listing if self.state else None
         listing = look(self, save_dir_fd)
         self.way.join(self, listing.device, lambda: self.control.pace(self))
         if self._first_look.look(listing):
@@ -314,7 +321,7 @@ class Job:
         self.rest.is_now = is_at_rest(self) and not state.is_first_scan and not self.needs_turn
         self.patience.works()
         if state.is_first_scan:
-            state.is_first_scan = False
+            state.end_first_scan()
             self.wake()
 
     def _plan_and_act(self, state: JobState, save_dir_fd: int) -> None:
@@ -325,13 +332,14 @@ class Job:
             save_dir_fd,
             pins=self.knowledge.pins | self.actor.scrubber.damaged_tags,
             may_delete=self.rights.are_held and not self.nodes.differing(),
-            is_paused=self.control.pause is not None or bool(state.sharer and state.sharer.stands_by),
+            is_paused=self.control.pause is not None or bool(state.other_host and state.other_host.stands_by),
             tenure=self.nodes.tenure,
             drain=self.control.drain_view(self, state),
         )
         self.patience.reserve.keep(self.state_dir, save_dir_fd, self.view.disk)
-        state.plan = planned(self.view)
-        self.actor.carry_out(state.plan, save_dir_fd, self.view.disk.reserve_bytes)
+        plan = planned(self.view)
+        state.set_plan(plan)
+        self.actor.carry_out(plan, save_dir_fd, self.view.disk.reserve_bytes)
 
     def _still_stands(self, save_dir_fd: int, now_seconds: float) -> bool:
         """False: save_dir is another directory now, or gone (no file event tells); start over with that."""
@@ -348,7 +356,7 @@ class Job:
     @property
     def is_converting(self) -> bool:
         """A conversion of this job is under way."""
-        return self.state is not None and self.state.converting is not None
+        return self.state is not None and self.state.saves.conversion is not None
 
     def leave_line(self) -> None:
         """Nobody waits behind a job that ended or whose turn failed, nor for its save."""

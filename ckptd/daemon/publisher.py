@@ -153,7 +153,7 @@ class Publisher:
         """The job's part, made anew when it changed, is moving, or its ages have grown old."""
         old = self._parts.get(job)
         key = (job.plans, job.phase, job.job_id, job.control.makes_way(job), job.problems.all())
-        is_moving = job.state is not None and bool(job.state.moving or job.state.converting)
+        is_moving = job.state is not None and bool(job.state.uploads.progress or job.state.saves.conversion)
         is_changed = old is None or is_moving or key != old.key
         age = math.inf if old is None or is_urgent else now - old.made_at_seconds
         if age >= AGES_SECONDS or (is_changed and age >= PROGRESS_SECONDS):

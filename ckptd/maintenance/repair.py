@@ -32,6 +32,7 @@ from ckptd.maintenance.verify import VerifiedRemote, Verifier, exit_code
 from ckptd.recover.execute import one_at_a_time
 from ckptd.recover.files import FileRepairer, LocalFiles, drop_fetched, is_same_file, opened_save_dir
 from ckptd.recover.resume import reserve_bytes
+from ckptd.storage.local.state_dir import REPAIR_UPLOADS
 from ckptd.storage.remote.repair import ObjectRepairer, StoreSource
 from ckptd.storage.stores.rate_limit import RateLimiter
 from ckptd.storage.stores.sources import FileSource, RateLimitedSource
@@ -416,8 +417,6 @@ def _is_stored(remote: RemoteInventory, file: ManifestFile) -> bool:
 # Their ids are kept until they are over. Only what is noted here is ever aborted by the next repair or `ckptd
 # gc`, of which one is at work at a time.
 
-NAME = "repair-uploads.json"
-
 
 class Unfinished:
     """The notes of one job, in its state directory; None: nothing is kept (no state directory)."""
@@ -467,7 +466,7 @@ class Unfinished:
 
     def _read(self) -> Iterable[tuple[str, str, str]]:
         try:
-            rows = json.loads((self._dir / NAME).read_bytes()) if self._dir is not None else []
+            rows = json.loads((self._dir / REPAIR_UPLOADS).read_bytes()) if self._dir is not None else []
             return [(str(remote), str(key), str(token)) for remote, key, token in rows]
         except (OSError, ValueError, TypeError):
             return []
@@ -477,4 +476,4 @@ class Unfinished:
             return
         rows = [[remote, key, token] for (remote, key), token in sorted(self._open.items())]
         with opened_ours(self._dir) as fd:
-            files.write_atomic(fd, NAME, json.dumps(rows).encode())
+            files.write_atomic(fd, REPAIR_UPLOADS, json.dumps(rows).encode())

@@ -52,7 +52,7 @@ class ClusterNode(Node):
             f'[[remote]]\nname = "nas"\n{place}\n{self.remote}\n'
         )
 
-    def start(self, *options: str) -> subprocess.Popen[bytes]:
+    def start(self, *options: str, seconds: float = PATIENCE_SECONDS) -> subprocess.Popen[bytes]:
         """Start a daemon and wait until it watches."""
         module = ["-m", "ckptd"] if self.step_in_seconds is None else [str(SHORT), str(self.step_in_seconds)]
         with self.log.open("ab") as log:
@@ -64,7 +64,7 @@ class ClusterNode(Node):
                 env=os.environ | self.environment,
             )
         self.processes.append(process)
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and process.poll() is None:
             if b"watching" in self.log.read_bytes()[mark:]:
                 break

@@ -1,8 +1,8 @@
-"""Runs DeepSpeed's own test_universal_checkpoint.py on CPU with ckptd as the converter.
+"""Runs DeepSpeed's own tests of universal checkpoints on CPU with ckptd as the converter.
 
-`python -m tests.ds_suite.run SOURCE [--compat strict|superset] [--jobs 2] [-- pytest arguments]`: SOURCE is a
-DeepSpeed source tree near the installed version. Its tests folder is copied, because its conftest would
-put the source tree before the installed DeepSpeed. Skips with a reason where it cannot run.
+`python -m tests.ds_suite.run SOURCE [--of dp|autotp] [--compat strict|superset] [--jobs 2] [-- pytest
+arguments]`: SOURCE is a DeepSpeed source tree near the installed version. Its tests folder is copied, because
+its conftest would put the source tree before the installed DeepSpeed. Skips with a reason where it cannot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from pathlib import Path
 
 from tests.support.real import REPOSITORY
 
-MODULE = "unit/checkpoint/test_universal_checkpoint.py"
+MODULES = {
+    "dp": "unit/checkpoint/test_universal_checkpoint.py",
+    "autotp": "unit/checkpoint/test_autotp_uc_checkpoint.py",
+}
 PLACE = REPOSITORY / ".build" / "ds_suite"
 HOOK = Path(__file__).resolve().parent / "hook"
 ONE_TEST_SECONDS = 200
@@ -27,7 +30,7 @@ ONE_TEST_SECONDS = 200
 
 def reason_to_skip(source: Path | None) -> str | None:
     """Why the suite cannot run here; None when it can."""
-    if source is None or not (source / "tests" / MODULE).is_file():
+    if source is None or not (source / "tests" / MODULES["dp"]).is_file():
         return (
             f"{source or 'DEEPSPEED_SRC'} is no DeepSpeed source tree: "
             "make ds-suite DEEPSPEED_SRC=<a clone of the installed version>"
@@ -46,7 +49,7 @@ def copy_tests(source: Path) -> Path:
     return PLACE / "tests"
 
 
-def start(tests: Path, compat: str, shard: str, arguments: list[str]) -> subprocess.Popen[str]:
+def start(tests: Path, module: str, compat: str, shard: str, arguments: list[str]) -> subprocess.Popen[str]:
     """One pytest over its share of the suite."""
     name = shard.replace("/", "of")
     environment = {
@@ -65,7 +68,7 @@ def start(tests: Path, compat: str, shard: str, arguments: list[str]) -> subproc
     options += ["--basetemp", str(PLACE / f"tmp{name}"), "-c", "pytest.ini", "--rootdir", ".", *arguments]
     with (PLACE / f"output{name}.txt").open("w") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, MODULE],
+            [sys.executable, "-m", "pytest", *options, module],
             cwd=tests,
             env=environment,
             stdout=output,
@@ -78,6 +81,7 @@ def main() -> int:
     """Run the suite; returns pytest's worst exit code, 0 when skipped."""
     parser = argparse.ArgumentParser(description="DeepSpeed's universal checkpoint tests over ckptd")
     parser.add_argument("source", nargs="?", type=Path)
+    parser.add_argument("--of", choices=tuple(MODULES), default="dp")
     parser.add_argument("--compat", choices=("strict", "superset"), default="strict")
     parser.add_argument("--jobs", type=int, default=2)
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -87,7 +91,8 @@ def main() -> int:
         say(f"ds-suite skipped: {skipped}")
         return 0
     tests = copy_tests(given.source)
-    runs = [start(tests, given.compat, f"{i}/{given.jobs}", to_pytest) for i in range(given.jobs)]
+    own = (tests, MODULES[given.of], given.compat)
+    runs = [start(*own, f"{i}/{given.jobs}", to_pytest) for i in range(given.jobs)]
     codes = [run.wait() for run in runs]
     outcomes: Counter[str] = Counter()
     for output in sorted(PLACE.glob("output*.txt")):

@@ -89,7 +89,7 @@ class Node:
 
     # --- the daemon ------------------------------------------------------------------------------------
 
-    def start(self, *options: str) -> subprocess.Popen[bytes]:
+    def start(self, *options: str, seconds: float = PATIENCE_SECONDS) -> subprocess.Popen[bytes]:
         """Start a daemon and wait until it watches, or says that save_dir is not there yet."""
         with self.log.open("ab") as log:
             mark = log.tell()
@@ -100,7 +100,7 @@ class Node:
                 env=os.environ | self.environment,
             )
         self.processes.append(process)
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and process.poll() is None:
             if b"watching" in self.log.read_bytes()[mark:]:
                 break

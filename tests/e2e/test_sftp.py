@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptd.storage.remote.attach import are_one, attach
+from ckptd.storage.remote.messages import RemoteSettings
+from ckptd.storage.stores.open import open_store
 from tests.e2e.harness import PACE, RUN, Node, children_of, same_bytes
 from tests.stores.sshd import Sshd, needs_sshd, sshd
 from tests.support.real import save_dir_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.real, pytest.mark.stores, needs_sshd]
 
@@ -96,3 +101,55 @@ def test_an_unknown_host_is_said_with_the_next_step(node: Node, server: Sshd) ->
     assert "known_hosts" in problem["text"]
     assert "ssh -p" in problem["next_step"]
     assert not node.nas.exists()
+
+
+def test_one_directory_by_two_urls_is_one_copy(node: Node, server: Sshd) -> None:
+    """What was "in both" left the node, and the limit of the one took from the other."""
+    (server.files / "alias").symlink_to(".")
+    second = (
+        f'forms = ["zero"]\n[[remote]]\nname = "second"\nurl = "{server.url("alias/run")}"\nkeep_last = 1\n'
+    )
+    node.write_job(remote=f'{second}forms = ["zero"]')
+    node.start()
+    node.save(1)
+    node.wait_committed("global_step1~g1", 60)
+    node.save(2)
+    node.wait_committed("global_step2~g1", 60)
+    node.wait("the problem", lambda: "remote-not-ours" in node.problems(), 60)
+    (problem,) = (p for p in node.status()["problems"] if p["code"] == "remote-not-ours")
+    assert f"{server.url('alias/run')} is the same directory as remote nas" in problem["text"]
+    assert set(node.commits()) == {"global_step1~g1", "global_step2~g1"}
+    node.stop()
+    check = node.ckptd("check", node.job_file)
+    assert check.returncode == 78, check.stdout
+    assert "is the same directory as remote nas" in " ".join(check.stdout.split())
+
+
+def test_a_copy_on_the_server_is_another_place(
+    server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its own times, or with the original's on another disk."""
+    monkeypatch.setenv("HOME", str(server.home))
+    monkeypatch.setenv("SSH_AUTH_SOCK", "")
+    other_disk = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    try:
+        (server.files / "disk").symlink_to(other_disk)
+        seen = {}
+        for name in ("run", "alias", "anew", "disk/run"):
+            copy = server.files / name
+            if name == "alias":
+                copy.symlink_to("run")
+            elif name == "anew":
+                time.sleep(1.1)  # SFTP tells whole seconds
+                shutil.copytree(server.files / "run", copy, copy_function=shutil.copyfile)
+            elif name != "run":
+                shutil.copytree(server.files / "run", copy)
+            who = {"job": "job", "save_dir": str(tmp_path), "node": "n0", "node_id": "id-n0"}
+            url = server.url(name)
+            settings = RemoteSettings.model_validate({"name": "nas", "url": url, **who})
+            seen[name] = attach(open_store(url), settings)
+        first = seen.pop("run")
+        assert {one.identity for one in seen.values()} == {first.identity}
+        assert [name for name, one in seen.items() if are_one(first, one)] == ["alias"]
+    finally:
+        shutil.rmtree(other_disk)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,10 @@ def test_a_copied_directory_is_another_place(tmp_path: Path) -> None:
         before = commits(x)
         y.save(2, OTHER_RUN)
         y.start()
+        end = time.monotonic() + 30
+        while len({(one.state / "node_id").read_text() for one in (x, y)}) == 1:
+            assert time.monotonic() < end, "one id for two places"
+            time.sleep(0.1)
         y.wait("that the original is saved there", lambda: shared(y), 60)
         assert shared(y)["severity"] == "attention"
         assert f":{x.save_dir} saves another run to nas" in shared(y)["text"]
@@ -138,5 +143,28 @@ def test_a_copied_directory_is_another_place(tmp_path: Path) -> None:
         copied = [p["text"] for p in y.status()["problems"] if p["code"] == "run-copied"]
         assert copied, "its first run says so"
         assert "was copied or moved from where run" in copied[0]
-        ids = {(one.save_dir / "_ckptd" / "state" / "node_id").read_text() for one in (x, y)}
-        assert len(ids) == 2
+
+
+def test_a_copy_in_which_another_training_began_is_no_run_of_the_original(tmp_path: Path) -> None:
+    """By the journal that came along it went on with that run, and its limit took the original's newest."""
+    with ExitStack() as stack:
+        x, y = two(stack, tmp_path)
+        x.start()
+        x.save(2)
+        x.wait_committed("global_step2~g1")
+        assert x.stop() == 0
+        shutil.copytree(x.save_dir, y.save_dir, symlinks=True, dirs_exist_ok=True)
+        shutil.rmtree(y.save_dir / "global_step2")
+        before = commits(x)
+        y.save(2, OTHER_RUN)
+        y.start()
+        y.wait_committed("global_step2~g2")
+        y.save(3, OTHER_RUN)
+        y.wait_committed("global_step3~g1")
+        y.wait("its limit", lambda: "global_step2~g2~zero" not in commits(y))
+        found = commits(y)
+        assert {stem: found.get(stem) for stem in before} == before
+        runs = {one["run_id"] for stem, one in found.items() if stem not in before}
+        assert len(runs) == 1
+        assert not runs & {one["run_id"] for one in before.values()}
+        assert list(y.state.glob("journal.db.aside-*")), "it says what lies where it came from"

@@ -152,6 +152,7 @@ def test_each_command_names_the_remote_and_ends(hung: tuple[Node, Path, Sshd]) -
             found[words], said[words] = None, "no end"
         else:
             found[words], said[words] = process.returncode, out + err
+    assert not [words for words, code in found.items() if code is None], "no end"
     assert found == expected, said
     for words in expected:
         if words[-1] != "second":
@@ -166,8 +167,8 @@ def test_a_daemon_starts_and_reloads_while_it_hangs(hung: tuple[Node, Path, Sshd
     """It seals, the other remote gets the save; the hung one catches up when it answers again."""
     here, second, server = hung
     begun = time.monotonic()
-    process = here.start()
-    assert time.monotonic() - begun < _PATIENCE_SECONDS / 2
+    process = here.start(seconds=_PATIENCE_SECONDS / 2)
+    assert time.monotonic() - begun < _PATIENCE_SECONDS / 2, "the daemon waits for the mount"
     commits = second / "_ckptd" / "commits"
     here.save(2)
     here.wait("step 2 in the other remote", lambda: (commits / "global_step2~g1~zero.json").exists(), 90)

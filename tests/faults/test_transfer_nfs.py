@@ -208,7 +208,7 @@ def test_a_mount_that_hangs_hurts_only_its_own_child(
     far = Rig(tmp_path, point / "run", bytes_per_second=1 << 20)
     try:
         folder = far.save(1, 5)
-        far.until("some bytes", lambda: any(point.rglob(".ckptd-part-*")) and far.link.is_shipping)
+        far.until("some bytes", lambda: any(point.rglob(".ckptd-part-*")) and far.link.is_transferring)
         process.send_signal(signal.SIGSTOP)
         other = nas.save()
         # a turn that waited for the mount would wait until SIGCONT, which comes after this

@@ -104,7 +104,7 @@ class Rig:
         again = self._order.model_copy(
             update={"shipped": tuple(self._shipped.values()), "partly": tuple(self._partly.values())}
         )
-        self.link.ship_order = self.link.order(again, self._heard)
+        self.link.transfer = self.link.order(again, self._heard)
 
     def _heard(self, answer: m.Answer) -> None:
         if isinstance(answer, m.ObjectDone):

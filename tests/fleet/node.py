@@ -27,9 +27,10 @@ from ckptd.core.policy.planner import plan
 from ckptd.core.policy.remote import TURN_SECONDS
 from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.core.policy.view import Confirmation, Disk, GenerationAnswer, JobView, RemoteView, SaveView
+from ckptd.daemon.state.deletions import due_since
 from ckptd.daemon.state.remote_sync import as_committed, commits_in, unread_manifests
-from ckptd.daemon.state.view_builder import as_planned, since_when
-from ckptd.daemon.uploads.commit_wait import note_parts, waiting_on
+from ckptd.daemon.state.upload_records import note_parts, waiting_on
+from ckptd.daemon.state.view_builder import as_planned
 from ckptd.daemon.uploads.retire import patience_seconds
 from ckptd.daemon.uploads.session import commits_of, of_run
 from ckptd.daemon.uploads.uploads import STEP_IN_SECONDS
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from ckptd.core.model.manifest import Commit, RemoteIdentity
-    from ckptd.daemon.state.state import CommitWait
+    from ckptd.daemon.state.upload_records import CommitWait
     from ckptd.storage.remote.documents import Stem
     from ckptd.storage.remote.messages import Observation, TagView
     from ckptd.storage.stores.base import Store
@@ -321,7 +322,7 @@ class Daemon:
         self._adopt_commits(self.observation)
         view = self.view(self.observation)
         planned = plan(view)
-        self.due_since = since_when(self.due_since, planned.remote_fates, view.now_seconds)
+        self.due_since = due_since(self.due_since, planned.remote_fates, view.now_seconds)
         did = self._act(planned.actions)
         self.is_first_scan, was_first = False, self.is_first_scan
         return any(did) or was_first

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIMIT_SECONDS = 240.0
-_COPIED = ("ckptd", "tests", "bench", "config", "docs", "examples")
+_COPIED = ("ckptd", "tests", "bench", "config", "systemd", "docs", "examples")
 _FILES = (
     *("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
     *("Makefile", "constraints.txt", "mkdocs.yml", "LICENSE"),
@@ -99,24 +100,25 @@ def pytest(tree: Path, arguments: str, seconds: float = LIMIT_SECONDS) -> tuple[
     """(exit status, output) of pytest in a copy; 124: it took too long."""
     import shlex
 
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(
-        command,
-        cwd=tree,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        return 124, output
-    return process.returncode, output
+    with tempfile.TemporaryDirectory(dir=tree.parent, ignore_cleanup_errors=True) as own:
+        # else pytest removes at its end what all runs of this machine left, which may take minutes
+        options = ["-q", "-x", "-p", "no:cacheprovider", "--basetemp", f"{own}/t"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *shlex.split(arguments)],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            return 124, output
+        return process.returncode, output
 
 
 def try_bug(bug: Bug, place: Path) -> Outcome:

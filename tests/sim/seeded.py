@@ -64,12 +64,12 @@ def _overwritten(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> b
 
 
 def _shipped_is_committed(state: Any) -> None:
-    for save_id, records in list(state.ships.items()):
+    for save_id, records in list(state.uploads.records.items()):
         for record in list(records.values()):
             if record.state is ShipState.SHIPPING:
-                key = f"_ckptd/commits/{state.rows[save_id].save.tag}~g{record.generation}~{ZERO}.json"
+                key = f"_ckptd/commits/{state.saves.rows[save_id].save.tag}~g{record.generation}~{ZERO}.json"
                 done = {"state": ShipState.COMMITTED, "commit_key": key, "commit_sha256": "0" * 64}
-                state.put_ship(save_id, record.model_copy(update=done))
+                state.uploads.put(save_id, record.model_copy(update=done))
 
 
 def _finish_prune(trash_fd: int, name: str, sealed: Any) -> None:
@@ -154,7 +154,7 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (local, "score_of", _no_best),
         (remote, "score_of", _no_best),
     ),
-    "there is no seat belt": ((view_builder, "_left", lambda *_: 1000),),
+    "deletions are not limited": ((view_builder, "_left", lambda *_: 1000),),
     "what goes has no line in audit.jsonl": ((Audit, "write", lambda *_, **__: None),),
     "a hold of no use goes without a line": (
         (holds, "_release", lambda _state, fd, name, *_: hold.release(fd, name)),

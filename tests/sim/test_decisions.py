@@ -114,7 +114,7 @@ PLAYS = {
         Play(script=_the_second_is_the_best, local=1, more={"best": True}, words="keep_best", stay={3, 5}),
     ),
     "a new limit": (
-        "there is no seat belt",
+        "deletions are not limited",
         Play(script=_a_new_limit, words="one too many", stay={4, 5, 6, 7, 8}),
     ),
 }
@@ -216,7 +216,7 @@ def test_a_journal_that_knows_something_else_is_seen() -> None:
         save(world, 1)
         world.judge_rest()
         assert world.job is not None and world.job.state is not None
-        (records,) = world.job.state.ships.values()
+        (records,) = world.job.state.uploads.records.values()
         (key,) = records
         records[key] = records[key].model_copy(update={"generation": 7})
         with pytest.raises(Broken, match=r"P7.*the journal knows other uploads"):

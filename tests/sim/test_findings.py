@@ -199,13 +199,13 @@ def test_what_was_read_before_the_flush_is_read_again_after_a_power_cut(world: W
 
     def inspected() -> bool:
         state = world.job.state if world.job is not None else None
-        return state is not None and bool(state.facts.get("global_step1"))
+        return state is not None and bool(state.folders.facts.get("global_step1"))
 
     world.live_on(60, rng, inspected)
     assert inspected(), "it was looked at"
     assert world.job is not None
     assert world.job.state is not None
-    listing = world.job.state.listing
+    listing = world.job.state.folders.listing
     assert listing is not None
     journal = world.job.state.journal
     assert [journal.facts(f.path, f.identity) for f in listing.folders[0].files] == [None] * 3
@@ -340,8 +340,10 @@ def test_all_jobs_of_a_disk_make_way_at_the_first_event(world: World) -> None:
     assert is_paused(world)
     world.live_on(20, rng)
     assert not is_paused(world), "what was written was no save"
-    assert world.job is not None and world.job.state is not None and world.job.state.listing is not None
-    way, disk = world.totals.way, world.job.state.listing.device
+    assert (
+        world.job is not None and world.job.state is not None and world.job.state.folders.listing is not None
+    )
+    way, disk = world.totals.way, world.job.state.folders.listing.device
     neighbour, elsewhere = Neighbour(), Neighbour()
     way.join(neighbour, disk, lambda: None)
     way.join(elsewhere, disk + 1, lambda: None)
@@ -398,8 +400,8 @@ def test_what_never_settles_is_not_made_way_for_for_ever(world: World) -> None:
     world.live_on(100, rng)
     assert world.job is not None
     assert world.job.state is not None
-    assert world.job.state.listing is not None
-    way, disk = world.totals.way, world.job.state.listing.device
+    assert world.job.state.folders.listing is not None
+    way, disk = world.totals.way, world.job.state.folders.listing.device
     neighbour = Neighbour()
     way.join(neighbour, disk, lambda: None)
     way.tell(neighbour, is_saving=True)
@@ -873,7 +875,9 @@ def test_what_was_found_is_old_whoever_seals_it() -> None:
 
 def orders(world: World) -> dict[str, tuple[int, int]]:
     """(branch, step) of each save that was sealed."""
-    rows = world.job.state.rows.values() if world.job is not None and world.job.state is not None else ()
+    rows = (
+        world.job.state.saves.rows.values() if world.job is not None and world.job.state is not None else ()
+    )
     return {row.save.tag: (row.save.branch, row.save.step) for row in rows}
 
 
@@ -922,7 +926,7 @@ def test_a_step_saved_again_is_at_risk_until_that_save_is_committed(world: World
 def is_sealed_again(world: World) -> bool:
     assert world.job is not None
     assert world.job.state is not None
-    row = world.job.state.row_of_tag("global_step3")
+    row = world.job.state.saves.of_tag("global_step3")
     return row is not None and row.save.save_seq > 2
 
 
@@ -956,7 +960,9 @@ def test_of_an_old_save_dir_all_that_may_be_its_newest_is_committed(world: World
 
 def is_committed_there(world: World, step: int) -> bool:
     state = world.job.state if world.job is not None else None
-    row = state.row_of_tag(f"global_step{step}") if state is not None else None
+    row = state.saves.of_tag(f"global_step{step}") if state is not None else None
     return (
-        state is not None and row is not None and state.ship(row.id, NAS, ZERO).state is ShipState.COMMITTED
+        state is not None
+        and row is not None
+        and state.uploads.record(row.id, NAS, ZERO).state is ShipState.COMMITTED
     )

@@ -433,7 +433,7 @@ class World:
         if state is None:
             return []
         found = []
-        for row in state.rows.values():
+        for row in state.saves.rows.values():
             save = self.trainer.current(row.save.tag)
             if row.state == "present" and save is not None and save.is_finished and not save.is_gone:
                 steps = {f.identity.ino for f in row.save.files}
@@ -547,8 +547,8 @@ class World:
         """What the daemon believes to be committed."""
         state = self.job.state if self.job is not None else None
         found: dict[str, list[tuple[str, str]]] = {}
-        for row_id, records in (state.ships if state else {}).items():
-            row = state.rows.get(row_id) if state else None
+        for row_id, records in (state.uploads.records if state else {}).items():
+            row = state.saves.rows.get(row_id) if state else None
             for record in records.values():
                 is_here = row is not None and row.state == "present" and record.form == ZERO
                 if is_here and record.state is ShipState.COMMITTED and record.commit_key:
@@ -582,7 +582,9 @@ class World:
         job = self.job
         state, view = (job.state, job.view) if job is not None else (None, None)
         fates = state.plan.local_fates if state is not None and state.plan is not None else {}
-        waits = state is not None and state.late_unsent  # files that came late are tried again as well
+        waits = (
+            state is not None and state.uploads.failed_late
+        )  # files that came late are tried again as well
         if not self.is_at_rest() or waits or (view is not None and tried_again(view, fates)):
             self._rests_since = None
         elif self._rests_since is None:
@@ -660,7 +662,7 @@ class World:
             say("liveness", f"the daemon does not come to rest: {self._words()}")
         here = self._shipped_here()
         required = [remote.name for remote in self.config.remotes if remote.required]
-        # what may go uncommitted is not sent while the seat belt or a doubt holds it here
+        # what may go uncommitted is not sent while the hourly limit or a doubt holds it here
         for save in here if self.config.unuploaded == "keep" else here[-1:]:
             for name in required:
                 is_retired = name in self.had_limits and save.number in self.judge.ever[name]
@@ -678,8 +680,10 @@ class World:
         for name in ("trash", "staging"):
             if left := self._ours(name):
                 self.judge.say("P7", f"_ckptd/{name} holds {left} at rest")
-        wanted = {hold_name(row) for row in state.rows.values() if row.held} if state is not None else set()
-        strays = set(state.stray_holds) if state is not None else set()
+        wanted = (
+            {hold_name(row) for row in state.saves.rows.values() if row.held} if state is not None else set()
+        )
+        strays = set(state.holds.stray) if state is not None else set()
         held = {name.removesuffix(about_name("")) for name in self._ours("hold")}
         if held - wanted - strays:
             self.judge.say("P7", f"_ckptd/hold holds {sorted(held - wanted)}, wanted are {sorted(wanted)}")
@@ -689,10 +693,10 @@ class World:
         state = self.job.state if self.job is not None else None
         if state is None:
             return
-        rows, ships = dict(state.rows), _without_waits(state)
+        rows, ships = dict(state.saves.rows), _without_waits(state)
         state.load()
-        if rows != state.rows:
-            self.judge.say("P7", f"the journal knows other saves: {rows} and {state.rows}")
+        if rows != state.saves.rows:
+            self.judge.say("P7", f"the journal knows other saves: {rows} and {state.saves.rows}")
         if ships != (again := _without_waits(state)):
             self.judge.say("P7", f"the journal knows other uploads: {ships} and {again}")
 
@@ -721,7 +725,7 @@ class World:
         ]
 
     def _above_limit(self, here: list[Save]) -> list[str]:
-        """What stays beyond the limit, but for what a rewind left ahead and what the seat belt holds up."""
+        """What stays beyond the limit, but for what a rewind left ahead or the hourly limit holds up."""
         keys = self.judge.rules.local
         if keys.limit is None or keys.most is None or self.was_stale or not here:
             return []
@@ -748,7 +752,9 @@ class World:
         job = self.job
         if job is None or job.state is None:
             return "no state"
-        verdicts = {tag: f"{v.state} {v.reason or ''}".strip() for tag, v in job.state.verdicts.items()}
+        verdicts = {
+            tag: f"{v.state} {v.reason or ''}".strip() for tag, v in job.state.folders.verdicts.items()
+        }
         problems = [f"{p.code}: {p.text}" for p in job.problems.all()]
         plan = [type(x).__name__ for x in job.state.plan.actions] if job.state.plan else None
         return f"verdicts {verdicts}, problems {problems}, plan {plan}"
@@ -758,6 +764,6 @@ def _without_waits(state: JobState) -> dict[tuple[int, str, str], ShipRecord]:
     """Records of uploads; when one is tried again is monotonic, and in memory alone."""
     return {
         (save_id, *key): record.model_copy(update={"retry_at_seconds": 0.0})
-        for save_id, records in state.ships.items()
+        for save_id, records in state.uploads.records.items()
         for key, record in records.items()
     }

@@ -104,14 +104,20 @@ def _conversion(collector: Collector, where: Where) -> bool:
 
 
 def _everything(collector: Collector, where: Where, state_dir: Path | None, gone: str | None) -> int:
-    """Remotes and node; the exit code of what failed first."""
+    """Collect garbage in all remotes and on the node; return the exit code of what failed first."""
     from ckptd.cli.checkpoints.verify import look
     from ckptd.cli.output import say
     from ckptd.errors import CkptdError
     from ckptd.maintenance.repair import Unfinished
+    from ckptd.storage.local.state_dir import own_state
 
     sights, failures = look(where)
     codes = [error.exit_code for error in failures.values()]
+    if where.job is not None and own_state(state_dir, where.job.save_dir) is None and state_dir is not None:
+        say(
+            f"{state_dir} came with a copy of another save_dir: uploads of which it tells are not this node's"
+        )
+        state_dir = None
     good: list[RemoteInventory] = []
     unfinished = Unfinished(state_dir)
     with unfinished.alone():
@@ -176,7 +182,7 @@ def _incomplete(
 
 
 def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:
-    """Pinned tags: decisions here, and in every remote that answers."""
+    """Return the pinned tags, by decisions here and in every remote that answers."""
     from ckptd.cli.checkpoints.verify import look
     from ckptd.cli.output import say
     from ckptd.core.model.decision import PINS

@@ -104,7 +104,7 @@ def _of_run(where: Where, run: str) -> Callable[[Commit], bool]:
 
 
 def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[RepairResult] | None = None) -> None:
-    """Tables or JSON on stdout, what is wrong on stderr; with `repairs` those too."""
+    """Print tables or JSON on stdout, what is wrong on stderr; with `repairs` those too."""
     import json
     from dataclasses import asdict
 
@@ -174,7 +174,7 @@ def run_repair(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Do it, print it, exit with its code."""
+    """Run the repair, print its result, and exit with its code."""
     import os
 
     import typer
@@ -183,19 +183,20 @@ def run_repair(
     from ckptd.maintenance.repair import Repair, RepairRequest, Unfinished
     from ckptd.observe.audit import Audit
     from ckptd.recover.select.sources import named, where_of
+    from ckptd.storage.local.state_dir import own_node_id, own_state
 
     where = where_of(job, dict(os.environ), config_dir=directory)
     config = job_of(where, "--repair")
     targets = frozenset(one.name for one in named(where.remotes, only))
     sights, failures = look(where)
     state_dir = state_of(config, directory, make=not dry_run)
-    unfinished = Unfinished(state_dir)
+    unfinished = Unfinished(own_state(state_dir, config.save_dir))
     with unfinished.alone(), progress_bar() as on_progress:
         repair = Repair(
             config,
             sights,
             RepairRequest(targets=targets, tag=tag, read=read, dry_run=dry_run),
-            node_id=_node_id(state_dir),
+            node_id=own_node_id(state_dir, config.save_dir),
             audit=Audit(state_dir / "audit.jsonl") if state_dir is not None and not dry_run else None,
             unfinished=unfinished,
             say=say,
@@ -215,7 +216,7 @@ def run_repair(
 
 
 def job_of(where: Where, what: str) -> JobConfig:
-    """The job; a remote alone is not enough.
+    """Return the job; a remote alone is not enough.
 
     Raises:
         UsageError: there is none.
@@ -229,7 +230,7 @@ def job_of(where: Where, what: str) -> JobConfig:
 
 
 def look(where: Where) -> tuple[list[RemoteInventory], dict[str, CkptdError]]:
-    """Every remote that answers, and why others do not; all errors are said.
+    """Open every remote that answers, and say why others do not.
 
     Raises:
         CkptdError: none answers.
@@ -256,7 +257,7 @@ def look(where: Where) -> tuple[list[RemoteInventory], dict[str, CkptdError]]:
 
 
 def state_of(config: JobConfig, directory: Path | None, *, make: bool) -> Path | None:
-    """The job's state directory; where it is absent it is made, if that is wanted and save_dir exists."""
+    """Return the job's state directory; make it if that is wanted and save_dir exists."""
     import os
 
     from ckptd.config.commands import default_config_dir
@@ -272,14 +273,6 @@ def state_of(config: JobConfig, directory: Path | None, *, make: bool) -> Path |
         return None
     prepare_state_dir(path)
     return path
-
-
-def _node_id(state_dir: Path | None) -> str | None:
-    """This node's id, where a daemon has run."""
-    try:
-        return (state_dir / "node_id").read_text().strip() if state_dir is not None else None
-    except OSError:
-        return None
 
 
 def _line(row: RepairResult) -> str:

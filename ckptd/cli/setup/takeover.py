@@ -90,15 +90,15 @@ def _bind(config: JobConfig, remote: RemoteConfig, fd: int) -> None:
 
 
 def _must_be_silent(config: JobConfig, remote: RemoteConfig, state_dir: Path | None) -> None:
-    """No node of another job writes there any more: its newest checkpoint would be without a copy.
+    """Refuse while a node of another job writes there: its newest checkpoint would be without a copy.
 
     Raises:
         LockHeld: one does.
     """
     from ckptd.base.humanize import ago
     from ckptd.core.model.heartbeat import DEAD_SECONDS
-    from ckptd.daemon.bootstrap import node_id_of
     from ckptd.errors import LockHeld
+    from ckptd.storage.local.state_dir import own_node_id
     from ckptd.storage.remote.attach import identity_of
     from ckptd.storage.remote.coordination import live_nodes
     from ckptd.storage.stores.access import access_of
@@ -108,8 +108,7 @@ def _must_be_silent(config: JobConfig, remote: RemoteConfig, state_dir: Path | N
     found = identity_of(store)
     if found.job == config.name:
         return
-    has_id = state_dir is not None and (state_dir / "node_id").exists()
-    own = node_id_of(state_dir) if state_dir is not None and has_id else ""
+    own = own_node_id(state_dir, config.save_dir) or ""
     for seen in live_nodes(store, but_node_id=own):
         heard = ago(seen.seconds_ago or 0.0)
         msg = f"{remote.name}: node {seen.node} of job {found.job} writes there, heard of {heard} ago"

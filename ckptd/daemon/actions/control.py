@@ -23,7 +23,6 @@ from ckptd.core.policy.safety import unsent
 from ckptd.core.policy.view import Drain
 from ckptd.daemon.intake.symlinked import linked_here
 from ckptd.daemon.uploads.session import STILL_SECONDS
-from ckptd.daemon.uploads.uploads import running_speed
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.observe.status import DrainStatus, PauseStatus, all_committed, rfc3339
 
@@ -188,7 +187,7 @@ class Control:
 
     @staticmethod
     def _is_beside_save(job: JobRecord) -> bool:
-        return job.state is not None and (bool(job.state.in_flight) or job.way.is_taken(job))
+        return job.state is not None and (bool(job.state.folders.in_flight) or job.way.is_taken(job))
 
     # --- for the planner and for status ----------------------------------------------------------------
 
@@ -200,11 +199,14 @@ class Control:
         speeds = {name: speed for name in names if (speed := _speed(job, state, name))}
         left = {
             (save_id, name, ZERO): _left_bytes(state, save_id, name)
-            for save_id, ships in state.ships.items()
+            for save_id, ships in state.uploads.records.items()
             for name in names
-            if save_id in state.rows and (name, ZERO) in ships
+            if save_id in state.saves.rows and (name, ZERO) in ships
         }
-        left |= {key: max(0, moving.total_bytes - moving.done_bytes) for key, moving in state.moving.items()}
+        left |= {
+            key: max(0, moving.total_bytes - moving.done_bytes)
+            for key, moving in state.uploads.progress.items()
+        }
         return Drain(
             seconds_left=self._drain.deadline_seconds - time.monotonic(), speeds=speeds, left_bytes=left
         )
@@ -243,8 +245,8 @@ class Control:
 
 def _newest_seen_at(state: JobState) -> float:
     """When the newest save was first seen (Unix), whole or not."""
-    seen = [row.seen_at for row in state.rows.values()]
-    return max([*seen, *(quiet.first_seen_unix for quiet in state.quiet.values())], default=0.0)
+    seen = [row.seen_at for row in state.saves.rows.values()]
+    return max([*seen, *(quiet.first_seen_unix for quiet in state.folders.quiet.values())], default=0.0)
 
 
 def missing_after(job: JobRecord) -> tuple[str, ...]:
@@ -302,12 +304,12 @@ def _about_to_be_complete(job: JobRecord, state: JobState) -> bool:
     """A save that its writer still writes, or that is looked at; one that has gone quiet never will be."""
     patience = max(10.0, 2 * job.config.settle_seconds)
     now = time.monotonic()
-    for tag, verdict in state.verdicts.items():
+    for tag, verdict in state.folders.verdicts.items():
         if verdict.state is State.UNKNOWN:
             return True
-        if verdict.state is State.COMPLETE and state.row_of_tag(tag) is None:
+        if verdict.state is State.COMPLETE and state.saves.of_tag(tag) is None:
             return True
-        quiet = state.quiet.get(tag)
+        quiet = state.folders.quiet.get(tag)
         is_moving = verdict.state in (State.SAVING, State.RESAVING)
         if is_moving and (quiet is None or now - quiet.since_seconds < patience):
             return True
@@ -350,12 +352,12 @@ def _speed(job: JobRecord, state: JobState, name: str) -> float | None:
 
     The upload under way is measured once it has run long enough; before that the last finished one counts.
     """
-    measured = running_speed(state, name, MEASURED_SECONDS) or state.link_speeds.get(name)
+    measured = state.uploads.running_speed(name, MEASURED_SECONDS) or state.uploads.speeds.get(name)
     limit = job.links[name].bytes_per_second
     return min(measured, limit) if measured and limit else measured or limit
 
 
 def _left_bytes(state: JobState, save_id: int, name: str) -> int:
-    total = state.rows[save_id].save.total_bytes
+    total = state.saves.rows[save_id].save.total_bytes
     done = sum(row.flushed_bytes for row in state.journal.objects(save_id, name, ZERO))
     return max(0, total - done)

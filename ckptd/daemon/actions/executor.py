@@ -66,7 +66,10 @@ class PlanExecutor:
 
     def _may_start(self, action: a.Action) -> bool:
         """Uploads and conversions are counted over all jobs (P11, P12)."""
-        if isinstance(action, a.Ship | a.Supplement | a.Retire) and self._links[action.remote].is_shipping:
+        if (
+            isinstance(action, a.Ship | a.Supplement | a.Retire)
+            and self._links[action.remote].is_transferring
+        ):
             return False
         if isinstance(action, a.Ship | a.Supplement):
             is_streamed = isinstance(action, a.Ship) and action.is_streamed
@@ -119,7 +122,7 @@ class PlanExecutor:
         """Give up half uploads that no attempt will go on with: only those that our journal knows (§5)."""
         self._chores.pruner.tidy(save_dir_fd)
         for link in self._links.values():
-            if not link.is_ready or link.is_shipping or link.name not in self._journal.with_leftovers:
+            if not link.is_ready or link.is_transferring or link.name not in self._journal.with_leftovers:
                 continue
             left = self._journal.leftovers(link.name)
             self._journal.with_leftovers.discard(link.name)

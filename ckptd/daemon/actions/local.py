@@ -15,7 +15,7 @@ from ckptd.convert.engine.staging import partial_name
 from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.actions.convert import PLACE, Signals, make_universal
 from ckptd.daemon.actions.prune import LocalDeleter
-from ckptd.daemon.state.state import Converting, JobState
+from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads.requests import hold_name
 from ckptd.errors import (
     CkptdError,
@@ -91,23 +91,22 @@ class LocalActions:
     def hold(self, action: Hold, save_dir_fd: int) -> None:
         """Clone a complete save."""
         state = self._state
-        row = state.rows[action.save_id]
-        if hold_name(row) in state.stray_holds:
+        row = state.saves.rows[action.save_id]
+        if hold_name(row) in state.holds.stray:
             return  # of a lost journal, not settled yet: the new one would go over it
         about = row.save.model_dump_json().encode()
-        state.busy[row.id] += 1
+        state.saves.begin_reading(row.id)
 
         def done(_: None) -> None:
-            state.busy[row.id] -= 1
-            state.journal.set_held(row.id, held=True)
-            state.reload(row.id)
+            state.saves.end_reading(row.id)
+            state.set_held(row.id, held=True)
             self._wake()
 
         def failed(error: CkptdError) -> None:
-            state.busy[row.id] -= 1
+            state.saves.end_reading(row.id)
             if isinstance(error, RefusedError):
-                state.can_clone = False
-            state.failed_holds.add(row.id)
+                state.holds.set_can_clone(can_clone=False)
+            state.holds.note_failed(row.id)
             log.warning("holding %s: %s", row.save.tag, error, extra=doing("hold", row.save.tag))
 
         self._in_worker(
@@ -121,21 +120,20 @@ class LocalActions:
     def release_hold(self, action: ReleaseHold, save_dir_fd: int) -> None:
         """Remove the clones; under disk pressure say which checkpoint lost its hold (P13)."""
         state = self._state
-        row = state.rows[action.save_id]
+        row = state.saves.rows[action.save_id]
         tag = row.save.tag
         if row.id in self._releasing:
             return
         if action.reason != "committed":
             text = f"{tag} lost its hold: {action.reason}; the trainer may delete it before it is uploaded"
-            state.holds_released[row.id] = text
-        rests_on = state.rests_on(row.id)
+            state.holds.note_released(row.id, text)
+        rests_on = state.uploads.commits_of(row.id)
         self._audit.write("release-hold", tag=tag, form="hold", reason=action.reason, **rests_on)
         self._releasing.add(row.id)
 
         def done(_: None) -> None:
             self._releasing.discard(row.id)
-            state.journal.set_held(row.id, held=False)
-            state.reload(row.id)
+            state.set_held(row.id, held=False)
             self._wake()
 
         def failed(error: CkptdError) -> None:
@@ -160,19 +158,18 @@ class LocalActions:
     def convert(self, action: Convert, save_dir_fd: int, reserve_bytes: int) -> None:
         """Make it below `_ckptd/derived/universal/<tag>`."""
         state = self._state
-        row = state.rows[action.save_id]
+        row = state.saves.rows[action.save_id]
         tag = row.save.tag
-        others = [r for r in state.rows.values() if r.save.tag == tag and r.id != row.id]
+        others = [r for r in state.saves.rows.values() if r.save.tag == tag and r.id != row.id]
         is_taken = any(r.derived.state is DerivedState.READY for r in others)
         if is_taken or row.id in self._dropping:
             return
-        state.put_derived(row.id, row.derived.model_copy(update={"state": DerivedState.CONVERTING}))
-        state.converting = Converting(save_id=row.id, total_bytes=row.save.total_bytes)
-        state.busy[row.id] += 1
-        converting = state.converting
+        state.saves.put_derived(row.id, row.derived.model_copy(update={"state": DerivedState.CONVERTING}))
+        conversion = state.saves.begin_conversion(row.id, total_bytes=row.save.total_bytes)
+        state.saves.begin_reading(row.id)
 
         def progress(p: convert_options.ConvertProgress) -> None:
-            converting.done_bytes, converting.total_bytes = p.bytes_done, p.bytes_total
+            conversion.advance(p.bytes_done, p.bytes_total)
 
         def removing(why: str) -> None:
             self._audit.write("drop-derived", tag=tag, generation=0, form=UNIVERSAL, reason=why)
@@ -194,10 +191,10 @@ class LocalActions:
 
     def _converted(self, save_id: int, record: DerivedRecord) -> None:
         state = self._state
-        tag = state.rows[save_id].save.tag
-        state.busy[save_id] -= 1
-        state.converting = None
-        state.put_derived(save_id, record)
+        tag = state.saves.rows[save_id].save.tag
+        state.saves.end_reading(save_id)
+        state.saves.end_conversion()
+        state.saves.put_derived(save_id, record)
         log.info(
             "%s has its universal form (%s, %.1f MB)",
             tag,
@@ -209,10 +206,10 @@ class LocalActions:
 
     def _not_converted(self, save_id: int, error: CkptdError) -> None:
         state = self._state
-        row = state.rows[save_id]
+        row = state.saves.rows[save_id]
         tag, derived = row.save.tag, row.derived
-        state.busy[save_id] -= 1
-        state.converting = None
+        state.saves.end_reading(save_id)
+        state.saves.end_conversion()
         update: dict[str, object] = {
             "state": DerivedState.FAILED,
             "reason": error.message,
@@ -231,7 +228,7 @@ class LocalActions:
         else:
             update["tries"] = derived.tries + 1
             update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 3)
-        state.put_derived(save_id, derived.model_copy(update=update))
+        state.saves.put_derived(save_id, derived.model_copy(update=update))
         log.warning("converting %s: %s", tag, error, extra=doing("convert", tag))
         self._wake()
 
@@ -248,15 +245,15 @@ class LocalActions:
         state, save_id = self._state, action.save_id
         if save_id in self._dropping:
             return
-        row = state.rows[save_id]
+        row = state.saves.rows[save_id]
         tag = row.save.tag
-        rests_on = state.rests_on(row.id)
+        rests_on = state.uploads.commits_of(row.id)
         self._audit.write("drop-derived", tag=tag, form=UNIVERSAL, reason=action.reason, **rests_on)
         self._dropping.add(save_id)
 
         def done(_: None) -> None:
             self._dropping.discard(save_id)
-            state.put_derived(save_id, DerivedRecord(reason=action.reason))
+            state.saves.put_derived(save_id, DerivedRecord(reason=action.reason))
             self._wake()
 
         def failed(error: CkptdError) -> None:
@@ -279,7 +276,7 @@ class LocalActions:
         target = f"{PLACE}/{action.tag}" if action.tag else None
         fs.point_latest_universal(save_dir_fd, target)
         if read_pointer(save_dir_fd, POINTER) == target:
-            self._state.failures.pop(POINTER, None)
+            self._state.failures.clear(POINTER)
             self._wake()
         else:
             self.refused(POINTER, StorageError(f"{POINTER} was written and cannot be read"))
@@ -287,7 +284,7 @@ class LocalActions:
     def refused(self, what: str, error: CkptdError) -> None:
         """Something small failed in the deciding thread; the next turn tries again."""
         log.error("%s", error)
-        self._state.note_failure(what, error)
+        self._state.failures.note(what, error)
 
     # --- workers ---------------------------------------------------------------------------------------
 
@@ -313,12 +310,12 @@ class LocalActions:
                 os.close(fd)
 
         def succeeded(result: object) -> None:
-            state.failures.pop(what, None)
+            state.failures.clear(what)
             done(result)
 
         def refused(error: CkptdError) -> None:
             if not is_told:
-                state.note_failure(what, error)
+                state.failures.note(what, error)
             failed(error)
 
         try:

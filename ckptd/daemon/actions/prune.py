@@ -8,7 +8,6 @@ permit has ended, and who pins it or loses its COMMIT meanwhile is asked by the 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from enum import Enum
@@ -70,7 +69,7 @@ class LocalDeleter:
         self._wake = wake
         self._pruning: set[int] = set()
         self._begun_at: dict[int, float] = {}
-        """Deletion that an error cut short → when it was begun, for the seat belt."""
+        """Deletion that an error cut short → when it was begun, for the hourly limit."""
         self._is_untidy = False
         self._tidy_at_seconds = 0.0
         self.is_pinned: Callable[[str], bool] = lambda _tag: False
@@ -84,9 +83,8 @@ class LocalDeleter:
         self._pruning.add(action.save_id)
         name, leftovers = fs.trash_name(permit.tag), self._leftovers(permit.tag)
         deletion_id = state.journal.intend_deletion(action.save_id, name, _intent(permit))
-        state.confirmations.pop(action.save_id, None)
-        state.deleted_at.append(begun_at := time.monotonic())
-        planned = state.listing
+        begun_at = state.deletions.begin_local(action.save_id)
+        planned = state.folders.listing
 
         def work(fd: int) -> bool:
             # a worker may have been long in coming (conversions, flushes of every job)
@@ -109,14 +107,14 @@ class LocalDeleter:
 
         def done(was_removed: object) -> None:
             if not was_removed:
-                self._nothing_went(begun_at)
+                state.deletions.undo_local(begun_at)
             end = self._pruned if was_removed else self._pinned
             end(deletion_id, action.save_id, permit.tag, permit.reason)
 
         def failed(error: CkptdError) -> None:
             log.warning("pruning %s: %s", permit.tag, error, extra=doing("prune", permit.tag))
             if name in fs.trash_names(save_dir_fd):
-                state.half_removed.add(deletion_id)
+                state.deletions.set_interrupted(deletion_id, is_interrupted=True)
                 self._begun_at[deletion_id] = begun_at
                 self.later()
             elif not isinstance(error, SourceChanged) and _is_gone(save_dir_fd, permit.tag):
@@ -125,14 +123,14 @@ class LocalDeleter:
             else:
                 self._pruning.discard(action.save_id)
                 state.journal.end_deletion(deletion_id, done=False)
-                self._nothing_went(begun_at)
-            state.not_pruned(action.save_id, error)
+                state.deletions.undo_local(begun_at)
+            state.deletions.note_blocked(action.save_id, error)
 
         self._in_worker(f"pruning {permit.tag}", save_dir_fd, work, done, failed)
 
     def _leftovers(self, tag: str) -> list[tuple[str, str]]:
         """(folder, name) of conversions that nobody goes on with: half made, or made and never noted."""
-        rows = [row for row in self._state.rows.values() if row.save.tag == tag]
+        rows = [row for row in self._state.saves.rows.values() if row.save.tag == tag]
         is_noted = any(row.derived.state is DerivedState.READY for row in rows)
         made = [] if is_noted else [(f"{fs.DERIVED}/{UNIVERSAL}", tag)]
         return [(fs.STAGING, partial_name(tag)), *made]
@@ -147,11 +145,6 @@ class LocalDeleter:
                 )
             fs.remove_ours(fd, folder, name)
 
-    def _nothing_went(self, begun_at: float) -> None:
-        """Give back the permit of the rate limit for a deletion that did not happen."""
-        with contextlib.suppress(ValueError):
-            self._state.deleted_at.remove(begun_at)
-
     def _pinned(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
         """It stays after all."""
         log.info("%s stays (%s): it was pinned meanwhile", tag, reason, extra=doing("prune", tag))
@@ -165,7 +158,7 @@ class LocalDeleter:
         state.journal.end_deletion(deletion_id, done=True)
         state.journal.end_save(save_id, "pruned")
         state.reload(save_id)
-        state.prune_blocked.pop(save_id, None)
+        state.deletions.forget_blocked(save_id)
         log.info("%s pruned: %s", tag, reason, extra=doing("prune", tag))
         self._wake()
 
@@ -179,7 +172,7 @@ class LocalDeleter:
     @property
     def seconds_to_tidy(self) -> float | None:
         """Return the seconds until the trash is checked again; None: nothing is left there."""
-        is_due = self._is_untidy or self._state.half_removed
+        is_due = self._is_untidy or self._state.deletions.interrupted
         return max(0.0, self._tidy_at_seconds - time.monotonic()) if is_due else None
 
     def tidy(self, save_dir_fd: int) -> None:
@@ -188,8 +181,8 @@ class LocalDeleter:
             return
         self._is_untidy = False
         for row in self._state.journal.open_deletions():
-            if row.id in self._state.half_removed:
-                self._state.half_removed.discard(row.id)
+            if row.id in self._state.deletions.interrupted:
+                self._state.deletions.set_interrupted(row.id, is_interrupted=False)
                 self._finish(row, save_dir_fd)
         self._in_worker(
             "emptying the trash",
@@ -221,16 +214,16 @@ class LocalDeleter:
             if end is _End.WAITS:
                 self._waits(row)
                 return
-            self._state.failures.pop(what, None)
+            self._state.failures.clear(what)
             begun_at = self._begun_at.pop(row.id, 0.0)
             if end is _End.BACK:
-                self._nothing_went(begun_at)
+                self._state.deletions.undo_local(begun_at)
                 self._taken_back(row)
             else:
                 self._pruned(row.id, row.save_id, intent.tag, intent.reason)
 
         def failed(error: CkptdError) -> None:
-            self._state.half_removed.add(row.id)
+            self._state.deletions.set_interrupted(row.id, is_interrupted=True)
             self._untidy(what, error)
 
         self._in_worker(what, save_dir_fd, work, done, failed)
@@ -238,8 +231,8 @@ class LocalDeleter:
     def _is_needless(self, save_id: int) -> bool:
         """Every required remote was heard since the start, and has it, or had it and let it go."""
         state = self._state
-        ships = state.ships.get(save_id, {})
-        return state.heard.issuperset(state.required) and was_committed(ships, state.required)
+        ships = state.uploads.of(save_id)
+        return state.deletions.observed.issuperset(state.required) and was_committed(ships, state.required)
 
     def _taken_back(self, row: DeletionRow) -> None:
         """Planned again, for a permit of its own."""
@@ -251,13 +244,13 @@ class LocalDeleter:
         """Keep a whole folder in the trash whose name another save has by now and that may still be
         needed.
         """
-        self._state.half_removed.add(row.id)
+        self._state.deletions.set_interrupted(row.id, is_interrupted=True)
         self.later()
-        if self._state.heard.issuperset(self._state.required):
+        if self._state.deletions.observed.issuperset(self._state.required):
             tag, place = row.intent.tag, f"{fs.TRASH}/{row.trash}"
             text = f"an older {tag} lies in {place}: its removal was cut short, and its name is taken"
             hint = "it goes once it is committed everywhere and not pinned; else move it away by hand"
-            self._state.note_failure(f"pruning {tag}", StorageError(text, hint=hint))
+            self._state.failures.note(f"pruning {tag}", StorageError(text, hint=hint))
 
     def _untidy(self, what: str, error: CkptdError) -> None:
         log.warning("%s: %s", what, error)

@@ -24,7 +24,6 @@ from ckptd.core.policy.capacity import (
 )
 from ckptd.daemon.state.view_builder import unsealed
 from ckptd.daemon.uploads.session import STILL_SECONDS
-from ckptd.daemon.uploads.uploads import running_speed
 
 if TYPE_CHECKING:
     from ckptd.core.model.save import SaveWindow
@@ -59,7 +58,7 @@ _THIN_IS_NOT_ENOUGH = (
 def link_speed(job: WatchedJob, state: JobState) -> float | None:
     """Bytes per second of the slowest required remote, as last measured; None: nothing was sent yet."""
     speeds = [
-        state.link_speeds.get(r.name) or running_speed(state, r.name, RUNNING_SECONDS)
+        state.uploads.speeds.get(r.name) or state.uploads.running_speed(r.name, RUNNING_SECONDS)
         for r in job.config.remotes
         if r.required
     ]
@@ -79,7 +78,7 @@ def outlook(job: WatchedJob, state: JobState) -> Forecast:
 
 def _ground(job: WatchedJob, state: JobState) -> Ground:
     assert job.view is not None
-    latest_rows = islice(reversed(state.rows.values()), _ROWS)
+    latest_rows = islice(reversed(state.saves.rows.values()), _ROWS)
     rests = _is_paused(job.view, state)
     return ground_of(
         job.view if rests == job.view.is_paused else replace(job.view, is_paused=rests),
@@ -93,7 +92,7 @@ def _ground(job: WatchedJob, state: JobState) -> Ground:
 
 def _is_paused(view: JobView, state: JobState) -> bool:
     """By a person; a host that stands by rests as well, and another one lets go meanwhile."""
-    return view.is_paused and not (state.sharer is not None and state.sharer.stands_by)
+    return view.is_paused and not (state.other_host is not None and state.other_host.stands_by)
 
 
 def _beside(job: WatchedJob, now: float) -> list[tuple[WatchedJob, JobState, Pace]]:
@@ -106,12 +105,12 @@ def _beside(job: WatchedJob, now: float) -> list[tuple[WatchedJob, JobState, Pac
 
 def _saves(job: WatchedJob, state: JobState) -> list[Saved]:
     """All that are known; also those that wait for a remote's first answer to be sealed."""
-    settle, known = job.config.settle_seconds, state.rows.values()
+    settle, known = job.config.settle_seconds, state.saves.rows.values()
     saves = [
         _saved(r.save.window, r.save.total_bytes, r.save.step, r.save.tag, r.seen_at, settle) for r in known
     ]
     for folder, window, step in unsealed(state):
-        quiet = state.quiet.get(folder.tag)
+        quiet = state.folders.quiet.get(folder.tag)
         seen_at = quiet.first_seen_unix if quiet is not None else window.last / 1e9
         saves.append(_saved(window, folder.total_bytes, step, folder.tag, seen_at, settle))
     return saves
@@ -138,9 +137,9 @@ def _link(job: WatchedJob, state: JobState) -> float | None:
 
 def _written_bytes(state: JobState) -> int:
     """Of saves that are written just now: the disk has given that room, and it is no longer to be found."""
-    folders = state.listing.folders if state.listing is not None else ()
+    folders = state.folders.listing.folders if state.folders.listing is not None else ()
     whole = {folder.tag for folder, _, _ in unsealed(state)}
-    return sum(folder.total_bytes for folder in folders if folder.tag in state.in_flight - whole)
+    return sum(folder.total_bytes for folder in folders if folder.tag in state.folders.in_flight - whole)
 
 
 def _left_bytes(view: JobView, state: JobState) -> int | None:
@@ -150,7 +149,7 @@ def _left_bytes(view: JobView, state: JobState) -> int | None:
         for r in view.remotes
         if r.is_required and r.ships == ZERO and r.ships_save is not None
     ]
-    moving = [state.moving[key] for key in keys if key in state.moving]
+    moving = [state.uploads.progress[key] for key in keys if key in state.uploads.progress]
     return max((one.total_bytes - one.done_bytes for one in moving), default=None)
 
 
@@ -164,7 +163,11 @@ def see_outlook(job: WatchedJob, state: JobState) -> None:
     is_known = len(_saves(job, state)) >= LEAST_SAVES and not is_still
     if told.save_steps_for_link is not None and speed is not None and is_known:
         _see_slow(job, told, speed, told.save_steps_for_link)
-    if told.overdue_seconds is not None and told.save_every_seconds is not None and not state.in_flight:
+    if (
+        told.overdue_seconds is not None
+        and told.save_every_seconds is not None
+        and not state.folders.in_flight
+    ):
         usual = show_seconds(told.save_every_seconds)
         late = show_seconds(told.overdue_seconds)
         quiet = show_seconds(told.save_every_seconds + told.overdue_seconds)
@@ -246,7 +249,7 @@ def _see_full(job: WatchedJob, state: JobState, told: Forecast) -> None:
     elif told.kept_by:
         cure = f"{_less(job, told.kept_by)} in [local], or free space"
     elif how == "keep" and told.is_spared_by_thin:
-        cure += '; unuploaded = "thin" lets go what is older than a committed one'
+        cure += '; unuploaded = "thin" deletes what is older than a committed one'
     elif how != "delete":
         cure += f"; {_THIN_IS_NOT_ENOUGH}"
     job.problems.see("disk-full-soon", "disk", text, cure)

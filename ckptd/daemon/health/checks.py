@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import time
 from typing import TYPE_CHECKING
 
 from ckptd.config.commands import command_for
@@ -31,13 +30,14 @@ from ckptd.daemon.health.stalls import (
     removal,
     removal_of_hold,
     report_alarms,
+    report_differing_nodes,
     report_stalls,
+    report_waiting,
     unfinished,
     waits_for_alarm,
     way_out,
     what_reads_it,
 )
-from ckptd.daemon.uploads.commit_wait import report_differing_nodes, report_waiting
 from ckptd.observe.logs import doing
 
 if TYPE_CHECKING:
@@ -56,16 +56,16 @@ NEXT_STEP_VANISHED = "raise the trainer's own save limit, or save less often"
 
 def notice_gone(job: WatchedJob, state: JobState) -> None:
     """Saves whose folder vanished without us: the trainer's right; an alarm if it was not safe."""
-    assert state.listing is not None
-    folders = {f.tag for f in state.listing.folders}
+    assert state.folders.listing is not None
+    folders = {f.tag for f in state.folders.listing.folders}
     pruning = {row.save_id for row in state.journal.open_deletions()}
-    for row in list(state.rows.values()):
+    for row in list(state.saves.rows.values()):
         tag = row.save.tag
-        if row.state != "present" or tag in folders or row.id in pruning or state.busy[row.id]:
+        if row.state != "present" or tag in folders or row.id in pruning or state.saves.busy[row.id]:
             continue
         is_lost = _is_lost(job, state, tag)
         state.journal.end_save(row.id, "vanished")
-        if tag in state.listing.loose:
+        if tag in state.folders.listing.loose:
             log.info(
                 "%s is no checkpoint of this job: trainer.save_model wrote it",
                 tag,
@@ -98,8 +98,8 @@ def _why_wanted(job: WatchedJob, state: JobState, row: SaveRow) -> str | None:
     required = [r.name for r in job.config.remotes if r.required]
     safe = [
         one.save.order
-        for one in state.rows.values()
-        if all(state.ship(one.id, name, ZERO).state is ShipState.COMMITTED for name in required)
+        for one in state.saves.rows.values()
+        if all(state.uploads.record(one.id, name, ZERO).state is ShipState.COMMITTED for name in required)
     ]
     is_newest = bool(required) and row.save.order == max(safe, default=None)
     return "it is the newest that is safe" if is_newest else None
@@ -108,13 +108,15 @@ def _why_wanted(job: WatchedJob, state: JobState, row: SaveRow) -> str | None:
 def _forget_vanished(job: WatchedJob, state: JobState) -> None:
     """A newer one is safe: what vanished is no loss any more, unless somebody wanted just that one kept."""
     safe = newest_safe(job.view) if job.view is not None else None
-    here = max((r.save.order for r in state.rows.values() if r.state == "present"), default=Order(0, 0, 0))
+    here = max(
+        (r.save.order for r in state.saves.rows.values() if r.state == "present"), default=Order(0, 0, 0)
+    )
     for problem in job.problems.all():
-        is_back = problem.code == "vanished-kept" and state.row_of_tag(problem.about) is not None
+        is_back = problem.code == "vanished-kept" and state.saves.of_tag(problem.about) is not None
         is_pinned = problem.about in job.knowledge.pins
         if problem.code not in _VANISHED or (is_pinned and not is_back):
             continue
-        orders = [row.save.order for row in state.rows.values() if row.save.tag == problem.about]
+        orders = [row.save.order for row in state.saves.rows.values() if row.save.tag == problem.about]
         if is_back or (safe is not None and _is_newer(safe, orders, problem.since)):
             job.problems.clear(problem.code, problem.about)
         elif problem.code == "vanished-kept" and orders and here > max(orders):
@@ -138,7 +140,11 @@ def report_problems(job: WatchedJob, state: JobState) -> None:
     report_conversions(see, state)
     if job.view is not None:
         report_unused_remotes(see, job.view)
-    unsealed = [t for t, v in state.verdicts.items() if v.state is State.COMPLETE and not state.row_of_tag(t)]
+    unsealed = [
+        t
+        for t, v in state.folders.verdicts.items()
+        if v.state is State.COMPLETE and not state.saves.of_tag(t)
+    ]
     if unsealed and not job.knowledge.has_heard_all and not job.knowledge.is_rebuilt:
         text = f"{unsealed[0]} waits: a new journal asks every remote what it holds already"
         see.see("waiting-for-remote", "journal", text, "it asks by itself; bring back one that is away")
@@ -167,7 +173,7 @@ def report_problems(job: WatchedJob, state: JobState) -> None:
         if job.view
         else []
     )
-    if len(waiting) > 1 and not state.can_clone and job.config.remotes and _may_rotate(state):
+    if len(waiting) > 1 and not state.holds.can_clone and job.config.remotes and _may_rotate(state):
         text = f"{len(waiting)} checkpoints wait and cannot be held: the trainer may outrun the upload"
         see.see(
             "trainer-may-outrun", "holds", text, "raise the trainer's own limit, or use XFS or btrfs (clones)"
@@ -190,9 +196,9 @@ def _may_rotate(state: JobState) -> bool:
     DeepSpeed alone never does; what Hugging Face's Trainer, Accelerate and Lightning were told to keep
     stands in no file that can be read without running code.
     """
-    folders = state.listing.folders if state.listing is not None else ()
+    folders = state.folders.listing.folders if state.folders.listing is not None else ()
     can = any(folder.trainer is not Trainer.DEEPSPEED for folder in folders)
-    return can or any(row.state == "vanished" for row in state.rows.values())
+    return can or any(row.state == "vanished" for row in state.saves.rows.values())
 
 
 def _what_frees(job: WatchedJob, state: JobState) -> str:
@@ -204,18 +210,18 @@ def _what_frees(job: WatchedJob, state: JobState) -> str:
 
 def _see_verdicts(job: WatchedJob, state: JobState) -> None:
     see = job.problems
-    for name in state.listing.nameless if state.listing is not None else ():
+    for name in state.folders.listing.nameless if state.folders.listing is not None else ():
         see.see(
-            "tag-refused", name, f"{name}: this name is no text (not UTF-8)", "rename the folder to ship it"
+            "tag-refused", name, f"{name}: this name is no text (not UTF-8)", "rename the folder to upload it"
         )
-    for name in state.listing.closed if state.listing is not None else ():
+    for name in state.folders.listing.closed if state.folders.listing is not None else ():
         reason = f"{name}: {os.strerror(errno.EACCES)} to enter this folder of another user"
         see.see("incomplete-save", name, reason, f"if it is a checkpoint: {what_reads_it(reason)}")
-    for name, why in state.stray_holds.items():
+    for name, why in state.holds.stray.items():
         if why:
             see.see("incomplete-save", name, why, f"ckptd never removes it: {removal_of_hold(job, name)}")
     cut_short = unfinished(state)
-    for tag, verdict in state.verdicts.items():
+    for tag, verdict in state.folders.verdicts.items():
         reason = f"{tag}: {verdict.reason}"
         costs = f"{reason} ({show_bytes(cut_short.get(tag, 0))})"
         aside = f"ckptd resume moves it aside, {removal(job, tag)} removes it"
@@ -238,8 +244,8 @@ def _see_verdicts(job: WatchedJob, state: JobState) -> None:
 
 
 def _see_refused(see: Problems, state: JobState, tag: str, why: str | None) -> None:
-    if why == STAGE_0 and state.listing is not None:
-        severity: Severity = "attention" if state.listing.is_at_risk(tag) else "note"
+    if why == STAGE_0 and state.folders.listing is not None:
+        severity: Severity = "attention" if state.folders.listing.is_at_risk(tag) else "note"
         see.see(
             "unprotected-save", tag, f"{tag} is {why}: nothing of it is sent", KNOWN_ALONE, severity=severity
         )
@@ -249,24 +255,23 @@ def _see_refused(see: Problems, state: JobState, tag: str, why: str | None) -> N
 
 def _is_lost(job: WatchedJob, state: JobState, tag: str) -> bool:
     """Neither committed everywhere nor held, and not known to be damaged."""
-    row = state.row_of_tag(tag)
+    row = state.saves.of_tag(tag)
     required = [r.name for r in job.config.remotes if r.required]
     return (
         row is not None
         and not row.held
-        and any(state.ship(row.id, name, ZERO).state not in SETTLED for name in required)
+        and any(state.uploads.record(row.id, name, ZERO).state not in SETTLED for name in required)
     )
 
 
 def _see_failures(see: Problems, state: JobState, late: LateFiles) -> None:
     """Report recent failures of this node's own disk; each is tried again."""
-    now = time.monotonic()
-    state.failures = {what: f for what, f in state.failures.items() if f.until_seconds > now}
-    for what, failure in state.failures.items():
+    state.failures.forget_old()
+    for what, failure in state.failures.all().items():
         next_step = failure.hint or "tried again by itself; if it lasts, see to this node's disk"
         see.see("local-failed", what, failure.text, next_step)
     for tag, why in late.refused.items():
-        text = f"{tag}: what came late is not shipped: {why}"
+        text = f"{tag}: what came late is not uploaded: {why}"
         see.see("local-failed", f"{tag} (late)", text, what_reads_it(why), severity="note")
 
 
@@ -285,7 +290,7 @@ def report_conversions(see: Problems, state: JobState) -> None:
     """Report saves without a universal form, once per reason; a failure only until a newer save has its
     form.
     """
-    rows = sorted((r for r in state.rows.values() if r.state == "present"), key=lambda r: r.save.order)
+    rows = sorted((r for r in state.saves.rows.values() if r.state == "present"), key=lambda r: r.save.order)
     ready = [r.save.order for r in rows if r.derived.state is DerivedState.READY]
     refused: dict[str, list[SaveRow]] = {}
     for row in rows:
@@ -327,7 +332,13 @@ def is_idle(job: WatchedJob) -> bool:
     if state.is_first_scan or job.needs_turn or state.plan is None:
         return False
     links = job.links.values()
-    if state.moving or state.converting or state.asking or job.workers.open or state.in_flight:
+    if (
+        state.uploads.progress
+        or state.saves.conversion
+        or state.deletions.asking
+        or job.workers.open
+        or state.folders.in_flight
+    ):
         return False
     if any(link.open_orders or (link.attached is None and not link.seconds_to_retry()) for link in links):
         return False
@@ -335,8 +346,8 @@ def is_idle(job: WatchedJob) -> bool:
     # a new journal seals nothing before every remote was heard; one that is away holds nothing else up
     unsealed = len(ready) == len(links) and any(
         v.state in (State.SAVING, State.RESAVING, State.UNKNOWN)
-        or (v.state is State.COMPLETE and state.row_of_tag(tag) is None)
-        for tag, v in state.verdicts.items()
+        or (v.state is State.COMPLETE and state.saves.of_tag(tag) is None)
+        for tag, v in state.folders.verdicts.items()
     )
     view = job.view
     tried = tried_again(view, state.plan.local_fates) if view and _has_failed(state, ready) else []
@@ -346,7 +357,7 @@ def is_idle(job: WatchedJob) -> bool:
 
 
 def _has_failed(state: JobState, ready: set[str]) -> bool:
-    ships = (record for records in state.ships.values() for record in records.values())
+    ships = (record for records in state.uploads.records.values() for record in records.values())
     return any(record.state is ShipState.FAILED and record.remote in ready for record in ships)
 
 
@@ -355,10 +366,15 @@ def is_at_rest(job: WatchedJob) -> bool:
     state = job.state
     if state is None or not is_idle(job) or _is_behind(job) or waits_for_alarm(job, state):
         return False
-    if job.intake.metrics.is_put_off or state.failures or state.prune_blocked or job.rights.is_missing:
+    if (
+        job.intake.metrics.is_put_off
+        or state.failures.all()
+        or state.deletions.blocked
+        or job.rights.is_missing
+    ):
         return False
-    here = [row for row in state.rows.values() if row.state == "present" or row.held]
-    ships = [record for row in here for record in state.ships.get(row.id, {}).values()]
+    here = [row for row in state.saves.rows.values() if row.state == "present" or row.held]
+    ships = [record for row in here for record in state.uploads.of(row.id).values()]
     return not any(
         record.state in (ShipState.FAILED, ShipState.WAITING) and record.remote in job.links
         for record in ships

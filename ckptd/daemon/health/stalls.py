@@ -12,15 +12,19 @@ import os
 import re
 import shlex
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptd.base.humanize import user_in_words
 from ckptd.base.owned_dirs import path_of
 from ckptd.config.commands import command_for
 from ckptd.core.completeness.judge import State
+from ckptd.core.completeness.missing import UncommittedSave, late
 from ckptd.core.model.records import SETTLED, ZERO, ShipState
+from ckptd.core.model.swapped_tensors import BY_LOCAL_RANK, is_state
 from ckptd.core.policy.blockers import blocked, blocked_there
 from ckptd.core.policy.remote import is_configured_otherwise
+from ckptd.daemon.state.remote_sync import open_parts
 from ckptd.daemon.uploads.requests import hold_name
 from ckptd.daemon.uploads.session import NEXT_STEP, STILL_SECONDS
 from ckptd.daemon.uploads.shared_dir import report_other_host
@@ -29,12 +33,14 @@ from ckptd.storage.local import fs
 if TYPE_CHECKING:
     from ckptd.config.schema import RemoteConfig
     from ckptd.core.completeness.judge import Verdict
+    from ckptd.core.completeness.missing import MissingShards
     from ckptd.core.model.records import SaveRow, ShipRecord
     from ckptd.core.policy.actions import Plan
     from ckptd.core.policy.view import JobView
     from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.problems import Problems, Severity
     from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.state.upload_records import CommitWait
 
 
 # --- Unfinished saves ------------------------------------------------------------------------------------
@@ -47,16 +53,16 @@ _CUT_SHORT = (State.INCOMPLETE, State.TORN_RESAVE, State.SUSPECT)
 
 def unfinished(state: JobState) -> dict[str, int]:
     """Tag → bytes in its folder, of incomplete, torn, doubtful and damaged saves, the largest first."""
-    tags = {tag for tag, verdict in state.verdicts.items() if verdict.state in _CUT_SHORT}
-    tags |= {row.save.tag for row in state.rows.values() if damage(state, row) is not None}
-    folders = state.listing.folders if state.listing else ()
+    tags = {tag for tag, verdict in state.folders.verdicts.items() if verdict.state in _CUT_SHORT}
+    tags |= {row.save.tag for row in state.saves.rows.values() if damage(state, row) is not None}
+    folders = state.folders.listing.folders if state.folders.listing else ()
     sizes = dict.fromkeys(tags, 0) | {f.tag: f.total_bytes for f in folders if f.tag in tags}
     return dict(sorted(sizes.items(), key=lambda row: (-row[1], row[0])))
 
 
 def damage(state: JobState, row: SaveRow) -> str | None:
     """Return what is wrong with the bytes of a save that lies here; None: nothing known."""
-    records = state.ships.get(row.id, {}).values() if row.state == "present" else ()
+    records = state.uploads.of(row.id).values() if row.state == "present" else ()
     wrong = (r for r in records if r.form == ZERO and (r.is_damaged or is_proven_damaged(r)))
     return next((r.reason or "damaged" for r in wrong), None)
 
@@ -68,10 +74,10 @@ def is_proven_damaged(record: ShipRecord) -> bool:
 
 def way_out(job: WatchedJob, state: JobState, tag: str) -> tuple[str, str]:
     """The command for a folder that will never be safe as it is, and what that does."""
-    verdict, row = state.verdicts.get(tag), state.row_of_tag(tag)
+    verdict, row = state.folders.verdicts.get(tag), state.saves.of_tag(tag)
     if verdict is not None and verdict.state is State.SUSPECT:
         return command_for(job.config, "accept", tag), "takes it as one save"
-    records = state.ships.get(row.id, {}).values() if row is not None else ()
+    records = state.uploads.of(row.id).values() if row is not None else ()
     if any(r.form == ZERO and r.state is ShipState.COMMITTED for r in records):
         return command_for(job.config, "verify", tag, "--repair"), "puts it right"
     return removal(job, tag), REMOVES
@@ -91,7 +97,7 @@ def what_reads_it(reason: str) -> str:
         if is_denied
         else "see to this node's disk and memory"
     )
-    return f"{mend}; tried again by itself, and not shipped until it can be read"
+    return f"{mend}; tried again by itself, and not uploaded until it can be read"
 
 
 def removal_of_hold(job: WatchedJob, name: str) -> str:
@@ -125,8 +131,8 @@ def report_stalls(job: WatchedJob, state: JobState) -> None:
 def report_uploads(job: WatchedJob, state: JobState) -> None:
     """Report damaged files and repeatedly failed uploads of checkpoints that are here or held."""
     remotes = {remote.name: remote for remote in job.config.remotes}
-    for save_id, records in state.ships.items():
-        row = state.rows.get(save_id)
+    for save_id, records in state.uploads.records.items():
+        row = state.saves.rows.get(save_id)
         if row is None or not (row.state == "present" or row.held):
             continue
         for record in records.values():
@@ -148,13 +154,17 @@ def report_uploads(job: WatchedJob, state: JobState) -> None:
 
 def _see_late(job: WatchedJob, state: JobState) -> None:
     """Report late files that failed to upload, until they are committed or they or their save are deleted."""
-    saves = {save.id: save for save in job.view.saves} if state.late_unsent and job.view is not None else {}
-    for (save_id, remote), unsent in list(state.late_unsent.items()):
+    saves = (
+        {save.id: save for save in job.view.saves}
+        if state.uploads.failed_late and job.view is not None
+        else {}
+    )
+    for (save_id, remote), unsent in list(state.uploads.failed_late.items()):
         save = saves.get(save_id)
         if save is not None and save.lacking.get(remote):
             job.problems.see("upload-failed", f"{unsent.about} (late)", unsent.text, unsent.hint)
         else:
-            del state.late_unsent[save_id, remote]
+            state.uploads.forget_late_failed(save_id, remote)
 
 
 def _is_past(state: JobState, remote: RemoteConfig, row: SaveRow, record: ShipRecord) -> bool:
@@ -164,9 +174,13 @@ def _is_past(state: JobState, remote: RemoteConfig, row: SaveRow, record: ShipRe
     if record.form == ZERO or record.state is not ShipState.WAITING or remote.policy.has_rung(record.form):
         return False
     newer = (
-        r for r in state.rows.values() if r.save.order > row.save.order and not r.save.grid.is_model_only
+        r
+        for r in state.saves.rows.values()
+        if r.save.order > row.save.order and not r.save.grid.is_model_only
     )
-    return any(state.ship(one.id, record.remote, ZERO).state is ShipState.COMMITTED for one in newer)
+    return any(
+        state.uploads.record(one.id, record.remote, ZERO).state is ShipState.COMMITTED for one in newer
+    )
 
 
 def _cure(job: WatchedJob, state: JobState, row: SaveRow, record: ShipRecord) -> str:
@@ -180,11 +194,11 @@ def _cure(job: WatchedJob, state: JobState, row: SaveRow, record: ShipRecord) ->
 
 def report_deletions(problems: Problems, state: JobState) -> None:
     """Report deletions that were permitted and failed, unless the save is kept by now."""
-    for save_id, stays in list(state.prune_blocked.items()):
-        row = state.rows.get(save_id)
+    for save_id, stays in list(state.deletions.blocked.items()):
+        row = state.saves.rows.get(save_id)
         fate = state.plan.local_fates.get(save_id) if state.plan is not None else None
         if row is None or row.state != "present" or (fate is not None and fate.keeps):
-            del state.prune_blocked[save_id]
+            state.deletions.forget_blocked(save_id)
             continue
         severity: Severity | None = "note" if stays.is_brief else None
         tag = row.save.tag
@@ -192,11 +206,11 @@ def report_deletions(problems: Problems, state: JobState) -> None:
 
 
 def _see_retirements(job: WatchedJob, state: JobState) -> None:
-    for (remote, sha256), refusal in list(state.retire_refused.items()):
+    for (remote, sha256), refusal in list(state.deletions.refused.items()):
         if _is_wanted_gone(job, state, remote, sha256):
             job.problems.see("retire-blocked", refusal.about, refusal.text, refusal.hint)
         else:
-            del state.retire_refused[remote, sha256]
+            state.deletions.forget_refused(remote, sha256)
 
 
 def _is_wanted_gone(job: WatchedJob, state: JobState, remote: str, sha256: str) -> bool:
@@ -217,12 +231,12 @@ def _see_holds(job: WatchedJob, state: JobState) -> None:
     """Report saves that lost their hold until they are committed; once deleted, `vanished-uncommitted`
     reports them.
     """
-    for save_id, text in list(state.holds_released.items()):
-        row = state.rows.get(save_id)
+    for save_id, text in list(state.holds.released.items()):
+        row = state.saves.rows.get(save_id)
         required = [remote.name for remote in job.config.remotes if remote.required]
-        is_safe = all(state.ship(save_id, name, ZERO).state in SETTLED for name in required)
+        is_safe = all(state.uploads.record(save_id, name, ZERO).state in SETTLED for name in required)
         if row is None or row.state != "present" or row.held or is_safe:
-            del state.holds_released[save_id]
+            state.holds.forget_released(save_id)
         else:
             job.problems.see("hold-released", row.save.tag, text, "free space, or save less often")
 
@@ -241,14 +255,14 @@ def _forget_stalls(job: WatchedJob, state: JobState) -> None:
     """An upload that was cut goes on; where nothing is left to send or remove, no byte will ever move."""
     busy = {
         record.remote
-        for row in state.rows.values()
+        for row in state.saves.rows.values()
         if row.state == "present" or row.held
-        for record in state.ships.get(row.id, {}).values()
+        for record in state.uploads.of(row.id).values()
         if record.state in (ShipState.FAILED, *_TRIED_AGAIN)
     }
     busy |= {getattr(action, "remote", "") for action in state.plan.actions} if state.plan else set()
     for link in job.links.values():
-        if not link.is_shipping and link.name not in busy:
+        if not link.is_transferring and link.name not in busy:
             job.problems.clear("transfer-stalled", link.name)
 
 
@@ -265,7 +279,7 @@ def report_alarms(job: WatchedJob, state: JobState) -> None:
     """Report early alarms: missing shards, blocked retention, another host on this directory, other
     configurations.
     """
-    for tag, verdict in state.verdicts.items():
+    for tag, verdict in state.folders.verdicts.items():
         left = _patience_left_seconds(job, state, tag, verdict)
         if left is not None and left <= 0:
             _see_missing(job, state, tag, verdict)
@@ -295,8 +309,8 @@ def _see_belts(job: WatchedJob, view: JobView, plan: Plan | None) -> None:
 
 def waits_for_alarm(job: WatchedJob, state: JobState) -> bool:
     """Time alone will raise one: such a job is not at rest."""
-    lefts = (_patience_left_seconds(job, state, tag, v) for tag, v in state.verdicts.items())
-    return state.blocked_since is not None or any(left is not None and left > 0 for left in lefts)
+    lefts = (_patience_left_seconds(job, state, tag, v) for tag, v in state.folders.verdicts.items())
+    return state.deletions.is_blocked or any(left is not None and left > 0 for left in lefts)
 
 
 def _patience_left_seconds(job: WatchedJob, state: JobState, tag: str, verdict: Verdict) -> float | None:
@@ -304,15 +318,18 @@ def _patience_left_seconds(job: WatchedJob, state: JobState, tag: str, verdict: 
 
     None: no shard is missing, or a later save is whole.
     """
-    if not verdict.missing or verdict.state in _NOT_LATE or state.listing is None:
+    if not verdict.missing or verdict.state in _NOT_LATE or state.folders.listing is None:
         return None
-    folder, quiet = next((f for f in state.listing.folders if f.tag == tag), None), state.quiet.get(tag)
+    folder, quiet = (
+        next((f for f in state.folders.listing.folders if f.tag == tag), None),
+        state.folders.quiet.get(tag),
+    )
     if folder is None or quiet is None:
         return None
     written_ns = max((f.identity.mtime_ns for f in folder.shards), default=0)
-    if any(row.save.window.last > written_ns for row in state.rows.values()):
+    if any(row.save.window.last > written_ns for row in state.saves.rows.values()):
         return None
-    patience = max(LEAST_QUIET_SECONDS, 3 * job.config.settle_seconds, 2 * state.widest_save_seconds)
+    patience = max(LEAST_QUIET_SECONDS, 3 * job.config.settle_seconds, 2 * state.saves.widest_save_seconds)
     return patience - (time.monotonic() - quiet.since_seconds)
 
 
@@ -320,7 +337,7 @@ def _see_missing(job: WatchedJob, state: JobState, tag: str, verdict: Verdict) -
     first, more = verdict.missing[0], len(verdict.missing) - 1
     text = f"{tag}: {first} is missing" + (f", and {more} more" if more else "")
     where = _last_place(job, state, first)
-    same = [t for t, v in state.verdicts.items() if t != tag and v.missing == verdict.missing]
+    same = [t for t, v in state.folders.verdicts.items() if t != tag and v.missing == verdict.missing]
     if same:
         text += f", as in {same[-1]}: it is never written"
         cure = "with node-local storage and tensor parallelism DeepSpeed leaves shards out: check its config"
@@ -332,7 +349,7 @@ def _see_missing(job: WatchedJob, state: JobState, tag: str, verdict: Verdict) -
 def _last_place(job: WatchedJob, state: JobState, missing: str) -> str:
     """Which node wrote that shard in the newest save that is whole here."""
     name = _NAME.search(missing)
-    rows = [row for row in state.rows.values() if row.state == "present"]
+    rows = [row for row in state.saves.rows.values() if row.state == "present"]
     newest = max(rows, key=lambda row: row.save.order, default=None)
     if name is None or newest is None:
         return ""
@@ -346,15 +363,77 @@ def _see_blocked(job: WatchedJob, state: JobState) -> None:
     """Once the same thing has been in the way for its patience."""
     found = blocked(job.view, state.plan.local_fates) if job.view is not None and state.plan else None
     if found is None or state.is_first_scan:
-        state.blocked_since = None
-        return
-    now = time.monotonic()
-    if state.blocked_since is None or state.blocked_since[0] != found.what:
-        state.blocked_since = (found.what, now)
-    if now - state.blocked_since[1] >= found.patience_seconds:
+        state.deletions.seconds_blocked_by(None)
+    elif state.deletions.seconds_blocked_by(found.what) >= found.patience_seconds:
         job.problems.see("retention-blocked", "retention", found.text, found.next_step)
     elif found.is_told_at_once:
         job.problems.see("retention-blocked", "retention", found.text, found.next_step, severity="note")
+
+
+# --- Parts that wait for other nodes' shards --------------------------------------------------------------
+
+
+def report_waiting(job: WatchedJob, state: JobState) -> None:
+    """Raise `commit-waiting`, or `commit-incomplete` once the other nodes had their time."""
+    for key, before in list(state.uploads.waiting.items()):
+        row = state.saves.rows.get(key[0])
+        record = state.uploads.record(*key)
+        if row is None or record.state not in (ShipState.WAITING, ShipState.SHIPPING):
+            state.uploads.end_wait(key)
+            continue
+        # also while the next attempt is under way: what it asked of the tag is forgotten when it ends
+        waiting = state.uploads.wait(key, _with_parts(job, row, key[1], before))
+        if record.state is not ShipState.WAITING:
+            continue
+        about = f"{row.save.tag} → {key[1]}"
+        lost = late(_open_save(row, record, waiting), job.nodes.others)
+        if lost is None:
+            job.problems.see("commit-waiting", about, f"{about}: {waiting.reason}", waiting.hint)
+        else:
+            job.problems.see(
+                "commit-incomplete", about, f"{about}: {lost.text}", _cure_missing(job, lost, row)
+            )
+
+
+def _with_parts(job: WatchedJob, row: SaveRow, remote: str, waiting: CommitWait) -> CommitWait:
+    """With what the last look at the tag told; it is asked anew after each attempt."""
+    view = job.links[remote].tag_views.get(row.save.tag) if remote in job.links else None
+    if view is None:
+        return waiting
+    return replace(waiting, parts=tuple(part for part in open_parts(view) if part.node != job.node))
+
+
+def _open_save(row: SaveRow, record: ShipRecord, waiting: CommitWait) -> UncommittedSave:
+    return UncommittedSave(
+        missing=waiting.missing,
+        branch=row.save.branch,
+        step=row.save.step,
+        generation=record.generation or 0,
+        mm_count=row.save.grid.mm_count,
+        age_seconds=time.time() - row.sealed_at,
+        parts=waiting.parts,
+    )
+
+
+def _cure_missing(job: WatchedJob, lost: MissingShards, row: SaveRow) -> str:
+    back = "bring that node's daemon back, or train on: the next save is not concerned"
+    if lost.apart and any(is_state(file.path) for file in row.save.files):
+        back = (
+            f"{BY_LOCAL_RANK}, so no save of several nodes can be committed: "
+            "save without it, which names them by global rank, or offload the optimizer to the CPU"
+        )
+    elif lost.apart:
+        back = f"save again: what {', '.join(lost.apart[:3])} uploaded is of another save of this tag"
+    return f"{back}; what is committed: {command_for(job.config, 'list')}"
+
+
+def report_differing_nodes(job: WatchedJob) -> None:
+    """Nodes that were told something else of what is kept."""
+    differing = job.nodes.differing()
+    if differing:
+        text = f"the configuration of {', '.join(differing)} is another than this node's: nothing is deleted"
+        cure = "give every node the same job file (retention, forms, remotes), then: ckptd reload"
+        job.problems.see("config-differs", "nodes", text, cure)
 
 
 # --- Reasons of finished deletions -----------------------------------------------------------------------
@@ -366,7 +445,4 @@ def why_gone(state: JobState, row: SaveRow) -> str | None:
         return "removed by somebody else"
     if row.state != "pruned":
         return None
-    # the journal's row names every file of the save: it is read once
-    if row.id not in state.why_pruned and (why := state.journal.why_pruned(row.id)) is not None:
-        state.why_pruned[row.id] = why
-    return state.why_pruned.get(row.id)
+    return state.saves.deletion_reason(row.id)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ckptd.core.policy.capacity import Forecast
     from ckptd.core.policy.view import RemoteCommit
     from ckptd.daemon.health.watched_job import WatchedJob
-    from ckptd.daemon.state.state import JobState, ShipKey
+    from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.state.upload_records import ShipKey
     from ckptd.daemon.uploads.session import RemoteSession
 
     ShipTimes = Mapping[ShipKey, tuple[float | None, float | None]]
@@ -178,7 +179,9 @@ def _seconds_at_risk(state: JobState, safe: RemoteCommit | None) -> float | None
     """Training time since the safe save was written: what a lost node would cost."""
     if safe is None:
         return None
-    rows = [r for r in state.rows.values() if (r.save.tag, *r.save.order[:2]) == (safe.tag, *safe.order[:2])]
+    rows = [
+        r for r in state.saves.rows.values() if (r.save.tag, *r.save.order[:2]) == (safe.tag, *safe.order[:2])
+    ]
     row = max(rows, key=lambda r: (r.save.order == safe.order, r.id), default=None)
     written_at = safe.committed_at_seconds if row is None else row.save.window.last / 1e9
     return None if written_at is None else round(max(0.0, time.time() - written_at), 1)
@@ -196,7 +199,7 @@ def _disk(job: WatchedJob, state: JobState, told: Forecast) -> st.DiskStatus:
 
 
 def _checkpoints(job: WatchedJob, state: JobState) -> tuple[st.CheckpointStatus, ...]:
-    rows = sorted(state.rows.values(), key=lambda r: r.save.order, reverse=True)
+    rows = sorted(state.saves.rows.values(), key=lambda r: r.save.order, reverse=True)
     shown = [r for r in rows if r.state == "present" or r.held]
     ended = [r for r in rows if not r.held and r.state in ("pruned", "vanished", "superseded")]
     times = state.journal.ship_times()
@@ -205,13 +208,13 @@ def _checkpoints(job: WatchedJob, state: JobState) -> tuple[st.CheckpointStatus,
     left = frozenset(s.id for s in view.saves if not is_to_upload(view, s) and not is_committed(view, s))
     sealed = [_sealed(job, state, row, times, row.id in left) for row in [*shown, *ended[:SHOWN_ENDED]]]
     sealed_tags = {r.save.tag for r in shown}
-    folders = {f.tag: f for f in state.listing.folders} if state.listing is not None else {}
+    folders = {f.tag: f for f in state.folders.listing.folders} if state.folders.listing is not None else {}
     cut_short = unfinished(state)
     open_ones = [
         _unsealed(
             job, tag, verdict, folders.get(tag), way_out(job, state, tag)[0] if tag in cut_short else None
         )
-        for tag, verdict in state.verdicts.items()
+        for tag, verdict in state.folders.verdicts.items()
         if verdict.state is not State.COMPLETE or tag not in sealed_tags
     ]
     return (*open_ones, *sealed)
@@ -221,7 +224,7 @@ def _unsealed(
     job: WatchedJob, tag: str, verdict: Verdict, folder: FolderListing | None, next_step: str | None
 ) -> st.CheckpointStatus:
     assert job.state is not None
-    quiet = job.state.quiet.get(tag)
+    quiet = job.state.folders.quiet.get(tag)
     return st.CheckpointStatus(
         tag=tag,
         generation=None,
@@ -247,7 +250,7 @@ def _sealed(
 ) -> st.CheckpointStatus:
     assert job.view is not None
     save = row.save
-    records = state.ships.get(row.id, {})
+    records = state.uploads.of(row.id)
     remotes: dict[str, dict[str, st.FormStatus]] = {}
     for remote in job.view.remotes:
         remotes[remote.name] = {
@@ -264,7 +267,7 @@ def _sealed(
             for form in remote.forms
         }
     required = [r.name for r in job.view.remotes if r.is_required]
-    zero = [state.ship(row.id, name, ZERO) for name in required]
+    zero = [state.uploads.record(row.id, name, ZERO) for name in required]
     fate = state.plan.local_fates.get(row.id) if state.plan else None
     damaged = damage(state, row)
     return st.CheckpointStatus(
@@ -324,7 +327,7 @@ def _form(
         is_here = row.state == "present" or row.held
         ready = is_here if key[2] == ZERO else row.derived_of(key[2]).state is DerivedState.READY
         return st.FormStatus(state="waiting" if ready else "none")
-    moving = state.moving.get(key)
+    moving = state.uploads.progress.get(key)
     eta = None
     if moving and moving.done_bytes > moving.start_bytes and not stands_still:
         speed = (moving.done_bytes - moving.start_bytes) / max(

@@ -43,7 +43,7 @@ _ASIDE = ".unknown"
 def recover_holds(state: JobState, save_dir_fd: int) -> None:
     """Settle each hold found at the start: known, released, not yet journalled, or of a lost journal."""
     names = fs.names_in(save_dir_fd, fs.HOLD)
-    known = {hold_name(row): row for row in state.rows.values()}
+    known = {hold_name(row): row for row in state.saves.rows.values()}
     for name in names:
         if name.startswith(base_names.TEMPORARY_PREFIX):
             with _told(state, name):
@@ -63,11 +63,10 @@ def settle_holds(state: JobState, save_dir_fd: int) -> None:
 
     Before anything new is held: a new hold may bear such a one's name. And what is left of those that failed.
     """
-    for name in [name for name, why in state.stray_holds.items() if not why]:
-        del state.stray_holds[name]
+    for name in state.holds.take_unsettled():
         with _told(state, name, is_hold=True):
             _unknown(state, save_dir_fd, name)
-    for save_id in [save_id for save_id in state.failed_holds if not state.busy[save_id]]:
+    for save_id in [save_id for save_id in state.holds.failed if not state.saves.busy[save_id]]:
         _clear_failed(state, save_dir_fd, save_id)
 
 
@@ -77,9 +76,9 @@ def _clear_failed(state: JobState, save_dir_fd: int, save_id: int) -> None:
     All of itself goes only once its save is committed: until then the next attempt takes its place, and it
     may be the last copy.
     """
-    row = state.rows.get(save_id)
+    row = state.saves.rows.get(save_id)
     if row is None or row.held:
-        state.failed_holds.discard(save_id)
+        state.holds.forget_failed(save_id)
         return
     name = hold_name(row)
     with _told(state, name):
@@ -90,13 +89,13 @@ def _clear_failed(state: JobState, save_dir_fd: int, save_id: int) -> None:
         else:
             return
         fs.remove_ours(save_dir_fd, fs.HOLD, f"{name}.partial")
-        state.failed_holds.discard(save_id)
+        state.holds.forget_failed(save_id)
 
 
 def _release(state: JobState, save_dir_fd: int, name: str, row: SaveRow, why: str) -> None:
     """Like one that the planner lets go: with a line that says on what that rests."""
     if state.audit is not None:
-        rests_on = state.rests_on(row.id)
+        rests_on = state.uploads.commits_of(row.id)
         state.audit.write("release-hold", tag=row.save.tag, form="hold", reason=why, **rests_on)
     clones.release(save_dir_fd, name)
 
@@ -112,27 +111,26 @@ def _told(state: JobState, name: str, *, is_hold: bool = False) -> Iterator[None
     except JournalFailed:
         raise
     except (CkptdError, OSError) as error:
-        if what not in state.failures:
+        if what not in state.failures.all():
             log.warning("%s: %s", what, error)
-        state.note_failure(what, error if isinstance(error, CkptdError) else from_os_error(error, what))
+        state.failures.note(what, error if isinstance(error, CkptdError) else from_os_error(error, what))
         if is_hold:
-            state.stray_holds[name] = ""
+            state.holds.put_stray(name)
     else:
-        state.failures.pop(what, None)
+        state.failures.clear(what)
 
 
 def forget_lost_holds(state: JobState, save_dir_fd: int) -> None:
     """A person had the hold of a damaged save removed (`gc --incomplete`): nothing of that save is left."""
     damaged = [
         row
-        for row in state.rows.values()
-        if row.held and any(r.state is ShipState.REFUSED for r in state.ships.get(row.id, {}).values())
+        for row in state.saves.rows.values()
+        if row.held and any(r.state is ShipState.REFUSED for r in state.uploads.of(row.id).values())
     ]
     names = fs.names_in(save_dir_fd, fs.HOLD) if damaged else ()
     for row in damaged:
-        if hold_name(row) not in names and not state.busy[row.id]:
-            state.journal.set_held(row.id, held=False)
-            state.reload(row.id)
+        if hold_name(row) not in names and not state.saves.busy[row.id]:
+            state.set_held(row.id, held=False)
 
 
 def _take_up(state: JobState, save_dir_fd: int, name: str, row: SaveRow | None) -> None:
@@ -151,7 +149,7 @@ def _not_noted(state: JobState, save_dir_fd: int, name: str, row: SaveRow) -> No
     if isinstance(save, SealedSave) and not _is_same(save, row.save):
         _unknown(state, save_dir_fd, name)
     elif _was_committed(state, row):
-        _release(state, save_dir_fd, name, row, "committed; let go before, and back with a power cut")
+        _release(state, save_dir_fd, name, row, "committed; released before, and back with a power cut")
     elif isinstance(save, SealedSave):
         # made, and killed before that was noted; or let go for want of room, and back with a power cut
         state.journal.set_held(row.id, held=True)
@@ -163,7 +161,7 @@ def _was_committed(state: JobState, row: SaveRow) -> bool:
     """Tell whether every required remote has committed a save, as the planner judges it (P1: one remote alone
     is not enough).
     """
-    return was_committed(state.ships.get(row.id, {}), state.required)
+    return was_committed(state.uploads.of(row.id), state.required)
 
 
 def _unknown(state: JobState, save_dir_fd: int, name: str) -> None:
@@ -172,7 +170,7 @@ def _unknown(state: JobState, save_dir_fd: int, name: str) -> None:
     if isinstance(save, str):
         _keep_aside(state, save_dir_fd, name, save)
         return
-    twins = [row for row in state.rows.values() if _is_same(row.save, save)]
+    twins = [row for row in state.saves.rows.values() if _is_same(row.save, save)]
     needless = (row for row in twins if row.held or row.state == "pruned" or _was_committed(state, row))
     if (twin := next(needless, None)) is not None:
         why = "held twice" if twin.held else "pruned" if twin.state == "pruned" else "committed"
@@ -180,22 +178,22 @@ def _unknown(state: JobState, save_dir_fd: int, name: str) -> None:
         return
     folder = scan_folder(save_dir_fd, save.tag)
     if not twins and folder is not None and same_files(save, folder):
-        state.stray_holds[name] = ""  # until it is sealed anew
+        state.holds.put_stray(name)  # until it is sealed anew
         return
     save_id = twins[-1].id if twins else _add(state, save)
-    new = hold_name(state.rows[save_id])
+    new = hold_name(state.saves.rows[save_id])
     if name != new and not clones.give_name(save_dir_fd, name, new):
-        state.stray_holds[name] = ""  # another one of a lost journal has that name, until it is settled
+        state.holds.put_stray(name)  # another one of a lost journal has that name, until it is settled
         return
     state.journal.set_held(save_id, held=True)
     state.load()
-    log.info("%s is in nothing but a hold of a journal that is lost: it is shipped from there", save.tag)
+    log.info("%s is in nothing but a hold of a journal that is lost: it is uploaded from there", save.tag)
 
 
 def _add(state: JobState, save: SealedSave) -> int:
     """A row for what no journal knows and no folder has; older than what its tag was written over with."""
     update: dict[str, object] = {"rivals": (), "beside": ()}
-    here = state.row_of_tag(save.tag)
+    here = state.saves.of_tag(save.tag)
     if here is not None and save.order >= here.save.order:
         update["branch"] = here.save.branch - 1
     gone: SaveState = "vanished" if here is None else "superseded"
@@ -214,8 +212,9 @@ def _keep_aside(state: JobState, save_dir_fd: int, name: str, why: str) -> None:
     if name.rpartition(".")[2].isdecimal():
         names = (f"{name}{_ASIDE}{number}" for number in count(1))
         name = next(new for new in names if clones.give_name(save_dir_fd, name, new))
-    state.stray_holds[name] = f"{show_bytes(held.total_bytes)} in {fs.HOLD}/{name} are not shipped: {why}"
-    log.warning("%s", state.stray_holds[name])
+    text = f"{show_bytes(held.total_bytes)} in {fs.HOLD}/{name} are not uploaded: {why}"
+    state.holds.put_stray(name, text)
+    log.warning("%s", text)
 
 
 def _is_same(one: SealedSave, other: SealedSave) -> bool:

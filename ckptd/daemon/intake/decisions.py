@@ -265,10 +265,10 @@ class DecisionPublisher:
             if (basis := (words, seen.decisions)) != told.basis:
                 told.basis, told.lacks = basis, lacking(*basis)
             if not told.lacks:
-                self._state.untold.discard(name)
+                self._state.deletions.set_undecided(name, is_undecided=False)
                 self._state.problems.clear("decision-unpublished", name)
                 continue
-            self._state.untold.add(name)
+            self._state.deletions.set_undecided(name, is_undecided=True)
             if self._is_due(link, told):
                 told.asked, told.left = told.lacks, list(told.lacks)
                 told.looked_at_seconds = link.observed_at_seconds

@@ -134,21 +134,21 @@ class ShardInspector:
 
         def then(rows: list[FileFacts]) -> None:
             self._inspecting.discard(folder.tag)
-            self._state.failures.pop(f"inspecting {folder.tag}", None)
+            self._state.failures.clear(f"inspecting {folder.tag}")
             self._answered(folder, rows, is_final=is_final)
-            quiet = self._state.quiet.get(folder.tag)
+            quiet = self._state.folders.quiet.get(folder.tag)
             if quiet is None or quiet.digest != folder.digest:
                 return
-            self._state.facts.setdefault(folder.tag, {}).update({r.path: r for r in rows})
+            self._state.folders.add_facts(folder.tag, rows)
             self._wake()
 
         def failed(error: CkptdError) -> None:
             self._inspecting.discard(folder.tag)
             # one that is gone meanwhile is not asked for again
-            if isinstance(error, StorageError) and folder.tag in self._state.quiet:
+            if isinstance(error, StorageError) and folder.tag in self._state.folders.quiet:
                 self._refused[folder.tag] = _refused_again(self._refused.get(folder.tag), folder)
             if refused is None or not refused.lost:  # else its verdict says so
-                self._state.note_failure(f"inspecting {folder.tag}", error)
+                self._state.failures.note(f"inspecting {folder.tag}", error)
             log.warning("inspecting %s: %s", folder.tag, error)
 
         self._workers.submit(
@@ -160,7 +160,7 @@ class ShardInspector:
 
     def _answered(self, folder: FolderListing, rows: Sequence[FileFacts], *, is_final: bool) -> None:
         lost = [row for row in rows if row.reason and not row.fingerprint] if is_final else []
-        if not lost or folder.tag not in self._state.quiet:
+        if not lost or folder.tag not in self._state.folders.quiet:
             self._refused.pop(folder.tag, None)
             return
         refused = _refused_again(self._refused.get(folder.tag), folder, lost[0].reason or "")
@@ -174,18 +174,18 @@ class ShardInspector:
 
         def then(is_durable: bool | None) -> None:
             self._flushing.pop(folder.tag, None)
-            self._state.failures.pop(f"flushing {folder.tag}", None)
+            self._state.failures.clear(f"flushing {folder.tag}")
             if is_durable:
                 self.flushed[folder.tag] = folder.digest
                 # not before: a power cut may leave other bytes under the same identity
-                facts = self._state.facts.get(folder.tag, {})
+                facts = self._state.folders.facts.get(folder.tag, {})
                 durable = [(f.identity, facts[f.path]) for f in folder.files if f.path in facts]
                 self._state.journal.put_facts(durable)
                 self._wake()
 
         def failed(error: CkptdError) -> None:
             self._flushing.pop(folder.tag, None)
-            self._state.note_failure(f"flushing {folder.tag}", error)
+            self._state.failures.note(f"flushing {folder.tag}", error)
             log.warning("flushing %s: %s", folder.tag, error)
 
         paths = [file.path for file in folder.files]
@@ -225,8 +225,8 @@ class LateFiles:
         digests = {folder.tag: folder.digest for folder in listing.folders} if self._refused else {}
         self._refused = {t: r for t, r in self._refused.items() if digests.get(t) == r.digest}
         for folder in listing.folders:
-            row = self._state.row_of_tag(folder.tag)
-            quiet = self._state.quiet.get(folder.tag)
+            row = self._state.saves.of_tag(folder.tag)
+            quiet = self._state.folders.quiet.get(folder.tag)
             if row is None or quiet is None or folder.folder != row.save.folder:
                 continue
             if not newcomers(row.save, folder):
@@ -243,7 +243,7 @@ class LateFiles:
 
     def _look_at(self, save_id: int, folder: FolderListing, save_dir_fd: int) -> None:
         self._looking[folder.tag] = folder.digest
-        save = self._state.rows[save_id].save
+        save = self._state.saves.rows[save_id].save
         files = newcomers(save, folder)
         identities = {file.path: file.identity for file in files}
         root = self._config.save_dir / folder.tag
@@ -254,7 +254,7 @@ class LateFiles:
         def then(facts: list[FileFacts] | None) -> None:
             self._looking.pop(folder.tag, None)
             self._refused.pop(folder.tag, None)
-            row = self._state.rows.get(save_id)
+            row = self._state.saves.rows.get(save_id)
             if facts is not None and row is not None and row.save == save:
                 by_path = {fact.path: fact for fact in facts}
                 aside = {"role": Role.SIDE, "shard": ShardKey(), "tensor_fingerprint": None}
@@ -263,10 +263,7 @@ class LateFiles:
                     for file in files
                 }
                 late = {file.path: file for file in save.late} | found
-                self._state.journal.replace_sealed(
-                    save_id, save.model_copy(update={"late": tuple(late.values())})
-                )
-                self._state.reload(save_id)
+                self._state.replace_sealed(save_id, save.model_copy(update={"late": tuple(late.values())}))
                 log.info("%s: %d files came after it was complete", folder.tag, len(found))
             self._wake()
 

@@ -30,13 +30,13 @@ from ckptd.daemon.state.remote_sync import (
     adopt_commits,
     committed_shards,
     forget_gone,
+    hear_of_parts,
     is_written_down,
     learn_forms,
     notice_lost,
     unread_manifests,
     unreadable_in,
 )
-from ckptd.daemon.uploads.commit_wait import hear_of_parts
 from ckptd.daemon.uploads.shared_dir import look_for_sharer
 from ckptd.storage.journal.history import ANY_TAG
 
@@ -87,7 +87,7 @@ class KnownSaves:
     @property
     def has_heard_all(self) -> bool:
         """Every remote has been observed since the start; of two that are one place the first."""
-        return all(link.observation is not None or link.is_twin for link in self._links.values())
+        return all(link.observation is not None or link.is_duplicate for link in self._links.values())
 
     @property
     def is_rebuilt(self) -> bool:
@@ -98,7 +98,7 @@ class KnownSaves:
     def _goes_on_without(self) -> bool:
         """Another directory under a journal that knows its remotes: one that is away holds nothing up."""
         links = self._links.values()
-        return self.is_rebuilt and all(one.observation or one.is_twin or one.is_away for one in links)
+        return self.is_rebuilt and all(one.observation or one.is_duplicate or one.is_away for one in links)
 
     def refresh(self) -> bool:
         """Read decisions again: own files, and what the last observations showed; whether any is new.
@@ -106,7 +106,7 @@ class KnownSaves:
         What a remote lacks of them is published there again (adr/0165).
         """
         seen = {name: link.observation for name, link in self._links.items() if link.observation is not None}
-        self._state.heard |= seen.keys()
+        self._state.deletions.note_observed(seen)
         has_news = self._decisions.refresh([d for one in seen.values() for d in one.decisions])
         self._telling.turn(self._decisions.words)
         return has_news
@@ -130,7 +130,7 @@ class KnownSaves:
         for decision in self._decisions.known:
             if decision.kind == "adopt" and self._first.is_meant(decision):
                 tags = None if decision.tag == "*" else [decision.tag, *decision.tags]
-                rows = self._state.rows.values()
+                rows = self._state.saves.rows.values()
                 if any(not r.adopted and (tags is None or r.save.tag in tags) for r in rows):
                     self._state.journal.set_adopted(tags)
                     self._state.load()
@@ -155,7 +155,7 @@ class KnownSaves:
         """All remotes observed once (a new journal), and asked about a tag that they know and we do not."""
         if not self.is_rebuilt and not self.has_heard_all:
             return False
-        if any(row.save.tag == tag for row in self._state.rows.values()):
+        if any(row.save.tag == tag for row in self._state.saves.rows.values()):
             return True
         unasked = [
             link
@@ -169,7 +169,7 @@ class KnownSaves:
 
     def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
         """The order in a committed manifest that lists exactly these shards, or that they had here before."""
-        if (here := self._state.past_order(tag, fingerprints)) is not None:
+        if (here := self._state.saves.past_order(tag, fingerprints)) is not None:
             return here
         wanted = set(fingerprints)
         listed = (row for link in self._links.values() for row in self._listed(link, tag))
@@ -183,7 +183,7 @@ class KnownSaves:
         """
         if not shards:
             return None
-        rows = (row.save for row in self._state.rows.values() if row.save.tag != tag)
+        rows = (row.save for row in self._state.saves.rows.values() if row.save.tag != tag)
         orders = [save.order for save in rows if shards_of(save) == shards]
         for link in self._links.values():
             others = (one for one in link.tag_views if one != tag)
@@ -238,7 +238,7 @@ class KnownSaves:
             look_for_sharer(self._state, link, self._beginning.now)
         for name, link in self._links.items():
             notice_lost(self._state, link, self._forms[name])
-        for row in list(self._state.rows.values()):
+        for row in list(self._state.saves.rows.values()):
             if row.state == "present" or row.held:
                 for name, link in self._links.items():
                     forms = self._forms[name]
@@ -249,12 +249,12 @@ class KnownSaves:
 
     def _choose_generation(self, row: SaveRow, link: RemoteSession, form: str) -> None:
         state, key = self._state, (row.id, link.name, form)
-        record = state.ship(*key)
-        if record.state not in _OPEN or key in state.generations:
+        record = state.uploads.record(*key)
+        if record.state not in _OPEN or key in state.uploads.generations:
             return
         match choice := self._choose(row.save, link, form):
             case JoinGeneration(generation=g):
-                state.generations[key] = GenerationAnswer(generation=g, attempt=record.attempt)
+                state.uploads.set_generation(key, GenerationAnswer(generation=g, attempt=record.attempt))
             case AlreadyCommitted() as already:
                 found = {
                     "state": ShipState.COMMITTED,
@@ -263,14 +263,14 @@ class KnownSaves:
                     "commit_sha256": already.commit_sha256,
                     "unlisted": already.unlisted,
                 }
-                state.put_ship(row.id, record.model_copy(update=found))
+                state.uploads.put(row.id, record.model_copy(update=found))
                 link.changed()  # the observation may be older than that COMMIT
                 log.info("%s (%s) is committed on %s already; nothing is sent", row.save.tag, form, link.name)
             case GenerationRetired(generation=g):
                 update = {"state": ShipState.RETIRED, "generation": g}
-                state.put_ship(row.id, record.model_copy(update=update))
+                state.uploads.put(row.id, record.model_copy(update=update))
         if isinstance(choice, AlreadyCommitted | GenerationRetired):
-            link.tag_views.pop(row.save.tag, None)  # no upload of ours ends it: that of another node was it
+            link.forget_tag(row.save.tag)  # no upload of ours ends it: that of another node was it
 
     def _hear_of_commits(self, name: str, link: RemoteSession) -> None:
         """Take over what other nodes did: the COMMIT that a part waits for, or a dispute that ends one (H1:
@@ -282,13 +282,13 @@ class KnownSaves:
         disputed = {v.sha256: v.key for v in commits if v.disputed}
         learn_forms(state, name, self._forms[name], commits)
         update: dict[str, object]
-        for row in state.rows.values():
+        for row in state.saves.rows.values():
             if row.state != "present" and not row.held:
                 continue
-            record = state.ship(row.id, name, ZERO)
+            record = state.uploads.record(row.id, name, ZERO)
             if record.state is ShipState.COMMITTED and record.commit_sha256 in disputed:
                 reason = f"{disputed[record.commit_sha256]} is disputed"
-                log.error("%s: %s; it is shipped again", row.save.tag, reason)
+                log.error("%s: %s; it is uploaded again", row.save.tag, reason)
                 gone = {"commit_key": None, "commit_sha256": None}
                 update = {"state": ShipState.NEW, **gone, "reason": reason}
             elif record.state is ShipState.WAITING and record.retry_at_seconds:
@@ -297,8 +297,8 @@ class KnownSaves:
                 update = {"retry_at_seconds": 0.0}
             else:
                 continue
-            state.put_ship(row.id, record.model_copy(update=update))
-            link.tag_views.pop(row.save.tag, None)
+            state.uploads.put(row.id, record.model_copy(update=update))
+            link.forget_tag(row.save.tag)
 
     def _choose(self, save: SealedSave, link: RemoteSession, form: str) -> GenerationChoice | None:
         """The choice on what the link was told of the tag; None while it was not asked."""

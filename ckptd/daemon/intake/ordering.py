@@ -80,7 +80,7 @@ class Ordering:
 
     def ranked(self, ready: list[tuple[FolderListing, Verdict]]) -> list[tuple[FolderListing, Verdict]]:
         """Saves that are durable now, in the order in which they count as saved."""
-        latest = self._state.listing.latest if self._state.listing else None
+        latest = self._state.folders.listing.latest if self._state.folders.listing else None
         seen = {tag: at for tag, (_, at) in self._seen.items()}
         order = sealing_order({f.tag: v.step or 0 for f, v in ready}, latest, seen)
         rank = {tag: place for place, tag in enumerate(order)}
@@ -95,7 +95,7 @@ class Ordering:
         order = self._known.known_order(folder.tag, fingerprints)
         if order is not None:
             return order
-        own = max((row.save.order for row in self._state.rows.values()), default=None)
+        own = max((row.save.order for row in self._state.saves.rows.values()), default=None)
         remote = self._known.highest()
         highest = max([one for one in (own, remote) if one is not None], default=None)
         # saved anew since then, it is what the trainer does now: perhaps a rewind
@@ -135,9 +135,9 @@ class Ordering:
 
     def _was_passed(self, folder: FolderListing, step: int, highest: Order | None) -> bool:
         """The newest was sealed while this older one lay there and could not be yet: no run was rewound."""
-        listing = self._state.listing
+        listing = self._state.folders.listing
         here = {f.tag: f for f in listing.folders} if listing is not None else {}
-        newest = next((row for row in self._state.rows.values() if row.save.order == highest), None)
+        newest = next((row for row in self._state.saves.rows.values() if row.save.order == highest), None)
         other = here.get(newest.save.tag) if newest is not None else None
         if newest is None or other is None or step >= newest.save.step:
             return False
@@ -147,7 +147,7 @@ class Ordering:
 
     def beside(self, tag: str) -> tuple[str, ...]:
         """Other folders with shards that are not the save that was sealed of their tag, if any was."""
-        folders = self._state.listing.folders if self._state.listing else ()
+        folders = self._state.folders.listing.folders if self._state.folders.listing else ()
         return tuple(f.tag for f in folders if f.tag != tag and f.shards and not self._is_sealed(f))
 
     def rivals(self, folder: FolderListing, order: Order) -> tuple[int, ...]:
@@ -155,13 +155,13 @@ class Ordering:
 
         All that are here, where its order is a guess: another guess is no next save.
         """
-        listing = self._state.listing
+        listing = self._state.folders.listing
         here = {f.tag: f for f in listing.folders} if listing is not None else {}
         mine = self._found(folder, order)
         if folder.tag in self._guessed:
-            return tuple(row.id for row in self._state.rows.values() if row.state == "present")
+            return tuple(row.id for row in self._state.saves.rows.values() if row.state == "present")
         found = []
-        for row in self._state.rows.values():
+        for row in self._state.saves.rows.values():
             other = here.get(row.save.tag)
             was_there = row.state == "present" and folder.tag in row.save.beside
             if not was_there or other is None or not self._is_sealed(other):
@@ -171,7 +171,7 @@ class Ordering:
         return tuple(found)
 
     def _found(self, folder: FolderListing, order: Order) -> CoexistingSave:
-        listing = self._state.listing
+        listing = self._state.folders.listing
         return CoexistingSave(
             order=order,
             seen_seconds=self._seen[folder.tag][1],

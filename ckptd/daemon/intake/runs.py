@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ckptd.config.commands import command_for, user_name
 from ckptd.config.quantities import show_bytes
 from ckptd.core.completeness.judge import State
+from ckptd.core.completeness.sealing import same_files
 from ckptd.core.model.heartbeat import DEAD_SECONDS
 from ckptd.core.model.manifest import cells_of
 from ckptd.core.model.records import ZERO, DerivedState, ShipState
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ckptd.core.completeness.judge import Verdict
     from ckptd.core.model.heartbeat import Heartbeat, SeenNode
     from ckptd.core.model.listing import FolderListing
+    from ckptd.core.model.records import SaveRow
     from ckptd.core.model.runs import How
     from ckptd.core.model.save import Order
     from ckptd.daemon.state.problems import Problems
@@ -90,10 +92,10 @@ class Runs:
 
     def _bind(self, found: RunFile | None) -> None:
         self._file = found
-        self._state.go_on_with(self.run_id)
+        self._state.set_run(self.run_id)
         for link in self._links.values():
             link.bind(self.run_id or "")
-            link.is_claimed = self._is_accepted(link)
+            link.set_claim(is_claimed=self._is_accepted(link))
 
     def _write(self, found: RunFile) -> None:
         """In memory it counts at once; a disk that takes nothing now is written to at the next change."""
@@ -141,10 +143,10 @@ class Runs:
         if file is None or not file.accepted:  # it has just begun, or was resumed since
             return False
         new = {folder.tag for folder, _ in ready}
-        rows = state.rows.values()
+        rows = state.saves.rows.values()
         if any(row.held or row.derived.state is DerivedState.READY for row in rows):
             return False
-        return not any(v.state in _UNDECIDED and tag not in new for tag, v in state.verdicts.items())
+        return not any(v.state in _UNDECIDED and tag not in new for tag, v in state.folders.verdicts.items())
 
     def _is_below(self, ready: Ready) -> bool:
         """Tell whether what is saved now is no continuation of the run.
@@ -159,13 +161,13 @@ class Runs:
     def _has_asked(self, ready: Ready) -> bool:
         """Tell whether remotes told of the tags that lie here, and all that lies here was judged."""
         tags = {folder.tag for folder, _ in ready}
-        listing = self._state.listing
+        listing = self._state.folders.listing
         for link in self._links.values():
             known = link.known_tags()
             for folder in listing.folders if listing is not None else ():
-                verdict = self._state.verdicts.get(folder.tag)
+                verdict = self._state.folders.verdicts.get(folder.tag)
                 is_open = verdict is None or verdict.state in _UNDECIDED
-                if folder.tag in known - tags and is_open and self._state.row_of_tag(folder.tag) is None:
+                if folder.tag in known - tags and is_open and self._sealed(folder) is None:
                     return False
             unasked = [tag for tag in tags & known if tag not in link.tag_views]
             for tag in unasked if link.is_ready else ():
@@ -177,24 +179,29 @@ class Runs:
     def _recognised(self, ready: Ready) -> str | None:
         """The run that committed what lies here: the newest of it counts."""
         found: list[tuple[Order, str]] = []
-        new = {folder.tag for folder, _ in ready}
-        here = {tag for tag, v in self._state.verdicts.items() if v.state is State.COMPLETE} - new
-        for row in self._state.rows.values():
-            # of what went while no daemon looked the journal still says that it is here
-            for link in self._links.values() if row.state == "present" and row.save.tag in here else ():
-                proof = self._state.ship(row.id, link.name, ZERO).commit_sha256
+        listing = self._state.folders.listing
+        for folder in listing.folders if listing is not None else ():
+            if (row := self._sealed(folder)) is None:
+                continue
+            for link in self._links.values():
+                proof = self._state.uploads.record(row.id, link.name, ZERO).commit_sha256
                 commits = link.seen_all.commits if link.seen_all is not None else ()
                 found += [
                     (row.save.order, run_of(v.commit, v.commit.job_id)) for v in commits if v.sha256 == proof
                 ]
         for folder, _ in ready:
-            facts = self._state.facts.get(folder.tag, {})
+            facts = self._state.folders.facts.get(folder.tag, {})
             held = {(f.path, facts[f.path].fingerprint) for f in folder.own if f.path in facts}
             for link in self._links.values():
                 for shards, order, run_id in committed_shards(link, folder.tag):
                     if shards and shards <= held:
                         found.append((order, run_id))
         return max(found)[1] if found else None
+
+    def _sealed(self, folder: FolderListing) -> SaveRow | None:
+        """Return the save that a folder is, unless another came in its place while no daemon looked."""
+        row = self._state.saves.of_tag(folder.tag)
+        return row if row is not None and same_files(row.save, folder) else None
 
     # --- the claim -------------------------------------------------------------------------------------
 
@@ -208,7 +215,7 @@ class Runs:
         for name, link in self._links.items():
             if link.observation is None or link.settings.job_id is None or not link.is_ready:
                 continue
-            link.is_claimed = link.is_claimed and self._is_accepted(link)
+            link.set_claim(is_claimed=link.is_claimed and self._is_accepted(link))
             is_due = time.monotonic() - self._asked_at.get(name, -ASK_AGAIN_SECONDS) >= ASK_AGAIN_SECONDS
             if (link.others or not link.is_claimed) and is_due and self._wants(name):
                 self._ask(name, link)
@@ -224,8 +231,10 @@ class Runs:
     def _wants(self, name: str) -> bool:
         """Tell whether something is to be uploaded to a remote."""
         forms = next(remote.forms for remote in self._config.remotes if remote.name == name)
-        here = [row for row in self._state.rows.values() if row.state == "present" or row.held]
-        return any(self._state.ship(row.id, name, form).state in _OPEN for row in here for form in forms)
+        here = [row for row in self._state.saves.rows.values() if row.state == "present" or row.held]
+        return any(
+            self._state.uploads.record(row.id, name, form).state in _OPEN for row in here for form in forms
+        )
 
     def _ask(self, name: str, link: RemoteSession) -> None:
         if name in self._is_asking or self._file is None:
@@ -253,7 +262,7 @@ class Runs:
 
     def _part(self) -> Part:
         """Describe the share of its newest save that this node holds."""
-        rows = [row for row in self._state.rows.values() if row.state == "present" or row.held]
+        rows = [row for row in self._state.saves.rows.values() if row.state == "present" or row.held]
         newest = max(rows, key=lambda row: row.save.order, default=None)
         is_shared = self._config.shared_fs
         if newest is None or not newest.save.is_part:
@@ -276,15 +285,14 @@ class Runs:
 
     def _answered(self, name: str, link: RemoteSession, seen: RunSeen) -> None:
         assert self._file is not None
-        link.others = seen.others
+        link.set_claim(is_claimed=link.is_claimed and not seen.others, others=seen.others)
         if seen.others:
-            link.is_claimed = False
             log.error("%s: %s saves to it too; nothing is sent there", name, seen.others[0].words)
             return
         before = self._file
         after = before.accepting(link.settings.remote_id or "", seen.number, seen.run_id)
         self._write(after)
-        link.is_claimed = True
+        link.set_claim(is_claimed=True)
         link.observe()
         if after.run_id != before.run_id:
             log.info("%s: run %s, as %s has it", self._save_dir, short(after.run_id), name)

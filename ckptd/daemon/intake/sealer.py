@@ -30,7 +30,7 @@ from ckptd.daemon.intake.inspection import LateFiles, ShardInspector
 from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.intake.ordering import Ordering, written_ns
 from ckptd.daemon.intake.trainer_metrics import Metrics
-from ckptd.daemon.state.state import JobState, Quiet
+from ckptd.daemon.state.state import JobState
 from ckptd.observe.logs import doing
 from ckptd.storage.local.scan import OpenWriters
 
@@ -82,21 +82,16 @@ class Sealer:
         """Judge every folder of a fresh listing, inspect and flush what is due, seal what is durable."""
         state = self._state
         self._refuse_closed(listing)
-        state.listing = listing
         self._ordering.look(listing, now_seconds)
-        tags = {folder.tag for folder in listing.folders}
-        for gone in set(state.quiet) - tags:
-            del state.quiet[gone]
-            state.verdicts.pop(gone, None)
-            state.facts.pop(gone, None)
+        for gone in state.folders.update(listing):
             self._compared.pop(gone, None)
             self._reading.forget(gone)
-        grids = (row.save.grid for row in state.rows.values())
+        grids = (row.save.grid for row in state.saves.rows.values())
         self._grids = frozenset((grid.dp, grid.mm_count, grid.zero_stage) for grid in grids)
         ready: list[tuple[FolderListing, Verdict]] = []
         for folder in listing.folders:
             verdict = self._judge(folder, now_seconds)
-            state.verdicts[folder.tag] = verdict
+            state.folders.set_verdict(folder.tag, verdict)
             self._reading.inspect(folder, verdict.needs, now_seconds)
             if verdict.state is State.COMPLETE and not self._is_sealed(folder):
                 if self._reading.flushed.get(folder.tag) == folder.digest:
@@ -108,11 +103,11 @@ class Sealer:
         settle_holds(state, save_dir_fd)
         forget_lost_holds(state, save_dir_fd)
         self.late.look(listing, save_dir_fd, now_seconds)
-        state.in_flight = frozenset(
+        state.folders.set_in_flight(
             folder.tag
             for folder in listing.folders
             if not self._is_sealed(folder)
-            and state.verdicts[folder.tag].state is not State.LEFTOVER
+            and state.folders.verdicts[folder.tag].state is not State.LEFTOVER
             and self._reading.flushed.get(folder.tag) != folder.digest
             and self._recently_changed(folder, now_seconds)
         )
@@ -123,7 +118,7 @@ class Sealer:
         Raises:
             PermissionError: there is one.
         """
-        present = {row.save.tag for row in self._state.rows.values() if row.state == "present"}
+        present = {row.save.tag for row in self._state.saves.rows.values() if row.state == "present"}
         for tag in present.intersection(listing.closed):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), tag)
 
@@ -132,7 +127,7 @@ class Sealer:
         settle = self._config.settle_seconds
         waits = [
             settle - (now_seconds - quiet.since_seconds)
-            for tag, quiet in self._state.quiet.items()
+            for tag, quiet in self._state.folders.quiet.items()
             if now_seconds - quiet.since_seconds < settle
         ]
         reads = self._reading.seconds_to_read(now_seconds)
@@ -148,17 +143,13 @@ class Sealer:
     # --- verdicts --------------------------------------------------------------------------------------
 
     def _judge(self, folder: FolderListing, now_seconds: float) -> Verdict:
-        quiet = self._state.quiet.get(folder.tag)
-        if quiet is None or quiet.digest != folder.digest:
-            first = quiet.first_seen_unix if quiet else time.time()
-            if quiet is not None and self._reading.flushed.get(folder.tag) == quiet.digest:
-                first = time.time()
-            quiet = Quiet(digest=folder.digest, since_seconds=now_seconds, first_seen_unix=first)
-            self._state.quiet[folder.tag] = quiet
-            self._state.facts.pop(folder.tag, None)
+        folders = self._state.folders
+        before = folders.quiet.get(folder.tag)
+        is_new_save = before is not None and self._reading.flushed.get(folder.tag) == before.digest
+        quiet = folders.note_digest(folder, now_seconds, is_new_save=is_new_save)
         if self._is_sealed(folder):
-            self._state.facts.pop(folder.tag, None)  # the journal has them; a sealed save needs none
-            row = self._state.row_of_tag(folder.tag)
+            folders.forget_facts(folder.tag)
+            row = self._state.saves.of_tag(folder.tag)
             assert row is not None
             return Verdict(
                 state=State.COMPLETE,
@@ -167,20 +158,22 @@ class Sealer:
                 writer=row.save.writer,
                 window=row.save.window,
             )
-        facts = self._state.facts.get(folder.tag)
+        facts = folders.facts.get(folder.tag)
         if facts is None:
-            facts = self._state.facts[folder.tag] = self._reading.known_facts(folder)
+            facts = folders.set_facts(folder.tag, self._reading.known_facts(folder))
         context = Context(
             settle_seconds=self._config.settle_seconds,
             quiet_seconds=now_seconds - quiet.since_seconds,
             is_in_flight=self._recently_changed(folder, now_seconds),
             save_spread_seconds=self._config.save_spread_seconds,
-            widest_save_seconds=self._state.widest_save_seconds,
+            widest_save_seconds=self._state.saves.widest_save_seconds,
             accepted=self.accepted,
             known_grids=self._grids,
             spread=self.spread(folder.tag),
         )
-        verdict = judge(folder, facts, memory_of(self._state.row_of_tag(folder.tag), folder, facts), context)
+        verdict = judge(
+            folder, facts, memory_of(self._state.saves.of_tag(folder.tag), folder, facts), context
+        )
         lost = self._reading.lost(folder)
         if lost is None or verdict.state not in (State.COMPLETE, State.INCOMPLETE, State.TORN_RESAVE):
             return verdict
@@ -189,14 +182,14 @@ class Sealer:
         return Verdict(state=state, reason=lost, is_unread=True)
 
     def _recently_changed(self, folder: FolderListing, now_seconds: float) -> bool:
-        quiet = self._state.quiet[folder.tag]
+        quiet = self._state.folders.quiet[folder.tag]
         limit = max(IN_FLIGHT_SECONDS, 3 * self._config.settle_seconds)
         if now_seconds - quiet.since_seconds < limit:
             return True
         return self._writers.has(folder.tag, now_seconds - quiet.since_seconds)
 
     def _is_sealed(self, folder: FolderListing) -> bool:
-        row = self._state.row_of_tag(folder.tag)
+        row = self._state.saves.of_tag(folder.tag)
         if row is None:
             return False
         known = self._compared.get(folder.tag)
@@ -223,12 +216,11 @@ class Sealer:
                 continue
             if folder.tag not in now or self._waits_for_older(folder, now):
                 continue
-            row = self._state.row_of_tag(folder.tag)
-            same = refreshed(row.save, folder, self._state.facts.get(folder.tag, {})) if row else None
+            row = self._state.saves.of_tag(folder.tag)
+            same = refreshed(row.save, folder, self._state.folders.facts.get(folder.tag, {})) if row else None
             if row is not None and same is not None:
-                self._state.journal.replace_sealed(row.id, same)
-                self._state.reload(row.id)
-                self._state.forget_damage(row.id)
+                self._state.replace_sealed(row.id, same)
+                self._state.uploads.forget_damage(row.id)
                 continue
             assert verdict.grid is not None and verdict.window is not None and verdict.step is not None
             if row is not None and row.save.is_part and self._grows(row, folder, verdict):
@@ -237,12 +229,14 @@ class Sealer:
 
     def _waits_for_older(self, folder: FolderListing, due: set[str]) -> bool:
         """One written before, or of a lower step, is about to be sealed: later it would be a rewind."""
-        mine, step = written_ns(folder), self._state.verdicts[folder.tag].step or 0
-        for other in self._state.listing.folders if self._state.listing else ():
-            verdict = self._state.verdicts.get(other.tag)
+        mine, step = written_ns(folder), self._state.folders.verdicts[folder.tag].step or 0
+        for other in self._state.folders.listing.folders if self._state.folders.listing else ():
+            verdict = self._state.folders.verdicts.get(other.tag)
             if verdict is None or verdict.state not in (State.UNKNOWN, State.COMPLETE) or other.tag in due:
                 continue
-            since = max(self._state.quiet[other.tag].since_seconds, self._asked_at.get(other.tag, 0.0))
+            since = max(
+                self._state.folders.quiet[other.tag].since_seconds, self._asked_at.get(other.tag, 0.0)
+            )
             is_older = written_ns(other) < mine or verdict.step is None or verdict.step < step
             if time.monotonic() - since < IN_FLIGHT_SECONDS and is_older and not self._is_sealed(other):
                 return True
@@ -250,8 +244,8 @@ class Sealer:
 
     def _is_undecided(self, tag: str) -> bool:
         """Found at the first start and not judged to its end: `backfill` needs to know the newest of all."""
-        verdict = self._state.verdicts.get(tag)
-        if verdict is None or self._state.row_of_tag(tag) is not None:
+        verdict = self._state.folders.verdicts.get(tag)
+        if verdict is None or self._state.saves.of_tag(tag) is not None:
             return False
         return verdict.state in (State.UNKNOWN, State.COMPLETE)
 
@@ -265,11 +259,15 @@ class Sealer:
         found_first: frozenset[str],
     ) -> None:
         state = self._state
-        facts = state.facts[folder.tag]
+        facts = state.folders.facts[folder.tag]
         sealed = tuple(sealed_file(f, facts[f.path], folder, verdict.stale) for f in folder.own)
-        is_new_tag = not any(row.save.tag == folder.tag for row in state.rows.values())
+        is_new_tag = not any(row.save.tag == folder.tag for row in state.saves.rows.values())
         order = self._ordering.order_of(folder, step, sealed, is_new_tag=is_new_tag)
-        extras = tuple(f for f in (state.listing.extras if state.listing else ()) if self._is_extra(f.path))
+        extras = tuple(
+            f
+            for f in (state.folders.listing.extras if state.folders.listing else ())
+            if self._is_extra(f.path)
+        )
         save = SealedSave(
             tag=folder.tag,
             folder=folder.folder,
@@ -285,8 +283,8 @@ class Sealer:
             roots=folder.roots,
             empty=folder.empty,
             is_part=bool(verdict.missing),
-            best=self.metrics.best_of(folder.tag, state.facts[folder.tag], step),
-            best_checkpoint=best_checkpoint_of(state.facts[folder.tag]),
+            best=self.metrics.best_of(folder.tag, state.folders.facts[folder.tag], step),
+            best_checkpoint=best_checkpoint_of(state.folders.facts[folder.tag]),
             beside=self._ordering.beside(folder.tag),
             rivals=self._ordering.rivals(folder, order),
         )
@@ -296,30 +294,23 @@ class Sealer:
         is_old = was_found and not self._known.came_back(folder.tag, fingerprints)
         is_first = is_old or again is not None
         adopted = not is_first or self._config.backfill == "all" or (again is not None and again.adopted)
-        before = state.row_of_tag(folder.tag)
-        save_id = state.journal.add_save(
-            save, found_first=is_first, adopted=adopted, seen_at=state.quiet[folder.tag].first_seen_unix
-        )
+        before = state.saves.of_tag(folder.tag)
+        seen_at = state.folders.quiet[folder.tag].first_seen_unix
+        save_id = state.journal.add_save(save, found_first=is_first, adopted=adopted, seen_at=seen_at)
         state.reload(save_id, *([before.id] if before is not None else []))
         state.tidy(time.monotonic())
-        state.completed_at.append(time.monotonic())
-        log.info(
-            "%s complete: step %d, branch %d, %.1f MB, %s",
-            folder.tag,
-            order.step,
-            order.branch,
-            save.total_bytes / 1e6,
-            grid.proof
-            + (f"; of this node, {len(verdict.missing)} shards are others'" if save.is_part else ""),
-            extra=doing("complete", folder.tag),
-        )
+        state.deletions.note_completed()
+        others = f"; of this node, {len(verdict.missing)} shards are others'" if save.is_part else ""
+        what = (folder.tag, order.step, order.branch, save.total_bytes / 1e6, grid.proof, others)
+        text = "%s complete: step %d, branch %d, %.1f MB, %s%s"
+        log.info(text, *what, extra=doing("complete", folder.tag))
 
     def _grows(self, row: SaveRow, folder: FolderListing, verdict: Verdict) -> bool:
         """A part of which more shards came: the same save, whose manifest gets another revision (H27)."""
         now = {f.path: f.identity for f in folder.own}
         if any(now.get(f.path) != f.identity for f in row.save.files) or verdict.window is None:
             return False
-        facts = self._state.facts[folder.tag]
+        facts = self._state.folders.facts[folder.tag]
         sealed = tuple(sealed_file(f, facts[f.path], folder, verdict.stale) for f in folder.own)
         update = {
             "files": sealed,
@@ -334,7 +325,9 @@ class Sealer:
     def _found_before(self, save: SealedSave) -> SaveRow | None:
         """The row of the same shards, found at the first start: a note beside them makes no save of ours."""
         same = shards_of(save)
-        rows = (row for row in self._state.rows.values() if row.found_first and row.save.tag == save.tag)
+        rows = (
+            row for row in self._state.saves.rows.values() if row.found_first and row.save.tag == save.tag
+        )
         return next((row for row in rows if shards_of(row.save) == same), None)
 
     def _is_extra(self, name: str) -> bool:

@@ -26,7 +26,7 @@ _NEXT_STEP = (
 
 def look(job: JobRecord, save_dir_fd: int) -> SaveDirListing:
     """List save_dir, and say what in it is not protected."""
-    before = job.state.listing if job.state is not None else None
+    before = job.state.folders.listing if job.state is not None else None
     listing = scan(save_dir_fd, job.config.trainer, before)
     seen = {path.partition("/")[0]: path for path in listing.linked}
     for problem in job.problems.all():

@@ -54,14 +54,14 @@ class Metrics:
         if recorded is not None or self._name is None:
             return recorded
         self._read()
-        earlier = sum(row.save.step == step for row in self._state.rows.values())
+        earlier = sum(row.save.step == step for row in self._state.saves.rows.values())
         return self._best(step, earlier)
 
     def look(self, save_dir_fd: int) -> None:
         """Give values that came late to saves that have none; the descriptor serves until the next look."""
         self._save_dir_fd = save_dir_fd
         now = time.monotonic()
-        waiting = [row for row in self._state.rows.values() if self._waits(row)] if self._name else []
+        waiting = [row for row in self._state.saves.rows.values() if self._waits(row)] if self._name else []
         self.is_put_off = bool(waiting) and now - self._read_at_seconds < AGAIN_SECONDS
         if self._is_unreadable and not waiting and now - self._read_at_seconds >= LATER_SECONDS:
             self._read()
@@ -70,7 +70,9 @@ class Metrics:
         self._read()
         found = False
         for row in waiting:
-            earlier = sum(r.save.step == row.save.step and r.id < row.id for r in self._state.rows.values())
+            earlier = sum(
+                r.save.step == row.save.step and r.id < row.id for r in self._state.saves.rows.values()
+            )
             best = self._best(row.save.step, earlier)
             if best is not None:
                 self._state.journal.replace_sealed(row.id, row.save.model_copy(update={"best": best}))

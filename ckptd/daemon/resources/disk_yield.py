@@ -133,12 +133,14 @@ class SaveDetector:
 
         Writes that no save comes of (a log in a checkpoint that was sealed) are not heeded for a while.
         """
-        bare = state.listing.bare if state.listing is not None else ()
+        bare = state.folders.listing.bare if state.folders.listing is not None else ()
         known = self._came
         begun = -math.inf if known is None else now_seconds
         self._came = {name: (known or {}).get(name, begun) for name in bare}
         patience = max(QUIET_SECONDS, 2 * self._settle_seconds)
-        moves = any(now_seconds - state.quiet[tag].since_seconds < patience for tag in state.in_flight)
+        moves = any(
+            now_seconds - state.folders.quiet[tag].since_seconds < patience for tag in state.folders.in_flight
+        )
         is_saving = moves or any(now_seconds - at < QUIET_SECONDS for at in self._came.values())
         if self._had_writing:
             self._deaf_until_seconds = -math.inf if is_saving else now_seconds + QUIET_SECONDS

@@ -102,7 +102,9 @@ class HostLimits:
         self._links = links
         self._remotes = remotes
         self._unix = unix
-        self.uploads = Slots(lambda: self.division.uploads, lambda: sum(link.is_shipping for link in links()))
+        self.uploads = Slots(
+            lambda: self.division.uploads, lambda: sum(link.is_transferring for link in links())
+        )
         self.conversions = Slots(lambda: CONVERSIONS, converting)
         self.places = SlotPool(lambda: self.division.children)
         self.way = DiskYield()
@@ -172,7 +174,7 @@ class HostLimits:
         Timetables are read anew each time: a limit that begins now holds with the next turn.
         """
         now = self._unix()
-        active = [link for link in self._links() if link.is_shipping or link is starting]
+        active = [link for link in self._links() if link.is_transferring or link is starting]
         rates = shares(self._bandwidth.at(now), {link: link.bandwidth.at(now) for link in active})
         for link, rate in rates.items():
             link.limit(rate)

@@ -38,11 +38,11 @@ class DeletionRights:
 
     def prove(self, problems: Problems, about: str, state: JobState, save_dir_fd: int) -> None:
         """When there is something to keep, on the file system that it was on; what failed, at each turn."""
-        if not state.rows or state.journal.meta("device") != str(os.fstat(save_dir_fd).st_dev):
+        if not state.saves.rows or state.journal.meta("device") != str(os.fstat(save_dir_fd).st_dev):
             self.are_held = False
             return
         now = time.monotonic()
-        has_failed = any(not stays.is_brief for stays in state.prune_blocked.values())
+        has_failed = any(not stays.is_brief for stays in state.deletions.blocked.values())
         due_seconds = SOON_SECONDS if has_failed else AGAIN_SECONDS
         if self.are_held and now - self._proved_at_seconds < due_seconds:
             return
@@ -50,7 +50,8 @@ class DeletionRights:
             prove(save_dir_fd, about, self.mark)
             if not self.are_held or not self._clones_are_known:
                 can = can_clone(save_dir_fd, self.mark)
-                self._clones_are_known, state.can_clone = can is not None, bool(can)
+                self._clones_are_known = can is not None
+                state.holds.set_can_clone(can_clone=bool(can))
         except (NotPermitted, OSError) as error:
             text = error.message if isinstance(error, CkptdError) else f"{about}: {error.strerror}"
             is_mount = isinstance(error, OSError) and error.errno == errno.EROFS
@@ -60,7 +61,7 @@ class DeletionRights:
             self.are_held, self.is_missing = False, True
             return
         if self.is_missing:
-            state.prune_blocked.clear()  # what failed for want of rights goes at once
+            state.deletions.forget_blocked()  # what failed for want of rights goes at once
         self.are_held, self.is_missing, self._proved_at_seconds = True, False, now
         problems.clear("no-rights", about)
 

@@ -11,9 +11,13 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ckptd.base.names import shown
+from ckptd.errors import RefusedError, SourceChanged
+
+if TYPE_CHECKING:
+    from ckptd.errors import CkptdError
 
 Code = Literal[
     "config-invalid",
@@ -228,3 +232,44 @@ class Problems:
         rank = {"attention": 0, "behind": 1, "note": 2}
         found = [one.now(now) for one in self._open.values()]
         return tuple(sorted(found, key=lambda p: (rank[p.severity], p.since)))
+
+
+# --- Failures of this node's own disk, each tried again --------------------------------------------------
+
+FAILURE_SECONDS = 120.0
+"""How long status says that something failed here; what is tried in vain again is said anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFailure:
+    """Record why something could not be done on this node; until when (monotonic) that is worth saying."""
+
+    text: str
+    hint: str
+    until_seconds: float
+
+
+class Failures:
+    """What was tried on this node and why it failed, until it works or for a while."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, LocalFailure] = {}
+
+    def note(self, what: str, error: CkptdError) -> None:
+        """Record that something failed and is tried again; what the trainer changed is no failure."""
+        if not isinstance(error, SourceChanged | RefusedError):
+            until = time.monotonic() + FAILURE_SECONDS
+            self._open[what] = LocalFailure(text=error.message, hint=error.hint, until_seconds=until)
+
+    def clear(self, what: str) -> None:
+        """Record that it works."""
+        self._open.pop(what, None)
+
+    def forget_old(self) -> None:
+        """Forget what was not tried again for a while."""
+        now = time.monotonic()
+        self._open = {what: one for what, one in self._open.items() if one.until_seconds > now}
+
+    def all(self) -> dict[str, LocalFailure]:
+        """Return what failed, and why."""
+        return self._open

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.judge import State
@@ -14,6 +15,7 @@ from ckptd.core.model.manifest import mark_of_manifest
 from ckptd.core.model.records import ZERO, ShipState
 from ckptd.core.model.runs import run_of
 from ckptd.core.model.save import Order
+from ckptd.daemon.state.upload_records import note_parts
 from ckptd.storage.remote.documents import stem_of
 
 if TYPE_CHECKING:
@@ -38,12 +40,12 @@ def is_written_down(state: JobState, links: Iterable[RemoteSession], highest: Or
     yet to be sealed, and one that was is as new as any there (`highest`).
     """
     known = frozenset[str]().union(*(link.known_tags() for link in links))
-    for folder in state.listing.folders if state.listing is not None else ():
-        verdict = state.verdicts.get(folder.tag)
-        is_open = folder.tag in known and state.row_of_tag(folder.tag) is None
+    for folder in state.folders.listing.folders if state.folders.listing is not None else ():
+        verdict = state.folders.verdicts.get(folder.tag)
+        is_open = folder.tag in known and state.saves.of_tag(folder.tag) is None
         if is_open and (verdict is None or verdict.state in _WILL_SEAL):
             return False
-    return highest is None or any(row.save.order >= highest for row in state.rows.values())
+    return highest is None or any(row.save.order >= highest for row in state.saves.rows.values())
 
 
 def commits_in(seen: Observation | None) -> dict[tuple[str | None, str | None], Commit]:
@@ -83,8 +85,8 @@ def as_committed(save: SealedSave, told: Sequence[Commit | None]) -> SealedSave:
 def adopt_commits(state: JobState, links: Iterable[RemoteSession]) -> None:
     """Let each save here count as its COMMITs say."""
     commits = {link.name: commits_in(link.observation) for link in links}
-    for row in list(state.rows.values()):
-        records = (state.ship(row.id, remote, ZERO) for remote in commits)
+    for row in list(state.saves.rows.values()):
+        records = (state.uploads.record(row.id, remote, ZERO) for remote in commits)
         told = [
             commits[record.remote].get((record.commit_key, record.commit_sha256))
             for record in records
@@ -92,33 +94,32 @@ def adopt_commits(state: JobState, links: Iterable[RemoteSession]) -> None:
         ]
         save = as_committed(row.save, told) if told else row.save
         if save is not row.save:
-            state.journal.replace_sealed(row.id, save)
-            state.reload(row.id)
+            state.replace_sealed(row.id, save)
 
 
 def forget_gone(state: JobState, links: Iterable[RemoteSession]) -> None:
     """Drop cached manifests of tags that are no longer here: they list every file of every node (P12: memory
     is bounded).
     """
-    if state.listing is None:
+    if state.folders.listing is None:
         return
-    tags = {folder.tag for folder in state.listing.folders}
-    tags |= {row.save.tag for row in state.rows.values() if row.state == "present" or row.held}
+    tags = {folder.tag for folder in state.folders.listing.folders}
+    tags |= {row.save.tag for row in state.saves.rows.values() if row.state == "present" or row.held}
     for link in links:
         for tag in link.tag_views.keys() - tags:
-            del link.tag_views[tag]
+            link.forget_tag(tag)
 
 
 def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Sequence[CommitView]) -> None:
     """Forms that another node made of a save that none has whole (adr/0118); what was begun here is ended by
     its own order, which also sweeps."""
-    parts = [row for row in state.rows.values() if row.save.is_part]
+    parts = [row for row in state.saves.rows.values() if row.save.is_part]
     there = {stem_of(v.commit): v for v in commits if v.commit.form != ZERO and not v.disputed}
     for row in parts if there else ():
-        zero = state.ship(row.id, remote, ZERO)
+        zero = state.uploads.record(row.id, remote, ZERO)
         for form in forms if zero.state is ShipState.COMMITTED else ():
             view = there.get((row.save.tag, zero.generation or 0, form))
-            record = state.ship(row.id, remote, form)
+            record = state.uploads.record(row.id, remote, form)
             is_open = record.state in (ShipState.NEW, ShipState.WAITING, ShipState.FAILED)
             if view is None or not is_open or row.derived_of(form).plan_sha256:
                 continue
@@ -131,7 +132,7 @@ def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Seq
                 "hint": "",
                 "is_damaged": False,
             }
-            state.put_ship(row.id, record.model_copy(update=update))
+            state.uploads.put(row.id, record.model_copy(update=update))
 
 
 def notice_lost(state: JobState, link: RemoteSession, forms: Sequence[str]) -> None:
@@ -147,28 +148,28 @@ def notice_lost(state: JobState, link: RemoteSession, forms: Sequence[str]) -> N
         (view.key, view.sha256): view.disputed for view in seen.commits
     }
     # what lies in the trash, whole, goes by these records alone (adr/0153)
-    half = {one.save_id for one in state.journal.open_deletions()} if state.half_removed else set()
-    for row in [r for r in state.rows.values() if r.state == "present" or r.held or r.id in half]:
-        records = [r for r in state.ships.get(row.id, {}).values() if r.remote == link.name]
+    half = {one.save_id for one in state.journal.open_deletions()} if state.deletions.interrupted else set()
+    for row in [r for r in state.saves.rows.values() if r.state == "present" or r.held or r.id in half]:
+        records = [r for r in state.uploads.of(row.id).values() if r.remote == link.name]
         for record in sorted(records, key=lambda r: r.form != ZERO):
             where = (row.save.tag, record.generation or 0, record.form)
             if record.form != ZERO and where in seen.retired_beside and record.state in _CLAIMED_OR_OPEN:
-                state.put_ship(row.id, record.model_copy(update={"state": ShipState.RETIRED}))
+                state.uploads.put(row.id, record.model_copy(update={"state": ShipState.RETIRED}))
                 continue
             proof = (record.commit_key, record.commit_sha256)
             # a lesser form shares its generation with the ZeRO form, and could not be sent again
             is_disputed = listed.get(proof, False) and record.form == ZERO
             if record.state is not ShipState.COMMITTED or (proof in listed and not is_disputed):
                 continue
-            zero = state.ship(row.id, link.name, ZERO)
+            zero = state.uploads.record(row.id, link.name, ZERO)
             if record.form != ZERO and ZERO in forms and zero.state is not ShipState.COMMITTED:
                 continue
             lost = _DISPUTED if is_disputed else _GONE
             reason = "its COMMIT cannot be read" if where in seen.unreadable else lost
             about = (row.save.tag, record.form, link.name, reason)
             log.error("%s (%s) on %s: %s; it is looked for again", *about)
-            state.lose_commit(row.id, link.name, reason, record.form)
-            link.tag_views.pop(row.save.tag, None)
+            state.uploads.lose_commit(row.id, link.name, reason, record.form)
+            link.forget_tag(row.save.tag)
 
 
 def unreadable_in(view: TagView, form: str) -> frozenset[int]:
@@ -250,3 +251,17 @@ def committed_shards(
         roots = layout_of(tag, (f.path for f in mine))[1]
         shards = frozenset((f.path, f.fingerprint) for f in mine if is_in_roots(f.path, roots))
         yield shards, Order(found.branch, found.step, found.save_seq), run_of(found, found.job_id)
+
+
+def hear_of_parts(state: JobState, remote: str, seen: Observation | None) -> None:
+    """Let who waits for other parts ask sooner, once the names of manifests tell that none is missing."""
+    for key, waiting in list(state.uploads.waiting.items()):
+        row, record = state.saves.rows.get(key[0]), state.uploads.record(*key)
+        if seen is None or row is None or key[1] != remote or record.state is not ShipState.WAITING:
+            continue
+        is_whole = (row.save.tag, record.generation, record.form) in seen.listed_whole
+        before = record.retry_at_seconds
+        told, again_at = note_parts(waiting, before, is_whole=is_whole, now_seconds=time.monotonic())
+        state.uploads.wait(key, told)
+        if again_at != before:
+            state.uploads.update(row.id, record, retry_at_seconds=again_at)

@@ -18,7 +18,6 @@ from ckptd.core.policy.blockers import lacking, late_now
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.view import Disk, JobView, RemoteCommit, RemoteView, SaveView
 from ckptd.daemon.resources.limits import uncollected
-from ckptd.daemon.state.state import HOUR_SECONDS, unsent_lately
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,13 +32,6 @@ if TYPE_CHECKING:
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.remote.messages import CommitView
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ckptd.core.policy.retention import RetentionVerdict
-
 NEXT_SAVE_FACTOR = 1.1
 _NEW = ShipRecord(remote="", form=ZERO)
 _MOST_PLANNED = 10_000
@@ -52,11 +44,11 @@ def unsealed(state: JobState) -> list[tuple[FolderListing, SaveWindow, int]]:
     Nothing is sealed before every remote has answered once, and the disk fills all the same.
     """
     found = []
-    for folder in state.listing.folders if state.listing is not None else ():
-        verdict = state.verdicts.get(folder.tag)
+    for folder in state.folders.listing.folders if state.folders.listing is not None else ():
+        verdict = state.folders.verdicts.get(folder.tag)
         if verdict is None or verdict.state is not State.COMPLETE or verdict.window is None:
             continue
-        if state.row_of_tag(folder.tag) is None:
+        if state.saves.of_tag(folder.tag) is None:
             found.append((folder, verdict.window, verdict.step or 0))
     return sorted(found, key=lambda one: one[1].last)
 
@@ -65,14 +57,14 @@ def next_save_bytes(state: JobState) -> int:
     """Estimate the size of the next save: the largest of the last five, plus a tenth (P13: the trainer never
     lacks space).
     """
-    sizes = [*state.recent_sizes_bytes(), *(folder.total_bytes for folder, _, _ in unsealed(state))]
+    sizes = [row.save.total_bytes for row in state.saves.latest_rows()]
+    sizes += [folder.total_bytes for folder, _, _ in unsealed(state)]
     return int(max(sizes[-5:], default=0) * NEXT_SAVE_FACTOR)
 
 
 def next_save_files(state: JobState) -> int:
     """Files and folders of the next save: the most of the last five."""
-    rows = sorted(state.rows.values(), key=lambda row: row.id)[-5:]
-    counts = [len(row.save.files) + 1 for row in rows]
+    counts = [len(row.save.files) + 1 for row in state.saves.latest_rows()]
     counts += [len(folder.files) + 1 for folder, _, _ in unsealed(state)]
     return max(counts[-5:], default=0)
 
@@ -85,7 +77,7 @@ def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
         free_bytes=free_bytes(save_dir_fd),
         reserve_bytes=next_save_bytes(state) + min_free,
         min_free_bytes=min_free,
-        can_clone=state.can_clone,
+        can_clone=state.holds.can_clone,
         free_files=total.f_favail if total.f_files > 0 else None,
         reserve_files=next_save_files(state),
     )
@@ -104,63 +96,63 @@ def build_view(
     tenure: LeaseStatus | None = None,
 ) -> JobView:
     """The view of this turn."""
-    assert state.listing is not None
-    _forget_past_hour(state)
-    folders = {f.tag: f for f in state.listing.folders}
-    retention = config.local.policy
+    listing, deletions = state.folders.listing, state.deletions
+    assert listing is not None
+    deletions.forget_past_hour()
+    if state.plan is not None:
+        deletions.note_verdicts(state.plan.remote_fates)
+    folders = {f.tag: f for f in listing.folders}
     return JobView(
         saves=tuple(
             _save(config, state, row, folders.get(row.save.tag), pins)
-            for row in state.rows.values()
+            for row in state.saves.rows.values()
             if row.state == "present" or row.held or _has_derived(row)
         ),
         remotes=tuple(
-            _remote(state, remote, links[remote.name], _retirements_left(config, state, remote))
+            _remote(state, remote, links[remote.name], _remote_deletions_left(config, state, remote))
             for remote in config.remotes
         ),
         local_forms=config.local.forms,
-        local_retention=retention,
+        local_retention=config.local.policy,
         backfill=config.backfill,
         unuploaded=config.unuploaded,
         metric=config.metric,
         is_higher_better=config.is_higher_better,
-        latest=state.listing.latest,
-        latest_universal=state.listing.latest_universal,
-        resumed=read_resume_marker(state.listing.resumed),
-        is_save_in_flight=bool(state.in_flight),
+        latest=listing.latest,
+        latest_universal=listing.latest_universal,
+        resumed=read_resume_marker(listing.resumed),
+        is_save_in_flight=bool(state.folders.in_flight),
         is_first_scan=state.is_first_scan,
         is_paused=is_paused,
         drain=drain,
         tenure=tenure,
         may_delete=may_delete,
-        deletions_left=_left(state, len(state.deleted_at), retention.save_total_limit),
+        deletions_left=deletions.local_left(config.local.policy.save_total_limit),
         pinned_tags=pins,
         config_digest=state.config_digest,
         node=next((link.settings.node for link in links.values()), ""),
-        due_since_seconds=_since_when(state),
-        not_to_prune=state.blocked_lately(),
-        not_to_supplement=unsent_lately(state.late_unsent),
-        not_to_retire=state.refused_lately() | of_untold(state, links),
-        unsealed_tags=frozenset(tag for tag in folders if state.row_of_tag(tag) is None),
+        due_since_seconds=deletions.due_since_seconds,
+        not_to_prune=deletions.blocked_lately(),
+        not_to_supplement=state.uploads.late_failed_lately(),
+        not_to_retire=deletions.refused_lately() | of_untold(state, links),
+        unsealed_tags=frozenset(tag for tag in folders if state.saves.of_tag(tag) is None),
         disk=disk_of(config, state, save_dir_fd),
-        generations=state.generations,
-        confirmations=state.confirmations,
-        is_converting=state.converting is not None,
+        generations=state.uploads.generations,
+        confirmations=deletions.confirmations,
+        is_converting=state.saves.conversion is not None,
         now_seconds=time.monotonic(),
     )
 
 
 def of_untold(state: JobState, links: Mapping[str, RemoteSession]) -> frozenset[tuple[str, str]]:
     """All COMMITs of remotes that a decision is yet to be published to."""
-    seen = [(name, links[name].observation) for name in state.untold if name in links]
+    seen = [(name, links[name].observation) for name in state.deletions.undecided if name in links]
     return frozenset((name, view.sha256) for name, one in seen if one is not None for view in one.commits)
 
 
-def _since_when(state: JobState) -> dict[tuple[str, str], float]:
-    """Update and return since when each remote save is due for deletion, according to the last plan."""
-    fates = state.plan.remote_fates if state.plan is not None else {}
-    state.due_since_seconds = since_when(state.due_since_seconds, fates, time.monotonic())
-    return state.due_since_seconds
+def _remote_deletions_left(config: JobConfig, state: JobState, remote: RemoteConfig) -> int:
+    others = {other.name for other in config.remotes} - {remote.name}
+    return state.deletions.remote_left(others, remote.policy.save_total_limit)
 
 
 def folders_to_watch(state: JobState) -> list[str]:
@@ -168,61 +160,28 @@ def folders_to_watch(state: JobState) -> list[str]:
 
     With the folders in them that hold the shards: watches are not recursive.
     """
-    newest = max((r for r in state.rows.values() if r.state == "present"), key=lambda r: r.id, default=None)
-    tags = state.in_flight | ({newest.save.tag} if newest else frozenset())
+    newest = max(
+        (r for r in state.saves.rows.values() if r.state == "present"), key=lambda r: r.id, default=None
+    )
+    tags = state.folders.in_flight | ({newest.save.tag} if newest else frozenset())
     return [
         f"{folder.tag}/{root}".rstrip("/")
-        for folder in (state.listing.folders if state.listing else ())
+        for folder in (state.folders.listing.folders if state.folders.listing else ())
         if folder.tag in tags
         for root in {"", *folder.roots}
     ]
 
 
-def _left(state: JobState, done: int, limit: int | None) -> int:
-    """Return the deletions that the rate limit still permits this hour: saves completed in it + max(3, 2 ×
-    save_total_limit), less those done.
-    """
-    return len(state.completed_at) + max(3, 2 * (limit or 0)) - done
-
-
-def _forget_past_hour(state: JobState) -> None:
-    begin = time.monotonic() - HOUR_SECONDS
-    for times in (state.deleted_at, state.completed_at):
-        while times and times[0] < begin:
-            times.popleft()
-    state.retired_at = {key: at for key, at in state.retired_at.items() if at >= begin}
-
-
-def _retirements_left(config: JobConfig, state: JobState, remote: RemoteConfig) -> int:
-    """Return how many deletions the rate limit still permits in a remote.
-
-    Deletions in a remote that has another name now, and those of an older journal without names, count too.
-    """
-    others = {other.name for other in config.remotes} - {remote.name}
-    done = sum(name not in others for name, _ in state.retired_at)
-    return _left(state, done, remote.policy.save_total_limit)
-
-
 def _save(
     config: JobConfig, state: JobState, row: SaveRow, folder: FolderListing | None, pins: frozenset[str]
 ) -> SaveView:
-    ships = state.ships.get(row.id, {})
-    basis = (row, folder, tuple(ships.values()), state.busy[row.id] > 0, row.save.tag in pins)
-    known = state.views.get(row.id)
-    if known is not None and len(known[0]) == len(basis) and _same(known[0], basis):
-        return known[1]
-    made = _fresh(config, state, row, folder, pins)
-    state.views[row.id] = (basis, made)
-    return made
+    ships = state.uploads.of(row.id)
+    basis = (row, folder, tuple(ships.values()), state.saves.busy[row.id] > 0, row.save.tag in pins)
+    return state.saves.view(row.id, basis, lambda: _fresh(config, state, row, folder, pins))
 
 
 def _has_derived(row: SaveRow) -> bool:
     return row.derived.state is DerivedState.READY
-
-
-def _same(known: tuple[object, ...], basis: tuple[object, ...]) -> bool:
-    """Compare by identity first, then by value: most saves are the same objects as before."""
-    return all(a is b or a == b for a, b in zip(known, basis, strict=True))
 
 
 def _fresh(
@@ -242,7 +201,7 @@ def _fresh(
     unlisted = [path for path in now if path not in sealed] if is_mine else []
     if is_mine and folder is not None:
         unlisted += folder.irregular
-    ships = state.ships.get(row.id, {})
+    ships = state.uploads.of(row.id)
     names = [remote.name for remote in config.remotes if ZERO in remote.forms]
     lacks: dict[str, tuple[SealedFile, ...]] = {
         name: lacking(row.save, ships.get((name, ZERO)) or _NEW, late) for name in names
@@ -261,7 +220,7 @@ def _fresh(
         lacking={name: lacks[name] for name in names if _is_committed(ships.get((name, ZERO)))},
         added=tuple(sealed_extra(f) for f in added),
         is_held=row.held,
-        is_busy=state.busy[row.id] > 0,
+        is_busy=state.saves.busy[row.id] > 0,
         is_pinned=row.save.tag in pins,
         # a folder that is gone, and the look did not call it vanished: whoever prunes it has not said so yet
         is_pruned=row.state == "pruned" or (row.state == "present" and folder is None),
@@ -314,10 +273,10 @@ def _remote(state: JobState, config: RemoteConfig, link: RemoteSession, retireme
         is_required=config.required,
         forms=config.forms,
         is_attached=link.is_ready and not link.others,
-        was_heard=link.name in state.heard,
-        is_shipping=link.is_shipping or link.seconds_to_move > 0 or not link.is_claimed,
-        ships=link.ships,
-        ships_save=next((key[0] for key in state.moving if key[1] == link.name), None),
+        was_heard=link.name in state.deletions.observed,
+        is_shipping=link.is_transferring or link.seconds_to_move > 0 or not link.is_claimed,
+        ships=link.uploading,
+        ships_save=next((key[0] for key in state.uploads.progress if key[1] == link.name), None),
         commits=commits,
         known_tags=link.known_tags(),
         retention=config.policy,
@@ -329,10 +288,3 @@ def planned(view: JobView) -> Plan:
     """The plan of one view."""
     with uncollected():
         return plan(view)
-
-
-def since_when(
-    known: dict[tuple[str, str], float], fates: Mapping[tuple[str, str], RetentionVerdict], now_seconds: float
-) -> dict[tuple[str, str], float]:
-    """(remote, COMMIT key) → since when nothing has kept it."""
-    return {at: known.get(at, now_seconds) for at, fate in fates.items() if not fate.keeps}

@@ -36,7 +36,7 @@ def settle(job: JobRecord, name: str, answer: Attached, journal: Journal) -> boo
             _let_go(job, name if before else other, error, journal)
         if error is not None and before:
             return False
-    job.links[name].is_twin = False
+    job.links[name].set_duplicate(is_duplicate=False)
     if answer.place is not None:
         journal.set_meta(f"place:{name}", answer.place)
     return True
@@ -70,8 +70,5 @@ def _verdict(
 
 def _let_go(job: JobRecord, name: str, error: CkptdError, journal: Journal) -> None:
     """Undo what the session took over from an answer that is another remote's."""
-    link = job.links[name]
     known = {key: journal.meta(f"{key}:{name}") for key in ("job_id", "remote_id")}
-    link.settings = link.settings.model_copy(update=known)
-    link.is_twin = isinstance(error, RemoteNotOurs)
-    link.trouble(error)
+    job.links[name].reject(error, **known)

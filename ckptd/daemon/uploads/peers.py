@@ -90,7 +90,7 @@ class Nodes:
     def turn(self, now_seconds: float) -> None:
         """Beat where it is due; look where a save cannot be explained."""
         for name, link in self._links.items():
-            if link.attached is None or link.beat_order is not None or link.settings.job_id is None:
+            if link.attached is None or link.heartbeat is not None or link.settings.job_id is None:
                 continue
             is_due = now_seconds - self._beat_at.get(name, -BEAT_SECONDS) >= self.beat_seconds
             if is_due and takes_beats(link):
@@ -105,12 +105,12 @@ class Nodes:
         for link in self._links.values():
             if link.attached is not None and link.settings.job_id is not None and takes_beats(link):
                 last = {"job_id": link.settings.job_id, "ended": True}
-                beat = m.Beat(heartbeat=self._heartbeat().model_copy(update=last), node=link.settings.node)
-                link.beat_order = link.order(beat, lambda _: None)
+                heartbeat = self._heartbeat().model_copy(update=last)
+                link.send_heartbeat(m.Beat(heartbeat=heartbeat, node=link.settings.node))
 
     def _send(self, name: str, link: RemoteSession, heartbeat: Heartbeat | None) -> None:
         asked_at = self._looked_at[name] = time.monotonic()
-        waits = bool(self._state.waiting)
+        waits = bool(self._state.uploads.waiting)
         tenancy = self.tenancy if self.tenancy is not None and self.tenancy.remote == name else None
 
         def heard(answer: m.Answer) -> None:
@@ -130,7 +130,7 @@ class Nodes:
             reads_all=waits,
             takeover_seconds=tenancy.takeover_seconds if tenancy is not None else None,
         )
-        link.beat_order = link.order(beat, heard)
+        link.send_heartbeat(beat, heard)
 
     @property
     def tenure(self) -> LeaseStatus | None:
@@ -154,7 +154,9 @@ class Nodes:
     @property
     def _is_in_doubt(self) -> bool:
         """Shards lack, and nobody but us is known."""
-        is_lacking = any(v.missing for v in self._state.verdicts.values()) or bool(self._without_model())
+        is_lacking = any(v.missing for v in self._state.folders.verdicts.values()) or bool(
+            self._without_model()
+        )
         return is_lacking and not self.is_spread and self.tenancy is None
 
     @property
@@ -191,14 +193,14 @@ class Nodes:
         """For the verdict on one folder; None: all of it should lie here, as where hosts share it."""
         if not self.is_spread or self.tenancy is not None:
             return None
-        parts = [row for row in self._state.rows.values() if row.save.is_part]
+        parts = [row for row in self._state.saves.rows.values() if row.save.is_part]
         newest = max(parts, key=lambda row: row.save.order, default=None)
         spread = Spread(usual=cells_of(newest.save.files) if newest is not None else frozenset())
         return replace(spread, told=self._told(tag)) if tag in self._without_model() else spread
 
     def _without_model(self) -> frozenset[str]:
         """Folders with optimizer shards and no model states, as nodes without rank 0 have them."""
-        listing = self._state.listing
+        listing = self._state.folders.listing
         return frozenset(
             folder.tag
             for folder in (listing.folders if listing else ())
@@ -209,7 +211,7 @@ class Nodes:
         """Return the evidence in peers' manifests of a tag; they are read again as long as none of it is
         used.
         """
-        quiet, verdict = self._state.quiet.get(tag), self._state.verdicts.get(tag)
+        quiet, verdict = self._state.folders.quiet.get(tag), self._state.folders.verdicts.get(tag)
         since = quiet.since_seconds if quiet is not None else 0.0
         # what was told before the last shard was written may be of the save before
         is_old = self._asked_at.get(tag, -LONGEST_SECONDS) <= since
@@ -229,7 +231,7 @@ class Nodes:
         self._asked_at[tag] = now
         for link in self._links.values():
             if drops:
-                link.tag_views.pop(tag, None)
+                link.forget_tag(tag)
             if link.attached is not None:
                 link.describe(tag, self._wake)
         return True

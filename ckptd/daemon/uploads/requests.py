@@ -69,10 +69,10 @@ def forget_replaced_objects(state: JobState, row: SaveRow, action: Ship) -> None
     its successor under that tag has begun; and some file systems take two tags for one.
     """
     tag = row.save.tag.casefold()
-    for other in state.rows.values():
+    for other in state.saves.rows.values():
         if other.id == row.id or other.save.tag.casefold() != tag:
             continue
-        if state.ship(other.id, action.remote, action.form).generation == action.generation:
+        if state.uploads.record(other.id, action.remote, action.form).generation == action.generation:
             state.journal.forget_objects(other.id, action.remote, action.form, are_whole=True)
 
 

@@ -6,9 +6,7 @@ refuses is a problem with a next step, not a failure of the remote.
 
 from __future__ import annotations
 
-import json
 import logging
-import time
 import zlib
 from functools import partial
 from typing import TYPE_CHECKING
@@ -42,8 +40,6 @@ log = logging.getLogger("ckptd.retire")
 
 _NOT_ITS_FAULT = (RefusedError, DamagedError, CommitConflict, NotFoundError, NotPermitted)
 """The remote works and takes uploads; what was asked of it cannot be done as things are."""
-_LATELY = "retired-lately"
-"""In the journal: COMMITs ("digest remote") that were asked to go within the hour, and when (unix)."""
 
 
 def patience_seconds(seen: m.Observation, node: str) -> float:
@@ -57,29 +53,6 @@ def patience_seconds(seen: m.Observation, node: str) -> float:
 def _is_of_several(manifests: Sequence[str]) -> bool:
     # of a thousand nodes the second says it
     return any(node_in(key) != node_in(manifests[0]) for key in manifests)
-
-
-def _count(state: JobState, remote: str, commit_sha256: str) -> None:
-    """Count one deletion against that remote's rate limit: once for all its tries, and before the first."""
-    if (remote, commit_sha256) in state.retired_at or ("", commit_sha256) in state.retired_at:
-        return
-    now, unix = time.monotonic(), time.time()
-    counted = {**state.retired_at, (remote, commit_sha256): now}
-    lately = {f"{sha256} {name}": unix - (now - at) for (name, sha256), at in counted.items()}
-    state.journal.set_meta(_LATELY, json.dumps(lately))
-    state.retired_at = counted
-
-
-def restore_rate_limit(state: JobState) -> None:
-    """Restore the rate limit on deletions after a restart: those of the hour before count.
-
-    An older journal has digests alone: each counts for every remote.
-    """
-    now, unix = time.monotonic(), time.time()
-    lately: dict[str, float] = json.loads(state.journal.meta(_LATELY) or "{}")
-    for key, at in lately.items():
-        sha256, _, remote = key.partition(" ")
-        state.retired_at[remote, sha256] = now - max(0.0, unix - at)
 
 
 class RemoteDeleter:
@@ -112,7 +85,7 @@ class RemoteDeleter:
             commits=[(c.key, c.sha256) for c in rests_on],
         )
         if commit.form == ZERO or not self._takes_zero[action.remote]:
-            _count(self._state, action.remote, commit.sha256)
+            self._state.deletions.begin_remote(action.remote, commit.sha256)
         order = m.Retire(
             tag=commit.tag,
             generation=commit.generation,
@@ -122,7 +95,7 @@ class RemoteDeleter:
             instead=None if instead is None else (instead.form, instead.sha256),
             counted=action.counted,
         )
-        link.ship_order = link.order(order, partial(self._retired, action))
+        link.start_transfer(order, partial(self._retired, action))
         log.info(
             "%s (%s) retired from %s: %s",
             commit.tag,
@@ -139,12 +112,12 @@ class RemoteDeleter:
             self._not_retired(link, about, commit.sha256, answer.raised)
             return
         link.forget_commit(commit.key)
-        for save_id, records in list(state.ships.items()):
+        for save_id, records in list(state.uploads.records.items()):
             for record in list(records.values()):
                 if record.remote == action.remote and record.commit_sha256 == commit.sha256:
-                    state.put_ship(save_id, record.model_copy(update={"state": ShipState.RETIRED}))
-        link.tag_views.pop(commit.tag, None)
-        state.retire_refused.pop((link.name, commit.sha256), None)
+                    state.uploads.update(save_id, record, state=ShipState.RETIRED)
+        link.forget_tag(commit.tag)
+        state.deletions.forget_refused(link.name, commit.sha256)
         self._gone(link)
 
     def _gone(self, link: RemoteSession) -> None:
@@ -154,7 +127,7 @@ class RemoteDeleter:
     def _not_retired(self, link: RemoteSession, about: str, sha256: str, error: CkptdError) -> None:
         if isinstance(error, _NOT_ITS_FAULT):
             log.warning("%s stays: %s", about, error)
-            self._state.refused_to_retire(sha256, link.name, about, error)
+            self._state.deletions.note_refused(link.name, sha256, about, error)
         elif not isinstance(error, SourceChanged):
             link.move_failed(error)
         # else: it made way, and goes on when its turn comes again
@@ -168,7 +141,7 @@ class RemoteDeleter:
         """
         for link in () if rests else self._links.values():
             seen = link.observation
-            if seen is None or not link.may_move or link.name in self._state.untold:
+            if seen is None or not link.may_move or link.name in self._state.deletions.undecided:
                 continue
             stone = next((t for t in seen.retired if self._is_to_finish(link, seen, t)), None)
             if stone is not None:
@@ -178,11 +151,10 @@ class RemoteDeleter:
         stem = (stone.tag, stone.generation, stone.form)
         if stem not in seen.retiring:
             return False
-        if (link.name, stone.commit_sha256) in self._state.refused_lately():
+        if (link.name, stone.commit_sha256) in self._state.deletions.refused_lately():
             return False
-        now = time.monotonic()
-        since = self._state.retiring_since_seconds.setdefault((link.name, stem), now)
-        return now - since >= patience_seconds(seen, link.settings.node)
+        begun = self._state.deletions.seconds_begun(link.name, stem)
+        return begun >= patience_seconds(seen, link.settings.node)
 
     def _finish(self, link: RemoteSession, stone: TombstoneHeader) -> None:
         tag, generation, form = stone.tag, stone.generation, stone.form
@@ -201,14 +173,14 @@ class RemoteDeleter:
             reason=stone.reason,
             commit_sha256=stone.commit_sha256,
         )
-        link.ship_order = link.order(order, partial(self._finished, link, stone))
+        link.start_transfer(order, partial(self._finished, link, stone))
 
     def _finished(self, link: RemoteSession, stone: TombstoneHeader, answer: m.Answer) -> None:
         about = _about(link, stone.tag, stone.form)
         if isinstance(answer, m.Failed):
             self._not_retired(link, about, stone.commit_sha256, answer.raised)
         else:
-            self._state.retire_refused.pop((link.name, stone.commit_sha256), None)
+            self._state.deletions.forget_refused(link.name, stone.commit_sha256)
             self._gone(link)
 
 

@@ -103,7 +103,7 @@ class Scrubber:
             if link.observation is None:
                 continue
             self._forget(name)
-            if link.scrub_order is not None:
+            if link.scrub is not None:
                 if not is_quiet:
                     link.cancel_scrub()
             elif is_quiet and link.is_ready:
@@ -113,10 +113,15 @@ class Scrubber:
 
     def _is_quiet(self) -> bool:
         state = self._state
-        is_moving = state.moving or state.converting or state.in_flight or state.asking
+        is_moving = (
+            state.uploads.progress
+            or state.saves.conversion
+            or state.folders.in_flight
+            or state.deletions.asking
+        )
         if is_moving or state.is_first_scan or state.plan is None:
             return False
-        return not state.plan.actions and not any(link.is_shipping for link in self._links.values())
+        return not state.plan.actions and not any(link.is_transferring for link in self._links.values())
 
     def _views(self, name: str) -> tuple[m.CommitView, ...]:
         seen = self._links[name].observation if name in self._links else None
@@ -192,7 +197,7 @@ class Scrubber:
                 log.warning("scrub of %s: %s", name, answer.message)
                 self._credit[name] = 0.0
 
-        link.scrub_order = link.order(order, done)
+        link.start_scrub(order, done)
 
     def _scrubbed(self, name: str, view: m.CommitView, order: Scrub, answer: Scrubbed) -> None:
         self._credit[name] -= answer.read_bytes

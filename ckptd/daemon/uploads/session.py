@@ -87,7 +87,7 @@ FULL_SECONDS = 180.0
 _FULL_STEP = "free space there, or set or lower its keep_last and `ckptd reload`; nothing local is deleted"
 
 
-def tell(problems: Problems, name: str, error: errors.CkptdError, *, lacks_room: bool) -> Code:
+def report_error(problems: Problems, name: str, error: errors.CkptdError, *, lacks_room: bool) -> Code:
     """Raise the problem of a remote's error and return its code; `lacks_room`: an upload failed, while reads
     work.
     """
@@ -131,8 +131,8 @@ class RemoteSession:
         self.bandwidth = bandwidth or constant(settings.bytes_per_second)
         """The remote's own limit."""
         self.attached: m.Attached | None = None
-        self.is_away = self.is_twin = False
-        """It was asked in vain, at a start nobody knows yet; it is another one's directory (twins.py)."""
+        self.is_away = self.is_duplicate = False
+        """It was asked in vain, at a start nobody knows yet; it is another one's directory."""
         self.seen_all: m.Observation | None = None  # what the remote holds, of all runs
         self._own: m.Observation | None = None
         self.run_id: str | None = None  # None: all runs are one; "": it is not known yet
@@ -142,15 +142,15 @@ class RemoteSession:
         self.is_current = False
         """Nothing that we know of changed the remote since its observation was asked for."""
         self.tag_views: dict[str, m.TagView] = {}
-        self.ship_order: int | None = None
-        """The order of the mover (ship or retire) that is under way."""
-        self.ships: str | None = None
-        """The form that it ships."""
-        self.makes_way = False
-        """It was cancelled for a ZeRO form that waits."""
-        self.scrub_order: int | None = None
+        self.transfer: int | None = None
+        """The request under way that uploads or deletes: one at a time."""
+        self.uploading: str | None = None
+        """The form that it uploads."""
+        self.is_cancelled = False
+        """The last transfer was cancelled for another upload."""
+        self.scrub: int | None = None
         """A slow reading that is under way; anything else comes first."""
-        self.beat_order: int | None = None
+        self.heartbeat: int | None = None
         self._problems = problems
         self._post = post
         self._on_attached = on_attached
@@ -182,24 +182,24 @@ class RemoteSession:
         return self.attached is not None and self.observation is not None and not self._answering.seconds_left
 
     @property
-    def is_shipping(self) -> bool:
-        """The mover is busy."""
-        return self.ship_order is not None
+    def is_transferring(self) -> bool:
+        """An upload or deletion is under way."""
+        return self.transfer is not None
 
     @property
     def still_seconds(self) -> float:
         """Return how long no byte has moved of the upload or removal under way; 0 when there is none."""
-        return self._client.idle_seconds(self.ship_order) if self.ship_order is not None else 0.0
+        return self._client.idle_seconds(self.transfer) if self.transfer is not None else 0.0
 
     @property
     def is_moving(self) -> bool:
         """An upload or removal is under way, and bytes of it move."""
-        return self.is_shipping and self.still_seconds < STILL_SECONDS
+        return self.is_transferring and self.still_seconds < STILL_SECONDS
 
     @property
     def stands_still(self) -> bool:
         """An upload or removal is under way, and no byte of it moves."""
-        return self.is_shipping and not self.is_moving
+        return self.is_transferring and not self.is_moving
 
     @property
     def is_stalled(self) -> bool:
@@ -209,14 +209,14 @@ class RemoteSession:
     @property
     def may_move(self) -> bool:
         """It is there, its mover is free, and uploads and removals did not fail too often just now."""
-        return self.is_ready and not self.is_shipping and not self.seconds_to_move
+        return self.is_ready and not self.is_transferring and not self.seconds_to_move
 
     @property
     def open_orders(self) -> int:
         """Orders without an answer yet, but for the regular look and the slow reading."""
         is_look = self._is_asking and self.attached is not None and self._is_regular_look
         is_in_vain = is_look and self._asked_at_seconds >= self._changed_at_seconds
-        return len(self._open) - is_in_vain - sum(x is not None for x in (self.scrub_order, self.beat_order))
+        return len(self._open) - is_in_vain - sum(x is not None for x in (self.scrub, self.heartbeat))
 
     def seconds_to_retry(self) -> float:
         """Return how long the backoff lasts; 0 when there is none."""
@@ -257,12 +257,12 @@ class RemoteSession:
         Nothing else ends a call on a dead mount, or inside a library.
         """
         limit = self._standstill.limit_seconds
-        if self.ship_order is not None and self._client.idle_seconds(self.ship_order) > limit:
+        if self.transfer is not None and self._client.idle_seconds(self.transfer) > limit:
             reason = f"no byte moved for {limit:.0f} s"
             text = f"{self.name}: {reason}, so the transfer was cut; it goes on anew"
             self._problems.put("transfer-stalled", self.name, text, NEXT_STEP)
             self._standstill.cut()
-        elif self._client.silent_seconds(self.ship_order) > STALLED_SECONDS:
+        elif self._client.silent_seconds(self.transfer) > STALLED_SECONDS:
             reason = f"no sign of life for {STALLED_SECONDS:.0f} s"
         else:
             return False
@@ -290,6 +290,27 @@ class RemoteSession:
         self.seen_all = self._own = seen
         if seen is not None and self.run_id is not None:
             self._own = of_run(seen, self.run_id)
+
+    def set_claim(self, *, is_claimed: bool, others: tuple[Place, ...] | None = None) -> None:
+        """Record whether this place may upload there for its run, and who saves there instead."""
+        self.is_claimed = is_claimed
+        if others is not None:
+            self.others = others
+
+    def set_duplicate(self, *, is_duplicate: bool) -> None:
+        """Record whether this remote is another one's directory or bucket."""
+        self.is_duplicate = is_duplicate
+
+    def reject(self, error: errors.CkptdError, *, job_id: str | None, remote_id: str | None) -> None:
+        """Undo what was taken over from an answer that is another remote's."""
+        update = {"job_id": job_id, "remote_id": remote_id}
+        self.settings = self.settings.model_copy(update=update)
+        self.is_duplicate = isinstance(error, errors.RemoteNotOurs)
+        self.trouble(error)
+
+    def forget_tag(self, tag: str) -> None:
+        """Forget the manifests of a tag: they are read again when they are needed."""
+        self.tag_views.pop(tag, None)
 
     def propose_job_id(self, job_id: str | None) -> None:
         """Propose the job id of the job's other remotes to a remote that is new."""
@@ -325,6 +346,21 @@ class RemoteSession:
         self._open[order_id] = on_answer
         return order_id
 
+    def start_transfer(
+        self, request: m.Order, on_answer: Callable[[m.Answer], None], form: str | None = None
+    ) -> None:
+        """Start an upload of a form, or a deletion."""
+        self.uploading, self.is_cancelled = form, False
+        self.transfer = self.order(request, on_answer)
+
+    def start_scrub(self, request: m.Order, on_answer: Callable[[m.Answer], None]) -> None:
+        """Start a slow reading."""
+        self.scrub = self.order(request, on_answer)
+
+    def send_heartbeat(self, request: m.Beat, on_answer: Callable[[m.Answer], None] | None = None) -> None:
+        """Send a heartbeat, or read those of others."""
+        self.heartbeat = self.order(request, on_answer or (lambda _: None))
+
     def pace(self, fraction: float) -> None:
         """Move at a fraction of the allowed speed while a save is in flight (P11)."""
         if fraction != self._fraction:
@@ -337,16 +373,16 @@ class RemoteSession:
             self.bytes_per_second = bytes_per_second
             self._client.pace(self._fraction, bytes_per_second)
 
-    def cancel_ship(self) -> None:
-        """End the mover's order at its next window; what is durable stays for the next attempt."""
-        if self.ship_order is not None and not self.makes_way:
-            self.makes_way = True
-            self._client.cancel(self.ship_order)
+    def cancel_transfer(self) -> None:
+        """End the transfer at its next window; what is durable stays for the next attempt."""
+        if self.transfer is not None and not self.is_cancelled:
+            self.is_cancelled = True
+            self._client.cancel(self.transfer)
 
     def cancel_scrub(self) -> None:
         """End the slow reading at its next step."""
-        if self.scrub_order is not None:
-            self._client.cancel(self.scrub_order)
+        if self.scrub is not None:
+            self._client.cancel(self.scrub)
 
     def close(self) -> None:
         """End the child; answers that are on their way concern nobody any more."""
@@ -369,10 +405,10 @@ class RemoteSession:
         else:
             del self._open[order_id]
             self._client.ended()
-            self.scrub_order = None if self.scrub_order == order_id else self.scrub_order
-            self.beat_order = None if self.beat_order == order_id else self.beat_order
-            if self.ship_order == order_id:
-                self.ship_order = None
+            self.scrub = None if self.scrub == order_id else self.scrub
+            self.heartbeat = None if self.heartbeat == order_id else self.heartbeat
+            if self.transfer == order_id:
+                self.transfer = self.uploading = None
                 self.changed()
                 is_done = not isinstance(answer, m.Failed)
                 self._standstill.ended(is_done=is_done)
@@ -444,7 +480,7 @@ class RemoteSession:
     def trouble(self, error: errors.CkptdError) -> None:
         """The remote failed: say so, back off; an unreachable or foreign one must attach anew (P2)."""
         self._answering.failed(error.message)
-        code = tell(self._problems, self.name, error, lacks_room=self._lacks_room)
+        code = report_error(self._problems, self.name, error, lacks_room=self._lacks_room)
         if code not in ("remote-full", "remote-denied"):
             self.attached, self.observation, self.is_away = None, None, True
         log.warning("%s: %s", self._shown, error)

@@ -97,8 +97,8 @@ def _finish(state: JobState, save_dir_fd: int, name: str, audit: Audit) -> None:
     trash_fd = fs.ensure_ours(save_dir_fd, fs.TRASH)
     try:
         status = files.stat_beneath(trash_fd, name)
-        for row in state.rows.values():
-            records = [x for x in state.ships.get(row.id, {}).values() if x.form == ZERO]
+        for row in state.saves.rows.values():
+            records = [x for x in state.uploads.of(row.id).values() if x.form == ZERO]
             is_safe = bool(records) and all(x.state is ShipState.COMMITTED for x in records)
             is_it = status is not None and row.save.folder == FolderIdentity(
                 dev=status.st_dev, ino=status.st_ino
@@ -109,7 +109,7 @@ def _finish(state: JobState, save_dir_fd: int, name: str, audit: Audit) -> None:
                     tag=tag,
                     form=ZERO,
                     reason="another host renamed it aside and did not end",
-                    **state.rests_on(row.id),
+                    **state.uploads.commits_of(row.id),
                 )
                 fs.finish_prune(trash_fd, name, row.save.files)
                 return
@@ -158,14 +158,15 @@ _WRITTEN_NS = 2_000_000_000
 
 def look_for_sharer(state: JobState, link: RemoteSession, tags_at_start: frozenset[str]) -> None:
     """Tell whether a remote tells of another host that ships what lies here."""
-    if state.sharer is not None or state.is_shared:
+    if state.other_host is not None or state.is_shared:
         return
-    for row in state.rows.values():
+    for row in state.saves.rows.values():
         view = link.tag_views.get(row.save.tag)
         if view is None or row.state != "present" or row.save.tag in tags_at_start:
             continue
-        state.sharer = sharer_in(row.save, view, link.settings.node, link.settings.node_id)
-        if state.sharer is not None:
+        host = sharer_in(row.save, view, link.settings.node, link.settings.node_id)
+        if host is not None:
+            state.note_other_host(host)
             return
 
 
@@ -187,10 +188,10 @@ def sharer_in(save: SealedSave, view: TagView, node: str, node_id: str) -> Other
 
 def report_other_host(problems: Problems, save_dir: str, state: JobState) -> None:
     """Report another host on this directory until a restart: nothing here shows that it has stopped."""
-    found = state.sharer
+    found = state.other_host
     if found is None:
         return
-    text = f"{found.node} ships the files of {save_dir} too ({found.tag}): one directory, two hosts"
+    text = f"{found.node} uploads the files of {save_dir} too ({found.tag}): one directory, two hosts"
     what = "; this one stands by: it sends, converts and deletes nothing" if found.stands_by else ""
     cure = "run ckptd on one of the hosts that see this directory, then restart it there"
     problems.see("save-dir-shared", save_dir, text + what, cure)

@@ -25,8 +25,7 @@ from ckptd.core.model.records import (
 )
 from ckptd.core.policy.leases import beat_seconds
 from ckptd.core.policy.view import Confirmation
-from ckptd.daemon.state.state import Converting, JobState, UploadProgress, unsent_again
-from ckptd.daemon.uploads.commit_wait import waiting_on
+from ckptd.daemon.state.upload_records import waiting_on
 from ckptd.daemon.uploads.requests import (
     committed_source,
     derive_request,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.records import SaveRow
     from ckptd.core.policy.actions import AskConfirmation, MakeWay, Ship, Supplement
+    from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.observe.audit import Audit
 
@@ -89,29 +89,27 @@ class UploadManager:
     def ship(self, action: Ship, save_dir_fd: int, memory_bytes: int) -> None:
         """Start shipping one form of one save; `memory_bytes`: what making it may use (P12)."""
         state, link = self._state, self._links[action.remote]
-        row = state.rows[action.save_id]
+        row = state.saves.rows[action.save_id]
         key = (action.save_id, action.remote, action.form)
-        old = state.ship(*key)
+        old = state.uploads.record(*key)
         if old.generation not in (None, action.generation) or old.attempt != action.attempt:
             state.journal.forget_objects(*key)
         files, making = self._sources(row, action, save_dir_fd, memory_bytes)
         if files is None:
             if action.form != ZERO:  # somebody removed it, or the journal is of before it went
-                state.put_derived(row.id, DerivedRecord(reason="its files are gone"), action.form)
+                state.saves.put_derived(row.id, DerivedRecord(reason="its files are gone"), action.form)
             elif row.held:
-                state.journal.set_held(row.id, held=False)
-                state.reload(row.id)
+                state.set_held(row.id, held=False)
             return
         forget_replaced_objects(state, row, action)
-        record = old.model_copy(
-            update={
-                "state": ShipState.SHIPPING,
-                "generation": action.generation,
-                "attempt": action.attempt,
-                "reason": None,
-            }
+        state.uploads.update(
+            action.save_id,
+            old,
+            state=ShipState.SHIPPING,
+            generation=action.generation,
+            attempt=action.attempt,
+            reason=None,
         )
-        state.put_ship(action.save_id, record)
         order = ship_order(
             row,
             action,
@@ -127,12 +125,11 @@ class UploadManager:
             run_id=state.run_id,
         )
         total = sum(f.bytes for f in files)
-        state.moving[key] = UploadProgress(done_bytes=0, total_bytes=total, started_seconds=time.monotonic())
-        state.busy[action.save_id] += 1
+        state.uploads.begin(key, total)
+        state.saves.begin_reading(action.save_id)
         if making is not None:
-            state.converting = Converting(save_id=action.save_id, form=action.form)
-        link.ships, link.makes_way = action.form, False
-        link.ship_order = link.order(order, lambda answer: self._on_ship(action, answer))
+            state.saves.begin_conversion(action.save_id, action.form)
+        link.start_transfer(order, lambda answer: self._on_ship(action, answer), action.form)
         what = (row.save.tag, action.form, action.remote, action.generation, total / 1e6)
         log.info("%s (%s) → %s as generation %d: %.1f MB", *what, extra=doing("ship", row.save.tag))
 
@@ -144,16 +141,18 @@ class UploadManager:
             return files_to_upload(row, action, save_dir_fd), None
         os.close(fs.ensure_ours(save_dir_fd, fs.STAGING))
         staging = path_of(self._config.save_dir, fs.STAGING)
-        zero = self._state.ship(row.id, action.remote, ZERO)
+        zero = self._state.uploads.record(row.id, action.remote, ZERO)
         source = committed_source(row, zero, self._config.shared_takeover_seconds)
         return pointer_to_ship(row, action), derive_request(row, action, source, str(staging), memory_bytes)
 
     def make_way(self, action: MakeWay) -> None:
         """Cancel the upload under way for a save; it continues later where it stopped."""
         link = self._links[action.remote]
-        if not link.makes_way:
-            log.info("the upload of a %s form to %s makes way: %s", link.ships, action.remote, action.reason)
-            link.cancel_ship()
+        if not link.is_cancelled:
+            log.info(
+                "the upload of a %s form to %s makes way: %s", link.uploading, action.remote, action.reason
+            )
+            link.cancel_transfer()
 
     def _on_ship(self, action: Ship, answer: m.Answer) -> None:
         key = (action.save_id, action.remote, action.form)
@@ -166,66 +165,58 @@ class UploadManager:
         if isinstance(answer, m.ObjectDone):
             done = answer.object
             self._state.journal.put_object(*key, verified_row(done))
-            moving = self._state.moving.get(key)
+            moving = self._state.uploads.progress.get(key)
             if moving is not None:
-                moving.done_bytes += done.bytes - moving.objects.get(done.key, 0)
-                moving.objects[done.key] = done.bytes
+                moving.advance(done.key, done.bytes)
             return
-        self._state.busy[action.save_id] -= 1
+        self._state.saves.end_reading(action.save_id)
         if action.is_streamed:
-            self._state.converting = None
+            self._state.saves.end_conversion()
         self._end_ship(action, answer)
-        self._links[action.remote].ships = None
-        self._state.moving.pop(key, None)
+        self._state.uploads.end(key)
         self._wake()
 
     def _planned(self, action: Ship, planned: m.Planned) -> None:
         """Record the plan of a derived form, and forget objects that an attempt by another plan uploaded."""
         state, key = self._state, (action.save_id, action.remote, action.form)
-        state.moving[key].total_bytes = planned.bytes
-        record = state.rows[action.save_id].derived_of(action.form)
+        state.uploads.progress[key].set_total(planned.bytes)
+        record = state.saves.rows[action.save_id].derived_of(action.form)
         if record.plan_sha256 not in ("", planned.plan_sha256):
             state.journal.forget_objects(*key)
         update = {"plan_sha256": planned.plan_sha256, "layout": planned.layout, "bytes": planned.bytes}
-        state.put_derived(action.save_id, record.model_copy(update=update), action.form)
+        state.saves.put_derived(action.save_id, record.model_copy(update=update), action.form)
 
     def _progress(self, key: tuple[int, str, str], moving: m.Moving) -> None:
         state = self._state
-        entry = state.moving.get(key)
+        entry = state.uploads.progress.get(key)
         if entry is None:
             return
-        entry.done_bytes += moving.done_bytes - entry.objects.get(moving.key, 0)
-        entry.objects[moving.key] = moving.done_bytes
-        durable = (moving.key, moving.flushed_bytes, moving.token)
-        if (moving.flushed_bytes or moving.token) and durable != entry.durable:
-            entry.durable = durable
+        entry.advance(moving.key, moving.done_bytes)
+        if entry.note_durable(moving.key, moving.flushed_bytes, moving.token):
             state.journal.put_object(*key, half_row(moving))
 
     def _end_ship(self, action: Ship, answer: m.Answer) -> None:
         state, link = self._state, self._links[action.remote]
         key = (action.save_id, action.remote, action.form)
-        record = state.ship(*key)
-        tag = state.rows[action.save_id].save.tag
+        record = state.uploads.record(*key)
+        tag = state.saves.rows[action.save_id].save.tag
         if isinstance(answer, m.ShipResult):
-            link.tag_views.pop(tag, None)
-            state.generations.pop(key, None)
+            link.forget_tag(tag)
+            state.uploads.forget_generation(key)
             link.well()
             link.observe()
             self._shipped(action, record, answer)
-        elif isinstance(answer, m.Failed) and link.makes_way:
-            state.put_ship(action.save_id, record.model_copy(update={"state": ShipState.NEW}))
+        elif isinstance(answer, m.Failed) and link.is_cancelled:
+            state.uploads.update(action.save_id, record, state=ShipState.NEW)
         elif isinstance(answer, m.Failed):
             self._failed(action, record, answer.raised)
 
     def _shipped(self, action: Ship, record: ShipRecord, answer: m.ShipResult) -> None:
         state = self._state
-        tag = state.rows[action.save_id].save.tag
+        tag = state.saves.rows[action.save_id].save.tag
         record = record.model_copy(update={"is_damaged": answer.outcome == "damaged", "hint": ""})
         if answer.outcome == "committed" and answer.commit is not None:
-            moving = state.moving.get((action.save_id, action.remote, action.form))
-            seconds = time.monotonic() - moving.started_seconds if moving else 0.0
-            if answer.bytes_sent and seconds > 0:
-                state.link_speeds[action.remote] = answer.bytes_sent / seconds
+            state.uploads.note_speed((action.save_id, action.remote, action.form), answer.bytes_sent)
             record = record.model_copy(
                 update={
                     "state": ShipState.COMMITTED,
@@ -251,15 +242,15 @@ class UploadManager:
         elif answer.outcome == "refused":
             record = record.model_copy(update={"state": ShipState.REFUSED, "reason": answer.reason})
             update = {"state": DerivedState.REFUSED, "reason": answer.reason, "hint": answer.hint}
-            derived = state.rows[action.save_id].derived_of(action.form)
-            state.put_derived(action.save_id, derived.model_copy(update=update), action.form)
+            derived = state.saves.rows[action.save_id].derived_of(action.form)
+            state.saves.put_derived(action.save_id, derived.model_copy(update=update), action.form)
             log.warning("%s (%s): %s", tag, action.form, answer.reason, extra=doing("ship", tag))
         else:
             record = self._again(record, answer.reason or "another save holds this generation")
             if action.form != ZERO:
                 record = record.model_copy(update={"attempt": record.attempt + 1})
             state.journal.forget_objects(action.save_id, action.remote, action.form)
-        state.put_ship(action.save_id, record)
+        state.uploads.put(action.save_id, record)
 
     def _wait_seconds(self, action: Ship, answer: m.ShipResult) -> float:
         """Return the seconds until the next attempt, while other nodes' parts, another node's form or a
@@ -268,7 +259,8 @@ class UploadManager:
         if action.form != ZERO:
             return self._config.shared_takeover_seconds
         key, first = (action.save_id, action.remote, action.form), self._step_in_seconds
-        waiting = self._state.waiting[key] = waiting_on(self._state.waiting.get(key), answer, first)
+        uploads = self._state.uploads
+        waiting = uploads.wait(key, waiting_on(uploads.waiting.get(key), answer, first))
         # of a shared directory what takes over from a silent host is the attempt itself
         return first if self._config.shared_fs else waiting.retry_seconds
 
@@ -282,7 +274,7 @@ class UploadManager:
 
     def _failed(self, action: Ship, record: ShipRecord, error: errors.CkptdError) -> None:
         state, link = self._state, self._links[action.remote]
-        key, tag = (action.save_id, action.remote, action.form), state.rows[action.save_id].save.tag
+        key, tag = (action.save_id, action.remote, action.form), state.saves.rows[action.save_id].save.tag
         log.warning("%s → %s (%s): %s", tag, action.remote, action.form, error, extra=doing("ship", tag))
         record = record.model_copy(update={"hint": error.hint, "is_damaged": False})
         if isinstance(error, errors.SourceChanged):
@@ -291,8 +283,8 @@ class UploadManager:
             record = self._again(record, error.message, changed_seconds)
         elif isinstance(error, errors.DocumentDamaged):
             # the remote's, not the save's; a COMMIT that cannot be read takes its generation: choose anew
-            link.tag_views.pop(tag, None)
-            state.generations.pop(key, None)
+            link.forget_tag(tag)
+            state.uploads.forget_generation(key)
             record = self._again(record, error.message)
             link.observe()
         elif isinstance(error, errors.DamagedError) and not isinstance(error, errors.VerifyError):
@@ -303,16 +295,15 @@ class UploadManager:
             wrong = isinstance(error, errors.VerifyError)
             if wrong or isinstance(error, errors.RemoteError | errors.StorageError) or error.exit_code == 77:
                 link.move_failed(error, is_answering=wrong)
-        state.put_ship(action.save_id, record)
+        state.uploads.put(action.save_id, record)
 
     # --- confirm ---------------------------------------------------------------------------------------
 
     def confirm(self, action: AskConfirmation) -> None:
         """Ask every required remote for a fresh read of the COMMITs (P1)."""
         state = self._state
-        if action.save_id in state.asking or not action.commits:
+        if not action.commits or not state.deletions.begin_confirmation(action.save_id):
             return
-        state.asking.add(action.save_id)
         waiting = {ref.remote for ref in action.commits}
         asked_at_seconds = time.monotonic()
 
@@ -323,9 +314,9 @@ class UploadManager:
                 waiting.add("")
             if not waiting:
                 confirmation = Confirmation(commits=action.commits, at_seconds=asked_at_seconds)
-                state.confirmations[action.save_id] = confirmation
+                state.deletions.confirm(action.save_id, confirmation)
             if not waiting - {""}:
-                state.asking.discard(action.save_id)
+                state.deletions.end_confirmation(action.save_id)
                 self._wake()
 
         for remote in tuple(waiting):
@@ -341,27 +332,15 @@ class UploadManager:
             return
         reason = (answer.reason if isinstance(answer, m.Confirmed) else None) or "no answer"
         asked = {ref.sha256 for ref in action.commits if ref.remote == remote}
-        for save_id in list(state.ships):
+        for save_id in list(state.uploads.records):
             # with `unuploaded` the COMMITs may be those of a newer save
-            if state.ship(save_id, remote, ZERO).commit_sha256 not in asked:
+            if state.uploads.record(save_id, remote, ZERO).commit_sha256 not in asked:
                 continue
-            tag = state.rows[save_id].save.tag
-            log.error("%s: %s no longer holds its COMMIT (%s); it is shipped again", tag, remote, reason)
-            state.lose_commit(save_id, remote, reason)
-            link.tag_views.pop(tag, None)
+            tag = state.saves.rows[save_id].save.tag
+            log.error("%s: %s no longer holds its COMMIT (%s); it is uploaded again", tag, remote, reason)
+            state.uploads.lose_commit(save_id, remote, reason)
+            link.forget_tag(tag)
         link.observe()
-
-
-def running_speed(state: JobState, remote: str, least_seconds: float) -> float | None:
-    """Return the speed (bytes/s) of a ZeRO upload under way: on the first day there is no finished one to
-    measure.
-    """
-    now = time.monotonic()
-    for (_, name, form), moving in state.moving.items():
-        seconds, done = now - moving.started_seconds, moving.done_bytes - moving.start_bytes
-        if name == remote and form == ZERO and seconds >= least_seconds and done > 0:
-            return done / seconds
-    return None
 
 
 # --- Supplements: files that came after their save was sealed -----------------------------------------
@@ -391,8 +370,8 @@ class SupplementUploader:
     def ship(self, action: Supplement) -> None:
         """Ship the files; what another attempt, or a lost journal, had shipped is only looked up."""
         state, link = self._state, self._links[action.remote]
-        row = state.rows[action.save_id]
-        record = state.ship(action.save_id, action.remote, ZERO)
+        row = state.saves.rows[action.save_id]
+        record = state.uploads.record(action.save_id, action.remote, ZERO)
         if record.commit_sha256 is None:
             return
         order = late_order(
@@ -404,9 +383,8 @@ class SupplementUploader:
             config_digest=self._config_digest,
             run_id=self._state.run_id,
         )
-        state.busy[row.id] += 1
-        link.ships, link.makes_way = "supplement", False
-        link.ship_order = link.order(order, lambda answer: self._on_answer(action, answer))
+        state.saves.begin_reading(row.id)
+        link.start_transfer(order, lambda answer: self._on_answer(action, answer), "supplement")
         log.info(
             "%s → %s: %d files that came late",
             row.save.tag,
@@ -419,32 +397,37 @@ class SupplementUploader:
         if isinstance(answer, m.Moving | m.ObjectDone | m.Planned):
             return
         state, link = self._state, self._links[action.remote]
-        state.busy[action.save_id] -= 1
-        tag = state.rows[action.save_id].save.tag
+        state.saves.end_reading(action.save_id)
+        tag = state.saves.rows[action.save_id].save.tag
         if isinstance(answer, m.ShipResult) and answer.outcome == "committed":
             link.well()
-            state.late_unsent.pop((action.save_id, action.remote), None)
-            record = state.ship(action.save_id, action.remote, ZERO)
+            state.uploads.forget_late_failed(action.save_id, action.remote)
+            record = state.uploads.record(action.save_id, action.remote, ZERO)
             if record.state is ShipState.COMMITTED:
                 known = {one.key: one for one in record.supplements}
                 known |= {one.key: one for one in answer.supplements if one.key != record.commit_key}
-                update = {"supplements": tuple(known.values()), "unlisted": _left(record.unlisted, answer)}
-                state.put_ship(action.save_id, record.model_copy(update=update))
+                state.uploads.update(
+                    action.save_id,
+                    record,
+                    supplements=tuple(known.values()),
+                    unlisted=_left(record.unlisted, answer),
+                )
         elif isinstance(answer, m.ShipResult):
             # as when a permit is refused: what the remote holds is looked at anew
             log.warning("%s → %s: %s", tag, action.remote, answer.reason)
-            if state.ship(action.save_id, action.remote, ZERO).state is ShipState.COMMITTED:
-                state.lose_commit(action.save_id, action.remote, answer.reason or "its COMMIT is gone")
-            link.tag_views.pop(tag, None)
-        elif isinstance(answer, m.Failed) and not link.makes_way:
+            if state.uploads.record(action.save_id, action.remote, ZERO).state is ShipState.COMMITTED:
+                state.uploads.lose_commit(
+                    action.save_id, action.remote, answer.reason or "its COMMIT is gone"
+                )
+            link.forget_tag(tag)
+        elif isinstance(answer, m.Failed) and not link.is_cancelled:
             error = answer.raised
             log.warning("what came late in %s → %s: %s", tag, action.remote, error)
             if isinstance(error, _OF_THIS_SAVE):
-                at = (action.save_id, action.remote)
-                state.late_unsent[at] = unsent_again(state.late_unsent.get(at), f"{tag} → {link.name}", error)
+                about = f"{tag} → {link.name}"
+                state.uploads.note_late_failed(action.save_id, action.remote, about, error)
             elif not isinstance(error, SourceChanged):
                 link.move_failed(error)
-        link.ships = None
         link.observe()
         self._wake()
 

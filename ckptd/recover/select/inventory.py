@@ -6,14 +6,12 @@ may run or be dead. Local folders are judged by the daemon's own rules.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckptd.base.names import tag_problem
-from ckptd.base.owned_dirs import opened_ours
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, Verdict, judge, step_of
 from ckptd.core.model.manifest import side_key, stem
@@ -23,7 +21,7 @@ from ckptd.core.policy.leases import shares_folder
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs, StorageError
 from ckptd.recover.select.manifest_check import path_problem, why_untrusted
 from ckptd.storage.local.scan import scan, written_folders
-from ckptd.storage.local.state_dir import read_node_id
+from ckptd.storage.local.state_dir import own_node_id
 from ckptd.storage.remote.documents import IDENTITY_KEY, stem_of
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
 from ckptd.storage.stores.access import Access
@@ -277,7 +275,7 @@ def read_node_memory(job: JobConfig, state_dir: Path | None, node: str) -> NodeM
     """Read what this node knows of its saves: its name, its id and the daemon's last status, never needed."""
     if state_dir is None:
         return NodeMemory(node=node, is_shared=job.shared_fs)
-    known = NodeMemory(node=node, node_id=_node_id(state_dir), is_shared=job.shared_fs)
+    known = NodeMemory(node=node, node_id=own_node_id(state_dir, job.save_dir), is_shared=job.shared_fs)
     try:
         status = json.loads((state_dir / "status.json").read_bytes())
         rows = [
@@ -301,9 +299,3 @@ def read_node_memory(job: JobConfig, state_dir: Path | None, node: str) -> NodeM
     except (OSError, ValueError, KeyError, TypeError, AttributeError, CkptdError):
         return known
     return replace(known, orders=orders, commits=commits, refused=refused)
-
-
-def _node_id(state_dir: Path) -> str | None:
-    with contextlib.suppress(OSError, ValueError, CkptdError), opened_ours(state_dir) as fd:
-        return read_node_id(fd)
-    return None

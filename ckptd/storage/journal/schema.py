@@ -152,7 +152,7 @@ def move_aside(path: Path) -> Path:
             if other.exists():
                 os.rename(other, aside.with_name(aside.name + tail))
     except OSError as error:
-        msg = f"cannot set the unreadable journal {path} aside: {error.strerror}"
+        msg = f"cannot set the journal {path} aside: {error.strerror}"
         raise StorageError(msg, hint="move it away by hand; it is rebuilt") from error
     return aside
 

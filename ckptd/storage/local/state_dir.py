@@ -43,7 +43,10 @@ _NETWORK = (
 NODE_ID = "node_id"
 NODE_PLACE = "node_place"
 """Inode of the save_dir in which the state lay when the id was made."""
+REPAIR_UPLOADS = "repair-uploads.json"
+"""Which uploads a repair has begun (maintenance/repair.py)."""
 _NODE_ID_LIMIT_BYTES = 256
+_NODE_PLACE_LIMIT_BYTES = 64
 JOB = "job.json"
 """How the job was started: its job file, or its arguments and settings (docs/contract.md)."""
 _JOB_LIMIT_BYTES = 1 << 20
@@ -117,6 +120,42 @@ def read_node_id(state_dir_fd: int) -> str | None:
     with contextlib.suppress(FileNotFoundError):
         return files.read_beneath(state_dir_fd, NODE_ID, limit_bytes=_NODE_ID_LIMIT_BYTES).decode().strip()
     return None
+
+
+def is_default_state(state_dir: Path, save_dir: Path) -> bool:
+    """Tell whether the state directory lies in save_dir, or where ours does: it moves and goes with it."""
+    return state_dir.is_relative_to(save_dir) or state_dir == path_of(save_dir, f"{OURS}/state")
+
+
+def own_state(state_dir: Path | None, save_dir: Path) -> Path | None:
+    """Return a state directory whose node id and journal are of this save_dir; None: there is none.
+
+    None too where it came with a copy of save_dir in which no daemon has begun since: then they are of the
+    original, which may be at work, and so are the uploads of which they tell.
+    """
+    if state_dir is None or not is_default_state(state_dir, save_dir):
+        return state_dir
+    with contextlib.suppress(OSError, CkptdError), opened_ours(state_dir) as fd:
+        return None if is_of_another(fd, save_dir.stat().st_ino) else state_dir
+    return state_dir
+
+
+def own_node_id(state_dir: Path | None, save_dir: Path) -> str | None:
+    """Return this node's id, where a daemon has run here and it can be read."""
+    own = own_state(state_dir, save_dir)
+    if own is not None:
+        with contextlib.suppress(OSError, ValueError, CkptdError), opened_ours(own) as fd:
+            return read_node_id(fd)
+    return None
+
+
+def is_of_another(state_dir_fd: int, inode: int) -> bool:
+    """Whether a state directory was begun in another save_dir than the one with this inode, where it lies."""
+    try:
+        place = files.read_beneath(state_dir_fd, NODE_PLACE, limit_bytes=_NODE_PLACE_LIMIT_BYTES)
+    except FileNotFoundError:
+        return False
+    return place != str(inode).encode()
 
 
 def remember_job(state_dir: Path, config: JobConfig) -> None:

@@ -22,6 +22,7 @@ from ckptd.errors import CkptdError, NoSpaceError, RemoteNotOurs, RemoteUnreacha
 from ckptd.storage.remote.coordination import live_nodes, newest_run
 from ckptd.storage.remote.documents import IDENTITY_KEY, read_identity
 from ckptd.storage.remote.messages import Attached
+from ckptd.storage.stores.fsspec_store import FilesStore
 from ckptd.storage.stores.open import directory_path
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ _NEW_PLACE = (
     "CKPTD_REMOTE_NAME without one"
 )
 _OBJECT_STORES = ("s3://", "gs://", "gcs://", "az://", "abfs://", "abfss://")
+_SFTP = ("sftp://", "ssh://")
 
 
 def attach(store: Store, settings: RemoteSettings) -> Attached:
@@ -74,7 +76,7 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
         abilities=_abilities(store, settings, found),
         initialised=initialised,
         free_bytes=store.free_bytes(),
-        place=_bucket_of(store, settings.url) if path is None else _place_of(path),
+        place=_place_in(store, settings.url) if path is None else _place_of(path),
         living=_living(store, settings, is_first=settings.job_id is None and not initialised),
         newest=newest_run(store) if settings.asks_who_lives else None,
     )
@@ -116,14 +118,23 @@ def _place_of(root: Path) -> str:
     return f"{status.st_dev}:{status.st_ino}.{mark.st_ctime_ns}"
 
 
-def _bucket_of(store: Store, url: str) -> str | None:
-    """Alike for all URLs and endpoints of a bucket and prefix: when its identity was created, by its service.
+def _place_in(store: Store, url: str) -> str | None:
+    """Alike for all URLs of one bucket and prefix, or of one directory of an SFTP server: when its identity
+    was written, by the service's clock.
 
     Who copies a bucket creates that object anew; a replica that the service keeps has its time, and what is
-    removed from the one goes from the other. None: this kind of store tells times that a copy may have, too.
+    removed from the one goes from the other. Who copies a directory may keep the times: of SFTP the server's
+    file system counts too, so that a copy on another disk is another place. None: this kind of store tells
+    times that a copy may have, too.
     """
-    info = store.stat(IDENTITY_KEY) if url.startswith(_OBJECT_STORES) else None
-    return f"object:{info.mtime_ns}" if info is not None and info.mtime_ns else None
+    if not url.startswith((*_OBJECT_STORES, *_SFTP)):
+        return None
+    info = store.stat(IDENTITY_KEY)
+    if info is None or not info.mtime_ns:
+        return None
+    if isinstance(store, FilesStore) and url.startswith(_SFTP):
+        return f"sftp:{store.disk()}:{info.mtime_ns}"
+    return f"object:{info.mtime_ns}"
 
 
 def _check_owner(found: RemoteIdentity, store: Store, settings: RemoteSettings) -> None:
@@ -304,5 +315,5 @@ def _root(place: str | None) -> str:
 
 def one_place(url: str, other: str, other_url: str) -> str:
     """In words, of the one that does not count."""
-    kind = "directory" if directory_path(url) is not None else "bucket and prefix"
+    kind = "bucket and prefix" if url.startswith(_OBJECT_STORES) else "directory"
     return f"{url} is the same {kind} as remote {other} ({other_url})"

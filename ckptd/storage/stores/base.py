@@ -32,7 +32,7 @@ def too_large(key: str) -> DocumentDamaged:
 
 def taken(key: str) -> TargetExists:
     """Return the error for an object that appeared while it was sent."""
-    return TargetExists(f"{key} appeared while it was sent", hint="another node shipped it; ckptd compares")
+    return TargetExists(f"{key} appeared while it was sent", hint="another node uploaded it; ckptd compares")
 
 
 def differs(key: str, url: str, found: tuple[int, int], sent: tuple[int, int]) -> VerifyError:

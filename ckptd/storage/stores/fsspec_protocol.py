@@ -149,6 +149,11 @@ class FsspecDrive:
         del path
         return None
 
+    def disk(self, path: str) -> str:
+        """Return nothing: services do not tell."""
+        del path
+        return ""
+
     def probe(self, path: str) -> Abilities:
         """Create twice, replace, remove."""
         try:

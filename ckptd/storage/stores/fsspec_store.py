@@ -146,6 +146,10 @@ class Drive(Protocol):
         """Return the free space there; None where nobody tells."""
         ...
 
+    def disk(self, path: str) -> str:
+        """Return the id of the file system there, the same by every path to it; "" where nobody tells."""
+        ...
+
     def explain(self, error: Exception, what: str) -> Exception:
         """Translate what was raised into an error of the tree; return a bug as it is."""
         ...
@@ -349,6 +353,10 @@ class FilesStore:
     def free_bytes(self) -> int | None:
         """Return the room that the server reports."""
         return self._call("asking for free space", lambda drive: drive.free_bytes(self._root))
+
+    def disk(self) -> str:
+        """Return the id of the file system that the server has the remote on; "" where it does not tell."""
+        return self._call("asking for its file system", lambda drive: drive.disk(self._root))
 
     def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
         """Yield a range in pieces; each may come over another connection."""

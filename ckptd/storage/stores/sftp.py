@@ -229,12 +229,21 @@ class SftpDrive:
 
     def free_bytes(self, path: str) -> int | None:
         """Ask by statvfs, where the server offers it."""
+        found = self._file_system(path)
+        return found[1] * found[4] if found is not None else None
+
+    def disk(self, path: str) -> str:
+        """Ask by statvfs, as `free_bytes`."""
+        found = self._file_system(path)
+        return f"{found[8]:x}" if found is not None else ""
+
+    def _file_system(self, path: str) -> list[int] | None:
+        """Return f_bsize, f_frsize, f_blocks, f_bfree, f_bavail, f_files, f_ffree, f_favail, f_fsid."""
         try:
             answer = self.session.extended("statvfs", os.fsencode(path))
         except OSError:
             return None
-        _, fragment, _, _, available = (answer.get_int64() for _ in range(5))
-        return int(fragment * available)
+        return [answer.get_int64() for _ in range(9)]
 
     # --- writing ---------------------------------------------------------------------------------------
 

@@ -304,7 +304,7 @@ class CheckedSource(WrappedSource):
         count = self.inner.read_into(offset, buffer)
         wrong = self._sums.feed(offset, buffer[:count])
         if wrong is not None:
-            hint = "bits flipped on the local disk since the save; nothing was shipped"
+            hint = "bits flipped on the local disk since the save; nothing was uploaded"
             raise DamagedError(f"{self._name}: {wrong}", hint=hint)
         return count
 

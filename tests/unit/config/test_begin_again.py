@@ -193,8 +193,8 @@ class Scene:
             self.pruner.prune(Prune(save_id=1, permit=permit), self.fd)
         assert not (self.save_dir / TAG).exists()
         assert len(self.state.journal.open_deletions()) == 1
-        assert len(self.state.deleted_at) == 1, "it is on its way"
-        assert not self.state.prune_blocked[1].is_brief
+        assert len(self.state.deletions.local_at) == 1, "it is on its way"
+        assert not self.state.deletions.blocked[1].is_brief
 
     @property
     def trash(self) -> list[str]:
@@ -216,7 +216,7 @@ def test_a_prune_that_an_error_cut_short_is_gone_on_with(
         scene.pruner.tidy(fd)
         assert scene.trash == []
         assert scene.state.journal.open_deletions() == []
-        assert scene.state.prune_blocked == {}
+        assert scene.state.deletions.blocked == {}
 
 
 @pytest.mark.parametrize("other", ["global_step2", "global_step3"], ids=["the newest again", "a new one"])
@@ -229,22 +229,22 @@ def test_a_save_that_begins_while_workers_are_busy_keeps_the_one_that_was_to_go(
     (save_dir / "global_step2" / shard).write_text("kept instead")
     with files.opened_dir(save_dir) as fd:
         scene = Scene(save_dir, fd, is_busy=True)
-        scene.state.listing = scan(fd)
+        scene.state.folders.listing = scan(fd)
         scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
         (save_dir / other).mkdir(exist_ok=True)
         (save_dir / other / shard).write_text("half of another save")
         scene.go_on()
         assert all((save_dir / TAG / name).exists() for name in NAMES)
         assert scene.state.journal.open_deletions() == []
-        assert scene.state.prune_blocked[1].is_brief, "it heals by itself: nobody is called"
-        assert not scene.state.deleted_at, "the seat belt is for what went"
+        assert scene.state.deletions.blocked[1].is_brief, "it heals by itself: nobody is called"
+        assert not scene.state.deletions.local_at, "the hourly limit is for what went"
         # a turn later, of what lies there then
-        scene.state.listing = scan(fd)
+        scene.state.folders.listing = scan(fd)
         scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
         (save_dir / "global_step2" / "notes.txt").write_text("no shard")
         scene.go_on()
         assert not (save_dir / TAG).exists()
-        assert scene.state.prune_blocked == {}
+        assert scene.state.deletions.blocked == {}
 
 
 def test_what_is_pinned_while_its_removal_waits_for_a_worker_stays(save_dir: Path) -> None:

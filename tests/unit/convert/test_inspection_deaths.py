@@ -162,14 +162,14 @@ def test_killed_once_it_is_read_again_and_sealed_as_it_is(
         look()
         for _ in range(TRIES):
             assert look().state is State.UNKNOWN
-            assert "ended the inspecting child" in state.failures[f"inspecting {TAG}"].text
+            assert "ended the inspecting child" in state.failures.all()[f"inspecting {TAG}"].text
         look()
         verdict = look()
         assert (verdict.state, verdict.is_unread) == (State.INCOMPLETE, True)
         assert "memory" in what_reads_it(str(verdict.reason))
     look()
     assert look().state is State.COMPLETE
-    assert state.facts[TAG][SHARD].fingerprint
+    assert state.folders.facts[TAG][SHARD].fingerprint
     state.journal.close()
 
 

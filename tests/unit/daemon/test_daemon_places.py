@@ -133,14 +133,14 @@ def test_who_waits_for_a_place_hears_that_it_ended_too() -> None:
     places = SlotPool(lambda: 1)
 
     class Link(Guest):
-        beat_order: int | None = None
+        heartbeat: int | None = None
 
         def begin(self) -> None:
             super().begin()
             results.put(self.heard)
 
         def heard(self) -> None:
-            self.beat_order, self.is_busy = None, False
+            self.heartbeat, self.is_busy = None, False
 
     class Job:
         state = object()
@@ -151,7 +151,7 @@ def test_who_waits_for_a_place_hears_that_it_ended_too() -> None:
 
         def say_ended(self) -> None:
             for link in self.links.values():
-                link.beat_order = 1
+                link.heartbeat = 1
                 if places.take(link):
                     link.begin()
 

@@ -91,6 +91,15 @@ def test_of_two_urls_of_one_bucket_the_second_is_not_attached(two: Two) -> None:
     assert two.hears("b", "object:18"), "a copy of the bucket"
 
 
+def test_of_two_urls_of_one_sftp_directory_the_second_is_not_attached(two: Two) -> None:
+    for name, url in (("nas", "sftp://h/p"), ("b", "sftp://alias/p")):
+        two.links[name].settings = two.links[name].settings.model_copy(update={"url": url})
+    assert two.hears("nas", "sftp:fe01:17")
+    assert not two.hears("b", "sftp:fe01:17")
+    assert "same directory as remote nas" in two.problem("b").text
+    assert two.hears("b", "sftp:fe02:17"), "a copy on another disk that kept its times"
+
+
 def test_the_second_of_two_that_are_one_is_not_attached(two: Two) -> None:
     assert two.hears("nas", "1:7")
     assert not two.hears("b", "1:7")
@@ -99,9 +108,9 @@ def test_the_second_of_two_that_are_one_is_not_attached(two: Two) -> None:
     assert "same directory as remote nas" in said.text
     assert two.journal.meta("remote_id:b") is None, "that identity is nas's"
     assert two.links["b"].settings.remote_id is None
-    assert two.links["b"].is_twin, "so that a new journal does not wait for what nas told it"
+    assert two.links["b"].is_duplicate, "so that a new journal does not wait for what nas told it"
     assert two.hears("b", "2:9", "another"), "the right share was mounted"
-    assert not two.links["b"].is_twin
+    assert not two.links["b"].is_duplicate
 
 
 def test_the_later_one_goes_though_it_answered_first(two: Two) -> None:

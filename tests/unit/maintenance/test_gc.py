@@ -16,6 +16,7 @@ from ckptd.core.model.decision import Decision
 from ckptd.core.model.heartbeat import Heartbeat
 from ckptd.core.model.manifest import NodeManifest, Tombstone, manifest_key, sha256_of, to_bytes
 from ckptd.core.model.records import ObjectRow
+from ckptd.daemon.bootstrap import node_id_of
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, StorageError
 from ckptd.maintenance.gc import Collector, sealed_here
 from ckptd.maintenance.repair import Unfinished
@@ -27,6 +28,7 @@ from ckptd.storage.remote import garbage
 from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.repair import staging_key
 from ckptd.storage.stores.base import partial_name
+from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.counting import CountingStore
 from tests.stores.scene import Node
 from tests.support.refusing import refuse
@@ -570,6 +572,41 @@ def test_our_half_object_in_a_directory_goes(scene: RepairScene) -> None:
     assert [(row.what, row.bytes) for row in gc(scene).removed] == [("an upload of global_step7/x", 3)]
     assert (half["id-n0"].exists(), half["id-n9"].exists()) == (False, True)
     journal.close()
+
+
+def test_in_a_copy_nothing_of_the_originals_uploads_goes(
+    scene: RepairScene, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Node id and journal came along: what the original has under way was taken for the copy's own."""
+    journal, save_id = journal_of(scene)
+    whole = lies_there(scene, "global_step7/ours", b"12345")
+    sent(journal, save_id, "global_step7/ours", 5, is_whole=True)
+    store = DirectoryStore(str(scene.nas), owner="id-n0")
+    half = lies_there(scene, f"global_step7/{store._partial('global_step7/x')}", b"123")
+    sent(journal, save_id, "global_step7/x", 9, is_whole=False)
+    journal.end_save(save_id, "vanished")
+    journal.close()
+    state = scene.save_dir / "_ckptd" / "state"
+    shutil.copytree(scene.state, state)
+    assert node_id_of(state, scene.save_dir.stat().st_ino) == "id-n0"
+    Unfinished(state).note("nas", "global_step5/x", "an-upload")
+    copy = tmp_path / "copy" / scene.save_dir.name
+    shutil.copytree(scene.save_dir, copy, symlinks=True)
+
+    def gc_of(save_dir: Path) -> str:
+        job = tmp_path / "run.toml"
+        remote = f'[[remote]]\nname = "nas"\nurl = "{scene.nas}"\nsame_filesystem = true\n'
+        job.write_text(f'save_dir = "{save_dir}"\n{remote}')
+        done = run_here(capsys, "gc", job)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    said = " ".join(gc_of(copy).split())
+    assert "came with a copy of another save_dir" in said
+    assert "this node did not send them" in said
+    assert (whole.exists(), half.exists()) == (True, True)
+    gc_of(scene.save_dir)
+    assert (whole.exists(), half.exists()) == (False, False)
 
 
 def test_trash_is_counted_before_any_of_it_goes(scene: RepairScene) -> None:

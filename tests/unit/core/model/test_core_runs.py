@@ -19,6 +19,7 @@ from ckptd.daemon.intake.runs import Runs
 from ckptd.daemon.state.problems import Problems
 from ckptd.storage.child.service import Service
 from ckptd.storage.local.run_file import read_run, run_file, write_run
+from ckptd.storage.local.state_dir import own_state
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.coordination import Heartbeats, claim_run, newest_run, read_runs
 from ckptd.storage.remote.messages import RemoteSettings
@@ -199,9 +200,14 @@ def test_of_nodes_of_one_run_nobody_says_that_they_share_a_name(tmp_path: Path) 
     fd = os.open(tmp_path, os.O_RDONLY)
     write_run(fd, run_file(fd, str(tmp_path), "j", "joined").accepting("remote", 1, "j"))
     link: Any = SimpleNamespace(
-        bind=lambda _run: None, is_claimed=False, others=(), seen_all=None, settings=SimpleNamespace()
+        bind=lambda _run: None,
+        set_claim=lambda **given: link.__dict__.update(given),
+        is_claimed=False,
+        others=(),
+        seen_all=None,
+        settings=SimpleNamespace(),
     )
-    state: Any = SimpleNamespace(go_on_with=lambda _run: None)
+    state: Any = SimpleNamespace(set_run=lambda _run: None)
     config: Any = SimpleNamespace(save_dir=tmp_path, name="job", shared_fs=False)
     ours: Any = Runs(config, state, {"nas": link}, fd, ("b", "idb"), lambda: None, lambda: None)  # type: ignore[arg-type, return-value]
     os.close(fd)
@@ -236,8 +242,11 @@ def test_a_copy_of_the_state_has_a_node_id_of_its_own(tmp_path: Path) -> None:
     first = node_id_of(state)
     assert node_id_of(state, 7) == first, "of a release that noted no directory"
     assert node_id_of(state, 7) == first, "moved on one file system, it is the same"
+    (state / "journal.db").write_bytes(b"")
+    assert own_state(state, tmp_path) is None, "its inode is neither"
     copied = node_id_of(state, 8)
     assert copied != first
+    assert not (state / "journal.db").exists(), "it told of the original's checkpoints and uploads"
     assert (node_id_of(state, 8), node_id_of(state)) == (copied, copied)
 
 

@@ -80,7 +80,7 @@ def test_a_hold_keeps_the_empty_folders_of_its_save(tmp_path: Path, monkeypatch:
         journal = Journal(tmp_path / "journal.db")
         state = JobState(journal=journal, problems=Problems())
         recover_holds(state, fd)
-    assert [(row.held, row.save.empty) for row in state.rows.values()] == [(True, empty)]
+    assert [(row.held, row.save.empty) for row in state.saves.rows.values()] == [(True, empty)]
     journal.close()
 
 
@@ -116,14 +116,17 @@ def test_a_hold_that_cannot_be_renamed_stops_nothing(
             patch.setattr(files, "write_atomic", refusing)
             recover_holds(state, fd)
             settle_holds(state, fd)
-            assert [row.save.tag for row in state.rows.values() if row.held] == ["global_step6"]
-            assert state.stray_holds == {"global_step5.7": ""}
-            assert list(state.failures) == ["settling _ckptd/hold/global_step5.7"]
+            assert [row.save.tag for row in state.saves.rows.values() if row.held] == ["global_step6"]
+            assert state.holds.stray == {"global_step5.7": ""}
+            assert list(state.failures.all()) == ["settling _ckptd/hold/global_step5.7"]
             assert (tmp_path / "_ckptd" / "hold" / "global_step5.7").is_dir()
         settle_holds(state, fd)
-    assert sorted(row.save.tag for row in state.rows.values() if row.held) == ["global_step5", "global_step6"]
-    assert not state.stray_holds
-    assert not state.failures
+    assert sorted(row.save.tag for row in state.saves.rows.values() if row.held) == [
+        "global_step5",
+        "global_step6",
+    ]
+    assert not state.holds.stray
+    assert not state.failures.all()
     journal.close()
 
 
@@ -152,19 +155,19 @@ def test_what_a_hold_that_failed_leaves(
     state.load()
     for remote, form in committed:
         record = ShipRecord(remote=remote, form=form, state=ShipState.COMMITTED)
-        state.put_ship(save_id, record.model_copy(update={"commit_key": f"{remote} {form}"}))
-    state.failed_holds.add(save_id)
-    state.busy[save_id] += 1
+        state.uploads.put(save_id, record.model_copy(update={"commit_key": f"{remote} {form}"}))
+    state.holds.failed.add(save_id)
+    state.saves.busy[save_id] += 1
     with files.opened_dir(tmp_path) as fd:
         settle_holds(state, fd)
         assert sorted(os.listdir(place)) == ["global_step5.1", "global_step5.1.json"]  # another attempt is on
-        state.busy[save_id] -= 1
+        state.saves.busy[save_id] -= 1
         settle_holds(state, fd)
         assert bool(os.listdir(place)) != is_done
         shutil.rmtree(place / "global_step5.1", ignore_errors=True)
         settle_holds(state, fd)
     assert not os.listdir(place)
-    assert not state.failed_holds
+    assert not state.holds.failed
     assert lines(tmp_path) == ([("global_step5", "committed", ["nas zero", "cloud zero"])] if is_done else [])
     journal.close()
 
@@ -185,11 +188,11 @@ def test_a_hold_of_which_a_restart_finds_no_note(
     state.load()
     for remote, form in committed:
         record = ShipRecord(remote=remote, form=form, state=ShipState.COMMITTED)
-        state.put_ship(save_id, record.model_copy(update={"commit_key": f"{remote} {form}"}))
+        state.uploads.put(save_id, record.model_copy(update={"commit_key": f"{remote} {form}"}))
     with files.opened_dir(tmp_path) as fd:
         recover_holds(state, fd)
         settle_holds(state, fd)
-    assert state.rows[save_id].held != is_done
+    assert state.saves.rows[save_id].held != is_done
     assert sorted(os.listdir(place)) == ([] if is_done else ["global_step5.1", "global_step5.1.json"])
     told = [(tag, reason.partition(";")[0], commits) for tag, reason, commits in lines(tmp_path)]
     assert told == ([("global_step5", "committed", ["nas zero", "cloud zero"])] if is_done else [])
@@ -234,15 +237,15 @@ def test_a_hold_stays_where_its_line_cannot_be_written(tmp_path: Path, how: str)
     state = JobState(journal=journal, required=("nas",), audit=audit, problems=Problems())
     save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     state.load()
-    state.put_ship(save_id, ShipRecord(remote="nas", form=ZERO, state=ShipState.COMMITTED))
+    state.uploads.put(save_id, ShipRecord(remote="nas", form=ZERO, state=ShipState.COMMITTED))
     with files.opened_dir(tmp_path) as fd:
         if how == "failed":
-            state.failed_holds.add(save_id)
+            state.holds.failed.add(save_id)
             settle_holds(state, fd)
         else:
             recover_holds(state, fd)
         assert place.with_suffix("").is_dir()
-        assert list(state.failures) == [f"settling _ckptd/hold/{place.stem}"]
+        assert list(state.failures.all()) == [f"settling _ckptd/hold/{place.stem}"]
         (tmp_path / "audit.jsonl").rmdir()
         settle_holds(state, fd)
     assert not place.with_suffix("").exists()

@@ -89,7 +89,9 @@ def test_a_daemon_says_it_at_its_first_start(remote: Remote, is_shared: bool) ->
         links={}, problems=Problems(), job_id=None, wake=lambda: None, state=SimpleNamespace(journal=journal),
         config=SimpleNamespace(shared_fs=is_shared),
     )  # fmt: skip
-    job.links["nas"] = SimpleNamespace(is_twin=False, settings=SimpleNamespace(url=str(remote.root)))
+    job.links["nas"] = SimpleNamespace(
+        set_duplicate=lambda **_: None, settings=SimpleNamespace(url=str(remote.root))
+    )
     on_attached(cast("Job", job), "nas")(remote.attach())
     journal.close()
     found = [(p.code, p.severity, p.next_step) for p in job.problems.all()]

@@ -31,7 +31,7 @@ def half(killed: Killed) -> Path:
 
 def is_open(killed: Killed) -> bool:
     """Its intent stands, nothing of it is in the trainer's sight, and status says so."""
-    said = killed.state.failures.get(f"pruning {TAG}")
+    said = killed.state.failures.all().get(f"pruning {TAG}")
     assert not (killed.save_dir / TAG).exists()
     is_told = said is not None and "by hand" in said.hint and fs.TRASH in said.text
     return is_told and len(killed.state.journal.open_deletions()) == 1
@@ -44,7 +44,7 @@ def test_what_has_another_mode_since_is_still_ours(killed: Killed) -> None:
         path.chmod(0o600)
     killed.start()
     assert killed.trash == []
-    assert killed.state.rows[killed.save_id].state == "pruned"
+    assert killed.state.saves.rows[killed.save_id].state == "pruned"
     killed.start()
     assert not (killed.save_dir / TAG).exists()
 
@@ -90,7 +90,7 @@ def test_what_is_not_ours_stays_there_and_is_told(
     folder.rename(killed.save_dir / "looked at")
     killed.later(monkeypatch)
     assert killed.state.journal.open_deletions() == []
-    assert killed.state.rows[killed.save_id].state == "pruned"
+    assert killed.state.saves.rows[killed.save_id].state == "pruned"
     killed.start()
     assert not (killed.save_dir / TAG).exists()
 
@@ -103,13 +103,13 @@ def test_of_what_is_whole_nothing_goes_where_a_file_is_not_ours(
     folder = killed.save_dir / fs.TRASH / name
     _write(folder, NAMES[0])
     killed.put(ShipState.COMMITTED)
-    killed.state.heard.add("nas")
+    killed.state.deletions.observed.add("nas")
     with taken(killed.save_dir):
         killed.start()
         killed.later(monkeypatch)
         assert all((folder / one).exists() for one in NAMES)
         assert len(killed.state.journal.open_deletions()) == 1
-        assert killed.state.half_removed
+        assert killed.state.deletions.interrupted
         assert f"{NAMES[0]} in {fs.TRASH}/{name} is not the file that was committed" in caplog.text
 
 

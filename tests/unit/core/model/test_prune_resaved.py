@@ -85,7 +85,7 @@ class Killed:
         with files.opened_dir(self.scene.save_dir) as fd:
             recover(self.state, fd, self.audit)
         folder, facts = self._listed()
-        row = self.state.row_of_tag(self.tag)
+        row = self.state.saves.of_tag(self.tag)
         return judge(folder, facts, memory_of(row, folder, facts), QUIET).state
 
 
@@ -95,7 +95,7 @@ def test_half_a_save_over_what_was_to_go_is_torn(tmp_path: Path, rank: int) -> N
     killed = Killed(tmp_path)
     killed.save_again(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     assert killed.start() is State.TORN_RESAVE
-    assert killed.state.rows[killed.save_id].state == "present"
+    assert killed.state.saves.rows[killed.save_id].state == "present"
     assert killed.state.journal.open_deletions() == []
     assert killed.start() is State.TORN_RESAVE, "however often it is killed"
 
@@ -114,5 +114,5 @@ def test_a_tag_that_is_gone_was_pruned(tmp_path: Path) -> None:
     with files.opened_dir(killed.scene.save_dir) as fd:
         killed.state.load()
         recover(killed.state, fd, killed.audit)
-    assert killed.state.rows[killed.save_id].state == "pruned"
-    assert killed.state.row_of_tag(killed.tag) is None
+    assert killed.state.saves.rows[killed.save_id].state == "pruned"
+    assert killed.state.saves.of_tag(killed.tag) is None

@@ -54,11 +54,11 @@ class Killed(Scene):
 
     def put(self, state: ShipState) -> None:
         """What is known of it on the remote."""
-        self.state.put_ship(self.save_id, ShipRecord(remote="nas", form=ZERO, state=state))
+        self.state.uploads.put(self.save_id, ShipRecord(remote="nas", form=ZERO, state=state))
 
     def start(self) -> None:
         """The daemon starts again."""
-        self.state.half_removed.clear()
+        self.state.deletions.interrupted.clear()
         recover(self.state, self.fd, self.audit)
 
     def later(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,13 +103,13 @@ def test_a_restart_takes_back_what_lost_nothing(killed: Killed) -> None:
     assert killed.is_whole
     assert killed.trash == []
     assert killed.state.journal.open_deletions() == []
-    assert killed.state.rows[killed.save_id].state == "present"
-    assert killed.state.journal.lately(0.0)[1] == [], "the seat belt is for what went"
+    assert killed.state.saves.rows[killed.save_id].state == "present"
+    assert killed.state.journal.lately(0.0)[1] == [], "the hourly limit is for what went"
     assert killed.audited == ["prune", "trash"]
     killed.pruner._pruning.clear()  # another process
     killed.pruner.prune(Prune(save_id=killed.save_id, permit=permit_for(killed.save_dir)), killed.fd)
     assert not (killed.save_dir / TAG).exists()
-    assert killed.state.rows[killed.save_id].state == "pruned"
+    assert killed.state.saves.rows[killed.save_id].state == "pruned"
 
 
 def test_killed_between_the_way_back_and_its_note(killed: Killed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_killed_between_the_way_back_and_its_note(killed: Killed, monkeypatch: p
     killed.start()
     assert killed.is_whole
     assert killed.state.journal.open_deletions() == []
-    assert killed.state.rows[killed.save_id].state == "present"
+    assert killed.state.saves.rows[killed.save_id].state == "present"
 
 
 def test_what_has_lost_a_file_is_finished(killed: Killed) -> None:
@@ -135,7 +135,7 @@ def test_what_has_lost_a_file_is_finished(killed: Killed) -> None:
     killed.start()
     assert killed.trash == []
     assert not (killed.save_dir / TAG).exists()
-    assert killed.state.rows[killed.save_id].state == "pruned"
+    assert killed.state.saves.rows[killed.save_id].state == "pruned"
 
 
 def test_what_an_earlier_worker_is_about_to_remove_stays_in_the_trash(killed: Killed) -> None:
@@ -163,7 +163,7 @@ def test_what_an_earlier_worker_is_about_to_remove_stays_in_the_trash(killed: Ki
 
 def permit_files(killed: Killed) -> tuple[SealedFile, ...]:
     """What the intent lists."""
-    return killed.state.rows[killed.save_id].save.files
+    return killed.state.saves.rows[killed.save_id].save.files
 
 
 def test_a_removal_that_comes_after_the_way_back_finds_nothing(
@@ -203,7 +203,7 @@ def test_what_an_earlier_worker_finishes_while_a_start_waits_for_its_lock_is_fin
     killed.start()
     assert finished == [[]]
     assert killed.state.journal.open_deletions() == []
-    assert killed.state.rows[killed.save_id].state == "pruned"
+    assert killed.state.saves.rows[killed.save_id].state == "pruned"
 
 
 def test_a_file_that_was_touched_is_no_file_that_went(killed: Killed) -> None:
@@ -225,19 +225,19 @@ def test_where_its_name_is_taken_it_goes_once_the_remote_shows_it(
             assert len(killed.trash) == 1
             assert len(killed.state.journal.open_deletions()) == 1
             assert killed.pruner.seconds_to_tidy is not None
-            assert killed.state.failures == {}, "who did not answer is told of already"
-        killed.state.heard.add("nas")
+            assert killed.state.failures.all() == {}, "who did not answer is told of already"
+        killed.state.deletions.observed.add("nas")
         killed.later(monkeypatch)
         assert killed.trash == []
         assert killed.state.journal.open_deletions() == []
-        assert killed.state.rows[killed.save_id].state == "pruned"
+        assert killed.state.saves.rows[killed.save_id].state == "pruned"
 
 
 @pytest.mark.parametrize("why", ["pinned", "its COMMIT is gone"])
 def test_where_its_name_is_taken_it_stays_while_it_is_needed(
     killed: Killed, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    killed.state.heard.add("nas")
+    killed.state.deletions.observed.add("nas")
     if why == "pinned":
         killed.pruner.is_pinned = lambda tag: tag == TAG
     else:
@@ -246,7 +246,7 @@ def test_where_its_name_is_taken_it_stays_while_it_is_needed(
         killed.start()
         killed.later(monkeypatch)
         [name] = killed.trash
-        said = killed.state.failures[f"pruning {TAG}"]
+        said = killed.state.failures.all()[f"pruning {TAG}"]
         assert f"{fs.TRASH}/{name}" in said.text
         assert "by hand" in said.hint
         killed.start()
@@ -255,7 +255,7 @@ def test_where_its_name_is_taken_it_stays_while_it_is_needed(
     folder.rmdir()
     killed.later(monkeypatch)
     assert killed.is_whole, "its name is free again"
-    assert killed.state.failures == {}
+    assert killed.state.failures.all() == {}
     assert killed.state.journal.open_deletions() == []
 
 
@@ -264,13 +264,13 @@ def test_the_loss_of_its_commit_is_noticed_while_it_waits(
 ) -> None:
     """The next save took its place, and the remote lost what was proved: nothing goes by the record."""
     nothing = SimpleNamespace(commits=(), retired_beside=(), unreadable=())
-    link = SimpleNamespace(name="nas", is_current=True, observation=nothing, tag_views={})
+    link = SimpleNamespace(name="nas", is_current=True, observation=nothing, forget_tag=lambda _: None)
     with taken(killed.save_dir):
         killed.start()
         killed.state.journal.end_save(killed.save_id, "superseded")
         killed.state.reload(killed.save_id)
         notice_lost(killed.state, cast("Any", link), (ZERO,))
-        killed.state.heard.add("nas")
+        killed.state.deletions.observed.add("nas")
         killed.later(monkeypatch)
         assert len(killed.trash) == 1
 
@@ -283,18 +283,18 @@ def test_a_dispute_of_its_commit_is_noticed_while_it_waits(
     record = ShipRecord(remote="nas", form=ZERO, state=ShipState.COMMITTED, **proof)  # type: ignore[arg-type]
     view = SimpleNamespace(key="k", sha256="s", disputed=False)
     seen = SimpleNamespace(commits=(view,), retired_beside=(), unreadable=())
-    link = SimpleNamespace(name="nas", is_current=True, observation=seen, tag_views={})
-    killed.state.put_ship(killed.save_id, record)
+    link = SimpleNamespace(name="nas", is_current=True, observation=seen, forget_tag=lambda _: None)
+    killed.state.uploads.put(killed.save_id, record)
     with taken(killed.save_dir):
         killed.start()
         killed.state.journal.end_save(killed.save_id, "superseded")
         killed.state.reload(killed.save_id)
         notice_lost(killed.state, cast("Any", link), (ZERO,))
-        assert killed.state.ship(killed.save_id, "nas", ZERO) == record
+        assert killed.state.uploads.record(killed.save_id, "nas", ZERO) == record
         view.disputed = True
         notice_lost(killed.state, cast("Any", link), (ZERO,))
-        assert killed.state.ship(killed.save_id, "nas", ZERO).reason == "its COMMIT is disputed"
-        killed.state.heard.add("nas")
+        assert killed.state.uploads.record(killed.save_id, "nas", ZERO).reason == "its COMMIT is disputed"
+        killed.state.deletions.observed.add("nas")
         killed.later(monkeypatch)
         assert len(killed.trash) == 1
 
@@ -315,16 +315,16 @@ def test_a_removal_that_failed_before_a_file_went_is_taken_back(
             patch.setattr(files, "remove_file", refusing)
             scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
         assert len(scene.trash) == 1
-        assert len(scene.state.deleted_at) == 1
+        assert len(scene.state.deletions.local_at) == 1
         with monkeypatch.context() as patch:
             now = time.monotonic() + TIDY_SECONDS + 1
             patch.setattr(time, "monotonic", lambda: now)
             scene.pruner.tidy(fd)
-            assert scene.state.blocked_lately() == frozenset()
+            assert scene.state.deletions.blocked_lately() == frozenset()
         assert all((save_dir / TAG / name).read_text() == name for name in NAMES)
         assert scene.state.journal.open_deletions() == []
-        assert not scene.state.deleted_at
+        assert not scene.state.deletions.local_at
         assert woken
         scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
         assert not (save_dir / TAG).exists()
-        assert scene.state.prune_blocked == {}
+        assert scene.state.deletions.blocked == {}

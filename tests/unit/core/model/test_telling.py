@@ -175,7 +175,7 @@ def test_a_pin_goes_to_a_remote_that_lacks_it_once_for_each_look(told: Callable[
     write_decision(job.place, PIN)
     job.shows("nas")
     assert job.asked("nas") == [PIN]
-    assert job.state.untold == {"nas"}
+    assert job.state.deletions.undecided == {"nas"}
     job.knowledge.refresh()
     assert job.asked("nas") == [], "one is under way"
     job.answer("nas", m.Failed(error="NotPermitted", message="read-only"))
@@ -186,12 +186,12 @@ def test_a_pin_goes_to_a_remote_that_lacks_it_once_for_each_look(told: Callable[
     job.shows("nas")
     assert job.asked("nas") == [PIN]
     job.answer("nas", m.Done())
-    assert job.state.untold == {"nas"}, "not before it is seen there"
+    assert job.state.deletions.undecided == {"nas"}, "not before it is seen there"
     assert isinstance(job.scenes["nas"].line.orders[-1], m.Observe)
     job.shows("nas")
     assert job.asked("nas") == [], "it lists late"
     job.shows("nas", PIN)
-    assert not job.state.untold
+    assert not job.state.deletions.undecided
     assert not job.state.problems.all()
     job.shows("nas")
     assert job.asked("nas") == [], "just now it was durable there"
@@ -284,7 +284,7 @@ def test_nothing_is_retired_from_a_remote_that_is_to_be_told(tmp_path: Path) -> 
     seen = SimpleNamespace(commits=(SimpleNamespace(sha256="a"), SimpleNamespace(sha256="b")))
     links: Any = {"nas": SimpleNamespace(observation=seen), "away": SimpleNamespace(observation=None)}
     assert of_untold(state, links) == frozenset()
-    state.untold |= {"nas", "away", "gone"}
+    state.deletions.undecided |= {"nas", "away", "gone"}
     assert of_untold(state, links) == {("nas", "a"), ("nas", "b")}
     stone = TombstoneHeader(
         tag=TAG, generation=1, form=ZERO, commit_sha256="a", branch=1, step=20, save_seq=1, reason="limit"
@@ -297,7 +297,7 @@ def test_nothing_is_retired_from_a_remote_that_is_to_be_told(tmp_path: Path) -> 
     retiring = RemoteDeleter(job, state, {"nas": scene.link}, Audit(tmp_path / "audit.jsonl"), lambda: None)
     retiring.finish(rests=False)
     assert len(scene.line.orders) == before
-    state.untold.clear()
+    state.deletions.undecided.clear()
     retiring.finish(rests=False)
     assert isinstance(scene.asked, m.Retire)
     state.journal.close()

@@ -81,9 +81,18 @@ class Daemon:
         self.node = Node(self.path / self.name, name=self.name, tag=self.tag)
         settings = SimpleNamespace(node=self.name, url="x", job_id=JOB_ID)
         link: Any = SimpleNamespace(
-            tag_views=self.views, attached=True, settings=settings, observation=None, describe=self._describe
+            tag_views=self.views,
+            forget_tag=lambda tag: self.views.pop(tag, None),
+            attached=True,
+            settings=settings,
+            observation=None,
+            describe=self._describe,
         )
-        state: Any = SimpleNamespace(rows={}, listing=None, verdicts={}, waiting={}, quiet={})
+        state: Any = SimpleNamespace(
+            saves=SimpleNamespace(rows={}),
+            folders=SimpleNamespace(listing=None, verdicts={}, quiet={}),
+            uploads=SimpleNamespace(waiting={}),
+        )
         beat: Any = None
         slurm = {"SLURM_JOB_NUM_NODES": "16"}
         self.state = state
@@ -106,7 +115,7 @@ class Daemon:
     def save(self, ranks: tuple[int, ...], dp: int, step: int, at: int = 0, *, model: bool = False) -> None:
         """What its ranks write; `at`: when, in seconds."""
         self.node.dp, self.step, self.at = dp, step, at
-        self.state.quiet[self.tag] = SimpleNamespace(since_seconds=self.clock.now)
+        self.state.folders.quiet[self.tag] = SimpleNamespace(since_seconds=self.clock.now)
         written = {OPTIM.format(d=d): archive(b"%d of %d at %d, %d;" % (d, dp, step, at) * 99) for d in ranks}
         written |= {MODEL: archive(b"model at %d, %d;" % (step, at) * 99)} if model else {}
         self.node.write(written)
@@ -121,7 +130,7 @@ class Daemon:
 
     def turn(self, memory: Memory | None = None) -> Verdict:
         folder = self.listing()
-        self.state.listing = SimpleNamespace(folders=(folder,))
+        self.state.folders.listing = SimpleNamespace(folders=(folder,))
         context = Context(
             settle_seconds=1,
             quiet_seconds=1e6,
@@ -130,7 +139,7 @@ class Daemon:
             spread=self.nodes.spread(self.tag),
         )
         verdict = judge(folder, self.facts(), memory, context)
-        self.state.verdicts[self.tag] = verdict
+        self.state.folders.verdicts[self.tag] = verdict
         return verdict
 
     def listing(self) -> FolderListing:

@@ -129,10 +129,10 @@ def test_a_drain_that_ended_is_not_told_after_the_next_save(
     one.begin_drain(30.0)
     seen_at = [unix[0] - 60.0]
     job: Any = SimpleNamespace(view=None, state=None, turns=2, problems=Problems())
-    state: Any = SimpleNamespace(plan=None, rows={}, quiet={})
+    state: Any = SimpleNamespace(plan=None, saves=SimpleNamespace(rows={}), folders=SimpleNamespace(quiet={}))
 
     def told() -> bool:
-        state.rows = {n: SimpleNamespace(seen_at=at) for n, at in enumerate(seen_at)}
+        state.saves.rows = {n: SimpleNamespace(seen_at=at) for n, at in enumerate(seen_at)}
         return one.drain_status(job, state) is not None
 
     assert told()

@@ -98,11 +98,11 @@ def test_what_was_published_and_not_noted_is_noted_at_the_next_start(
     save = row.save if is_same else row.save.model_copy(update={"files": sealed(8).files})
     save_id = state.journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     state.load()
-    state.put_derived(save_id, DerivedRecord(state=DerivedState.CONVERTING))
+    state.saves.put_derived(save_id, DerivedRecord(state=DerivedState.CONVERTING))
     (tmp_path / fs.STAGING / partial_name(TAG)).mkdir()
     with files.opened_dir(tmp_path) as fd:
         recover(state, fd, Audit(tmp_path / "audit.jsonl"))
-    found = state.rows[save_id].derived
+    found = state.saves.rows[save_id].derived
     assert found.state is (DerivedState.READY if is_same else DerivedState.NONE)
     assert bool(found.plan_sha256) is is_same
     assert (tmp_path / fs.STAGING / partial_name(TAG)).exists() is not is_same

@@ -26,8 +26,9 @@ from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.core.policy.view import Disk, JobView, RemoteView
 from ckptd.daemon.health import checks, stalls
 from ckptd.daemon.health.stalls import removal, unfinished
+from ckptd.daemon.state.local_saves import Quiet
 from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState, Quiet
+from ckptd.daemon.state.state import JobState
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.scan import scan
 from tests.support.core_views import job_view, remote_commit, save_view, sealed
@@ -53,26 +54,27 @@ class Watched:
     def look(self) -> None:
         """List, inspect and judge every folder, as a turn does."""
         with files.opened_dir(self.scene.save_dir) as fd:
-            self.state.listing = listing = scan(fd)
+            self.state.folders.listing = listing = scan(fd)
         context = Context(
             settle_seconds=0.5,
             quiet_seconds=self.quiet,
             is_in_flight=self.is_in_flight,
             save_spread_seconds=60.0,
         )
-        since = time.monotonic() - self.quiet
         for folder in listing.folders:
             rows = inspect_files(self.scene.save_dir / folder.tag, [f.path for f in folder.files])
             facts = {row.path: row for row in rows}
-            self.state.facts[folder.tag] = facts
-            self.state.verdicts[folder.tag] = judge(folder, facts, None, context)
-            self.state.quiet[folder.tag] = Quiet(folder.digest, since, 0.0)
+            self.state.folders.facts[folder.tag] = facts
+            self.state.folders.verdicts[folder.tag] = judge(folder, facts, None, context)
+            # after the child that inspects: on a busy machine its start takes a second
+            since = time.monotonic() - self.quiet
+            self.state.folders.quiet[folder.tag] = Quiet(folder.digest, since, 0.0)
 
     def seal(self, tag: str, step: int) -> None:
         """As complete as it lies there."""
-        assert self.state.listing is not None
-        folder = next(f for f in self.state.listing.folders if f.tag == tag)
-        facts, verdict = self.state.facts[tag], self.state.verdicts[tag]
+        assert self.state.folders.listing is not None
+        folder = next(f for f in self.state.folders.listing.folders if f.tag == tag)
+        facts, verdict = self.state.folders.facts[tag], self.state.folders.verdicts[tag]
         assert verdict.grid is not None
         assert verdict.window is not None
         changes = {
@@ -129,7 +131,7 @@ def test_ranks_may_lie_as_far_apart_as_they_ever_did(watched: Watched) -> None:
     watched.look()
     assert watched.alarms() == {}
     assert stalls.waits_for_alarm(watched.job, watched.state)
-    watched.quiet, watched.state.widest_save_seconds = 50.0, 30.0
+    watched.quiet, watched.state.saves.widest_save_seconds = 50.0, 30.0
     watched.look()
     assert watched.alarms() == {}
     watched.quiet = 61.0
@@ -215,7 +217,7 @@ def test_what_will_never_be_safe_is_told_with_its_bytes_and_a_command(
 ) -> None:
     watched.is_in_flight = False
     watched.look()
-    watched.state.verdicts["global_step10"] = Verdict(state=state, reason="one is missing")
+    watched.state.folders.verdicts["global_step10"] = Verdict(state=state, reason="one is missing")
     lying = sum(p.stat().st_size for p in (watched.scene.save_dir / "global_step10").iterdir())
     cure = cure.format(gc="ckptd gc /jobs/run.toml --incomplete global_step10")
     assert told() == {code: f"global_step10: one is missing ({show_bytes(lying)}); {cure}"}
@@ -231,9 +233,9 @@ def test_a_short_disk_names_what_frees_how_much(watched: Watched, told: Callable
     text, rest = "2.0 GB free, the next save and min_free need 5.0 GB; ", "nothing uncommitted is deleted; "
     frees = f"ckptd gc /jobs/run.toml --incomplete global_step10 frees {show_bytes(lying)}; "
     assert told()["disk-low"] == f"{text}{frees}{rest}free space or save less often"
-    watched.state.verdicts["global_step10"] = Verdict(state=State.SUSPECT, reason="one is older")
+    watched.state.folders.verdicts["global_step10"] = Verdict(state=State.SUSPECT, reason="one is older")
     assert told()["disk-low"] == f"{text}{rest}free space or save less often", "`accept` frees nothing"
-    watched.state.verdicts.clear()
+    watched.state.folders.verdicts.clear()
     assert told() == {"disk-low": f"{text}{rest}free space or save less often"}
     watched.job.view = job_view([], disk=replace(short, free_bytes=5 * 10**9))
     assert told() == {}
@@ -259,11 +261,11 @@ def test_a_trainer_that_may_outrun_the_upload_is_told_of_where_nothing_can_be_he
     is_told: bool,
 ) -> None:
     """A trainer that rotates by itself removes the older of two before it was sent; DeepSpeed never does."""
-    watched.state.verdicts.clear()
-    watched.state.can_clone = can_clone
-    watched.state.listing = listed(trainer)
+    watched.state.folders.verdicts.clear()
+    watched.state.holds.can_clone = can_clone
+    watched.state.folders.listing = listed(trainer)
     if has_lost_one:
-        row = next(iter(watched.state.rows.values()))
+        row = next(iter(watched.state.saves.rows.values()))
         watched.state.journal.end_save(row.id, "vanished")
         watched.state.reload(row.id)
     saves = [save_view(n, sealed(n), committed=n > waiting) for n in (1, 2, 3)]
@@ -299,7 +301,7 @@ def away(view: JobView) -> JobView:
             "nothing is removed during one; they go in the next pause",
             LONG_SECONDS,
         ),
-        (three(deletions_left=0), "seat belt", SOON_SECONDS),
+        (three(deletions_left=0), "allowed in an hour", SOON_SECONDS),
         (three(may_delete=False), "may not delete", SOON_SECONDS),
         (three(is_paused=True), "paused", SOON_SECONDS),
         (three(confirmations={}), "not confirmed by every required remote", SOON_SECONDS),
@@ -358,7 +360,7 @@ def test_on_a_short_disk_every_reason_is_counted() -> None:
 
 def test_a_remote_whose_seat_belt_holds_retention_up_is_named(watched: Watched) -> None:
     """A note: what would go for two minutes, and may not before the hour is over."""
-    watched.state.verdicts.clear()
+    watched.state.folders.verdicts.clear()
     view = job_view([save_view(3, sealed(3))])
     commits = tuple(remote_commit(sealed(step)) for step in (1, 2, 3))
     nas = replace(view.remotes[0], commits=commits, retention=RetentionPolicy(save_total_limit=1))
@@ -381,7 +383,7 @@ def test_a_remote_whose_seat_belt_holds_retention_up_is_named(watched: Watched) 
 
 def test_it_is_said_once_it_has_lasted(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same thing for its whole patience; another thing, or nothing, begins anew."""
-    watched.state.verdicts.clear()
+    watched.state.folders.verdicts.clear()
     state, now = watched.state, time.monotonic()
     state.is_first_scan = False
 
@@ -403,7 +405,7 @@ def test_it_is_said_once_it_has_lasted(watched: Watched, monkeypatch: pytest.Mon
     assert not at(243, missing)
     assert at(365, missing)
     assert not at(366, three())
-    assert state.blocked_since is None
+    assert not state.deletions.is_blocked
 
 
 def test_a_short_disk_that_found_checkpoints_hold_names_what_lets_them_go() -> None:

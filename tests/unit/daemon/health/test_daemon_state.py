@@ -50,12 +50,14 @@ def test_a_backoff_outlives_reading_the_journal_again(tmp_path: Path) -> None:
     save_id = state.journal.add_save(sealed(1), found_first=False, adopted=True, seen_at=0.0)
     state.load()
     failed = ShipRecord(remote="nas", form=ZERO, state=ShipState.FAILED, tries=2, retry_at_seconds=1e9)
-    state.put_ship(save_id, failed)
+    state.uploads.put(save_id, failed)
     state.load()
-    assert state.ship(save_id, "nas", ZERO) == failed
-    state.put_ship(save_id, failed.model_copy(update={"state": ShipState.SHIPPING, "retry_at_seconds": 0.0}))
+    assert state.uploads.record(save_id, "nas", ZERO) == failed
+    state.uploads.put(
+        save_id, failed.model_copy(update={"state": ShipState.SHIPPING, "retry_at_seconds": 0.0})
+    )
     state.load()
-    assert state.ship(save_id, "nas", ZERO).retry_at_seconds == 0.0
+    assert state.uploads.record(save_id, "nas", ZERO).retry_at_seconds == 0.0
     state.journal.close()
 
 
@@ -88,10 +90,10 @@ def test_a_conversion_whose_source_changes_whenever_it_is_read_is_told_and_ends(
     state, (save_id,) = _state_of(tmp_path / "journal.db", 1)
     for times in range(1, 4):
         _failing(state, save_id, SourceChanged("rank_0.pt was written meanwhile"))
-        derived = state.rows[save_id].derived
+        derived = state.saves.rows[save_id].derived
         assert (derived.state, derived.tries) == (DerivedState.FAILED, times)
         assert derived.retry_at_seconds > 0
-    ended = state.rows[save_id].derived
+    ended = state.saves.rows[save_id].derived
     view = job_view([save_view(1, sealed(1), universal=ended)], now_seconds=ended.retry_at_seconds + 1)
     assert not [a for a in plan(view).actions if type(a).__name__ == "Convert"]
     assert [code for code, _, _ in _conversions_seen(state)] == ["conversion-failed"]
@@ -102,7 +104,7 @@ def test_a_conversion_without_room_waits_and_says_so(tmp_path: Path) -> None:
     """It was tried again at every turn: planned, written until the reserve, removed."""
     state, (save_id,) = _state_of(tmp_path / "journal.db", 1)
     _failing(state, save_id, NoSpaceError("the universal form needs 5 bytes"))
-    derived = state.rows[save_id].derived
+    derived = state.saves.rows[save_id].derived
     assert (derived.state, derived.tries) == (DerivedState.FAILED, 0)
     view = job_view([save_view(1, sealed(1), universal=derived)], now_seconds=0.0)
     assert not [a for a in plan(view).actions if type(a).__name__ == "Convert"]
@@ -111,7 +113,7 @@ def test_a_conversion_without_room_waits_and_says_so(tmp_path: Path) -> None:
     assert _conversions_seen(state) == [
         ("conversion-failed", "s1b1", "converting s1b1: the universal form needs 5 bytes")
     ]
-    state.put_derived(save_id, DerivedRecord(state=DerivedState.READY))
+    state.saves.put_derived(save_id, DerivedRecord(state=DerivedState.READY))
     assert _conversions_seen(state) == []
     state.journal.close()
 
@@ -122,7 +124,7 @@ def test_a_conversion_outlives_lost_rights(tmp_path: Path, error: CkptdError) ->
     state, (save_id,) = _state_of(tmp_path / "journal.db", 1)
     for _ in range(MAX_CONVERSION_TRIES + 2):
         _failing(state, save_id, error)
-    derived = state.rows[save_id].derived
+    derived = state.saves.rows[save_id].derived
     for seconds, is_tried in ((-1, False), (1, True)):
         now_seconds = derived.retry_at_seconds + seconds
         view = job_view([save_view(1, sealed(1), universal=derived)], now_seconds=now_seconds)
@@ -135,15 +137,15 @@ def test_a_form_whose_files_are_gone_is_made_again(tmp_path: Path) -> None:
     """A journal of before it went calls it ready: its upload was begun at every turn, for ever."""
     scene = Scene(tmp_path)
     _, state = known_save(scene, tmp_path / "journal.db")
-    (save_id,) = state.rows
-    state.put_derived(save_id, DerivedRecord(state=DerivedState.READY))
+    (save_id,) = state.saves.rows
+    state.saves.put_derived(save_id, DerivedRecord(state=DerivedState.READY))
     links = cast("Any", {"nas": None})
     audit = Audit(tmp_path / "audit.jsonl")
     shipping = UploadManager(scene.job(), "digest", state, links, audit, lambda: None)
     with files.opened_dir(scene.save_dir) as fd:
         shipping.ship(Ship(save_id=save_id, remote="nas", form=UNIVERSAL, generation=1, attempt=1), fd, 0)
-    assert state.rows[save_id].derived.state is DerivedState.NONE
-    assert state.ship(save_id, "nas", UNIVERSAL).state is ShipState.NEW
+    assert state.saves.rows[save_id].derived.state is DerivedState.NONE
+    assert state.uploads.record(save_id, "nas", UNIVERSAL).state is ShipState.NEW
     state.journal.close()
 
 
@@ -178,9 +180,9 @@ def test_why_it_went_is_known_after_a_restart_and_read_once(
     state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
     state.load()
     words = ["beyond the limit", None, "removed by somebody else", None]
-    assert [why_gone(state, state.rows[save_id]) for save_id in ids] == words
+    assert [why_gone(state, state.saves.rows[save_id]) for save_id in ids] == words
     monkeypatch.setattr(Journal, "why_pruned", lambda _self, _id: None)
-    assert [why_gone(state, state.rows[save_id]) for save_id in ids] == words
+    assert [why_gone(state, state.saves.rows[save_id]) for save_id in ids] == words
     state.journal.close()
 
 
@@ -196,22 +198,21 @@ def test_what_changed_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(history, "save_row", noted)
     failed = ShipRecord(remote="nas", form=ZERO, state=ShipState.FAILED, tries=2, retry_at_seconds=1e9)
-    state.put_ship(ids[3], failed)
-    state.journal.set_held(ids[3], held=True)
-    state.reload(ids[3])
+    state.uploads.put(ids[3], failed)
+    state.set_held(ids[3], held=True)
     again = state.journal.add_save(sealed(4), found_first=False, adopted=True, seen_at=0.0)
     state.reload(again, ids[3])
     assert read == [ids[3], ids[3], again]
-    assert state.row_of_tag(sealed(4).tag) == state.rows[again]
-    assert (state.rows[ids[3]].state, state.rows[ids[3]].held) == ("superseded", True)
-    assert state.ship(ids[3], "nas", ZERO) == failed
+    assert state.saves.of_tag(sealed(4).tag) == state.saves.rows[again]
+    assert (state.saves.rows[ids[3]].state, state.saves.rows[ids[3]].held) == ("superseded", True)
+    assert state.uploads.record(ids[3], "nas", ZERO) == failed
     state.journal.end_save(again, "pruned")
     state.reload(again)
-    assert state.row_of_tag(sealed(4).tag) is None
+    assert state.saves.of_tag(sealed(4).tag) is None
     fresh = JobState(journal=state.journal, problems=Problems())
     fresh.load()
-    assert (fresh.rows, fresh._by_tag) == (state.rows, state._by_tag)
-    assert fresh.widest_save_seconds == state.widest_save_seconds
+    assert (fresh.saves.rows, fresh.saves._by_tag) == (state.saves.rows, state.saves._by_tag)
+    assert fresh.saves.widest_save_seconds == state.saves.widest_save_seconds
     state.journal.close()
 
 
@@ -221,7 +222,7 @@ def test_what_ended_long_ago_is_let_go(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(history, "_FACTS_SECONDS", -1.0)
     state, ids = _state_of(tmp_path / "journal.db", 40)
     journal = state.journal
-    state.listing = SaveDirListing(device=1, folders=())
+    state.folders.listing = SaveDirListing(device=1, folders=())
     first = journal.add_save(sealed(50), found_first=True, adopted=False, seen_at=0.0)
     highest = journal.add_save(sealed(99), found_first=False, adopted=True, seen_at=0.0)
     more = [
@@ -229,7 +230,7 @@ def test_what_ended_long_ago_is_let_go(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     for save_id in [*ids[2:], first, highest, *more[1:]]:
         journal.end_save(save_id, "pruned")
-        state.put_ship(save_id, ShipRecord(remote="nas", form=ZERO, state=ShipState.COMMITTED))
+        state.uploads.put(save_id, ShipRecord(remote="nas", form=ZERO, state=ShipState.COMMITTED))
         journal.end_deletion(journal.intend_deletion(save_id, f"t{save_id}", _intent()), done=True)
     journal.set_held(ids[2], held=True)
     journal.set_derived(ids[3], DerivedRecord(state=DerivedState.READY))
@@ -237,10 +238,10 @@ def test_what_ended_long_ago_is_let_go(tmp_path: Path, monkeypatch: pytest.Monke
     old = sealed(30).files[0]
     journal.put_facts([(old.identity, FileFacts(path=old.path, bytes=100, archive=Archive.ZIP))])
     state.load()
-    state.busy[ids[5]] += 1
+    state.saves.busy[ids[5]] += 1
     state.tidy(0.0)
-    assert state.rows.keys() == {*ids[:6], first, highest, *more}
-    assert state.ships.keys() <= state.rows.keys()
+    assert state.saves.rows.keys() == {*ids[:6], first, highest, *more}
+    assert state.uploads.records.keys() <= state.saves.rows.keys()
     gone = sealed(20)
     assert journal.past_order(gone.tag, gone.fingerprints) == gone.order
     assert journal.past_order(gone.tag, ()) is None
@@ -250,8 +251,8 @@ def test_what_ended_long_ago_is_let_go(tmp_path: Path, monkeypatch: pytest.Monke
     journal.close()
     again = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
     again.load()
-    assert (again.rows, again.ships) == (state.rows, state.ships)
-    assert again.widest_save_seconds == state.widest_save_seconds
+    assert (again.saves.rows, again.uploads.records) == (state.saves.rows, state.uploads.records)
+    assert again.saves.widest_save_seconds == state.saves.widest_save_seconds
     again.journal.close()
 
 
@@ -267,9 +268,9 @@ def test_the_seat_belt_outlives_a_start(tmp_path: Path) -> None:
     again = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
     with files.opened_dir(tmp_path) as fd:
         recover(again, fd, Audit(tmp_path / "audit.jsonl"))
-    assert len(again.deleted_at) == 2
-    assert len(again.completed_at) == 4
-    assert max(again.deleted_at) <= time.monotonic()
+    assert len(again.deletions.local_at) == 2
+    assert len(again.deletions.completed_at) == 4
+    assert max(again.deletions.local_at) <= time.monotonic()
     again.journal.close()
 
 

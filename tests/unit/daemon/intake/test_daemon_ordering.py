@@ -190,7 +190,7 @@ def test_a_copy_of_an_older_save_is_no_rewind(
     order = ordering.order_of(one, step, (), is_new_tag=True)
     assert order == wanted
     is_guess = copied is not None and order < Order(2, 20, 1)
-    assert ordering.rivals(one, order) == (tuple(state.rows) if is_guess else ())
+    assert ordering.rivals(one, order) == (tuple(state.saves.rows) if is_guess else ())
     state.journal.close()
 
 
@@ -226,10 +226,10 @@ def test_a_committed_save_has_the_order_of_its_commit(
         record = ShipRecord(
             remote=f"r{number}", form=ZERO, state=ShipState.COMMITTED, commit_key="k", commit_sha256="d"
         )
-        state.put_ship(save_id, record)
+        state.uploads.put(save_id, record)
         links.append(Link(record.remote, observed(order, record) if order is not None else None))
     adopt_commits(state, cast("Any", links))
-    assert state.rows[save_id].save.order == wanted
+    assert state.saves.rows[save_id].save.order == wanted
     state.load()
-    assert state.rows[save_id].save.order == wanted
+    assert state.saves.rows[save_id].save.order == wanted
     state.journal.close()

@@ -234,12 +234,12 @@ def test_an_adopt_is_of_the_first_starts_before_it(tmp_path: Path) -> None:
     knowledge.adopt()  # not settled yet
     assert knowledge.found_first() == frozenset("a")
     knowledge.adopt()
-    assert not any(row.adopted for row in told.state.rows.values())
+    assert not any(row.adopted for row in told.state.saves.rows.values())
     again = before.model_copy(update={"at": "2026-01-02T00:00:00+00:00", "serial": 4})
     told.link.observation = m.Observation(identity=IDENTITY, commits=(), decisions=(before, again))
     knowledge.refresh()
     knowledge.adopt()
-    assert all(row.adopted for row in told.state.rows.values())
+    assert all(row.adopted for row in told.state.saves.rows.values())
     told.state.journal.close()
 
 
@@ -258,7 +258,7 @@ def test_an_adopt_that_was_said_while_remotes_were_waited_for_counts(tmp_path: P
     knowledge.refresh()
     assert knowledge.found_first() == frozenset("a")
     knowledge.adopt()
-    assert all(row.adopted for row in told.state.rows.values())
+    assert all(row.adopted for row in told.state.saves.rows.values())
     told.state.journal.close()
 
 
@@ -270,7 +270,7 @@ def test_a_remote_that_is_away_holds_up_no_other_directory(tmp_path: Path, is_re
     write_decision(tmp_path, start("x", place=THERE))
     if is_rebuilt:
         told.state.journal.set_meta("rebuilt", "1")
-    away: Any = SimpleNamespace(name="far", observation=None, is_twin=False, is_away=True)
+    away: Any = SimpleNamespace(name="far", observation=None, is_duplicate=False, is_away=True)
     told.links = {"nas": told.link, "far": away}
     assert told.knowledge(holds_state=False).found_first() == (frozenset("a") if is_rebuilt else None)
     told.state.journal.close()

@@ -113,7 +113,7 @@ def test_who_ended_in_the_line_holds_nobody_up() -> None:
 class Link:
     """A transfer under way that remembers what it was told."""
 
-    is_shipping = True
+    is_transferring = True
 
     def __init__(self, bandwidth: Timetable) -> None:
         self.bandwidth = bandwidth

@@ -97,7 +97,7 @@ def test_the_log_calls_a_remote_by_its_name_or_its_url(
 def test_a_look_that_came_too_late_is_asked_for_in_full_again(tmp_path: Path) -> None:
     """It was thrown away, so the child's "nothing new since then" would hide the COMMIT for ever."""
     scene = Scene(tmp_path)
-    scene.link.ship_order = ship = scene.link.order(m.Point(), lambda _: None)
+    scene.link.transfer = ship = scene.link.order(m.Point(), lambda _: None)
     scene.link.observe()
     look = len(scene.line.orders)
     assert scene.asked == m.Observe(only_changed=True)
@@ -113,7 +113,7 @@ def test_a_look_that_came_too_late_is_asked_for_in_full_again(tmp_path: Path) ->
 
 def test_unchanged_that_was_asked_before_our_change_is_asked_again(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    scene.link.ship_order = ship = scene.link.order(m.Point(), lambda _: None)
+    scene.link.transfer = ship = scene.link.order(m.Point(), lambda _: None)
     scene.link.observe()
     look = len(scene.line.orders)
     scene.answer(m.Done(), ship)
@@ -135,7 +135,7 @@ def test_only_the_regular_look_is_no_work(tmp_path: Path) -> None:
     scene.answer(m.Unchanged())
     scene.link.turn(2e9)
     look = len(scene.line.orders)
-    scene.link.ship_order = ship = scene.link.order(m.Point(), lambda _: None)
+    scene.link.transfer = ship = scene.link.order(m.Point(), lambda _: None)
     scene.answer(m.Done(), ship)
     assert scene.link.open_orders == 1, "the regular one under way will be asked again"
     scene.answer(m.Unchanged(), look)
@@ -160,7 +160,7 @@ def test_an_upload_that_stands_still_is_cut_and_said_until_something_is_durable(
     scene = Scene(tmp_path)
 
     def ship() -> int:
-        scene.link.ship_order = order = scene.link.order(m.Point(), lambda _: None)
+        scene.link.transfer = order = scene.link.order(m.Point(), lambda _: None)
         return order
 
     def moving(done: int, flushed: int) -> m.Moving:
@@ -192,7 +192,7 @@ def test_an_upload_that_stands_still_is_cut_and_said_until_something_is_durable(
 
 def test_after_a_cut_it_counts_as_stalled_until_bytes_move_again(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    scene.link.ship_order = order = scene.link.order(m.Point(), lambda _: None)
+    scene.link.transfer = order = scene.link.order(m.Point(), lambda _: None)
     scene.line.idle = 61.0
     assert (scene.link.is_moving, scene.link.is_stalled, scene.link.still_seconds) == (False, False, 61.0)
     still = [scene.link.stands_still]
@@ -201,7 +201,7 @@ def test_after_a_cut_it_counts_as_stalled_until_bytes_move_again(tmp_path: Path)
     assert (scene.link.is_moving, scene.link.is_stalled, scene.link.still_seconds) == (False, True, 0.0)
     still.append(scene.link.stands_still)
     assert still == [True, False], "nothing is under way"
-    scene.link.ship_order = order = scene.link.order(m.Point(), lambda _: None)
+    scene.link.transfer = order = scene.link.order(m.Point(), lambda _: None)
     scene.line.idle = 1.0
     assert (scene.link.is_moving, scene.link.is_stalled) == (True, False)
     scene.line.idle = 11.0
@@ -214,7 +214,7 @@ def test_what_is_slow_in_large_steps_is_not_cut_for_ever(tmp_path: Path) -> None
     """A flush of 64 MiB over a slow link, a driver's block: each cut doubles the patience."""
     scene = Scene(tmp_path)
     for limit in (60, 120, 240, 480, 960, 960):
-        scene.link.ship_order = order = scene.link.order(m.Point(), lambda _: None)
+        scene.link.transfer = order = scene.link.order(m.Point(), lambda _: None)
         scene.line.idle = limit - 1.0
         scene.link.turn(1e6)
         scene.line.idle = limit + 1.0
@@ -222,9 +222,9 @@ def test_what_is_slow_in_large_steps_is_not_cut_for_ever(tmp_path: Path) -> None
         assert scene.line.abandoned.pop() == f"no byte moved for {limit} s"
         assert not scene.line.abandoned
         scene.answer(UNREACHABLE, order)
-    scene.link.ship_order = order = scene.link.order(m.Point(), lambda _: None)
+    scene.link.transfer = order = scene.link.order(m.Point(), lambda _: None)
     scene.answer(m.Done(), order)
-    scene.link.ship_order = scene.link.order(m.Point(), lambda _: None)
+    scene.link.transfer = scene.link.order(m.Point(), lambda _: None)
     scene.line.idle = 61.0
     scene.link.turn(1e6)
     assert scene.line.abandoned == ["no byte moved for 60 s"]
@@ -243,7 +243,7 @@ def test_a_remote_that_answers_and_takes_no_upload_is_left_alone_with_uploads(tm
     assert "after 6 failures: it is full" in str(scene.link.left_alone)
     may_move = [scene.link.may_move]
     order = scene.link.order(m.Point(), lambda _: None)
-    scene.link.ship_order = order
+    scene.link.transfer = order
     scene.answer(m.Done(), order)
     may_move.append(scene.link.may_move)
     assert may_move == [False, True]

@@ -15,9 +15,11 @@ from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.daemon.health.checks import report_conversions
 from ckptd.daemon.health.stalls import report_uploads
+from ckptd.daemon.state.local_saves import Conversion
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.remote_sync import learn_forms, notice_lost
-from ckptd.daemon.state.state import Converting, JobState, UploadProgress
+from ckptd.daemon.state.state import JobState
+from ckptd.daemon.state.upload_records import UploadProgress
 from ckptd.daemon.uploads.requests import committed_source, derive_request
 from ckptd.daemon.uploads.uploads import UploadManager
 from ckptd.storage.child.slots import MAKING, RemoteProcess
@@ -49,11 +51,13 @@ class Life:
         values |= {"file": None, "save_dir": tmp_path / "run"}
         config = cast("Any", type("Config", (), values))
         self.shipping = UploadManager(config, "", self.state, {"nas": self.link}, nothing, lambda: None)
-        record = self.state.ship(*KEY).model_copy(update={"state": ShipState.SHIPPING, "generation": 1})
-        self.state.put_ship(1, record)
-        self.state.moving[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
-        self.state.converting = Converting(save_id=1)
-        self.link.ships, self.link.ship_order = UNIVERSAL, 7
+        record = self.state.uploads.record(*KEY).model_copy(
+            update={"state": ShipState.SHIPPING, "generation": 1}
+        )
+        self.state.uploads.put(1, record)
+        self.state.uploads.progress[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
+        self.state.saves.conversion = Conversion(save_id=1)
+        self.link.uploading, self.link.transfer = UNIVERSAL, 7
         row = ObjectRow(key="a", bytes=5, flushed_bytes=5, crc64="0" * 16, proof="read-back")
         self.state.journal.put_object(*KEY, row)
 
@@ -87,10 +91,10 @@ def life(tmp_path: Path) -> Life:
 def test_a_form_that_cannot_be_made_is_refused_once(life: Life) -> None:
     """Status says why; no remote is asked for it again."""
     life.hears(m.ShipResult(outcome="refused", reason="it holds two engines", hint="convert each"))
-    ship, derived = life.state.ship(*KEY), life.state.rows[1].derived
+    ship, derived = life.state.uploads.record(*KEY), life.state.saves.rows[1].derived
     assert (ship.state, ship.reason) == (ShipState.REFUSED, "it holds two engines")
     assert (derived.state, derived.hint) == (DerivedState.REFUSED, "convert each")
-    assert life.state.converting is None
+    assert life.state.saves.conversion is None
     life.state.problems.begin_turn()
     report_conversions(life.state.problems, life.state)
     life.state.problems.end_turn()
@@ -105,9 +109,9 @@ def test_one_that_damage_holds_up_is_asked_for_again_until_it_is_made(life: Life
     damaged = m.ShipResult(outcome="damaged", reason="a shard is damaged", hint="verify --repair")
     since = []
     for _ in range(2):
-        life.state.moving[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
+        life.state.uploads.progress[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
         life.hears(damaged)
-        record = life.state.ship(*KEY)
+        record = life.state.uploads.record(*KEY)
         assert (record.state, record.reason) == (ShipState.WAITING, "a shard is damaged")
         assert record.retry_at_seconds >= now + 180.0
         assert life.told() == [("source-damaged", "s1b1 → nas")]
@@ -116,8 +120,8 @@ def test_one_that_damage_holds_up_is_asked_for_again_until_it_is_made(life: Life
         assert f"verify {tmp_path}/run s1b1 --repair --read-data on the node" in problem.next_step
         since.append(problem.since)
     assert since[0] == since[1]
-    assert life.state.rows[1].derived.state is DerivedState.NONE
-    life.state.moving[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
+    assert life.state.saves.rows[1].derived.state is DerivedState.NONE
+    life.state.uploads.progress[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
     life.hears(m.ShipResult(outcome="waiting", reason="n2 makes it"))
     assert life.told() == []
 
@@ -129,16 +133,17 @@ def test_what_made_way_is_no_failure(life: Life) -> None:
     for _ in range(2):
         life.shipping.make_way(MakeWay(remote="nas"))
     assert cancelled == [7], "once"
-    life.hears(m.Failed(error="SourceChanged", message="the transfer was cancelled"))
-    record = life.state.ship(*KEY)
+    life.link._open[7] = life.hears
+    life.link._dispatch(7, m.Failed(error="SourceChanged", message="the transfer was cancelled"))
+    record = life.state.uploads.record(*KEY)
     assert (record.state, record.tries, record.retry_at_seconds) == (ShipState.NEW, 0, 0.0)
     assert (record.generation, life.objects) == (1, ["a"])
-    assert life.link.ships is None
+    assert life.link.uploading is None
 
 
 def test_another_failure_waits_and_the_remote_is_not_blamed(life: Life) -> None:
     life.hears(m.Failed(error="BehindError", message="its process ended (-9)"))
-    record = life.state.ship(*KEY)
+    record = life.state.uploads.record(*KEY)
     assert (record.state, record.tries, life.objects) == (ShipState.FAILED, 1, ["a"])
     assert life.link.is_ready
     assert not life.link.seconds_to_move
@@ -153,16 +158,16 @@ def test_a_source_that_changes_whenever_it_is_sent_is_told_and_left_alone_for_lo
     waits = []
     for times in range(1, 15):
         life.hears(m.Failed(error="SourceChanged", message="zero/rank_0.pt was written meanwhile"))
-        record = life.state.ship(*KEY)
+        record = life.state.uploads.record(*KEY)
         assert (record.state, record.tries) == (ShipState.FAILED, times)
         waits.append(record.retry_at_seconds - 1000.0)
         assert life.told() == ([("upload-failed", "s1b1 → nas")] if times >= 3 else [])
-        life.state.busy[1] += 1
+        life.state.saves.busy[1] += 1
     assert waits[:4] == [2.0, 4.0, 8.0, 16.0]
     assert waits[-1] == 3600.0
     assert "rank_0.pt was written meanwhile" in life.state.problems.all()[0].text
-    life.state.put_ship(
-        1, life.state.ship(*KEY).model_copy(update={"state": ShipState.SHIPPING, "reason": None})
+    life.state.uploads.put(
+        1, life.state.uploads.record(*KEY).model_copy(update={"state": ShipState.SHIPPING, "reason": None})
     )
     assert life.told() == [("upload-failed", "s1b1 → nas")], "it is tried again just now"
     assert "rank_0.pt was written meanwhile" in life.state.problems.all()[0].text
@@ -174,26 +179,26 @@ def test_a_source_that_changes_whenever_it_is_sent_is_told_and_left_alone_for_lo
 def test_objects_of_another_plan_are_nobodys(life: Life) -> None:
     """The first plan is noted; the same one again changes nothing; another one forgets what was sent."""
     life.planned("1" * 64)
-    assert (life.state.moving[KEY].total_bytes, life.objects) == (30, ["a"])
+    assert (life.state.uploads.progress[KEY].total_bytes, life.objects) == (30, ["a"])
     life.planned("1" * 64)
     assert life.objects == ["a"]
     life.planned("2" * 64)
     assert life.objects == []
-    assert life.state.rows[1].derived.plan_sha256 == "2" * 64
-    assert life.state.rows[1].derived.state is DerivedState.NONE
+    assert life.state.saves.rows[1].derived.plan_sha256 == "2" * 64
+    assert life.state.saves.rows[1].derived.state is DerivedState.NONE
 
 
 def part(life: Life) -> None:
     """What this node has of a save over several, whose ZeRO form is committed."""
-    row = life.state.rows[1]
+    row = life.state.saves.rows[1]
     life.state.journal.replace_sealed(1, row.save.model_copy(update={"is_part": True}))
     life.state.reload(1)
-    life.state.put_ship(1, committed_record(row.save).model_copy(update={"generation": 2}))
+    life.state.uploads.put(1, committed_record(row.save).model_copy(update={"generation": 2}))
 
 
 def form_of_another(life: Life, generation: int = 2, *, disputed: bool = False) -> m.CommitView:
     """A COMMIT of the form by another node."""
-    save = life.state.rows[1].save
+    save = life.state.saves.rows[1].save
     commit = Commit(
         job_id="j",
         tag=save.tag,
@@ -218,11 +223,11 @@ def test_whoever_waits_for_another_node_says_so_and_looks_again(life: Life) -> N
     """No problem of this node's, and no shards are missing."""
     part(life)
     life.hears(m.ShipResult(outcome="waiting", reason="n2 makes it"))
-    record = life.state.ship(*KEY)
+    record = life.state.uploads.record(*KEY)
     assert (record.state, record.reason) == (ShipState.WAITING, "n2 makes it")
     assert 170 < record.retry_at_seconds - time.monotonic() <= 180
-    assert life.state.converting is None
-    assert not life.state.waiting
+    assert life.state.saves.conversion is None
+    assert not life.state.uploads.waiting
     assert not life.state.problems.all()
 
 
@@ -244,15 +249,15 @@ def test_a_form_that_another_node_committed_is_heard_of(
     """What was begun here is ended by its own order, which sweeps what it had sent."""
     part(life)
     wrong = {"reason": "a shard is damaged", "hint": "verify --repair", "is_damaged": True}
-    record = life.state.ship(*KEY).model_copy(update=wrong | {"state": state})
-    life.state.put_ship(1, record)
+    record = life.state.uploads.record(*KEY).model_copy(update=wrong | {"state": state})
+    life.state.uploads.put(1, record)
     if is_begun:
         life.planned("1" * 64)
     for other in (form_of_another(life, 1), form_of_another(life, disputed=True)):
         learn_forms(life.state, "nas", (ZERO, UNIVERSAL), (other,))
-        assert life.state.ship(*KEY) == record
+        assert life.state.uploads.record(*KEY) == record
     learn_forms(life.state, "nas", (ZERO, UNIVERSAL), (form_of_another(life),))
-    found = life.state.ship(*KEY)
+    found = life.state.uploads.record(*KEY)
     assert (found.state is ShipState.COMMITTED, found.commit_sha256 == "5") == (heard, heard)
     assert not heard or (found.is_damaged, found.hint, found.reason) == (False, "", None)
 
@@ -270,10 +275,10 @@ def test_a_form_whose_commit_is_gone_is_sent_again(
     life: Life, *, zero: bool, form: bool, stone: bool, found: ShipState
 ) -> None:
     """Unless retention let it go; without its ZeRO form that one is looked for first."""
-    save, seen = life.state.rows[1].save, life.link.observation
+    save, seen = life.state.saves.rows[1].save, life.link.observation
     assert seen is not None
     for one in (ZERO, UNIVERSAL):
-        life.state.put_ship(1, committed_record(save, form=one))
+        life.state.uploads.put(1, committed_record(save, form=one))
     there = [one for one, is_there in ((ZERO, zero), (UNIVERSAL, form)) if is_there]
     view = form_of_another(life)
     commits = tuple(
@@ -282,14 +287,14 @@ def test_a_form_whose_commit_is_gone_is_sent_again(
     stones = ((save.tag, 1, UNIVERSAL),) if stone else ()
     life.link.observation = seen.model_copy(update={"commits": commits, "retired_beside": stones})
     notice_lost(life.state, life.link, (ZERO, UNIVERSAL))
-    assert life.state.ship(*KEY).state is found
-    assert (life.state.ship(1, "nas", ZERO).state is ShipState.COMMITTED) is zero
+    assert life.state.uploads.record(*KEY).state is found
+    assert (life.state.uploads.record(1, "nas", ZERO).state is ShipState.COMMITTED) is zero
     # what is looked for meanwhile is let be once its tombstone is seen
     life.link.observation = life.link.observation.model_copy(
         update={"retired_beside": ((save.tag, 1, UNIVERSAL),)}
     )
     notice_lost(life.state, life.link, (ZERO, UNIVERSAL))
-    assert life.state.ship(*KEY).state is ShipState.RETIRED
+    assert life.state.uploads.record(*KEY).state is ShipState.RETIRED
 
 
 @pytest.mark.parametrize(
@@ -306,7 +311,7 @@ def test_only_damage_of_what_lies_here_refuses_a_save(
     """A document of the remote is read again, and whether the remote is there is asked at once."""
     life.link.tag_views["s1b1"] = m.TagView(tag="s1b1", manifests=(), commits=(), retired=())
     life.hears(m.Failed(error=error, message="it is cut"))
-    assert life.state.ship(*KEY).state is found
+    assert life.state.uploads.record(*KEY).state is found
     assert {code for code, _ in life.told()} == problems
     is_document = error == "DocumentDamaged"
     assert isinstance(life.scene.asked, m.Observe)
@@ -315,19 +320,19 @@ def test_only_damage_of_what_lies_here_refuses_a_save(
 
 
 def test_of_a_save_that_is_whole_here_nothing_is_heard(life: Life) -> None:
-    life.state.put_ship(1, committed_record(life.state.rows[1].save))
-    life.state.put_ship(1, ShipRecord(remote="nas", form=UNIVERSAL))
+    life.state.uploads.put(1, committed_record(life.state.saves.rows[1].save))
+    life.state.uploads.put(1, ShipRecord(remote="nas", form=UNIVERSAL))
     learn_forms(life.state, "nas", (ZERO, UNIVERSAL), (form_of_another(life, 1),))
-    assert life.state.ship(*KEY).state is ShipState.NEW
+    assert life.state.uploads.record(*KEY).state is ShipState.NEW
 
 
 def test_an_order_names_the_commit_where_the_save_is_not_whole_here(life: Life) -> None:
-    row, zero = life.state.rows[1], committed_record(life.state.rows[1].save)
+    row, zero = life.state.saves.rows[1], committed_record(life.state.saves.rows[1].save)
     assert committed_source(row, zero, 30.0) is None
     making = derive_request(row, ACTION, None, "/s", 1)
     assert (making.zero, len(making.sealed)) == (None, 1)
     part(life)
-    row = life.state.rows[1]
+    row = life.state.saves.rows[1]
     source = committed_source(row, zero, 30.0)
     assert source == Committed(sha256=zero.commit_sha256 or "", takeover_seconds=30.0)
     making = derive_request(row, ACTION, source, "/s", 1)

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,7 +23,8 @@ from ckptd.core.policy.view import Disk
 from ckptd.daemon.health.capacity import link_speed, outlook, see_outlook
 from ckptd.daemon.resources.disk_yield import DiskYield
 from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState, UploadProgress
+from ckptd.daemon.state.state import JobState
+from ckptd.daemon.state.upload_records import UploadProgress, Uploads
 from ckptd.daemon.state.view_builder import disk_of, next_save_bytes
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import job_view, resized, save_view, sealed
@@ -84,13 +85,14 @@ def scene(
         problems=Problems(),
     )
     state = SimpleNamespace(
-        rows=dict(enumerate(saves)),
-        link_speeds=speeds,
-        listing=None,
-        in_flight=frozenset(),
-        sharer=None,
-        moving={(waiting - 1, "nas", ZERO): moving} if waiting else {},
+        saves=SimpleNamespace(rows=dict(enumerate(saves))),
+        folders=SimpleNamespace(listing=None, in_flight=frozenset()),
+        other_host=None,
+        uploads=Uploads(cast("Any", None)),
     )
+    state.uploads.speeds.update(speeds)
+    if waiting:
+        state.uploads.progress[waiting - 1, "nas", ZERO] = moving
     return job, state
 
 
@@ -113,7 +115,7 @@ def test_a_slow_required_remote_is_named_with_the_interval_it_could_carry() -> N
 def test_a_slow_link_is_said_after_five_saves(saves: int, is_told: bool) -> None:
     """The first ones of a run lie closer together, or come with the data set's upload: no rate yet."""
     job, state = scene(free_gb=3000, speeds={"nas": 30e6, "s3": 1e9})
-    state.rows = dict(list(state.rows.items())[:saves])
+    state.saves.rows = dict(list(state.saves.rows.items())[:saves])
     assert ("link-slow" in alarms(job, state)) is is_told
 
 
@@ -203,12 +205,14 @@ def test_what_is_written_of_the_next_save_is_its_room() -> None:
     """Of six committed ones six stay: there is room for the next while 45 of its 60 GB are written."""
     job, state = scene(free_gb=20, speeds={"nas": 1e9})
     assert "lower save_total_limit" in alarms(job, state)["disk-full-soon"]
-    state.in_flight, state.verdicts = frozenset({"global_step9500"}), {}
+    state.folders.in_flight, state.folders.verdicts = frozenset({"global_step9500"}), {}
     folder = SimpleNamespace(tag="global_step9500", total_bytes=45 * GB)
-    state.listing = SimpleNamespace(folders=[folder])
+    state.folders.listing = SimpleNamespace(folders=[folder])
     job.problems = Problems()
     assert alarms(job, state) == {}
-    state.listing = SimpleNamespace(folders=[SimpleNamespace(tag="global_step9500", total_bytes=5 * GB)])
+    state.folders.listing = SimpleNamespace(
+        folders=[SimpleNamespace(tag="global_step9500", total_bytes=5 * GB)]
+    )
     assert "disk full in 0 saves" in alarms(job, state)["disk-full-soon"]
 
 
@@ -224,12 +228,12 @@ def never_sealed(root: Path, *, count: int = 5) -> JobState:
         listed = (ListedFile(path="s_optim_states.pt", identity=file),)
         folders.append(FolderListing(tag=f"global_step{500 * n}", folder=folder, files=listed))
         window = SaveWindow(first=at, last=at)
-        state.verdicts[folders[-1].tag] = Verdict(state=State.COMPLETE, step=500 * n, window=window)
+        state.folders.verdicts[folders[-1].tag] = Verdict(state=State.COMPLETE, step=500 * n, window=window)
     for tag, kind in (("torn", State.TORN_RESAVE), ("begun", State.SAVING)):
         folders.append(replace_listing(folders[0], tag))
-        state.verdicts[tag] = Verdict(state=kind)
-    state.listing = SaveDirListing(device=1, folders=tuple(folders))
-    state.in_flight = frozenset({"begun"})
+        state.folders.verdicts[tag] = Verdict(state=kind)
+    state.folders.listing = SaveDirListing(device=1, folders=tuple(folders))
+    state.folders.in_flight = frozenset({"begun"})
     return state
 
 
@@ -262,7 +266,7 @@ def test_a_disk_fills_though_nothing_was_ever_sealed(tmp_path: Path) -> None:
 def test_what_is_sealed_in_a_moment_takes_its_place(tmp_path: Path) -> None:
     """Between its last shard and its row a save is neither gone nor yet to come."""
     state = never_sealed(tmp_path, count=2)
-    state.in_flight = frozenset()
+    state.folders.in_flight = frozenset()
     job, _ = scene(free_gb=130, speeds={"nas": 1e9}, limit=3)
     job.view = replace(job.view, saves=())
     assert outlook(job, state).full_in_saves is None, "two are here, one more stays, and then one comes"
@@ -277,12 +281,14 @@ def test_the_first_upload_tells_its_speed_while_it_runs(monkeypatch: pytest.Monk
     began = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: began + 20.0)
     moving = SimpleNamespace(started_seconds=began, done_bytes=600 * 10**6, start_bytes=0)
-    state.moving = {(1, "s3", "zero"): moving, (1, "nas", "universal"): moving}
+    state.uploads.progress = {(1, "s3", "zero"): moving, (1, "nas", "universal"): moving}
     assert link_speed(job, state) is None
-    state.moving = {(1, "nas", "zero"): moving}
+    state.uploads.progress = {(1, "nas", "zero"): moving}
     assert link_speed(job, state) == pytest.approx(30e6, rel=0.01)
     assert "link 30 MB/s" in alarms(job, state)["link-slow"]
-    state.moving = {(1, "nas", "zero"): SimpleNamespace(**vars(moving) | {"started_seconds": began + 15})}
+    state.uploads.progress = {
+        (1, "nas", "zero"): SimpleNamespace(**vars(moving) | {"started_seconds": began + 15})
+    }
     assert link_speed(job, state) is None
 
 
@@ -291,7 +297,7 @@ def test_the_first_upload_tells_its_speed_while_it_runs(monkeypatch: pytest.Monk
     [
         (
             {"free_gb": 50, "speeds": {"nas": 60e6}, "waiting": 4, "limit": 2},
-            'unuploaded = "thin" lets go',
+            'unuploaded = "thin" deletes',
         ),
         ({}, 'unuploaded = "thin" is not enough here'),
         ({"limit": None}, "set save_total_limit in [local]"),
@@ -345,7 +351,7 @@ def test_a_save_that_does_not_come_is_said_unless_one_is_under_way() -> None:
     job, state = scene(speeds={"nas": 1e9}, ago=3000.0)
     assert "usually every 10m" in alarms(job, state)["save-overdue"]
     job, state = scene(speeds={"nas": 1e9}, ago=3000.0)
-    state.in_flight = frozenset({"global_step9500"})
+    state.folders.in_flight = frozenset({"global_step9500"})
     assert alarms(job, state) == {}
 
 
@@ -413,7 +419,7 @@ def test_a_paused_job_fills_its_disk() -> None:
     assert alarms(job, state) == {}
     job.view = replace(job.view, is_paused=True)
     assert "`ckptd unpause`" in alarms(job, state)["disk-full-soon"]
-    job.problems, state.sharer = Problems(), SimpleNamespace(stands_by=True)
+    job.problems, state.other_host = Problems(), SimpleNamespace(stands_by=True)
     assert alarms(job, state) == {}, "another host lets go what is due"
 
 
@@ -438,12 +444,12 @@ def test_a_trainer_that_rotates_is_not_told_to_set_a_limit() -> None:
     job, state = scene(free_gb=130, speeds={"nas": 1e9}, limit=None)
     assert "set save_total_limit" in alarms(job, state)["disk-full-soon"]
     job, state = scene(free_gb=130, speeds={"nas": 1e9}, limit=None)
-    rows = sorted(state.rows.values(), key=lambda row: row.save.step)
+    rows = sorted(state.saves.rows.values(), key=lambda row: row.save.step)
     for n, row in enumerate(rows):
         row.save.order = Order(1, row.save.step, n)
         if n < 4:
             row.state, row.ended_at = "vanished", rows[n + 2].seen_at + 1
-    state.rows = dict(enumerate(rows))
+    state.saves.rows = dict(enumerate(rows))
     job.view = replace(job.view, saves=job.view.saves[:2])
     assert alarms(job, state) == {}
 

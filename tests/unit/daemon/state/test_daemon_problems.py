@@ -21,8 +21,9 @@ from ckptd.daemon.actions.control import Control, stalled_drain
 from ckptd.daemon.health.stalls import report_stalls, unfinished, way_out
 from ckptd.daemon.intake.clones import forget_lost_holds
 from ckptd.daemon.state import problems as of_problems
+from ckptd.daemon.state.deletions import BlockedDeletion
 from ckptd.daemon.state.problems import CODES, HEALS_SECONDS, Problems
-from ckptd.daemon.state.state import BlockedDeletion, JobState
+from ckptd.daemon.state.state import JobState
 from ckptd.errors import NotPermitted
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import committed_record, job_view, key_of, save_view, sealed
@@ -161,14 +162,14 @@ class House:
             file=Path("/jobs/run.toml"),
             is_matched=False,
         )
-        self.link = SimpleNamespace(name="nas", is_shipping=False, observation=None, still_seconds=0.0)
+        self.link = SimpleNamespace(name="nas", is_transferring=False, observation=None, still_seconds=0.0)
         self.job = cast(
             "Any", SimpleNamespace(config=config, problems=self.problems, links={"nas": self.link})
         )
 
     def ship(self, number: int, state: ShipState, form: str = ZERO, **more: Any) -> None:
         record = ShipRecord(remote="nas", form=form, state=state, **more)
-        self.state.put_ship(self.ids[number - 1], record)
+        self.state.uploads.put(self.ids[number - 1], record)
 
     def ends(self, number: int, how: Any) -> None:
         self.state.journal.end_save(self.ids[number - 1], how)
@@ -226,8 +227,8 @@ def test_a_damaged_save_is_told_of_while_it_lies_here(house: House, end: str) ->
 
 def test_what_was_put_back_is_looked_at_anew(house: House) -> None:
     house.ship(1, ShipState.REFUSED, **WRONG)
-    house.state.forget_damage(house.ids[0])
-    assert house.state.ship(house.ids[0], "nas", ZERO).state is ShipState.NEW
+    house.state.uploads.forget_damage(house.ids[0])
+    assert house.state.uploads.record(house.ids[0], "nas", ZERO).state is ShipState.NEW
     assert house.told() == {}
 
 
@@ -238,8 +239,7 @@ def test_a_damaged_hold_whose_folder_is_gone_is_told_of(house: House) -> None:
     house.ends(1, "superseded")
     told = house.told()["source-damaged"]
     assert told.endswith("ckptd never removes its last copy: rm -r /n/run/_ckptd/hold/s1b1.1")
-    house.state.journal.set_held(house.ids[0], held=False)
-    house.state.reload(house.ids[0])
+    house.state.set_held(house.ids[0], held=False)
     assert house.told() == {}
 
 
@@ -283,12 +283,12 @@ def test_damage_that_an_earlier_release_noted_is_told(house: House) -> None:
 
 def test_the_way_out_is_a_repair_where_a_remote_has_it(house: House) -> None:
     house.ship(1, ShipState.REFUSED, **WRONG)
-    house.state.put_ship(house.ids[0], committed_record(sealed(1), remote="s3"))
+    house.state.uploads.put(house.ids[0], committed_record(sealed(1), remote="s3"))
     assert way_out(house.job, house.state, "s1b1") == (
         "ckptd verify /jobs/run.toml s1b1 --repair",
         "puts it right",
     )
-    house.state.verdicts["s9"] = Verdict(state=State.SUSPECT, reason="two saves?")
+    house.state.folders.verdicts["s9"] = Verdict(state=State.SUSPECT, reason="two saves?")
     assert way_out(house.job, house.state, "s9") == ("ckptd accept /jobs/run.toml s9", "takes it as one save")
 
 
@@ -301,17 +301,17 @@ def test_a_remote_that_is_configured_no_more_is_not_told_of(house: House) -> Non
 
 def test_what_may_go_and_stays_is_told_until_it_is_kept(house: House) -> None:
     stays = BlockedDeletion(text="permission denied", hint="give rights", is_brief=False)
-    house.state.prune_blocked[house.ids[0]] = stays
+    house.state.deletions.blocked[house.ids[0]] = stays
     house.state.plan = planned({house.ids[0]: GOES})
     assert house.told() == {"prune-blocked": "s1b1 stays: permission denied; give rights"}
     assert [p.severity for p in house.problems.all()] == ["attention"]
     house.state.plan = planned({house.ids[0]: PINNED})
     assert house.told() == {}
-    assert house.state.prune_blocked == {}
+    assert house.state.deletions.blocked == {}
 
 
 def test_a_save_that_begins_beside_a_prune_needs_nobody(house: House) -> None:
-    house.state.prune_blocked[house.ids[0]] = BlockedDeletion(
+    house.state.deletions.blocked[house.ids[0]] = BlockedDeletion(
         text="s2 is being saved", hint="", is_brief=True
     )
     assert set(house.told()) == {"prune-blocked"}
@@ -332,7 +332,7 @@ def test_what_a_remote_will_not_let_go_is_told_while_it_is_to_go(house: House) -
     def refused(
         commits: tuple[Any, ...], fates: dict[Any, RetentionVerdict], retiring: tuple[Any, ...] = ()
     ) -> set[str]:
-        house.state.refused_to_retire("sha", "nas", "s1b1 (zero) of nas", NotPermitted("no"))
+        house.state.deletions.note_refused("nas", "sha", "s1b1 (zero) of nas", NotPermitted("no"))
         house.link.observation = SimpleNamespace(commits=commits, retired=(stone,), retiring=retiring)
         house.state.plan = planned(remote=fates)
         return set(house.told())
@@ -342,22 +342,21 @@ def test_what_a_remote_will_not_let_go_is_told_while_it_is_to_go(house: House) -
     assert refused((), {}, (("s1b1", 1, ZERO),)) == {"retire-blocked"}
     assert refused((view,), {at: PINNED}) == set()
     assert refused((), {}) == set()
-    house.state.refused_to_retire("sha", "nas", "s1b1 (zero) of nas", NotPermitted("no"))
+    house.state.deletions.note_refused("nas", "sha", "s1b1 (zero) of nas", NotPermitted("no"))
     house.link.observation = None
     assert set(house.told()) == {"retire-blocked"}, "while it is away nobody knows"
 
 
 @pytest.mark.parametrize("end", ["committed", "vanished", "held again"])
 def test_a_hold_that_was_given_up_is_told_of_until_it_is_of_no_use(house: House, end: str) -> None:
-    house.state.holds_released[house.ids[0]] = "s1b1 lost its hold"
+    house.state.holds.released[house.ids[0]] = "s1b1 lost its hold"
     assert house.told() == {"hold-released": "s1b1 lost its hold; free space, or save less often"}
     if end == "committed":
         house.ship(1, ShipState.COMMITTED)
     elif end == "vanished":
         house.ends(1, "vanished")
     else:
-        house.state.journal.set_held(house.ids[0], held=True)
-        house.state.reload(house.ids[0])
+        house.state.set_held(house.ids[0], held=True)
     assert house.told() == {}
 
 
@@ -378,7 +377,7 @@ def test_an_upload_that_stands_still_is_said_before_it_is_cut(house: House) -> N
         assert all(problem.severity == "note" for problem in house.problems.all())
     still = "no byte of what is under way has moved"
     assert said == [f"remote nas has not answered for {seconds} s: {still}" for seconds in (10, 40)]
-    house.link.still_seconds, house.link.is_shipping = 47.0, True
+    house.link.still_seconds, house.link.is_transferring = 47.0, True
     house.problems.put("transfer-stalled", "nas", "nas: cut", "wait")
     assert list(house.told().values()) == ["nas: cut; wait"]
 
@@ -391,7 +390,7 @@ def drains(
     view = replace(view, remotes=(replace(view.remotes[0], is_required=required),))
     nas = SimpleNamespace(is_stalled=is_stalled, is_moving=False)
     other = SimpleNamespace(is_stalled=False, is_moving=is_moving)
-    state = SimpleNamespace(is_first_scan=False, plan=planned(), verdicts={})
+    state = SimpleNamespace(is_first_scan=False, plan=planned(), folders=SimpleNamespace(verdicts={}))
     links = {"nas": nas, "other": other}
     config = SimpleNamespace(settle_seconds=0.5)
     return cast("Any", SimpleNamespace(config=config, view=view, links=links, state=state, needs_turn=False))
@@ -435,10 +434,10 @@ def test_a_hold_of_a_damaged_save_that_a_person_removed_is_forgotten(house: Hous
     house.ship(1, ShipState.REFUSED, **WRONG)
     with files.opened_dir(tmp_path) as fd:
         forget_lost_holds(house.state, fd)
-        assert house.state.rows[1].held
+        assert house.state.saves.rows[1].held
         folder.rmdir()
         forget_lost_holds(house.state, fd)
-    assert not house.state.rows[1].held
+    assert not house.state.saves.rows[1].held
 
 
 def test_a_journal_that_was_set_aside_is_told_of_while_it_lies_there(house: House, tmp_path: Path) -> None:

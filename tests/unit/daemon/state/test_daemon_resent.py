@@ -56,14 +56,16 @@ class Resent:
         self.state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
         self.orders: list[tuple[m.ShipOrder, Any]] = []
         settings = self.node.settings(self.nas, job_id=JOB_ID)
-        link = SimpleNamespace(settings=settings, order=self._order, observe=lambda: None, well=lambda: None)
-        link.makes_way, link.move_failed, link.tag_views = False, lambda *_, **__: None, {}
+        link = SimpleNamespace(
+            settings=settings, start_transfer=self._order, observe=lambda: None, well=lambda: None
+        )
+        link.is_cancelled, link.move_failed, link.forget_tag = False, lambda *_, **__: None, lambda _: None
         values = {"save_dir": self.node.save_dir, "shared_fs": False, "shared_takeover_seconds": 180.0}
         config = cast("Any", SimpleNamespace(**values, save_spread_seconds=60.0, remotes=(), file=None))
         links = cast("Any", {"nas": link})
         self.shipping = UploadManager(config, "", self.state, links, cast("Any", None), lambda: None)
 
-    def _order(self, order: m.ShipOrder, heard: Any) -> int:
+    def _order(self, order: m.ShipOrder, heard: Any, _form: str) -> int:
         self.orders.append((order, heard))
         return len(self.orders)
 
@@ -75,7 +77,7 @@ class Resent:
         save_id = self.state.journal.add_save(sealed, found_first=False, adopted=True, seen_at=0.0)
         self.state.journal.set_held(save_id, held=True)
         self.state.load()
-        place = self.node.save_dir / "_ckptd" / "hold" / hold_name(self.state.rows[save_id])
+        place = self.node.save_dir / "_ckptd" / "hold" / hold_name(self.state.saves.rows[save_id])
         shutil.copytree(self.node.save_dir / self.node.tag, place)
         return save_id
 
@@ -102,7 +104,7 @@ class Resent:
             heard(ship(self.ground, order, control))
         except CkptdError as error:
             heard(m.Failed(error=type(error).__name__, message=error.message))
-        return self.state.ship(save_id, "nas", ZERO).state
+        return self.state.uploads.record(save_id, "nas", ZERO).state
 
     def committed_wrongly(self) -> list[str]:
         """Objects that are not what the COMMIT says of them."""

@@ -1,4 +1,4 @@
-"""Removals from a remote and the seat belt: what a remote refuses uses it up once, not at each try."""
+"""Removals from a remote and the hourly limit: what a remote refuses uses it up once, not at each try."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptd.core.policy.actions import Retire
 from ckptd.daemon.state import view_builder
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
-from ckptd.daemon.uploads.retire import RemoteDeleter, restore_rate_limit
+from ckptd.daemon.uploads.retire import RemoteDeleter
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import remote_commit, sealed
@@ -36,7 +36,7 @@ def test_tries_of_one_removal_count_once_and_outlive_a_start(tmp_path: Path) -> 
         ordered.append(message)
         return len(ordered)
 
-    link: Any = SimpleNamespace(order=order, ship_order=None)
+    link: Any = SimpleNamespace(start_transfer=order)
     (tmp_path / "run").mkdir()
     job = job_from_arguments(str(tmp_path / "run"), str(tmp_path / "nas"), check_paths=False)
     (remote,) = (config.name for config in job.remotes)
@@ -46,12 +46,14 @@ def test_tries_of_one_removal_count_once_and_outlive_a_start(tmp_path: Path) -> 
             Retire(remote=remote, commit=remote_commit(sealed(step)), reason="save_total_limit 2")
         )
     assert len(ordered) == 4
-    assert len(state.retired_at) == 2
+    assert len(state.deletions.remote_at) == 2
     state.journal.close()
     again = state_in(tmp_path)
-    restore_rate_limit(again)
-    assert again.retired_at.keys() == state.retired_at.keys(), "each start had a belt of its own"
-    assert all(abs(again.retired_at[key] - at) < 60 for key, at in state.retired_at.items())
+    again.deletions.restore_rate_limit()
+    assert again.deletions.remote_at.keys() == state.deletions.remote_at.keys(), (
+        "each start had a belt of its own"
+    )
+    assert all(abs(again.deletions.remote_at[key] - at) < 60 for key, at in state.deletions.remote_at.items())
     again.journal.close()
 
 
@@ -61,7 +63,7 @@ def test_each_remote_has_a_belt_of_its_own_and_its_own_limit(tmp_path: Path) -> 
     (tmp_path / "run").mkdir()
     job = job_from_arguments(str(tmp_path / "run"), str(tmp_path / "nas"), check_paths=False)
     state = state_in(tmp_path)
-    links: Any = {n: SimpleNamespace(order=lambda *_: 1, ship_order=None) for n in ("nas", "other")}
+    links: Any = {n: SimpleNamespace(start_transfer=lambda *_: None) for n in ("nas", "other")}
     remotes = {
         name: SimpleNamespace(name=name, policy=SimpleNamespace(save_total_limit=limit))
         for name, limit in (("nas", None), ("other", 2))
@@ -69,18 +71,18 @@ def test_each_remote_has_a_belt_of_its_own_and_its_own_limit(tmp_path: Path) -> 
     config: Any = SimpleNamespace(remotes=tuple(remotes.values()))
 
     def left(state: JobState) -> list[int]:
-        return [view_builder._retirements_left(config, state, one) for one in config.remotes]
+        return [view_builder._remote_deletions_left(config, state, one) for one in config.remotes]
 
     retiring = RemoteDeleter(job, state, links, Audit(tmp_path / "audit.jsonl"), lambda: None)
     assert left(state) == [3, 4]
     for remote, step in (("nas", 1), ("nas", 2), ("nas", 3), ("other", 1)):
         retiring.retire(Retire(remote=remote, commit=remote_commit(sealed(step)), reason="save_total_limit"))
     assert left(state) == [0, 3]
-    state.completed_at.append(time.monotonic())
+    state.deletions.completed_at.append(time.monotonic())
     assert left(state) == [1, 4], "a save of this hour lets one more go from each"
     state.journal.close()
     again = state_in(tmp_path)
-    restore_rate_limit(again)
+    again.deletions.restore_rate_limit()
     assert left(again) == [0, 3]
     remotes["nas"].name = "renamed"
     assert left(again) == [0, 0], "another name is no new belt"
@@ -95,13 +97,13 @@ def test_what_goes_from_a_remote_without_the_zero_form_uses_up_its_belt(tmp_path
     farm = nas.model_copy(update={"name": "farm", "forms": (UNIVERSAL,)})
     job = job.model_copy(update={"remotes": (nas, farm)})
     state = state_in(tmp_path)
-    links: Any = {one.name: SimpleNamespace(order=lambda *_: 1, ship_order=None) for one in job.remotes}
+    links: Any = {one.name: SimpleNamespace(start_transfer=lambda *_: None) for one in job.remotes}
     retiring = RemoteDeleter(job, state, links, Audit(tmp_path / "audit.jsonl"), lambda: None)
-    before = [view_builder._retirements_left(job, state, one) for one in job.remotes]
+    before = [view_builder._remote_deletions_left(job, state, one) for one in job.remotes]
     for remote in job.remotes:
         commit = remote_commit(sealed(1), UNIVERSAL)
         retiring.retire(Retire(remote=remote.name, commit=commit, reason="save_total_limit 2"))
-    left = [view_builder._retirements_left(job, state, one) for one in job.remotes]
+    left = [view_builder._remote_deletions_left(job, state, one) for one in job.remotes]
     assert [was - now for was, now in zip(before, left, strict=True)] == [0, 1]
     state.journal.close()
 
@@ -110,11 +112,11 @@ def test_a_belt_of_an_older_journal_counts_for_every_remote(tmp_path: Path) -> N
     """It was written without names."""
     state = state_in(tmp_path)
     state.journal.set_meta("retired-lately", json.dumps({"sha-s1b1-zero": time.time() - 60.0}))
-    restore_rate_limit(state)
+    state.deletions.restore_rate_limit()
     names = ("nas", "other")
     remotes = tuple(SimpleNamespace(name=n, policy=SimpleNamespace(save_total_limit=None)) for n in names)
     config: Any = SimpleNamespace(remotes=remotes)
-    assert [view_builder._retirements_left(config, state, one) for one in config.remotes] == [2, 2]
-    ((_, at),) = state.retired_at.items()
+    assert [view_builder._remote_deletions_left(config, state, one) for one in config.remotes] == [2, 2]
+    ((_, at),) = state.deletions.remote_at.items()
     assert 0 < time.monotonic() - at < 120
     state.journal.close()

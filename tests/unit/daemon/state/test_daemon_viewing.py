@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,10 @@ from ckptd.core.model.save import SaveWindow
 from ckptd.core.policy.view import JobView
 from ckptd.daemon.job import Job
 from ckptd.daemon.state import view_builder
+from ckptd.daemon.state.local_saves import LocalSaves
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
+from ckptd.daemon.state.upload_records import Uploads
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import resized, sealed
 from tests.unit.daemon.state.test_daemon_waiting import view_of
@@ -38,7 +39,8 @@ def test_a_folder_that_a_worker_still_removes_counts_as_pruned() -> None:
         )
         row.derived = DerivedRecord()
         job: Any = SimpleNamespace(backfill="all", remotes=())
-        daemon: Any = SimpleNamespace(ships={}, busy=Counter())
+        nothing: Any = None
+        daemon: Any = SimpleNamespace(saves=LocalSaves(nothing), uploads=Uploads(nothing))
         return view_builder._fresh(job, daemon, row, None, frozenset()).is_pruned
 
     assert [is_pruned(state) for state in ("present", "pruned", "vanished", "superseded")] == [
@@ -68,9 +70,9 @@ class House:
             is_ready=True,
             others=(),
             is_claimed=True,
-            is_shipping=False,
+            is_transferring=False,
             seconds_to_move=0.0,
-            ships=None,
+            uploading=None,
             known_tags=frozenset,
             settings=SimpleNamespace(node="n0"),
         )
@@ -80,7 +82,7 @@ class House:
         """The save's folder as the last scan found it."""
         listed = tuple(ListedFile(path=f.path, identity=f.identity) for f in self.save.files)
         folder = FolderListing(tag=self.save.tag, folder=self.save.folder, files=listed)
-        self.state.listing = SaveDirListing(device=1, folders=(replace(folder, **changes),))
+        self.state.folders.listing = SaveDirListing(device=1, folders=(replace(folder, **changes),))
 
     def view(self) -> JobView:
         with files.opened_dir(self.save_dir) as fd:
@@ -97,7 +99,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 
 def _reads_it(house: House) -> None:
-    house.state.busy[house.id] += 1
+    house.state.saves.busy[house.id] += 1
 
 
 def _just_started(house: House) -> None:
@@ -105,7 +107,7 @@ def _just_started(house: House) -> None:
 
 
 def _saves(house: House) -> None:
-    house.state.in_flight = frozenset({"global_step2"})
+    house.state.folders.in_flight = frozenset({"global_step2"})
 
 
 def _has_a_link(house: House) -> None:
@@ -249,7 +251,7 @@ def test_the_next_save_is_taken_for_as_large_as_the_largest_of_five(
         listed = tuple(ListedFile(path=f.path, identity=f.identity) for f in save.files)
         folders.append(FolderListing(tag=save.tag, folder=save.folder, files=listed))
         window = SaveWindow(first=step, last=step)
-        state.verdicts[save.tag] = Verdict(state=State.COMPLETE, window=window, step=step)
-    state.listing = SaveDirListing(device=1, folders=tuple(folders))
+        state.folders.verdicts[save.tag] = Verdict(state=State.COMPLETE, window=window, step=step)
+    state.folders.listing = SaveDirListing(device=1, folders=tuple(folders))
     assert view_builder.next_save_bytes(state) == need
     state.journal.close()

@@ -21,13 +21,14 @@ from ckptd.core.model.listing import FolderListing, SaveDirListing
 from ckptd.core.model.manifest import NodeManifest, manifest_key, name_in, sha256_of, to_bytes
 from ckptd.core.model.records import ZERO, ShipRecord, ShipState
 from ckptd.core.policy.planner import plan
+from ckptd.daemon.health.stalls import report_waiting
 from ckptd.daemon.intake.decisions import DECISIONS, write_decision
 from ckptd.daemon.intake.initial_scan import PreexistingSaves
 from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.remote_sync import is_written_down, open_parts
-from ckptd.daemon.state.state import CommitWait, JobState
-from ckptd.daemon.uploads.commit_wait import report_waiting, waiting_on
+from ckptd.daemon.state.state import JobState
+from ckptd.daemon.state.upload_records import CommitWait, waiting_on
 from ckptd.errors import NotPermitted
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import messages as m
@@ -82,7 +83,7 @@ class Life:
         self.state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
         self.state.journal.add_save(sealed(TWO_NODES[0], 1), found_first=False, adopted=True, seen_at=0.0)
         self.state.load()
-        self.state.put_ship(ROW, record)
+        self.state.uploads.put(ROW, record)
         self._place = tmp_path
         self.start_again()
 
@@ -101,7 +102,7 @@ class Life:
 
     @property
     def record(self) -> ShipRecord:
-        return self.state.ship(ROW, "nas", ZERO)
+        return self.state.uploads.record(ROW, "nas", ZERO)
 
     def observes(self, *commits: m.CommitView) -> None:
         self.scene.link.observation = m.Observation(identity=IDENTITY, commits=commits)
@@ -115,7 +116,7 @@ class Life:
     def actions(self, now_seconds: float) -> list[str]:
         """What the planner wants."""
         save = save_view(ROW, sealed(TWO_NODES[0], 1), ships={("nas", ZERO): self.record})
-        view = job_view([save], generations=self.state.generations, now_seconds=now_seconds)
+        view = job_view([save], generations=self.state.uploads.generations, now_seconds=now_seconds)
         remote = replace(view.remotes[0], known_tags=frozenset({TAG}))
         view = replace(view, remotes=(remote,), local_forms=())
         return [type(action).__name__ for action in plan(view).actions]
@@ -138,15 +139,17 @@ def test_what_waits_is_shipped_again_and_not_only_described(waiting: Life) -> No
 @pytest.mark.parametrize("swaps", [True, False])
 def test_a_save_that_two_nodes_swapped_says_why_it_is_never_committed(waiting: Life, swaps: bool) -> None:
     """NVMe offload with node-local storage: both have `rank00`, so the other took a generation of its own."""
-    row = waiting.state.rows[ROW] = waiting.state.rows[ROW].model_copy(update={"sealed_at": 0.0})
+    row = waiting.state.saves.rows[ROW] = waiting.state.saves.rows[ROW].model_copy(update={"sealed_at": 0.0})
     if swaps:
         path = "offloaded_tensors/rank00/0_28.tensor.swp"
         file = row.save.files[0].model_copy(update={"path": path, "role": Role.SIDE})
         save = row.save.model_copy(update={"files": (*row.save.files, file)})
-        waiting.state.rows[ROW] = row.model_copy(update={"save": save})
+        waiting.state.saves.rows[ROW] = row.model_copy(update={"save": save})
     missing = (NamedShard(role=Role.OPTIM, shard=ShardKey(d=1)),)
     other = Part(node="n1", generation=2, last_seconds=0)
-    waiting.state.waiting[ROW, "nas", ZERO] = CommitWait(reason="rank 1", missing=missing, parts=(other,))
+    waiting.state.uploads.waiting[ROW, "nas", ZERO] = CommitWait(
+        reason="rank 1", missing=missing, parts=(other,)
+    )
     job: Any = SimpleNamespace(
         links={},
         problems=waiting.state.problems,
@@ -176,7 +179,7 @@ def test_what_was_read_of_a_tag_goes_once_another_node_committed_it(waiting: Lif
     waiting.knowledge.choose_generations()
     assert TAG in views, "it is still open"
     views[TAG] = seen(commits=(view_of(),))
-    waiting.state.generations.clear()
+    waiting.state.uploads.generations.clear()
     waiting.knowledge.choose_generations()
     assert waiting.record.state is ShipState.COMMITTED
     assert not views
@@ -187,7 +190,7 @@ def test_what_was_read_of_a_tag_goes_with_it(waiting: Life) -> None:
     views = waiting.scene.link.tag_views
     views[TAG], views["begun"], views["gone"] = seen(), seen(), seen()
     begun = FolderListing(tag="begun", folder=FolderIdentity(dev=1, ino=2), files=())
-    waiting.state.listing = SaveDirListing(device=1, folders=(begun,))
+    waiting.state.folders.listing = SaveDirListing(device=1, folders=(begun,))
     waiting.knowledge.choose_generations()
     assert views.keys() == {TAG, "begun"}
 
@@ -213,12 +216,12 @@ def test_a_disputed_commit_counts_no_more(tmp_path: Path) -> None:
     assert life.record.reason == f"{commit.key} is disputed"
     life.scene.link.tag_views[TAG] = seen(commits=(view_of(disputed=True),))
     life.knowledge.choose_generations()
-    assert [answer.generation for answer in life.state.generations.values()] == [2]
+    assert [answer.generation for answer in life.state.uploads.generations.values()] == [2]
 
 
 def test_a_new_journal_without_the_newest_that_a_remote_tells_of_needs_that_remote(waiting: Life) -> None:
     """Nothing as new lies here: were the remote away, a save after a rewind would count as an older one."""
-    links, [row] = [waiting.scene.link], waiting.state.rows.values()
+    links, [row] = [waiting.scene.link], waiting.state.saves.rows.values()
     assert is_written_down(waiting.state, links, None)
     assert is_written_down(waiting.state, links, row.save.order)
     assert not is_written_down(waiting.state, links, row.save.order._replace(branch=row.save.branch + 1))
@@ -236,7 +239,9 @@ def test_what_never_comes_is_asked_for_ever_more_seldom() -> None:
 def test_once_no_part_is_missing_it_is_asked_within_a_minute(waiting: Life) -> None:
     """The node whose part was the last commits, unless it died: the others had waited for eight minutes."""
     key = (ROW, "nas", ZERO)
-    waiting.state.waiting[key] = CommitWait(reason="waiting for 1 shard", attempts=9, first_seconds=60.0)
+    waiting.state.uploads.waiting[key] = CommitWait(
+        reason="waiting for 1 shard", attempts=9, first_seconds=60.0
+    )
     waiting.lists()
     assert waiting.record.retry_at_seconds == 1e9
     waiting.lists((TAG, 2, ZERO), (TAG, 1, "weights"))
@@ -248,8 +253,8 @@ def test_once_no_part_is_missing_it_is_asked_within_a_minute(waiting: Life) -> N
     assert waiting.record.retry_at_seconds == soon, "once: each look would put it off, or ask again"
     # what is asked in vain waits as before, until a part went and came again
     answer = m.ShipResult(outcome="waiting", reason="a node replaces what it found there")
-    waiting.state.waiting[key] = waiting_on(waiting.state.waiting[key], answer, 60.0)
-    waiting.state.put_ship(ROW, waiting.record.model_copy(update={"retry_at_seconds": 1e9}))
+    waiting.state.uploads.waiting[key] = waiting_on(waiting.state.uploads.waiting[key], answer, 60.0)
+    waiting.state.uploads.put(ROW, waiting.record.model_copy(update={"retry_at_seconds": 1e9}))
     waiting.lists((TAG, 1, ZERO))
     assert waiting.record.retry_at_seconds == 1e9
     waiting.lists()
@@ -262,20 +267,20 @@ def test_what_a_remote_refuses_to_let_go_is_asked_ever_more_seldom(
 ) -> None:
     """After a minute at first, for rights that are wrong for a moment; every hour in the end."""
     now = [1000.0]
-    monkeypatch.setattr("ckptd.daemon.state.state.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ckptd.daemon.state.deletions.time.monotonic", lambda: now[0])
     state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
     pauses = []
     error = NotPermitted("it may not be removed")
     for _ in range(8):
-        state.refused_to_retire("sha", "nas", "s1b1 of nas", error)
+        state.deletions.note_refused("nas", "sha", "s1b1 of nas", error)
         begun = now[0]
-        while ("nas", "sha") in state.refused_lately():
+        while ("nas", "sha") in state.deletions.refused_lately():
             now[0] += 30.0
         pauses.append((now[0] - begun) / 60)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
     for _ in range(2000):  # a quarter of a year of hours
-        state.refused_to_retire("sha", "nas", "s1b1 of nas", error)
-    assert state.refused_lately() == {("nas", "sha")}
+        state.deletions.note_refused("nas", "sha", "s1b1 of nas", error)
+    assert state.deletions.refused_lately() == {("nas", "sha")}
 
 
 def test_parts_of_others_are_those_of_open_generations() -> None:
@@ -337,7 +342,7 @@ def test_another_nodes_pin_holds_while_the_remote_is_away(
     assert pins(word("pin", 9, "other")) == {"other"}
     write_decision(tmp_path, word("pin", 5))
     assert pins(None) == {TAG, "other"}, "what the journal alone has ends no pin"
-    assert waiting.state.heard == {"nas"}
+    assert waiting.state.deletions.observed == {"nas"}
 
 
 def test_a_pin_that_the_folders_time_does_not_tell_is_known_by_the_next_turn(
@@ -361,7 +366,7 @@ def test_what_may_not_be_read_of_a_tag_is_asked_for_ever_more_seldom(waiting: Li
     """A manifest that another user owns: it was read twenty times a second."""
     life = waiting
     commit = view_of()
-    life.state.rows.clear()
+    life.state.saves.rows.clear()
     life.scene.link.observation = m.Observation(identity=IDENTITY, commits=(commit,))
     asked = len(life.scene.line.orders)
     for _ in range(20):

@@ -44,10 +44,10 @@ def test_clones_are_asked_for_again_once_there_is_room(
     with files.opened_dir(tmp_path) as fd:
         journal.set_meta("device", str(os.fstat(fd).st_dev))
         held.prove(job.problems, str(job.config.save_dir), state, fd)
-        assert (held.are_held, state.can_clone) == (True, False)
+        assert (held.are_held, state.holds.can_clone) == (True, False)
         for _ in range(2):
             held.prove(job.problems, str(job.config.save_dir), state, fd)
-            assert state.can_clone
+            assert state.holds.can_clone
     assert answers == [False]
     journal.close()
 

@@ -22,8 +22,9 @@ from ckptd.core.model.facts import Archive
 from ckptd.daemon.health.stalls import what_reads_it
 from ckptd.daemon.intake.inspection import TRIES, LateFiles
 from ckptd.daemon.intake.sealer import Sealer
+from ckptd.daemon.state.local_saves import Quiet
 from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState, Quiet
+from ckptd.daemon.state.state import JobState
 from ckptd.errors import CkptdError
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.scan import OpenWriters, scan
@@ -71,7 +72,7 @@ def hourly(scene: Scene, workers: AtOnce) -> tuple[Sealer, JobState, Callable[[]
     def look() -> Verdict:
         with files.opened_dir(scene.save_dir) as fd:
             intake.look(scan(fd), fd, began_seconds + 2 * HOUR_SECONDS * next(looks))
-        return state.verdicts["global_step5"]
+        return state.folders.verdicts["global_step5"]
 
     return intake, state, look
 
@@ -94,7 +95,7 @@ def test_what_the_disk_never_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert verdict.state is State.INCOMPLETE
         assert f"{path} cannot be read" in (verdict.reason or "")
         assert verdict.is_unread
-        assert not state.failures
+        assert not state.failures.all()
         asked = workers.asked
         assert asked <= TRIES + 3
         assert intake.next_due_seconds(time.monotonic()) > 1.0
@@ -164,7 +165,9 @@ def test_what_came_late_and_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
         with files.opened_dir(scene.save_dir) as fd:
             listing = scan(fd)
             folder = listing.folders[0]
-            state.quiet[folder.tag] = Quiet(digest=folder.digest, since_seconds=0.0, first_seen_unix=0.0)
+            state.folders.quiet[folder.tag] = Quiet(
+                digest=folder.digest, since_seconds=0.0, first_seen_unix=0.0
+            )
             while now_seconds < until:
                 now_seconds += 10.0
                 late.look(listing, fd, now_seconds)
@@ -177,7 +180,7 @@ def test_what_came_late_and_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
         assert not late.is_waiting
     look_for(HOUR_SECONDS + 60)
     assert not late.refused
-    assert [file.path for file in state.rows[1].save.late] == ["README.md"]
+    assert [file.path for file in state.saves.rows[1].save.late] == ["README.md"]
     state.journal.close()
 
 

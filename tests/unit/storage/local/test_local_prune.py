@@ -281,7 +281,7 @@ def test_killed_at_any_call_a_restart_finishes(save_dir: Path, tmp_path: Path, c
     assert list((save_dir / fs.TRASH).iterdir()) == []
     whole = (save_dir / TAG).exists() and all((save_dir / TAG / n).exists() for n in NAMES)
     assert whole or not (save_dir / TAG).exists()
-    assert state.rows[save_id].state == ("present" if whole else "pruned")
+    assert state.saves.rows[save_id].state == ("present" if whole else "pruned")
     assert listing.folders == ()
     journal.close()
 

@@ -15,7 +15,7 @@ import pytest
 from ckptd.base import files
 from ckptd.core.model.listing import SaveDirListing
 from ckptd.daemon.intake.sealer import IN_FLIGHT_SECONDS, Sealer
-from ckptd.daemon.state.state import Quiet
+from ckptd.daemon.state.local_saves import Quiet
 from ckptd.storage.local.scan import WALK_WAIT_SECONDS, OpenWriters, scan
 from tests.support.recover_scene import Scene, known_save
 
@@ -77,7 +77,7 @@ def test_a_folder_that_somebody_writes_to_is_in_flight_however_long_it_rests(tmp
     intake = Sealer(scene.job(), state, SimpleNamespace(), SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
     with files.opened_dir(scene.save_dir) as fd:
         (folder,) = scan(fd).folders
-    state.quiet[folder.tag] = Quiet(digest=folder.digest, since_seconds=0.0, first_seen_unix=0.0)
+    state.folders.quiet[folder.tag] = Quiet(digest=folder.digest, since_seconds=0.0, first_seen_unix=0.0)
 
     def is_recent(now_seconds: float) -> bool:
         intake._writers = OpenWriters(str(scene.save_dir))  # an answer is used for a while

@@ -11,7 +11,8 @@ import pytest
 
 from ckptd.config.schema import RemoteConfig
 from ckptd.core.policy.actions import Plan
-from ckptd.daemon.state.state import Converting, JobState
+from ckptd.daemon.state.local_saves import Conversion
+from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads import scrub as scrubbing
 from ckptd.daemon.uploads.scrub import Scrubber
 from ckptd.daemon.uploads.session import RemoteSession
@@ -189,7 +190,7 @@ def test_rot_is_a_problem_until_it_is_repaired(thread: Thread) -> None:
     # read lately: nothing more is read
     for _ in range(5):
         thread.scrubber.turn()
-    assert thread.link.scrub_order is None
+    assert thread.link.scrub is None
 
 
 def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
@@ -198,7 +199,7 @@ def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
     """A disk that fails answers with EIO: that ends neither the problem nor what keeps the other copies."""
     scene = thread.scene
     scene.flip(scene.shard(1, root=scene.nas))
-    thread.until(lambda: thread.proven == 2 and thread.link.scrub_order is None)
+    thread.until(lambda: thread.proven == 2 and thread.link.scrub is None)
     answers: list[Scrubbed] = []
 
     class Failing(DirectoryStore):
@@ -240,7 +241,7 @@ def failing(
         answer = scrub(replace(ground(scene), store=Failing(str(scene.nas))), order, RateLimiter(), nothing)
 
         def answered() -> None:
-            thread.link.scrub_order = None
+            thread.link.scrub = None
             on_answer(answer)
 
         thread.calls.put(answered)
@@ -321,13 +322,13 @@ def test_every_bad_checkpoint_is_looked_at_again(thread: Thread) -> None:
 def test_anything_else_comes_first(thread: Thread) -> None:
     """No reading while something moves, and what is under way makes way."""
     thread.until(lambda: thread.link.is_ready)
-    thread.state.converting = Converting(save_id=1)
+    thread.state.saves.conversion = Conversion(save_id=1)
     time.sleep(0.2)
     thread.scrubber.turn()
-    assert thread.link.scrub_order is None
-    thread.state.converting = None
-    thread.until(lambda: thread.link.scrub_order is not None)
+    assert thread.link.scrub is None
+    thread.state.saves.conversion = None
+    thread.until(lambda: thread.link.scrub is not None)
     assert thread.link.open_orders == 0, "a slow reading is no work that the daemon waits for"
-    thread.state.in_flight = frozenset({"global_step15"})
-    thread.until(lambda: thread.link.scrub_order is None)
+    thread.state.folders.in_flight = frozenset({"global_step15"})
+    thread.until(lambda: thread.link.scrub is None)
     assert thread.problems == []
