@@ -170,7 +170,7 @@ def reading(dir_fd: int, relative: str, expected: FileIdentity | None = None) ->
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             msg = f"{relative} is not a regular file"
-            raise SourceChanged(msg, hint="links, sockets and devices are not shipped")
+            raise SourceChanged(msg, hint="links, sockets and devices are not uploaded")
         if expected is not None and identity_of(status) != expected:
             msg = f"{relative} was written since it was sealed"
             raise SourceChanged(msg, hint="the trainer saved it again; the next turn looks again")

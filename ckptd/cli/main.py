@@ -90,7 +90,7 @@ def _version(value: bool) -> None:
 
 
 def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
-    """The Typer application with the modules of `verbs` registered."""
+    """Build the Typer application with the modules of `verbs` registered."""
     app = typer.Typer(
         name="ckptd",
         help="Keeps DeepSpeed checkpoints safe: complete, universal, uploaded, verified, rotated.",
@@ -147,7 +147,7 @@ def _show_status(arguments: Sequence[str]) -> None:
 
 
 def _refuse_empty(arguments: Sequence[str]) -> None:
-    """An unset variable of a script would mean the working directory, or a tag without a name."""
+    """Refuse an empty argument: it would mean the working directory, or a tag without a name."""
     before = ""
     for argument in arguments:
         if not argument and not before.startswith("--"):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def printable_everywhere(value: Any) -> Any:
-    """`printable` of every text in a JSON value."""
+    """Apply `printable` to every text in a JSON value."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
@@ -29,24 +29,24 @@ def printable_everywhere(value: Any) -> Any:
 
 
 def cell(text: str, style: str = "") -> Text:
-    """A table's cell, title or line that shows `text` as it is: brackets in a path are no markup."""
+    """Make a table's cell, title or line that shows `text` as it is: brackets in a path are no markup."""
     from rich.text import Text
 
     return Text(printable(text), style=style)
 
 
 def cells(*texts: str) -> list[Text]:
-    """A row of them."""
+    """Make a row of cells."""
     return [cell(text) for text in texts]
 
 
 def tell(line: str) -> None:
-    """One line for stdout."""
+    """Print one line on stdout."""
     print(printable(line))
 
 
 def say(line: str) -> None:
-    """One line for stderr."""
+    """Print one line on stderr."""
     print(f"ckptd: {printable(line)}", file=sys.stderr, flush=True)
 
 
@@ -78,7 +78,7 @@ ENV_JOB_OR_URL = [*ENV_JOB, "CKPTD_URL"]
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar on a terminal, nothing elsewhere: tells (what, bytes done, bytes total)."""
+    """Show a bar on a terminal, nothing elsewhere; call it with (what, bytes done, bytes total)."""
     import sys
 
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn

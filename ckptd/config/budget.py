@@ -31,7 +31,7 @@ SMALLEST_CONVERSION_BYTES = 64 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Shares of a budget; with less than `needed_bytes` it is kept by chance alone."""
+    """Hold the shares of a budget; with less than `needed_bytes` it is kept by chance alone."""
 
     children: int
     """Remotes' children that live at once; the others' orders wait in line."""
@@ -46,7 +46,7 @@ class Division:
 
 
 def divide(budget_bytes: int, jobs: Sequence[Sequence[str]], max_uploads: int) -> Division:
-    """The shares of `budget_bytes` where each of `jobs` has these remotes (URLs).
+    """Divide `budget_bytes` where each of `jobs` has these remotes (URLs).
 
     Children come first, each lasts where there is room; then uploads; a conversion gets the rest. Of several
     children at least two live: while one uploads, another may look.

@@ -56,21 +56,21 @@ def user_name() -> str:
 
 
 def default_config_dir(environ: Mapping[str, str]) -> Path:
-    """`$CKPTD_CONFIG_DIR`, else `$XDG_CONFIG_HOME/ckptd`, else `/etc/ckptd/<user>` (docs/contract.md)."""
+    """Return `$CKPTD_CONFIG_DIR`, else `$XDG_CONFIG_HOME/ckptd`, else `/etc/ckptd/<user>`."""
     if given := environ.get("CKPTD_CONFIG_DIR"):
         return Path(given)
     return _own_config_dir(environ)
 
 
 def _own_config_dir(environ: Mapping[str, str]) -> Path:
-    """Without $CKPTD_CONFIG_DIR, which a daemon may have and a shell beside it not."""
+    """Return the default without $CKPTD_CONFIG_DIR, which a daemon may have and a shell beside it not."""
     if base := environ.get("XDG_CONFIG_HOME"):
         return Path(base) / "ckptd"
     return Path("/etc/ckptd") / user_name()
 
 
 def command_for(job: JobConfig, verb: str, *rest: str) -> str:
-    """A line that does `verb` to this job wherever it is typed, quoted for a shell.
+    """Return a line that does `verb` to this job wherever it is typed, quoted for a shell.
 
     By name only where the user's own configuration has the job: one that was started by its file or by two
     arguments has no name that a command could look up.
@@ -89,12 +89,12 @@ def command_for(job: JobConfig, verb: str, *rest: str) -> str:
 
 
 def typed(job: JobConfig, text: str) -> str:
-    """Commands that a message names in general (`ckptd pin JOB TAG`), as they are typed for this job."""
+    """Rewrite the general commands in a message (`ckptd pin JOB TAG`) as they are typed for this job."""
     return _GENERAL.sub(lambda m: f"`{command_for(job, m[1], *shlex.split(m[2] or m[3] or ''))}`", text)
 
 
 def fill_in(data: dict[str, Any], environ: Mapping[str, str], where: str) -> dict[str, Any]:
-    """The table of a job file with its placeholders filled in.
+    """Return the table of a job file with its placeholders filled in.
 
     Raises:
         ConfigError: a placeholder that means nothing here (78).

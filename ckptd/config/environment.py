@@ -39,7 +39,7 @@ _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """TOML-shaped values by section."""
+    """Hold TOML-shaped values by section."""
 
     job: dict[str, Any] = field(default_factory=dict)
     local: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def settings_from_environment(environ: Mapping[str, str]) -> Settings:
 
 
 def remote_settings(environ: Mapping[str, str], url: str) -> dict[str, Any]:
-    """`CKPTD_REMOTE_<KEY>` for a URL of a command line; what means nothing there is said and left out.
+    """Read `CKPTD_REMOTE_<KEY>` for a URL of a command line; report and leave out what means nothing there.
 
     The variables are set once for a shell or a job; a URL beside them may be of another kind.
 
@@ -139,7 +139,7 @@ def _value(name: str, text: str, kinds: frozenset[type]) -> object:
 
 
 def told_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are ours and may be shown: no secret, and no URL that may hold one."""
+    """Return the variables that are ours and may be shown: no secret, and no URL that may hold one."""
     known = (_OWN - {"CKPTD_DEBUG"}) | variables().keys()
     return {
         name: text

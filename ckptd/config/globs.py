@@ -20,12 +20,12 @@ PLACEHOLDER = "{dir}"
 
 
 def is_glob(value: object) -> bool:
-    """True for a save_dir that stands for several."""
+    """Tell whether a save_dir stands for several."""
     return isinstance(value, str) and not _WILD.isdisjoint(value)
 
 
 def root_of(pattern: str) -> str:
-    """The directory below which everything that matches lies.
+    """Return the directory below which everything that matches lies.
 
     >>> root_of("/nvme/runs/*/ckpt")
     '/nvme/runs'
@@ -36,7 +36,7 @@ def root_of(pattern: str) -> str:
 
 
 def expand(data: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Job tables, one per directory that matches; symlinks and files do not count, none is fine.
+    """Return job tables, one per directory that matches; symlinks and files do not count, none is fine.
 
     Raises:
         ConfigError: a URL without {dir}.
@@ -58,7 +58,7 @@ def expand(data: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def matched(pattern: str, path: str) -> str:
-    """The components of `path` that wildcards stand for, joined by dashes.
+    """Return the components of `path` that wildcards stand for, joined by dashes.
 
     >>> matched("/nvme/*/ckpt", "/nvme/llama-7b/ckpt")
     'llama-7b'

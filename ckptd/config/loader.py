@@ -158,7 +158,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
-    """A job file as it was read, once: its table, or why it could not be read."""
+    """Hold a job file as it was read, once: its table, or why it could not be read."""
 
     path: Path
     table: Mapping[str, Any] | None = None
@@ -166,7 +166,7 @@ class JobFile:
 
     @property
     def glob(self) -> str | None:
-        """The pattern in save_dir; None: it names one directory, or the file could not be read."""
+        """Return the pattern in save_dir; None: it names one directory, or the file could not be read."""
         pattern = self.table.get("save_dir") if self.table is not None else None
         return pattern if isinstance(pattern, str) and is_glob(pattern) else None
 
@@ -191,7 +191,7 @@ class JobFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """Everything that was found: the good jobs, and what is wrong with the others."""
+    """Hold everything that was found: the good jobs, and what is wrong with the others."""
 
     daemon: DaemonConfig
     jobs: tuple[JobConfig, ...]
@@ -201,13 +201,13 @@ class LoadedConfig:
 
     @property
     def glob_roots(self) -> tuple[str, ...]:
-        """Directories below which a save_dir is a glob: further jobs may appear there."""
+        """Return the directories below which a save_dir is a glob: further jobs may appear there."""
         wrong = {path for path, _ in self.problems}
         return tuple(root_of(file.glob) for file in self.files if file.glob and file.path not in wrong)
 
     @property
     def unmatched(self) -> tuple[str, ...]:
-        """The globs that stand for no directory yet."""
+        """Return the globs that stand for no directory yet."""
         wrong = {path for path, _ in self.problems}
         matched = {job.file for job in self.jobs}
         return tuple(
@@ -218,7 +218,7 @@ class LoadedConfig:
 
     @property
     def has_globs(self) -> bool:
-        """Some save_dir is a glob."""
+        """Tell whether some save_dir is a glob."""
         return bool(self.glob_roots)
 
     @property
@@ -237,7 +237,7 @@ class LoadedConfig:
 
 
 def load_daemon(path: Path | None, environ: Mapping[str, str]) -> DaemonConfig:
-    """`ckptd.toml` (absent: defaults), environment on top.
+    """Load `ckptd.toml` (absent: defaults), environment on top.
 
     Raises:
         ConfigError: the file or a variable is wrong; the daemon does not start with it (H31).
@@ -270,7 +270,7 @@ def load_job(path: Path, *, check_paths: bool = True) -> JobConfig:
 
 
 def load_job_file(path: Path, *, check_paths: bool = True) -> list[JobConfig]:
-    """The jobs of one file: one, or one per directory that a glob in save_dir matches.
+    """Load the jobs of one file: one, or one per directory that a glob in save_dir matches.
 
     Raises:
         NotFoundError, ConfigError: as `load_job`.
@@ -300,7 +300,7 @@ def job_from_arguments(
     *,
     check_paths: bool = True,
 ) -> JobConfig:
-    """A job from `SAVE_DIR [URL]`, with `CKPTD_<KEY>` variables; relative paths start here.
+    """Make a job from `SAVE_DIR [URL]`, with `CKPTD_<KEY>` variables; relative paths start here.
 
     `options` has the shape of a job file and wins over the environment.
     """
@@ -342,7 +342,7 @@ def job_from_memory(save_dir: str, given: str, environ: Mapping[str, str]) -> Jo
 
 
 def remote_from_arguments(url: str, environ: Mapping[str, str]) -> RemoteConfig:
-    """A remote that only a command line names, with `CKPTD_REMOTE_<KEY>` variables.
+    """Make a remote that only a command line names, with `CKPTD_REMOTE_<KEY>` variables.
 
     Raises:
         ConfigError: a variable or the URL is wrong.
@@ -410,7 +410,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def resolve_job(job: str, environ: Mapping[str, str], *, config_dir: Path | None = None) -> JobConfig:
-    """JOB as everywhere: a job file, a SAVE_DIR, or a name in the configuration directory.
+    """Find JOB as everywhere: a job file, a SAVE_DIR, or a name in the configuration directory.
 
     A SAVE_DIR that no job file names becomes a job with the remote `$CKPTD_URL`, else with none.
 
@@ -473,7 +473,7 @@ def _may_name(text: str, save_dirs: Iterable[Path]) -> bool:
 
 
 def _text_of(path: Path) -> str | None:
-    """A job file as it is written; None: it cannot be read."""
+    """Return a job file as it is written; None: it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -481,7 +481,7 @@ def _text_of(path: Path) -> str | None:
 
 
 def _written_name(path: Path) -> str | None:
-    """The name that a wrong job file gives its job, as far as it can be read."""
+    """Return the name that a wrong job file gives its job, as far as it can be read."""
     found = _NAME.search((_text_of(path) or "").partition("\n[")[0])
     return found[1] if found else None
 
@@ -497,7 +497,7 @@ def _named_jobs(directory: Path) -> list[JobConfig | tuple[Path, ConfigError | N
 
 
 def _as_wrong(error: CkptdError) -> ConfigError | NotPermitted:
-    """A file that cannot be read is one that is wrong: its job alone does not run (P16)."""
+    """Treat a file that cannot be read as a wrong one: its job alone does not run (P16)."""
     if isinstance(error, ConfigError | NotPermitted):
         return error
     return ConfigError(error.message, hint=error.hint)

@@ -32,7 +32,7 @@ _UNSHOWN = ("credentials", "webhook", "heartbeat")
 
 
 def toml_keys(section: type[Section]) -> dict[str, str]:
-    """TOML key → its line of help, in the order of declaration; tables included."""
+    """Return TOML key → its line of help, in the order of declaration; tables included."""
     keys: dict[str, str] = {}
     for name, field in section.model_fields.items():
         alias = field.validation_alias
@@ -41,7 +41,7 @@ def toml_keys(section: type[Section]) -> dict[str, str]:
 
 
 def explain(error: ValidationError, kind: type[Section], data: dict[str, Any], where: str) -> ConfigError:
-    """The first problem as message, with a hint; how many more there are is said as well."""
+    """Return the first problem as message, with a hint and the number of further ones."""
     problems = error.errors(include_url=False)
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     path = _shown_path(first["loc"])

@@ -30,13 +30,13 @@ _UNITS = "smhdw"
 
 
 class Share(Model):
-    """An amount of bytes, or a percentage of something whose size is known only later."""
+    """Hold an amount of bytes, or a percentage of something whose size is known only later."""
 
     bytes: int | None = None
     percent: float | None = None
 
     def of(self, total_bytes: int) -> int:
-        """Bytes, for a whole of `total_bytes`."""
+        """Return the bytes of a whole of `total_bytes`."""
         if self.bytes is not None:
             return self.bytes
         return int(total_bytes * (self.percent or 0.0) / 100)
@@ -53,7 +53,7 @@ def _text(value: object, what: str, example: str) -> str:
 
 
 def parse_bytes(value: object) -> int:
-    """Bytes of "512MiB", "5GB", "1.5TiB" (1000 or 1024 as the unit says); a unit is needed."""
+    """Parse "512MiB", "5GB", "1.5TiB" to bytes (1000 or 1024 as the unit says); a unit is needed."""
     text = _text(value, "a size", "512MiB")
     wrong = f'{text!r} is no size; write it as "512MiB" or "5GB"'
     number = text.rstrip("".join(c for c in set(text) if c.isalpha())).strip()
@@ -67,7 +67,7 @@ def parse_bytes(value: object) -> int:
 
 
 def parse_share(value: object) -> Share:
-    """A size, or a percentage "5%" between 0 and 100."""
+    """Parse a size, or a percentage "5%" between 0 and 100."""
     if isinstance(value, Share):
         return value
     text = _text(value, "a size or percentage", "5%")
@@ -81,7 +81,7 @@ def parse_share(value: object) -> Share:
 
 
 def parse_duration(value: object) -> float:
-    """Seconds of "5s", "1h30m", "2d", "1w"; units s, m, h, d, w, largest first."""
+    """Parse "5s", "1h30m", "2d", "1w" to seconds; units s, m, h, d, w, largest first."""
     text = _text(value, "a duration", "60s")
     wrong = f'{text!r} is no duration; write it as "60s", "20m", "1h30m" or "2d"'
     head, day, tail = text.partition("d")
@@ -97,7 +97,7 @@ def parse_duration(value: object) -> float:
 
 
 def parse_bandwidth(value: object) -> int | None:
-    """Bytes per second of "1GB/s", "100MiB/s", "8Gb/s", "800Mbit/s", "8Gbps"; None for "none"."""
+    """Parse "1GB/s", "100MiB/s", "8Gb/s", "800Mbit/s", "8Gbps" to bytes per second; None for "none"."""
     if value in (None, "none"):
         return None
     if not isinstance(value, str):
@@ -122,7 +122,7 @@ def parse_bandwidth(value: object) -> int | None:
 
 
 def parse_per_day(value: object) -> int | None:
-    """Bytes per day of "50GB/day" or "2TiB/day"; None for "off"."""
+    """Parse "50GB/day" or "2TiB/day" to bytes per day; None for "off"."""
     if value in (None, "off"):
         return None
     text = _text(value, "a speed of reading", "50GB/day")
@@ -142,12 +142,12 @@ def _is_number(text: str) -> bool:
 
 
 def show_bytes(count: int) -> str:
-    """`count` bytes for people: "1.5 GiB" style, exact below 1 KiB."""
+    """Show `count` bytes for people: "1.5 GiB" style, exact below 1 KiB."""
     return ByteSize(count).human_readable(separator=" ")
 
 
 def show_bandwidth(bytes_per_second: int) -> str:
-    """Both spellings, so that nobody has to guess: "1.0GB/s = 8.0Gb/s"."""
+    """Show both spellings, so that nobody has to guess: "1.0GB/s = 8.0Gb/s"."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if bytes_per_second >= size:
             return f"{bytes_per_second / size:.4g} {unit}B/s = {bytes_per_second * 8 / size:.4g} {unit}b/s"
@@ -155,7 +155,7 @@ def show_bandwidth(bytes_per_second: int) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """A duration for people, two units at most: "1h30m", "2d4h", "5s"."""
+    """Show a duration for people, two units at most: "1h30m", "2d4h", "5s"."""
     rest = max(0, round(seconds))
     parts: list[str] = []
     for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
@@ -181,7 +181,7 @@ UNNAMED = "remote"
 
 
 def shown_remote(name: str, url: str) -> str:
-    """How messages call a remote: by its name, or its URL where nobody gave it one."""
+    """Return how messages call a remote: by its name, or its URL where nobody gave it one."""
     return url if name == UNNAMED else f"remote {name}"
 
 
@@ -191,14 +191,14 @@ def reject(text: str) -> NoReturn:
 
 
 def check_name(value: str) -> str:
-    """A name of a job, remote or node."""
+    """Check a name of a job, remote or node."""
     if not value or not set(value) <= NAME_CHARACTERS or value[0] in ".-":
         reject("a name is made of letters, digits and . _ = + -, and starts with none of . and -")
     return value
 
 
 def absolute_path(value: object) -> Path:
-    """An absolute path without `..`."""
+    """Check an absolute path without `..`."""
     if not isinstance(value, str | Path):
         reject('a path is a string, such as "/nvme/llama-7b"')
     path = Path(str(value))
@@ -210,7 +210,7 @@ def absolute_path(value: object) -> Path:
 
 
 def check_save_dir(value: object) -> Path:
-    """An absolute path that is neither a glob nor the root directory."""
+    """Check an absolute path that is neither a glob nor the root directory."""
     if isinstance(value, str) and any(c in value for c in "*?["):
         reject("a glob stands in a job file alone, not in arguments")
     path = absolute_path(value)
@@ -220,7 +220,7 @@ def check_save_dir(value: object) -> Path:
 
 
 def check_url(value: str) -> str:
-    """A directory as absolute path or file:// URL, s3://bucket/prefix or a URL of another kind; no secret."""
+    """Check a directory (absolute path or file:// URL), s3://bucket/prefix or another URL; refuse secrets."""
     parts = urlsplit(value)
     if parts.password is not None:
         reject("a secret does not belong in a URL")
@@ -298,21 +298,21 @@ def check_credentials(value: str) -> str:
 
 
 def check_part_size(value: int) -> int:
-    """Within what S3 takes."""
+    """Check that it is within what S3 takes."""
     if not 5 << 20 <= value <= 5 << 30:
         reject('a part has at least "5MiB" and at most "5GiB"')
     return value
 
 
 def check_pattern(value: str) -> str:
-    """A shell pattern for names directly in save_dir."""
+    """Check a shell pattern for names directly in save_dir."""
     if not value or "/" in value or value.startswith("_ckptd"):
         reject("a pattern names files directly in save_dir, such as tokenizer*")
     return value
 
 
 def check_metrics_place(value: str) -> str:
-    """HOST:PORT, or the absolute path of a file that node_exporter reads."""
+    """Check HOST:PORT, or the absolute path of a file that node_exporter reads."""
     if value.startswith("/"):
         if not value.endswith(".prom"):
             reject("node_exporter reads files that end in .prom")
@@ -324,7 +324,7 @@ def check_metrics_place(value: str) -> str:
 
 
 def check_metrics_file(value: str) -> str:
-    """A file below save_dir: no link is followed there (P15)."""
+    """Check a file below save_dir, where no link is followed (P15)."""
     parts = value.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in value or parts[0].startswith("_ckptd"):
         reject('metrics_file is a relative path below save_dir, such as "metrics.jsonl"')
@@ -332,7 +332,7 @@ def check_metrics_file(value: str) -> str:
 
 
 def url_path(url: str) -> Path | None:
-    """The directory that a remote's URL names; None for other kinds of stores."""
+    """Return the directory that a remote's URL names; None for other kinds of stores."""
     parts = urlsplit(url)
     if parts.scheme == "":
         return Path(url)
@@ -360,7 +360,7 @@ def local_form(value: object) -> object:
 
 
 def check_takeover(seconds: float) -> float:
-    """Six heartbeats of a second at least."""
+    """Refuse less than six heartbeats of a second."""
     if seconds < SHORTEST_TAKEOVER_SECONDS:
         reject(f'a host is silent for at least "{SHORTEST_TAKEOVER_SECONDS:.0f}s" before it is replaced')
     return seconds
@@ -395,21 +395,21 @@ _EXAMPLE = '"08:00,1GB/s 20:00,none", with a day "Mon-08:00,1GB/s"'
 
 
 class Timetable(Model):
-    """Changes of speed in a week, sorted: (minutes since Monday 00:00, bytes per second or None)."""
+    """Hold changes of speed in a week, sorted: (minutes since Monday 00:00, bytes per second or None)."""
 
     changes: tuple[tuple[int, int | None], ...] = ((0, None),)
     text: str = "none"
     """For people; both spellings of each speed."""
 
     def at(self, unix_seconds: float) -> int | None:
-        """Bytes per second at that time; None: no limit."""
+        """Return the bytes per second at that time; None: no limit."""
         local = time.localtime(unix_seconds)
         minute = (local.tm_wday * 24 + local.tm_hour) * 60 + local.tm_min
         # before the first one of the week the last one of the week before holds: index -1
         return self.changes[bisect_right(self.changes, minute, key=lambda change: change[0]) - 1][1]
 
     def shown(self, unix_seconds: float) -> str:
-        """The timetable, and what holds now where that is not all of it."""
+        """Show the timetable, and what holds now where that is not all of it."""
         if len(self.changes) == 1:
             return self.text
         return f"{self.text} (local time; now {_shown(self.at(unix_seconds))})"
@@ -452,7 +452,7 @@ def parse_timetable(value: object) -> Timetable:
 
 
 def _parsed(entry: str) -> tuple[int | None, int, int | None]:
-    """(day, Monday 0, or None for every day; minute of the day; bytes per second)."""
+    """Return (day, Monday 0, or None for every day; minute of the day; bytes per second)."""
     found = _ENTRY.fullmatch(entry)
     if found is None:
         msg = f"{entry!r} is no entry of a timetable; write {_EXAMPLE}"

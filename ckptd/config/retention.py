@@ -80,7 +80,7 @@ class Retention(Section):
         (),
         "ladder",
         '[{ after = "7d", form = "universal" }]',
-        "what the other keys let go steps down instead; after = 5: five newer ones",
+        "what the other keys would delete steps down instead; after = 5: five newer ones",
     )
 
     @model_validator(mode="after")
@@ -95,7 +95,7 @@ class Retention(Section):
         return self
 
     def rungs_beyond(self, forms: tuple[str, ...]) -> list[str]:
-        """Forms of rungs that this tier does not take."""
+        """Return the forms of rungs that this tier does not take."""
         return [rung.form for rung in self.ladder if rung.form not in (*forms, GONE)]
 
     @model_validator(mode="after")
@@ -103,12 +103,12 @@ class Retention(Section):
         if self.keep_last is not None and self.save_total_limit not in (None, self.keep_last):
             reject("save_total_limit and keep_last are one key; they say different numbers")
         if self.ladder and not self.policy.limits:
-            reject("ladder is for what another key lets go; set save_total_limit")
+            reject("ladder is for what another key deletes; set save_total_limit")
         return self
 
     @property
     def policy(self) -> RetentionPolicy:
-        """The keys as the one retention function reads them."""
+        """Return the keys as the one retention function reads them."""
         limit = self.save_total_limit if self.save_total_limit is not None else self.keep_last
         ephemeral = self.ephemeral
         return RetentionPolicy(

@@ -35,7 +35,7 @@ def _no_secret(value: str) -> str:
 
 
 def check_role(value: str) -> str:
-    """The ARN of a role, of AWS or of a server that speaks its STS (Ceph writes no account)."""
+    """Check the ARN of a role, of AWS or of a server that speaks its STS (Ceph writes no account)."""
     if not re.fullmatch(r"arn:[a-z0-9-]+:iam::[\w-]*:role/[\w+=,.@/-]+", _no_secret(value)):
         reject('a role is written as its ARN, such as "arn:aws:iam::123456789012:role/ckptd"')
     return value
@@ -49,14 +49,14 @@ def check_external_id(value: str) -> str:
 
 
 def check_kms_key(value: str) -> str:
-    """A key's id, ARN or alias; the key itself stays in its service."""
+    """Check a key's id, ARN or alias; the key itself stays in its service."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.:/-]{0,255}", _no_secret(value)):
         reject('a KMS key is named by its id, its ARN or "alias/NAME"')
     return value
 
 
 def check_storage_class(value: str) -> str:
-    """A class that can be read at once: AWS's, or a name of the server's own."""
+    """Check a class that can be read at once: AWS's, or a name of the server's own."""
     if value in _FROZEN:
         reject("objects there cannot be read at once, so neither proved nor restored; GLACIER_IR can be")
     if not re.fullmatch(r"[A-Z][A-Z0-9_-]{1,63}", _no_secret(value)):
@@ -68,7 +68,7 @@ def check_storage_class(value: str) -> str:
 
 
 def read_tags(value: object) -> tuple[tuple[str, str], ...]:
-    """A table of strings, or a list of "KEY=VALUE"."""
+    """Read a table of strings, or a list of "KEY=VALUE"."""
     if isinstance(value, dict):
         pairs: list[tuple[Any, Any]] = list(value.items())
     elif isinstance(value, list | tuple) and all(isinstance(item, str) and "=" in item for item in value):

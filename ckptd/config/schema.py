@@ -57,7 +57,7 @@ _SECRET_HOSTS = ("hooks.slack.com", "discord.com", "webhook.office.com", "logic.
 
 
 def _check_place(value: str) -> str:
-    """`file:PATH`, or a URL that holds no secret."""
+    """Check `file:PATH`, or a URL that holds no secret."""
     if value.startswith("file:"):
         return check_credentials(value)
     parts = urlsplit(value)
@@ -104,7 +104,7 @@ class NotifyConfig(Section):
 
     @property
     def is_wanted(self) -> bool:
-        """Anybody is told anything."""
+        """Tell whether anybody is notified of anything."""
         hooks = (self.on_complete, self.on_committed, self.on_converted, self.on_pruned, self.on_problem)
         return any((self.webhook, self.command, self.heartbeat, *hooks))
 
@@ -191,7 +191,7 @@ class RemoteConfig(S3Keys, Retention):
         return self
 
     def _check_access(self) -> None:
-        """Keys of one kind of remote are refused on another."""
+        """Refuse keys of one kind of remote on another."""
         if self.url.startswith("s3://"):
             if self.addressing == "virtual" and "." in self.url.split("/")[2] and not self._is_plain:
                 reject('addressing = "virtual": no TLS certificate covers a bucket with dots in its name')
@@ -234,7 +234,7 @@ class JobConfig(Section):
         "newest",
         "backfill",
         '"newest"',
-        "found at the first start, shipped: newest | all | none; never deleted but with all",
+        "found at the first start, uploaded: newest | all | none; never deleted but with all",
     )
     unuploaded: Unuploaded = _key(
         "keep",
@@ -296,7 +296,7 @@ class JobConfig(Section):
             reject("local checkpoints may be deleted, but no remote is required; set required = true on one")
         if self.unuploaded != "keep" and not self.deletes_locally:
             reject(
-                f'unuploaded = "{self.unuploaded}" lets nothing go while [local] keeps everything; '
+                f'unuploaded = "{self.unuploaded}" deletes nothing while [local] keeps everything; '
                 "set save_total_limit there"
             )
         if self.shared_fs and (
@@ -311,7 +311,7 @@ class JobConfig(Section):
 
     @property
     def file(self) -> Path | None:
-        """The job file; None for a job made from arguments."""
+        """Return the job file; None for a job made from arguments."""
         return self._file
 
     @property
@@ -323,7 +323,7 @@ class JobConfig(Section):
 
     @property
     def is_matched(self) -> bool:
-        """A glob in its file's save_dir found it: the file stands for others too."""
+        """Tell whether a glob in its file's save_dir found it: the file stands for others too."""
         return self._is_matched
 
     @property
@@ -339,7 +339,7 @@ class JobConfig(Section):
 
     @property
     def opt_outs(self) -> tuple[str, ...]:
-        """Promises that the configuration weakens; the first line of status says them (P1)."""
+        """Return the promises that the configuration weakens; the first line of status says them (P1)."""
         lax = [shown_remote(r.name, r.url) for r in self.remotes if r.verify == "none"]
         unproved = tuple(f'{shown}: verify = "none", copies are not proved' for shown in lax)
         loose = _UNUPLOADED.get(self.unuploaded)
@@ -383,7 +383,7 @@ class DaemonConfig(Section):
     notify: NotifyConfig = Field(default_factory=NotifyConfig)
 
     def memory_budget_bytes(self, total_memory_bytes: int) -> int:
-        """The budget for a machine with that much memory, never below the minimum."""
+        """Return the budget for a machine with that much memory, never below the minimum."""
         return max(MIN_MEMORY_BUDGET_BYTES, self.memory_budget.of(total_memory_bytes))
 
 
@@ -393,7 +393,7 @@ _DIGEST_JOB = {
 
 
 def config_digest(job: JobConfig) -> str:
-    """SHA-256 (hex) over what all nodes of a job must agree on: forms, retention, identity of remotes.
+    """Hash (SHA-256, hex) what all nodes of a job must agree on: forms, retention, identity of remotes.
 
     Paths, speeds and times of one node are left out: they may differ without changing what is kept (§5).
     """

@@ -125,7 +125,7 @@ def _ssh_fault(parts: SplitResult, folders: list[str]) -> str | None:
 
 
 def _is_installed(scheme: str) -> bool:
-    """True when fsspec or a plugin of it knows the scheme."""
+    """Tell whether fsspec or a plugin of it knows the scheme."""
     from fsspec.registry import available_protocols
 
     return scheme in available_protocols()

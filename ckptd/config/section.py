@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def key(default: Any, name: str, shown: str, text: str) -> Any:
-    """A configuration key: its TOML name, its default as TOML text, one line of help."""
+    """Declare a configuration key: its TOML name, its default as TOML text, one line of help."""
     return Field(
         default=default,
         validation_alias=name,
@@ -27,7 +27,7 @@ def key(default: Any, name: str, shown: str, text: str) -> Any:
 
 
 def required(name: str, shown: str, text: str) -> Any:
-    """A key without a default."""
+    """Declare a key without a default."""
     return Field(validation_alias=name, description=text, json_schema_extra={"toml": f"{name} = {shown}"})
 
 

@@ -21,7 +21,7 @@ _OF_DIRECTORIES = frozenset({"same_filesystem"})
 
 
 def job_template(save_dir: str, url: str, name: str, *, remote_name: str = "nas") -> str:
-    """TOML text: what is required is set, every other key stands commented out with its default."""
+    """Render TOML: what is required is set, every other key stands commented out with its default."""
     top = _lines(JobConfig, {"save_dir": save_dir, "name": name})
     local = _lines(LocalConfig, {})
     foreign = _OF_SERVERS if url.startswith(("/", "file://")) else _OF_DIRECTORIES
@@ -54,5 +54,5 @@ def _lines(
 
 
 def _toml(value: object) -> str:
-    """A TOML basic string or integer; JSON escapes are TOML's."""
+    """Render a TOML basic string or integer; JSON escapes are TOML's."""
     return json.dumps(value, ensure_ascii=False)

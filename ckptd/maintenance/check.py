@@ -293,7 +293,7 @@ def _remote(
     proof = can.proof if is_read_back or can.checksum else "nothing"
     notes = "".join(f"; {note}" for note in can.notes)
     text = f"{exclusive}; verified by {proof}; bandwidth {remote.bandwidth.shown(time.time())}{notes}"
-    hint = "" if can.create_only else "only one node may write there (P10)"
+    hint = "" if can.create_only else "only one node may write there"
     if job.shared_fs and not can.create_only:
         yield failed("shared", RefusedError(f"{remote.url}: {exclusive}", hint=f"{hint}: no shared_fs"))
     rows = (*settings_rows(remote, access), *abilities_rows(can, is_read_back=is_read_back))

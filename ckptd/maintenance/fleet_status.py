@@ -422,7 +422,7 @@ class Safe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRow:
-    """A save that some nodes shipped their parts of and that is not committed."""
+    """A save that some nodes uploaded their parts of and that is not committed."""
 
     tag: str
     generation: int

@@ -43,7 +43,7 @@ class Event:
 
 
 def events_between(before: JobStatus | None, after: JobStatus) -> tuple[Event, ...]:
-    """In the order of a checkpoint's life; without `before` (a daemon that started) problems alone."""
+    """Return them in the order of a checkpoint's life; without `before` (the first status) problems alone."""
     found: list[Event] = []
     if before is not None:
         old = {_key(checkpoint): checkpoint for checkpoint in before.checkpoints}
@@ -159,19 +159,19 @@ class EventReporter:
         return Notices(events=events, messages=self._bounded(messages, now_seconds))
 
     def is_well(self) -> bool:
-        """Every job that was seen is, and none is unsafe for longer than it may be."""
+        """Tell whether every job that was seen is well, and none unsafe for longer than it may be."""
         return all(
             status.state not in ("attention", "invalid") and not self._is_unsafe(status)
             for status in self._last.values()
         )
 
     def forget_others(self, jobs: Sequence[JobStatus]) -> None:
-        """Only these jobs are left."""
+        """Forget all jobs but these."""
         left = {_notice_key(status) for status in jobs}
         self._last = {key: status for key, status in self._last.items() if key in left}
 
     def _is_told(self, event: Event, now_seconds: float) -> bool:
-        """Once in `repeat`; that it is over, only if it was told."""
+        """Tell whether to send it: once in `repeat`; that it is over, only if it was sent before."""
         if RANK[event.severity] < RANK[self.rules.severity]:
             return False
         key = (event.job, event.code or event.kind, event.about)

@@ -35,7 +35,7 @@ _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 
 @contextlib.contextmanager
 def about(job: str) -> Iterator[None]:
-    """Lines that are written in here are of that job."""
+    """Mark the lines that are written inside as that job's."""
     token = _job.set(job)
     try:
         yield
@@ -44,7 +44,7 @@ def about(job: str) -> Iterator[None]:
 
 
 def bound(call: Callable[Args, Result]) -> Callable[Args, Result]:
-    """The call, made later or in another thread, about the job that is spoken of now."""
+    """Bind the current job to a call that is made later or in another thread."""
     job = _job.get()
 
     @wraps(call)
@@ -56,7 +56,7 @@ def bound(call: Callable[Args, Result]) -> Callable[Args, Result]:
 
 
 def doing(action: Action, tag: str) -> Mapping[str, str]:
-    """`extra` of a line: what happens to which checkpoint."""
+    """Make the `extra` of a line: what happens to which checkpoint."""
     return {"action": action, "tag": tag}
 
 
@@ -67,17 +67,17 @@ class TextLines(logging.Formatter):
         super().__init__(style, defaults={"job": ""})
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and the trace where there is one."""
+        """Format one line, and the trace where there is one."""
         job = _job.get()
         record.job = f" [{job}]" if job else ""
         return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """The line: names in it come from outside, and a terminal obeys none of them (P15)."""
+        """Format the line; names in it come from outside, and a terminal must obey none of them (P15)."""
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        """The trace, whose last lines quote them; no line of it can be taken for one of the log."""
+        """Format the trace, whose last lines quote them, so that no line of it looks like one of the log."""
         return "\n".join(f"| {printable(line)}" for line in super().formatException(ei).split("\n"))
 
 
@@ -92,7 +92,7 @@ class JsonLines(logging.Formatter):
         self._has_priority = has_priority
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; what is not known is left out. ASCII: names that are no UTF-8 pass as escapes."""
+        """Format one line without what is not known. ASCII: names that are no UTF-8 pass as escapes."""
         line = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -127,7 +127,7 @@ def begin_plainly(level: str) -> None:
 
 
 def _is_journal(environ: Mapping[str, str]) -> bool:
-    """$JOURNAL_STREAM names the journal's socket; stderr may lead elsewhere all the same."""
+    """Tell whether stderr is the journal's socket: $JOURNAL_STREAM alone does not say so."""
     with contextlib.suppress(OSError):
         status = os.fstat(2)
         return environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"

@@ -22,7 +22,7 @@ def schema() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The file in docs/."""
+    """Return the text of the file in docs/."""
     return json.dumps(schema(), indent=1, sort_keys=True) + "\n"
 
 

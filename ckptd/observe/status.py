@@ -262,7 +262,7 @@ def not_waited_for(stalled: Sequence[str]) -> str:
 
 
 def rfc3339(unix_seconds: float) -> str:
-    """UTC, milliseconds."""
+    """Format a time in UTC with milliseconds."""
     return datetime.fromtimestamp(unix_seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -271,7 +271,7 @@ def rfc3339(unix_seconds: float) -> str:
 
 
 def pid_space() -> str:
-    """This boot and this namespace of process ids; empty: not known."""
+    """Name this boot and this namespace of process ids; empty: not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -117,7 +117,7 @@ def test_two_attempts_at_one_tag_never_mix(tmp_path: Path) -> None:
         here.nodes["b"].write(runs.OTHER_2, 1, 2)
         here.wait("b shipped", lambda: "b" in here.manifests(TAG, 2))
         for name, other, generation in (("a", "b", 2), ("b", "a", 1)):
-            words = f"node {other} shipped another save of this tag, as generation {generation}"
+            words = f"node {other} uploaded another save of this tag, as generation {generation}"
             here.wait(f"{name} to say so", partial(said, here, name, words), 240)
         # what a node sends once it has stepped in is of its own minute again
         here.wait("status to say so", lambda: asked(here).count("; save again") == 2)

@@ -52,7 +52,7 @@ def test_the_host_of_the_higher_id_stands_by(tmp_path: Path) -> None:
     with node(tmp_path, local="save_total_limit = 1\nforms = []", remote='forms = ["zero"]') as here:
         watching(here, LAST)
         other_ships(here, 2)
-        here.wait("the alarm", lambda: "other-host ships" in alarm(here), 60)
+        here.wait("the alarm", lambda: "other-host uploads" in alarm(here), 60)
         assert "stands by" in alarm(here)
         here.save(3)
         here.wait("sealed", lambda: here.checkpoint("global_step3")["state"] == "complete", 60)
@@ -68,7 +68,7 @@ def test_that_of_the_lower_goes_on_and_says_so(tmp_path: Path) -> None:
     with node(tmp_path, local="save_total_limit = 1\nforms = []", remote='forms = ["zero"]') as here:
         watching(here, FIRST)
         other_ships(here, 2)
-        here.wait("the alarm", lambda: "other-host ships" in alarm(here), 60)
+        here.wait("the alarm", lambda: "other-host uploads" in alarm(here), 60)
         assert "stands by" not in alarm(here)
         here.save(3)
         here.wait_committed("global_step3~g1", 60)

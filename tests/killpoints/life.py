@@ -26,7 +26,7 @@ from tests.killpoints.standins import Clock
 TURNS = 400
 """A save is shipped, converted, pruned and all in some forty turns; more than this is a standstill."""
 TURNS_AFTER = 1200
-"""After an error: removals that failed count for the seat belt, which lets go again after an hour."""
+"""After an error: removals that failed count for the hourly limit, which allows them again after an hour."""
 HURT_SECONDS = 300.0
 HURT_TURNS = 2500
 """While an error lasts a job is opened anew every ten seconds, some dozen turns each time; one that turns

@@ -80,7 +80,7 @@ def rules_of(config: JobConfig) -> Rules:
 
 @dataclass(slots=True)
 class Belt:
-    """The seat belt of one life of the daemon: removals in any hour ≤ saves completed in it + a few."""
+    """The hourly limit of one life of the daemon: removals in any hour ≤ saves completed in it + a few."""
 
     gone_at: dict[int, float] = field(default_factory=dict)
     completed_at: list[float] = field(default_factory=list)

@@ -67,7 +67,7 @@ class Judge:
         self.removed: dict[int, int] = {}
         """Save → how many of its files ckptd removed, each rightly."""
         self.removed_at: list[float] = []
-        """When saves went, of all lives of the daemon: its seat belt outlives a start."""
+        """When saves went, of all lives of the daemon: its hourly limit outlives a start."""
         self.protected: set[int] = set()
         """Saves that were there before ckptd first ran and are not adopted."""
         self.pinned: dict[str, set[int]] = {}

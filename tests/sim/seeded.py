@@ -154,7 +154,7 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (local, "score_of", _no_best),
         (remote, "score_of", _no_best),
     ),
-    "there is no seat belt": ((view_builder, "_left", lambda *_: 1000),),
+    "deletions are not limited": ((view_builder, "_left", lambda *_: 1000),),
     "what goes has no line in audit.jsonl": ((Audit, "write", lambda *_, **__: None),),
     "a hold of no use goes without a line": (
         (holds, "_release", lambda _state, fd, name, *_: hold.release(fd, name)),

@@ -114,7 +114,7 @@ PLAYS = {
         Play(script=_the_second_is_the_best, local=1, more={"best": True}, words="keep_best", stay={3, 5}),
     ),
     "a new limit": (
-        "there is no seat belt",
+        "deletions are not limited",
         Play(script=_a_new_limit, words="one too many", stay={4, 5, 6, 7, 8}),
     ),
 }

@@ -662,7 +662,7 @@ class World:
             say("liveness", f"the daemon does not come to rest: {self._words()}")
         here = self._shipped_here()
         required = [remote.name for remote in self.config.remotes if remote.required]
-        # what may go uncommitted is not sent while the seat belt or a doubt holds it here
+        # what may go uncommitted is not sent while the hourly limit or a doubt holds it here
         for save in here if self.config.unuploaded == "keep" else here[-1:]:
             for name in required:
                 is_retired = name in self.had_limits and save.number in self.judge.ever[name]
@@ -725,7 +725,7 @@ class World:
         ]
 
     def _above_limit(self, here: list[Save]) -> list[str]:
-        """What stays beyond the limit, but for what a rewind left ahead and what the seat belt holds up."""
+        """What stays beyond the limit, but for what a rewind left ahead or the hourly limit holds up."""
         keys = self.judge.rules.local
         if keys.limit is None or keys.most is None or self.was_stale or not here:
             return []

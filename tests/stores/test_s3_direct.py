@@ -373,6 +373,6 @@ def test_a_file_that_is_written_while_it_is_sent_is_dropped(
         return started
 
     monkeypatch.setattr(store, "begin", begin)
-    with pytest.raises(Exception, match=r"side11\.json was written while it was shipped"):
+    with pytest.raises(Exception, match=r"side11\.json was written while it was uploaded"):
         node.ship(node.attached(store), order)
     assert not [info for info in store.list("_ckptd/") if "/commits/" in info.key]

@@ -81,7 +81,7 @@ def register(app: typer.Typer) -> None:
 
 
 class Wanted(TypedDict):
-    """The options that say what is made."""
+    """Hold the options that say what is made."""
 
     form: Form
     dtype: Dtype
@@ -140,7 +140,7 @@ def _options(compat: str, budget: str, verify: bool, strict: bool, inject: bool)
 
 
 def resolve_source(source: Path) -> Path:
-    """The checkpoint folder that SRC means: itself, or what `latest` in it names.
+    """Return the checkpoint folder that SRC means: itself, or what `latest` in it names.
 
     Raises:
         NotFoundError: neither.
@@ -179,7 +179,7 @@ def look_ahead(source: str, destination: str, options: ConvertOptions) -> Foreca
 
 
 def end_of(text: str) -> Path | str:
-    """A path of this machine, or the URL of a place elsewhere."""
+    """Return a path of this machine, or the URL of a place elsewhere."""
     from pathlib import Path
 
     from ckptd.base.process import must_answer
@@ -193,7 +193,7 @@ def end_of(text: str) -> Path | str:
 
 
 def _refuse_remote(there: Path | str) -> None:
-    """A folder that lies in a directory remote: its daemons keep what is there, and `latest_universal`."""
+    """Refuse a folder in a directory remote, whose daemons keep what is there, and `latest_universal`."""
     from pathlib import Path
 
     from ckptd.convert.remote.convert import within_remote
@@ -348,7 +348,7 @@ def _bar() -> Iterator[Callable[[ConvertProgress], None]]:
 
 
 class _Lines:
-    """One JSON object per report: docs/contract.md names its keys."""
+    """Write one JSON object per report; docs/contract.md names its keys."""
 
     def __init__(self) -> None:
         import time
@@ -377,7 +377,7 @@ class _Lines:
             sys.stderr.flush()
 
     def _eta_seconds(self, p: ConvertProgress) -> float | None:
-        """From the rate since copying began, without what an earlier attempt finished; None: unknown."""
+        """Compute it from the rate since copying began, leaving out an earlier attempt; None: unknown."""
         now = self._clock()
         if p.phase == "publishing":
             return 0.0
@@ -392,7 +392,7 @@ class _Lines:
 
 
 def forecast_rows(seen: Forecast) -> list[tuple[str, str]]:
-    """Names and values for a table."""
+    """Return the forecast's names and values for a table."""
     made = f"{seen.bytes:,} bytes in {seen.files:,} files, {seen.layout} layout"
     if seen.clones:
         how = f"{seen.bytes_cloned:,} bytes cloned, {seen.bytes_copied:,} copied"

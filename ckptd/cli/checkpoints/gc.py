@@ -104,7 +104,7 @@ def _conversion(collector: Collector, where: Where) -> bool:
 
 
 def _everything(collector: Collector, where: Where, state_dir: Path | None, gone: str | None) -> int:
-    """Remotes and node; the exit code of what failed first."""
+    """Collect garbage in all remotes and on the node; return the exit code of what failed first."""
     from ckptd.cli.checkpoints.verify import look
     from ckptd.cli.output import say
     from ckptd.errors import CkptdError
@@ -182,7 +182,7 @@ def _incomplete(
 
 
 def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:
-    """Pinned tags: decisions here, and in every remote that answers."""
+    """Return the pinned tags, by decisions here and in every remote that answers."""
     from ckptd.cli.checkpoints.verify import look
     from ckptd.cli.output import say
     from ckptd.core.model.decision import PINS

@@ -254,7 +254,7 @@ class Seen(Model):
 
     @property
     def is_sound(self) -> bool:
-        """True when every checkpoint is complete and undamaged."""
+        """Tell whether every checkpoint is complete and undamaged."""
         return all(c.is_complete for c in self.checkpoints)
 
 
@@ -390,7 +390,7 @@ def _without_time(file: ListedFile) -> ListedFile:
 
 
 def _listed_in(parent: Path, folder: str) -> dict[str, str] | None:
-    """Fingerprints by path of what COMMITs list in a folder of a directory remote; None: it lies in none.
+    """Return fingerprints by path of what COMMITs list in a folder of a directory remote; None: in none.
 
     A remote whose documents cannot be read lists nothing: its own COMMITs are what makes it whole (P3).
     """
@@ -461,14 +461,14 @@ def _universal(listing: FolderListing, parent: Path) -> SeenCheckpoint:
 
 
 def _loads(facts: dict[str, FileFacts], names: set[str]) -> tuple[str, ...]:
-    """The superset is for all stages, but stage 3's loader wants Adam's states of every parameter."""
+    """Note where stage 3's loader cannot load a superset: it wants Adam's states of every parameter."""
     lacking = {k for k in ("exp_avg", "exp_avg_sq") if any(f"zero/{n}/{k}.pt" not in facts for n in names)}
     words = ", ".join(sorted(lacking))
     return (f"loads in stages 1 and 2; DeepSpeed's stage 3 loader wants {words} too",) if lacking else ()
 
 
 def _weights(listing: FolderListing, parent: Path) -> SeenCheckpoint | None:
-    """Exported weights, by what ckptd.json says; None: something else."""
+    """Recognise exported weights by what ckptd.json says; None: something else."""
 
     if not any(f.path == "ckptd.json" for f in listing.files):
         return None
@@ -488,7 +488,7 @@ def _manifest(folder: Path) -> dict[str, object]:
 
 
 def _damage(facts: dict[str, FileFacts]) -> str | None:
-    """The first thing wrong with a file that ought to be an archive."""
+    """Return the first thing wrong with a file that ought to be an archive."""
     for path, fact in facts.items():
         if fact.archive in (Archive.TORN, Archive.EMPTY) and (fact.reason or path.endswith(".pt")):
             return fact.reason or f"{path} is empty"
@@ -519,7 +519,7 @@ _INDEX_LIMIT_BYTES = 100_000_000
 
 
 def weights(listing: FolderListing, parent: Path, manifest: dict[str, object]) -> SeenCheckpoint:
-    """The verdict on a folder whose ckptd.json says that it is weights."""
+    """Return the verdict on a folder whose ckptd.json says that it is weights."""
     held: dict[str, list[str]] = {}
     seen: list[SeenFile] = []
     with files.opened_dir(os.path.realpath(parent / listing.tag)) as fd:

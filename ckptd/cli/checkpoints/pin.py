@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
     def unpin(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
         _decide(job, "unpin", [tag], config_dir)
 
-    @app.command("accept", help="A suspect checkpoint is one save after all: ship and commit it.")
+    @app.command("accept", help="A suspect checkpoint is one save after all: upload and commit it.")
     def accept(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
         _decide(job, "accept", [tag], config_dir)
 
@@ -103,7 +103,7 @@ def _state_dir(config: JobConfig, config_dir: Path) -> Path:
 
 
 def _whose_daemon(config: JobConfig) -> str:
-    """How to get at the daemon's state: what a person decides is kept there."""
+    """Say how to reach the daemon's state, where a person's decisions are kept."""
     import os
 
     from ckptd.storage.local.probe import user
@@ -126,7 +126,7 @@ def _remotes_of(config: JobConfig) -> JobConfig:
 
 
 def _record_remotely(config: JobConfig, decision: Decision, owner: Owner) -> Decision:
-    """The decision as the remotes hold it: a serial above every earlier one of its subject."""
+    """Record the decision in the remotes, with a serial above every earlier one of its subject."""
     from ckptd.storage.remote.observe import record, still_ours
     from ckptd.storage.stores.access import access_of
     from ckptd.storage.stores.apart import open_apart
@@ -140,7 +140,7 @@ def _record_remotely(config: JobConfig, decision: Decision, owner: Owner) -> Dec
 
 
 def _fingerprints(config: JobConfig, tag: str, state_dir: Path) -> tuple[tuple[str, str], ...]:
-    """Fingerprints of the shards of a suspect folder, as the daemon compares them.
+    """Return fingerprints of the shards of a suspect folder, as the daemon compares them.
 
     Raises:
         RefusedError: neither this look at it nor the daemon finds it suspect (65).
@@ -186,7 +186,7 @@ def _published_state(state_dir: Path, tag: str) -> str:
 
 
 def _must_be_pinned(config: JobConfig, tag: str, state_dir: Path) -> None:
-    """Or there: a pin may outlive its checkpoint, and one of another node may be known nowhere here."""
+    """Require a pin here or in a remote: it may outlive its checkpoint, or be another node's."""
     from ckptd.core.model.decision import PINS
     from ckptd.daemon.intake.decisions import pinned_tags, read_decisions
     from ckptd.storage.remote.observe import is_pinned

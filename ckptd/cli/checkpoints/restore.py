@@ -96,7 +96,7 @@ def _must_be_a_directory_here(to: str) -> None:
 
 
 def ranks_of(text: str) -> frozenset[int]:
-    """`0,2-3` → {0, 2, 3}.
+    """Parse `0,2-3` to {0, 2, 3}.
 
     Raises:
         UsageError: it is no such list.

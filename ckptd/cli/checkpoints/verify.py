@@ -104,7 +104,7 @@ def _of_run(where: Where, run: str) -> Callable[[Commit], bool]:
 
 
 def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[RepairResult] | None = None) -> None:
-    """Tables or JSON on stdout, what is wrong on stderr; with `repairs` those too."""
+    """Print tables or JSON on stdout, what is wrong on stderr; with `repairs` those too."""
     import json
     from dataclasses import asdict
 
@@ -174,7 +174,7 @@ def run_repair(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Do it, print it, exit with its code."""
+    """Run the repair, print its result, and exit with its code."""
     import os
 
     import typer
@@ -216,7 +216,7 @@ def run_repair(
 
 
 def job_of(where: Where, what: str) -> JobConfig:
-    """The job; a remote alone is not enough.
+    """Return the job; a remote alone is not enough.
 
     Raises:
         UsageError: there is none.
@@ -230,7 +230,7 @@ def job_of(where: Where, what: str) -> JobConfig:
 
 
 def look(where: Where) -> tuple[list[RemoteInventory], dict[str, CkptdError]]:
-    """Every remote that answers, and why others do not; all errors are said.
+    """Open every remote that answers, and say why others do not.
 
     Raises:
         CkptdError: none answers.
@@ -257,7 +257,7 @@ def look(where: Where) -> tuple[list[RemoteInventory], dict[str, CkptdError]]:
 
 
 def state_of(config: JobConfig, directory: Path | None, *, make: bool) -> Path | None:
-    """The job's state directory; where it is absent it is made, if that is wanted and save_dir exists."""
+    """Return the job's state directory; make it if that is wanted and save_dir exists."""
     import os
 
     from ckptd.config.commands import default_config_dir

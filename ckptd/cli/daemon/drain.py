@@ -164,7 +164,7 @@ class Draining:
         return drain
 
     def _result(self, jobs: list[Asked]) -> int:
-        """In words, and the exit code."""
+        """Return the result in words, and the exit code."""
         from ckptd.observe.status import all_committed, not_waited_for
 
         code = 0

@@ -58,6 +58,6 @@ def _set(job: str | None, state_dir: str | None, config_dir: str | None, *, is_p
 
 
 def _is_set(one: Asked, is_paused: bool) -> bool:
-    """The daemon says so."""
+    """Tell whether the daemon says that the job is paused."""
     job = one.job()
     return bool(job) and (job["paused"] is not None) == is_paused

@@ -51,7 +51,7 @@ def _signal(pid: int) -> None:
 
 
 def daemon_pid(pid: int, number: signal.Signals) -> int:
-    """The process, proved to be a daemon of ours that listens to a signal before it gets one.
+    """Return the process, proved to be a daemon of ours that listens to a signal before it gets one.
 
     Raises:
         NotFoundError: there is none.

@@ -34,7 +34,7 @@ class Asked:
     pid: int | None
 
     def job(self) -> dict[str, Any]:
-        """The job as it is published now; empty while it is not."""
+        """Return the job as it is published now; empty while it is not."""
         try:
             jobs = published(None, self.state_dir)[0][1]["jobs"]
         except CkptdError:
@@ -43,7 +43,7 @@ class Asked:
 
 
 def asked_jobs(job: str | None, state_dir: Path | None, config_dir: Path | None) -> list[Asked]:
-    """Every job that is meant and has begun, whether its daemon runs or not.
+    """Return every job that is meant and has begun, whether its daemon runs or not.
 
     Raises:
         NotFoundError: none has.
@@ -57,7 +57,7 @@ def asked_jobs(job: str | None, state_dir: Path | None, config_dir: Path | None)
                 found.append(Asked(name=one["name"], state_dir=home, pid=_listening(document["daemon"])))
     if not found:
         msg = f"{job or 'no job'} has no checkpoint yet" if job else "no job has a checkpoint yet"
-        raise NotFoundError(msg, hint="there is nothing of it to ship before; ckptd status")
+        raise NotFoundError(msg, hint="there is nothing of it to upload before; ckptd status")
     return found
 
 

@@ -149,7 +149,7 @@ def load(
 def _remembered_url(
     save_dir: str, environ: Mapping[str, str], config_dir: Path | None, verb: str
 ) -> str | None:
-    """The URL that `check SAVE_DIR` means; a daemon is started by what is written out.
+    """Return the URL that `check SAVE_DIR` means; a daemon is started by what is written out.
 
     Raises:
         NotFoundError: a job file was meant, and it is not there (66).
@@ -166,7 +166,7 @@ def _remembered_url(
 
 
 def _file_of(job: Path, config_dir: Path, environ: Mapping[str, str]) -> Path:
-    """The file of a job that is named; what is no known name is left to be judged as a file."""
+    """Return the file of a job that is named; what is no known name is left to be judged as a file."""
     from ckptd.config import loader
     from ckptd.errors import CkptdError
 
@@ -184,7 +184,7 @@ def _file_of(job: Path, config_dir: Path, environ: Mapping[str, str]) -> Path:
 
 
 def _names_a_job(save_dir: str, url: str | None, environ: Mapping[str, str], config_dir: Path | None) -> bool:
-    """A job file, or, without a URL, a name that the configuration knows, where a directory is asked for."""
+    """Tell whether SAVE_DIR names a job file or, without a URL, a job that the configuration knows."""
 
     if url or save_dir.endswith(".toml"):
         return save_dir.endswith(".toml") and os.path.isfile(save_dir)

@@ -21,10 +21,10 @@ _ENDED = {
     "torn re-save": "it was saved over in part",
     "incomplete": "its writer has gone and it is not whole",
     "suspect": "its shards may be of two saves",
-    "refused": "it cannot be shipped as it is",
+    "refused": "it cannot be uploaded as it is",
     "vanished": "somebody removed it before it was committed",
     "superseded": "another save took its place before it was committed",
-    "retired": "the remote's retention has let it go",
+    "retired": "the remote's retention has deleted it",
 }
 
 
@@ -77,7 +77,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _must_be_a_job(job: str, config_dir: Path | None) -> None:
-    """A name that nobody knows is not waited for.
+    """Refuse to wait for a name that nobody knows.
 
     Raises:
         NotFoundError, ConfigError: there is no such job, or its file is wrong.
@@ -96,7 +96,7 @@ def _must_be_a_job(job: str, config_dir: Path | None) -> None:
 
 
 def _look(job: str, places: list[Any]) -> tuple[dict[str, Any], bool]:
-    """The job as published (empty: not yet), and whether a daemon watches it."""
+    """Return the job as published (empty: not yet), and whether a daemon watches it."""
     import time
 
     from ckptd.cli.status.command import find_status, is_meant
@@ -112,7 +112,7 @@ def _look(job: str, places: list[Any]) -> tuple[dict[str, Any], bool]:
 
 
 def judged(job: dict[str, Any], step: int) -> tuple[str, str]:
-    """("committed" | "cannot" | "not yet", why), of the newest save of that step in its newest branch."""
+    """Return ("committed" | "cannot" | "not yet", why) of the step's newest save in its newest branch."""
     if not job:
         return "not yet", ""
     newest = _newest(job, step)
@@ -169,12 +169,12 @@ def _is_committed(one: dict[str, Any]) -> bool:
 
 
 def _is_sent_still(one: dict[str, Any]) -> bool:
-    """The trainer has let it go, and our clones of it are sent."""
+    """Tell whether the trainer deleted it and our clones of it are still uploaded."""
     return one["local"]["held"] and one["state"] in ("vanished", "superseded")
 
 
 def _is_held(job: dict[str, Any], step: int) -> bool:
-    """Nothing is known of it here, and every remote that is there holds its ZeRO form."""
+    """Tell whether nothing is known of it here and every remote that answers holds its ZeRO form."""
     remotes = [remote for remote in job["remotes"] if remote["attached"]]
     return bool(remotes) and all(
         any(one["step"] == step and "zero" in one["forms"] for one in remote["held"]) for remote in remotes

@@ -114,7 +114,7 @@ def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) 
 
 
 def _file_of(job: str, config_dir: Path, environ: Mapping[str, str]) -> Path | None:
-    """The file of JOB as every verb takes it; None: a SAVE_DIR of none, with its URL as `run` takes it."""
+    """Return the file of JOB as every verb takes it; None: a SAVE_DIR that has none (URL as for `run`)."""
     from pathlib import Path
 
     from ckptd.config.loader import resolve_job

@@ -103,7 +103,7 @@ def _units_own(target: Target) -> Path:
 
 
 def _loaded(place: Path) -> LoadedConfig:
-    """The jobs as they will run; a wrong one is told, and its paths are not listed."""
+    """Load the jobs as they will run; report a wrong one and leave out its paths."""
     from ckptd.config.loader import load_all
 
     loaded = load_all(place, {})
@@ -141,7 +141,7 @@ def _hidden(path: str) -> str | None:
 
 
 def _program(root: Path) -> tuple[str, ...]:
-    """This installation's `ckptd`; the service's PATH is not this shell's."""
+    """Return this installation's `ckptd`; the service's PATH is not this shell's."""
     import sys
 
     from ckptd.errors import RefusedError

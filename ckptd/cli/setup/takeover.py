@@ -90,7 +90,7 @@ def _bind(config: JobConfig, remote: RemoteConfig, fd: int) -> None:
 
 
 def _must_be_silent(config: JobConfig, remote: RemoteConfig, state_dir: Path | None) -> None:
-    """No node of another job writes there any more: its newest checkpoint would be without a copy.
+    """Refuse while a node of another job writes there: its newest checkpoint would be without a copy.
 
     Raises:
         LockHeld: one does.

@@ -156,7 +156,7 @@ def _must_be_of_a_node(url: str, **options: bool) -> None:
 
 
 def _chosen(document: dict[str, Any], job: str | None) -> dict[str, Any]:
-    """The document with the jobs that are meant.
+    """Return the document with the jobs that are meant.
 
     Raises:
         NotFoundError: its daemon runs others.
@@ -169,7 +169,7 @@ def _chosen(document: dict[str, Any], job: str | None) -> dict[str, Any]:
 
 
 def _liveness(look: Callable[[], dict[str, Any]]) -> int:
-    """For a probe: one line, 0 while the daemon's turns go on, whatever becomes of its jobs."""
+    """Answer a probe: one line, 0 while the daemon's turns go on, whatever becomes of its jobs."""
     try:
         document = look()
     except CkptdError as error:
@@ -248,7 +248,7 @@ _STYLES = {"attention": "red", "behind": "yellow"}
 
 
 def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any]:
-    """Everything that is shown, top to bottom, for a console of rich."""
+    """Return everything that is shown, top to bottom, for a console of rich."""
     life = words.life_of(document, now)
     parts: list[Any] = []
     for job in printable_everywhere(document["jobs"]):
@@ -277,7 +277,7 @@ def _colour(job: dict[str, Any], life: words.Life) -> str:
 
 
 def find_status(job: str | None, state_dir: Path | None, config_dir: Path | None = None) -> dict[str, Any]:
-    """The published document of the daemon that runs a job (None: the newest that is known).
+    """Return the published document of the daemon that runs a job (None: the newest that is known).
 
     Raises:
         UsageError: a URL with a TAG: what a daemon publishes lies on its node.
@@ -291,7 +291,7 @@ def find_status(job: str | None, state_dir: Path | None, config_dir: Path | None
 def published(
     job: str | None, state_dir: Path | None, config_dir: Path | None = None
 ) -> list[tuple[Path, dict[str, Any]]]:
-    """State directories with the documents in them; of one job the first that has one.
+    """Return state directories with the documents in them; of one job the first that has one.
 
     Raises:
         NotFoundError: nothing is published where it would be. NotPermitted: this user may not look there.
@@ -336,7 +336,7 @@ def _must_be_no_file(job: str) -> None:
 
 
 def _no_job(config_dir: Path | None) -> NotFoundError:
-    """Nothing is configured, or nothing that is can run: a daemon may go on with what it read before."""
+    """Report that nothing is configured or can run; a daemon may go on with what it read before."""
     from ckptd.cli.status.places import wrong_file
 
     wrong = wrong_file(config_dir)
@@ -360,7 +360,7 @@ def _where_then(job: str | None) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A published document; None where there is none.
+    """Read a published document; None where there is none.
 
     Raises:
         NotPermitted: this user may not look there. NotFoundError: it cannot be read.
@@ -388,14 +388,14 @@ def _judge(document: object) -> None:
 
 
 def _given(state_dir: Path) -> list[Path]:
-    """A job's state directory, or one that holds those of several."""
+    """Return the state directories below one that was given: a job's own, or those of several."""
     if os.path.exists(state_dir / STATUS) or not os.path.isdir(state_dir):
         return [state_dir]
     return sorted(path.parent for path in state_dir.glob(f"*/{STATUS}")) or [state_dir]
 
 
 def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    """The jobs of one daemon, of which each state directory holds its own; the newest document leads."""
+    """Join the jobs of one daemon, of which each state directory holds its own; the newest document leads."""
     newest = max(documents, key=lambda document: str(document["generated_at"]))
     jobs: dict[tuple[str, str], dict[str, Any]] = {}
     for document in documents:

@@ -17,7 +17,7 @@ _HERE = {"none": "", "ready": ", universal form ready", "refused": ", no univers
 def story_of(
     jobs: list[dict[str, Any]], tag: str, *, is_alive: bool = True
 ) -> tuple[dict[str, Any], list[str]]:
-    """The story as data and as lines; not `is_alive`: nothing is under way any more.
+    """Return the story as data and as lines; not `is_alive`: nothing is under way any more.
 
     Raises:
         NotFoundError: nothing published names the tag.
@@ -92,12 +92,13 @@ def _here(here: dict[str, Any]) -> str:
 
 
 def _shipped(form: str, state: dict[str, Any], here: dict[str, Any] | None, is_alive: bool) -> str:
-    text = f"{form} {state['state']}"
-    if state["state"] == "shipping" and not is_alive:
+    is_uploading = state["state"] == "shipping"
+    text = f"{form} {'uploading' if is_uploading else state['state']}"
+    if is_uploading and not is_alive:
         text = f"{form} not sent"
-    if state["state"] == "shipping" and state["bytes_total"]:
+    if is_uploading and state["bytes_total"]:
         text += f" {size_of(state['bytes_done'])} of {size_of(state['bytes_total'])}"
-    if state.get("eta_seconds") is not None and state["state"] == "shipping" and is_alive:
+    if state.get("eta_seconds") is not None and is_uploading and is_alive:
         text += f", {ago(state['eta_seconds'])} to go"
     if state.get("ended_at"):
         complete = here["local"].get("complete_at") if here else None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_remote(job: str) -> bool:
-    """A URL, or the directory of a remote.
+    """Tell whether it is a URL, or the directory of a remote.
 
     Raises:
         RemoteUnreachable: the path does not answer.
@@ -64,9 +64,8 @@ def _print(found: FleetStatus) -> None:
     for problem in found.problems:
         console.print(cell(f"  ! {problem}", "red"))
     for row in found.uncommitted:
-        said = (
-            f"{row.tag} (generation {row.generation}): {', '.join(row.nodes)} shipped their parts; {row.text}"
-        )
+        nodes = ", ".join(row.nodes)
+        said = f"{row.tag} (generation {row.generation}): {nodes} uploaded their parts; {row.text}"
         console.print(cell(f"  ~ {said}", "yellow"))
     for run in found.runs[1:]:
         if run.checkpoints:

@@ -118,7 +118,7 @@ def _job_files(job: str | None, directory: Path) -> Iterable[Path]:
 
 
 def written_in(job: str) -> tuple[str, Path] | None:
-    """The name and the save_dir of a job file; None: it is none, or something in it has to be judged."""
+    """Read name and save_dir of a job file; None: it is none, or something in it has to be judged."""
     from ckptd.errors import CkptdError
 
     if job.endswith(".toml"):

@@ -15,12 +15,12 @@ ROWS = 20
 
 
 def ago(seconds: float | None) -> str:
-    """A span in words; `?`: not known."""
+    """Return a span in words; `?`: not known."""
     return "?" if seconds is None else humanize.ago(seconds)
 
 
 def size_of(count: float) -> str:
-    """Bytes in words."""
+    """Return bytes in words."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -29,7 +29,7 @@ def size_of(count: float) -> str:
 
 
 def checkpoints_table(job: dict[str, Any], *, retention: bool, is_alive: bool = True) -> Any:
-    """The checkpoints on this node and their way to each remote; with `retention` why each is kept.
+    """Show the checkpoints on this node and their state in each remote; with `retention` why each is kept.
 
     Not `is_alive`: the daemon that published it is gone, and nothing is under way any more.
     """
@@ -78,7 +78,7 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool, is_alive: bool = 
 
 
 def _worth_a_row(checkpoints: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The newest and all that is not settled; the others in words: a long table hides its headline."""
+    """Choose the newest and all that is not settled; count the others: a long table hides its headline."""
     here = [c for c in checkpoints if not _is_gone(c)]
     shown = [c for place, c in enumerate(here) if place < ROWS or not _is_settled(c)]
     older, gone = len(here) - len(shown), len(checkpoints) - len(here)
@@ -87,7 +87,7 @@ def _worth_a_row(checkpoints: list[dict[str, Any]]) -> tuple[list[dict[str, Any]
 
 
 def _is_settled(checkpoint: dict[str, Any]) -> bool:
-    """Committed, nothing of it under way, nothing to say about it."""
+    """Tell whether it is committed, nothing of it is under way and nothing is to be said about it."""
     forms = {form["state"] for forms in checkpoint["remotes"].values() for form in forms.values()}
     is_quiet = not checkpoint["reason"] and not checkpoint.get("next_step")
     return checkpoint["state"] == "committed" and is_quiet and forms <= {"committed", "retired", "none"}
@@ -101,7 +101,7 @@ def _does(checkpoint: dict[str, Any]) -> str:
 
 
 def _is_gone(checkpoint: dict[str, Any]) -> bool:
-    """Neither here nor held by a clone."""
+    """Tell whether it is neither here nor held by a clone."""
     return not checkpoint["local"]["present"] and not checkpoint["local"]["held"]
 
 
@@ -112,7 +112,7 @@ def _kept(checkpoint: dict[str, Any]) -> str:
 
 
 def remote_shown(remote: dict[str, Any]) -> str:
-    """How a remote is called: the name of one without a name says nothing, and older daemons tell no URL."""
+    """Name a remote: by its URL where it has no name of its own and the daemon is new enough to tell it."""
     return f"remote {remote['name']}" if remote["name"] != "remote" else remote.get("url") or "remote"
 
 
@@ -150,8 +150,8 @@ def _forms(forms: dict[str, Any], *, is_alive: bool) -> str:
     for form, state in forms.items():
         if state["state"] == "none":
             continue
-        text = state["state"]
-        if text == "shipping" and state["bytes_total"]:
+        text = "uploading" if state["state"] == "shipping" else state["state"]
+        if text == "uploading" and state["bytes_total"]:
             text = f"{100 * state['bytes_done'] / state['bytes_total']:.0f} %"
             if not is_alive:
                 text = f"stopped at {text}"

@@ -61,7 +61,7 @@ def watch_screen(
 
 
 def quietly(watch: Callable[[], None]) -> None:
-    """Ctrl-C and a closed pipe end a watch; neither is an error."""
+    """End a watch at Ctrl-C and at a closed pipe without an error."""
     try:
         watch()
     except KeyboardInterrupt:

@@ -43,7 +43,7 @@ class Life:
 
 
 def seconds_since(at: str, now: float) -> float:
-    """Since an RFC 3339 time; never negative. Raises: ValueError: it is none."""
+    """Return the seconds since an RFC 3339 time, never negative. Raises: ValueError: it is none."""
     return max(0.0, now - datetime.fromisoformat(at).timestamp())
 
 
@@ -90,7 +90,7 @@ def is_there(pid: int) -> bool:
 
 
 def headline(job: dict[str, Any], life: Life, now: float) -> str:
-    """The first line: is my run safe?"""
+    """Write the first line: is my run safe?"""
     since = seconds_since(job["as_of"], now) if job.get("as_of") else life.age_seconds
     verdict = _verdict(job, life)
     clauses = [_committed(job, since)]
@@ -186,7 +186,7 @@ def _control(job: dict[str, Any], now: float) -> list[str]:
 
 
 def _under_way(job: dict[str, Any]) -> str:
-    """The upload that matters most: the newest ZeRO form, else another form."""
+    """Describe the upload that matters most: the newest ZeRO form, else another form."""
     moving = [
         (form != "zero", checkpoint["tag"], name, form, state)
         for checkpoint in job["checkpoints"]
@@ -215,7 +215,7 @@ def _full(job: dict[str, Any]) -> str:
 
 
 def problem_lines(job: dict[str, Any], now: float) -> list[tuple[str, str]]:
-    """(severity, line) of what is open, with the next command below it."""
+    """Return (severity, line) of what is open, with the next command below it."""
     lines = []
     for problem in job["problems"]:
         severity = problem["severity"]
@@ -236,7 +236,7 @@ def start_it(job: dict[str, Any], life: Life) -> str:
 
 
 def disk_line(job: dict[str, Any]) -> str:
-    """Room and speeds; empty: not known."""
+    """Describe room and speeds; empty: not known."""
     disk = job.get("disk")
     if not disk:
         return ""
@@ -285,7 +285,7 @@ def abilities(remote: dict[str, Any], *, is_all: bool) -> str:
 
 
 def exit_code(jobs: list[dict[str, Any]], *, is_alive: bool) -> int:
-    """0 safe · 1 a person is needed · 3 behind, not safe yet, or paused (docs/contract.md)."""
+    """Return 0 safe · 1 a person is needed · 3 behind, not safe yet, or paused (docs/contract.md)."""
     states = {job["state"] for job in jobs}
     if not jobs or not is_alive or states & {"attention", "invalid"}:
         return 1

@@ -96,7 +96,7 @@ def judge(
     """
     problem = tag_problem(listing.tag) if context.is_to_send else None
     if problem:
-        return Verdict(state=State.REFUSED, reason=f"tag {listing.tag!r} {problem}; rename it to ship it")
+        return Verdict(state=State.REFUSED, reason=f"tag {listing.tag!r} {problem}; rename it to upload it")
     gone = _gone(listing, memory)
     if gone:
         return Verdict(state=State.LEFTOVER, reason=f"being removed: {gone} is gone, nothing is new")

@@ -119,9 +119,8 @@ def _other_saves(apart: Iterable[Part]) -> str:
     words = ""
     for generation, nodes in sorted(by_generation.items())[-2:]:
         several = "nodes" if len(nodes) > 1 else "node"
-        words += (
-            f"; {several} {_some(sorted(nodes))} shipped another save of this tag, as generation {generation}"
-        )
+        who = f"{several} {_some(sorted(nodes))}"
+        words += f"; {who} uploaded another save of this tag, as generation {generation}"
     return words
 
 

@@ -68,7 +68,7 @@ def conflict(
         else:
             reason = differs(mark, mark_of_manifest(known.manifest), save_spread_seconds=save_spread_seconds)
         if reason is not None:
-            return f"{known.manifest.node} shipped another save: {reason}"
+            return f"{known.manifest.node} uploaded another save: {reason}"
     return None
 
 
@@ -152,7 +152,7 @@ def missing_words(missing: tuple[str, ...], members: Iterable[KnownManifest]) ->
     """Word which shards a node waits for, and which nodes uploaded their part."""
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     there = ", ".join(sorted({known.manifest.node for known in members}))
-    return f"waiting for {', '.join(missing[:3])}{more}; so far only {there} shipped its part"
+    return f"waiting for {', '.join(missing[:3])}{more}; so far only {there} uploaded its part"
 
 
 def objects_of(manifests: Iterable[NodeManifest]) -> dict[str, ManifestFile]:

@@ -215,10 +215,10 @@ def named_conflict(
     first, last = (at // 10**9 for at in (ours.window.first, ours.window.last))
     for name in names:
         if name.mark != mark:
-            return f"{name.node} shipped another save, as the name of its manifest says"
+            return f"{name.node} uploaded another save, as the name of its manifest says"
         apart = max(first - name.last_seconds, name.first_seconds - last)
         if apart > save_spread_seconds + _ROUNDING_SECONDS:
-            return f"{name.node} shipped another save: written {apart} s apart"
+            return f"{name.node} uploaded another save: written {apart} s apart"
     return None
 
 

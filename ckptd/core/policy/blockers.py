@@ -92,7 +92,7 @@ def blocked_there(
     if not due:
         return None
     first = min(due, key=lambda c: c.order)
-    what = "as many as are allowed in an hour were removed there (the seat belt)"
+    what = "as many as are allowed in an hour were removed there"
     return RetentionBlocker(
         what=what,
         text=f"{first.tag} may go from {remote.name} and stays{_with(due)}: {what}",
@@ -128,7 +128,7 @@ def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, flo
         ),
         (
             view.deletions_left <= 0,
-            "as many as are allowed in an hour were removed (the seat belt)",
+            "as many as are allowed in an hour were removed",
             _GOES_ON,
             SOON_SECONDS,
         ),

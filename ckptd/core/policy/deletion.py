@@ -29,7 +29,7 @@ def deletable_saves(view: JobView, fates: dict[int, RetentionVerdict]) -> list[S
 
 
 def prune(view: JobView, fates: dict[int, RetentionVerdict]) -> list[Action]:
-    """Oldest first, as many as the seat belt allows; a hold goes before what it would keep alive."""
+    """Oldest first, as many as the hourly limit allows; a hold goes before what it would keep alive."""
     if view.is_first_scan or view.is_save_in_flight or not view.may_delete or view.deletions_left <= 0:
         return []
     if any(is_configured_otherwise(view, remote) for remote in view.remotes):

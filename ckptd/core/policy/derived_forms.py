@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckptd.core.policy.view import JobView, RemoteView, SaveView
 
 MAX_CONVERSION_TRIES = 3
-PRESSURE = "disk pressure (P13)"
+PRESSURE = "disk pressure"
 
 
 def is_open(record: DerivedRecord, now_seconds: float) -> bool:

@@ -221,7 +221,7 @@ class RemoteView:
     """Tags with commits, tombstones or manifests: must be described before they are shipped."""
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     retirements_left: int = 3
-    """Its own seat belt: each save brings one removal to each remote (adr/0127)."""
+    """Its own hourly limit: each save brings one removal to each remote (adr/0127)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

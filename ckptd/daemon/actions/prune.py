@@ -69,7 +69,7 @@ class LocalDeleter:
         self._wake = wake
         self._pruning: set[int] = set()
         self._begun_at: dict[int, float] = {}
-        """Deletion that an error cut short → when it was begun, for the seat belt."""
+        """Deletion that an error cut short → when it was begun, for the hourly limit."""
         self._is_untidy = False
         self._tidy_at_seconds = 0.0
         self.is_pinned: Callable[[str], bool] = lambda _tag: False

@@ -249,7 +249,7 @@ def _see_full(job: WatchedJob, state: JobState, told: Forecast) -> None:
     elif told.kept_by:
         cure = f"{_less(job, told.kept_by)} in [local], or free space"
     elif how == "keep" and told.is_spared_by_thin:
-        cure += '; unuploaded = "thin" lets go what is older than a committed one'
+        cure += '; unuploaded = "thin" deletes what is older than a committed one'
     elif how != "delete":
         cure += f"; {_THIN_IS_NOT_ENOUGH}"
     job.problems.see("disk-full-soon", "disk", text, cure)

@@ -212,7 +212,7 @@ def _see_verdicts(job: WatchedJob, state: JobState) -> None:
     see = job.problems
     for name in state.folders.listing.nameless if state.folders.listing is not None else ():
         see.see(
-            "tag-refused", name, f"{name}: this name is no text (not UTF-8)", "rename the folder to ship it"
+            "tag-refused", name, f"{name}: this name is no text (not UTF-8)", "rename the folder to upload it"
         )
     for name in state.folders.listing.closed if state.folders.listing is not None else ():
         reason = f"{name}: {os.strerror(errno.EACCES)} to enter this folder of another user"
@@ -271,7 +271,7 @@ def _see_failures(see: Problems, state: JobState, late: LateFiles) -> None:
         next_step = failure.hint or "tried again by itself; if it lasts, see to this node's disk"
         see.see("local-failed", what, failure.text, next_step)
     for tag, why in late.refused.items():
-        text = f"{tag}: what came late is not shipped: {why}"
+        text = f"{tag}: what came late is not uploaded: {why}"
         see.see("local-failed", f"{tag} (late)", text, what_reads_it(why), severity="note")
 
 

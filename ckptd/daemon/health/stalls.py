@@ -97,7 +97,7 @@ def what_reads_it(reason: str) -> str:
         if is_denied
         else "see to this node's disk and memory"
     )
-    return f"{mend}; tried again by itself, and not shipped until it can be read"
+    return f"{mend}; tried again by itself, and not uploaded until it can be read"
 
 
 def removal_of_hold(job: WatchedJob, name: str) -> str:
@@ -423,7 +423,7 @@ def _cure_missing(job: WatchedJob, lost: MissingShards, row: SaveRow) -> str:
             "save without it, which names them by global rank, or offload the optimizer to the CPU"
         )
     elif lost.apart:
-        back = f"save again: what {', '.join(lost.apart[:3])} shipped is of another save of this tag"
+        back = f"save again: what {', '.join(lost.apart[:3])} uploaded is of another save of this tag"
     return f"{back}; what is committed: {command_for(job.config, 'list')}"
 
 

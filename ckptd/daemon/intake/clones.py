@@ -149,7 +149,7 @@ def _not_noted(state: JobState, save_dir_fd: int, name: str, row: SaveRow) -> No
     if isinstance(save, SealedSave) and not _is_same(save, row.save):
         _unknown(state, save_dir_fd, name)
     elif _was_committed(state, row):
-        _release(state, save_dir_fd, name, row, "committed; let go before, and back with a power cut")
+        _release(state, save_dir_fd, name, row, "committed; released before, and back with a power cut")
     elif isinstance(save, SealedSave):
         # made, and killed before that was noted; or let go for want of room, and back with a power cut
         state.journal.set_held(row.id, held=True)
@@ -187,7 +187,7 @@ def _unknown(state: JobState, save_dir_fd: int, name: str) -> None:
         return
     state.journal.set_held(save_id, held=True)
     state.load()
-    log.info("%s is in nothing but a hold of a journal that is lost: it is shipped from there", save.tag)
+    log.info("%s is in nothing but a hold of a journal that is lost: it is uploaded from there", save.tag)
 
 
 def _add(state: JobState, save: SealedSave) -> int:
@@ -212,7 +212,7 @@ def _keep_aside(state: JobState, save_dir_fd: int, name: str, why: str) -> None:
     if name.rpartition(".")[2].isdecimal():
         names = (f"{name}{_ASIDE}{number}" for number in count(1))
         name = next(new for new in names if clones.give_name(save_dir_fd, name, new))
-    text = f"{show_bytes(held.total_bytes)} in {fs.HOLD}/{name} are not shipped: {why}"
+    text = f"{show_bytes(held.total_bytes)} in {fs.HOLD}/{name} are not uploaded: {why}"
     state.holds.put_stray(name, text)
     log.warning("%s", text)
 

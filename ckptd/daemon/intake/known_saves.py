@@ -332,7 +332,7 @@ class KnownSaves(Recogniser):
             record = state.uploads.record(row.id, name, ZERO)
             if record.state is ShipState.COMMITTED and record.commit_sha256 in disputed:
                 reason = f"{disputed[record.commit_sha256]} is disputed"
-                log.error("%s: %s; it is shipped again", row.save.tag, reason)
+                log.error("%s: %s; it is uploaded again", row.save.tag, reason)
                 gone = {"commit_key": None, "commit_sha256": None}
                 update = {"state": ShipState.NEW, **gone, "reason": reason}
             elif record.state is ShipState.WAITING and record.retry_at_seconds:

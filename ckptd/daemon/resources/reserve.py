@@ -91,10 +91,10 @@ class Reserve:
                 with contextlib.suppress(OSError):
                     files.fsync_dir(fd)  # some file systems give blocks back with their next commit only
         except OSError as error:
-            log.warning("the reserve in %s cannot be let go: %s", state_dir, error.strerror)
+            log.warning("the reserve in %s cannot be released: %s", state_dir, error.strerror)
             return False
         text = f"the disk of {self._save_dir} is full; ckptd works from its reserve"
-        hint = "free space there; what is committed makes room by itself where the policy lets it go"
+        hint = "free space there; what is committed makes room by itself where the policy deletes it"
         self._problems.put("disk-full", self._save_dir, text, hint)
         log.warning("%s; %s", text, hint)
         return True

@@ -191,7 +191,7 @@ def report_other_host(problems: Problems, save_dir: str, state: JobState) -> Non
     found = state.other_host
     if found is None:
         return
-    text = f"{found.node} ships the files of {save_dir} too ({found.tag}): one directory, two hosts"
+    text = f"{found.node} uploads the files of {save_dir} too ({found.tag}): one directory, two hosts"
     what = "; this one stands by: it sends, converts and deletes nothing" if found.stands_by else ""
     cure = "run ckptd on one of the hosts that see this directory, then restart it there"
     problems.see("save-dir-shared", save_dir, text + what, cure)

@@ -338,7 +338,7 @@ class UploadManager:
             if state.uploads.record(save_id, remote, ZERO).commit_sha256 not in asked:
                 continue
             tag = state.saves.rows[save_id].save.tag
-            log.error("%s: %s no longer holds its COMMIT (%s); it is shipped again", tag, remote, reason)
+            log.error("%s: %s no longer holds its COMMIT (%s); it is uploaded again", tag, remote, reason)
             state.uploads.lose_commit(save_id, remote, reason)
             link.forget_tag(tag)
         link.observe()

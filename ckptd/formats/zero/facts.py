@@ -113,7 +113,9 @@ def scalar(value: Any, fd: int) -> float | int | None:
         return value
     if isinstance(value, Tensor) and value.numel == 1 and value.dtype in _SCALARS:
         if isinstance(fd, MirrorFd) and value.storage.nbytes > SMALL_BYTES:
-            raise NeedsWholeFiles("a step lies in a large tensor, which is not read from afar", hint=WHOLE)
+            raise NeedsWholeFiles(
+                "a step lies in a large tensor, which is not read from a remote", hint=WHOLE
+            )
         raw = os.pread(fd, value.item_bytes, value.byte_offset)
         if len(raw) == value.item_bytes:
             return struct.unpack(_SCALARS[value.dtype], raw)[0]  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KEPT_ENDED = 200
 """Rows of ended saves that stay whole."""
 BELT_SECONDS = 3600.0
-"""The seat belt counts what was sealed and what went within an hour."""
+"""The hourly limit counts what was sealed and what went within an hour."""
 _AT_ONCE = 1000
 _FACTS_SECONDS = 86400.0
 _MADE = (DerivedState.READY, DerivedState.CONVERTING)
@@ -125,7 +125,7 @@ def let_go(db: Connection, saves: Iterable[tuple[int, SealedSave]], widest_secon
         db.execute("DELETE FROM ships WHERE save_id=?", (save_id,))
         db.execute("DELETE FROM objects WHERE save_id=? AND form NOT LIKE '%~'", (save_id,))
     db.execute("INSERT OR REPLACE INTO meta VALUES (?,?,NULL)", (WIDEST, repr(widest_seconds)))
-    # ids are never used twice: the newest stays; the seat belt counts those of an hour
+    # ids are never used twice: the newest stays; the hourly limit counts those of an hour
     db.execute(
         "DELETE FROM deletions WHERE state != 'intended' AND id < (SELECT max(id) FROM deletions) AND at < ?",
         (time.time() - BELT_SECONDS,),

@@ -165,7 +165,7 @@ def open_root(path: str) -> int:
         return os.open(path, files.DIR_FLAGS)
     except FileNotFoundError as error:
         msg = f"{path} is gone"
-        raise SourceChanged(msg, hint="nothing to ship from; the next turn looks again") from error
+        raise SourceChanged(msg, hint="nothing to upload from; the next turn looks again") from error
     except OSError as error:
         raise SourceUnreadable(f"opening {path}: {error.strerror or error}") from error
 

@@ -411,7 +411,7 @@ class GenerationSnapshot:
         have, want = sum(name.have for name in names), max(name.want for name in names)
         nodes = len({name.node for name in names})
         return (
-            f"waiting for {max(want - have, 0)} of {want} optimizer shards; {nodes} nodes shipped their part"
+            f"waiting for {max(want - have, 0)} of {want} optimizer shards; {nodes} nodes uploaded their part"
         )
 
 

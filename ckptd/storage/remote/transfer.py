@@ -348,7 +348,7 @@ class Transfer:
             self._sent += paced.read_bytes
         if started is not None and self._origin.why_changed(file) is not None:
             started.abandon()
-            raise SourceChanged(f"{file.path} was written while it was shipped", hint=_AGAIN)
+            raise SourceChanged(f"{file.path} was written while it was uploaded", hint=_AGAIN)
         return started
 
     def _end(self, file: ShipFile, started: PendingPut) -> None:
@@ -377,7 +377,7 @@ class Transfer:
             sent = self._settle(file, source, file.fingerprint)
         if self._origin.why_changed(file) is not None:
             self._store.discard(file.key)
-            msg = f"{file.path} was written while it was shipped"
+            msg = f"{file.path} was written while it was uploaded"
             raise SourceChanged(msg, hint=_AGAIN)
         return sent
 

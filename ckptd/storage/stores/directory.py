@@ -236,7 +236,7 @@ def publish(folder: int, partial: str, name: str, key: str) -> None:
     except FileExistsError as error:
         files.remove_file(folder, partial)
         msg = f"{key} appeared while it was sent"
-        raise TargetExists(msg, hint="another node shipped it; ckptd compares") from error
+        raise TargetExists(msg, hint="another node uploaded it; ckptd compares") from error
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise
@@ -249,7 +249,7 @@ def _publish_by_link(folder: int, partial: str, name: str, key: str) -> None:
     except FileExistsError as error:
         files.remove_file(folder, partial)
         msg = f"{key} appeared while it was sent"
-        raise TargetExists(msg, hint="another node shipped it; ckptd compares") from error
+        raise TargetExists(msg, hint="another node uploaded it; ckptd compares") from error
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
             raise

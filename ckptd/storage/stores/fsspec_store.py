@@ -503,4 +503,4 @@ class FilesStore:
 
 def _taken(key: str) -> TargetExists:
     msg = f"{key} appeared while it was sent"
-    return TargetExists(msg, hint="another node shipped it; ckptd compares")
+    return TargetExists(msg, hint="another node uploaded it; ckptd compares")

@@ -313,7 +313,7 @@ class CheckedSource:
     def _feed(self, offset: int, data: memoryview) -> None:
         wrong = self._sums.feed(offset, data)
         if wrong is not None:
-            hint = "bits flipped on the local disk since the save; nothing was shipped"
+            hint = "bits flipped on the local disk since the save; nothing was uploaded"
             raise DamagedError(f"{self._name}: {wrong}", hint=hint)
 
 

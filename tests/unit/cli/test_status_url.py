@@ -357,7 +357,7 @@ def test_two_attempts_at_one_tag_are_named_until_the_second_is_on_its_way(nas: P
     done = status(nas)
     assert done.returncode == 1
     said = "global_step9 (generation {}) is not committed: missing ranks 0-1 of mp_rank {} (last seen on {}, "
-    again = "node {} shipped another save of this tag, as generation {}; save again"
+    again = "node {} uploaded another save of this tag, as generation {}; save again"
     for words in (
         said.format(1, 1, "n1"),
         said.format(2, 0, "n0"),

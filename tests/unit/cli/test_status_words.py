@@ -101,7 +101,7 @@ def test_a_checkpoint_tells_its_whole_story() -> None:
         "  kept here: newest",
         "  in s3: generation 1, zero: keep, one of the newest 10",
     ]
-    assert "zero shipping 7.5 GB of 12.0 GB, 4 min to go" in story_of(job, "global_step4500")[1][2]
+    assert "zero uploading 7.5 GB of 12.0 GB, 4 min to go" in story_of(job, "global_step4500")[1][2]
     with pytest.raises(NotFoundError, match="global_step9"):
         story_of(job, "global_step9")
 

@@ -237,7 +237,7 @@ def test_a_save_that_begins_while_workers_are_busy_keeps_the_one_that_was_to_go(
         assert all((save_dir / TAG / name).exists() for name in NAMES)
         assert scene.state.journal.open_deletions() == []
         assert scene.state.deletions.blocked[1].is_brief, "it heals by itself: nobody is called"
-        assert not scene.state.deletions.local_at, "the seat belt is for what went"
+        assert not scene.state.deletions.local_at, "the hourly limit is for what went"
         # a turn later, of what lies there then
         scene.state.folders.listing = scan(fd)
         scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)

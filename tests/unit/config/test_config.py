@@ -57,7 +57,7 @@ def test_opting_out_of_the_first_promise_is_said_for_ever(
     job = load_job(write(tmp_path, base))
     assert [text.partition(":")[0] for text in job.opt_outs] == [f'unuploaded = "{how}"']
     del base["local"]["save_total_limit"]
-    assert f'unuploaded = "{how}" lets nothing go' in refusal(write(tmp_path, base)).message
+    assert f'unuploaded = "{how}" deletes nothing' in refusal(write(tmp_path, base)).message
 
 
 ONE = 'save_dir = "/tmp/x"\n[[remote]]\nname = "nas"\nurl = "/n"\n'

@@ -140,7 +140,7 @@ class Body(io.RawIOBase):
             self.crc = crc64(data[:head], self.crc)
             if self.crc != crc:
                 msg = f"the {before} bytes at {self._offset} were others when they were read before"
-                raise DamagedError(msg, hint="the local disk or memory fails; nothing was shipped")
+                raise DamagedError(msg, hint="the local disk or memory fails; nothing was uploaded")
             self._hashed, data = before, data[head:]
         self.crc = crc64(data, self.crc)
         self._hashed += len(data)

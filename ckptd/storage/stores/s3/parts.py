@@ -407,7 +407,7 @@ def _read(source: Source, offset: int, length: int) -> bytearray:
 
 def taken(key: str) -> TargetExists:
     """Another object lies there already."""
-    return TargetExists(f"{key} appeared while it was sent", hint="another node shipped it; ckptd compares")
+    return TargetExists(f"{key} appeared while it was sent", hint="another node uploaded it; ckptd compares")
 
 
 def encoded(crc: int) -> str:

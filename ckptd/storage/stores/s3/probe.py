@@ -197,7 +197,7 @@ def _check_encryption(head: dict[str, Any], access: Access) -> None:
     found = head.get("ServerSideEncryption")
     if head and access.sse is not None and found != access.sse:
         msg = f'sse = "{access.sse}" is ignored by the server: objects there have {found or "no"} encryption'
-        raise ConfigError(msg, hint="nothing was shipped; remove sse, or let the bucket itself encrypt")
+        raise ConfigError(msg, hint="nothing was uploaded; remove sse, or let the bucket itself encrypt")
 
 
 def _listed(client: Any, place: dict[str, str], upload_id: str) -> list[dict[str, Any]]:

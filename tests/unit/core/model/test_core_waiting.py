@@ -59,7 +59,7 @@ def test_a_universal_form_that_a_newer_one_replaced_is_not_waited_for() -> None:
 
 
 def test_what_is_about_to_go_unsent_is_not_waited_for() -> None:
-    """`unuploaded = "delete"`: the seat belt may hold it here for an hour."""
+    """`unuploaded = "delete"`: the hourly limit may hold it here for an hour."""
     old = save_view(1, sealed(1), committed=False, ships={(NAS, ZERO): FAILED})
     saves = [old, *(save_view(step, sealed(step)) for step in (2, 3))]
     view = job_view(saves, unuploaded="delete", local_retention=RetentionPolicy(save_total_limit=1))

@@ -285,7 +285,7 @@ class TestTwoAttempts:
         assert found is not None and found.apart == ("b",)
         assert found.text == (
             "missing ranks 2-3 (last seen on b, 9 s ago);"
-            " node b shipped another save of this tag, as generation 2"
+            " node b uploaded another save of this tag, as generation 2"
         )
         assert lost(self.missing, self.seen(last_seconds=100), SLOW_SECONDS - 1, parts=parts) is None
 
@@ -304,7 +304,7 @@ class TestTwoAttempts:
         parts = tuple(Part(node=f"n{n}", generation=3, last_seconds=1) for n in range(9))
         text = words(self.missing, [], SLOW_SECONDS, parts=parts) or ""
         assert text.endswith(
-            "; nodes n0, n1, n2 and 6 more shipped another save of this tag, as generation 3"
+            "; nodes n0, n1, n2 and 6 more uploaded another save of this tag, as generation 3"
         )
 
 

@@ -104,7 +104,7 @@ def test_a_restart_takes_back_what_lost_nothing(killed: Killed) -> None:
     assert killed.trash == []
     assert killed.state.journal.open_deletions() == []
     assert killed.state.saves.rows[killed.save_id].state == "present"
-    assert killed.state.journal.lately(0.0)[1] == [], "the seat belt is for what went"
+    assert killed.state.journal.lately(0.0)[1] == [], "the hourly limit is for what went"
     assert killed.audited == ["prune", "trash"]
     killed.pruner._pruning.clear()  # another process
     killed.pruner.prune(Prune(save_id=killed.save_id, permit=permit_for(killed.save_dir)), killed.fd)

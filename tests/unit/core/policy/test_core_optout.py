@@ -190,7 +190,7 @@ def test_each_protection_of_a_save_holds_under_both(how: str, change: dict[str, 
     ],
 )
 def test_each_protection_of_the_job_holds_under_both(how: str, change: dict[str, Any]) -> None:
-    """`latest`, a save in flight, the first scan, rights, the seat belt, a pause."""
+    """`latest`, a save in flight, the first scan, rights, the hourly limit, a pause."""
     view = replace(loose({4}, how, disk=SHORT), **change)
     assert "s2b1" not in pruned(view)
 

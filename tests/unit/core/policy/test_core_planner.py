@@ -104,7 +104,7 @@ def test_each_protection_of_a_save_keeps_it(change: dict[str, Any]) -> None:
     ],
 )
 def test_each_condition_of_the_job_stops_deleting(change: dict[str, Any]) -> None:
-    """First scan, a save in flight, missing rights, the seat belt, pause, no retention key: nothing goes."""
+    """First scan, a save in flight, no rights, the hourly limit, pause, no retention key: nothing goes."""
     assert pruned(job_view(three(), **change)) == []
 
 

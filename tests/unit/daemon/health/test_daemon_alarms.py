@@ -61,12 +61,13 @@ class Watched:
             is_in_flight=self.is_in_flight,
             save_spread_seconds=60.0,
         )
-        since = time.monotonic() - self.quiet
         for folder in listing.folders:
             rows = inspect_files(self.scene.save_dir / folder.tag, [f.path for f in folder.files])
             facts = {row.path: row for row in rows}
             self.state.folders.facts[folder.tag] = facts
             self.state.folders.verdicts[folder.tag] = judge(folder, facts, None, context)
+            # after the child that inspects: on a busy machine its start takes a second
+            since = time.monotonic() - self.quiet
             self.state.folders.quiet[folder.tag] = Quiet(folder.digest, since, 0.0)
 
     def seal(self, tag: str, step: int) -> None:
@@ -300,7 +301,7 @@ def away(view: JobView) -> JobView:
             "nothing is removed during one; they go in the next pause",
             LONG_SECONDS,
         ),
-        (three(deletions_left=0), "seat belt", SOON_SECONDS),
+        (three(deletions_left=0), "allowed in an hour", SOON_SECONDS),
         (three(may_delete=False), "may not delete", SOON_SECONDS),
         (three(is_paused=True), "paused", SOON_SECONDS),
         (three(confirmations={}), "not confirmed by every required remote", SOON_SECONDS),

@@ -297,7 +297,7 @@ def test_the_first_upload_tells_its_speed_while_it_runs(monkeypatch: pytest.Monk
     [
         (
             {"free_gb": 50, "speeds": {"nas": 60e6}, "waiting": 4, "limit": 2},
-            'unuploaded = "thin" lets go',
+            'unuploaded = "thin" deletes',
         ),
         ({}, 'unuploaded = "thin" is not enough here'),
         ({"limit": None}, "set save_total_limit in [local]"),

@@ -1,4 +1,4 @@
-"""Removals from a remote and the seat belt: what a remote refuses uses it up once, not at each try."""
+"""Removals from a remote and the hourly limit: what a remote refuses uses it up once, not at each try."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ def test_two_nodes_cover_the_grid_and_the_second_commits(tmp_path: Path, nas: Pa
     first = nodes[0].ship(grounds[0], nodes[0].order(nodes[0].sealed()))
     assert first.outcome == "waiting"
     assert "rank 1" in (first.reason or "")
-    assert "so far only a shipped its part" in (first.reason or "")
+    assert "so far only a uploaded its part" in (first.reason or "")
     assert observe.observe(grounds[0].store).uncommitted == (("global_step5", 1, "zero"),)
     assert not (nas / "latest").exists(), "it names only what is committed (P6)"
     second = nodes[1].ship(grounds[1], nodes[1].order(nodes[1].sealed()))
