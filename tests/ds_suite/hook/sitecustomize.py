@@ -42,8 +42,8 @@ def _converter(module: ModuleType) -> None:
     stock = vars(module)["main"]
 
     def main(arguments: Any, *more: Any, **named: Any) -> None:
-        # a test of what stands inside stock's own names no folders
-        (_convert if hasattr(arguments, "output_folder") else stock)(arguments, *more, **named)
+        # a test of stock from the inside gives fewer arguments than any conversion
+        (_convert if hasattr(arguments, "strict") else stock)(arguments, *more, **named)
 
     vars(module)["main"] = main
 
