@@ -20,7 +20,14 @@ from ckptd.core.model.layouts import Role, ShardKey
 from ckptd.core.model.records import ZERO, ShipState, SupplementRecord
 from ckptd.core.policy.blockers import newcomers
 from ckptd.daemon.uploads.requests import late_order
-from ckptd.errors import CommitConflict, DamagedError, NotPermitted, RefusedError, SourceChanged
+from ckptd.errors import (
+    CommitConflict,
+    DamagedError,
+    NotPermitted,
+    RefusedError,
+    SourceChanged,
+    SourceUnreadable,
+)
 from ckptd.observe.logs import doing
 from ckptd.storage.child.slots import error_of
 from ckptd.storage.local import fs
@@ -42,7 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptd.late")
 
-_OF_THIS_SAVE = (RefusedError, DamagedError, CommitConflict, NotPermitted)
+_OF_THIS_SAVE = (RefusedError, DamagedError, CommitConflict, NotPermitted, SourceUnreadable)
 """The remote works and takes other uploads: it is not left alone for these."""
 
 

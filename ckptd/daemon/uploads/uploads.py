@@ -279,6 +279,9 @@ class UploadManager:
             state.journal.forget_objects(*key)
             record = record.model_copy(update={"hint": NEXT_STEP_CHANGED})
             record = self._again(record, error.message, changed_seconds)
+        elif isinstance(error, errors.SourceUnreadable):
+            # this node's disk: the remote is well, and other checkpoints go on
+            record = self._again(record, error.message)
         elif isinstance(error, errors.DocumentDamaged):
             # the remote's, not the save's; a COMMIT that cannot be read takes its generation: choose anew
             link.forget_tag(tag)
