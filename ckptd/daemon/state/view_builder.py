@@ -70,7 +70,7 @@ def next_save_files(state: JobState) -> int:
 
 
 def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
-    """Return the free bytes of save_dir's file system and what must stay free for the next save (P13)."""
+    """Free bytes of save_dir's file system and P13's line."""
     total = os.fstatvfs(save_dir_fd)
     min_free = config.local.min_free.of(total.f_blocks * total.f_frsize)
     return Disk(
