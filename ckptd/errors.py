@@ -180,6 +180,12 @@ class StorageError(CkptdError):
     retry = Retry.BACKOFF
 
 
+class SourceUnreadable(StorageError):
+    """This node does not give a file that is to be uploaded, which says nothing of the remote."""
+
+    default_hint = "mend the disk of this node, or save again; ckptd goes on trying"
+
+
 class JournalFailed(StorageError):
     """The journal cannot be opened, read or written now."""
 

@@ -50,7 +50,7 @@ from ckptd.config.section import required as _required
 from ckptd.core.policy.view import Unuploaded
 
 # ---------------------------------------------------------------------------------------------------------
-# `[notify]` of ckptd.toml: who is told what, and how; URLs that are secrets stay out of the file (P15).
+# `[notify]` of ckptd.toml: who is notified of what and how; URLs that are secrets stay out of the file (P15).
 
 _SECRET_HOSTS = ("hooks.slack.com", "discord.com", "webhook.office.com", "logic.azure.com")
 """Services whose URLs are all that is needed to post as you."""
@@ -80,7 +80,7 @@ _Span = Annotated[Seconds, Field(gt=0)]
 
 
 class NotifyConfig(Section):
-    """Who is told; nobody by default."""
+    """Hold who is notified of what; nobody by default."""
 
     webhook: Place | None = key(
         None, "webhook", '"file:slack"', "POST of JSON with `text`, as Slack, Mattermost and Teams take it"
@@ -90,9 +90,9 @@ class NotifyConfig(Section):
         "attention", "severity", '"attention"', "problems from there on: attention | behind | note"
     )
     not_safe_after_seconds: _Span | None = key(
-        None, "not_safe_after", '"2h"', "told when so much training would be lost with this node"
+        None, "not_safe_after", '"2h"', "notify when so much training would be lost with this node"
     )
-    repeat_seconds: _Span = key(21_600.0, "repeat", '"6h"', "what lasts is told again so often")
+    repeat_seconds: _Span = key(21_600.0, "repeat", '"6h"', "what lasts is sent again so often")
     heartbeat: Place | None = key(
         None, "heartbeat", '"https://hc.example/uuid"', "GET each minute while every job is well"
     )
@@ -210,8 +210,8 @@ class RemoteConfig(S3Keys, Retention):
 
 
 _UNUPLOADED = {
-    "thin": "checkpoints may go before they are committed, once a newer one is",
-    "delete": "checkpoints go by the limit, committed or not",
+    "thin": "checkpoints may be deleted before they are committed, once a newer one is",
+    "delete": "the limit deletes checkpoints, committed or not",
 }
 
 
@@ -240,7 +240,7 @@ class JobConfig(Section):
         "keep",
         "unuploaded",
         '"keep"',
-        "what is not committed: keep | thin (goes once a newer one is) | delete (by the limit)",
+        "what is not committed: keep | thin (deleted once a newer one is) | delete (by the limit)",
     )
     extra: Names | None = _key(
         None, "extra", '["tokenizer*"]', "files directly in save_dir that travel along; default all ≤ 16 MiB"

@@ -23,6 +23,10 @@ MODULES = {
     "dp": "unit/checkpoint/test_universal_checkpoint.py",
     "autotp": "unit/checkpoint/test_autotp_uc_checkpoint.py",
 }
+REFUSED = {"autotp": "TestRealCheckpointUniversalConversionTPxPP::test"}
+"""What ckptd does not convert: a tensor-parallel save that says nothing of how its ranks join. Stock joins
+them along dimension 0, also these weights, which each rank holds whole, and the test looks at no value. The
+other ranks would wait ten minutes for the one that converts."""
 PLACE = REPOSITORY / ".build" / "ds_suite"
 HOOK = Path(__file__).resolve().parent / "hook"
 ONE_TEST_SECONDS = 200
@@ -92,6 +96,10 @@ def main() -> int:
         return 0
     tests = copy_tests(given.source)
     own = (tests, MODULES[given.of], given.compat)
+    if given.of in REFUSED:
+        test = REFUSED[given.of]
+        say(f"left out, since ckptd refuses it: {test}")
+        to_pytest += ["--deselect", f"{MODULES[given.of]}::{test}"]
     runs = [start(*own, f"{i}/{given.jobs}", to_pytest) for i in range(given.jobs)]
     codes = [run.wait() for run in runs]
     outcomes: Counter[str] = Counter()

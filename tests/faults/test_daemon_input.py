@@ -295,3 +295,32 @@ def test_late_files_beside_a_damaged_manifest_cost_nothing_else(tmp_path: Path) 
         beside = here.nas / "_ckptd" / "commits" / "global_step1~g1~zero~x1.json"
         here.wait("committed beside", beside.exists)
         here.wait("over", lambda: here.status() and "upload-failed" not in here.problems())
+
+
+@pytest.mark.root
+def test_a_sealed_shard_that_the_disk_does_not_give_holds_up_nothing_else(tmp_path: Path) -> None:
+    """The remote was called unreachable, and what it holds not safe, at each try of that one checkpoint."""
+    with node(tmp_path / "node", local="save_total_limit = 4\nforms = []", remote='forms = ["zero"]') as here:
+        bad = here.save_dir / "global_step2" / RANK0
+        # uploads alone read by preadv; the shard was read, judged and sealed before
+        calls = ("-e", "trace=preadv2,preadv", "-e", "inject=preadv2,preadv:error=EIO")
+        log = ("-o", str(tmp_path / "calls"))
+        here.under = ("strace", "-f", "--seccomp-bpf", *log, "-P", str(bad), *calls)
+        here.start()
+        here.save(1)
+        here.wait_committed("global_step1~g1")
+        here.save(2)
+        here.wait("the problem", lambda: "upload-failed" in here.problems())
+        (said,) = (p for p in here.status()["problems"] if p["code"] == "upload-failed")
+        assert said["text"] == f"global_step2 → nas: reading {RANK0} at 0: Input/output error"
+        assert "mend the disk of this node" in said["next_step"]
+        here.save(3)
+        here.wait_committed("global_step3~g1")
+        here.wait("it is safe", lambda: (here.status()["safe"] or {}).get("tag") == "global_step3")
+        assert "INJECTED" in (tmp_path / "calls").read_text()
+        assert set(here.commits()) == {"global_step1~g1", "global_step3~g1"}
+        assert here.checkpoint("global_step2")["remotes"]["nas"]["zero"]["state"] in ("failed", "shipping")
+        assert {"global_step1", "global_step2", "global_step3"} <= here.local_tags()
+        assert here.status()["remotes"][0]["attached"]
+        assert not {code for code in here.problems() if code.startswith("remote-")}
+        assert "remote nas: reading" not in here.log.read_text()

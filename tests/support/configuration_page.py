@@ -48,7 +48,7 @@ SECTIONS: tuple[tuple[str, str, type[Section], type[Section] | None], ...] = (
     ("Retention", "In `[local]` and in each `[[remote]]`; keeps join by union.", Retention, None),
     ("S3", "In a `[[remote]]` whose URL begins with `s3://`.", S3Keys, None),
     ("ckptd.toml", "The daemon as a whole.", DaemonConfig, None),
-    ("[notify]", "In `ckptd.toml`: who is told what.", NotifyConfig, None),
+    ("[notify]", "In `ckptd.toml`: who is notified of what.", NotifyConfig, None),
 )
 
 

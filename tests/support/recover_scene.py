@@ -22,7 +22,8 @@ from ckptd.core.model.save import SaveWindow
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.formats.torchfile.archive import read_directory
-from ckptd.recover.resume import Resume, Resumed, ResumeOptions
+from ckptd.recover.recovery import Recovered
+from ckptd.recover.resume import Resume, ResumeOptions
 from ckptd.recover.select.copies import Nodes
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote.attach import attach
@@ -303,7 +304,7 @@ class Scene:
         tag: str | None = None,
         run: str | None = None,
         **options: Any,
-    ) -> Resumed:
+    ) -> Recovered:
         """`ckptd resume`."""
         self.said.clear()
         chosen = ResumeOptions(

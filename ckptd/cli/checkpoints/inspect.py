@@ -465,17 +465,6 @@ def _loads(facts: dict[str, FileFacts], names: set[str]) -> tuple[str, ...]:
     return (f"loads in stages 1 and 2; DeepSpeed's stage 3 loader wants {words} too",) if lacking else ()
 
 
-def _weights(listing: FolderListing, parent: Path) -> SeenCheckpoint | None:
-    """Recognise exported weights by what ckptd.json says; None: something else."""
-
-    if not any(f.path == "ckptd.json" for f in listing.files):
-        return None
-    manifest = _manifest(parent / listing.tag)
-    if not str(manifest.get("form", "")).startswith("weights-"):
-        return None
-    return weights(listing, parent, manifest)
-
-
 def _manifest(folder: Path) -> dict[str, object]:
     try:
         with files.opened_dir(os.path.realpath(folder)) as fd:
@@ -516,8 +505,13 @@ SINGLE = "model.safetensors"
 _INDEX_LIMIT_BYTES = 100_000_000
 
 
-def weights(listing: FolderListing, parent: Path, manifest: dict[str, object]) -> SeenCheckpoint:
-    """Return the verdict on a folder whose ckptd.json says that it is weights."""
+def _weights(listing: FolderListing, parent: Path) -> SeenCheckpoint | None:
+    """Return the verdict on a folder whose ckptd.json says that it is weights; None: something else."""
+    if not any(f.path == "ckptd.json" for f in listing.files):
+        return None
+    manifest = _manifest(parent / listing.tag)
+    if not str(manifest.get("form", "")).startswith("weights-"):
+        return None
     held: dict[str, list[str]] = {}
     seen: list[SeenFile] = []
     with files.opened_dir(os.path.realpath(parent / listing.tag)) as fd:

@@ -54,15 +54,15 @@ def register(app: typer.Typer) -> None:
         from pathlib import Path
 
         from ckptd.cli.output import answer, progress_bar, say, says_when_stopped
+        from ckptd.recover.plan import RecoveryRequest
         from ckptd.recover.restore import Restore, RestoreOptions
-        from ckptd.recover.restore_plan import RestoreRequest
         from ckptd.recover.select.copies import Nodes
         from ckptd.recover.select.sources import where_of
 
         _must_be_a_directory_here(to)
         options = RestoreOptions(
             tag=tag,
-            wish=RestoreRequest(
+            wish=RecoveryRequest(
                 form=form,
                 world_size=world_size,
                 ranks=ranks_of(ranks) if ranks is not None else None,

@@ -56,9 +56,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.cli.output import progress_bar, say
         from ckptd.errors import CkptdError, UsageError
         from ckptd.maintenance.verify import Slice, Verifier, exit_code, slice_of
-        from ckptd.recover.select.inventory import read_remote_inventory
         from ckptd.recover.select.sources import said_of, where_of
-        from ckptd.storage.stores.access import access_of
 
         read = slice_of(part) if part is not None else Slice() if read_data else None
         directory = Path(config_dir) if config_dir else None
@@ -71,20 +69,17 @@ def register(app: typer.Typer) -> None:
             return
         where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
         found: list[VerifiedRemote] = []
-        failures: list[CkptdError] = []
+        failures: dict[str, CkptdError] = {}
         with progress_bar() as tell:
             is_wanted = _of_run(where, run) if run is not None else None
-            for one in where.remotes:
+            for sight in where.read(say, failures, is_tolerant=True):
                 try:
-                    sight = read_remote_inventory(
-                        one.name, one.url, where.owner, access_of(one), is_tolerant=True
-                    )
                     found.append(Verifier(sight, read=read, on_progress=tell).run(tag, is_wanted))
                 except CkptdError as error:
-                    failures.append(error)
-                    say(said_of(one.name, one.url, str(error)))
+                    failures[sight.name] = error
+                    say(said_of(sight.name, sight.url, str(error)))
         show(found, as_json=as_json)
-        code = exit_code(found) or (failures[0].exit_code if failures else 0)
+        code = exit_code(found) or next((error.exit_code for error in failures.values()), 0)
         if code:
             raise typer.Exit(code)
 
@@ -236,21 +231,9 @@ def look(where: Where) -> tuple[list[RemoteInventory], dict[str, CkptdError]]:
         CkptdError: none answers.
     """
     from ckptd.cli.output import say
-    from ckptd.errors import CkptdError
-    from ckptd.recover.select.inventory import read_remote_inventory
-    from ckptd.recover.select.sources import said_of
-    from ckptd.storage.stores.access import access_of
 
-    sights: list[RemoteInventory] = []
     failures: dict[str, CkptdError] = {}
-    for one in where.remotes:
-        try:
-            sights.append(
-                read_remote_inventory(one.name, one.url, where.owner, access_of(one), is_tolerant=True)
-            )
-        except CkptdError as error:
-            failures[one.name] = error
-            say(said_of(one.name, one.url, str(error)))
+    sights = list(where.read(say, failures, is_tolerant=True))
     if failures and not sights:
         raise next(iter(failures.values()))
     return sights, failures

@@ -24,9 +24,9 @@ AGAIN_SECONDS = 0.5
 _NOT_BEGUN = ("saving", "unknown", "resaving", "sealing")
 
 _HELP = (
-    "The node is about to go: stop conversions and removals, send what is complete here, newest first, and "
-    "say at once what will not make it. Exit code 0: all of it is committed; 3: the deadline passed; 1: some "
-    "of it cannot be committed as it is."
+    "Before the node is taken away: stop conversions and removals, upload what is complete here, newest "
+    "first, and say at once what will not make it. Exit code 0: all of it is committed; 3: the deadline "
+    "passed; 1: some of it cannot be committed as it is."
 )
 
 

@@ -112,7 +112,7 @@ def _shipped(form: str, state: dict[str, Any], here: dict[str, Any] | None, is_a
 
 def _fate(here: dict[str, Any]) -> str:
     if here.get("goes"):
-        return f"goes from this node: {here['goes']}"
+        return f"to be deleted from this node: {here['goes']}"
     return f"kept here: {'; '.join(here['keep'])}" if here["keep"] else ""
 
 

@@ -108,7 +108,7 @@ def _is_gone(checkpoint: dict[str, Any]) -> bool:
 def _kept(checkpoint: dict[str, Any]) -> str:
     """Return why a checkpoint stays on this node, or why it is deleted."""
     goes = checkpoint.get("goes")
-    return f"goes: {goes}" if goes else "; ".join(checkpoint["keep"])
+    return f"delete: {goes}" if goes else "; ".join(checkpoint["keep"])
 
 
 def remote_shown(remote: dict[str, Any]) -> str:

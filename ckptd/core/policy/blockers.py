@@ -62,7 +62,7 @@ def blocked(view: JobView, fates: dict[int, RetentionVerdict]) -> RetentionBlock
     due = [save for save in may_go if save.id not in view.not_to_prune]
     if not due:
         return None  # each has a `prune-blocked` of its own
-    names = f"{due[0].save.tag} may go and stays{_with(due)}"
+    names = f"{due[0].save.tag} may be deleted and stays{_with(due)}"
     for is_so, what, next_step, patience in _obstacles(view, due[0]):
         if is_so:
             return RetentionBlocker(
@@ -95,7 +95,7 @@ def blocked_there(
     what = "as many as are allowed in an hour were removed there"
     return RetentionBlocker(
         what=what,
-        text=f"{first.tag} may go from {remote.name} and stays{_with(due)}: {what}",
+        text=f"{first.tag} may be deleted from {remote.name} and stays{_with(due)}: {what}",
         next_step=_GOES_ON,
         patience_seconds=0.0,
     )
@@ -123,7 +123,7 @@ def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, flo
         (
             view.is_save_in_flight,
             "a save is in flight, and nothing is removed during one",
-            "they go in the next pause between two saves (save less often); or does the trainer hang in it?",
+            "they are deleted in the next pause between saves (save less often); or does the trainer hang?",
             LONG_SECONDS,
         ),
         (
@@ -222,7 +222,7 @@ def _strongest(view: JobView, save: SaveView, fate: RetentionVerdict) -> str:
         may_be_made = kept_until_converted(save, fate) and UNIVERSAL in view.local_forms
         is_tried = save.universal.state in (DerivedState.NONE, DerivedState.CONVERTING)
         return _NO_ROOM if may_be_made and is_tried else _NO_FORM
-    return "within the policy" if fate.keeps else "free to go"
+    return "within the policy" if fate.keeps else "free to be deleted"
 
 
 # --- Failed uploads that are tried again: `run --once` waits for them ------------------------------------

@@ -193,7 +193,7 @@ def _why_drop(view: JobView, save: SaveView, proven: list[SaveView], local: Loca
         return "not kept on this node"
     if not view.disk.can_clone:
         return "a newer one is ready"
-    return None if local.zero[save.id].keeps else "its source may go"
+    return None if local.zero[save.id].keeps else "its source may be deleted"
 
 
 def _is_half_sent(view: JobView, save: SaveView) -> bool:

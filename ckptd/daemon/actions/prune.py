@@ -138,7 +138,7 @@ class LocalDeleter:
     def _remove_leftovers(self, fd: int, permit: DeletePermit, leftovers: Sequence[tuple[str, str]]) -> None:
         for folder, name in leftovers:
             if name == permit.tag and name in fs.names_in(fd, folder):
-                reason = "made and never noted; its save goes"
+                reason = "made and never noted; its save is deleted"
                 generation = permit.generation
                 self._audit.write(
                     "drop-derived", tag=name, generation=generation, form=UNIVERSAL, reason=reason
@@ -249,7 +249,7 @@ class LocalDeleter:
         if self._state.deletions.observed.issuperset(self._state.required):
             tag, place = row.intent.tag, f"{fs.TRASH}/{row.trash}"
             text = f"an older {tag} lies in {place}: its removal was cut short, and its name is taken"
-            hint = "it goes once it is committed everywhere and not pinned; else move it away by hand"
+            hint = "it is deleted once it is committed everywhere and not pinned; else move it away by hand"
             self._state.failures.note(f"pruning {tag}", StorageError(text, hint=hint))
 
     def _untidy(self, what: str, error: CkptdError) -> None:
@@ -308,7 +308,7 @@ def _check_no_save_began(save_dir_fd: int, planned: SaveDirListing, tag: str, tr
     for folder in now.folders:
         if folder.tag != tag and folder.shards != before.get(folder.tag):
             msg = f"{folder.tag} is being saved since that was planned"
-            raise SourceChanged(msg, hint="it goes once that save is complete")
+            raise SourceChanged(msg, hint="it is deleted once that save is complete")
 
 
 def _is_gone(save_dir_fd: int, tag: str) -> bool:

@@ -51,7 +51,7 @@ _CURES = {
     "ladder": "let the ladder end sooner",
 }
 _THIN_IS_NOT_ENOUGH = (
-    'unuploaded = "thin" is not enough here (none goes before a newer one is committed), "delete" is'
+    'unuploaded = "thin" is not enough here (none is deleted before a newer one is committed), "delete" is'
 )
 
 

@@ -38,7 +38,14 @@ from ckptd.daemon.uploads.requests import (
     verified_row,
 )
 from ckptd.daemon.uploads.retire import RemoteDeleter
-from ckptd.errors import CommitConflict, DamagedError, NotPermitted, RefusedError, SourceChanged
+from ckptd.errors import (
+    CommitConflict,
+    DamagedError,
+    NotPermitted,
+    RefusedError,
+    SourceChanged,
+    SourceUnreadable,
+)
 from ckptd.observe.logs import doing
 from ckptd.storage.local import fs
 from ckptd.storage.remote import messages as m
@@ -281,6 +288,9 @@ class UploadManager:
             state.journal.forget_objects(*key)
             record = record.model_copy(update={"hint": NEXT_STEP_CHANGED})
             record = self._again(record, error.message, changed_seconds)
+        elif isinstance(error, errors.SourceUnreadable):
+            # this node's disk: the remote is well, and other checkpoints go on
+            record = self._again(record, error.message)
         elif isinstance(error, errors.DocumentDamaged):
             # the remote's, not the save's; a COMMIT that cannot be read takes its generation: choose anew
             link.forget_tag(tag)
@@ -346,7 +356,7 @@ class UploadManager:
 # --- Supplements: files that came after their save was sealed -----------------------------------------
 
 
-_OF_THIS_SAVE = (RefusedError, DamagedError, CommitConflict, NotPermitted)
+_OF_THIS_SAVE = (RefusedError, DamagedError, CommitConflict, NotPermitted, SourceUnreadable)
 """The remote works and takes other uploads: it is not left alone for these."""
 
 

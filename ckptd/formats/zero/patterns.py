@@ -283,6 +283,8 @@ TWO_SUBS = "parameter_with_2_sub_params_cat_dim_0"
 BY_ROW = "parameter_with_row_parallelism_patterns"
 VOCABULARY = "vocabulary_parameter_patterns"
 _LISTS = (REPLICATED, AVERAGED, TWO_SUBS, BY_ROW, VOCABULARY)
+_NAMES_ALL_SINCE = 0.4
+"""The version that AutoTP writes: it names every parameter that is not cut along dimension 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +320,12 @@ class Patterns:
                 hint="the ZeRO form is safe all the same",
             )
         self._lists = {key: _compiled(info.get(key), key) for key in _LISTS}
+        version = info.get("universal_checkpoint_version")
+        self._names_all = (
+            isinstance(version, int | float)
+            and version >= _NAMES_ALL_SINCE
+            and all(info.get(key) is not None for key in (REPLICATED, BY_ROW))
+        )
         self._subs = declared(info)
         self._affine = Maps(info.get("affine_map"))
         self._vocabulary = as_int(info.get("original_vocab_size"))
@@ -337,8 +345,12 @@ class Patterns:
 
     @property
     def says_anything(self) -> bool:
-        """False when no rule is there: then only the default is left, one after another along dimension 0."""
-        return bool(any(self._lists.values()) or self._subs or self._affine)
+        """False when no rule is there: then only the default is left, one after another along dimension 0.
+
+        A description that names every replicated and row-parallel parameter says with empty lists that there
+        is none.
+        """
+        return bool(any(self._lists.values()) or self._subs or self._affine or self._names_all)
 
     def knows(self, name: str) -> bool:
         """Tell whether some rule names it; without one shards are taken to follow one another."""

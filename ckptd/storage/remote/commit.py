@@ -30,7 +30,7 @@ from ckptd.core.model.manifest import (
     to_bytes,
 )
 from ckptd.core.model.records import ZERO, SupplementRecord
-from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChanged, from_os_error
+from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChanged, SourceUnreadable
 from ckptd.storage.remote import derive_attempts
 from ckptd.storage.remote.coordination import lacking, leave_to_owner, take_share, tensors, tensors_of
 from ckptd.storage.remote.documents import (
@@ -167,7 +167,7 @@ def open_root(path: str) -> int:
         msg = f"{path} is gone"
         raise SourceChanged(msg, hint="nothing to upload from; the next turn looks again") from error
     except OSError as error:
-        raise from_os_error(error, f"opening {path}") from error
+        raise SourceUnreadable(f"opening {path}: {error.strerror or error}") from error
 
 
 class _Shipping:

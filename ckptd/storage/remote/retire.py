@@ -224,5 +224,5 @@ def _readable(ground: AttachedRemote, where: Stem) -> set[str]:
     found, damaged = read_keys(ground.store, where, keys, ground.manifests)
     if damaged:
         msg = f"nothing is removed: {damaged[0]}"
-        raise RefusedError(msg, hint="it may list objects that are about to go; see `ckptd gc`")
+        raise RefusedError(msg, hint="it may list objects that are about to be deleted; see `ckptd gc`")
     return set(objects_of(known.manifest for known in found))

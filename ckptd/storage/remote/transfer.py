@@ -12,7 +12,7 @@ import stat
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -26,9 +26,9 @@ from ckptd.errors import (
     DamagedError,
     RefusedError,
     SourceChanged,
+    SourceUnreadable,
     TargetExists,
     VerifyError,
-    from_os_error,
 )
 from ckptd.storage.remote.manifest_index import manifest_entry
 from ckptd.storage.remote.messages import Shipped
@@ -72,20 +72,26 @@ def read_whole(root: int, file: ShipFile) -> tuple[bytes, MemorySource]:
         SourceChanged: it is gone or being written.
         RefusedError: it is larger than 16 MiB.
     """
-    with files.reading(root, file.source) as fd:
+    with _told(file.path), files.reading(root, file.source) as fd:
         before = os.fstat(fd)
-        try:
-            cached = extents.cached_runs(fd, before.st_size)
-            data = files.pread_all(fd, limit_bytes=EXTRA_LIMIT_BYTES)
-            extents.drop_pages_but(fd, cached, 0, len(data))
-        except OSError as error:
-            raise from_os_error(error, f"reading {file.path}") from error
+        cached = extents.cached_runs(fd, before.st_size)
+        data = files.pread_all(fd, limit_bytes=EXTRA_LIMIT_BYTES)
+        extents.drop_pages_but(fd, cached, 0, len(data))
         after = os.fstat(fd)
     if files.identity_of(before) != files.identity_of(after) or len(data) != after.st_size:
         msg = f"{file.path} is being written"
         raise SourceChanged(msg, hint="the next turn looks again")
     mode = stat.S_IMODE(after.st_mode)
     return data, MemorySource(data, mode=mode, folder_mode=folder_mode(root, file.source), gid=after.st_gid)
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Raise SourceUnreadable for what this node's disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise SourceUnreadable(f"reading {name}: {error.strerror or error}") from error
 
 
 def inline(file: ShipFile) -> tuple[bytes, MemorySource]:
@@ -555,12 +561,14 @@ class SealedFiles:
     @contextmanager
     def opened(self, file: ShipFile) -> Iterator[Source]:
         """See `Origin`."""
-        with files.reading(self._root, file.source, file.identity) as fd:
-            mode = self._mode_of_folder(file.source.rpartition("/")[0])
-            inner = FileSource(fd, file.path, folder_mode=mode)
-            try:
+        with ExitStack() as stack:
+            with _told(file.path):
+                fd = stack.enter_context(files.reading(self._root, file.source, file.identity))
+                mode = self._mode_of_folder(file.source.rpartition("/")[0])
+                inner = FileSource(fd, file.path, folder_mode=mode)
                 is_shard = file.role in _SHARDS
                 records = records_of(fd, file.path, is_shard=is_shard) if file.check_zip_crc else []
+            try:
                 yield CheckedSource(inner, records, file.path) if records else inner
             finally:
                 inner.drop_all()
@@ -592,7 +600,8 @@ def changed(root: int, source: str, identity: FileIdentity | None, name: str) ->
     """
     if identity is None:
         return None
-    status = files.stat_beneath(root, source)
+    with _told(name):
+        status = files.stat_beneath(root, source)
     if status is None:
         return f"{name} vanished"
     if files.identity_of(status) != identity:

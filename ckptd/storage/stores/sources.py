@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from isal import isal_zlib
 
 from ckptd.base import extents
-from ckptd.errors import DamagedError, RefusedError, TornArchiveError, from_os_error
+from ckptd.errors import DamagedError, RefusedError, SourceUnreadable, TornArchiveError
 from ckptd.formats.torchfile.archive import Framing, frame, read_directory
 from ckptd.storage.stores.checksums import crc32_combined, crc64
 
@@ -229,11 +229,11 @@ class FileSource:
         self._cached = extents.cached_runs(fd, status.st_size)
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Read at `offset`; StorageError when the local disk fails."""
+        """Read at `offset`; SourceUnreadable when the local disk fails."""
         try:
             return os.preadv(self._fd, [buffer], offset)
         except OSError as error:
-            raise from_os_error(error, f"reading {self._name} at {offset}") from error
+            raise SourceUnreadable(f"reading {self._name} at {offset}: {error.strerror or error}") from error
 
     def drop(self, offset: int, length: int) -> None:
         """Forget the pages of the range that were not cached before."""

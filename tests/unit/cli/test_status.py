@@ -238,7 +238,7 @@ def test_retention_says_why_each_stays_and_why_one_goes() -> None:
     title, stays, goes = (line.rstrip() for line in out.getvalue().splitlines())
     assert title.endswith("kept here because")
     assert stays.endswith("  newest complete; pinned")
-    assert goes.endswith("  goes: save_total_limit 1")
+    assert goes.endswith("  delete: save_total_limit 1")
 
 
 def test_a_tag_is_whole_on_a_narrow_terminal() -> None:

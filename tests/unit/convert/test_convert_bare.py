@@ -61,6 +61,21 @@ def test_tensor_parallel_shards_of_stage_3_join(tmp_path: Path, rows: tuple[int,
         assert torch.equal(found["param"], whole * by)
 
 
+def test_a_description_that_names_all_says_with_empty_lists_that_there_is_none(tmp_path: Path) -> None:
+    """AutoTP's of a model whose every parameter is cut along dimension 0; not one that lacks the lists."""
+    whole = torch.arange(20.0).reshape(5, 4)
+    named = NO_RULES | {"universal_checkpoint_version": 0.4}
+    write(tmp_path / "in", list(whole.split((3, 2))), named)
+    convert(tmp_path / "in", tmp_path / "out", ConvertOptions(compat="strict", verify=True))
+    for name, by in STATES.items():
+        assert torch.equal(made(tmp_path / "out", name)["param"], whole * by)
+    for missing in ("tp_replicated_parameter_patterns", "parameter_with_row_parallelism_patterns"):
+        info = {key: value for key, value in named.items() if key != missing}
+        write(tmp_path / missing, list(whole.split((3, 2))), info)
+        with pytest.raises(RefusedError, match="says nothing of how the 2 tensor-parallel ranks join"):
+            convert(tmp_path / missing, tmp_path / "refused", ConvertOptions(compat="strict"))
+
+
 def test_stage_3_without_tensor_parallelism_stays_flat(tmp_path: Path) -> None:
     whole = torch.arange(8.0).reshape(2, 4)
     write(tmp_path / "in", [whole], {})

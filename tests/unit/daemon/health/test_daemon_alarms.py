@@ -298,7 +298,7 @@ def away(view: JobView) -> JobView:
         (away(three()), "required remote nas is not attached", SOON_SECONDS),
         (
             three(is_save_in_flight=True),
-            "nothing is removed during one; they go in the next pause",
+            "nothing is removed during one; they are deleted in the next pause",
             LONG_SECONDS,
         ),
         (three(deletions_left=0), "allowed in an hour", SOON_SECONDS),
@@ -309,7 +309,7 @@ def away(view: JobView) -> JobView:
 )
 def test_what_is_in_the_way_of_retention_is_said(view: JobView, words: str, patience: float) -> None:
     found = why(view)
-    assert found.startswith("s1b1 may go and stays (with 1 more): ")
+    assert found.startswith("s1b1 may be deleted and stays (with 1 more): ")
     assert words in found
     assert found.endswith(f"; {patience:.0f}")
 
@@ -317,7 +317,7 @@ def test_what_is_in_the_way_of_retention_is_said(view: JobView, words: str, pati
 def test_one_that_could_not_be_removed_holds_up_no_other() -> None:
     """It is left alone for a while, and has a problem of its own; nothing is asked for it meanwhile."""
     view = three(not_to_prune=frozenset({1}), confirmations={})
-    assert why(view).startswith("s2b1 may go and stays: ")
+    assert why(view).startswith("s2b1 may be deleted and stays: ")
     assert [getattr(a, "save_id", 0) for a in plan(view).actions] == [2]
     assert why(three(not_to_prune=frozenset({1, 2}))) == ""
 
@@ -373,7 +373,9 @@ def test_a_remote_whose_seat_belt_holds_retention_up_is_named(watched: Watched) 
         return watched.alarms().get("retention-blocked", "")
 
     found = said(full, 880.0)
-    assert found.startswith("s1b1 may go from nas and stays (with 1 more): as many as are allowed in an hour")
+    assert found.startswith(
+        "s1b1 may be deleted from nas and stays (with 1 more): as many as are allowed in an hour"
+    )
     assert [(p.about, p.lasting) for p in watched.state.problems.all()] == [("nas", "note")]
     assert said(full, 881.0) == ""
     assert said(nas, 0.0) == ""
