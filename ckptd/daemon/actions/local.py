@@ -70,7 +70,7 @@ class LocalActions:
         self._conversion_bytes = conversion_bytes
         self._wake = wake
         self.signals = Signals()
-        self.pruner = LocalDeleter(state, audit, self._in_worker, wake, config.trainer)
+        self.deleter = LocalDeleter(state, audit, self._in_worker, wake, config.trainer)
         self._dropping: set[int] = set()
         self._releasing: set[int] = set()
 
@@ -151,7 +151,7 @@ class LocalActions:
 
     def _not_removed(self, what: str, error: CkptdError) -> None:
         log.warning("%s: %s", what, error)
-        self.pruner.later()
+        self.deleter.later()
 
     # --- the universal form ----------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from tests.unit.core.model.test_core_resave import listed
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.storage.remote.messages import ShipResult
+    from ckptd.storage.remote.messages import UploadResult
 
 QUIET = Context(
     settle_seconds=1, quiet_seconds=100, is_in_flight=False, save_spread_seconds=60, spread=Spread()
@@ -107,7 +107,7 @@ class TestReplicas:
         node.write({MODEL: archive(mark * 3000), OPTIM.format(d=rank): archive(b"%d" % rank * 3000)})
         return node
 
-    def ship(self, node: Node, store: DirectoryStore, *, steps_in: bool = False) -> ShipResult:
+    def ship(self, node: Node, store: DirectoryStore, *, steps_in: bool = False) -> UploadResult:
         ground = node.attached(store)
         save = node.sealed().model_copy(update={"is_part": True})
         order = node.order(save)
