@@ -26,7 +26,7 @@ from ckptd.daemon.intake.initial_scan import PreexistingSaves, beginning
 from ckptd.daemon.uploads.duplicates import settle
 from ckptd.daemon.uploads.shared_dir import own_state
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 from ckptd.storage.journal.schema import move_aside
 from ckptd.storage.local import fs
 from ckptd.storage.local.fs import ensure_ours
@@ -343,13 +343,13 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
             try:
                 finish(save_dir_fd, deletion)
             except StorageError as error:
-                log.warning("pruning %s: %s", tag, error, extra=doing("prune", tag))
+                log.warning("pruning %s: %s", tag, error, extra=line_fields("prune", tag))
                 state.deletions.set_interrupted(deletion.id, is_interrupted=True)
                 state.failures.note(f"pruning {tag}", error)
                 continue
             state.journal.end_deletion(deletion.id, done=True)
             state.journal.end_save(deletion.save_id, "pruned")
-            log.info("finished pruning %s", tag, extra=doing("prune", tag))
+            log.info("finished pruning %s", tag, extra=line_fields("prune", tag))
         else:
             row = state.saves.rows.get(deletion.save_id)
             # one that was saved again since, in part perhaps, is judged by what was sealed before (P4)

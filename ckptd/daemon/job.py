@@ -12,7 +12,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.config.commands import this_node
+from ckptd.config.commands import node_name
 from ckptd.config.schema import config_digest
 from ckptd.daemon.actions.control import Control
 from ckptd.daemon.actions.executor import PlanExecutor
@@ -89,7 +89,7 @@ class Job:
         self.sessions: dict[str, RemoteSession] = {}
         self.view: JobView | None = None
         self.job_id: str | None = None
-        self.node = config.node_name or daemon.node_name or this_node(os.environ)
+        self.node = config.node_name or daemon.node_name or node_name(os.environ)
         self._limits = limits
         self._pool = workers
         self.control = Control()

@@ -13,7 +13,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.config.commands import this_node
+from ckptd.config.commands import node_name
 from ckptd.daemon.actions.control import (
     drain_code,
     drained_words,
@@ -36,7 +36,7 @@ from ckptd.daemon.supervisor import report_internal_error
 from ckptd.daemon.systemd import Service
 from ckptd.daemon.uploads.session import STILL_SECONDS
 from ckptd.errors import CkptdError, ConfigError, LockHeld, from_os_error
-from ckptd.observe.logs import about
+from ckptd.observe.logs import job_lines
 from ckptd.observe.status import not_waited_for
 from ckptd.storage.local.state_dir import state_dir_of
 
@@ -77,7 +77,7 @@ class Daemon:
         self._deadline: float | None = None
         self._service = Service(environ)
         self._reloaded = Reloaded()
-        self._notifier = Notifier(loaded.daemon.notify, loaded.daemon.node_name or this_node(os.environ))
+        self._notifier = Notifier(loaded.daemon.notify, loaded.daemon.node_name or node_name(os.environ))
         self._exporter = Exporter(loaded.daemon.metrics)
         self._publisher = Publisher(self._notifier, self._exporter)
         self._is_at_rest = False
@@ -162,7 +162,7 @@ class Daemon:
             since = before.since_unix_seconds if before is not None else time.time()
             self.invalid.append(Invalid(config.name, str(config.save_dir), told, since))
             if before is None or str(before.error) != str(told):
-                with about(config.name):
+                with job_lines(config.name):
                     log.error("job %s does not run: %s", config.name, told)
         else:
             self.jobs.append(job)
@@ -276,7 +276,7 @@ class Daemon:
             self._wait()
             now = time.monotonic()
             for job in list(self.jobs):
-                with about(job.config.name):
+                with job_lines(job.config.name):
                     self._turn(job, now)
             self._call(self._limits.share_and_wake)
             self._limits.report_shortage([job.problems for job in self.jobs])

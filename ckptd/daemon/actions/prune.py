@@ -19,7 +19,7 @@ from ckptd.core.model.records import UNIVERSAL, ZERO, DeletionIntent, DerivedSta
 from ckptd.core.policy.local import was_committed
 from ckptd.core.policy.permit import OptOutPermit
 from ckptd.errors import SourceChanged, StorageError
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 from ckptd.storage.local import fs
 from ckptd.storage.local.scan import scan
 
@@ -112,7 +112,7 @@ class LocalDeleter:
             end(deletion_id, action.save_id, permit.tag, permit.reason)
 
         def failed(error: CkptdError) -> None:
-            log.warning("pruning %s: %s", permit.tag, error, extra=doing("prune", permit.tag))
+            log.warning("pruning %s: %s", permit.tag, error, extra=line_fields("prune", permit.tag))
             if name in fs.trash_names(save_dir_fd):
                 state.deletions.set_interrupted(deletion_id, is_interrupted=True)
                 self._begun_at[deletion_id] = begun_at
@@ -147,7 +147,7 @@ class LocalDeleter:
 
     def _kept(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
         """It stays after all."""
-        log.info("%s stays (%s): it was pinned meanwhile", tag, reason, extra=doing("prune", tag))
+        log.info("%s stays (%s): it was pinned meanwhile", tag, reason, extra=line_fields("prune", tag))
         self._deleting.discard(save_id)
         self._state.journal.end_deletion(deletion_id, done=False)
         self._wake()
@@ -159,7 +159,7 @@ class LocalDeleter:
         state.journal.end_save(save_id, "pruned")
         state.reload(save_id)
         state.deletions.forget_blocked(save_id)
-        log.info("%s pruned: %s", tag, reason, extra=doing("prune", tag))
+        log.info("%s pruned: %s", tag, reason, extra=line_fields("prune", tag))
         self._wake()
 
     # --- what an error left -----------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def moved_back(save_dir_fd: int, name: str, intent: DeletionIntent, audit: Audit
         return False
     reason = "moved back: its removal was cut short before a file of it went"
     audit.write("trash", tag=intent.tag, generation=intent.generation, form=ZERO, reason=reason)
-    log.info("%s %s", intent.tag, reason, extra=doing("prune", intent.tag))
+    log.info("%s %s", intent.tag, reason, extra=line_fields("prune", intent.tag))
     return True
 
 

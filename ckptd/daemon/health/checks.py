@@ -38,7 +38,7 @@ from ckptd.daemon.health.stalls import (
     way_out,
     what_reads_it,
 )
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 
 if TYPE_CHECKING:
     from ckptd.core.model.records import SaveRow
@@ -69,14 +69,14 @@ def notice_gone(job: WatchedJob, state: JobState) -> None:
             log.info(
                 "%s is no checkpoint of this job: trainer.save_model wrote it",
                 tag,
-                extra=doing("vanish", tag),
+                extra=line_fields("vanish", tag),
             )
             state.reload(row.id)
             continue
         verdict = state.plan.local_verdicts.get(row.id) if state.plan else None
         kept = ", ".join(verdict.keeps if verdict else ()) or "no more"
         text = "%s was removed by somebody else; here it was kept: %s"
-        log.info(text, tag, kept, extra=doing("vanish", tag))
+        log.info(text, tag, kept, extra=line_fields("vanish", tag))
         if is_lost:
             job.problems.put(
                 "vanished-uncommitted",

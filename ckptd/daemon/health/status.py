@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.config.commands import typed
+from ckptd.config.commands import with_typed_commands
 from ckptd.core.completeness.judge import State, Verdict
 from ckptd.core.model.records import ZERO, DerivedState, UploadState
 from ckptd.core.policy.local import is_committed
@@ -93,7 +93,7 @@ def problems_of(job: WatchedJob) -> tuple[st.ProblemStatus, ...]:
             severity=p.severity,
             since=rfc3339(p.since),
             text=p.text,
-            next_step=typed(job.config, p.next_step),
+            next_step=with_typed_commands(job.config, p.next_step),
             about=p.about,
         )
         for p in job.problems.all()
@@ -278,7 +278,11 @@ def _sealed(
         state=_state(row, zero),
         bytes=save.total_bytes,
         reason=damaged
-        or (typed(job.config, _LEFT) if is_left and row.state == "present" else why_gone(state, row)),
+        or (
+            with_typed_commands(job.config, _LEFT)
+            if is_left and row.state == "present"
+            else why_gone(state, row)
+        ),
         next_step=None if damaged is None else way_out(job, state, save.tag)[0],
         local=st.LocalStatus(
             present=row.state == "present",

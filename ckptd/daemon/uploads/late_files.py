@@ -28,7 +28,7 @@ from ckptd.errors import (
     SourceChanged,
     SourceUnreadable,
 )
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 from ckptd.storage.child.slots import error_of
 from ckptd.storage.local import fs
 from ckptd.storage.local.scan import scan_folder
@@ -199,7 +199,7 @@ class SupplementUploader:
             row.save.tag,
             action.remote,
             len(action.files),
-            extra=doing("ship", row.save.tag),
+            extra=line_fields("ship", row.save.tag),
         )
 
     def _on_answer(self, action: UploadLateFiles, answer: m.Answer) -> None:

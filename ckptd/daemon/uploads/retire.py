@@ -22,7 +22,7 @@ from ckptd.errors import (
     RefusedError,
     SourceChanged,
 )
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 from ckptd.storage.child.slots import error_of
 from ckptd.storage.remote import messages as m
 
@@ -103,7 +103,7 @@ class RemoteDeleter:
             commit.form,
             action.remote,
             action.reason,
-            extra=doing("retire", commit.tag),
+            extra=line_fields("retire", commit.tag),
         )
 
     def _deleted(self, action: DeleteRemote, answer: m.Answer) -> None:

@@ -32,7 +32,7 @@ from ckptd.daemon.uploads.requests import (
     verified_row,
 )
 from ckptd.daemon.uploads.retire import RemoteDeleter
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 from ckptd.storage.child.slots import error_of
 from ckptd.storage.local import fs
 from ckptd.storage.remote import messages as m
@@ -129,7 +129,7 @@ class UploadManager:
             state.saves.begin_conversion(action.save_id, action.form)
         session.start_transfer(order, lambda answer: self._on_answer(action, answer), action.form)
         what = (row.save.tag, action.form, action.remote, action.generation, total / 1e6)
-        log.info("%s (%s) → %s as generation %d: %.1f MB", *what, extra=doing("ship", row.save.tag))
+        log.info("%s (%s) → %s as generation %d: %.1f MB", *what, extra=line_fields("ship", row.save.tag))
 
     def _sources(
         self, row: SaveRow, action: Upload, save_dir_fd: int, memory_bytes: int
@@ -229,7 +229,9 @@ class UploadManager:
             )
             if action.is_streamed:  # half uploads of an attempt that does not count are given up
                 state.journal.forget_objects(action.save_id, action.remote, action.form)
-            log.info("%s (%s) committed on %s", tag, action.form, action.remote, extra=doing("commit", tag))
+            log.info(
+                "%s (%s) committed on %s", tag, action.form, action.remote, extra=line_fields("commit", tag)
+            )
         elif answer.outcome in ("waiting", "damaged"):
             if answer.outcome == "damaged":
                 step = command_for(self._config, "verify", tag, "--repair", "--read-data")
@@ -242,7 +244,7 @@ class UploadManager:
             update = {"state": DerivedState.REFUSED, "reason": answer.reason, "hint": answer.hint}
             derived = state.saves.rows[action.save_id].derived_of(action.form)
             state.saves.put_derived(action.save_id, derived.model_copy(update=update), action.form)
-            log.warning("%s (%s): %s", tag, action.form, answer.reason, extra=doing("ship", tag))
+            log.warning("%s (%s): %s", tag, action.form, answer.reason, extra=line_fields("ship", tag))
         else:
             record = self._again(record, answer.reason or "another save holds this generation")
             if action.form != ZERO:
@@ -273,7 +275,9 @@ class UploadManager:
     def _failed(self, action: Upload, record: UploadRecord, error: errors.CkptdError) -> None:
         state, session = self._state, self._sessions[action.remote]
         key, tag = (action.save_id, action.remote, action.form), state.saves.rows[action.save_id].save.tag
-        log.warning("%s → %s (%s): %s", tag, action.remote, action.form, error, extra=doing("ship", tag))
+        log.warning(
+            "%s → %s (%s): %s", tag, action.remote, action.form, error, extra=line_fields("ship", tag)
+        )
         record = record.model_copy(update={"hint": error.hint, "is_damaged": False})
         if isinstance(error, errors.SourceChanged):
             state.journal.forget_objects(*key)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.base.humanize import ranks_in_words
-from ckptd.config.commands import this_node
+from ckptd.config.commands import node_name
 from ckptd.config.loader import load_job
 from ckptd.core.completeness.grid import Context, Spread
 from ckptd.core.completeness.judge import Memory, State, Verdict, judge
@@ -410,5 +410,5 @@ class TestOneJobFile:
         assert "{hostname}" in refused.value.hint
 
     def test_a_node_is_called_as_slurm_calls_it(self) -> None:
-        assert this_node({"SLURMD_NODENAME": "gpu-7"}) == "gpu-7"
-        assert this_node({}) == os.uname().nodename
+        assert node_name({"SLURMD_NODENAME": "gpu-7"}) == "gpu-7"
+        assert node_name({}) == os.uname().nodename
