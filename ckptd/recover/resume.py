@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ckptd.base import files
 from ckptd.base.owned_dirs import make_beside
-from ckptd.config.commands import command_for, this_node, typed
+from ckptd.config.commands import command_for, node_name, with_typed_commands
 from ckptd.config.loader import check_job_paths
 from ckptd.config.quantities import shown_remote
 from ckptd.core.completeness.judge import State
@@ -216,7 +216,7 @@ class Resume(Recovery):
         Raises:
             RefusedError: somebody writes there (65).
         """
-        node = self._job.node_name or this_node(os.environ)
+        node = self._job.node_name or node_name(os.environ)
         self._memory = read_node_memory(self._job, self._options.state_dir, node)
         if self._fd is None:
             return
@@ -275,7 +275,7 @@ class Resume(Recovery):
         ).plan()
         in_the_way = {step.name for step in plan.steps if isinstance(step, MoveAside)}
         self._must_be_read(s for s in local if s.tag in in_the_way - {candidate.tag})
-        return replace(plan, notes=tuple(typed(self._job, note) for note in plan.notes))
+        return replace(plan, notes=tuple(with_typed_commands(self._job, note) for note in plan.notes))
 
     def _strange(self) -> tuple[MoveAside, ...]:
         """Return moves for folders here of another run than the one that a person chose instead."""

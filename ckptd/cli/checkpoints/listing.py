@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
         from datetime import UTC, datetime
         from pathlib import Path
 
-        from ckptd.cli.output import say
+        from ckptd.cli.output import print_note
         from ckptd.cli.screen import screen
         from ckptd.maintenance.listing import list_remote
         from ckptd.recover.select.runs import Runs
@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
         failures: dict[str, CkptdError] = {}
         directory = Path(config_dir) if config_dir else None
         where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
-        sights = list(where.read(say, failures))
+        sights = list(where.read(print_note, failures))
         if run is not None and sights:
             runs = Runs(sights)
             sights = [runs.only(sight, runs.named(run)) for sight in sights]
@@ -62,7 +62,7 @@ def register(app: typer.Typer) -> None:
                 if len(listing.runs) > 1:
                     console.print(_runs(listing))
                 for problem in listing.problems:
-                    say(said_of(listing.name, listing.url, problem))
+                    print_note(said_of(listing.name, listing.url, problem))
         if failures:
             raise typer.Exit(next(iter(failures.values())).exit_code)
 

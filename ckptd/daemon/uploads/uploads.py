@@ -20,8 +20,8 @@ from ckptd.core.model.records import (
     ZERO,
     DerivedRecord,
     DerivedState,
-    ShipRecord,
-    ShipState,
+    UploadRecord,
+    UploadState,
 )
 from ckptd.core.policy.leases import beat_seconds
 from ckptd.core.policy.view import Confirmation
@@ -32,9 +32,9 @@ from ckptd.daemon.uploads.requests import (
     files_to_upload,
     forget_replaced_objects,
     half_row,
-    late_order,
-    pointer_to_ship,
-    ship_order,
+    late_upload_request,
+    pointer_to_upload,
+    upload_request,
     verified_row,
 )
 from ckptd.daemon.uploads.retire import RemoteDeleter
@@ -46,7 +46,7 @@ from ckptd.errors import (
     SourceChanged,
     SourceUnreadable,
 )
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 from ckptd.storage.local import fs
 from ckptd.storage.remote import messages as m
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.records import SaveRow
-    from ckptd.core.policy.actions import AskConfirmation, MakeWay, Ship, Supplement
+    from ckptd.core.policy.actions import CancelUpload, ConfirmCommits, Upload, UploadLateFiles
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.observe.audit import Audit
@@ -77,25 +77,25 @@ class UploadManager:
         config: JobConfig,
         config_digest: str,
         state: JobState,
-        links: Mapping[str, RemoteSession],
+        sessions: Mapping[str, RemoteSession],
         audit: Audit,
         wake: Callable[[], None],
     ) -> None:
         self._config = config
         self._config_digest = config_digest
         self._state = state
-        self._links = links
+        self._sessions = sessions
         self._wake = wake
         beat = beat_seconds(config.shared_takeover_seconds, STEP_IN_SECONDS)
         self._step_in_seconds = beat if config.shared_fs else STEP_IN_SECONDS
-        self.retiring = RemoteDeleter(config, state, links, audit, wake)
-        self.late = SupplementUploader(config, config_digest, state, links, wake)
+        self.deleter = RemoteDeleter(config, state, sessions, audit, wake)
+        self.late = SupplementUploader(config, config_digest, state, sessions, wake)
 
     # --- ship ------------------------------------------------------------------------------------------
 
-    def ship(self, action: Ship, save_dir_fd: int, memory_bytes: int) -> None:
+    def upload(self, action: Upload, save_dir_fd: int, memory_bytes: int) -> None:
         """Start shipping one form of one save; `memory_bytes`: what making it may use (P12)."""
-        state, link = self._state, self._links[action.remote]
+        state, session = self._state, self._sessions[action.remote]
         row = state.saves.rows[action.save_id]
         key = (action.save_id, action.remote, action.form)
         old = state.uploads.record(*key)
@@ -112,22 +112,22 @@ class UploadManager:
         state.uploads.update(
             action.save_id,
             old,
-            state=ShipState.SHIPPING,
+            state=UploadState.UPLOADING,
             generation=action.generation,
             attempt=action.attempt,
             reason=None,
         )
-        order = ship_order(
+        order = upload_request(
             row,
             action,
             files,
             making,
             root=str(self._config.save_dir),
-            settings=link.settings,
+            settings=session.settings,
             config_digest=self._config_digest,
             objects=state.journal.objects(*key),
             save_spread_seconds=self._config.save_spread_seconds,
-            steps_in=old.state is ShipState.WAITING,
+            steps_in=old.state is UploadState.WAITING,
             takeover_seconds=self._config.shared_takeover_seconds if self._config.shared_fs else None,
             run_id=state.run_id,
         )
@@ -136,13 +136,13 @@ class UploadManager:
         state.saves.begin_reading(action.save_id)
         if making is not None:
             state.saves.begin_conversion(action.save_id, action.form)
-        link.start_transfer(order, lambda answer: self._on_ship(action, answer), action.form)
+        session.start_transfer(order, lambda answer: self._on_answer(action, answer), action.form)
         what = (row.save.tag, action.form, action.remote, action.generation, total / 1e6)
-        log.info("%s (%s) → %s as generation %d: %.1f MB", *what, extra=doing("ship", row.save.tag))
+        log.info("%s (%s) → %s as generation %d: %.1f MB", *what, extra=line_fields("ship", row.save.tag))
 
     def _sources(
-        self, row: SaveRow, action: Ship, save_dir_fd: int, memory_bytes: int
-    ) -> tuple[tuple[m.ShipFile, ...] | None, m.Making | None]:
+        self, row: SaveRow, action: Upload, save_dir_fd: int, memory_bytes: int
+    ) -> tuple[tuple[m.UploadFile, ...] | None, m.DeriveRequest | None]:
         """Files that lie here, and what is made of shards while it is sent."""
         if not action.is_streamed:
             return files_to_upload(row, action, save_dir_fd), None
@@ -150,20 +150,20 @@ class UploadManager:
         staging = path_of(self._config.save_dir, fs.STAGING)
         zero = self._state.uploads.record(row.id, action.remote, ZERO)
         source = committed_source(row, zero, self._config.shared_takeover_seconds)
-        return pointer_to_ship(row, action), derive_request(row, action, source, str(staging), memory_bytes)
+        return pointer_to_upload(row, action), derive_request(row, action, source, str(staging), memory_bytes)
 
-    def make_way(self, action: MakeWay) -> None:
+    def cancel(self, action: CancelUpload) -> None:
         """Cancel the upload under way for a save; it continues later where it stopped."""
-        link = self._links[action.remote]
-        if not link.is_cancelled:
+        session = self._sessions[action.remote]
+        if not session.is_cancelled:
             log.info(
-                "the upload of a %s form to %s makes way: %s", link.uploading, action.remote, action.reason
+                "the upload of a %s form to %s makes way: %s", session.uploading, action.remote, action.reason
             )
-            link.cancel_transfer()
+            session.cancel_transfer()
 
-    def _on_ship(self, action: Ship, answer: m.Answer) -> None:
+    def _on_answer(self, action: Upload, answer: m.Answer) -> None:
         key = (action.save_id, action.remote, action.form)
-        if isinstance(answer, m.Moving):
+        if isinstance(answer, m.TransferProgress):
             self._progress(key, answer)
             return
         if isinstance(answer, m.Planned):
@@ -179,11 +179,11 @@ class UploadManager:
         self._state.saves.end_reading(action.save_id)
         if action.is_streamed:
             self._state.saves.end_conversion()
-        self._end_ship(action, answer)
+        self._end(action, answer)
         self._state.uploads.end(key)
         self._wake()
 
-    def _planned(self, action: Ship, planned: m.Planned) -> None:
+    def _planned(self, action: Upload, planned: m.Planned) -> None:
         """Record the plan of a derived form, and forget objects that an attempt by another plan uploaded."""
         state, key = self._state, (action.save_id, action.remote, action.form)
         state.uploads.progress[key].set_total(planned.bytes)
@@ -193,7 +193,7 @@ class UploadManager:
         update = {"plan_sha256": planned.plan_sha256, "layout": planned.layout, "bytes": planned.bytes}
         state.saves.put_derived(action.save_id, record.model_copy(update=update), action.form)
 
-    def _progress(self, key: tuple[int, str, str], moving: m.Moving) -> None:
+    def _progress(self, key: tuple[int, str, str], moving: m.TransferProgress) -> None:
         state = self._state
         entry = state.uploads.progress.get(key)
         if entry is None:
@@ -202,23 +202,23 @@ class UploadManager:
         if entry.note_durable(moving.key, moving.flushed_bytes, moving.token):
             state.journal.put_object(*key, half_row(moving))
 
-    def _end_ship(self, action: Ship, answer: m.Answer) -> None:
-        state, link = self._state, self._links[action.remote]
+    def _end(self, action: Upload, answer: m.Answer) -> None:
+        state, session = self._state, self._sessions[action.remote]
         key = (action.save_id, action.remote, action.form)
         record = state.uploads.record(*key)
         tag = state.saves.rows[action.save_id].save.tag
-        if isinstance(answer, m.ShipResult):
-            link.forget_tag(tag)
+        if isinstance(answer, m.UploadResult):
+            session.forget_tag(tag)
             state.uploads.forget_generation(key)
-            link.well()
-            link.observe()
-            self._shipped(action, record, answer)
-        elif isinstance(answer, m.Failed) and link.is_cancelled:
-            state.uploads.update(action.save_id, record, state=ShipState.NEW)
+            session.note_answer()
+            session.observe()
+            self._uploaded(action, record, answer)
+        elif isinstance(answer, m.Failed) and session.is_cancelled:
+            state.uploads.update(action.save_id, record, state=UploadState.NEW)
         elif isinstance(answer, m.Failed):
             self._failed(action, record, answer.raised)
 
-    def _shipped(self, action: Ship, record: ShipRecord, answer: m.ShipResult) -> None:
+    def _uploaded(self, action: Upload, record: UploadRecord, answer: m.UploadResult) -> None:
         state = self._state
         tag = state.saves.rows[action.save_id].save.tag
         record = record.model_copy(update={"is_damaged": answer.outcome == "damaged", "hint": ""})
@@ -226,7 +226,7 @@ class UploadManager:
             state.uploads.note_speed((action.save_id, action.remote, action.form), answer.bytes_sent)
             record = record.model_copy(
                 update={
-                    "state": ShipState.COMMITTED,
+                    "state": UploadState.COMMITTED,
                     "generation": answer.commit.commit.generation,
                     "commit_key": answer.commit.key,
                     "commit_sha256": answer.commit.sha256,
@@ -238,20 +238,22 @@ class UploadManager:
             )
             if action.is_streamed:  # half uploads of an attempt that does not count are given up
                 state.journal.forget_objects(action.save_id, action.remote, action.form)
-            log.info("%s (%s) committed on %s", tag, action.form, action.remote, extra=doing("commit", tag))
+            log.info(
+                "%s (%s) committed on %s", tag, action.form, action.remote, extra=line_fields("commit", tag)
+            )
         elif answer.outcome in ("waiting", "damaged"):
             if answer.outcome == "damaged":
                 step = command_for(self._config, "verify", tag, "--repair", "--read-data")
                 record = record.model_copy(update={"hint": f"{step} on the node that has that shard"})
             again_at = time.monotonic() + self._wait_seconds(action, answer)
-            update = {"state": ShipState.WAITING, "reason": answer.reason, "retry_at_seconds": again_at}
+            update = {"state": UploadState.WAITING, "reason": answer.reason, "retry_at_seconds": again_at}
             record = record.model_copy(update=update)
         elif answer.outcome == "refused":
-            record = record.model_copy(update={"state": ShipState.REFUSED, "reason": answer.reason})
+            record = record.model_copy(update={"state": UploadState.REFUSED, "reason": answer.reason})
             update = {"state": DerivedState.REFUSED, "reason": answer.reason, "hint": answer.hint}
             derived = state.saves.rows[action.save_id].derived_of(action.form)
             state.saves.put_derived(action.save_id, derived.model_copy(update=update), action.form)
-            log.warning("%s (%s): %s", tag, action.form, answer.reason, extra=doing("ship", tag))
+            log.warning("%s (%s): %s", tag, action.form, answer.reason, extra=line_fields("ship", tag))
         else:
             record = self._again(record, answer.reason or "another save holds this generation")
             if action.form != ZERO:
@@ -259,7 +261,7 @@ class UploadManager:
             state.journal.forget_objects(action.save_id, action.remote, action.form)
         state.uploads.put(action.save_id, record)
 
-    def _wait_seconds(self, action: Ship, answer: m.ShipResult) -> float:
+    def _wait_seconds(self, action: Upload, answer: m.UploadResult) -> float:
         """Return the seconds until the next attempt, while other nodes' parts, another node's form or a
         repair are awaited.
         """
@@ -272,17 +274,19 @@ class UploadManager:
         return first if self._config.shared_fs else waiting.retry_seconds
 
     def _again(
-        self, record: ShipRecord, reason: str, pause_seconds: Callable[[int], float] = backoff_seconds
-    ) -> ShipRecord:
+        self, record: UploadRecord, reason: str, pause_seconds: Callable[[int], float] = backoff_seconds
+    ) -> UploadRecord:
         tries = record.tries + 1
         again_at = time.monotonic() + pause_seconds(tries)
         update = {"tries": tries, "reason": reason, "retry_at_seconds": again_at}
-        return record.model_copy(update={"state": ShipState.FAILED, **update})
+        return record.model_copy(update={"state": UploadState.FAILED, **update})
 
-    def _failed(self, action: Ship, record: ShipRecord, error: errors.CkptdError) -> None:
-        state, link = self._state, self._links[action.remote]
+    def _failed(self, action: Upload, record: UploadRecord, error: errors.CkptdError) -> None:
+        state, session = self._state, self._sessions[action.remote]
         key, tag = (action.save_id, action.remote, action.form), state.saves.rows[action.save_id].save.tag
-        log.warning("%s → %s (%s): %s", tag, action.remote, action.form, error, extra=doing("ship", tag))
+        log.warning(
+            "%s → %s (%s): %s", tag, action.remote, action.form, error, extra=line_fields("ship", tag)
+        )
         record = record.model_copy(update={"hint": error.hint, "is_damaged": False})
         if isinstance(error, errors.SourceChanged):
             state.journal.forget_objects(*key)
@@ -293,23 +297,23 @@ class UploadManager:
             record = self._again(record, error.message)
         elif isinstance(error, errors.DocumentDamaged):
             # the remote's, not the save's; a COMMIT that cannot be read takes its generation: choose anew
-            link.forget_tag(tag)
+            session.forget_tag(tag)
             state.uploads.forget_generation(key)
             record = self._again(record, error.message)
-            link.observe()
+            session.observe()
         elif isinstance(error, errors.DamagedError) and not isinstance(error, errors.VerifyError):
-            update = {"state": ShipState.REFUSED, "reason": error.message, "is_damaged": True}
+            update = {"state": UploadState.REFUSED, "reason": error.message, "is_damaged": True}
             record = record.model_copy(update=update)
         else:
             record = self._again(record, error.message)
             wrong = isinstance(error, errors.VerifyError)
             if wrong or isinstance(error, errors.RemoteError | errors.StorageError) or error.exit_code == 77:
-                link.move_failed(error, is_answering=wrong)
+                session.note_transfer_failed(error, is_answering=wrong)
         state.uploads.put(action.save_id, record)
 
     # --- confirm ---------------------------------------------------------------------------------------
 
-    def confirm(self, action: AskConfirmation) -> None:
+    def confirm(self, action: ConfirmCommits) -> None:
         """Ask every required remote for a fresh read of the COMMITs (P1)."""
         state = self._state
         if not action.commits or not state.deletions.begin_confirmation(action.save_id):
@@ -331,14 +335,14 @@ class UploadManager:
 
         for remote in tuple(waiting):
             refs = tuple((r.key, r.sha256) for r in action.commits if r.remote == remote)
-            self._links[remote].order(m.Confirm(commits=refs), partial(heard, remote))
+            self._sessions[remote].request(m.Confirm(commits=refs), partial(heard, remote))
 
-    def _denied(self, action: AskConfirmation, remote: str, answer: m.Answer) -> None:
+    def _denied(self, action: ConfirmCommits, remote: str, answer: m.Answer) -> None:
         """Handle a failed confirmation: a save that the remote no longer vouches for is uploaded again."""
         state = self._state
-        link = self._links[remote]
+        session = self._sessions[remote]
         if isinstance(answer, m.Failed):
-            link.trouble(answer.raised)
+            session.note_error(answer.raised)
             return
         reason = (answer.reason if isinstance(answer, m.Confirmed) else None) or "no answer"
         asked = {ref.sha256 for ref in action.commits if ref.remote == remote}
@@ -349,8 +353,8 @@ class UploadManager:
             tag = state.saves.rows[save_id].save.tag
             log.error("%s: %s no longer holds its COMMIT (%s); it is uploaded again", tag, remote, reason)
             state.uploads.lose_commit(save_id, remote, reason)
-            link.forget_tag(tag)
-        link.observe()
+            session.forget_tag(tag)
+        session.observe()
 
 
 # --- Supplements: files that came after their save was sealed -----------------------------------------
@@ -368,52 +372,52 @@ class SupplementUploader:
         config: JobConfig,
         config_digest: str,
         state: JobState,
-        links: Mapping[str, RemoteSession],
+        sessions: Mapping[str, RemoteSession],
         wake: Callable[[], None],
     ) -> None:
         self._config = config
         self._config_digest = config_digest
         self._state = state
-        self._links = links
+        self._sessions = sessions
         self._wake = wake
 
-    def ship(self, action: Supplement) -> None:
-        """Ship the files; what another attempt, or a lost journal, had shipped is only looked up."""
-        state, link = self._state, self._links[action.remote]
+    def upload(self, action: UploadLateFiles) -> None:
+        """Upload the files; what another attempt, or a lost journal, had shipped is only looked up."""
+        state, session = self._state, self._sessions[action.remote]
         row = state.saves.rows[action.save_id]
         record = state.uploads.record(action.save_id, action.remote, ZERO)
         if record.commit_sha256 is None:
             return
-        order = late_order(
+        order = late_upload_request(
             row,
             action,
             record,
             root=str(self._config.save_dir),
-            settings=link.settings,
+            settings=session.settings,
             config_digest=self._config_digest,
             run_id=self._state.run_id,
         )
         state.saves.begin_reading(row.id)
-        link.start_transfer(order, lambda answer: self._on_answer(action, answer), "supplement")
+        session.start_transfer(order, lambda answer: self._on_answer(action, answer), "supplement")
         log.info(
             "%s → %s: %d files that came late",
             row.save.tag,
             action.remote,
             len(action.files),
-            extra=doing("ship", row.save.tag),
+            extra=line_fields("ship", row.save.tag),
         )
 
-    def _on_answer(self, action: Supplement, answer: m.Answer) -> None:
-        if isinstance(answer, m.Moving | m.ObjectDone | m.Planned):
+    def _on_answer(self, action: UploadLateFiles, answer: m.Answer) -> None:
+        if isinstance(answer, m.TransferProgress | m.ObjectDone | m.Planned):
             return
-        state, link = self._state, self._links[action.remote]
+        state, session = self._state, self._sessions[action.remote]
         state.saves.end_reading(action.save_id)
         tag = state.saves.rows[action.save_id].save.tag
-        if isinstance(answer, m.ShipResult) and answer.outcome == "committed":
-            link.well()
+        if isinstance(answer, m.UploadResult) and answer.outcome == "committed":
+            session.note_answer()
             state.uploads.forget_late_failed(action.save_id, action.remote)
             record = state.uploads.record(action.save_id, action.remote, ZERO)
-            if record.state is ShipState.COMMITTED:
+            if record.state is UploadState.COMMITTED:
                 known = {one.key: one for one in record.supplements}
                 known |= {one.key: one for one in answer.supplements if one.key != record.commit_key}
                 state.uploads.update(
@@ -422,27 +426,27 @@ class SupplementUploader:
                     supplements=tuple(known.values()),
                     unlisted=_left(record.unlisted, answer),
                 )
-        elif isinstance(answer, m.ShipResult):
+        elif isinstance(answer, m.UploadResult):
             # as when a permit is refused: what the remote holds is looked at anew
             log.warning("%s → %s: %s", tag, action.remote, answer.reason)
-            if state.uploads.record(action.save_id, action.remote, ZERO).state is ShipState.COMMITTED:
+            if state.uploads.record(action.save_id, action.remote, ZERO).state is UploadState.COMMITTED:
                 state.uploads.lose_commit(
                     action.save_id, action.remote, answer.reason or "its COMMIT is gone"
                 )
-            link.forget_tag(tag)
-        elif isinstance(answer, m.Failed) and not link.is_cancelled:
+            session.forget_tag(tag)
+        elif isinstance(answer, m.Failed) and not session.is_cancelled:
             error = answer.raised
             log.warning("what came late in %s → %s: %s", tag, action.remote, error)
             if isinstance(error, _OF_THIS_SAVE):
-                about = f"{tag} → {link.name}"
+                about = f"{tag} → {session.name}"
                 state.uploads.note_late_failed(action.save_id, action.remote, about, error)
             elif not isinstance(error, SourceChanged):
-                link.move_failed(error)
-        link.observe()
+                session.note_transfer_failed(error)
+        session.observe()
         self._wake()
 
 
-def _left(unlisted: tuple[str, ...], answer: m.ShipResult) -> tuple[str, ...]:
+def _left(unlisted: tuple[str, ...], answer: m.UploadResult) -> tuple[str, ...]:
     """Files of the save that its COMMIT was thought not to list, and does."""
     base = answer.commit.key if answer.commit is not None else ""
     listed = {path for one in answer.supplements if one.key == base for path, _, _ in one.files}
