@@ -61,23 +61,6 @@ class ListedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ListedRun:
-    """One run, and where it was saved last (None: of a release that did not say); the newest comes first."""
-
-    run_id: str
-    is_newest: bool
-    user: str | None
-    host: str | None
-    save_dir: str | None
-    since: str | None
-    """RFC 3339, UTC: when it began to be saved there."""
-    checkpoints: int
-    bytes: int
-    first_step: int | None
-    last_step: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteListing:
     """One remote; oldest checkpoint first."""
 
@@ -87,7 +70,7 @@ class RemoteListing:
     latest: str | None
     latest_universal: str | None
     checkpoints: tuple[ListedCheckpoint, ...]
-    runs: tuple[ListedRun, ...] = ()
+    runs: tuple[RunView, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -157,25 +140,8 @@ def list_remote(remote: RemoteInventory, now: datetime) -> RemoteListing:
         latest=seen.latest,
         latest_universal=seen.latest_universal,
         checkpoints=rows,
-        runs=tuple(map(listed_run, runs_in(remote))),
+        runs=runs_in(remote),
         problems=seen.damaged + disputed,
-    )
-
-
-def listed_run(view: RunView) -> ListedRun:
-    """Return a run as it is shown and printed as JSON."""
-    place = view.place
-    return ListedRun(
-        run_id=view.run_id,
-        is_newest=view.is_newest,
-        user=place.user if place is not None else None,
-        host=(place.host or place.node) if place is not None else None,
-        save_dir=place.save_dir if place is not None else None,
-        since=view.since,
-        checkpoints=view.checkpoints,
-        bytes=view.bytes,
-        first_step=view.first_step,
-        last_step=view.last_step,
     )
 
 

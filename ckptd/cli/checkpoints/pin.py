@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from ckptd.cli.output import tell
+from ckptd.cli.output import print_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +84,7 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
             serial=time.time_ns(),
         )
         write_decision(state_dir, _record_remotely(config, decision, owner))
-        tell(f"{kind} {tag}: recorded here and in {', '.join(r.name for r in config.remotes)}")
+        print_line(f"{kind} {tag}: recorded here and in {', '.join(r.name for r in config.remotes)}")
 
 
 def _state_dir(config: JobConfig, config_dir: Path) -> Path:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ckptd.base import files
 from ckptd.base.owned_dirs import opened_ours
 from ckptd.core.completeness.judge import State
-from ckptd.core.model.records import SETTLED, ZERO, ShipState
+from ckptd.core.model.records import SETTLED, ZERO, UploadState
 from ckptd.core.policy.planner import open_saves
 from ckptd.core.policy.safety import unsent
 from ckptd.core.policy.view import Drain
@@ -163,7 +163,7 @@ class Control:
         return self._drain is not None and time.monotonic() < self._drain.deadline_seconds
 
     @property
-    def rests(self) -> bool:
+    def is_resting(self) -> bool:
         """Conversions and the slow reading stand still."""
         return self.is_draining or self.pause is not None
 
@@ -177,17 +177,19 @@ class Control:
         """Make way for a save in flight (P11), in this job or on its disk, and for what a person asked."""
         if job.state is None:
             return
-        job.chores.pace(is_resting=self._is_beside_save(job) or self.rests)
-        for link in job.links.values():
-            link.pace(BUSY_FRACTION if self.makes_way(job) else 1.0)
+        job.local_actions.pace(is_resting=self._is_beside_save(job) or self.is_resting)
+        for session in job.sessions.values():
+            session.pace(BUSY_FRACTION if self.slows_transfers(job) else 1.0)
 
-    def makes_way(self, job: JobRecord) -> bool:
+    def slows_transfers(self, job: JobRecord) -> bool:
         """Tell whether transfers slow down for a save in flight; during a drain they never do."""
         return self._is_beside_save(job) and not self.is_draining
 
     @staticmethod
     def _is_beside_save(job: JobRecord) -> bool:
-        return job.state is not None and (bool(job.state.folders.in_flight) or job.way.is_taken(job))
+        return job.state is not None and (
+            bool(job.state.folders.in_flight) or job.disk_yield.is_save_beside(job)
+        )
 
     # --- for the planner and for status ----------------------------------------------------------------
 
@@ -195,13 +197,13 @@ class Control:
         """Build the planner's input for the drain under way; None: there is none."""
         if self._drain is None or not self.is_draining:
             return None
-        names = list(job.links)
+        names = list(job.sessions)
         speeds = {name: speed for name in names if (speed := _speed(job, state, name))}
         left = {
             (save_id, name, ZERO): _left_bytes(state, save_id, name)
-            for save_id, ships in state.uploads.records.items()
+            for save_id, uploads in state.uploads.records.items()
             for name in names
-            if save_id in state.saves.rows and (name, ZERO) in ships
+            if save_id in state.saves.rows and (name, ZERO) in uploads
         }
         left |= {
             key: max(0, moving.total_bytes - moving.done_bytes)
@@ -286,7 +288,7 @@ def refused_here(job: JobRecord) -> tuple[str, ...]:
     return tuple(
         save.save.tag
         for save in open_saves(job.view)
-        if any(save.ship(name, ZERO).state is ShipState.REFUSED for name in names)
+        if any(save.upload(name, ZERO).state is UploadState.REFUSED for name in names)
     )
 
 
@@ -323,10 +325,10 @@ def stalled_drain(jobs: Sequence[JobRecord]) -> tuple[str, ...]:
     """
     found: set[str] = set()
     for job in jobs:
-        if any(link.is_moving for link in job.links.values()):
+        if any(session.is_moving for session in job.sessions.values()):
             return ()
         lacking = _lacking(job)
-        if not all(job.links[name].is_stalled for name in lacking):
+        if not all(job.sessions[name].is_stalled for name in lacking):
             return ()
         if not lacking and not is_drained(job) and not refused_here(job):
             return ()
@@ -343,7 +345,7 @@ def _lacking(job: JobRecord) -> set[str]:
         remote.name
         for remote in counting
         for save in open_saves(job.view)
-        if ZERO in remote.forms and save.ship(remote.name, ZERO).state not in SETTLED
+        if ZERO in remote.forms and save.upload(remote.name, ZERO).state not in SETTLED
     }
 
 
@@ -353,7 +355,7 @@ def _speed(job: JobRecord, state: JobState, name: str) -> float | None:
     The upload under way is measured once it has run long enough; before that the last finished one counts.
     """
     measured = state.uploads.running_speed(name, MEASURED_SECONDS) or state.uploads.speeds.get(name)
-    limit = job.links[name].bytes_per_second
+    limit = job.sessions[name].bytes_per_second
     return min(measured, limit) if measured and limit else measured or limit
 
 

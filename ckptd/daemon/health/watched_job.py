@@ -23,10 +23,10 @@ class WatchedJob(JobRecord, Protocol):
 
     state_dir: Path
     control: Control
-    knowledge: KnownSaves
-    intake: Sealer
+    known_saves: KnownSaves
+    sealer: Sealer
     runs: Runs
-    rights: DeletionRights
+    deletion_rights: DeletionRights
     watcher: Watcher | None
     workers: JobWorkers
 

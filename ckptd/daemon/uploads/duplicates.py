@@ -26,7 +26,7 @@ def settle(job: JobRecord, name: str, answer: Attached, journal: Journal) -> boo
 
     Nothing is retired from a remote that is not attached, and what it holds proves nothing.
     """
-    names = list(job.links)
+    names = list(job.sessions)
     for other in names:
         if other == name:
             continue
@@ -36,7 +36,7 @@ def settle(job: JobRecord, name: str, answer: Attached, journal: Journal) -> boo
             _let_go(job, name if before else other, error, journal)
         if error is not None and before:
             return False
-    job.links[name].set_duplicate(is_duplicate=False)
+    job.sessions[name].set_duplicate(is_duplicate=False)
     if answer.place is not None:
         journal.set_meta(f"place:{name}", answer.place)
     return True
@@ -46,8 +46,8 @@ def _verdict(
     job: JobRecord, name: str, other: str, answer: Attached, journal: Journal, *, is_earlier: bool
 ) -> CkptdError | None:
     """Return why the later one of `name`, which answered, and `other` is not attached; None: they are two."""
-    mine, theirs = job.links[name].settings.url, job.links[other].settings.url
-    there = job.links[other].attached
+    mine, theirs = job.sessions[name].settings.url, job.sessions[other].settings.url
+    there = job.sessions[other].attached
     if there is not None:
         if not are_one(answer, there):
             return None
@@ -71,4 +71,4 @@ def _verdict(
 def _let_go(job: JobRecord, name: str, error: CkptdError, journal: Journal) -> None:
     """Undo what the session took over from an answer that is another remote's."""
     known = {key: journal.meta(f"{key}:{name}") for key in ("job_id", "remote_id")}
-    job.links[name].reject(error, **known)
+    job.sessions[name].reject(error, **known)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.resources.disk_yield import DiskYield
     from ckptd.daemon.state.problems import Problems
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.peers import Nodes
+    from ckptd.daemon.uploads.peers import Peers
     from ckptd.daemon.uploads.session import RemoteSession
 
 
@@ -24,10 +24,10 @@ class JobRecord(Protocol):
     """None: save_dir does not exist yet, or nothing was saved into it."""
     view: JobView | None
     """What was planned on last."""
-    links: dict[str, RemoteSession]
-    nodes: Nodes
-    chores: LocalActions
-    way: DiskYield
+    sessions: dict[str, RemoteSession]
+    peers: Peers
+    local_actions: LocalActions
+    disk_yield: DiskYield
     node: str
     job_id: str | None
     needs_turn: bool

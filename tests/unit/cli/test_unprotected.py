@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from ckptd.base import files
-from ckptd.cli.checkpoints.inspect import look as inspect
+from ckptd.cli.checkpoints.inspect import inspect_folder as inspect
 from ckptd.cli.status.words import Life, exit_code, headline
 from ckptd.config.quantities import parse_share
 from ckptd.core.model.unprotected import Kind, warn_unprotected

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ckptd.base.files import opened_real
-from ckptd.cli.checkpoints.inspect import look
+from ckptd.cli.checkpoints.inspect import inspect_folder
 from ckptd.convert.engine.staging import find_origin, list_source
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions, Dtype
@@ -231,12 +231,12 @@ def test_inspect_knows_exported_weights_and_what_is_wrong_with_them(tmp_path: Pa
     made = stage_2(tmp_path / "save" / "global_step7", {})
     out = tmp_path / "save" / "w"
     convert(made.folder, out, weights("bf16", max_shard_bytes=1000))
-    seen = look(out)
+    seen = inspect_folder(out)
     checkpoint = seen.checkpoints[0]
     assert (seen.kind, seen.is_sound) == ("weights", True)
     assert (checkpoint.dtype, checkpoint.step, checkpoint.zero_stage) == ("bf16", 7, 2)
     assert (checkpoint.tensors, checkpoint.layout) == (14, "safetensors")
-    assert [c.kind for c in look(tmp_path / "save").checkpoints] == ["zero", "weights"]
+    assert [c.kind for c in inspect_folder(tmp_path / "save").checkpoints] == ["zero", "weights"]
     first = next(out.glob("model-00001*"))
     whole = first.read_bytes()
     for spoiled, words in (
@@ -246,12 +246,12 @@ def test_inspect_knows_exported_weights_and_what_is_wrong_with_them(tmp_path: Pa
         (whole.replace(b"[0,240]", b"[8,240]"), "a gap"),
     ):
         first.write_bytes(spoiled)
-        assert words in str(look(out).checkpoints[0].reason)
+        assert words in str(inspect_folder(out).checkpoints[0].reason)
     first.write_bytes(whole)
     first.rename(out / "model-other.safetensors")
-    assert look(out).checkpoints[0].reason == f"{first.name} is missing"
+    assert inspect_folder(out).checkpoints[0].reason == f"{first.name} is missing"
     (out / "model.safetensors.index.json").unlink()
-    assert "index.json is missing" in str(look(out).checkpoints[0].reason)
+    assert "index.json is missing" in str(inspect_folder(out).checkpoints[0].reason)
 
 
 def test_complex_tensors_beyond_the_format_are_refused(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_adapters_are_files_that_peft_loads(tmp_path: Path, has_base: bool, limi
     assert (tmp_path / "w" / "adapter_config.json").read_text() == "{}"
     assert (tmp_path / "w" / "other" / "adapter_config.json").read_text() == '{"of": "other"}'
     assert not (tmp_path / "w" / "stranger").exists()
-    seen = look(tmp_path / "w")
+    seen = inspect_folder(tmp_path / "w")
     assert seen.checkpoints[0].is_complete, seen.checkpoints[0].reason
 
 

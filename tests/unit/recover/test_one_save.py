@@ -19,7 +19,7 @@ from tests.support.recover_scene import Scene
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.recover.resume import Resumed
+    from ckptd.recover.recovery import Recovered
 
 OLD, NEW = "global_step100", "global_step200"
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -57,7 +57,7 @@ class Job:
             RemoteConfig.model_validate({"name": name, "url": str(path)}) for name, path in urls.items()
         )
 
-    def resume(self, rank: int, **more: Any) -> Resumed:
+    def resume(self, rank: int, **more: Any) -> Recovered:
         """On one fresh node; `nodes`: of how many (2), `near`, `far`: other places than are right."""
         count, tell = more.pop("nodes", 2), more.pop("tell", None)
         places = {name: more.pop(name, getattr(self, name)) for name in ("near", "far")}

@@ -14,7 +14,7 @@ from ckptd.recover.restore import Restore, RestoreOptions
 from ckptd.recover.resume import Resume, ResumeOptions
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
-from ckptd.storage.remote.messages import Retire
+from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.base import DOCUMENT_LIMIT_BYTES
 from ckptd.storage.stores.open import open_store
@@ -36,7 +36,7 @@ def retired(scene: RestoreScene, *tags: str) -> None:
     for view in read_remote_inventory("nas", str(scene.nas), None).commits:
         c = view.commit
         if c.tag in tags:
-            order = Retire(
+            order = DeleteCommit(
                 tag=c.tag, generation=c.generation, form=c.form, reason="keep_last", commit_sha256=view.sha256
             )
             retire(ground, order, lambda: None)

@@ -28,13 +28,13 @@ def test_a_pause_is_read_once_and_again_when_it_changes(tmp_path: Path) -> None:
     assert not one.refresh(tmp_path)
     said = one.pause_status()
     assert said is not None
-    assert (said.by, said.since, one.rests) == ("alice", "1970-01-01T00:00:05.000Z", True)
+    assert (said.by, said.since, one.is_resting) == ("alice", "1970-01-01T00:00:05.000Z", True)
     after_a_restart = Control()
     assert after_a_restart.refresh(tmp_path)
-    assert after_a_restart.rests
+    assert after_a_restart.is_resting
     paused(tmp_path, is_paused=False)
     assert one.refresh(tmp_path)
-    assert (one.pause_status(), one.rests) == (None, False)
+    assert (one.pause_status(), one.is_resting) == (None, False)
 
 
 @pytest.mark.parametrize(
