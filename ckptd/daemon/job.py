@@ -31,6 +31,7 @@ from ckptd.daemon.bootstrap import (
     remote_settings,
 )
 from ckptd.daemon.health.checks import is_at_rest, notice_gone, report_problems
+from ckptd.daemon.health.drain import drain_view
 from ckptd.daemon.heartbeat import heartbeat_of, peers_of
 from ckptd.daemon.idle import RESCAN_SECONDS, IdlePolicy
 from ckptd.daemon.intake.initial_scan import InitialScan
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.job")
 
 NAMING_SECONDS = 5.0
+BUSY_FRACTION = 0.1
+"""Transfers move at this fraction while a save is in flight (P11)."""
 
 
 class Job:
@@ -257,6 +260,24 @@ class Job:
         rescan = min(self.idle.rescan_seconds(hears_all=hears_all), self.disk_yield.seconds_to_look(self))
         return min(rescan, self.peers.beat_seconds) if self.state is not None else rescan
 
+    @property
+    def _is_beside_save(self) -> bool:
+        is_saving = self.state is not None and bool(self.state.folders.in_flight)
+        return is_saving or (self.state is not None and self.disk_yield.is_save_beside(self))
+
+    @property
+    def slows_transfers(self) -> bool:
+        """Transfers slow down for a save in flight, here or on this disk; during a drain they never do."""
+        return self._is_beside_save and not self.control.is_draining
+
+    def _pace(self) -> None:
+        """Slow down for a save in flight (P11), and rest when a person asked for it."""
+        if self.state is None:
+            return
+        self.local_actions.pace(is_resting=self._is_beside_save or self.control.is_resting)
+        for session in self.sessions.values():
+            session.pace(BUSY_FRACTION if self.slows_transfers else 1.0)
+
     # --- the turn --------------------------------------------------------------------------------------
 
     def turn(self, now_seconds: float) -> None:
@@ -290,8 +311,8 @@ class Job:
         if not self._still_stands(save_dir_fd, now_seconds):
             return
         before = self.state.folders.listing if self.state else None
-        listing = look(self, save_dir_fd)
-        self.disk_yield.join(self, listing.device, lambda: self.control.pace(self))
+        listing = look(self.config, self.problems, before, save_dir_fd)
+        self.disk_yield.join(self, listing.device, self._pace)
         if self._initial_scan.look(listing):
             log.info("watching %s: %d checkpoints", self.config.save_dir, len(listing.folders))
         if self.state is None:
@@ -325,7 +346,7 @@ class Job:
         self.deletion_rights.prove(self.problems, str(self.config.save_dir), state, save_dir_fd)
         self.known_saves.choose_generations()
         self.disk_yield.set_saving(self, is_saving=self._save_detector.detects_save(state, now_seconds))
-        self.control.pace(self)
+        self._pace()
         if self.watcher is not None:
             self.watcher.follow([*folders_to_watch(state), *self._save_detector.newcomers(now_seconds)])
         self.executor.sweep(save_dir_fd)
@@ -348,7 +369,7 @@ class Job:
             may_delete=self.deletion_rights.are_held and not self.peers.differing(),
             is_paused=self.control.pause is not None or bool(state.other_host and state.other_host.stands_by),
             lease=self.peers.lease_status,
-            drain=self.control.drain_view(self, state),
+            drain=drain_view(self, state),
         )
         self.supervisor.reserve.keep(self.state_dir, save_dir_fd, self.view.disk)
         plan = planned(self.view)

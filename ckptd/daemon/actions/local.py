@@ -14,7 +14,7 @@ from ckptd.convert import options as convert_options
 from ckptd.convert.engine.staging import partial_name
 from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.actions.convert import PLACE, Signals, make_universal
-from ckptd.daemon.actions.prune import LocalDeleter
+from ckptd.daemon.actions.local_deletion import LocalDeleter
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads.requests import hold_name
 from ckptd.errors import (

@@ -102,7 +102,7 @@ _OPEN = (UploadState.NEW, UploadState.FAILED, UploadState.WAITING)
 
 
 class KnownSaves(Recogniser):
-    """The `Recogniser` of one job: asks `links`, remembers in `state` and the state directory."""
+    """The `Recogniser` of one job: asks `sessions`, remembers in `state` and the state directory."""
 
     def __init__(
         self,
@@ -357,7 +357,7 @@ class KnownSaves(Recogniser):
             session.forget_tag(row.save.tag)
 
     def _choose(self, save: SealedSave, session: RemoteSession, form: str) -> GenerationChoice | None:
-        """The choice on what the link was told of the tag; None while it was not asked."""
+        """The choice on what the session was told of the tag; None while it was not asked."""
         if save.tag not in session.tag_views or session.settings.job_id is None:
             return None
         manifests, commits = session.seen(save.tag)

@@ -160,7 +160,7 @@ class LateFiles:
 
 
 class SupplementUploader:
-    """Orders supplements, and notes what is committed beside a COMMIT."""
+    """Upload supplements, and note what is committed beside a COMMIT."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class SupplementUploader:
         self._wake = wake
 
     def upload(self, action: UploadLateFiles) -> None:
-        """Ship the files; what another attempt, or a lost journal, had shipped is only looked up."""
+        """Upload the files; what another attempt, or a lost journal, had uploaded is only looked up."""
         state, session = self._state, self._sessions[action.remote]
         row = state.saves.rows[action.save_id]
         record = state.uploads.record(action.save_id, action.remote, ZERO)

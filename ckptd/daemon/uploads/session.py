@@ -15,30 +15,22 @@ from typing import TYPE_CHECKING
 from ckptd import errors
 from ckptd.base.retry import Breaker, RetryTimer
 from ckptd.config.quantities import constant, shown_remote
+from ckptd.core.model.generation import SeenCommit, SeenManifest
+from ckptd.core.model.runs import run_of
 from ckptd.storage.child.slots import RemoteProcess, error_of
 from ckptd.storage.remote import messages as m
-from ckptd.storage.remote.messages import TransferProgress
+from ckptd.storage.remote.documents import stem_of
+from ckptd.storage.remote.messages import ObjectDone, TransferProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.base.retry import BackedOff
     from ckptd.config.quantities import Timetable
-    from ckptd.core.model.generation import SeenCommit, SeenManifest
     from ckptd.core.model.runs import Place
     from ckptd.daemon.state.problems import Code, Problems
     from ckptd.storage.child.slots import SlotPool
-    from ckptd.storage.remote.messages import ObjectDone
-
-from typing import TYPE_CHECKING
-
-from ckptd.core.model.generation import SeenCommit, SeenManifest
-from ckptd.core.model.runs import run_of
-from ckptd.storage.remote.documents import stem_of
-
-if TYPE_CHECKING:
     from ckptd.storage.remote.messages import Observation, TagView
-
 
 # --- Stalled uploads: when one is cut, and what proves that uploads work again ---------------------------
 

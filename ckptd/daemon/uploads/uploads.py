@@ -21,6 +21,7 @@ from ckptd.core.policy.leases import beat_seconds
 from ckptd.core.policy.view import Confirmation
 from ckptd.daemon.state.upload_records import waiting_on
 from ckptd.daemon.uploads.late_files import SupplementUploader
+from ckptd.daemon.uploads.remote_deletion import RemoteDeleter
 from ckptd.daemon.uploads.requests import (
     committed_source,
     derive_request,
@@ -31,7 +32,6 @@ from ckptd.daemon.uploads.requests import (
     upload_request,
     verified_row,
 )
-from ckptd.daemon.uploads.retire import RemoteDeleter
 from ckptd.observe.logs import line_fields
 from ckptd.storage.child.slots import error_of
 from ckptd.storage.local import fs
@@ -43,14 +43,9 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.records import SaveRow
     from ckptd.core.policy.actions import CancelUpload, ConfirmCommits, Upload
+    from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.observe.audit import Audit
-
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ckptd.daemon.state.state import JobState
 
 log = logging.getLogger("ckptd.ship")
 
@@ -82,10 +77,10 @@ class UploadManager:
         self.deleter = RemoteDeleter(config, state, sessions, audit, wake)
         self.late = SupplementUploader(config, config_digest, state, sessions, wake)
 
-    # --- ship ------------------------------------------------------------------------------------------
+    # --- uploads ---------------------------------------------------------------------------------------
 
     def upload(self, action: Upload, save_dir_fd: int, memory_bytes: int) -> None:
-        """Start shipping one form of one save; `memory_bytes`: what making it may use (P12)."""
+        """Start the upload of one form of one save; `memory_bytes`: what making it may use (P12)."""
         state, session = self._state, self._sessions[action.remote]
         row = state.saves.rows[action.save_id]
         key = (action.save_id, action.remote, action.form)
@@ -134,7 +129,7 @@ class UploadManager:
     def _sources(
         self, row: SaveRow, action: Upload, save_dir_fd: int, memory_bytes: int
     ) -> tuple[tuple[m.UploadFile, ...] | None, m.DeriveRequest | None]:
-        """Files that lie here, and what is made of shards while it is sent."""
+        """Return the files that lie here, or what is made of shards while it is uploaded."""
         if not action.is_streamed:
             return files_to_upload(row, action, save_dir_fd), None
         os.close(fs.ensure_ours(save_dir_fd, fs.STAGING))

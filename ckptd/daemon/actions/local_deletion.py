@@ -1,6 +1,6 @@
-"""Removing committed checkpoints from this node, and what an error left of that in the trash (P1, P7).
+"""Delete committed checkpoints from this node, and finish what an error left of that in the trash (P1, P7).
 
-A prune is journalled before the folder is renamed aside, and audited before it is called done. Once the
+A deletion is journalled before the folder is renamed aside, and audited before it is called done. Once the
 folder lies in the trash its intent stays open until every sealed file is gone: a restart would otherwise
 move the rest of it back, as a checkpoint that lacks files. What is whole there still is moved back: its
 permit has ended, and who pins it or loses its COMMIT meanwhile is asked by the next one (adr/0153).
@@ -52,7 +52,7 @@ class _End(Enum):
 
 
 class LocalDeleter:
-    """The prunes of one job; every method is called in the deciding thread."""
+    """The deletions of one job on this node; every method is called in the deciding thread."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class LocalDeleter:
         return max(0.0, self._tidy_at_seconds - time.monotonic()) if is_due else None
 
     def tidy(self, save_dir_fd: int) -> None:
-        """Go on with prunes that an error cut short, and empty the trash of what is ours."""
+        """Go on with deletions that an error cut short, and empty the trash of what is ours."""
         if self.seconds_to_tidy != 0:
             return
         self._is_untidy = False
