@@ -20,7 +20,7 @@ from ckptd.base.owned_dirs import opened_ours, path_of
 from ckptd.core.model.listing import OURS
 from ckptd.core.model.records import UNIVERSAL, WEIGHTS, DerivedState, UploadState
 from ckptd.daemon.actions.convert import found_universal
-from ckptd.daemon.actions.prune import finish, moved_back
+from ckptd.daemon.actions.local_deletion import finish, moved_back
 from ckptd.daemon.intake.clones import recover_holds
 from ckptd.daemon.intake.initial_scan import PreexistingSaves, beginning
 from ckptd.daemon.uploads.duplicates import settle
@@ -180,7 +180,7 @@ def on_attached(job: WatchedJob, name: str) -> Callable[[m.Attached], None]:
 
     def attached(answer: m.Attached) -> None:
         assert job.state is not None
-        if not settle(job, name, answer, job.state.journal):
+        if not settle(job.sessions, name, answer, job.state.journal):
             return
         if answer.living and not job.config.shared_fs:
             text = other_writers(answer.living, name, answer.identity.created)
@@ -322,7 +322,7 @@ MIRROR = "mirror."
 
 
 def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
-    """After a restart: finish journalled prunes, move back what was renamed aside without one, tidy ours.
+    """After a restart: finish journalled deletions, move back what was renamed aside without one, tidy ours.
 
     A prune whose intent is journalled rested on confirmed COMMITs, once: where nothing went yet it is taken
     back and needs a fresh permit (adr/0153). What has lost a file is finished, as far as the sealed files lie

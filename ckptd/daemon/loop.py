@@ -14,7 +14,9 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.config.commands import node_name
-from ckptd.daemon.actions.control import (
+from ckptd.daemon.bootstrap import await_matches, may_open_now
+from ckptd.daemon.health.checks import exit_code, is_idle
+from ckptd.daemon.health.drain import (
     drain_code,
     drained_words,
     is_drained,
@@ -22,8 +24,6 @@ from ckptd.daemon.actions.control import (
     refused_here,
     stalled_drain,
 )
-from ckptd.daemon.bootstrap import await_matches, may_open_now
-from ckptd.daemon.health.checks import exit_code, is_idle
 from ckptd.daemon.health.exporter import Exporter
 from ckptd.daemon.health.notify import Notifier
 from ckptd.daemon.heartbeat import send_final

@@ -175,7 +175,6 @@ def _at_rest(job: JobConfig) -> Context:
     return Context(
         settle_seconds=job.settle_seconds,
         quiet_seconds=job.settle_seconds,
-        is_in_flight=False,
         save_spread_seconds=job.save_spread_seconds,
         is_to_send=False,
     )

@@ -68,16 +68,29 @@ _DESCRIPTION_LIMIT_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryRequest:
-    """Describe what is wanted of a checkpoint. `ranks`: data-parallel ranks as in file names; None: all."""
+class RecoveryOptions:
+    """Hold what the command line asks for.
 
+    Raises:
+        UsageError: it contradicts itself.
+    """
+
+    tag: str | None = None
+    """Only this one; None: the newest."""
+    run: str | None = None
+    """Of this run, named by the beginning of its id; None: of the job's own, else of the newest."""
     form: str | None = None
     world_size: int | None = None
     ranks: frozenset[int] | None = None
+    """Data-parallel ranks as in file names; None: all."""
     nodes: Nodes = field(default_factory=Nodes)
+    remote: str | None = None
+    """Only this one of the job's remotes."""
+    state_dir: Path | None = None
+    """Where the daemon's status may lie."""
+    dry_run: bool = False
 
-    def check(self) -> None:
-        """Raise UsageError when it contradicts itself."""
+    def __post_init__(self) -> None:
         if self.form not in (None, ZERO, UNIVERSAL, *WEIGHTS):
             msg = f"there is no form {self.form!r} to restore"
             raise UsageError(msg, hint=f"--form zero, universal, {', '.join(WEIGHTS)}")
@@ -119,9 +132,9 @@ def needs_universal(candidate: Candidate, world_size: int | None) -> bool:
 class Planner:
     """Plans one committed candidate into another directory. `fd` None: the directory does not exist yet."""
 
-    def __init__(self, candidate: Candidate, wish: RecoveryRequest, root: Path, fd: int | None) -> None:
+    def __init__(self, candidate: Candidate, options: RecoveryOptions, root: Path, fd: int | None) -> None:
         self._candidate = candidate
-        self._wish = wish
+        self._options = options
         self._root = root
         self._fd = fd
         self._first: list[Step] = []
@@ -134,11 +147,11 @@ class Planner:
             RefusedError: the form or the number of ranks cannot be had.
             NotFoundError: ranks beyond the grid. TargetExists: another content under the tag (73).
         """
-        candidate, wish = self._candidate, self._wish
+        candidate, options = self._candidate, self._options
         pointers: list[Step] = []
-        if wish.form in WEIGHTS:
+        if options.form in WEIGHTS:
             # beside the checkpoints, as in the remote; no pointer names weights
-            form, path = wish.form, f"{candidate.tag}_{wish.form}"
+            form, path = options.form, f"{candidate.tag}_{options.form}"
             steps = self._bring(form, candidate.universals[0], candidate.universals[0], path)
         else:
             form = UNIVERSAL if self._is_universal() else ZERO
@@ -149,7 +162,7 @@ class Planner:
             candidate=candidate,
             form=form,
             path=path,
-            world_size=wish.world_size,
+            world_size=options.world_size,
             steps=tuple(steps),
             notes=tuple(self._notes(form, steps)),
         )
@@ -157,17 +170,17 @@ class Planner:
     # --- which form ------------------------------------------------------------------------------------
 
     def _is_universal(self) -> bool:
-        candidate, wish = self._candidate, self._wish
-        differs = needs_universal(candidate, wish.world_size)
-        if wish.form == ZERO and differs:
+        candidate, options = self._candidate, self._options
+        differs = needs_universal(candidate, options.world_size)
+        if options.form == ZERO and differs:
             saved = f"{candidate.tag} was saved by {candidate.saved_world_size} ranks"
             msg = f"{saved}: in ZeRO form no others load it"
             raise RefusedError(msg, hint="leave --form out, or ask for --form universal")
-        if wish.form == ZERO and candidate.is_universal_alone:
+        if options.form == ZERO and candidate.is_universal_alone:
             msg = f"only the universal form of {candidate.tag} is left"
             raise RefusedError(msg, hint="leave --form out: it loads on any number of ranks")
-        is_universal = differs or wish.form == UNIVERSAL or candidate.is_universal_alone
-        if is_universal and wish.ranks is not None:
+        is_universal = differs or options.form == UNIVERSAL or candidate.is_universal_alone
+        if is_universal and options.ranks is not None:
             msg = f"{candidate.tag} is wanted in universal form, which has no ranks"
             hint = "leave --ranks out, or ask for --form zero without another --world-size"
             raise RefusedError(msg, hint=hint)
@@ -186,10 +199,10 @@ class Planner:
 
     def _share(self) -> Copy:
         """Return what of the ZeRO form is wanted here."""
-        whole, wish = self._candidate.copies[0], self._wish
-        if wish.ranks is not None:
-            return files_for_ranks(whole, wish.ranks)
-        return files_for_node(whole, wish.nodes) if wish.nodes.count > 1 else whole
+        whole, options = self._candidate.copies[0], self._options
+        if options.ranks is not None:
+            return files_for_ranks(whole, options.ranks)
+        return files_for_node(whole, options.nodes) if options.nodes.count > 1 else whole
 
     def _universal(self) -> tuple[str, list[Step], list[Step]]:
         """Return the path, the steps to the universal form where the trainer finds it, and the pointers."""
@@ -353,39 +366,37 @@ class Planner:
         return []
 
     def _notes(self, form: str, _steps: Sequence[Step], /) -> list[str]:
-        wish, tag = self._wish, self._candidate.tag
-        if form != ZERO or (wish.ranks is None and wish.nodes.count == 1):
+        options, tag = self._options, self._candidate.tag
+        if form != ZERO or (options.ranks is None and options.nodes.count == 1):
             return []
         every = self._share().all_for_each
-        if every is not None and wish.ranks is None:
+        if every is not None and options.ranks is None:
             return [every]
-        ranks = ranks_in_words(wish.ranks or ()).replace(" ", "")
-        whose = f"ranks {ranks}" if wish.ranks is not None else f"node {wish.nodes.rank}"
+        ranks = ranks_in_words(options.ranks or ()).replace(" ", "")
+        whose = f"ranks {ranks}" if options.ranks is not None else f"node {options.nodes.rank}"
         return [f"only the shards of {whose} of {tag} are wanted here: no other rank can load from it"]
 
 
 class SaveDirPlanner(Planner):
     """Plans into save_dir, where the candidate may lie already and what is in the way is moved aside.
 
-    `needs_commit`: of several nodes; `aside`: what has to go first.
+    `aside`: what has to go first.
     """
 
     def __init__(
         self,
         candidate: Candidate,
-        wish: RecoveryRequest,
+        options: RecoveryOptions,
         root: Path,
         fd: int | None,
         *,
         listing: SaveDirListing,
         local: Sequence[LocalCheckpoint],
-        needs_commit: bool = False,
         aside: Sequence[MoveAside] = (),
     ) -> None:
-        super().__init__(candidate, wish, root, fd)
+        super().__init__(candidate, options, root, fd)
         self._listing = listing
         self._local = local
-        self._needs_commit = needs_commit
         unusable = [
             MoveAside(name=sight.tag, label=sight.tag, reason=_why(sight))
             for sight in _in_the_way(candidate, local)
@@ -484,7 +495,7 @@ class SaveDirPlanner(Planner):
                 notes.append(f"{sight.tag} is suspect: {sight.verdict.reason}; {cure}")
             elif sight.is_complete and sight.listing.is_model_only:
                 notes.append(f"{sight.tag} is only a model: nothing to resume from")
-            elif self._needs_commit and sight.is_complete and sight.tag != candidate.tag:
+            elif self._options.nodes.count > 1 and sight.is_complete and sight.tag != candidate.tag:
                 notes.append(f"{sight.tag} is whole here but not committed: other nodes could not choose it")
         # a run that was rewound while nobody watched looks like a crash right before `latest` was written
         named = next((s for s in self._local if s.tag == self._listing.latest and s.is_complete), None)

@@ -16,7 +16,7 @@ from ckptd.base.owned_dirs import path_of
 from ckptd.errors import CkptdError, DamagedError
 from ckptd.recover.advice import advice, model_facts
 from ckptd.recover.execute import Execution
-from ckptd.recover.plan import RecoveryPlan
+from ckptd.recover.plan import RecoveryOptions, RecoveryPlan
 from ckptd.recover.select.sources import Sources
 
 if TYPE_CHECKING:
@@ -57,16 +57,16 @@ class Recovery(ABC):
         self,
         directory: Path,
         where: Where,
+        options: RecoveryOptions,
         say: Callable[[str], None],
         on_progress: Callable[[str, int, int], None] | None,
         *,
-        dry_run: bool,
         is_bound: bool,
     ) -> None:
         self._dir = directory
+        self._options = options
         self._say = say
         self._on_progress = on_progress
-        self._dry_run = dry_run
         self._is_bound = is_bound
         """Whether no other save will do than the one that was asked for."""
         self._sources = Sources(where=where, say=say)
@@ -134,7 +134,7 @@ class Recovery(ABC):
             self._say(note)
         self._say_steps(plan.steps)
         fd = self._fd
-        if fd is None or self._dry_run:
+        if fd is None or self._options.dry_run:
             return True
         execution = self._executing(fd, self._begin(fd, plan))
         try:
@@ -173,7 +173,7 @@ class Recovery(ABC):
 
     def _say_steps(self, steps: Sequence[Step] | Sequence[MoveAside]) -> None:
         for step in steps:
-            self._say(f"{'would' if self._dry_run else 'will'} {step}")
+            self._say(f"{'would' if self._options.dry_run else 'will'} {step}")
 
     def _say_damaged(self, tag: str, error: DamagedError) -> None:
         then = "another copy of it is looked for" if self._is_bound else "the next best is taken"

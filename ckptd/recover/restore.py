@@ -10,7 +10,6 @@ import difflib
 import errno
 import fcntl
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ from ckptd.errors import (
     from_os_error,
 )
 from ckptd.recover.execute import drop_leftovers, one_at_a_time
-from ckptd.recover.plan import Planner, RecoveryRequest
+from ckptd.recover.plan import Planner, RecoveryOptions
 from ckptd.recover.recovery import Recovered, Recovery, reserve_bytes
 from ckptd.recover.select.choose import Candidate, Choice, Wanted, committed_saves, committed_weights
 from ckptd.recover.select.copies import UNIVERSAL, ZERO, Nodes
@@ -51,20 +50,6 @@ if TYPE_CHECKING:
 _NEAREST = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreOptions:
-    """Hold the command line's options beside JOB and DIR; sizes in bytes."""
-
-    tag: str | None = None
-    wish: RecoveryRequest = field(default_factory=RecoveryRequest)
-    run: str | None = None
-    """Of this run, named by the beginning of its id; None: of the job's own, else of the newest."""
-    dry_run: bool = False
-
-    def __post_init__(self) -> None:
-        self.wish.check()
-
-
 class Restore(Recovery):
     """One call of `restore`."""
 
@@ -72,15 +57,13 @@ class Restore(Recovery):
         self,
         where: Where,
         directory: Path,
-        options: RestoreOptions,
+        options: RecoveryOptions,
         say: Callable[[str], None],
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         place = Path(os.path.realpath(directory))
-        is_bound = options.tag is not None
-        super().__init__(place, where, say, on_progress, dry_run=options.dry_run, is_bound=is_bound)
+        super().__init__(place, where, options, say, on_progress, is_bound=options.tag is not None)
         self._where = where
-        self._options = options
 
     def run(self) -> Recovered:
         """Restore into DIR.
@@ -176,7 +159,7 @@ class Restore(Recovery):
         """
         runs = Runs(self._sources.remotes)
         job = self._where.job
-        is_alone = self._options.wish.nodes.count == 1  # several nodes have to take one
+        is_alone = self._options.nodes.count == 1  # several nodes have to take one
         held = held_by(job.save_dir) if job is not None and is_alone else None
         run_id = runs.named(self._options.run) if self._options.run else held or runs.newest_committed()
         if run_id is None:
@@ -188,8 +171,8 @@ class Restore(Recovery):
     def _choose(self) -> Choice:
         choice, options = Choice(), self._options
         remotes, damaged = self._sources.remotes, frozenset(self._sources.damaged)
-        if options.wish.form in WEIGHTS:
-            found = committed_weights(remotes, options.wish.form, options.tag, damaged, choice.lost)
+        if options.form in WEIGHTS:
+            found = committed_weights(remotes, options.form, options.tag, damaged, choice.lost)
         else:
             found = committed_saves(remotes, Nodes(), damaged, choice, self._wanted(), model=options.tag)
         choice.candidates = found
@@ -198,7 +181,7 @@ class Restore(Recovery):
     def _pick(self, choice: Choice) -> Candidate:
         tag, newest, found = self._options.tag, self._newest_of_tag(), choice.candidates
         fit = [c for c in found if c.tag == tag and c.order == newest] if tag else found
-        if tag is None and self._options.wish.form == ZERO:
+        if tag is None and self._options.form == ZERO:
             fit = [c for c in found if not c.is_universal_alone]
         if not fit:
             raise self._nothing(newest)
@@ -208,7 +191,7 @@ class Restore(Recovery):
         """All of the tag asked for, else the newest that has the form."""
         if self._options.tag is not None:
             return Wanted(most=0, tags=frozenset({self._options.tag}))
-        is_zero = self._options.wish.form == ZERO
+        is_zero = self._options.form == ZERO
         return Wanted(most=1, is_usable=lambda c: not (is_zero and c.is_universal_alone))
 
     def _newest_of_tag(self) -> Order | None:
@@ -224,7 +207,7 @@ class Restore(Recovery):
         )
 
     def _is_wanted_form(self, form: str) -> bool:
-        wanted = self._options.wish.form
+        wanted = self._options.form
         return form == wanted or (form in (ZERO, UNIVERSAL) and wanted not in WEIGHTS)
 
     def _nothing(self, wanted: Order | None) -> CkptdError:
@@ -255,7 +238,7 @@ class Restore(Recovery):
         if there or any(remote.observation.damaged for remote in sources.remotes):
             msg = f"every checkpoint in {where} is damaged"
             return DamagedError(msg, hint="see the lines above, and `ckptd verify`")
-        what = "checkpoint" if self._options.wish.form not in WEIGHTS else self._options.wish.form
+        what = "checkpoint" if self._options.form not in WEIGHTS else self._options.form
         msg = f"{where} holds no committed {what}"
         if what != "checkpoint":
             return NothingCommitted(
@@ -266,7 +249,7 @@ class Restore(Recovery):
     # --- doing -----------------------------------------------------------------------------------------
 
     def _plan(self, candidate: Candidate) -> RecoveryPlan:
-        return Planner(candidate, self._options.wish, self._dir, self._fd).plan()
+        return Planner(candidate, self._options, self._dir, self._fd).plan()
 
     def _begin(self, fd: int, plan: RecoveryPlan) -> int:
         """Refuse a folder that is being written; keep room where DIR shares its disk with the job's save_dir.

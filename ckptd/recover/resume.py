@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import os
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ckptd.base import files
@@ -35,7 +34,7 @@ from ckptd.errors import (
 )
 from ckptd.recover.execute import one_at_a_time, write_resume_marker
 from ckptd.recover.files import damage_in
-from ckptd.recover.plan import RecoveryRequest, SaveDirPlanner, needs_universal
+from ckptd.recover.plan import RecoveryOptions, SaveDirPlanner, needs_universal
 from ckptd.recover.recovery import Recovered, Recovery, reserve_bytes
 from ckptd.recover.select.choose import NEWEST_READ, Candidate, Choice, choose, readable_copies, views_by_save
 from ckptd.recover.select.copies import UNIVERSAL, ZERO, Nodes
@@ -63,32 +62,13 @@ if TYPE_CHECKING:
     from ckptd.storage.remote.messages import CommitView
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeOptions:
-    """Hold the launch script's options; sizes in bytes.
-
-    `state_dir`: where the daemon's status may lie.
-    """
-
-    world_size: int | None = None
-    nodes: Nodes = field(default_factory=Nodes)
-    dry_run: bool = False
-    state_dir: Path | None = None
-    remote: str | None = None
-    """Only this one of the job's remotes."""
-    tag: str | None = None
-    """Only this one; None: the newest."""
-    run: str | None = None
-    """Of this run, named by the beginning of its id; None: of the one that save_dir holds."""
-
-
 class Resume(Recovery):
     """One call of `resume` for one job."""
 
     def __init__(
         self,
         job: JobConfig,
-        options: ResumeOptions,
+        options: RecoveryOptions,
         say: Callable[[str], None],
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -96,11 +76,8 @@ class Resume(Recovery):
         check_job_paths(job, "resume")
         remotes, owner = named(job.remotes, options.remote), owner_of(job, options.state_dir)
         where = Where(remotes=remotes, owner=owner, job=job)
-        super().__init__(
-            job.save_dir, where, say, on_progress, dry_run=options.dry_run, is_bound=self._one.is_bound
-        )
+        super().__init__(job.save_dir, where, options, say, on_progress, is_bound=self._one.is_bound)
         self._job = job
-        self._options = options
         self._damaged_here: set[str] = set()
         self._proven: set[str] = set()
         self._chosen: Chosen | None = None
@@ -132,7 +109,7 @@ class Resume(Recovery):
             if self._choose_run():
                 self._sources.look()  # what it has committed until it fell silent
                 self._choose_run()
-            if fd is None or self._dry_run:
+            if fd is None or self._options.dry_run:
                 return self._recover()
             make_beside(fd, os.fstat(fd).st_mode & 0o777, is_sure=self._sources.is_numbered())
             with one_at_a_time(fd):
@@ -176,7 +153,7 @@ class Resume(Recovery):
         return False
 
     def _wait(self, run_id: str | None, remotes: Sequence[RemoteInventory]) -> bool:
-        if run_id is None or self._options.nodes.count > 1 or self._job.shared_fs or self._dry_run:
+        if run_id is None or self._options.nodes.count > 1 or self._job.shared_fs or self._options.dry_run:
             return False
         for remote in remotes:
             row = elsewhere(remote.observation.rows, run_id, str(self._dir))
@@ -202,7 +179,7 @@ class Resume(Recovery):
         """Open save_dir, made where it is absent; None in a dry run without one."""
         path = self._dir
         try:
-            if not self._dry_run and any(remote.commits for remote in self._sources.remotes):
+            if not self._options.dry_run and any(remote.commits for remote in self._sources.remotes):
                 path.mkdir(exist_ok=True)
             return os.open(path, files.DIR_FLAGS)
         except FileNotFoundError:
@@ -265,12 +242,11 @@ class Resume(Recovery):
         local = self._kept()
         plan = SaveDirPlanner(
             candidate,
-            RecoveryRequest(world_size=self._options.world_size),
+            self._options,
             self._dir,
             self._fd,
             listing=self._listing,
             local=local,
-            needs_commit=self._options.nodes.count > 1,
             aside=self._aside,
         ).plan()
         in_the_way = {step.name for step in plan.steps if isinstance(step, MoveAside)}
@@ -420,7 +396,7 @@ class Resume(Recovery):
             names.append(("latest", f"names {self._listing.latest}, which cannot be loaded"))
         steps = [MoveAside(name=name, label=name, reason=reason) for name, reason in names]
         self._say_steps(steps)
-        if not self._dry_run:
+        if not self._options.dry_run:
             self._executing(self._fd, 0).run(steps)
 
 
@@ -439,7 +415,7 @@ class PinnedSelection:
     """Which save may be taken; of one node that names none: any."""
 
     job: JobConfig
-    options: ResumeOptions
+    options: RecoveryOptions
     _why: CkptdError | None = None
     """What was wrong with the copy that was given up last."""
     _key: tuple[Order, str] | None = None

@@ -31,7 +31,7 @@ from ckptd.daemon.state.deletions import due_since
 from ckptd.daemon.state.remote_sync import as_committed, commits_in, unread_manifests
 from ckptd.daemon.state.upload_records import note_parts, waiting_on
 from ckptd.daemon.state.view_builder import as_planned
-from ckptd.daemon.uploads.retire import patience_seconds
+from ckptd.daemon.uploads.remote_deletion import patience_seconds
 from ckptd.daemon.uploads.session import commits_of, of_run
 from ckptd.daemon.uploads.uploads import STEP_IN_SECONDS
 from ckptd.errors import CkptdError, SourceChanged
@@ -634,7 +634,7 @@ class Daemon:
         return True
 
     def is_undisturbed(self, tag: str, planned: dict[str, Written]) -> bool:
-        """No save began since that was planned (`daemon/actions/prune.py`)."""
+        """No save began since that was planned (`daemon/actions/local_deletion.py`)."""
         return all(planned.get(other) == w for other, w in self.machine.disk.items() if other != tag)
 
     def on_prune(self, row: Row) -> None:

@@ -22,8 +22,9 @@ from ckptd.core.model.save import SaveWindow
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.formats.torchfile.archive import read_directory
+from ckptd.recover.plan import RecoveryOptions
 from ckptd.recover.recovery import Recovered
-from ckptd.recover.resume import Resume, ResumeOptions
+from ckptd.recover.resume import Resume
 from ckptd.recover.select.copies import Nodes
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote.attach import attach
@@ -313,7 +314,7 @@ class Scene:
     ) -> Recovered:
         """`ckptd resume`."""
         self.said.clear()
-        chosen = ResumeOptions(
+        chosen = RecoveryOptions(
             world_size=world_size,
             dry_run=dry_run,
             nodes=nodes or Nodes(),

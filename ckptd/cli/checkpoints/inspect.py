@@ -272,15 +272,19 @@ def inspect_folder(path: Path) -> Inspection:
         listing = scan_folder(parent_fd, name)
     if listing is None:
         raise NotFoundError(f"{path} vanished")
+    seen = _checkpoint(listing, Path(parent))
+    if seen is None:
+        return _save_dir(path, absolute)
+    if seen.kind == "zero":
+        seen = seen.model_copy(update={"conversion": forecast_conversion(Path(absolute))})
+    return Inspection(path=str(path), kind=seen.kind, checkpoints=(seen,))
+
+
+def _checkpoint(listing: FolderListing, parent: Path) -> InspectedCheckpoint | None:
+    """Return the verdict on a folder; None: it is no checkpoint."""
     if _is_universal(listing):
-        return Inspection(path=str(path), kind="universal", checkpoints=(_universal(listing, Path(parent)),))
-    if (exported := _weights(listing, Path(parent))) is not None:
-        return Inspection(path=str(path), kind="weights", checkpoints=(exported,))
-    if listing.shards:
-        checkpoint = _zero(listing, Path(parent))
-        whole = checkpoint.model_copy(update={"conversion": forecast_conversion(Path(absolute))})
-        return Inspection(path=str(path), kind="zero", checkpoints=(whole,))
-    return _save_dir(path, absolute)
+        return _universal(listing, parent)
+    return _weights(listing, parent) or (_zero(listing, parent) if listing.shards else None)
 
 
 def forecast_conversion(folder: Path) -> ConversionForecast:
@@ -308,14 +312,8 @@ def _save_dir(path: Path, absolute: str) -> Inspection:
                 listing = scan_folder(fd, name) if not name.startswith("_ckptd") else None
             except (NotADirectoryError, CkptdError):
                 continue
-            if listing is None:
-                continue
-            if _is_universal(listing):
-                found.append(_universal(listing, Path(absolute)))
-            elif (exported := _weights(listing, Path(absolute))) is not None:
-                found.append(exported)
-            elif listing.shards:
-                found.append(_zero(listing, Path(absolute)))
+            checkpoint = _checkpoint(listing, Path(absolute)) if listing is not None else None
+            found += [checkpoint] if checkpoint is not None else []
     tags = [one.tag for one in found if one.kind == "zero"]
     others = warn_unprotected(seen.unprotected, absolute, latest, tags)
     if not found:
@@ -349,8 +347,6 @@ def _zero(listing: FolderListing, parent: Path) -> InspectedCheckpoint:
     if listed is not None:  # times there are those of the upload
         listing = replace(listing, files=tuple(map(_without_time, listing.files)))
     context = Context(
-        settle_seconds=0.0,
-        quiet_seconds=float("inf"),
         is_in_flight=listed is None and now - newest < 5.0,
         save_spread_seconds=60.0,
         is_to_send=False,

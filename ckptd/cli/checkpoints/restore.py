@@ -54,21 +54,19 @@ def register(app: typer.Typer) -> None:
         from pathlib import Path
 
         from ckptd.cli.output import print_answer, print_note, progress_bar, reports_when_stopped
-        from ckptd.recover.plan import RecoveryRequest
-        from ckptd.recover.restore import Restore, RestoreOptions
+        from ckptd.recover.plan import RecoveryOptions
+        from ckptd.recover.restore import Restore
         from ckptd.recover.select.copies import Nodes
         from ckptd.recover.select.sources import where_of
 
         _must_be_a_directory_here(to)
-        options = RestoreOptions(
+        options = RecoveryOptions(
             tag=tag,
-            wish=RecoveryRequest(
-                form=form,
-                world_size=world_size,
-                ranks=ranks_of(ranks) if ranks is not None else None,
-                nodes=Nodes(count=nnodes, rank=node_rank),
-            ),
             run=run,
+            form=form,
+            world_size=world_size,
+            ranks=ranks_of(ranks) if ranks is not None else None,
+            nodes=Nodes(count=nnodes, rank=node_rank),
             dry_run=dry_run,
         )
         directory = Path(config_dir) if config_dir else None

@@ -43,14 +43,15 @@ def register(app: typer.Typer) -> None:
         from pathlib import Path
 
         from ckptd.cli.output import print_answer, print_note, progress_bar, reports_when_stopped
-        from ckptd.recover.resume import Resume, ResumeOptions
+        from ckptd.recover.plan import RecoveryOptions
+        from ckptd.recover.resume import Resume
         from ckptd.recover.select.copies import Nodes
         from ckptd.recover.select.job import state_dir_hint
 
         environ = dict(os.environ)
         directory = Path(config_dir) if config_dir else None
         config = _job(job, url, environ, directory)
-        options = ResumeOptions(
+        options = RecoveryOptions(
             world_size=world_size,
             nodes=Nodes(count=nnodes, rank=node_rank, world_size=world_size),
             dry_run=dry_run,

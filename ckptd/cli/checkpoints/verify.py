@@ -245,13 +245,10 @@ def job_state_dir(config: JobConfig, directory: Path | None, *, make: bool) -> P
     """Return the job's state directory; make it if that is wanted and save_dir exists."""
     import os
 
-    from ckptd.config.commands import default_config_dir
-    from ckptd.config.loader import load_daemon
-    from ckptd.storage.local.state_dir import prepare_state_dir, state_dir_of
+    from ckptd.recover.select.job import state_dir_for
+    from ckptd.storage.local.state_dir import prepare_state_dir
 
-    environ = dict(os.environ)
-    daemon = load_daemon((directory or default_config_dir(environ)) / "ckptd.toml", environ)
-    path = state_dir_of(config.save_dir, config.name, daemon.state_dir, environ)
+    path = state_dir_for(config, os.environ, directory)
     if path.is_dir():
         return path
     if not make or not config.save_dir.is_dir():

@@ -199,7 +199,7 @@ class Draining:
         import os
         import time
 
-        from ckptd.daemon.actions.control import drained_words
+        from ckptd.daemon.health.drain import drained_words
         from ckptd.daemon.loop import Daemon
         from ckptd.observe import logs
 

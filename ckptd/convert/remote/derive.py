@@ -28,7 +28,7 @@ from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.errors import BehindError, DamagedError, NeedsWholeFiles, RefusedError, SourceChanged, UsageError
 from ckptd.formats.torchfile.archive import Framing, frame, read_directory
 from ckptd.formats.torchfile.fingerprint import fingerprint
-from ckptd.recover.select.manifest_check import why_untrusted
+from ckptd.recover.select.inventory import why_untrusted
 from ckptd.storage.remote.documents import manifests_of_commit, read_commit, read_identity
 from ckptd.storage.remote.messages import Planned, UploadFile
 from ckptd.storage.remote.transfer import CannotBeMade, changed
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ckptd.storage.remote.messages import Committed, DeriveRequest, UploadRequest
     from ckptd.storage.remote.transfer import Control
     from ckptd.storage.stores.base import Source, Store
+
 
 ALONE_BYTES = 72 << 20
 LANE_BYTES = 8 << 20

@@ -24,7 +24,7 @@ class Describe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """Ship one form of a save to a remote, as generation g."""
+    """Upload one form of a save to a remote, as generation g."""
 
     save_id: int
     remote: str
@@ -37,7 +37,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadLateFiles:
-    """Ship files that appeared in a folder after its COMMIT, and commit them beside it."""
+    """Upload files that appeared in a folder after its COMMIT, and commit them beside it."""
 
     save_id: int
     remote: str

@@ -73,7 +73,7 @@ def plan(view: JobView) -> Plan:
         actions += _holds(view, loose, is_enough=next_to_evict(view, local) is not None)
         moves = [action for remote in view.remotes for action in _ship(view, remote, loose)]
         # a remote does one thing at a time: a new ZeRO form comes before what removes, all else after it, so
-        # that a link which is never idle, or a remote that is full, still lets go of what is due
+        # that a link which is never idle, or a remote that is full, still loses what is due
         first = {m.remote for m in moves if isinstance(m, Upload) and _comes_before_removals(view, m)}
         removals = [action for action in _retire(view, remote_fates) if action.remote not in first]
         removing = {action.remote for action in removals}
@@ -153,7 +153,7 @@ def _course(view: JobView, drain: Drain, remote: RemoteView) -> DrainSchedule:
 
 
 def _on_course(view: JobView, remote: RemoteView, order: Sequence[tuple[SaveView, str]]) -> list[Action]:
-    """Go on with what is first, or make way for it."""
+    """Go on with what is first, or cancel what is under way for it."""
     if not remote.is_attached:
         return []
     first = next(((s, form) for s, form in order if _is_under_way_or_due(view, s, remote, form)), None)

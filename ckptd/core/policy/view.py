@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ckptd.core.model.records import UNIVERSAL, DerivedRecord, UploadRecord
 from ckptd.core.model.save import Best, Order, SealedFile, SealedSave
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckptd.core.model.listing import ResumeMarker
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-from typing import Literal
 
 BEGUN_FACTOR = 1.25
 """What is under way stays while it would be late by no more than this: an estimate wanders."""
@@ -130,10 +123,10 @@ class SaveView:
     """Derived files that our `resume` put in: they go with the folder."""
     is_held: bool = False
     is_busy: bool = False
-    """Being read by a worker (shipped, converted, cloned)."""
+    """Being read by a worker (uploaded, converted, cloned)."""
     is_pinned: bool = False
     is_pruned: bool = False
-    """We let the folder go, under a permit; what was derived from it may stay (docs/adr/0094)."""
+    """We deleted the folder, under a permit; what was derived from it may stay (docs/adr/0094)."""
     uploads: Mapping[tuple[str, str], UploadRecord] = field(default_factory=dict)
     universal: DerivedRecord = field(default_factory=DerivedRecord)
     weights: Mapping[str, DerivedRecord] = field(default_factory=dict)
@@ -209,16 +202,16 @@ class RemoteView:
     is_attached: bool
     """There, ours, observed, and not backing off."""
     is_busy: bool
-    """Its one mover (ship or retire) is busy, or left alone for a while."""
+    """Its one transfer (an upload or a deletion) is under way, or none is tried for a while."""
     was_heard: bool = True
     """Observed since the start: what people decided on other nodes before that is known."""
     uploading: str | None = None
-    """The form that the mover ships just now."""
+    """The form that is being uploaded."""
     uploading_save_id: int | None = None
     """Of which save."""
     commits: tuple[RemoteCommit, ...] = ()
     known_tags: frozenset[str] = frozenset()
-    """Tags with commits, tombstones or manifests: must be described before they are shipped."""
+    """Tags with commits, tombstones or manifests: must be described before they are uploaded."""
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     deletions_left: int = 3
     """Its own hourly limit: each save brings one removal to each remote (adr/0127)."""
@@ -285,11 +278,11 @@ class JobView:
     pinned_tags: frozenset[str] = frozenset()
     """Whether a save of the tag is on this node or not."""
     not_to_delete: frozenset[int] = frozenset()
-    """Ids of saves whose removal from this node failed a short while ago."""
+    """Ids of saves whose deletion from this node failed a short while ago."""
     not_to_upload_late: frozenset[tuple[int, str]] = frozenset()
     """(save id, remote) whose late files that remote did not take a short while ago, though it works."""
     not_to_delete_remotely: frozenset[tuple[str, str]] = frozenset()
-    """(remote, digest) of COMMITs that the remote would not let go a short while ago."""
+    """(remote, digest) of COMMITs that the remote refused to delete a short while ago."""
     drain: Drain | None = None
     """The node is about to go; comes before a pause."""
     config_digest: str = ""

@@ -26,7 +26,7 @@ log = logging.getLogger("ckptd.job")
 
 
 class PlanExecutor:
-    """Hands the actions of one job's plan out; every method is called in the deciding thread."""
+    """Starts the actions of one job's plan; every method is called in the deciding thread."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PlanExecutor:
         self._limits.end_turn(places)
 
     def scrub(self, *, is_wanted: bool = True) -> bool:
-        """The slow reading goes on, or makes way; whether it found anything, or the trash waits."""
+        """Go on with the slow reading, or end it; return whether it found anything, or the trash waits."""
         is_wanted = is_wanted and not self._limits.child_slots.is_crowded
         return self.scrubber.turn(is_wanted=is_wanted) | (self._local_actions.deleter.seconds_to_tidy == 0)
 

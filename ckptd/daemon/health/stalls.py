@@ -242,7 +242,7 @@ def _see_holds(job: WatchedJob, state: JobState) -> None:
 
 
 def _see_still(job: WatchedJob) -> None:
-    """Before it is cut (links.py): a note, for a flush may last so long."""
+    """Before it is cut (session.py): a note, for a flush may last so long."""
     cut = {problem.about for problem in job.problems.all() if problem.code == "transfer-stalled"}
     for session in job.sessions.values():
         if session.name not in cut and (seconds := session.idle_seconds) >= STILL_SECONDS:

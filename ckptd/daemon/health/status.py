@@ -15,6 +15,7 @@ from ckptd.core.policy.retention import fullness
 from ckptd.core.policy.safety import exposed, is_to_upload, newest_safe, steps_at_risk
 from ckptd.daemon.health.capacity import link_speed, outlook
 from ckptd.daemon.health.checks import is_idle
+from ckptd.daemon.health.drain import drain_status
 from ckptd.daemon.health.stalls import damage, unfinished, way_out, why_gone
 from ckptd.daemon.state.view_builder import next_save_bytes
 from ckptd.observe import status as st
@@ -79,8 +80,8 @@ def job_status(job: WatchedJob) -> st.JobStatus:
         production_bytes_per_second=told.production_bytes_per_second,
         link_bytes_per_second=link_speed(job, job.state),
         checkpoints=_checkpoints(job, job.state),
-        drain=job.control.drain_status(job, job.state),
-        making_way=job.control.slows_transfers(job),
+        drain=drain_status(job, job.state),
+        making_way=job.slows_transfers,
         shared=_shared(job),
     )
 

@@ -20,12 +20,12 @@ from ckptd.base import files, names
 from ckptd.base.names import decode_name
 from ckptd.base.owned_dirs import opened_ours
 from ckptd.core.model import manifest as mf
-from ckptd.core.model.decision import PINS, Decision, lacking, newest_decisions
+from ckptd.core.model.decision import PINS, Decision, lacking, newest_decisions, pinned_tags
 from ckptd.errors import CkptdError, DamagedError, RefusedError, RemoteNotOurs, RemoteUnreachable
 from ckptd.storage.remote import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
     from ckptd.daemon.state.state import JobState
@@ -116,11 +116,6 @@ def write_decision(state_dir: Path, decision: Decision) -> None:
         os.close(files.open_dir_beneath(state_fd, DECISIONS, create_mode=0o777, is_durable=True))
         with files.opened_dir(DECISIONS, state_fd) as fd:
             files.write_atomic(fd, name, mf.to_bytes(decision))
-
-
-def pinned_tags(decisions: Iterable[Decision]) -> frozenset[str]:
-    """Tags whose newest pin or unpin is a pin."""
-    return frozenset(tag for tag, decision in newest_decisions(decisions).items() if decision.kind == "pin")
 
 
 def _is_to_publish(decision: Decision) -> bool:

@@ -58,7 +58,7 @@ _OPEN = (UploadState.NEW, UploadState.FAILED, UploadState.WAITING)
 
 
 class KnownSaves:
-    """The saves that a job's remotes know: asks `links`, remembers in `state` and the state directory."""
+    """The saves that a job's remotes know: asks `sessions`, remembers in `state` and the state directory."""
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class KnownSaves:
         save_spread_seconds: float,
         forms: Mapping[str, tuple[str, ...]],
         wake: Callable[[], None],
+        runs: Runs | None = None,
     ) -> None:
         self._state = state
         self._state_dir = state_dir
@@ -81,7 +82,7 @@ class KnownSaves:
         self._first = FirstStart(beginning, state_dir, sessions, node, wake)
         self._decisions = Decisions(state.journal, state_dir)
         self._publisher = DecisionPublisher(state, sessions, wake)
-        self.runs: Runs | None = None
+        self._runs = runs
         """None: save_dir is of one run (a state that no job runs on)."""
 
     @property
@@ -147,15 +148,15 @@ class KnownSaves:
         """Tell whether the run is known: from the content of save_dir, else once every remote has
         answered.
         """
-        if self.runs is None:
+        if self._runs is None:
             return True
         has_heard_all = self.has_heard_all or self._goes_on_without
-        return self.runs.is_settled(ready, has_heard_all=has_heard_all)
+        return self._runs.is_settled(ready, has_heard_all=has_heard_all)
 
     def turn_of_runs(self) -> None:
         """Look at the run's word, and claim it where something is to be sent."""
-        if self.runs is not None:
-            self.runs.turn(has_heard_all=self.has_heard_all or self._goes_on_without)
+        if self._runs is not None:
+            self._runs.turn(has_heard_all=self.has_heard_all or self._goes_on_without)
 
     def may_seal(self, tag: str) -> bool:
         """All remotes observed once (a new journal), and asked about a tag that they know and we do not."""
@@ -313,7 +314,7 @@ class KnownSaves:
             session.forget_tag(row.save.tag)
 
     def _choose(self, save: SealedSave, session: RemoteSession, form: str) -> GenerationChoice | None:
-        """The choice on what the link was told of the tag; None while it was not asked."""
+        """The choice on what the session was told of the tag; None while it was not asked."""
         if save.tag not in session.tag_views or session.settings.job_id is None:
             return None
         manifests, commits = session.seen(save.tag)

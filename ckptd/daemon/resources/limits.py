@@ -85,7 +85,7 @@ class Slots:
 
 
 class HostLimits:
-    """The shared limits of a daemon; `links` are those of all its jobs, `converting` how many convert.
+    """The shared limits of a daemon; `sessions` are those of all its jobs, `converting` how many convert.
 
     `remotes`: the URLs of each job's remotes, as configured: the budget is divided for all of them.
     """
@@ -150,7 +150,7 @@ class HostLimits:
             slots.leave(mine)
 
     def share_and_wake(self) -> None:
-        """After all turns: share the bandwidth among those who ship, and wake who may start."""
+        """After all turns: share the bandwidth among the uploads, and wake who may start."""
         self.share()
         self.child_slots.settle()
         self.uploads.call()
@@ -169,7 +169,7 @@ class HostLimits:
                 problems.put("memory-short", "memory_budget", *found)
 
     def share(self, starting: RemoteSession | None = None) -> None:
-        """Tell those who ship their part; who is about to start hears it before its first byte.
+        """Tell sessions that upload their part; one that is about to start hears it before its first byte.
 
         Timetables are read anew each time: a limit that begins now holds with the next turn.
         """

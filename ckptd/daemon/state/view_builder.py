@@ -222,7 +222,7 @@ def _fresh(
         is_held=row.held,
         is_busy=state.saves.busy[row.id] > 0,
         is_pinned=row.save.tag in pins,
-        # a folder that is gone, and the look did not call it vanished: whoever prunes it has not said so yet
+        # a folder that is gone, and the look did not call it vanished: whoever deletes it has not said so yet
         is_pruned=row.state == "pruned" or (row.state == "present" and folder is None),
         uploads=uploads,
         universal=row.derived,

@@ -20,7 +20,7 @@ from ckptd.core.model.runs import run_of
 from ckptd.storage.child.slots import RemoteProcess
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.documents import stem_of
-from ckptd.storage.remote.messages import TransferProgress
+from ckptd.storage.remote.messages import ObjectDone, TransferProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.runs import Place
     from ckptd.daemon.state.problems import Code, Problems
     from ckptd.storage.child.slots import SlotPool
-    from ckptd.storage.remote.messages import ObjectDone, Observation, TagView
-
+    from ckptd.storage.remote.messages import Observation, TagView
 
 # --- Stalled uploads: when one is cut, and what proves that uploads work again ---------------------------
 

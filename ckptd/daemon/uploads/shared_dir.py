@@ -157,7 +157,7 @@ _WRITTEN_NS = 2_000_000_000
 
 
 def look_for_sharer(state: JobState, session: RemoteSession, tags_at_start: frozenset[str]) -> None:
-    """Tell whether a remote tells of another host that ships what lies here."""
+    """Tell whether a remote tells of another host that uploads what lies here."""
     if state.other_host is not None or state.is_shared:
         return
     for row in state.saves.rows.values():

@@ -26,6 +26,7 @@ from ckptd.core.model.records import (
 from ckptd.core.policy.leases import beat_seconds
 from ckptd.core.policy.view import Confirmation
 from ckptd.daemon.state.upload_records import waiting_on
+from ckptd.daemon.uploads.remote_deletion import RemoteDeleter
 from ckptd.daemon.uploads.requests import (
     committed_source,
     derive_request,
@@ -37,7 +38,6 @@ from ckptd.daemon.uploads.requests import (
     upload_request,
     verified_row,
 )
-from ckptd.daemon.uploads.retire import RemoteDeleter
 from ckptd.errors import (
     CommitConflict,
     DamagedError,
@@ -91,10 +91,10 @@ class UploadManager:
         self.deleter = RemoteDeleter(config, state, sessions, audit, wake)
         self.late = SupplementUploader(config, config_digest, state, sessions, wake)
 
-    # --- ship ------------------------------------------------------------------------------------------
+    # --- uploads ---------------------------------------------------------------------------------------
 
     def upload(self, action: Upload, save_dir_fd: int, memory_bytes: int) -> None:
-        """Start shipping one form of one save; `memory_bytes`: what making it may use (P12)."""
+        """Start the upload of one form of one save; `memory_bytes`: what making it may use (P12)."""
         state, session = self._state, self._sessions[action.remote]
         row = state.saves.rows[action.save_id]
         key = (action.save_id, action.remote, action.form)
@@ -143,7 +143,7 @@ class UploadManager:
     def _sources(
         self, row: SaveRow, action: Upload, save_dir_fd: int, memory_bytes: int
     ) -> tuple[tuple[m.UploadFile, ...] | None, m.DeriveRequest | None]:
-        """Files that lie here, and what is made of shards while it is sent."""
+        """Return the files that lie here, or what is made of shards while it is uploaded."""
         if not action.is_streamed:
             return files_to_upload(row, action, save_dir_fd), None
         os.close(fs.ensure_ours(save_dir_fd, fs.STAGING))
@@ -365,7 +365,7 @@ _OF_THIS_SAVE = (RefusedError, DamagedError, CommitConflict, NotPermitted, Sourc
 
 
 class SupplementUploader:
-    """Orders supplements, and notes what is committed beside a COMMIT."""
+    """Upload supplements, and note what is committed beside a COMMIT."""
 
     def __init__(
         self,
@@ -382,7 +382,7 @@ class SupplementUploader:
         self._wake = wake
 
     def upload(self, action: UploadLateFiles) -> None:
-        """Upload the files; what another attempt, or a lost journal, had shipped is only looked up."""
+        """Upload the files; what another attempt, or a lost journal, had uploaded is only looked up."""
         state, session = self._state, self._sessions[action.remote]
         row = state.saves.rows[action.save_id]
         record = state.uploads.record(action.save_id, action.remote, ZERO)

@@ -17,7 +17,7 @@ from ckptd.base import files
 from ckptd.config.loader import load_daemon, load_jobs
 from ckptd.core.model.records import ObjectRow
 from ckptd.core.policy.actions import DeleteLocal
-from ckptd.daemon.actions.prune import TIDY_SECONDS, LocalDeleter
+from ckptd.daemon.actions.local_deletion import TIDY_SECONDS, LocalDeleter
 from ckptd.daemon.bootstrap import recover
 from ckptd.daemon.loop import Daemon
 from ckptd.daemon.state.state import JobState

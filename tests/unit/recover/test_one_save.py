@@ -12,7 +12,8 @@ import pytest
 
 from ckptd.config.schema import RemoteConfig
 from ckptd.errors import DamagedError, NotFoundError, RefusedError, RemoteError
-from ckptd.recover.resume import Resume, ResumeOptions
+from ckptd.recover.plan import RecoveryOptions
+from ckptd.recover.resume import Resume
 from ckptd.recover.select.copies import Nodes
 from tests.support.recover_scene import Scene
 
@@ -63,7 +64,7 @@ class Job:
         places = {name: more.pop(name, getattr(self, name)) for name in ("near", "far")}
         job = self.node(rank).job().model_copy(update={"remotes": self.remotes(**places)})
         nodes = Nodes(count=count, rank=rank, world_size=2)
-        options = ResumeOptions(world_size=2, nodes=nodes, **more)
+        options = RecoveryOptions(world_size=2, nodes=nodes, **more)
         self.said.clear()
         return Resume(job, options, self.said.append, tell).run()
 
@@ -142,7 +143,7 @@ def test_a_remote_of_weights_alone_is_not_asked_for(job: Job) -> None:
     weights = {"name": "w", "url": str(job.root / "none"), "forms": ["weights-bf16"], "required": False}
     remotes = (*job.remotes(near=job.near), RemoteConfig.model_validate(weights))
     one = job.node(1).job().model_copy(update={"remotes": remotes})
-    options = ResumeOptions(world_size=2, nodes=Nodes(count=2, rank=1, world_size=2))
+    options = RecoveryOptions(world_size=2, nodes=Nodes(count=2, rank=1, world_size=2))
     assert Resume(one, options, job.said.append).run().path.name == NEW
 
 

@@ -12,7 +12,7 @@ from ckptd.core.model.layouts import Grid
 from ckptd.core.model.listing import RESUMED_PATH, ResumeMarker, read_resume_marker
 from ckptd.core.policy.actions import DeleteLocal
 from ckptd.core.policy.planner import plan
-from ckptd.daemon.actions.prune import _check_no_save_began
+from ckptd.daemon.actions.local_deletion import _check_no_save_began
 from ckptd.errors import SourceChanged
 from ckptd.storage.local.scan import scan
 from tests.support.core_views import job_view, save_view, sealed

@@ -18,7 +18,7 @@ from ckptd.base import files, owned_dirs
 from ckptd.core.model.records import ZERO, UploadRecord, UploadState
 from ckptd.core.model.save import SealedFile
 from ckptd.core.policy.actions import DeleteLocal
-from ckptd.daemon.actions.prune import TIDY_SECONDS
+from ckptd.daemon.actions.local_deletion import TIDY_SECONDS
 from ckptd.daemon.bootstrap import recover
 from ckptd.daemon.state.remote_sync import notice_lost
 from ckptd.storage.local import fs

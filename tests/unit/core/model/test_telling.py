@@ -25,7 +25,7 @@ from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.state.view_builder import of_untold
-from ckptd.daemon.uploads.retire import RemoteDeleter
+from ckptd.daemon.uploads.remote_deletion import RemoteDeleter
 from ckptd.errors import DocumentDamaged
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal

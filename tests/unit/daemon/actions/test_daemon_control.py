@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ckptd.daemon.actions.control import DRAIN, PAUSE, Control, DrainFile, PauseFile, write_control
+from ckptd.daemon.health.drain import drain_status
 from ckptd.daemon.state.problems import Problems
 from tests.support.descriptors import no_free_descriptor
 
@@ -128,12 +129,12 @@ def test_a_drain_that_ended_is_not_told_after_the_next_save(
     one = Control()
     one.begin_drain(30.0)
     seen_at = [unix[0] - 60.0]
-    job: Any = SimpleNamespace(view=None, state=None, turns=2, problems=Problems())
+    job: Any = SimpleNamespace(view=None, state=None, turns=2, problems=Problems(), control=one)
     state: Any = SimpleNamespace(plan=None, saves=SimpleNamespace(rows={}), folders=SimpleNamespace(quiet={}))
 
     def told() -> bool:
         state.saves.rows = {n: SimpleNamespace(seen_at=at) for n, at in enumerate(seen_at)}
-        return one.drain_status(job, state) is not None
+        return drain_status(job, state) is not None
 
     assert told()
     seen_at.append(unix[0] + 20.0)

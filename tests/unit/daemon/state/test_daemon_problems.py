@@ -17,7 +17,8 @@ from ckptd.core.model.manifest import Tombstone
 from ckptd.core.model.records import UNIVERSAL, ZERO, UploadRecord, UploadState
 from ckptd.core.policy.actions import Plan
 from ckptd.core.policy.retention import RetentionPolicy, RetentionVerdict, Tier
-from ckptd.daemon.actions.control import Control, stalled_drain
+from ckptd.daemon.actions.control import Control
+from ckptd.daemon.health.drain import stalled_drain, stalled_remotes
 from ckptd.daemon.health.stalls import report_stalls, unfinished, way_out
 from ckptd.daemon.intake.clones import forget_lost_holds
 from ckptd.daemon.state import problems as of_problems
@@ -417,15 +418,15 @@ def test_a_drain_that_was_asked_for_says_what_it_need_not_wait_for(monkeypatch: 
     now = [100.0]
     monkeypatch.setattr("ckptd.daemon.actions.control.time.monotonic", lambda: now[0])
     control = Control()
-    assert control.stalled([drains()]) == ()
+    assert stalled_remotes(control, [drains()]) == ()
     control.begin_drain(120.0)
     told = []
     for seconds in (9.0, 10.0, 119.0, 121.0):
         now[0] = 100.0 + seconds
-        told.append(control.stalled([drains()]))
+        told.append(stalled_remotes(control, [drains()]))
     assert told == [(), ("nas",), ("nas",), ()]
     now[0] = 150.0
-    assert control.stalled([drains(is_moving=True)]) == ()
+    assert stalled_remotes(control, [drains(is_moving=True)]) == ()
 
 
 def test_a_hold_of_a_damaged_save_that_a_person_removed_is_forgotten(house: House, tmp_path: Path) -> None:

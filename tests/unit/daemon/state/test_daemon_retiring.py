@@ -13,7 +13,7 @@ from ckptd.core.policy.actions import DeleteRemote
 from ckptd.daemon.state import view_builder
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
-from ckptd.daemon.uploads.retire import RemoteDeleter
+from ckptd.daemon.uploads.remote_deletion import RemoteDeleter
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import remote_commit, sealed

@@ -1,6 +1,6 @@
-"""Removing committed checkpoints from this node, and what an error left of that in the trash (P1, P7).
+"""Delete committed checkpoints from this node, and finish what an error left of that in the trash (P1, P7).
 
-A prune is journalled before the folder is renamed aside, and audited before it is called done. Once the
+A deletion is journalled before the folder is renamed aside, and audited before it is called done. Once the
 folder lies in the trash its intent stays open until every sealed file is gone: a restart would otherwise
 move the rest of it back, as a checkpoint that lacks files. What is whole there still is moved back: its
 permit has ended, and who pins it or loses its COMMIT meanwhile is asked by the next one (adr/0153).
@@ -52,7 +52,7 @@ class _End(Enum):
 
 
 class LocalDeleter:
-    """The prunes of one job; every method is called in the deciding thread."""
+    """The deletions of one job on this node; every method is called in the deciding thread."""
 
     def __init__(
         self,
@@ -61,6 +61,7 @@ class LocalDeleter:
         in_worker: InWorker,
         wake: Callable[[], None],
         trainer: str = "auto",
+        is_pinned: Callable[[str], bool] = lambda _tag: False,
     ) -> None:
         self._state = state
         self._trainer = trainer
@@ -72,7 +73,7 @@ class LocalDeleter:
         """Deletion that an error cut short → when it was begun, for the hourly limit."""
         self._is_untidy = False
         self._tidy_at_seconds = 0.0
-        self.is_pinned: Callable[[str], bool] = lambda _tag: False
+        self.is_pinned = is_pinned
         """Asked in a worker: as people have it at that moment."""
 
     def delete(self, action: DeleteLocal, save_dir_fd: int) -> None:
@@ -176,7 +177,7 @@ class LocalDeleter:
         return max(0.0, self._tidy_at_seconds - time.monotonic()) if is_due else None
 
     def tidy(self, save_dir_fd: int) -> None:
-        """Go on with prunes that an error cut short, and empty the trash of what is ours."""
+        """Go on with deletions that an error cut short, and empty the trash of what is ours."""
         if self.seconds_to_tidy != 0:
             return
         self._is_untidy = False
