@@ -333,6 +333,8 @@ class Job:
             pins=self.knowledge.pins | self.actor.scrubber.damaged_tags,
             may_delete=self.rights.are_held and not self.nodes.differing(),
             is_paused=self.control.pause is not None or bool(state.other_host and state.other_host.stands_by),
+            # as long as this run has no id, a node of another one counts as the job's
+            is_spread=state.run_id is not None and self.nodes.is_spread,
             tenure=self.nodes.tenure,
             drain=self.control.drain_view(self, state),
         )

@@ -92,6 +92,7 @@ def build_view(
     pins: frozenset[str],
     may_delete: bool,
     is_paused: bool = False,
+    is_spread: bool = False,
     drain: Drain | None = None,
     tenure: LeaseStatus | None = None,
 ) -> JobView:
@@ -124,6 +125,7 @@ def build_view(
         is_save_in_flight=bool(state.folders.in_flight),
         is_first_scan=state.is_first_scan,
         is_paused=is_paused,
+        is_spread=is_spread,
         drain=drain,
         tenure=tenure,
         may_delete=may_delete,
