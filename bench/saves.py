@@ -18,7 +18,7 @@ from ckptd.base import files
 from ckptd.core.model.layouts import Grid, Role, ShardKey, parse_shard_name
 from ckptd.core.model.manifest import NodeManifest, folder_name, sha256_of
 from ckptd.core.model.save import SaveWindow
-from ckptd.storage.remote.messages import ShipFile, ShipOrder
+from ckptd.storage.remote.messages import UploadFile, UploadRequest
 from tests.support.real import REPOSITORY
 
 CACHE = REPOSITORY / ".build" / "bench-transfer"
@@ -101,7 +101,7 @@ def _finish(save: Save) -> None:
     (save.save_dir / f".done-{_VERSION}").touch()
 
 
-def order_of(save: Save, job_id: str, node: str) -> ShipOrder:
+def order_of(save: Save, job_id: str, node: str) -> UploadRequest:
     """What the daemon would order for it; fingerprints are of the name, as nothing here compares content."""
     rows = [_row(save, path) for path in save.files]
     times = [row.identity.mtime_ns for row in rows if row.identity]
@@ -122,15 +122,17 @@ def order_of(save: Save, job_id: str, node: str) -> ShipOrder:
         grid=Grid(dp=sum(row.role is Role.OPTIM for row in rows) or 1, mm_count=1, zero_stage=2),
         files=(),
     )
-    return ShipOrder(root=str(save.save_dir), manifest=manifest, files=tuple(rows), save_spread_seconds=3600)
+    return UploadRequest(
+        root=str(save.save_dir), manifest=manifest, files=tuple(rows), save_spread_seconds=3600
+    )
 
 
-def _row(save: Save, path: Path) -> ShipFile:
+def _row(save: Save, path: Path) -> UploadFile:
     inner = path.relative_to(save.folder).as_posix()
     named = parse_shard_name(inner) if save.form == "zero" else None
     identity = files.identity_of(path.stat())
     role = named.role if named else Role.SIDE
-    return ShipFile(
+    return UploadFile(
         path=inner,
         key=f"{save.folder.name}/{inner}",
         source=f"{save.folder.name}/{inner}",

@@ -25,13 +25,13 @@ from ckptd.storage.remote.messages import (
     Attach,
     Attached,
     Failed,
-    Moving,
     ObjectDone,
-    Order,
-    PartlyShipped,
+    PartlyUploaded,
     RemoteSettings,
-    Shipped,
-    ShipResult,
+    Request,
+    TransferProgress,
+    UploadedObject,
+    UploadResult,
 )
 from ckptd.storage.stores.access import Access
 
@@ -56,14 +56,14 @@ class Orderer:
 
     settings: RemoteSettings
     answers: queue.SimpleQueue[Answer] = field(default_factory=queue.SimpleQueue)
-    shipped: dict[str, Shipped] = field(default_factory=dict)
-    partly: dict[str, PartlyShipped] = field(default_factory=dict)
+    shipped: dict[str, UploadedObject] = field(default_factory=dict)
+    partly: dict[str, PartlyUploaded] = field(default_factory=dict)
     cpu_of_dead: float = 0.0
 
     def __post_init__(self) -> None:
         self.client = RemoteClient(self.settings, self._take)
 
-    def ask(self, order: Order) -> Answer:
+    def ask(self, order: Request) -> Answer:
         """The answer that ends the order."""
         self.client.submit(order)
         return self.answers.get(timeout=ANSWER_SECONDS)
@@ -82,8 +82,8 @@ class Orderer:
         return float(times.user + times.system) if times is not None else 0.0
 
     def _take(self, _order_id: int, answer: Answer) -> None:
-        if isinstance(answer, Moving):
-            self.partly[answer.key] = PartlyShipped(
+        if isinstance(answer, TransferProgress):
+            self.partly[answer.key] = PartlyUploaded(
                 key=answer.key, flushed_bytes=answer.flushed_bytes, crc64=answer.crc64, token=answer.token
             )
         elif isinstance(answer, ObjectDone):
@@ -116,7 +116,7 @@ def ship(orderer: Orderer, save: Save, kill_after: float | None) -> Shipping:
         kills += 1
         again = {"shipped": tuple(orderer.shipped.values()), "partly": tuple(orderer.partly.values())}
         answer = orderer.ask(order.model_copy(update=again))
-    if not isinstance(answer, ShipResult) or answer.outcome != "committed":
+    if not isinstance(answer, UploadResult) or answer.outcome != "committed":
         raise RuntimeError(f"not committed: {answer}")
     return Shipping(
         attach_seconds=attach_seconds,

@@ -22,7 +22,7 @@ One place for exit codes (docs/contract.md), so that a launch script and the dae
     ├─ StorageError ....................... 74   I/O error
     │  ├─ JournalFailed                          the journal cannot be read or written now
     │  │  └─ JournalDamaged                      it is no journal of ours
-    │  └─ NoSpaceError                           disk, quota, or the room for the next save
+    │  └─ NoSpaceError                           disk, quota or P13's reserve
     ├─ LockHeld ........................... 75   another daemon owns the save_dir
     ├─ NotPermitted ....................... 77   rights or credentials
     └─ ConfigError ........................ 78

@@ -40,17 +40,17 @@ def cells(*texts: str) -> list[Text]:
     return [cell(text) for text in texts]
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Print one line on stdout."""
     print(printable(line))
 
 
-def say(line: str) -> None:
+def print_note(line: str) -> None:
     """Print one line on stderr."""
     print(f"ckptd: {printable(line)}", file=sys.stderr, flush=True)
 
 
-def answer(path: str) -> None:
+def print_answer(path: str) -> None:
     """Print a result for scripts on stdout, byte for byte; on a terminal control characters are escaped."""
     print(printable(path) if sys.stdout.isatty() else path)
 
@@ -58,13 +58,13 @@ def answer(path: str) -> None:
 __all__ = [
     "ENV_JOB",
     "ENV_JOB_OR_URL",
-    "answer",
     "cell",
     "cells",
+    "print_answer",
+    "print_line",
+    "print_note",
     "printable",
     "printable_everywhere",
-    "say",
-    "tell",
 ]
 
 ENV_JOB = ["CKPTD_JOB", "CKPTD_SAVE_DIR"]
@@ -106,7 +106,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
 
 
 @contextlib.contextmanager
-def says_when_stopped() -> Iterator[Callable[[Callable[[], str]], None]]:
+def reports_when_stopped() -> Iterator[Callable[[Callable[[], str]], None]]:
     """At Ctrl-C say what lies where and what to type to go on; takes the function that knows the first."""
     import shlex
     import sys
@@ -116,5 +116,5 @@ def says_when_stopped() -> Iterator[Callable[[Callable[[], str]], None]]:
         yield known.append
     except KeyboardInterrupt:
         text = known[-1]() if known else "stopped before anything was changed"
-        say(f"{text} → to go on: {shlex.join(['ckptd', *sys.argv[1:]])}")
+        print_note(f"{text} → to go on: {shlex.join(['ckptd', *sys.argv[1:]])}")
         raise

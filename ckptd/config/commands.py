@@ -32,7 +32,7 @@ _GENERAL = re.compile(
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
-def this_node(environ: Mapping[str, str]) -> str:
+def node_name(environ: Mapping[str, str]) -> str:
     """Return this node's default name: Slurm's, else the host name."""
     return environ.get("SLURMD_NODENAME") or os.uname().nodename
 
@@ -88,12 +88,12 @@ def command_for(job: JobConfig, verb: str, *rest: str) -> str:
     return shlex.join(["ckptd", verb, *words, *rest])
 
 
-def typed(job: JobConfig, text: str) -> str:
+def with_typed_commands(job: JobConfig, text: str) -> str:
     """Rewrite the general commands in a message (`ckptd pin JOB TAG`) as they are typed for this job."""
     return _GENERAL.sub(lambda m: f"`{command_for(job, m[1], *shlex.split(m[2] or m[3] or ''))}`", text)
 
 
-def fill_in(data: dict[str, Any], environ: Mapping[str, str], where: str) -> dict[str, Any]:
+def fill_placeholders(data: dict[str, Any], environ: Mapping[str, str], where: str) -> dict[str, Any]:
     """Return the table of a job file with its placeholders filled in.
 
     Raises:
@@ -125,7 +125,7 @@ def _filled(value: Any, environ: Mapping[str, str], where: str) -> Any:
         if name == HOSTNAME:
             return os.uname().nodename
         if name == "node_name":
-            return this_node(environ)
+            return node_name(environ)
         if name.startswith(_SLURM) and environ.get(name):
             return environ[name]
         raise _unknown(value, name, environ, where)

@@ -138,7 +138,7 @@ def _value(name: str, text: str, kinds: frozenset[type]) -> object:
     return text
 
 
-def told_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are ours and may be shown: no secret, and no URL that may hold one."""
     known = (_OWN - {"CKPTD_DEBUG"}) | variables().keys()
     return {

@@ -24,7 +24,7 @@ def is_glob(value: object) -> bool:
     return isinstance(value, str) and not _WILD.isdisjoint(value)
 
 
-def root_of(pattern: str) -> str:
+def glob_root(pattern: str) -> str:
     """Return the directory below which everything that matches lies.
 
     >>> root_of("/nvme/runs/*/ckpt")
@@ -35,7 +35,7 @@ def root_of(pattern: str) -> str:
     return os.sep.join(fixed) or os.sep
 
 
-def expand(data: dict[str, Any], where: str) -> list[dict[str, Any]]:
+def expand_glob(data: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Return job tables, one per directory that matches; symlinks and files do not count, none is fine.
 
     Raises:
@@ -52,12 +52,12 @@ def expand(data: dict[str, Any], where: str) -> list[dict[str, Any]]:
             msg += "so several jobs would share it"
             raise ConfigError(msg, hint=f"put {PLACEHOLDER} into the url, for example {url}/{PLACEHOLDER}")
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.listdir(root_of(pattern))
+        os.listdir(glob_root(pattern))
     folders = [p for p in sorted(glob.glob(pattern)) if os.path.isdir(p) and not os.path.islink(p)]
-    return [_one(data, path, matched(pattern, path)) for path in folders]
+    return [_one(data, path, matched_part(pattern, path)) for path in folders]
 
 
-def matched(pattern: str, path: str) -> str:
+def matched_part(pattern: str, path: str) -> str:
     """Return the components of `path` that wildcards stand for, joined by dashes.
 
     >>> matched("/nvme/*/ckpt", "/nvme/llama-7b/ckpt")

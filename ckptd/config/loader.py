@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from ckptd.config.commands import default_config_dir, fill_in, job_name, user_name
+from ckptd.config.commands import default_config_dir, fill_placeholders, job_name, user_name
 from ckptd.config.environment import remote_settings, settings_from_environment
-from ckptd.config.globs import expand, is_glob, root_of
+from ckptd.config.globs import expand_glob, glob_root, is_glob
 from ckptd.config.messages import explain
 from ckptd.config.quantities import UNNAMED, check_spelling, url_path
 from ckptd.config.retention import Retention
@@ -182,7 +182,7 @@ class JobFile:
         data = {"name": self.path.stem} | copy.deepcopy(dict(self.table))
         if self.glob is None:
             return [_job_of(data, self.path, check_paths=check_paths)]
-        matches = expand(data, str(self.path))
+        matches = expand_glob(data, str(self.path))
         jobs = [_job_of(one, self.path, check_paths=check_paths) for one in matches]
         for job in jobs:
             job._is_matched = True
@@ -203,7 +203,7 @@ class LoadedConfig:
     def glob_roots(self) -> tuple[str, ...]:
         """Return the directories below which a save_dir is a glob: further jobs may appear there."""
         wrong = {path for path, _ in self.problems}
-        return tuple(root_of(file.glob) for file in self.files if file.glob and file.path not in wrong)
+        return tuple(glob_root(file.glob) for file in self.files if file.glob and file.path not in wrong)
 
     @property
     def unmatched(self) -> tuple[str, ...]:
@@ -260,7 +260,7 @@ def load_job(path: Path, *, check_paths: bool = True) -> JobConfig:
     data = _read_job(path)
     data.setdefault("name", path.stem)
     if is_glob(data.get("save_dir")):
-        names = [str(one["name"]) for one in expand(data, str(path))]
+        names = [str(one["name"]) for one in expand_glob(data, str(path))]
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else "")
         msg = f"{path}: save_dir is a glob; its jobs are {shown}"
         if not names:
@@ -512,7 +512,7 @@ def _optional_path(text: str | None) -> Path | None:
 
 
 def _read_job(path: Path) -> dict[str, Any]:
-    return fill_in(_read_toml(path), os.environ, str(path))
+    return fill_placeholders(_read_toml(path), os.environ, str(path))
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

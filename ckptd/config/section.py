@@ -39,7 +39,7 @@ class Section(BaseModel):
 
 # ---------------------------------------------------------------------------------------------------------
 # Words for wrong configuration: the nearest valid key, neighbours' names, keys of later versions, secrets.
-# A refusal names the key, the value and what was probably meant (P16), since people arrive from tools that
+# P16 asks that a refusal names the key, the value and what was probably meant; people arrive from tools that
 # call the same things otherwise. Secrets are refused without being repeated.
 
 _NEIGHBOURS = {

@@ -181,6 +181,11 @@ class WeightsLayout:
         """Tensors in all files."""
         return sum(len(names) for _, names, _ in self.files)
 
+    @property
+    def folders(self) -> set[str]:
+        """Names of the adapters that have a folder."""
+        return {place.rpartition("/")[0] for place, _, _ in self.files if "/" in place}
+
     def notes(self) -> tuple[str, ...]:
         """Return notes for the reader of the summary."""
         found: list[str] = []
@@ -331,10 +336,13 @@ def _real_shape(ranks: list[Parameter], joined: tuple[int, ...]) -> tuple[int, .
     return grown if prod(grown) == prod(joined) else joined
 
 
-def companion_files(reads: list[Read]) -> Iterator[OutputFile]:
-    """Copies of the small files that a loader wants beside the weights; their reads follow the shards'."""
+def companion_files(reads: list[Read], folders: set[str]) -> Iterator[OutputFile]:
+    """Copies of the small files that a loader wants beside the weights; their reads follow the shards'.
+
+    `folders`: of the adapters that have one; a configuration in another folder is no adapter's of this save.
+    """
     for number, read in enumerate(reads):
-        if read.role == COMPANION:
+        if read.role == COMPANION and read.path.rpartition("/")[0] in {"", *folders}:
             yield OutputFile(read.path, (Range(number, 0, read.size_bytes),))
 
 

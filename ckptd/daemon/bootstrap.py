@@ -18,15 +18,15 @@ from ckptd.base.identity import Model
 from ckptd.base.owned_dirs import lock as lock_if_possible
 from ckptd.base.owned_dirs import opened_ours, path_of
 from ckptd.core.model.listing import OURS
-from ckptd.core.model.records import UNIVERSAL, WEIGHTS, DerivedState, ShipState
+from ckptd.core.model.records import UNIVERSAL, WEIGHTS, DerivedState, UploadState
 from ckptd.daemon.actions.convert import found_universal
-from ckptd.daemon.actions.prune import finish, moved_back
+from ckptd.daemon.actions.local_deletion import finish, moved_back
 from ckptd.daemon.intake.clones import recover_holds
 from ckptd.daemon.intake.initial_scan import PreexistingSaves, beginning
 from ckptd.daemon.uploads.duplicates import settle
 from ckptd.daemon.uploads.shared_dir import own_state
 from ckptd.errors import CkptdError, LockHeld, NotPermitted, StorageError, from_os_error
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 from ckptd.storage.journal.schema import move_aside
 from ckptd.storage.local import fs
 from ckptd.storage.local.fs import ensure_ours
@@ -180,7 +180,7 @@ def on_attached(job: WatchedJob, name: str) -> Callable[[m.Attached], None]:
 
     def attached(answer: m.Attached) -> None:
         assert job.state is not None
-        if not settle(job, name, answer, job.state.journal):
+        if not settle(job.sessions, name, answer, job.state.journal):
             return
         if answer.living and not job.config.shared_fs:
             text = other_writers(answer.living, name, answer.identity.created)
@@ -188,7 +188,7 @@ def on_attached(job: WatchedJob, name: str) -> Callable[[m.Attached], None]:
         job.job_id = answer.identity.job_id
         job.state.journal.set_meta(f"job_id:{name}", answer.identity.job_id)
         job.state.journal.set_meta(f"remote_id:{name}", answer.identity.remote_id)
-        where = job.links[name].settings.url
+        where = job.sessions[name].settings.url
         known = _Known(url=where, remote_id=answer.identity.remote_id, abilities=answer.abilities)
         job.state.journal.set_meta(f"abilities:{name}", known.model_dump_json())
         job.wake()
@@ -322,7 +322,7 @@ MIRROR = "mirror."
 
 
 def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
-    """After a restart: finish journalled prunes, move back what was renamed aside without one, tidy ours.
+    """After a restart: finish journalled deletions, move back what was renamed aside without one, tidy ours.
 
     A prune whose intent is journalled rested on confirmed COMMITs, once: where nothing went yet it is taken
     back and needs a fresh permit (adr/0153). What has lost a file is finished, as far as the sealed files lie
@@ -343,13 +343,13 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
             try:
                 finish(save_dir_fd, deletion)
             except StorageError as error:
-                log.warning("pruning %s: %s", tag, error, extra=doing("prune", tag))
+                log.warning("pruning %s: %s", tag, error, extra=line_fields("prune", tag))
                 state.deletions.set_interrupted(deletion.id, is_interrupted=True)
                 state.failures.note(f"pruning {tag}", error)
                 continue
             state.journal.end_deletion(deletion.id, done=True)
             state.journal.end_save(deletion.save_id, "pruned")
-            log.info("finished pruning %s", tag, extra=doing("prune", tag))
+            log.info("finished pruning %s", tag, extra=line_fields("prune", tag))
         else:
             row = state.saves.rows.get(deletion.save_id)
             # one that was saved again since, in part perhaps, is judged by what was sealed before (P4)
@@ -391,8 +391,8 @@ def _take_up_again(state: JobState, save_dir_fd: int) -> None:
                 state.saves.put_derived(row.id, derived.model_copy(update={"retry_at_seconds": 0.0}), form)
     for save_id, records in list(state.uploads.records.items()):
         for record in list(records.values()):
-            if record.state is ShipState.SHIPPING:
-                state.uploads.update(save_id, record, state=ShipState.NEW)
+            if record.state is UploadState.UPLOADING:
+                state.uploads.update(save_id, record, state=UploadState.NEW)
 
 
 def _published(row: SaveRow, save_dir_fd: int) -> DerivedRecord | None:

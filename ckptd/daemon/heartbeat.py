@@ -13,7 +13,7 @@ from ckptd.core.model.heartbeat import Heartbeat, NewestSave, SafeSave
 from ckptd.core.model.manifest import cells_of
 from ckptd.core.policy.local import newest as newest_save
 from ckptd.daemon.health.status import job_status
-from ckptd.daemon.uploads.peers import Nodes
+from ckptd.daemon.uploads.peers import Peers
 from ckptd.daemon.uploads.shared_dir import SharedDirLease
 from ckptd.observe.status import rfc3339
 
@@ -28,20 +28,20 @@ LAST_WORD_SECONDS = 10.0
 """How long a stop waits for remotes to take the last heartbeat: one of them may hang."""
 
 
-def nodes_of(job: WatchedJob, state: JobState, node_id: str) -> Nodes:
+def peers_of(job: WatchedJob, state: JobState, node_id: str) -> Peers:
     """The other nodes of a job."""
     digest = config_digest(job.config)
-    tenancy = SharedDirLease(job.config) if job.config.shared_fs else None
-    if tenancy is not None:
-        job.chores.signals.holds = tenancy.holds
-    return Nodes(
+    shared_lease = SharedDirLease(job.config) if job.config.shared_fs else None
+    if shared_lease is not None:
+        job.local_actions.signals.holds = shared_lease.holds
+    return Peers(
         state,
-        job.links,
+        job.sessions,
         lambda: heartbeat_of(job, node_id),
         digest,
         os.environ,
         job.wake,
-        tenancy,
+        shared_lease,
         job.config.shared_takeover_seconds,
     )
 
@@ -93,11 +93,11 @@ def send_final(
     """
     active = [job for job in jobs if job.state is not None]
     for job in active:
-        call(job.nodes.say_ended)
-    links = [link for job in active for link in job.links.values()]
+        call(job.peers.send_last_heartbeats)
+    sessions = [session for job in active for session in job.sessions.values()]
     until = time.monotonic() + LAST_WORD_SECONDS
     later = []
-    while any(link.heartbeat is not None for link in links):
+    while any(session.heartbeat is not None for session in sessions):
         call(settle)
         try:
             result = results.get(timeout=max(0.0, until - time.monotonic()))

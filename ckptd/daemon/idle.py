@@ -43,9 +43,9 @@ class IdlePolicy:
         """Between looks at the folders; `hears_all`: file events tell of each new one."""
         return REST_SECONDS if self.is_long and hears_all else RESCAN_SECONDS
 
-    def sees_new(self, links: Iterable[RemoteSession]) -> bool:
+    def sees_new(self, sessions: Iterable[RemoteSession]) -> bool:
         """Tell whether a remote has come back, went away, or its backoff has passed since the last look."""
-        before, self._are_ready = self._are_ready, tuple(link.is_ready for link in links)
+        before, self._are_ready = self._are_ready, tuple(session.is_ready for session in sessions)
         return before != self._are_ready
 
     def may_skip(self, now_seconds: float, *, is_changed: bool) -> bool:

@@ -12,7 +12,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.config.commands import this_node
+from ckptd.config.commands import node_name
 from ckptd.config.schema import config_digest
 from ckptd.daemon.actions.control import Control
 from ckptd.daemon.actions.executor import PlanExecutor
@@ -31,7 +31,8 @@ from ckptd.daemon.bootstrap import (
     remote_settings,
 )
 from ckptd.daemon.health.checks import is_at_rest, notice_gone, report_problems
-from ckptd.daemon.heartbeat import heartbeat_of, nodes_of
+from ckptd.daemon.health.drain import drain_view
+from ckptd.daemon.heartbeat import heartbeat_of, peers_of
 from ckptd.daemon.idle import RESCAN_SECONDS, IdlePolicy
 from ckptd.daemon.intake.initial_scan import InitialScan
 from ckptd.daemon.intake.known_saves import KnownSaves
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.job")
 
 NAMING_SECONDS = 5.0
+BUSY_FRACTION = 0.1
+"""Transfers move at this fraction while a save is in flight (P11)."""
 
 
 class Job:
@@ -74,7 +77,7 @@ class Job:
         config: JobConfig,
         daemon: DaemonConfig,
         state_dir: Path,
-        totals: HostLimits,
+        limits: HostLimits,
         workers: Workers,
         post: Callable[[Callable[[], None]], None],
         *,
@@ -86,29 +89,31 @@ class Job:
         self.state_dir = state_dir
         self.problems = Problems()
         self.state: JobState | None = None
-        self.links: dict[str, RemoteSession] = {}
+        self.sessions: dict[str, RemoteSession] = {}
         self.view: JobView | None = None
         self.job_id: str | None = None
-        self.node = config.node_name or daemon.node_name or this_node(os.environ)
-        self._totals = totals
+        self.node = config.node_name or daemon.node_name or node_name(os.environ)
+        self._limits = limits
         self._pool = workers
         self.control = Control()
-        self.patience = JobSupervisor(self, post, is_patient=is_patient)
-        self.workers = workers.for_one(self.patience.guard)
+        self.supervisor = JobSupervisor(self, post, is_patient=is_patient)
+        self.workers = workers.for_one(self.supervisor.guard)
         self._post = post
         self._fd: int | None = None
         self._lock: int = -1
         self.watcher: Watcher | None = None
-        self.way = totals.way
-        self._ear = SaveDetector(post, lambda: self.way.tell(self, is_saving=True), config.settle_seconds)
+        self.disk_yield = limits.disk_yield
+        self._save_detector = SaveDetector(
+            post, lambda: self.disk_yield.set_saving(self, is_saving=True), config.settle_seconds
+        )
         self.needs_turn = True
         self.turns = 0
         self.plans = 0
         """How often the job was planned: what status says of it may have changed since."""
-        self._first_look = InitialScan()
-        self.rights = DeletionRights()
+        self._initial_scan = InitialScan()
+        self.deletion_rights = DeletionRights()
         self._active_at = 0.0
-        self.rest = IdlePolicy()
+        self.idle = IdlePolicy()
 
     # --- opening ---------------------------------------------------------------------------------------
 
@@ -128,21 +133,21 @@ class Job:
         save_dir = str(self.config.save_dir)
         opened = open_job(self.config, self.state_dir)
         if opened is None:
-            self._first_look.awaits()
+            self._initial_scan.awaits()
             hint = "it appears when training starts"
             self.problems.put("save-dir-missing", save_dir, f"{save_dir} does not exist yet", hint)
-            self.patience.works()
+            self.supervisor.works()
             return
         self._fd, self._lock = opened
         self.problems.clear("save-dir-missing", save_dir)
-        self.watcher = Watcher(save_dir, self._ear.hint)
+        self.watcher = Watcher(save_dir, self._save_detector.hint)
         self.watcher.start()
 
     def _activate(self, save_dir_fd: int) -> JobState:
         """Open state, journal and remotes; finish what a crash left."""
         self.state_dir = make_state(self.state_dir, self.config.save_dir, save_dir_fd)
         remember_job(self.state_dir, self.config)
-        self.workers = self._pool.for_one(self.patience.guard)
+        self.workers = self._pool.for_one(self.supervisor.guard)
         self._active_at = time.monotonic()
         is_inside = is_default_state(self.state_dir, self.config.save_dir)
         # first: it sets the journal aside that came with a copy
@@ -152,7 +157,7 @@ class Job:
             self.state = self._assemble(journal, node_id, save_dir_fd)
         except BaseException:
             journal.close()
-            self.links = {}
+            self.sessions = {}
             raise
         return self.state
 
@@ -179,42 +184,52 @@ class Job:
                 self.config, remote, journal, node=self.node, node_id=node_id, apart_from=apart_from
             )
             heard = on_attached(self, remote.name)
-            own = (settings, self.problems, self.patience.post, heard, self.wake)
-            self.links[remote.name] = RemoteSession(*own, remote.bandwidth, self._totals.places)
+            own = (settings, self.problems, self.supervisor.post, heard, self.wake)
+            self.sessions[remote.name] = RemoteSession(*own, remote.bandwidth, self._limits.child_slots)
         forms = {remote.name: remote.forms for remote in self.config.remotes}
-        found = prior_state(self.config, journal, self.state_dir, save_dir_fd, self._first_look.tags)
+        found = prior_state(self.config, journal, self.state_dir, save_dir_fd, self._initial_scan.tags)
         spread = self.config.save_spread_seconds
-        self.knowledge = KnownSaves(
-            state, self.state_dir, self.links, self.node, found, spread, forms, self.wake
+        self.known_saves = KnownSaves(
+            state, self.state_dir, self.sessions, self.node, found, spread, forms, self.wake
         )
-        self.intake = Sealer(self.config, state, self.workers, self.knowledge, self.wake)
-        self.shipping = UploadManager(
-            self.config, state.config_digest, state, self.links, self.audit, self.wake
+        self.sealer = Sealer(self.config, state, self.workers, self.known_saves, self.wake)
+        self.uploads = UploadManager(
+            self.config, state.config_digest, state, self.sessions, self.audit, self.wake
         )
-        self.chores = LocalActions(
-            self.config, state, self.workers, self.audit, self._totals.conversion_bytes, self.wake
+        self.local_actions = LocalActions(
+            self.config, state, self.workers, self.audit, self._limits.conversion_bytes, self.wake
         )
-        self.chores.pruner.is_pinned = self.knowledge.is_pinned
-        scrubber = Scrubber(self.config, state, self.links)
-        self.nodes = nodes_of(self, state, node_id)
-        self.intake.spread = self.nodes.spread
+        self.local_actions.deleter.is_pinned = self.known_saves.is_pinned
+        scrubber = Scrubber(self.config, state, self.sessions)
+        self.peers = peers_of(self, state, node_id)
+        self.sealer.spread = self.peers.spread
         ours = (self.node, node_id)
-        self.runs = self.knowledge.runs = Runs(
-            self.config, state, self.links, save_dir_fd, ours, lambda: heartbeat_of(self, node_id), self.wake
+        self.runs = self.known_saves.runs = Runs(
+            self.config,
+            state,
+            self.sessions,
+            save_dir_fd,
+            ours,
+            lambda: heartbeat_of(self, node_id),
+            self.wake,
         )
-        self.nodes.on_sharers = self.runs.sharers.__setitem__
-        self.actor = PlanExecutor(
-            self.links, self.shipping, self.chores, journal, self._totals, self.wake, scrubber
+        self.peers.on_other_places = self.runs.sharers.__setitem__
+        self.executor = PlanExecutor(
+            self.sessions, self.uploads, self.local_actions, journal, self._limits, self.wake, scrubber
         )
         return state
 
     def _finish_begun(self, state: JobState, save_dir_fd: int) -> None:
         """Finish deletions that a crash cut short, here and in remotes, unless another host has the lease."""
-        tenancy = self.nodes.tenancy
-        rests = state.is_first_scan or self.control.rests or (tenancy is not None and not tenancy.holds())
-        self.shipping.retiring.finish(rests=rests)
-        if tenancy is not None:
-            tenancy.take_over(state, save_dir_fd, self.audit)
+        shared_lease = self.peers.shared_lease
+        rests = (
+            state.is_first_scan
+            or self.control.is_resting
+            or (shared_lease is not None and not shared_lease.holds())
+        )
+        self.uploads.deleter.finish_interrupted(rests=rests)
+        if shared_lease is not None:
+            shared_lease.take_over(state, save_dir_fd, self.audit)
 
     # --- hints -----------------------------------------------------------------------------------------
 
@@ -229,97 +244,117 @@ class Job:
         if self.phase == "waiting":
             return 1.0
         rescan = min(self._rescan_seconds(), self.control.seconds_to_next)
-        looked_seconds_ago = now_seconds - self.rest.scanned_at_seconds
-        waits = [rescan - looked_seconds_ago, self._ear.seconds_to_look(now_seconds)]
+        looked_seconds_ago = now_seconds - self.idle.scanned_at_seconds
+        waits = [rescan - looked_seconds_ago, self._save_detector.seconds_to_look(now_seconds)]
         if self.state is not None:
-            waits.append(self.intake.next_due_seconds(now_seconds))
-            waits += [wait for link in self.links.values() if (wait := link.seconds_to_wake) > 0]
-            if any(link.open_orders for link in self.links.values()):
+            waits.append(self.sealer.next_due_seconds(now_seconds))
+            waits += [wait for session in self.sessions.values() if (wait := session.seconds_to_wake) > 0]
+            if any(session.open_requests for session in self.sessions.values()):
                 waits.append(2.0)
         return max(0.0, min(waits))
 
     def _rescan_seconds(self) -> float:
         hears_all = self.watcher is not None and self.watcher.hears_all and not self.config.shared_fs
         # a turn looks at the remotes too: one that is away is tried again without much delay
-        hears_all = hears_all and all(link.is_ready for link in self.links.values())
-        rescan = min(self.rest.rescan_seconds(hears_all=hears_all), self.way.seconds_to_look(self))
-        return min(rescan, self.nodes.beat_seconds) if self.state is not None else rescan
+        hears_all = hears_all and all(session.is_ready for session in self.sessions.values())
+        rescan = min(self.idle.rescan_seconds(hears_all=hears_all), self.disk_yield.seconds_to_look(self))
+        return min(rescan, self.peers.beat_seconds) if self.state is not None else rescan
+
+    @property
+    def _is_beside_save(self) -> bool:
+        is_saving = self.state is not None and bool(self.state.folders.in_flight)
+        return is_saving or (self.state is not None and self.disk_yield.is_save_beside(self))
+
+    @property
+    def slows_transfers(self) -> bool:
+        """Transfers slow down for a save in flight, here or on this disk; during a drain they never do."""
+        return self._is_beside_save and not self.control.is_draining
+
+    def _pace(self) -> None:
+        """Slow down for a save in flight (P11), and rest when a person asked for it."""
+        if self.state is None:
+            return
+        self.local_actions.pace(is_resting=self._is_beside_save or self.control.is_resting)
+        for session in self.sessions.values():
+            session.pace(BUSY_FRACTION if self.slows_transfers else 1.0)
 
     # --- the turn --------------------------------------------------------------------------------------
 
     def turn(self, now_seconds: float) -> None:
         """One pass: scan when due, then plan and act; what its own disk refuses is waited for."""
-        self.patience.turn(lambda: self._turn(now_seconds))
+        self.supervisor.turn(lambda: self._turn(now_seconds))
 
     def _turn(self, now_seconds: float) -> None:
         if self._fd is None:
-            if self.patience.seconds_left:
+            if self.supervisor.seconds_left:
                 return
             self.open()
             self.turns += 1
         if (fd := self._fd) is None:
             self.needs_turn = False
             return
-        is_hinted = self._ear.seconds_to_look(now_seconds) <= 0
-        scanned_at = self.rest.scanned_at_seconds
-        settled = self.intake.next_due_seconds(scanned_at) if self.state else RESCAN_SECONDS
+        is_hinted = self._save_detector.seconds_to_look(now_seconds) <= 0
+        scanned_at = self.idle.scanned_at_seconds
+        settled = self.sealer.next_due_seconds(scanned_at) if self.state else RESCAN_SECONDS
         wait = min(self._rescan_seconds(), settled, self.control.seconds_to_next)
         is_due = now_seconds - scanned_at >= wait
         if is_hinted or is_due or self.turns == 0 or self.needs_turn:
             is_asked, self.needs_turn = self.needs_turn, False
             self._scan_and_act(fd, now_seconds, is_asked=is_asked)
-        elif now_seconds - self.rest.stood_at_seconds >= RESCAN_SECONDS:
+        elif now_seconds - self.idle.stood_at_seconds >= RESCAN_SECONDS:
             self._still_stands(fd, now_seconds)
 
     def _scan_and_act(self, save_dir_fd: int, now_seconds: float, *, is_asked: bool) -> None:
-        is_asked |= self._ear.take() or self.way.is_saving(self)
-        self.rest.scanned_at_seconds = now_seconds
+        is_asked |= self._save_detector.begin_scan() or self.disk_yield.is_saving(self)
+        self.idle.scanned_at_seconds = now_seconds
         self.turns += 1
         if not self._still_stands(save_dir_fd, now_seconds):
             return
         before = self.state.folders.listing if self.state else None
-        listing = look(self, save_dir_fd)
-        self.way.join(self, listing.device, lambda: self.control.pace(self))
-        if self._first_look.look(listing):
+        listing = look(self.config, self.problems, before, save_dir_fd)
+        self.disk_yield.join(self, listing.device, self._pace)
+        if self._initial_scan.look(listing):
             log.info("watching %s: %d checkpoints", self.config.save_dir, len(listing.folders))
         if self.state is None:
-            self.way.tell(self, is_saving=False)
+            self.disk_yield.set_saving(self, is_saving=False)
             if not listing.folders and must_wait(self.state_dir, self.config.save_dir):
-                self.patience.works()
+                self.supervisor.works()
                 return
             recover(self._activate(save_dir_fd), save_dir_fd, self.audit)
             self.needs_turn = True
             return
         state = self.state
-        for number, link in enumerate(self.links.values()):
+        for number, session in enumerate(self.sessions.values()):
             # the first remote names the job; the others wait a moment for it, never longer
             if number == 0 or self.job_id is not None or now_seconds - self._active_at > NAMING_SECONDS:
-                link.propose_job_id(self.job_id)
-                link.turn(now_seconds, is_at_rest=self.rest.is_now or self._totals.takes_turns)
-        self.nodes.turn(now_seconds)
-        has_news = self.knowledge.refresh() | self.rest.sees_new(self.links.values())
-        has_news |= self.control.refresh(self.state_dir) | self.actor.scrub(is_wanted=not self.control.rests)
-        is_asked |= self.intake.is_due(now_seconds)
-        if self.rest.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
+                session.propose_job_id(self.job_id)
+                session.turn(now_seconds, is_at_rest=self.idle.is_now or self._limits.takes_turns)
+        self.peers.turn(now_seconds)
+        has_news = self.known_saves.refresh() | self.idle.sees_new(self.sessions.values())
+        has_news |= self.control.refresh(self.state_dir) | self.executor.scrub(
+            is_wanted=not self.control.is_resting
+        )
+        is_asked |= self.sealer.is_due(now_seconds)
+        if self.idle.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
         self.plans += 1
-        self.intake.accepted = self.knowledge.accepted
-        self.intake.look(listing, save_dir_fd, now_seconds)
-        self.knowledge.adopt()
-        self.knowledge.turn_of_runs()
+        self.sealer.accepted = self.known_saves.accepted
+        self.sealer.look(listing, save_dir_fd, now_seconds)
+        self.known_saves.adopt()
+        self.known_saves.turn_of_runs()
         notice_gone(self, state)
-        self.rights.prove(self.problems, str(self.config.save_dir), state, save_dir_fd)
-        self.knowledge.choose_generations()
-        self.way.tell(self, is_saving=self._ear.makes_out(state, now_seconds))
-        self.control.pace(self)
+        self.deletion_rights.prove(self.problems, str(self.config.save_dir), state, save_dir_fd)
+        self.known_saves.choose_generations()
+        self.disk_yield.set_saving(self, is_saving=self._save_detector.detects_save(state, now_seconds))
+        self._pace()
         if self.watcher is not None:
-            self.watcher.follow([*folders_to_watch(state), *self._ear.newcomers(now_seconds)])
-        self.actor.sweep(save_dir_fd)
+            self.watcher.follow([*folders_to_watch(state), *self._save_detector.newcomers(now_seconds)])
+        self.executor.sweep(save_dir_fd)
         self._plan_and_act(state, save_dir_fd)
         self._finish_begun(state, save_dir_fd)
         report_problems(self, state)
-        self.rest.is_now = is_at_rest(self) and not state.is_first_scan and not self.needs_turn
-        self.patience.works()
+        self.idle.is_now = is_at_rest(self) and not state.is_first_scan and not self.needs_turn
+        self.supervisor.works()
         if state.is_first_scan:
             state.end_first_scan()
             self.wake()
@@ -328,29 +363,29 @@ class Job:
         self.view = build_view(
             self.config,
             state,
-            self.links,
+            self.sessions,
             save_dir_fd,
-            pins=self.knowledge.pins | self.actor.scrubber.damaged_tags,
-            may_delete=self.rights.are_held and not self.nodes.differing(),
+            pins=self.known_saves.pins | self.executor.scrubber.damaged_tags,
+            may_delete=self.deletion_rights.are_held and not self.peers.differing(),
             is_paused=self.control.pause is not None or bool(state.other_host and state.other_host.stands_by),
             # as long as this run has no id, a node of another one counts as the job's
-            is_spread=state.run_id is not None and self.nodes.is_spread,
-            tenure=self.nodes.tenure,
-            drain=self.control.drain_view(self, state),
+            is_spread=state.run_id is not None and self.peers.is_spread,
+            lease=self.peers.lease_status,
+            drain=drain_view(self, state),
         )
-        self.patience.reserve.keep(self.state_dir, save_dir_fd, self.view.disk)
+        self.supervisor.reserve.keep(self.state_dir, save_dir_fd, self.view.disk)
         plan = planned(self.view)
         state.set_plan(plan)
-        self.actor.carry_out(plan, save_dir_fd, self.view.disk.reserve_bytes)
+        self.executor.execute(plan, save_dir_fd, self.view.disk.reserve_bytes)
 
     def _still_stands(self, save_dir_fd: int, now_seconds: float) -> bool:
         """False: save_dir is another directory now, or gone (no file event tells); start over with that."""
-        self.rest.stood_at_seconds = now_seconds
+        self.idle.stood_at_seconds = now_seconds
         if is_still(self.config.save_dir, save_dir_fd):
             return True
         log.warning("%s was replaced or removed", self.config.save_dir)
         self.close()
-        self._first_look.awaits()
+        self._initial_scan.awaits()
         self.problems.begin_anew()
         self.wake()
         return False
@@ -362,27 +397,27 @@ class Job:
 
     def leave_line(self) -> None:
         """Nobody waits behind a job that ended or whose turn failed, nor for its save."""
-        self.way.tell(self, is_saving=False)
+        self.disk_yield.set_saving(self, is_saving=False)
         if self.state is not None:
-            self._totals.leave([self.actor, *self.links.values()])
+            self._limits.leave([self.executor, *self.sessions.values()])
 
     def close(self) -> None:
         """Stop everything of this job; what is half done is continued by the next start."""
-        self.way.leave(self)
+        self.disk_yield.leave(self)
         if self.watcher is not None:
             self.watcher.stop()
             self.watcher = None
         if self.state is not None:
             self.leave_line()
-            self.chores.stop()
+            self.local_actions.stop()
             self.workers.close()
-            for link in self.links.values():
-                link.close()
-            self.links = {}
+            for session in self.sessions.values():
+                session.close()
+            self.sessions = {}
             self.state.journal.close()
             self.state = None
             self.view = None
-        self.rest, self.rights = IdlePolicy(), DeletionRights(self.rights.mark)
+        self.idle, self.deletion_rights = IdlePolicy(), DeletionRights(self.deletion_rights.mark)
         if self._fd is not None:
             close_save_dir(self._fd, self._lock)
             self._fd = None

@@ -13,8 +13,10 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.config.commands import this_node
-from ckptd.daemon.actions.control import (
+from ckptd.config.commands import node_name
+from ckptd.daemon.bootstrap import await_matches, may_open_now
+from ckptd.daemon.health.checks import exit_code, is_idle
+from ckptd.daemon.health.drain import (
     drain_code,
     drained_words,
     is_drained,
@@ -22,8 +24,6 @@ from ckptd.daemon.actions.control import (
     refused_here,
     stalled_drain,
 )
-from ckptd.daemon.bootstrap import await_matches, may_open_now
-from ckptd.daemon.health.checks import exit_code, is_idle
 from ckptd.daemon.health.exporter import Exporter
 from ckptd.daemon.health.notify import Notifier
 from ckptd.daemon.heartbeat import send_final
@@ -36,7 +36,7 @@ from ckptd.daemon.supervisor import report_internal_error
 from ckptd.daemon.systemd import Service
 from ckptd.daemon.uploads.session import STILL_SECONDS
 from ckptd.errors import CkptdError, ConfigError, LockHeld, from_os_error
-from ckptd.observe.logs import about
+from ckptd.observe.logs import job_lines
 from ckptd.observe.status import not_waited_for
 from ckptd.storage.local.state_dir import state_dir_of
 
@@ -77,15 +77,15 @@ class Daemon:
         self._deadline: float | None = None
         self._service = Service(environ)
         self._reloaded = Reloaded()
-        self._notifier = Notifier(loaded.daemon.notify, loaded.daemon.node_name or this_node(os.environ))
+        self._notifier = Notifier(loaded.daemon.notify, loaded.daemon.node_name or node_name(os.environ))
         self._exporter = Exporter(loaded.daemon.metrics)
         self._publisher = Publisher(self._notifier, self._exporter)
         self._is_at_rest = False
         self._globbed_at = time.monotonic()
         self._workers = Workers(self._queue.put)
-        self._totals = HostLimits(
+        self._limits = HostLimits(
             loaded.daemon,
-            lambda: [link for job in self.jobs for link in job.links.values()],
+            lambda: [session for job in self.jobs for session in job.sessions.values()],
             lambda: sum(job.is_converting for job in self.jobs),
             remotes=lambda: [[remote.url for remote in job.config.remotes] for job in self.jobs],
         )
@@ -112,7 +112,9 @@ class Daemon:
             code = self._exit_code()
             self._publish(alive=False, is_urgent=True)
             if is_in_order:
-                send_final(self.jobs, self._queue, self._call, self._totals.places.settle, self._on_reload)
+                send_final(
+                    self.jobs, self._queue, self._call, self._limits.child_slots.settle, self._on_reload
+                )
             self._notifier.close()
             self._exporter.close()
             self._workers.stop()
@@ -144,7 +146,7 @@ class Daemon:
         try:
             where = (config.save_dir, config.name, self._loaded.daemon.state_dir, self._environ)
             state_dir = state_dir_of(*where, jobs_in_daemon=self._loaded.jobs_in_daemon)
-            shared = (self._totals, self._workers, self._queue.put)
+            shared = (self._limits, self._workers, self._queue.put)
             others = tuple(str(one.save_dir) for one in self._loaded.jobs if one.name != config.name)
             job = Job(
                 config,
@@ -160,7 +162,7 @@ class Daemon:
             since = before.since_unix_seconds if before is not None else time.time()
             self.invalid.append(Invalid(config.name, str(config.save_dir), told, since))
             if before is None or str(before.error) != str(told):
-                with about(config.name):
+                with job_lines(config.name):
                     log.error("job %s does not run: %s", config.name, told)
         else:
             self.jobs.append(job)
@@ -196,7 +198,7 @@ class Daemon:
         """Close, start, keep what differs between `known` and `loaded`; return what was refused, in words."""
         found = changes(known, loaded, is_daemon_changed=loaded.daemon != self._loaded.daemon)
         self._loaded = loaded
-        self._totals.change(loaded.daemon)
+        self._limits.change(loaded.daemon)
         self._notifier.change(loaded.daemon.notify)
         self._exporter.change(loaded.daemon.metrics)
         before = {one.save_dir: one for one in self.invalid}
@@ -204,7 +206,7 @@ class Daemon:
         closed = [job for job in self.jobs if job.config.save_dir in found.close]
         anew = {config.save_dir for config in found.start}
         gone = [job for job in closed if job.config.save_dir not in anew]
-        send_final(gone, self._queue, self._call, self._totals.places.settle, self._on_reload)
+        send_final(gone, self._queue, self._call, self._limits.child_slots.settle, self._on_reload)
         for job in closed:
             log.info("job %s ends, or starts anew with its changed configuration", job.config.name)
             self._publisher.retract(job)
@@ -274,10 +276,10 @@ class Daemon:
             self._wait()
             now = time.monotonic()
             for job in list(self.jobs):
-                with about(job.config.name):
+                with job_lines(job.config.name):
                     self._turn(job, now)
-            self._call(self._totals.settle)
-            self._totals.tell([job.problems for job in self.jobs])
+            self._call(self._limits.share_and_wake)
+            self._limits.report_shortage([job.problems for job in self.jobs])
             self._give_back_when_at_rest()
             self._look_for_matches(now)
             if not self.jobs and not self._loaded.has_globs:
@@ -312,7 +314,7 @@ class Daemon:
 
     def _give_back_when_at_rest(self) -> None:
         """Once each time that all jobs have come to rest."""
-        was_at_rest, self._is_at_rest = self._is_at_rest, all(job.rest.is_long for job in self.jobs)
+        was_at_rest, self._is_at_rest = self._is_at_rest, all(job.idle.is_long for job in self.jobs)
         if self._is_at_rest and not was_at_rest:
             give_back()
 
@@ -359,7 +361,7 @@ class Daemon:
                 self.jobs,
                 self.invalid,
                 self._reloaded,
-                self._totals.memory_bytes,
+                self._limits.memory_bytes,
                 alive=alive,
                 is_urgent=is_urgent,
             )

@@ -152,7 +152,7 @@ class Publisher:
     def _part(self, job: Job, now: float, *, is_urgent: bool) -> _Part:
         """The job's part, made anew when it changed, is moving, or its ages have grown old."""
         old = self._parts.get(job)
-        key = (job.plans, job.phase, job.job_id, job.control.makes_way(job), job.problems.all())
+        key = (job.plans, job.phase, job.job_id, job.slows_transfers, job.problems.all())
         is_moving = job.state is not None and bool(job.state.uploads.progress or job.state.saves.conversion)
         is_changed = old is None or is_moving or key != old.key
         age = math.inf if old is None or is_urgent else now - old.made_at_seconds
@@ -234,7 +234,7 @@ class Publisher:
                 with opened_ours(job.state_dir) as fd:
                     files.write_atomic(fd, st.FILE_NAME, document, mode=0o644)
             except OSError as error:
-                if error.errno in FULL and job.patience.reserve.release(job.state_dir):
+                if error.errno in FULL and job.supervisor.reserve.release(job.state_dir):
                     self.has_unsaid = True
                     continue
                 log.error("cannot publish status in %s: %s", job.state_dir, error.strerror)

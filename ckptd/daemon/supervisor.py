@@ -65,7 +65,7 @@ class JobSupervisor:
         if self._ending is not None:
             return
         try:
-            with logs.about(self._job.config.name):
+            with logs.job_lines(self._job.config.name):
                 call()
         except (StorageError, NotPermitted, OSError, RuntimeError) as error:
             told = error if isinstance(error, CkptdError) else _in_words(error)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import sdnotify
 
-from ckptd.config.environment import told_variables
+from ckptd.config.environment import shown_variables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,7 +75,7 @@ def start_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
     if unit := unit_of(groups):
         return unit
-    settings = told_variables(environ)
+    settings = shown_variables(environ)
     line = " ".join([*(f"{name}={shlex.quote(text)}" for name, text in settings.items()), "ckptd"])
     line = f"{line} {shlex.join(arguments)}"
     words = [*arguments[1:], *settings.values()]

@@ -22,7 +22,7 @@ from ckptd.base import files
 from ckptd.base.humanize import ago
 from ckptd.base.owned_dirs import lies_in_save_dir
 from ckptd.config.budget import MIB, divide, shortage
-from ckptd.config.commands import this_node
+from ckptd.config.commands import node_name
 from ckptd.config.quantities import show_bytes, shown_remote
 from ckptd.convert.engine.inspect import inspect_files, probe_restrictions
 from ckptd.core.completeness.grid import Context
@@ -175,7 +175,6 @@ def _at_rest(job: JobConfig) -> Context:
     return Context(
         settle_seconds=job.settle_seconds,
         quiet_seconds=job.settle_seconds,
-        is_in_flight=False,
         save_spread_seconds=job.save_spread_seconds,
         is_to_send=False,
     )
@@ -270,7 +269,7 @@ def _remote(
         verify=remote.verify,
         access=access,
         bytes_per_second=remote.bandwidth.at(time.time()),
-        node=job.node_name or this_node(os.environ),
+        node=job.node_name or node_name(os.environ),
         node_id=_CHECK_NODE_ID,
         asks_who_lives=True,
     )
@@ -331,7 +330,7 @@ def _who_writes(
         msg = f"{whose} saves {run} to {remote.url} under the name {job.name}, heard of {heard} ago"
         hint = 'only one of two runs sends there: give this one name = "…" and a url of its own'
         yield failed(what, LockHeld(msg, hint=hint))
-    own = job.node_name or this_node(os.environ)
+    own = job.node_name or node_name(os.environ)
     others = [seen for seen in unnamed if seen.node != own]
     if others and remote.name not in owner.job_ids:
         text = other_writers(others, remote.url, answer.identity.created)

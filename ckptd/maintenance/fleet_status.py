@@ -21,7 +21,6 @@ from ckptd.core.model.manifest import name_in
 from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import run_of, short
 from ckptd.core.model.save import Order
-from ckptd.maintenance.listing import listed_run
 from ckptd.recover.select.runs import Runs
 from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.documents import read_generation, stem_of_key
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
     from ckptd.core.model.coverage import KnownManifest
     from ckptd.core.model.heartbeat import Heartbeat
     from ckptd.core.model.manifest import Commit, NodeManifest
-    from ckptd.maintenance.listing import ListedRun
     from ckptd.recover.select.inventory import RemoteInventory
+    from ckptd.recover.select.runs import RunView
     from ckptd.storage.remote.documents import Stem
     from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.stores.base import Store
@@ -205,7 +204,7 @@ class FleetStatus:
     """Since the last of all nodes ended in order; None: the job goes on, or some node fell silent."""
     run_id: str | None = None
     """The newest run, of which all this is; None: nothing says that there is one."""
-    runs: tuple[ListedRun, ...] = ()
+    runs: tuple[RunView, ...] = ()
     nodes: tuple[NodeRow, ...] = ()
     uncommitted: tuple[OpenRow, ...] = ()
     problems: tuple[str, ...] = ()
@@ -227,7 +226,7 @@ class FleetReader:
     def __init__(self, sight: RemoteInventory) -> None:
         runs = Runs([sight])
         self._run_id = runs.views[0].run_id if runs.views else None
-        self._runs = tuple(map(listed_run, runs.views))
+        self._runs = runs.views
         self._sight = sight if self._run_id is None else runs.only(sight, self._run_id)
         self._store: Store = sight.store
         self._problems: list[str] = []

@@ -79,14 +79,6 @@ class Removal:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ended:
-    """Objects that this node sent in vain, and the look at the remote that says so."""
-
-    found: Collected
-    sent: tuple[Sent, ...]
-
-
 class Collector:
     """One call of `gc`. Nothing is changed with `dry_run`; `say(line)`: what is left alone, and why."""
 
@@ -95,7 +87,8 @@ class Collector:
         self._say = say
         self._dry_run = dry_run
         self.removed: list[Removal] = []
-        self._ended: dict[str, _Ended] = {}
+        self._ended: dict[str, tuple[Collected, tuple[Sent, ...]]] = {}
+        """By remote: a look at it, and the objects there that this node sent in vain."""
 
     # --- remotes ---------------------------------------------------------------------------------------
 
@@ -148,7 +141,7 @@ class Collector:
                 f"finished ({tags}); its daemon goes on with them"
             )
         if ended:
-            self._ended[sight.name] = _Ended(found=found, sent=tuple(ended.values()))
+            self._ended[sight.name] = (found, tuple(ended.values()))
         if left:
             self._say(
                 f"{sight.name}: {_counted(left, found)} are in no manifest, and this node did not send them "
@@ -327,14 +320,14 @@ class Collector:
         """Collect whole objects of uploads that ended before a manifest listed them; their source is gone
         here.
         """
-        ended = self._ended.pop(sight.name, None)
-        if ended is None:
+        if sight.name not in self._ended:
             return
+        found, ended = self._ended.pop(sight.name)
         rows = {
             one.key: Garbage(
                 key=one.key, bytes=one.bytes, why="sent by this node; its checkpoint is gone here"
             )
-            for one in ended.sent
+            for one in ended
         }
         if self._dry_run:
             for row in rows.values():
@@ -344,13 +337,13 @@ class Collector:
             remove_unlisted(
                 sight.store,
                 sight.observation.identity,
-                ended.found,
+                found,
                 sorted(rows),
                 node_id,
                 lambda key: self._gone(sight.name, rows[key]),
             )
         except RefusedError as error:
-            self._say(f"{sight.name}: {_counted(rows, ended.found)} that this node sent stay: {error}")
+            self._say(f"{sight.name}: {_counted(rows, found)} that this node sent stay: {error}")
 
     def aside(self, job: JobConfig) -> None:
         """Collect what `resume`, `restore` and repairs moved aside: kept until a person asks for this."""
@@ -422,12 +415,7 @@ class Collector:
         if busy is not None:
             raise RefusedError(f"{tag}: {busy}", hint="call it again when nobody writes there")
         rows = _read(job.save_dir / tag, [file.path for file in listing.files])
-        context = Context(
-            settle_seconds=0.0,
-            quiet_seconds=3600.0,
-            is_in_flight=False,
-            save_spread_seconds=job.save_spread_seconds,
-        )
+        context = Context(save_spread_seconds=job.save_spread_seconds)
         verdict = judge(listing, {row.path: row for row in rows}, None, context)
         if verdict.state in _GIVEN_UP and not is_sealed:
             return verdict.reason or verdict.state.value

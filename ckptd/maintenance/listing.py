@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from ckptd.core.model.decision import pinned_tags
 from ckptd.core.model.records import WEIGHTS
 from ckptd.core.model.runs import run_of
 from ckptd.recover.select.runs import runs_in
@@ -14,12 +15,12 @@ from ckptd.storage.remote.documents import stem_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptd.core.model.decision import Decision
     from ckptd.core.model.layouts import Grid
     from ckptd.core.model.manifest import Commit
     from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.runs import RunView
     from ckptd.storage.remote.documents import Stem
+    from ckptd.storage.remote.messages import CommitView, Observation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,23 +62,6 @@ class ListedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ListedRun:
-    """One run, and where it was saved last (None: of a release that did not say); the newest comes first."""
-
-    run_id: str
-    is_newest: bool
-    user: str | None
-    host: str | None
-    save_dir: str | None
-    since: str | None
-    """RFC 3339, UTC: when it began to be saved there."""
-    checkpoints: int
-    bytes: int
-    first_step: int | None
-    last_step: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteListing:
     """One remote; oldest checkpoint first."""
 
@@ -87,68 +71,41 @@ class RemoteListing:
     latest: str | None
     latest_universal: str | None
     checkpoints: tuple[ListedCheckpoint, ...]
-    runs: tuple[ListedRun, ...] = ()
+    runs: tuple[RunView, ...] = ()
     problems: tuple[str, ...] = ()
-
-
-def pinned_tags(decisions: Sequence[Decision]) -> set[str]:
-    """Return the tags whose newest pin or unpin is a pin (P8)."""
-    newest: dict[str, Decision] = {}
-    for decision in decisions:
-        if decision.kind in ("pin", "unpin"):
-            held = newest.get(decision.tag)
-            if held is None or decision.serial >= held.serial:
-                newest[decision.tag] = decision
-    return {tag for tag, decision in newest.items() if decision.kind == "pin"}
 
 
 def list_remote(remote: RemoteInventory, now: datetime) -> RemoteListing:
     """Return the rows of one remote."""
     seen = remote.observation
-    pinned = pinned_tags(seen.decisions)
-    grouped: dict[tuple[int, int, int, str, int], list[ListedForm]] = {}
-    grids: dict[tuple[int, int, int, str, int], Grid] = {}
-    runs: dict[tuple[int, int, int, str, int], str] = {}
-    late: dict[Stem, list[Commit]] = {}
-    for view in seen.supplements:
-        late.setdefault(stem_of(view.commit), []).append(view.commit)
+    saves: dict[tuple[int, int, int, str, int], list[CommitView]] = {}
     for view in remote.commits:
         commit = view.commit
         key = (commit.branch, commit.step, commit.save_seq, commit.tag, commit.generation)
-        beside = late.get(stem_of(commit), [])
-        pointers = (("latest", seen.latest), ("latest_universal", seen.latest_universal))
-        grouped.setdefault(key, []).append(
-            ListedForm(
-                form=commit.form,
-                folder=commit.folder,
-                bytes=commit.bytes,
-                files=commit.files,
-                committed_at=commit.committed_at,
-                age_seconds=_age_seconds(commit.committed_at, now),
-                commit_sha256=view.sha256,
-                pointers=tuple(name for name, value in pointers if value == commit.folder),
-                late_files=sum(one.files for one in beside),
-                late_bytes=sum(one.bytes for one in beside),
+        saves.setdefault(key, []).append(view)
+    late: dict[Stem, list[Commit]] = {}
+    for view in seen.supplements:
+        late.setdefault(stem_of(view.commit), []).append(view.commit)
+    pinned = pinned_tags(seen.decisions)
+    rows = []
+    for (branch, step, save_seq, tag, generation), views in sorted(saves.items(), key=lambda row: row[0]):
+        commit = views[-1].commit
+        forms = [_form(seen, view, late.get(stem_of(view.commit), ()), now) for view in views]
+        rows.append(
+            ListedCheckpoint(
+                tag=tag,
+                generation=generation,
+                branch=branch,
+                step=step,
+                save_seq=save_seq,
+                zero_stage=commit.grid.zero_stage,
+                saved_by_ranks=commit.grid.dp * commit.grid.mm_count,
+                pinned=tag in pinned,
+                run_id=run_of(commit, commit.job_id),
+                kind=_kind(commit.grid, {form.form for form in forms}),
+                forms=tuple(sorted(forms, key=lambda f: (f.form != "zero", f.form))),
             )
         )
-        grids[key] = commit.grid
-        runs[key] = run_of(commit, commit.job_id)
-    rows = tuple(
-        ListedCheckpoint(
-            tag=key[3],
-            generation=key[4],
-            branch=key[0],
-            step=key[1],
-            save_seq=key[2],
-            zero_stage=grids[key].zero_stage,
-            saved_by_ranks=grids[key].dp * grids[key].mm_count,
-            pinned=key[3] in pinned,
-            run_id=runs[key],
-            kind=_kind(grids[key], {form.form for form in forms}),
-            forms=tuple(sorted(forms, key=lambda f: (f.form != "zero", f.form))),
-        )
-        for key, forms in sorted(grouped.items())
-    )
     disputed = tuple(f"{v.key} is disputed: it does not count" for v in seen.commits if v.disputed)
     return RemoteListing(
         name=remote.name,
@@ -156,26 +113,26 @@ def list_remote(remote: RemoteInventory, now: datetime) -> RemoteListing:
         job=seen.identity.job,
         latest=seen.latest,
         latest_universal=seen.latest_universal,
-        checkpoints=rows,
-        runs=tuple(map(listed_run, runs_in(remote))),
+        checkpoints=tuple(rows),
+        runs=runs_in(remote),
         problems=seen.damaged + disputed,
     )
 
 
-def listed_run(view: RunView) -> ListedRun:
-    """Return a run as it is shown and printed as JSON."""
-    place = view.place
-    return ListedRun(
-        run_id=view.run_id,
-        is_newest=view.is_newest,
-        user=place.user if place is not None else None,
-        host=(place.host or place.node) if place is not None else None,
-        save_dir=place.save_dir if place is not None else None,
-        since=view.since,
-        checkpoints=view.checkpoints,
-        bytes=view.bytes,
-        first_step=view.first_step,
-        last_step=view.last_step,
+def _form(seen: Observation, view: CommitView, late: Sequence[Commit], now: datetime) -> ListedForm:
+    commit = view.commit
+    pointers = (("latest", seen.latest), ("latest_universal", seen.latest_universal))
+    return ListedForm(
+        form=commit.form,
+        folder=commit.folder,
+        bytes=commit.bytes,
+        files=commit.files,
+        committed_at=commit.committed_at,
+        age_seconds=_age_seconds(commit.committed_at, now),
+        commit_sha256=view.sha256,
+        pointers=tuple(name for name, value in pointers if value == commit.folder),
+        late_files=sum(one.files for one in late),
+        late_bytes=sum(one.bytes for one in late),
     )
 
 

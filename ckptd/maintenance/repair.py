@@ -31,7 +31,7 @@ from ckptd.errors import (
 from ckptd.maintenance.verify import VerifiedRemote, Verifier, exit_code
 from ckptd.recover.execute import one_at_a_time
 from ckptd.recover.files import FileRepairer, LocalFiles, drop_fetched, is_same_file, opened_save_dir
-from ckptd.recover.resume import reserve_bytes
+from ckptd.recover.recovery import reserve_bytes
 from ckptd.storage.local.state_dir import REPAIR_UPLOADS
 from ckptd.storage.remote.repair import ObjectRepairer, StoreSource
 from ckptd.storage.stores.rate_limit import RateLimiter
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.manifest import ManifestFile
     from ckptd.maintenance.verify import BadObject, Slice
     from ckptd.observe.audit import Audit
-    from ckptd.recover.files import LocalFault, LostFolder
+    from ckptd.recover.files import LocalFault
     from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.stores.base import Source, Store
@@ -124,7 +124,7 @@ class Repair:
             if fd is not None:
                 self._local = LocalFiles(self._job.save_dir, fd, self._node_id, self._say)
                 if self._wanted.here:
-                    self._mend_here(*self._local.faults(self._remotes, self._wanted.tag))
+                    self._mend_here(self._local, self._local.faults(self._remotes, self._wanted.tag))
             for remote, bad in found:
                 resender = self._resender(remote)
                 self.rows += [self._put_right(remote, resender, one) for one in bad]
@@ -171,38 +171,28 @@ class Repair:
 
     # --- here ------------------------------------------------------------------------------------------
 
-    def _mend_here(self, faults: Sequence[LocalFault], lost: Sequence[LostFolder]) -> None:
-        if self._wanted.dry_run or not (faults or lost):
+    def _mend_here(self, local: LocalFiles, faults: Sequence[LocalFault]) -> None:
+        if self._wanted.dry_run or not faults:
             self.rows += [self._row_here(f, outcome="left" if f.left else "planned") for f in faults]
-            self.rows += [_row_of_folder(f, outcome="left" if f.left else "planned") for f in lost]
             return
         try:
             with self._locked(faults):
                 drop_fetched(self._fd)
                 for tag in dict.fromkeys(fault.tag for fault in faults):
-                    self._mend_folder([fault for fault in faults if fault.tag == tag])
-                self.rows += [self._make_folder(one) for one in lost]
+                    self._mend_folder(local, [fault for fault in faults if fault.tag == tag])
         except (LockHeld, NoSpaceError) as error:
-            self.rows += [self._left_here(fault, error) for fault in faults]
-            self.rows += [_row_of_folder(one, outcome="left", error=error) for one in lost]
+            self.rows += [self._row_here(fault, outcome="left", error=error) for fault in faults]
 
-    def _make_folder(self, lost: LostFolder) -> RepairResult:
+    def _make_folder(self, tag: str, path: str) -> None:
         """Make an empty folder of a save again, with the mode of the checkpoint's own folder."""
-        if lost.left is not None:
-            refused = RefusedError(lost.left, hint="call it again when it is quiet")
-            return _row_of_folder(lost, outcome="left", error=refused)
         try:
-            with files.opened_dir(lost.tag, self._fd) as folder:
+            with files.opened_dir(tag, self._fd) as folder:
                 status = os.fstat(folder)
-                files.make_folders(folder, [lost.path], mode=stat.S_IMODE(status.st_mode) & 0o777)
+                files.make_folders(folder, [path], mode=stat.S_IMODE(status.st_mode) & 0o777)
                 # trainers that rotate go by the time of the folder
                 os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
-        except (CkptdError, OSError) as error:
-            known = error if isinstance(error, CkptdError) else from_os_error(error, f"making {lost.path}")
-            return _row_of_folder(lost, outcome="left", error=known)
-        row = _row_of_folder(lost, outcome="repaired")
-        self._note(row, lost.copy.view)
-        return row
+        except OSError as error:
+            raise from_os_error(error, f"making {path}") from error
 
     @contextlib.contextmanager
     def _locked(self, faults: Sequence[LocalFault]) -> Iterator[None]:
@@ -216,7 +206,7 @@ class Repair:
             hint = "stop it for the repair; the trainer may go on, what it writes in now is left alone"
             raise LockHeld(msg, hint=hint) from error
         try:
-            needed = sum(fault.file.bytes for fault in faults)
+            needed = sum(fault.file.bytes for fault in faults if fault.file is not None)
             reserve = reserve_bytes(self._fd, self._job, [fault.copies[0].bytes for fault in faults])
             if extents.free_bytes(self._fd) - needed < reserve:
                 msg = f"{self._job.save_dir} has no room for {show_bytes(needed)} more"
@@ -226,48 +216,53 @@ class Repair:
         finally:
             lock(self._fd, fcntl.LOCK_UN)
 
-    def _mend_folder(self, faults: Sequence[LocalFault]) -> None:
+    def _mend_folder(self, local: LocalFiles, faults: Sequence[LocalFault]) -> None:
         first = faults[0]
         mender = FileRepairer(self._fd, first.tag, first.copies, first.seen, self._on_progress)
         for fault in faults:
-            if fault.left is not None:
-                refused = RefusedError(fault.left, hint="call it again when it is quiet")
-                self.rows.append(self._left_here(fault, refused))
-                continue
+            source = None
             try:
-                source = mender.put_back(fault.file)
+                if fault.left is not None:
+                    raise RefusedError(fault.left, hint="call it again when it is quiet")
+                if fault.file is None:
+                    self._make_folder(fault.tag, fault.path)
+                else:
+                    source = mender.put_back(fault.file)
+                    local.is_good_now(fault.tag, fault.file)
             except CkptdError as error:
-                self.rows.append(self._left_here(fault, error))
+                self.rows.append(self._row_here(fault, outcome="left", error=error))
                 continue
-            assert self._local is not None
-            self._local.is_good_now(fault.tag, fault.file)
             row = self._row_here(fault, outcome="repaired", source=source)
             self._note(row, fault.copies[0].view)
             self.rows.append(row)
         mender.end()
 
-    def _left_here(self, fault: LocalFault, error: CkptdError) -> RepairResult:
-        return self._row_here(fault, outcome="left", reason=str(error), code=error.exit_code)
-
     def _row_here(
-        self, fault: LocalFault, *, outcome: str, source: str | None = None, reason: str = "", code: int = 0
+        self,
+        fault: LocalFault,
+        *,
+        outcome: str,
+        source: str | None = None,
+        error: CkptdError | None = None,
     ) -> RepairResult:
-        commit = fault.copies[0].view.commit
-        if source is None:
-            held = [c for c in fault.copies if any(is_same_file(f, fault.file) for f in c.files)]
-            source = held[0].remote.name if held else None
+        commit, file = fault.copies[0].view.commit, fault.file
+        copies = [c for c in fault.copies if file is None or any(is_same_file(f, file) for f in c.files)]
+        if file is None:
+            damage = "an empty folder of the save is absent"
+        else:
+            damage = "other bytes" if fault.is_there else "absent"
         return RepairResult(
             where=HERE,
             tag=fault.tag,
             generation=commit.generation,
             form=commit.form,
-            key=f"{fault.tag}/{fault.file.path}",
-            bytes=fault.file.bytes,
-            damage="other bytes" if fault.is_there else "absent",
-            source=source,
+            key=f"{fault.tag}/{fault.path}" + ("/" if file is None else ""),
+            bytes=file.bytes if file is not None else 0,
+            damage=damage,
+            source=source or next((copy.remote.name for copy in copies), None),
             outcome=outcome,
-            reason=reason or (fault.left or ""),
-            code=code,
+            reason=str(error) if error is not None else fault.left or "",
+            code=error.exit_code if error is not None else 0,
         )
 
     # --- in a remote -----------------------------------------------------------------------------------
@@ -384,23 +379,6 @@ class Repair:
     def _tell(self, what: str, done: int, total: int) -> None:
         if self._on_progress is not None:
             self._on_progress(what, done, total)
-
-
-def _row_of_folder(lost: LostFolder, *, outcome: str, error: CkptdError | None = None) -> RepairResult:
-    commit = lost.copy.view.commit
-    return RepairResult(
-        where=HERE,
-        tag=lost.tag,
-        generation=commit.generation,
-        form=commit.form,
-        key=f"{lost.tag}/{lost.path}/",
-        bytes=0,
-        damage="an empty folder of the save is absent",
-        source=lost.copy.remote.name,
-        outcome=outcome,
-        reason=str(error) if error is not None else lost.left or "",
-        code=error.exit_code if error is not None else 0,
-    )
 
 
 @contextlib.contextmanager

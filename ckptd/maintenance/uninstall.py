@@ -16,7 +16,7 @@ from ckptd.base import files
 from ckptd.base.owned_dirs import lock, opened_ours, path_of
 from ckptd.config.commands import command_for
 from ckptd.core.model.listing import OURS, RESUMED
-from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, UploadState
 from ckptd.core.model.runs import RUN_FILE
 from ckptd.errors import LockHeld, RefusedError
 from ckptd.recover.execute import one_at_a_time
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.config.schema import JobConfig
-    from ckptd.core.model.records import SaveRow, ShipRecord
+    from ckptd.core.model.records import SaveRow, UploadRecord
 
 Fate = Literal["goes", "only here", "stays"]
 
@@ -101,11 +101,11 @@ class Removal:
         fd = self._fd
         if fd is None:
             return
-        rows, ships = self._known()
-        yield from self._holds(fd, rows, ships)
+        rows, uploads = self._known()
+        yield from self._holds(fd, rows, uploads)
         by_tag = {row.save.tag: row for row in rows.values() if row.derived.state is DerivedState.READY}
         for name in fs.names_in(fd, _MADE):
-            yield self._piece(_MADE, name, *self._made(fd, by_tag.get(name), ships))
+            yield self._piece(_MADE, name, *self._made(fd, by_tag.get(name), uploads))
         for name in fs.names_in(fd, f"{fs.DERIVED}/accelerate"):
             yield self._piece(f"{fs.DERIVED}/accelerate", name, "goes", "made again by `ckptd resume`")
         for name in fs.names_in(fd, fs.STAGING):
@@ -125,7 +125,10 @@ class Removal:
             yield Piece(folder="", name=POINTER, bytes=0, fate="goes", why="it names a form of ckptd's")
 
     def _holds(
-        self, fd: int, rows: Mapping[int, SaveRow], ships: Mapping[int, Mapping[tuple[str, str], ShipRecord]]
+        self,
+        fd: int,
+        rows: Mapping[int, SaveRow],
+        uploads: Mapping[int, Mapping[tuple[str, str], UploadRecord]],
     ) -> Iterator[Piece]:
         """The word beside a hold goes with it; alone it is nothing to keep."""
         names = set(fs.names_in(fd, fs.HOLD))
@@ -136,7 +139,7 @@ class Removal:
             if _id_of(clones.hold_of(name)) >= 0 and clones.hold_of(name) != name:
                 yield self._piece(fs.HOLD, name, "goes", "noted of a hold that is gone")
             else:
-                yield self._piece(fs.HOLD, name, *self._hold(row if is_its else None, ships))
+                yield self._piece(fs.HOLD, name, *self._hold(row if is_its else None, uploads))
 
     def _piece(self, folder: str, name: str, fate: Fate, why: str) -> Piece:
         assert self._fd is not None
@@ -146,40 +149,41 @@ class Removal:
             size = sum(file.identity.size_bytes for file in listing.files) if listing is not None else 0
         return Piece(folder=folder, name=name, bytes=size, fate=fate, why=why)
 
-    def _known(self) -> tuple[dict[int, SaveRow], Mapping[int, Mapping[tuple[str, str], ShipRecord]]]:
+    def _known(self) -> tuple[dict[int, SaveRow], Mapping[int, Mapping[tuple[str, str], UploadRecord]]]:
         """Read the journal's saves and uploads; without a journal nothing is known to be committed."""
         path = self._state_dir / "journal.db" if self._state_dir is not None else None
         if path is None or not path.exists():
             return {}, {}
         journal = Journal(path)
         try:
-            return {row.id: row for row in journal.saves()}, journal.ships()
+            return {row.id: row for row in journal.saves()}, journal.uploads()
         finally:
             journal.close()
 
     def _hold(
-        self, row: SaveRow | None, ships: Mapping[int, Mapping[tuple[str, str], ShipRecord]]
+        self, row: SaveRow | None, uploads: Mapping[int, Mapping[tuple[str, str], UploadRecord]]
     ) -> tuple[Fate, str]:
         if row is None:
             return "only here", "no journal knows of which save it is"
-        if self._is_committed(ships.get(row.id, {}), ZERO):
+        if self._is_committed(uploads.get(row.id, {}), ZERO):
             return "goes", "its save is committed"
         return "only here", f"{row.save.tag} is not committed"
 
     def _made(
-        self, fd: int, row: SaveRow | None, ships: Mapping[int, Mapping[tuple[str, str], ShipRecord]]
+        self, fd: int, row: SaveRow | None, uploads: Mapping[int, Mapping[tuple[str, str], UploadRecord]]
     ) -> tuple[Fate, str]:
         if row is not None and fs.folder_is_intact(fd, row.save.tag, row.save.files):
             return "goes", "made of what lies in save_dir"
-        records = ships.get(row.id, {}) if row is not None else {}
+        records = uploads.get(row.id, {}) if row is not None else {}
         if any(self._is_committed(records, form) for form in (UNIVERSAL, ZERO)):
             return "goes", "its save is committed"
         return "only here", "its shards are gone, and it is not known to be committed"
 
-    def _is_committed(self, records: Mapping[tuple[str, str], ShipRecord], form: str) -> bool:
+    def _is_committed(self, records: Mapping[tuple[str, str], UploadRecord], form: str) -> bool:
         names = [remote.name for remote in self._job.remotes if remote.required]
         done = [
-            (r := records.get((name, form))) is not None and r.state is ShipState.COMMITTED for name in names
+            (r := records.get((name, form))) is not None and r.state is UploadState.COMMITTED
+            for name in names
         ]
         return bool(names) and all(done)
 

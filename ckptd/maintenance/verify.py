@@ -28,8 +28,7 @@ from ckptd.errors import (
     UsageError,
 )
 from ckptd.recover.fetch import PARALLEL, read_through
-from ckptd.recover.select.inventory import is_gone
-from ckptd.recover.select.manifest_check import why_untrusted
+from ckptd.recover.select.inventory import is_gone, why_untrusted
 from ckptd.storage.remote.documents import manifests_of_commit, read_generation, stem_of
 from ckptd.storage.stores.checksums import to_hex
 

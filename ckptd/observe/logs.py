@@ -34,7 +34,7 @@ _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 
 
 @contextlib.contextmanager
-def about(job: str) -> Iterator[None]:
+def job_lines(job: str) -> Iterator[None]:
     """Mark the lines that are written inside as that job's."""
     token = _job.set(job)
     try:
@@ -43,19 +43,19 @@ def about(job: str) -> Iterator[None]:
         _job.reset(token)
 
 
-def bound(call: Callable[Args, Result]) -> Callable[Args, Result]:
+def bind_job(call: Callable[Args, Result]) -> Callable[Args, Result]:
     """Bind the current job to a call that is made later or in another thread."""
     job = _job.get()
 
     @wraps(call)
     def later(*args: Args.args, **named: Args.kwargs) -> Result:
-        with about(job):
+        with job_lines(job):
             return call(*args, **named)
 
     return later
 
 
-def doing(action: Action, tag: str) -> Mapping[str, str]:
+def line_fields(action: Action, tag: str) -> Mapping[str, str]:
     """Make the `extra` of a line: what happens to which checkpoint."""
     return {"action": action, "tag": tag}
 
@@ -110,7 +110,7 @@ class JsonLines(logging.Formatter):
         return f"<{priority}>{text}"
 
 
-def begin(environ: Mapping[str, str], level: str, style: Style) -> None:
+def configure(environ: Mapping[str, str], level: str, style: Style) -> None:
     """Log to stderr from now on; `auto`: JSON where stderr is the journal's, else text."""
     is_journal = _is_journal(environ)
     handler = logging.StreamHandler(sys.stderr)
@@ -119,7 +119,7 @@ def begin(environ: Mapping[str, str], level: str, style: Style) -> None:
     logging.basicConfig(handlers=[handler], level=level)
 
 
-def begin_plainly(level: str) -> None:
+def configure_plainly(level: str) -> None:
     """Log to stderr as a verb speaks that works like the daemon for a moment."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextLines("ckptd: %(message)s"))

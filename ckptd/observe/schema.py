@@ -21,10 +21,10 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | made | {"title": "ckptd status.json"}
 
 
-def text() -> str:
+def schema_text() -> str:
     """Return the text of the file in docs/."""
     return json.dumps(schema(), indent=1, sort_keys=True) + "\n"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(text())
+    sys.stdout.write(schema_text())

@@ -6,25 +6,21 @@ and neither restores frozen parameters or buffers (docs/formats.md §5.1).
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING
 
 from ckptd.base import files
 from ckptd.convert.engine.inspect import inspect_files
-from ckptd.core.model.layouts import Role, Trainer, parse_shard_name, universal_name
+from ckptd.core.model.layouts import Role, Trainer, parse_shard_name
 from ckptd.core.model.loaders import stage3_loader_word
 from ckptd.core.model.records import WEIGHTS
-from ckptd.errors import CkptdError
-from ckptd.recover.select.copies import DESCRIPTION, UNIVERSAL
-from ckptd.recover.select.steps import DERIVED_ACCELERATE, DERIVED_UNIVERSAL
+from ckptd.recover.select.copies import UNIVERSAL
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.core.model.facts import ShardFacts
-    from ckptd.core.model.listing import SaveDirListing
-    from ckptd.recover.plan import ResumePlan
+    from ckptd.recover.plan import RecoveryPlan
 
 
 def model_facts(folder: Path) -> ShardFacts | None:
@@ -46,7 +42,7 @@ _OPENED_BY = {
 }
 
 
-def advice(plan: ResumePlan, facts: ShardFacts | None) -> list[str]:
+def advice(plan: RecoveryPlan, facts: ShardFacts | None) -> list[str]:
     """Return the lines for the person or the log of the launch script."""
     candidate = plan.candidate
     grid = candidate.grid
@@ -118,64 +114,3 @@ def _batch(facts: ShardFacts, ranks: int) -> list[str]:
         steps, micro = 1, batch // ranks
     text = f"keep train_batch_size {batch} on {ranks} data-parallel ranks: "
     return [f"{text}train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {steps}"]
-
-
-# --- universal forms that lie in a directory already -----------------------------------------------------
-# Each says in its `ckptd.json` which shards it was made from.
-
-_DESCRIPTION_LIMIT_BYTES = 8 << 20
-
-
-def derived_universals(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
-    """Read which save each universal form in `_ckptd/derived` was made from.
-
-    Returns tag → fingerprints of its source; None for one that is unreadable.
-    """
-    return _derived(save_dir_fd, DERIVED_UNIVERSAL, "")
-
-
-def derived_accelerate(save_dir_fd: int) -> dict[str, dict[str, str] | None]:
-    """Read which save each form in `_ckptd/derived/accelerate` was made from, one level deeper."""
-    return _derived(save_dir_fd, DERIVED_ACCELERATE, "/pytorch_model", "/checkpoint")
-
-
-def put_in_universals(save_dir_fd: int, listing: SaveDirListing) -> dict[str, dict[str, str] | None]:
-    """Read the sources of universal forms that lie beside shards, by their names below save_dir."""
-    names = [f"{f.tag}/{universal_name(root)}" for f in listing.folders for root in f.roots if root]
-    is_there = [name for name in names if files.stat_beneath(save_dir_fd, name) is not None]
-    return {name: source_of(save_dir_fd, name) for name in is_there}
-
-
-def _derived(save_dir_fd: int, place: str, *inner: str) -> dict[str, dict[str, str] | None]:
-    try:
-        fd = files.open_dir_beneath(save_dir_fd, place)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    try:
-        names = [name for name in sorted(os.listdir(fd)) if not name.startswith(".")]
-        found = {name: [_sources(fd, name + one) for one in inner] for name in names}
-        return {name: next(filter(None, sources), None) for name, sources in found.items()}
-    finally:
-        os.close(fd)
-
-
-def source_of(save_dir_fd: int, folder: str) -> dict[str, str] | None:
-    """Return the fingerprints of what a universal folder was made from; None: absent or unreadable."""
-    head, _, name = folder.rpartition("/")
-    try:
-        fd = files.open_dir_beneath(save_dir_fd, head)
-    except (OSError, CkptdError):
-        return None
-    try:
-        return _sources(fd, name)
-    finally:
-        os.close(fd)
-
-
-def _sources(fd: int, name: str) -> dict[str, str] | None:
-    try:
-        data = files.read_beneath(fd, f"{name}/{DESCRIPTION}", limit_bytes=_DESCRIPTION_LIMIT_BYTES)
-        marks = json.loads(data)["source"]["fingerprints"]
-        return {str(path): str(mark) for path, mark in marks.items()}
-    except (OSError, CkptdError, ValueError, KeyError, TypeError, AttributeError):
-        return None

@@ -30,11 +30,11 @@ from ckptd.errors import (
     NeedsWholeFiles,
     NoSpaceError,
     NothingCommitted,
-    StorageError,
     TargetExists,
     from_os_error,
 )
 from ckptd.recover.fetch import Fetcher, read_whole
+from ckptd.recover.files import opened_parent, rename_numbered
 from ckptd.recover.select.copies import ZERO
 from ckptd.recover.select.steps import (
     DERIVED_UNIVERSAL,
@@ -68,6 +68,8 @@ if TYPE_CHECKING:
 # Small files that a trainer keeps there are copied to where a universal form will be read from. There may be
 # one for each rank: each is opened, copied, made durable and closed before the next.
 
+_MEMORY_BUDGET_BYTES = 512 << 20
+"""Of a conversion."""
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -78,27 +80,22 @@ def copy_beside(save_dir_fd: int, folder: str, target: str, paths: Iterable[str]
         RefusedError: a symlink, or another device, on the way. OSError: as the kernel says.
     """
     mode = os.fstat(save_dir_fd).st_mode & 0o777
-    with contextlib.ExitStack() as closing:
-        source_fd = files.open_dir_beneath(save_dir_fd, folder)
-        closing.callback(os.close, source_fd)
-        target_fd = ensure_ours(save_dir_fd, target)
-        closing.callback(os.close, target_fd)
+    with (
+        closing(files.open_dir_beneath(save_dir_fd, folder)) as source_fd,
+        closing(ensure_ours(save_dir_fd, target)) as target_fd,
+    ):
         for path in paths:
             _copy(source_fd, path, target_fd, mode)
 
 
 def _copy(source_fd: int, path: str, target_fd: int, folder_mode: int) -> None:
     head, _, base = path.rpartition("/")
-    with contextlib.ExitStack() as closing:
-        if head:
-            parent = files.open_dir_beneath(target_fd, head, create_mode=folder_mode, is_durable=True)
-        else:
-            parent = os.dup(target_fd)
-        closing.callback(os.close, parent)
-        with files.reading(source_fd, path) as fd:
-            status = os.fstat(fd)
-            out = os.open(base, _NEW_FILE, status.st_mode & 0o777, dir_fd=parent)
-            closing.callback(os.close, out)
+    with (
+        opened_parent(target_fd, head, create_mode=folder_mode, is_durable=True) as parent,
+        files.reading(source_fd, path) as fd,
+    ):
+        status = os.fstat(fd)
+        with closing(os.open(base, _NEW_FILE, status.st_mode & 0o777, dir_fd=parent)) as out:
             extents.copy_range(fd, 0, out, 0, status.st_size)
             os.fsync(out)
         files.fsync_dir(parent)
@@ -120,7 +117,6 @@ class Execution:
         save_dir_fd: int,
         *,
         reserve_bytes: int,
-        memory_budget_bytes: int,
         on_progress: Callable[[str, int, int], None] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
@@ -128,7 +124,6 @@ class Execution:
         self._say = say
         self._fd = save_dir_fd
         self._reserve_bytes = reserve_bytes
-        self._memory_budget_bytes = memory_budget_bytes
         self._on_progress = on_progress
         self.current: Step | None = None
         """The step that is, or was last, being carried out."""
@@ -197,19 +192,18 @@ class Execution:
             raise NoSpaceError(msg, hint="free space, or lower min_free; nothing was deleted to make room")
 
     def _missing_bytes(self, step: Fetch) -> int:
-        try:
-            staging = files.open_dir_beneath(self._fd, f"{STAGING}/{staging_name(step.form, step.copy)}")
-        except (FileNotFoundError, NotADirectoryError):
-            return step.copy.bytes
-        try:
+        name = f"{STAGING}/{staging_name(step.form, step.copy)}"
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            closing(files.open_dir_beneath(self._fd, name)) as staging,
+        ):
             return Fetcher(step.copy, staging).missing_bytes()
-        finally:
-            os.close(staging)
+        return step.copy.bytes
 
     def _one(self, step: Step) -> None:
         match step:
             case MoveAside():
-                self.move_aside(step.name, step.label)
+                self._move_aside(step.name, step.label)
             case Fetch():
                 self._fetch(step)
             case Install():
@@ -223,104 +217,77 @@ class Execution:
             case RestoreExtras():
                 self._restore(step)
             case CopyBeside():
-                self._copy_beside(step)
+                # may be cut short: without the universal form, which comes after it, nothing loads it
+                copy_beside(self._fd, step.tag, step.target, step.paths)
             case Delete():
                 remove_ours(self._fd, step.folder, step.name)
             case WritePointer():
                 head, _, base = step.name.rpartition("/")
-                with files.opened_dir(head or ".", self._fd) as folder:
+                with opened_parent(self._fd, head) as folder:
                     files.write_atomic(folder, base, step.value.encode())
 
-    def move_aside(self, name: str, label: str) -> str | None:
-        """Rename a name below save_dir into `_ckptd/aside/`; the new name, None when it is gone already."""
+    def _move_aside(self, name: str, label: str) -> None:
+        """Rename a name below save_dir into `_ckptd/aside/`, unless it is gone already."""
         head, _, base = name.rpartition("/")
-        aside = ensure_ours(self._fd, ASIDE)
-        try:
-            source = files.open_dir_beneath(self._fd, head) if head else os.dup(self._fd)
-        except FileNotFoundError:
-            os.close(aside)
-            return None
-        try:
-            for number in range(1, 1_000_000):
-                target = f"{label}.{number}"
-                try:
-                    files.rename_new(source, base, aside, target)
-                except FileExistsError:
-                    continue
-                except FileNotFoundError:
-                    return None
-                files.fsync_dir(aside)
-                files.fsync_dir(source)
-                return f"{ASIDE}/{target}"
-            msg = f"{ASIDE} holds too many folders of {label}"
-            raise StorageError(msg, hint="remove what is no longer needed there")
-        finally:
-            os.close(source)
-            os.close(aside)
+        with (
+            closing(ensure_ours(self._fd, ASIDE)) as aside,
+            contextlib.suppress(FileNotFoundError),
+            opened_parent(self._fd, head) as source,
+        ):
+            rename_numbered(source, base, aside, label)
+            files.fsync_dir(aside)
+            files.fsync_dir(source)
 
     def _fetch(self, step: Fetch) -> None:
-        name = staging_name(step.form, step.copy)
-        staging = ensure_ours(self._fd, f"{STAGING}/{name}")
-        try:
-            tell = self._on_progress
-            report = (lambda done, total: tell(str(step), done, total)) if tell else None
+        name, tell = staging_name(step.form, step.copy), self._on_progress
+        report = (lambda done, total: tell(str(step), done, total)) if tell else None
+        with closing(ensure_ours(self._fd, f"{STAGING}/{name}")) as staging:
             fetcher = Fetcher(step.copy, staging, report)
-            fetcher.drop_others()
-            fetcher.run()
-        except CkptdError as error:
-            if error.exit_code == 65:
-                remove_ours(self._fd, STAGING, name)
-            raise
-        finally:
-            os.close(staging)
+            try:
+                fetcher.drop_others()
+                fetcher.run()
+            except CkptdError as error:
+                if error.exit_code == 65:
+                    remove_ours(self._fd, STAGING, name)
+                raise
 
     def _place(self, step: Install) -> None:
         head, _, base = step.target.rpartition("/")
-        staging = ensure_ours(self._fd, STAGING)
-        parent = self._parent_of(head)
-        try:
-            files.rename_new(staging, staging_name(step.form, step.copy), parent, base)
+        # a folder of ours is made, a trainer's must be there
+        is_ours = head.startswith(f"{OURS}/")
+        with (
+            closing(ensure_ours(self._fd, STAGING)) as staging,
+            closing(ensure_ours(self._fd, head)) if is_ours else opened_parent(self._fd, head) as parent,
+        ):
+            try:
+                files.rename_new(staging, staging_name(step.form, step.copy), parent, base)
+            except FileExistsError as error:
+                msg = f"{self._save_dir}/{step.target} appeared while it was fetched"
+                raise TargetExists(msg, hint="is a trainer running? stop it and call resume again") from error
             files.fsync_dir(parent)
             files.fsync_dir(staging)
-        except FileExistsError as error:
-            msg = f"{self._save_dir}/{step.target} appeared while it was fetched"
-            raise TargetExists(msg, hint="is a trainer running? stop it and call resume again") from error
-        finally:
-            os.close(parent)
-            os.close(staging)
 
     def _mend(self, step: Mend) -> None:
-        name = staging_name(step.form, step.copy)
-        staging = files.open_dir_beneath(self._fd, f"{STAGING}/{name}")
-        target = files.open_dir_beneath(self._fd, step.target)
-        mode = stat.S_IMODE(os.fstat(target).st_mode) & 0o777
-        try:
+        """Put fetched files into a folder; a bad one goes aside first."""
+        name, tag = staging_name(step.form, step.copy), step.copy.view.commit.tag
+        with (
+            closing(files.open_dir_beneath(self._fd, f"{STAGING}/{name}")) as staging,
+            closing(files.open_dir_beneath(self._fd, step.target)) as target,
+        ):
+            mode = stat.S_IMODE(os.fstat(target).st_mode) & 0o777
             for file in step.copy.files:
                 head, _, base = file.path.rpartition("/")
-                source = files.open_dir_beneath(staging, head) if head else os.dup(staging)
-                into = files.open_dir_beneath(target, head, create_mode=mode) if head else os.dup(target)
-                try:
+                with (
+                    opened_parent(staging, head) as source,
+                    opened_parent(target, head, create_mode=mode) as into,
+                ):
                     if files.stat_beneath(into, base) is not None:
-                        self.move_aside(f"{step.target}/{file.path}", f"{step.copy.view.commit.tag}.{base}")
+                        self._move_aside(f"{step.target}/{file.path}", f"{tag}.{base}")
                     files.rename_new(source, base, into, base)
                     files.fsync_dir(into)
-                finally:
-                    os.close(source)
-                    os.close(into)
             files.make_folders(target, step.copy.empty_folders, mode=mode)
             files.fsync_dir(target)
-        finally:
-            os.close(staging)
-            os.close(target)
         remove_ours(self._fd, STAGING, name)
-
-    def _parent_of(self, head: str) -> int:
-        """Return the folder that something is put into: ours is made, a trainer's must be there."""
-        if not head:
-            return os.dup(self._fd)
-        if head.startswith(f"{OURS}/"):
-            return ensure_ours(self._fd, head)
-        return files.open_dir_beneath(self._fd, head)
 
     def _convert(self, step: Convert) -> None:
         self._made_by(
@@ -362,7 +329,7 @@ class Execution:
         tell = self._on_progress
         options = ConvertOptions(
             reserve_bytes=self._reserve_bytes,
-            memory_budget_bytes=self._memory_budget_bytes,
+            memory_budget_bytes=_MEMORY_BUDGET_BYTES,
             low_priority=False,
         )
         deadline = time.monotonic() + _OTHER_CONVERSION_SECONDS
@@ -380,10 +347,6 @@ class Execution:
                 time.sleep(0.5)
             else:
                 return
-
-    def _copy_beside(self, step: CopyBeside) -> None:
-        """May be cut short: without the universal form, which comes after it, nothing loads this folder."""
-        copy_beside(self._fd, step.tag, step.target, step.paths)
 
     def _restore(self, step: RestoreExtras) -> None:
         for file in step.files:
@@ -444,13 +407,11 @@ def one_at_a_time(save_dir_fd: int) -> Iterator[None]:
     checkpoint nobody knows whether the trainer bears a folder of ours (adr/0050).
     """
     was_there = files.stat_beneath(save_dir_fd, OURS) is not None
-    staging = ensure_ours(save_dir_fd, STAGING)
-    try:
-        lock(staging, fcntl.LOCK_EX)
-        yield
-    except NothingCommitted:
-        for name in () if was_there else (STAGING, OURS):
-            remove_empty(save_dir_fd, name)
-        raise
-    finally:
-        os.close(staging)
+    with closing(ensure_ours(save_dir_fd, STAGING)) as staging:
+        try:
+            lock(staging, fcntl.LOCK_EX)
+            yield
+        except NothingCommitted:
+            for name in () if was_there else (STAGING, OURS):
+                remove_empty(save_dir_fd, name)
+            raise

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import extents, files
 from ckptd.convert.engine.inspect import inspect_files
-from ckptd.core.model.coverage import order_of
 from ckptd.core.model.layouts import Role, parse_shard_name
 from ckptd.core.model.listing import OURS
 from ckptd.errors import (
@@ -31,9 +30,10 @@ from ckptd.errors import (
     TargetExists,
 )
 from ckptd.recover.fetch import BUFFER_BYTES, PARALLEL, Fetcher
+from ckptd.recover.select.choose import views_by_save
 from ckptd.recover.select.copies import DESCRIPTION, ZERO, Copy, Nodes, files_for_node
 from ckptd.recover.select.steps import name_of_extra
-from ckptd.storage.local.fs import ASIDE, STAGING, ensure_ours, names_in, remove_ours
+from ckptd.storage.local.fs import ASIDE, STAGING, closing, ensure_ours, names_in, remove_ours
 from ckptd.storage.local.scan import has_open_writer, scan_folder
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.sources import CheckedSource, FileSource, crc64_of, records_of
@@ -51,24 +51,21 @@ if TYPE_CHECKING:
 _SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExistingFiles:
-    """`is_there`: the folder exists and is this save. `lacking`: absent from it, or other bytes."""
-
-    is_there: bool
-    lacking: tuple[ManifestFile, ...]
-
-
-def compare_folder(root: Path, dir_fd: int, target: str, whole: Copy, wanted: Copy) -> ExistingFiles:
-    """Compare `target` below `root` (open as `dir_fd`) with what is wanted of the form `whole`.
+def compare_folder(
+    root: Path, dir_fd: int | None, target: str, whole: Copy, wanted: Copy
+) -> tuple[ManifestFile, ...] | None:
+    """Return what of the wanted files of the form `whole` is absent from `target` below `root` (open as
+    `dir_fd`), or other bytes; None: the folder is not there.
 
     Raises:
         TargetExists: there is something else under that name (73).
     """
+    if dir_fd is None:
+        return None
     try:
         folder = files.open_dir_beneath(dir_fd, target)
     except FileNotFoundError:
-        return ExistingFiles(is_there=False, lacking=wanted.files)
+        return None
     except (NotADirectoryError, RefusedError) as error:
         msg = f"{root / target} is there and is no folder of its own"
         raise TargetExists(msg) from error
@@ -87,9 +84,7 @@ def compare_folder(root: Path, dir_fd: int, target: str, whole: Copy, wanted: Co
         commit = whole.view.commit
         msg = f"{root / target} is there and is not the {commit.form} form of {commit.tag} that was committed"
         raise TargetExists(msg)
-    return ExistingFiles(
-        is_there=True, lacking=tuple(f for f in wanted.files if not found.get(f.path, False))
-    )
+    return tuple(f for f in wanted.files if not found.get(f.path, False))
 
 
 def _is_this_save(folder: Path, whole: Copy, found: Mapping[str, bool]) -> bool:
@@ -223,8 +218,7 @@ class FileRepairer:
 
     def _fetch(self, file: ManifestFile) -> Copy:
         last: CkptdError = DamagedError(f"no remote holds {self._tag}/{file.path} as it was committed")
-        staging = ensure_ours(self._fd, f"{STAGING}/{self._staging}")
-        try:
+        with closing(ensure_ours(self._fd, f"{STAGING}/{self._staging}")) as staging:
             for copy in self._copies:
                 same = [f for f in copy.files if is_same_file(f, file)]
                 if not same:
@@ -235,8 +229,6 @@ class FileRepairer:
                     last = error
                 else:
                     return copy
-        finally:
-            os.close(staging)
         raise last
 
     def _told(self, copy: Copy, file: ManifestFile) -> Callable[[int, int], None] | None:
@@ -245,45 +237,38 @@ class FileRepairer:
 
     def _swap(self, file: ManifestFile) -> None:
         head, _, base = file.path.rpartition("/")
-        with contextlib.ExitStack() as closing:
-
-            def opened(fd: int) -> int:
-                closing.callback(os.close, fd)
-                return fd
-
-            staging = opened(files.open_dir_beneath(self._fd, f"{STAGING}/{self._staging}"))
-            source = opened(files.open_dir_beneath(staging, head)) if head else staging
-            folder = opened(files.open_dir_beneath(self._fd, self._tag))
+        with (
+            closing(files.open_dir_beneath(self._fd, f"{STAGING}/{self._staging}")) as staging,
+            opened_parent(staging, head) as source,
+            closing(files.open_dir_beneath(self._fd, self._tag)) as folder,
+        ):
             status = os.fstat(folder)
             mode = stat.S_IMODE(status.st_mode) & 0o777
-            into = opened(files.open_dir_beneath(folder, head, create_mode=mode)) if head else folder
-            _own_like(source, base, status)
-            with _times_kept(folder, into):
-                if files.stat_beneath(into, base) is None:
-                    files.rename_new(source, base, into, base)
-                else:
-                    self._aside(source, into, base)
-                files.fsync_dir(into)
-                files.fsync_dir(source)
+            with opened_parent(folder, head, create_mode=mode) as into:
+                _own_like(source, base, status)
+                with _times_kept(folder, into):
+                    if files.stat_beneath(into, base) is None:
+                        files.rename_new(source, base, into, base)
+                    else:
+                        self._aside(source, into, base)
+                    files.fsync_dir(into)
+                    files.fsync_dir(source)
 
     def _aside(self, source: int, into: int, base: str) -> None:
         """Move the bad file aside: the good one is put there under a name of its own, then the two are
         swapped.
         """
-        aside = ensure_ours(self._fd, ASIDE)
-        try:
-            name = _renamed(source, base, aside, f"{self._tag}.{base}")
+        with closing(ensure_ours(self._fd, ASIDE)) as aside:
+            name = rename_numbered(source, base, aside, f"{self._tag}.{base}")
             try:
                 files.rename_exchange(aside, name, into, base)
             except OSError as error:
                 if error.errno not in _NOT_SWAPPED:
                     raise
                 # a file system that cannot swap: for a moment the name is free
-                _renamed(into, base, aside, f"{self._tag}.{base}")
+                rename_numbered(into, base, aside, f"{self._tag}.{base}")
                 files.rename_new(aside, name, into, base)
             files.fsync_dir(aside)
-        finally:
-            os.close(aside)
 
 
 def is_same_file(one: ManifestFile, other: ManifestFile) -> bool:
@@ -298,7 +283,16 @@ def drop_fetched(save_dir_fd: int) -> None:
             remove_ours(save_dir_fd, STAGING, name)
 
 
-def _renamed(source: int, base: str, aside: int, label: str) -> str:
+def opened_parent(
+    fd: int, head: str, *, create_mode: int | None = None, is_durable: bool = False
+) -> contextlib.AbstractContextManager[int]:
+    """Open the folder `head` below `fd`, which may be empty: `fd` itself."""
+    if not head:
+        return closing(os.dup(fd))
+    return closing(files.open_dir_beneath(fd, head, create_mode=create_mode, is_durable=is_durable))
+
+
+def rename_numbered(source: int, base: str, aside: int, label: str) -> str:
     """Rename to the first free `label.<n>`; returns it."""
     for number in range(1, 1_000_000):
         name = f"{label}.{number}"
@@ -306,7 +300,7 @@ def _renamed(source: int, base: str, aside: int, label: str) -> str:
             files.rename_new(source, base, aside, name)
             return name
     msg = f"{ASIDE} holds too many files of {label}"
-    raise RefusedError(msg, hint="`ckptd gc JOB --aside` removes what was moved aside")
+    raise StorageError(msg, hint="`ckptd gc JOB --aside` removes what was moved aside")
 
 
 def _own_like(source: int, base: str, folder: os.stat_result) -> None:
@@ -332,10 +326,15 @@ _DERIVED = f"{OURS}/derived/universal"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalFault:
-    """One file of a committed save that is absent from its folder here, or other bytes."""
+    """One file of a committed save that is absent from its folder here, or other bytes; or an empty folder
+    that is absent: NVMe offload loads no save without it.
+    """
 
     tag: str
-    file: ManifestFile
+    path: str
+    """Below the folder of the checkpoint."""
+    file: ManifestFile | None
+    """None: it is an empty folder."""
     copies: tuple[Copy, ...]
     """The very save on each remote that holds it."""
     is_there: bool
@@ -343,17 +342,6 @@ class LocalFault:
     """Every file of the folder as it was before the first of them was compared."""
     left: str | None = None
     """Why it is not mended; None: it may be."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostFolder:
-    """An empty folder of a committed save that is absent here; NVMe offload loads no save without it."""
-
-    tag: str
-    path: str
-    copy: Copy
-    left: str | None = None
-    """As in `LocalFault`."""
 
 
 class LocalFiles:
@@ -380,16 +368,13 @@ class LocalFiles:
         """Note that a file was repaired."""
         self._good[f"{tag}/{file.path}", file.checksums.crc64nvme] = True
 
-    def faults(
-        self, remotes: Sequence[RemoteInventory], tag: str | None
-    ) -> tuple[list[LocalFault], list[LostFolder]]:
-        """Damaged files and lost folders of committed saves whose folder is here; oldest checkpoint first.
+    def faults(self, remotes: Sequence[RemoteInventory], tag: str | None) -> list[LocalFault]:
+        """Return damaged files and lost folders of committed saves whose folder is here; oldest first.
 
         A folder that holds another save than the newest committed one of its tag is left alone, and so are
         files beside the shards that somebody changed on purpose (another time or size).
         """
         found: list[LocalFault] = []
-        folders: list[LostFolder] = []
         for name, copies in _newest_by_tag(remotes, tag, self._say).items():
             status = files.stat_beneath(self._fd, name)
             if status is None:
@@ -401,31 +386,30 @@ class LocalFiles:
                 self._say(f"{name}: the folder here is another save than the committed one; left alone")
                 continue
             lacking = [file for file in held if self._is_damage(name, file)]
-            lost = self._lost(name, copies[0])
-            if not lacking and not lost:
+            faults = [*((file.path, file) for file in lacking), *self._lost(name, copies[0])]
+            if not faults:
                 continue
             reason = why_busy(str(self._save_dir), self._fd, name)
-            same = (whole, *(other for other in copies[1:] if _is_of_save(other, whole)))
             found += [
                 LocalFault(
                     tag=name,
+                    path=path,
                     file=file,
-                    copies=same,
-                    is_there=self._is_there(name, file),
+                    copies=(whole, *(other for other in copies[1:] if _is_of_save(other, whole))),
+                    is_there=self._is_there(name, path),
                     seen=seen,
                     left=reason,
                 )
-                for file in lacking
+                for path, file in faults
             ]
-            folders += [LostFolder(tag=name, path=path, copy=whole, left=reason) for path in lost]
-        return found, folders
+        return found
 
-    def _lost(self, tag: str, copy: Copy) -> list[str]:
-        """Return the empty folders of this node's part of a save that are not there."""
+    def _lost(self, tag: str, copy: Copy) -> list[tuple[str, None]]:
+        """Return the empty folders of this node's part of a save that are not there; of no file."""
         is_alone = len(copy.manifests) == 1
         mine = (m for m in copy.manifests if is_alone or m.node_id == self._node_id)
         paths = {path for manifest in mine for path in manifest.empty_folders}
-        return sorted(path for path in paths if files.stat_beneath(self._fd, f"{tag}/{path}") is None)
+        return [(path, None) for path in sorted(paths) if not self._is_there(tag, path)]
 
     def _lacking(self, tag: str, whole: Copy) -> list[ManifestFile] | None:
         """Return the files of a committed save that are bad or absent here; None: the folder is another save.
@@ -434,7 +418,8 @@ class LocalFiles:
         again changes the time of what it writes.
         """
         try:
-            return list(compare_folder(self._save_dir, self._fd, tag, whole, whole).lacking)
+            found = compare_folder(self._save_dir, self._fd, tag, whole, whole)
+            return list(whole.files if found is None else found)
         except TargetExists:
             lacking = []
         try:
@@ -453,8 +438,8 @@ class LocalFiles:
             return None
         return lacking
 
-    def _is_there(self, tag: str, file: ManifestFile) -> bool:
-        return files.stat_beneath(self._fd, f"{tag}/{file.path}") is not None
+    def _is_there(self, tag: str, path: str) -> bool:
+        return files.stat_beneath(self._fd, f"{tag}/{path}") is not None
 
     def _is_damage(self, tag: str, file: ManifestFile) -> bool:
         if file.role in _COMPARED:
@@ -473,7 +458,7 @@ class LocalFiles:
         mine = tuple(m for m in copy.manifests if m.node_id == self._node_id)
         if mine:
             return files_for_node(replace(copy, manifests=mine), Nodes())
-        here = tuple(file for file in whole.files if self._is_there(tag, file))
+        here = tuple(file for file in whole.files if self._is_there(tag, file.path))
         return replace(whole, files=here)
 
 
@@ -489,28 +474,19 @@ def _candidates(tag: str, form: str, file: ManifestFile) -> Iterable[str]:
 def _newest_by_tag(
     remotes: Sequence[RemoteInventory], tag: str | None, say: Callable[[str], None]
 ) -> dict[str, list[Copy]]:
-    """Return the newest committed save of each tag, on every remote that holds it."""
-    views = [
-        (order_of(view.commit), view.commit.generation, remote, view)
-        for remote in remotes
-        for view in remote.commits
-        if view.commit.form == ZERO and tag in (None, view.commit.tag)
-    ]
-    newest = {view.commit.tag: order for order, _, _, view in sorted(views, key=lambda row: row[:2])}
+    """Return the newest committed save of each tag, on every remote that holds it; oldest first."""
+    saves = views_by_save(remotes, (ZERO,))
+    newest = {name: order for order, name in sorted(saves) if tag in (None, name)}
     found: dict[str, list[Copy]] = {}
-    for order, _, remote, view in sorted(views, key=lambda row: row[:2]):
-        name = view.commit.tag
-        if order != newest[name]:
-            continue
-        try:
-            copy = files_for_node(
-                Copy(remote=remote, view=view, manifests=remote.manifests(view.commit), files=()), Nodes()
-            )
-        except CkptdError as error:
-            say(f"{remote.name}: {name}: {error.message}")
-            continue
-        others = [c for c in found.get(name, []) if c.remote.name != remote.name]
-        found[name] = [*others, copy]
+    for name, order in sorted(newest.items(), key=lambda row: (row[1], row[0])):
+        for remote, view in saves[order, name]:
+            try:
+                whole = Copy(remote=remote, view=view, manifests=remote.manifests(view.commit), files=())
+                copy = files_for_node(whole, Nodes())
+            except CkptdError as error:
+                say(f"{remote.name}: {name}: {error.message}")
+            else:
+                found.setdefault(name, []).append(copy)
     return found
 
 

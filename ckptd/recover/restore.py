@@ -1,7 +1,6 @@
 """Restore a committed checkpoint into another directory, which DeepSpeed loads there (`ckptd restore`).
 
-Looks at the remotes alone, chooses, plans, executes as `resume` does, but in DIR; a copy whose bytes are bad
-or a remote that does not answer is named and left out, and the choice is made again.
+Looks at the remotes alone, and goes through the loop of `recovery.py` in DIR.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import difflib
 import errno
 import fcntl
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,16 +29,13 @@ from ckptd.errors import (
     TargetExists,
     from_os_error,
 )
-from ckptd.recover.advice import advice, model_facts, source_of
-from ckptd.recover.execute import Execution, drop_leftovers, one_at_a_time
-from ckptd.recover.files import ExistingFiles, compare_folder
-from ckptd.recover.restore_plan import RestoreRequest, make_restore_plan
-from ckptd.recover.resume import Resumed, reserve_bytes
+from ckptd.recover.execute import drop_leftovers, one_at_a_time
+from ckptd.recover.plan import Planner, RecoveryOptions
+from ckptd.recover.recovery import Recovered, Recovery, reserve_bytes
 from ckptd.recover.select.choose import Candidate, Choice, Wanted, committed_saves, committed_weights
 from ckptd.recover.select.copies import UNIVERSAL, ZERO, Nodes
 from ckptd.recover.select.inventory import forms_alone
 from ckptd.recover.select.runs import Runs, held_by
-from ckptd.recover.select.sources import Sources
 from ckptd.storage.local.scan import has_open_writer
 from ckptd.storage.stores.open import directory_path
 
@@ -48,82 +43,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckptd.core.model.save import Order
-    from ckptd.recover.plan import ResumePlan
-    from ckptd.recover.select.copies import Copy
+    from ckptd.recover.plan import RecoveryPlan
     from ckptd.recover.select.sources import Where
 
+
 _NEAREST = 5
-_POINTER_LIMIT_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreOptions:
-    """Hold the command line's options beside JOB and DIR; sizes in bytes."""
-
-    tag: str | None = None
-    wish: RestoreRequest = field(default_factory=RestoreRequest)
-    run: str | None = None
-    """Of this run, named by the beginning of its id; None: of the job's own, else of the newest."""
-    dry_run: bool = False
-    memory_budget_bytes: int = 512 << 20
-
-    def __post_init__(self) -> None:
-        self.wish.check()
-
-
-class Directory:
-    """DIR as the plan sees it (`restore_plan.Ground`); `fd` None: it does not exist yet."""
-
-    def __init__(self, path: Path, fd: int | None) -> None:
-        self._path = path
-        self._fd = fd
-
-    def held(self, target: str, whole: Copy, wanted: Copy) -> ExistingFiles:
-        """Return which files of a form are there already."""
-        if self._fd is None:
-            return ExistingFiles(is_there=False, lacking=wanted.files)
-        return compare_folder(self._path, self._fd, target, whole, wanted)
-
-    def source_of(self, target: str) -> dict[str, str] | None:
-        """Return the fingerprints of the save that a universal folder was made from."""
-        return None if self._fd is None else source_of(self._fd, target)
-
-    def has(self, name: str) -> bool:
-        """Whether a name is taken."""
-        return self._fd is not None and files.stat_beneath(self._fd, name) is not None
-
-    def pointer(self, name: str) -> str | None:
-        """Return the content of a pointer file; None when it is absent or no plain file."""
-        if self._fd is None:
-            return None
-        try:
-            data = files.read_beneath(self._fd, name, limit_bytes=_POINTER_LIMIT_BYTES)
-        except (OSError, RefusedError):
-            return None
-        return data.decode(errors="replace").strip()
-
-
-class Restore:
-    """One call of `restore`. `say(line)`: for stderr; `on_progress(what, done, total)`: bytes."""
+class Restore(Recovery):
+    """One call of `restore`."""
 
     def __init__(
         self,
         where: Where,
         directory: Path,
-        options: RestoreOptions,
+        options: RecoveryOptions,
         say: Callable[[str], None],
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
+        place = Path(os.path.realpath(directory))
+        super().__init__(place, where, options, say, on_progress, is_bound=options.tag is not None)
         self._where = where
-        self._dir = Path(os.path.realpath(directory))
-        self._options = options
-        self._say = say
-        self._on_progress = on_progress
-        self._sources = Sources(say=say)
-        self._execution: Execution | None = None
-        self._said: set[str] = set()
 
-    def run(self) -> Resumed:
+    def run(self) -> Recovered:
         """Restore into DIR.
 
         Raises:
@@ -139,26 +81,14 @@ class Restore:
             name = error.filename if isinstance(error.filename, str) else "."
             raise _of_dir(error, str(self._dir / name)) from error
 
-    def when_stopped(self) -> str:
-        """Say what lies where after Ctrl-C."""
-        if self._execution is None:
-            return "stopped before anything was changed"
-        return self._execution.when_stopped()
-
-    def _run(self) -> Resumed:
+    def _run(self) -> Recovered:
         self._check_directory()
-        self._sources.look(self._where.remotes, self._where.owner)
+        self._sources.look()
         self._choose_run()
-        candidate = self._choose()
-        # a wish that cannot be had is refused before DIR is made
-        make_restore_plan(candidate, self._options.wish, Directory(self._dir, None))
-        with self._opened() as fd:
-            while True:
-                plan = make_restore_plan(candidate, self._options.wish, Directory(self._dir, fd))
-                done = self._carry_out(fd, plan)
-                if done is not None:
-                    return done
-                candidate = self._choose()
+        candidate = self._select()
+        self._plan(candidate)  # a wish that cannot be had is refused before DIR is made
+        with self._opened() as self._fd:
+            return self._recover(candidate)
 
     # --- where to --------------------------------------------------------------------------------------
 
@@ -229,7 +159,7 @@ class Restore:
         """
         runs = Runs(self._sources.remotes)
         job = self._where.job
-        is_alone = self._options.wish.nodes.count == 1  # several nodes have to take one
+        is_alone = self._options.nodes.count == 1  # several nodes have to take one
         held = held_by(job.save_dir) if job is not None and is_alone else None
         run_id = runs.named(self._options.run) if self._options.run else held or runs.newest_committed()
         if run_id is None:
@@ -238,39 +168,30 @@ class Restore:
         if others := runs.said_of_others(run_id):
             self._say(f"{runs.words(run_id)}; {others}")
 
-    def _choose(self) -> Candidate:
-        """Return the newest candidate left; remotes that stop answering meanwhile are left out."""
-        while True:
-            choice = Choice()
-            remotes, damaged = self._sources.remotes, frozenset(self._sources.damaged)
-            if self._options.wish.form in WEIGHTS:
-                form, tag = self._options.wish.form, self._options.tag
-                found = committed_weights(remotes, form, tag, damaged, choice.lost)
-            else:
-                wanted = self._wanted()
-                found = committed_saves(remotes, Nodes(), damaged, choice, wanted, model=self._options.tag)
-            for name, error in choice.lost.items():
-                self._sources.drop(name, error)
-            if choice.lost:
-                continue
-            for note in choice.notes:
-                if note not in self._said:
-                    self._say(note)
-                    self._said.add(note)
-            newest = self._newest_of_tag()
-            tag = self._options.tag
-            fit = [c for c in found if c.tag == tag and c.order == newest] if tag else found
-            if tag is None and self._options.wish.form == ZERO:
-                fit = [c for c in found if not c.is_universal_alone]
-            if not fit:
-                raise self._nothing(newest)
-            return max(fit, key=lambda c: c.order)
+    def _choose(self) -> Choice:
+        choice, options = Choice(), self._options
+        remotes, damaged = self._sources.remotes, frozenset(self._sources.damaged)
+        if options.form in WEIGHTS:
+            found = committed_weights(remotes, options.form, options.tag, damaged, choice.lost)
+        else:
+            found = committed_saves(remotes, Nodes(), damaged, choice, self._wanted(), model=options.tag)
+        choice.candidates = found
+        return choice
+
+    def _pick(self, choice: Choice) -> Candidate:
+        tag, newest, found = self._options.tag, self._newest_of_tag(), choice.candidates
+        fit = [c for c in found if c.tag == tag and c.order == newest] if tag else found
+        if tag is None and self._options.form == ZERO:
+            fit = [c for c in found if not c.is_universal_alone]
+        if not fit:
+            raise self._nothing(newest)
+        return max(fit, key=lambda c: c.order)
 
     def _wanted(self) -> Wanted:
         """All of the tag asked for, else the newest that has the form."""
         if self._options.tag is not None:
             return Wanted(most=0, tags=frozenset({self._options.tag}))
-        is_zero = self._options.wish.form == ZERO
+        is_zero = self._options.form == ZERO
         return Wanted(most=1, is_usable=lambda c: not (is_zero and c.is_universal_alone))
 
     def _newest_of_tag(self) -> Order | None:
@@ -286,7 +207,7 @@ class Restore:
         )
 
     def _is_wanted_form(self, form: str) -> bool:
-        wanted = self._options.wish.form
+        wanted = self._options.form
         return form == wanted or (form in (ZERO, UNIVERSAL) and wanted not in WEIGHTS)
 
     def _nothing(self, wanted: Order | None) -> CkptdError:
@@ -317,7 +238,7 @@ class Restore:
         if there or any(remote.observation.damaged for remote in sources.remotes):
             msg = f"every checkpoint in {where} is damaged"
             return DamagedError(msg, hint="see the lines above, and `ckptd verify`")
-        what = "checkpoint" if self._options.wish.form not in WEIGHTS else self._options.wish.form
+        what = "checkpoint" if self._options.form not in WEIGHTS else self._options.form
         msg = f"{where} holds no committed {what}"
         if what != "checkpoint":
             return NothingCommitted(
@@ -327,47 +248,26 @@ class Restore:
 
     # --- doing -----------------------------------------------------------------------------------------
 
-    def _carry_out(self, fd: int | None, plan: ResumePlan) -> Resumed | None:
-        """Carry out the plan; None: a copy or a remote was left out, choose again."""
-        dry, tag = self._options.dry_run, plan.candidate.tag
-        for line in (*plan.notes, *(f"{'would' if dry else 'will'} {step}" for step in plan.steps)):
-            self._say(line)
-        path = path_of(self._dir, plan.path)
-        if fd is not None and not dry:
-            if has_open_writer(str(self._dir), tag):
-                msg = f"{path} is being written right now"
-                raise RefusedError(msg, hint="is a trainer running there? choose another directory")
-            execution = Execution(
-                self._dir,
-                fd,
-                reserve_bytes=self._reserve_bytes(fd, plan),
-                memory_budget_bytes=self._options.memory_budget_bytes,
-                on_progress=self._on_progress,
-                say=self._say,
-            )
-            self._execution = execution
-            try:
-                execution.run(plan.steps)
-            except CkptdError as error:
-                if not self._sources.give_up_on(execution.current, plan.steps, error):
-                    raise
-                if isinstance(error, DamagedError):
-                    then = (
-                        "another copy of it is looked for" if self._options.tag else "the next best is taken"
-                    )
-                    self._say(f"{tag}: {error.message}; {then}")
-                return None
-            drop_leftovers(fd, tag)
-        here = self._dir / tag / "".join(plan.candidate.layout[1][:1])
-        facts = model_facts(path) or model_facts(here)
-        return Resumed(path=path, plan=plan, advice=tuple(advice(plan, facts)))
+    def _plan(self, candidate: Candidate) -> RecoveryPlan:
+        return Planner(candidate, self._options, self._dir, self._fd).plan()
 
-    def _reserve_bytes(self, fd: int, plan: ResumePlan) -> int:
-        """Return what must stay free where DIR shares its disk with the job's save_dir; 0 elsewhere."""
+    def _begin(self, fd: int, plan: RecoveryPlan) -> int:
+        """Refuse a folder that is being written; keep room where DIR shares its disk with the job's save_dir.
+
+        Raises:
+            RefusedError: somebody writes there (65).
+        """
+        if has_open_writer(str(self._dir), plan.candidate.tag):
+            msg = f"{path_of(self._dir, plan.path)} is being written right now"
+            raise RefusedError(msg, hint="is a trainer running there? choose another directory")
         job = self._where.job
         if job is None or not job.save_dir.exists() or os.stat(job.save_dir).st_dev != os.fstat(fd).st_dev:
             return 0
         return reserve_bytes(fd, job, [copy.bytes for copy in plan.candidate.copies])
+
+    def _is_there(self, fd: int, plan: RecoveryPlan) -> bool:
+        drop_leftovers(fd, plan.candidate.tag)
+        return True
 
 
 def _of_dir(error: OSError, what: str) -> CkptdError:

@@ -27,7 +27,7 @@ import pytest
 from rich.console import Group
 
 from ckptd.cli.main import main
-from ckptd.cli.output import answer, cell, say, tell
+from ckptd.cli.output import cell, print_answer, print_line, print_note
 from ckptd.cli.screen import Screen
 from ckptd.cli.status.command import _print, screen
 from ckptd.cli.status.watch import watch_lines, watch_screen
@@ -135,13 +135,13 @@ def test_every_way_to_say_something(terminal: Run) -> None:
     def print_cell(text: str) -> None:
         Screen().print(cell(text))
 
-    for way in (tell, say, answer, log, print_cell, print_raw):
+    for way in (print_line, print_note, print_answer, log, print_cell, print_raw):
         for text in (*PLAIN, *OBEYED):
             judged(terminal(partial(way, text)), shows=(text,) if text in PLAIN else ())
 
 
 def test_a_script_gets_the_path_byte_for_byte(capsys: pytest.CaptureFixture[str]) -> None:
-    answer("/nvme/[best]\x9b5")
+    print_answer("/nvme/[best]\x9b5")
     assert capsys.readouterr().out == "/nvme/[best]\x9b5\n"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.cli.checkpoints.inspect import look
+from ckptd.cli.checkpoints.inspect import inspect_folder
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.errors import RefusedError
@@ -92,7 +92,7 @@ def test_inspect_says_what_loads_it(tmp_path: Path) -> None:
     source = save_dir_of(recipe) / TAG
     convert(source, tmp_path / "u", ConvertOptions(compat="superset"))
     for folder in (source, tmp_path / "u"):
-        (seen,) = look(folder).checkpoints
+        (seen,) = inspect_folder(folder).checkpoints
         notes = seen.notes if seen.conversion is None else seen.conversion.notes
         assert any(STAGE_3_LACKS in note and "exp_avg_sq" in note for note in notes)
         assert seen.is_complete

@@ -202,7 +202,7 @@ def test_excluded_frozen_parameters_are_not_there_and_said(
 def adapters() -> Path:
     """Saves of a model under LoRA, made once."""
     pytest.importorskip("peft", reason="peft opens what is exported: pip install peft")
-    folder = CACHE / "adapters-1"
+    folder = CACHE / "adapters-2"
     with locked():
         if not (folder / "done").exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -218,6 +218,14 @@ def test_peft_opens_the_adapter(adapters: Path, tmp_path: Path, stage: int) -> N
     found = set(os.listdir(tmp_path / "w"))
     assert found == {"adapter_config.json", "adapter_model.safetensors", "ckptd.json", "model.safetensors"}
     out = run_module("tests.support.make_adapters", "load", str(adapters / f"z{stage}"), str(tmp_path / "w"))
+    assert json.loads(out.splitlines()[-1]) == []
+
+
+def test_peft_opens_adapters_of_other_names(adapters: Path, tmp_path: Path) -> None:
+    """Each lies in a folder of its name, its configuration with it."""
+    export(adapters / "named" / "step", tmp_path / "w", "fp32")
+    assert set(os.listdir(tmp_path / "w")) == {"ckptd.json", "judge", "model.safetensors", "policy"}
+    out = run_module("tests.support.make_adapters", "load", str(adapters / "named"), str(tmp_path / "w"))
     assert json.loads(out.splitlines()[-1]) == []
 
 

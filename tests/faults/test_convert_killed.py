@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ckptd.base import files
-from ckptd.cli.checkpoints.inspect import look
+from ckptd.cli.checkpoints.inspect import inspect_folder
 from ckptd.convert.engine import children
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions, ConvertReport
@@ -56,7 +56,7 @@ class Scene:
             listing = scan(fd)
         tags = {self.source.name, *([NAME] if self.target.exists() else [])}
         assert {self.source.name} <= {f.tag for f in listing.folders} <= tags
-        assert {c.tag for c in look(self.save_dir).checkpoints} == tags
+        assert {c.tag for c in inspect_folder(self.save_dir).checkpoints} == tags
         if (self.save_dir / "latest_universal").exists():
             assert listing.latest_universal == NAME
             assert self.target.is_dir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import stat
 import time
 from collections.abc import Callable
@@ -12,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import OTHER_RUN, RUN, Node, made_before, node, same_bytes, shards_in_order
+from tests.e2e.harness import (
+    OTHER_RUN,
+    RUN,
+    Node,
+    children_of,
+    made_before,
+    node,
+    same_bytes,
+    shards_in_order,
+)
 from tests.support.disguise import disguise
 from tests.support.real import save_dir_of
 
@@ -306,21 +316,28 @@ def test_a_sealed_shard_that_the_disk_does_not_give_holds_up_nothing_else(tmp_pa
         calls = ("-e", "trace=preadv2,preadv", "-e", "inject=preadv2,preadv:error=EIO")
         log = ("-o", str(tmp_path / "calls"))
         here.under = ("strace", "-f", "--seccomp-bpf", *log, "-P", str(bad), *calls)
-        here.start()
-        here.save(1)
-        here.wait_committed("global_step1~g1")
-        here.save(2)
-        here.wait("the problem", lambda: "upload-failed" in here.problems())
-        (said,) = (p for p in here.status()["problems"] if p["code"] == "upload-failed")
-        assert said["text"] == f"global_step2 → nas: reading {RANK0} at 0: Input/output error"
-        assert "mend the disk of this node" in said["next_step"]
-        here.save(3)
-        here.wait_committed("global_step3~g1")
-        here.wait("it is safe", lambda: (here.status()["safe"] or {}).get("tag") == "global_step3")
-        assert "INJECTED" in (tmp_path / "calls").read_text()
-        assert set(here.commits()) == {"global_step1~g1", "global_step3~g1"}
-        assert here.checkpoint("global_step2")["remotes"]["nas"]["zero"]["state"] in ("failed", "shipping")
-        assert {"global_step1", "global_step2", "global_step3"} <= here.local_tags()
-        assert here.status()["remotes"][0]["attached"]
-        assert not {code for code in here.problems() if code.startswith("remote-")}
-        assert "remote nas: reading" not in here.log.read_text()
+        process = here.start()
+        try:
+            here.save(1)
+            here.wait_committed("global_step1~g1")
+            here.save(2)
+            here.wait("the problem", lambda: "upload-failed" in here.problems())
+            (said,) = (p for p in here.status()["problems"] if p["code"] == "upload-failed")
+            assert said["text"] == f"global_step2 → nas: reading {RANK0} at 0: Input/output error"
+            assert "mend the disk of this node" in said["next_step"]
+            here.save(3)
+            here.wait_committed("global_step3~g1")
+            here.wait("it is safe", lambda: (here.status()["safe"] or {}).get("tag") == "global_step3")
+            assert "INJECTED" in (tmp_path / "calls").read_text()
+            assert set(here.commits()) == {"global_step1~g1", "global_step3~g1"}
+            assert here.checkpoint("global_step2")["remotes"]["nas"]["zero"]["state"] in (
+                "failed",
+                "shipping",
+            )
+            assert {"global_step1", "global_step2", "global_step3"} <= here.local_tags()
+            assert here.status()["remotes"][0]["attached"]
+            assert not {code for code in here.problems() if code.startswith("remote-")}
+            assert "remote nas: reading" not in here.log.read_text()
+        finally:
+            for pid in children_of(process.pid):  # strace would leave it behind
+                os.kill(pid, signal.SIGKILL)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.storage.remote import observe
-from ckptd.storage.remote.messages import CommitView, Retire
+from ckptd.storage.remote.messages import CommitView, DeleteCommit
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.open import open_store
 from tests.e2e.harness import RUN
@@ -111,9 +111,9 @@ class Scene:
         }
 
 
-def order_of(gone: CommitView, left: CommitView) -> Retire:
+def order_of(gone: CommitView, left: CommitView) -> DeleteCommit:
     """ZeRO goes, universal stays."""
-    return Retire(
+    return DeleteCommit(
         tag=TAG,
         generation=1,
         form="zero",

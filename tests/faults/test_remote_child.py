@@ -21,18 +21,18 @@ from ckptd.storage.remote.messages import (
     Attached,
     Confirm,
     Confirmed,
+    DeriveRequest,
     Failed,
-    Making,
-    Moving,
     ObjectDone,
     Observation,
     Observe,
     Pace,
-    PartlyShipped,
+    PartlyUploaded,
     Planned,
     RemoteSettings,
-    ShipResult,
+    TransferProgress,
     Unchanged,
+    UploadResult,
 )
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import FOR_SERVERS, clean_environment
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ckptd.storage.remote.messages import Answer, Order
+    from ckptd.storage.remote.messages import Answer, Request
 
 WINDOW_BYTES = 1 << 20
 BIG = OPTIM.format(d=0)
@@ -74,14 +74,14 @@ class Ear:
 
     def final(self, order_id: int, seconds: float = 200) -> Answer:
         def ended() -> list[Answer]:
-            events = Moving | ObjectDone | Planned
+            events = TransferProgress | ObjectDone | Planned
             return [a for i, a in self.heard if i == order_id and not isinstance(a, events)]
 
         self.until(lambda: bool(ended()), seconds)
         return ended()[0]
 
-    def moved(self, order_id: int) -> list[Moving]:
-        return [a for i, a in self.heard if i == order_id and isinstance(a, Moving)]
+    def moved(self, order_id: int) -> list[TransferProgress]:
+        return [a for i, a in self.heard if i == order_id and isinstance(a, TransferProgress)]
 
 
 class Rig:
@@ -100,7 +100,7 @@ class Rig:
         assert isinstance(answer, Attached)
         self.attached = answer
 
-    def ask(self, order: Order) -> Answer:
+    def ask(self, order: Request) -> Answer:
         return self.ear.final(self.client.submit(order))
 
     def big(self, megabytes: int) -> bytes:
@@ -116,7 +116,7 @@ class Rig:
                 silent = now
                 time.sleep(0.01)
 
-    def order(self, **more: object) -> Order:
+    def order(self, **more: object) -> Request:
         order = self.node.order(self.node.sealed(), job_id=self.attached.identity.job_id)
         # the big one first
         files = sorted(order.files, key=lambda f: -f.bytes)
@@ -155,7 +155,7 @@ def test_what_has_not_changed_is_not_told_again(rig: Rig) -> None:
 @pytest.mark.faults
 def test_what_kills_a_maker_says_nothing_of_the_remote(rig: Rig) -> None:
     """The form's order fails as its own; a look that was open is answered by the next process."""
-    making = Making(folders=(rig.node.tag,), sealed=(), staging=str(rig.node.save_dir), memory_bytes=1)
+    making = DeriveRequest(folders=(rig.node.tag,), sealed=(), staging=str(rig.node.save_dir), memory_bytes=1)
     order = rig.client.submit(rig.order(making=making))
     rig.ear.until(lambda: any(i == order and isinstance(a, Planned) for i, a in rig.ear.heard))
     assert not rig.client.end_idle(), "it is at work"
@@ -191,10 +191,10 @@ def test_killed_in_the_middle_of_an_object_sends_at_most_one_window_again(slow: 
     assert crc64(data[: last.flushed_bytes]) == last.crc64
     assert not (slow.nas / slow.node.tag / BIG).exists()
 
-    partly = PartlyShipped(key=last.key, flushed_bytes=last.flushed_bytes, crc64=last.crc64)
+    partly = PartlyUploaded(key=last.key, flushed_bytes=last.flushed_bytes, crc64=last.crc64)
     slow.client.pace(1, None)
     answer = slow.ask(slow.order(partly=(partly,)))
-    assert isinstance(answer, ShipResult)
+    assert isinstance(answer, UploadResult)
     assert answer.outcome == "committed"
     rest = sum(f.stat().st_size for f in (slow.nas / slow.node.tag).iterdir() if f.name != BIG)
     # the small files went beside it, and were there already
@@ -209,7 +209,7 @@ def test_killed_in_the_middle_of_an_object_sends_at_most_one_window_again(slow: 
 @pytest.mark.faults
 def test_a_confirm_does_not_wait_for_an_upload(slow: Rig) -> None:
     committed = slow.ask(slow.order())
-    assert isinstance(committed, ShipResult)
+    assert isinstance(committed, UploadResult)
     assert committed.commit is not None
     slow.node.tag = "global_step6"
     slow.node.write_all()
@@ -263,7 +263,7 @@ def test_the_bandwidth_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         began = clock.now
         remote.carry_out(number, node.order(node.sealed(step=number), job_id=attached.identity.job_id))
         answer = ear.final(number)
-        assert isinstance(answer, ShipResult)
+        assert isinstance(answer, UploadResult)
         least = answer.bytes_sent / (rate * fraction)
         # the last buffer of a lane goes on credit; what was saved up before is a quarter of a second at most
         assert clock.now - began > least - 1
@@ -280,7 +280,7 @@ def test_the_pace_changes_on_the_fly(slow: Rig) -> None:
     slow.signs(2)
     assert slow.ear.moved(paused) == []
     slow.client.pace(1, None)
-    assert isinstance(slow.ear.final(paused), ShipResult)
+    assert isinstance(slow.ear.final(paused), UploadResult)
 
 
 @pytest.mark.faults
@@ -290,7 +290,7 @@ def test_attaching_again_keeps_the_pace(rig: Rig) -> None:
     assert isinstance(rig.ask(Attach(settings=rig.settings)), Attached)
     rig.big(6)
     began = time.monotonic()
-    assert isinstance(rig.ask(rig.order()), ShipResult)
+    assert isinstance(rig.ask(rig.order()), UploadResult)
     assert time.monotonic() - began > 1
 
 
@@ -401,7 +401,7 @@ def test_the_memory_of_the_child_stays_small(rig: Rig) -> None:
     """P12: ≤ 45 MB resident while it ships and reads back, whatever the size of the files."""
     rig.big(96)
     pid = rig.client.pid
-    assert isinstance(rig.ask(rig.order()), ShipResult)
+    assert isinstance(rig.ask(rig.order()), UploadResult)
     with open(f"/proc/{pid}/status") as stream:
         peak_kb = next(int(line.split()[1]) for line in stream if line.startswith("VmHWM"))
     assert peak_kb < 46_000

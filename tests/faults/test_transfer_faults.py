@@ -134,7 +134,7 @@ def test_connections_that_break(scene: Scene, way: Callable[[Scene], None]) -> N
 def test_a_storm_of_slow_down(scene: Scene) -> None:
     """F13: nine of ten requests are 503 with Retry-After; no burst, at most a tenth is sent again."""
     scene.save()
-    scene.rig.until("attached", lambda: scene.rig.link.is_ready)
+    scene.rig.until("attached", lambda: scene.rig.session.is_ready)
     dice, requests = random.Random(5), 12 if FULL else 2
     storm = [scene.fault("busy", rf".*{BIG}") for _ in range(requests) if dice.random() < 0.9]
     before = len(scene.between.requests)

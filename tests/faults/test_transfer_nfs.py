@@ -44,7 +44,7 @@ class Nas:
     def __init__(self, folder: Path) -> None:
         self.root = folder / "nas"
         self.rig = Rig(folder, self.root)
-        self.rig.until("attached", lambda: self.rig.link.is_ready)
+        self.rig.until("attached", lambda: self.rig.session.is_ready)
         self.steps = 0
 
     def save(self) -> Path:
@@ -57,14 +57,14 @@ class Nas:
     @property
     def child(self) -> int:
         """The remote's process."""
-        pid = self.rig.link._client.pid
+        pid = self.rig.session._client.pid
         assert pid is not None
         return pid
 
     @property
     def attached(self) -> Attached:
         """What the remote was seen to be."""
-        found = self.rig.link.attached
+        found = self.rig.session.attached
         assert found is not None
         return found
 
@@ -177,8 +177,8 @@ def test_a_squashed_root_and_missing_links_are_said(nas: Nas) -> None:
     first = nas.attached
     assert not [note for note in first.abilities.notes if "root_squash" in note or "links" in note]
     with injected(nas.child, "linkat:error=EPERM"):
-        nas.rig.link.attached = None
-        nas.rig.until("attached again", lambda: nas.rig.link.attached is not None)
+        nas.rig.session.attached = None
+        nas.rig.until("attached again", lambda: nas.rig.session.attached is not None)
     assert any("no hard links there" in note for note in nas.attached.abilities.notes)
     nas.save()
     with injected(nas.child, "linkat:error=EACCES"):
@@ -208,7 +208,7 @@ def test_a_mount_that_hangs_hurts_only_its_own_child(
     far = Rig(tmp_path, point / "run", bytes_per_second=1 << 20)
     try:
         folder = far.save(1, 5)
-        far.until("some bytes", lambda: any(point.rglob(".ckptd-part-*")) and far.link.is_transferring)
+        far.until("some bytes", lambda: any(point.rglob(".ckptd-part-*")) and far.session.is_transferring)
         process.send_signal(signal.SIGSTOP)
         other = nas.save()
         # a turn that waited for the mount would wait until SIGCONT, which comes after this

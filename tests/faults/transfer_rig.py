@@ -38,12 +38,14 @@ class Rig:
         self.failures: list[CkptdError] = []
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.settings = self.node.settings(url, **more)
-        self.link = RemoteSession(self.settings, self.problems, self._calls.put, lambda _: None, lambda: None)
-        self._shipped: dict[str, m.Shipped] = {}
-        self._partly: dict[str, m.PartlyShipped] = {}
-        self._order: m.ShipOrder | None = None
+        self.session = RemoteSession(
+            self.settings, self.problems, self._calls.put, lambda _: None, lambda: None
+        )
+        self._shipped: dict[str, m.UploadedObject] = {}
+        self._partly: dict[str, m.PartlyUploaded] = {}
+        self._order: m.UploadRequest | None = None
         self._is_saved = False
-        self.result: m.ShipResult | None = None
+        self.result: m.UploadResult | None = None
 
     # --- the trainer -----------------------------------------------------------------------------------
 
@@ -66,11 +68,11 @@ class Rig:
                 self._calls.get(timeout=0.01)()
             except queue.Empty:
                 break
-        self.link.turn(time.monotonic())
+        self.session.turn(time.monotonic())
         for problem in self.problems.all():
             if problem.text not in self.said:
                 self.said.append(problem.text)
-        if self.result is None and self.link.may_move and self._is_saved:
+        if self.result is None and self.session.may_transfer and self._is_saved:
             self._ship()
 
     def until(self, what: str, done: Callable[[], object], seconds: float = 200.0) -> None:
@@ -81,7 +83,7 @@ class Rig:
             assert time.monotonic() < end, message
             self.turn()
 
-    def ship(self, seconds: float = 200.0) -> m.ShipResult:
+    def ship(self, seconds: float = 200.0) -> m.UploadResult:
         """Until the save that was written last is committed, whatever fails meanwhile."""
         self.until("a COMMIT", lambda: self.result is not None, seconds)
         assert self.result is not None
@@ -90,10 +92,10 @@ class Rig:
 
     def close(self) -> None:
         """End the child."""
-        self.link.close()
+        self.session.close()
 
     def _ship(self) -> None:
-        attached = self.link.attached
+        attached = self.session.attached
         assert attached is not None
         if self._order is None:
             order = self.node.order(
@@ -105,15 +107,15 @@ class Rig:
         again = self._order.model_copy(
             update={"shipped": tuple(self._shipped.values()), "partly": tuple(self._partly.values())}
         )
-        self.link.transfer = self.link.order(again, self._heard)
+        self.session.transfer = self.session.request(again, self._heard)
 
     def _heard(self, answer: m.Answer) -> None:
         if isinstance(answer, m.ObjectDone):
             self._shipped[answer.object.key] = answer.object
             self._partly.pop(answer.object.key, None)
-        elif isinstance(answer, m.Moving):
+        elif isinstance(answer, m.TransferProgress):
             if answer.flushed_bytes or answer.token:
-                self._partly[answer.key] = m.PartlyShipped(
+                self._partly[answer.key] = m.PartlyUploaded(
                     key=answer.key,
                     flushed_bytes=answer.flushed_bytes,
                     crc64=answer.crc64,
@@ -123,7 +125,7 @@ class Rig:
             error = error_of(answer)
             self.failures.append(error)
             if not isinstance(error, SourceChanged):
-                self.link.move_failed(error, is_answering=isinstance(error, VerifyError))
-        elif isinstance(answer, m.ShipResult):
+                self.session.note_transfer_failed(error, is_answering=isinstance(error, VerifyError))
+        elif isinstance(answer, m.UploadResult):
             self.result = answer
-            self.link.well()
+            self.session.note_answer()

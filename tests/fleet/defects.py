@@ -32,7 +32,7 @@ def _no_generations(*_: object, **__: object) -> JoinGeneration:
 
 def _by_local_view(view: JobView) -> dict[tuple[str, str], RetentionVerdict]:
     """Retention by what lies on this node: what does not counts as the oldest."""
-    mine = {record.commit_key for save in view.saves for record in save.ships.values()}
+    mine = {record.commit_key for save in view.saves for record in save.uploads.values()}
     remotes = tuple(
         replace(remote, commits=tuple(c if c.key in mine else _old(c) for c in remote.commits))
         for remote in view.remotes
@@ -61,8 +61,8 @@ def _unheard(_: object) -> None:
     """What COMMITs call the best."""
 
 
-def _beside_a_save(view: JobView, fates: dict[int, RetentionVerdict]) -> list[Action]:
-    return deletion.prune(replace(view, is_save_in_flight=False), fates)
+def _beside_a_save(view: JobView, verdicts: dict[int, RetentionVerdict]) -> list[Action]:
+    return deletion.delete_local(replace(view, is_save_in_flight=False), verdicts)
 
 
 DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
@@ -100,7 +100,7 @@ DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
         ],
         "is the best",
     ),
-    "prunes beside a save": ([(planner, "prune", _beside_a_save)], "is saved"),
+    "prunes beside a save": ([(planner, "delete_local", _beside_a_save)], "is saved"),
     "late prunes not looked at again": (
         [(node.Daemon, "is_undisturbed", lambda *_: True)],
         "is saved",

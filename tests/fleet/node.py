@@ -20,7 +20,7 @@ from ckptd.core.completeness.order import next_order, sealing_order
 from ckptd.core.model.generation import AlreadyCommitted, GenerationRetired, JoinGeneration, choose_generation
 from ckptd.core.model.layouts import Grid, Role, parse_shard_name
 from ckptd.core.model.manifest import NodeManifest, folder_name, sha256_of
-from ckptd.core.model.records import ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.core.model.records import ZERO, DerivedRecord, DerivedState, UploadRecord, UploadState
 from ckptd.core.model.save import Order, SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.core.policy import actions as act
 from ckptd.core.policy.planner import plan
@@ -31,13 +31,13 @@ from ckptd.daemon.state.deletions import due_since
 from ckptd.daemon.state.remote_sync import as_committed, commits_in, unread_manifests
 from ckptd.daemon.state.upload_records import note_parts, waiting_on
 from ckptd.daemon.state.view_builder import as_planned
-from ckptd.daemon.uploads.retire import patience_seconds
+from ckptd.daemon.uploads.remote_deletion import patience_seconds
 from ckptd.daemon.uploads.session import commits_of, of_run
 from ckptd.daemon.uploads.uploads import STEP_IN_SECONDS
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.storage.remote import commit, observe, retire
 from ckptd.storage.remote.documents import IDENTITY_KEY, DocumentCache
-from ckptd.storage.remote.messages import Retire, ShipFile, ShipOrder, Shipped
+from ckptd.storage.remote.messages import DeleteCommit, UploadedObject, UploadFile, UploadRequest
 from ckptd.storage.remote.transfer import Control
 from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.rate_limit import RateLimiter
@@ -134,9 +134,9 @@ class Row:
     id: int
     written: Written
     save: SealedSave
-    record: ShipRecord
+    record: UploadRecord
     state: str = "present"
-    shipped: dict[str, Shipped] = field(default_factory=dict)
+    shipped: dict[str, UploadedObject] = field(default_factory=dict)
     manifest_sha256: str = ""
     waiting: CommitWait | None = None
     heard: Commit | None = None
@@ -322,7 +322,7 @@ class Daemon:
         self._adopt_commits(self.observation)
         view = self.view(self.observation)
         planned = plan(view)
-        self.due_since = due_since(self.due_since, planned.remote_fates, view.now_seconds)
+        self.due_since = due_since(self.due_since, planned.remote_verdicts, view.now_seconds)
         did = self._act(planned.actions)
         self.is_first_scan, was_first = False, self.is_first_scan
         return any(did) or was_first
@@ -395,7 +395,7 @@ class Daemon:
             best_checkpoint=written.best if 0 in machine.ranks else None,
             writer=Writer(),
         )
-        row = Row(len(machine.rows) + 1, written, save, ShipRecord(remote=NAS, form=ZERO))
+        row = Row(len(machine.rows) + 1, written, save, UploadRecord(remote=NAS, form=ZERO))
         machine.rows.append(row)
         machine.present.append(row)
 
@@ -453,14 +453,14 @@ class Daemon:
             record = row.record
             update: dict[str, object] = {}
             is_lost = (record.commit_key, record.commit_sha256) not in held
-            if record.state is ShipState.COMMITTED and (record.commit_sha256 in disputed or is_lost):
-                update = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None}
-            elif record.state is ShipState.WAITING and (row.save.tag, record.generation) in made:
+            if record.state is UploadState.COMMITTED and (record.commit_sha256 in disputed or is_lost):
+                update = {"state": UploadState.NEW, "commit_key": None, "commit_sha256": None}
+            elif record.state is UploadState.WAITING and (row.save.tag, record.generation) in made:
                 update = {"retry_at_seconds": 0.0} if record.retry_at_seconds else {}
             if update:
                 row.record = record.model_copy(update=update)
                 self.tag_views.pop(row.save.tag, None)
-            elif record.state is ShipState.WAITING and row.waiting is not None:
+            elif record.state is UploadState.WAITING and row.waiting is not None:
                 self._hear_of_parts(row, row.waiting, seen)
 
     def _hear_of_parts(self, row: Row, waiting: CommitWait, seen: Observation) -> None:
@@ -498,7 +498,7 @@ class Daemon:
                     self.generations[key] = GenerationAnswer(generation=g)
                 case AlreadyCommitted() as already:
                     found = {
-                        "state": ShipState.COMMITTED,
+                        "state": UploadState.COMMITTED,
                         "generation": already.generation,
                         "commit_key": already.commit_key,
                         "commit_sha256": already.commit_sha256,
@@ -506,13 +506,13 @@ class Daemon:
                     row.record = row.record.model_copy(update=found)
                     self.is_stale = True
                 case GenerationRetired(generation=g):
-                    row.record = row.record.model_copy(update={"state": ShipState.RETIRED, "generation": g})
+                    row.record = row.record.model_copy(update={"state": UploadState.DELETED, "generation": g})
 
     def _adopt_commits(self, seen: Observation) -> None:
         commits = commits_in(seen)
         for row in self.machine.rows:
             record = row.record
-            if record.state is ShipState.COMMITTED:
+            if record.state is UploadState.COMMITTED:
                 commit = commits.get((record.commit_key, record.commit_sha256))
                 # what it said once it says again
                 if commit is not None and commit is not row.heard:
@@ -532,7 +532,7 @@ class Daemon:
                 was_found_first=False,
                 is_intact=machine.disk.get(row.save.tag) == row.written,
                 is_present=True,
-                ships={(NAS, ZERO): row.record},
+                uploads={(NAS, ZERO): row.record},
                 universal=_REFUSED,
             )
             for row in present
@@ -542,7 +542,7 @@ class Daemon:
             is_required=True,
             forms=(ZERO,),
             is_attached=True,
-            is_shipping=False,
+            is_busy=False,
             commits=tuple(as_planned(v) for v in seen.commits if not v.disputed),
             known_tags=self._known_tags(),
             retention=RetentionPolicy(save_total_limit=job.remote_limit),
@@ -577,8 +577,8 @@ class Daemon:
 
     def _act(self, actions: Sequence[act.Action]) -> list[bool]:
         """All of a plan begins at once, so a prune waits for no remote; but workers may be busy."""
-        prunes = [action for action in actions if isinstance(action, act.Prune)]
-        others = [action for action in actions if not isinstance(action, act.Prune)]
+        prunes = [action for action in actions if isinstance(action, act.DeleteLocal)]
+        others = [action for action in actions if not isinstance(action, act.DeleteLocal)]
         planned = dict(self.machine.disk)
         are_busy = bool(prunes) and self.chance.random() < self.late_prunes
         did = [] if are_busy else [self._prune(prune, planned) for prune in prunes]
@@ -595,20 +595,20 @@ class Daemon:
         match action:
             case act.Describe(tag=tag):
                 self._describe(tag)
-            case act.Ship():
+            case act.Upload():
                 self._ship(action)
-            case act.AskConfirmation(save_id=save_id, commits=commits):
+            case act.ConfirmCommits(save_id=save_id, commits=commits):
                 asked = self.engine.now
                 refs = tuple((ref.key, ref.sha256) for ref in commits)
                 if observe.confirm(self.store, refs, self.identity).ok:  # type: ignore[arg-type]
                     self.confirmations[save_id] = Confirmation(commits=commits, at_seconds=asked)
                 else:
                     row = self.machine.rows[save_id - 1]
-                    lost = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None}
+                    lost = {"state": UploadState.NEW, "commit_key": None, "commit_sha256": None}
                     row.record = row.record.model_copy(update=lost)
                     self.tag_views.pop(row.save.tag, None)
                     self.is_stale = True
-            case act.Retire():
+            case act.DeleteRemote():
                 self._retire(action)
             case _:
                 return False
@@ -623,7 +623,7 @@ class Daemon:
             manifests=self.ground.manifests,
         )
 
-    def _prune(self, action: act.Prune, planned: dict[str, Written]) -> bool:
+    def _prune(self, action: act.DeleteLocal, planned: dict[str, Written]) -> bool:
         machine, permit, row = self.machine, action.permit, self.machine.rows[action.save_id - 1]
         self.confirmations.pop(row.id, None)
         is_there = machine.disk.get(row.save.tag) == row.written
@@ -634,14 +634,14 @@ class Daemon:
         return True
 
     def is_undisturbed(self, tag: str, planned: dict[str, Written]) -> bool:
-        """No save began since that was planned (`daemon/actions/prune.py`)."""
+        """No save began since that was planned (`daemon/actions/local_deletion.py`)."""
         return all(planned.get(other) == w for other, w in self.machine.disk.items() if other != tag)
 
     def on_prune(self, row: Row) -> None:
         """The judge's."""
 
-    def _retire(self, action: act.Retire) -> None:
-        order = Retire(
+    def _retire(self, action: act.DeleteRemote) -> None:
+        order = DeleteCommit(
             tag=action.commit.tag,
             generation=action.commit.generation,
             form=action.commit.form,
@@ -654,7 +654,7 @@ class Daemon:
         retire.retire(self.ground, order, lambda: None)
         for row in self.machine.rows:
             if row.record.commit_sha256 == action.commit.sha256:
-                row.record = row.record.model_copy(update={"state": ShipState.RETIRED})
+                row.record = row.record.model_copy(update={"state": UploadState.DELETED})
 
     def _finish(self, seen: Observation) -> bool:
         """A removal that somebody began and did not end."""
@@ -665,7 +665,7 @@ class Daemon:
         stone = next((t for t in seen.retired if (t.tag, t.generation, t.form) == where), None)
         if stone is None or self.engine.now < self._finishes_at(seen):
             return False
-        order = Retire(
+        order = DeleteCommit(
             tag=tag, generation=generation, form=form, reason=stone.reason, commit_sha256=stone.commit_sha256
         )
         self.is_stale = True
@@ -677,7 +677,7 @@ class Daemon:
         since = self.retiring_since.get(seen.retiring[0])
         return 0.0 if since is None else since + patience_seconds(seen, self.machine.name)
 
-    def _ship(self, action: act.Ship) -> None:
+    def _ship(self, action: act.Upload) -> None:
         row = self.machine.rows[action.save_id - 1]
         if row.record.generation not in (None, action.generation):
             row.shipped.clear()
@@ -704,7 +704,7 @@ class Daemon:
         self.generations.pop((row.id, NAS, ZERO), None)
         if result.outcome == "committed" and result.commit is not None:
             update = {
-                "state": ShipState.COMMITTED,
+                "state": UploadState.COMMITTED,
                 "generation": result.commit.commit.generation,
                 "commit_key": result.commit.key,
                 "commit_sha256": result.commit.sha256,
@@ -714,24 +714,24 @@ class Daemon:
         elif result.outcome == "waiting":
             row.waiting = waiting_on(row.waiting, result, STEP_IN_SECONDS)
             again = self.engine.now + row.waiting.retry_seconds
-            update = {"state": ShipState.WAITING, "retry_at_seconds": again}
+            update = {"state": UploadState.WAITING, "retry_at_seconds": again}
             row.record = row.record.model_copy(update=update)
         else:
             row.shipped.clear()
             row.record = self._again(row.record)
 
-    def _again(self, record: ShipRecord) -> ShipRecord:
+    def _again(self, record: UploadRecord) -> UploadRecord:
         tries = record.tries + 1
         wait_seconds = min(backoff_seconds(min(tries, 6)), 120.0)
         return record.model_copy(
             update={
-                "state": ShipState.FAILED,
+                "state": UploadState.FAILED,
                 "tries": tries,
                 "retry_at_seconds": self.engine.now + wait_seconds,
             }
         )
 
-    def _order(self, row: Row, generation: int) -> ShipOrder:
+    def _order(self, row: Row, generation: int) -> UploadRequest:
         save, machine = row.save, self.machine
         folder = folder_name(save.tag, generation, ZERO)
         head = NodeManifest(
@@ -755,7 +755,7 @@ class Daemon:
         )
         elsewhere = replicas(save)
         rows = tuple(
-            ShipFile(
+            UploadFile(
                 path=file.path,
                 is_replica=file.path in elsewhere,
                 key=f"{folder}/{file.path}",
@@ -769,12 +769,12 @@ class Daemon:
             )
             for file in save.files
         )
-        return ShipOrder(
+        return UploadRequest(
             root="",
             manifest=head,
             files=rows,
             shipped=tuple(row.shipped.values()),
-            steps_in=row.record.state is ShipState.WAITING,
+            steps_in=row.record.state is UploadState.WAITING,
         )
 
     # --- the disk, as shipping sees it -----------------------------------------------------------------
@@ -785,10 +785,10 @@ class Daemon:
         yield
 
     @contextmanager
-    def _origin(self, order: ShipOrder, _root: int, _control: Control, _store: Store) -> Iterator[Origin]:
+    def _origin(self, order: UploadRequest, _root: int, _control: Control, _store: Store) -> Iterator[Origin]:
         yield Origin(order, self)
 
-    def why_changed(self, file: ShipFile) -> str | None:
+    def why_changed(self, file: UploadFile) -> str | None:
         """As `origin.changed`."""
         assert file.identity is not None
         found = self.machine.disk.get(file.source.partition("/")[0])
@@ -802,19 +802,19 @@ class Origin:
 
     most_lanes = 1
 
-    def __init__(self, order: ShipOrder, daemon: Daemon) -> None:
+    def __init__(self, order: UploadRequest, daemon: Daemon) -> None:
         self.order = order
         self._daemon = daemon
 
     @contextmanager
-    def opened(self, file: ShipFile) -> Iterator[LocalFile]:
+    def opened(self, file: UploadFile) -> Iterator[LocalFile]:
         """A shard as it lies there now."""
         found = self._daemon.machine.disk.get(file.source.partition("/")[0])
         if found is None:
             raise SourceChanged(f"{file.path} vanished")
         yield LocalFile(self._daemon.machine.content(found, file.path))
 
-    def why_changed(self, file: ShipFile) -> str | None:
+    def why_changed(self, file: UploadFile) -> str | None:
         return self._daemon.why_changed(file)
 
     def recheck(self) -> None:
@@ -847,7 +847,7 @@ CURRENT: dict[str, Daemon] = {}
 """By thread: `commit` asks for files by descriptor, which is none here."""
 NEVER = 1e18
 _READ_EACH_TIME = (IDENTITY_KEY, "latest", "latest_universal")
-_OPEN = (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
+_OPEN = (UploadState.NEW, UploadState.FAILED, UploadState.WAITING)
 _REFUSED = DerivedRecord(state=DerivedState.REFUSED)
 _PACER = RateLimiter()
 NODE_IDS = itertools.count()

@@ -430,8 +430,8 @@ class Fleet:
             live = live_commits(seen)
             resumes.setdefault(live[-1].key if live else None, daemon.machine.name)
             if slot != self.odd:
-                fates = keep_remote(replace(daemon.view(seen), saves=(), unsealed_tags=frozenset()))
-                keys = tuple(sorted(key for (_, key), fate in fates.items() if fate.keeps))
+                verdicts = keep_remote(replace(daemon.view(seen), saves=(), unsealed_tags=frozenset()))
+                keys = tuple(sorted(key for (_, key), verdict in verdicts.items() if verdict.keeps))
                 kept.setdefault(keys, daemon.machine.name)
         if len(resumes) > 1:
             raise Broken(f"nodes would resume from {resumes}")

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from ckptd.core.model.records import ShipState
+from ckptd.core.model.records import UploadState
 from tests.fleet import directed, node
 from tests.fleet.__main__ import shape_of
 from tests.fleet.cost import measure
@@ -100,7 +100,7 @@ def _asked_of_a_journal_that_forgot(fleet: Directed) -> None:
         fleet.save(step)
     for machine in fleet.machines:
         for row in machine.rows:
-            row.record = row.record.model_copy(update={"state": ShipState.NEW})
+            row.record = row.record.model_copy(update={"state": UploadState.NEW})
     fleet.judged_now()
 
 

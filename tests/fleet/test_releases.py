@@ -22,7 +22,7 @@ from ckptd.maintenance.verify import Slice, Verifier
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.storage.remote import observe
 from ckptd.storage.remote.documents import read_commit
-from ckptd.storage.remote.messages import ShipResult
+from ckptd.storage.remote.messages import UploadResult
 from tests.support.recover_scene import Scene
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ from pathlib import Path
 import ckptd
 from ckptd.errors import CkptdError
 from ckptd.storage.remote.documents import read_commit
-from ckptd.storage.remote.messages import ShipResult
+from ckptd.storage.remote.messages import UploadResult
 from tests.support.recover_scene import Scene
 assert Path(ckptd.__file__).is_relative_to(Path.cwd()), ckptd.__file__
 what, root, node, part = sys.argv[1:]
@@ -46,7 +46,7 @@ try:
         print(done.outcome, done.reason)
     else:
         found = read_commit(scene.ground().store, (node, 1, "zero"))
-        scene.retire(ShipResult(outcome="committed", commit=found))
+        scene.retire(UploadResult(outcome="committed", commit=found))
         print("retired")
 except CkptdError as error:
     print(f"{type(error).__name__}: {error.message}; {error.hint}")
@@ -103,7 +103,7 @@ def release(tmp_path: Path, *, format_: str) -> Release:
     return made
 
 
-def ours(scene: Scene, node: str) -> ShipResult:
+def ours(scene: Scene, node: str) -> UploadResult:
     """This release ships the part of a node."""
     scene.node = node
     return scene.commit(TAG, 20, only=lambda path: (RANK1 in path) == (node == "n1"))
@@ -145,7 +145,7 @@ def test_two_releases_commit_together(tmp_path: Path, scene: Scene, *, is_ours_f
 def test_a_higher_major_is_refused_in_words(tmp_path: Path, scene: Scene) -> None:
     """By whoever is older, who then changes nothing: neither the tag's parts nor what is retired."""
     other = release(tmp_path, format_="2.0")
-    old = ShipResult(
+    old = UploadResult(
         outcome="committed", commit=read_commit(scene.ground().store, ("global_step5", 1, "zero"))
     )
     assert other.do("ship", scene, "n1").startswith("waiting")

@@ -83,12 +83,12 @@ def flushed_again() -> None:
 
 def swallowed_errors() -> None:
     """What fails on this node is not said (P17)."""
-    from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.state.problems import Failures
 
-    def nothing(self: JobState, what: str, error: CkptdError) -> None:
+    def nothing(self: Failures, what: str, error: CkptdError) -> None:
         del self, what, error
 
-    put(JobState, "note_failure", nothing)
+    put(Failures, "note", nothing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class Process:
         now = time.monotonic()
         self._take_in()
         self.daemon._turn(self.job, now)
-        self.daemon._totals.settle()
+        self.daemon._limits.share_and_wake()
         if self._queue.empty() and self.daemon.jobs:
             self.clock.wait(min(10.0, max(0.02, self.job.seconds_to_next(time.monotonic()))))
 
@@ -98,7 +98,7 @@ class Process:
         job = self.job
         if not self._queue.empty() or job.phase == "waiting" or not is_idle(job):
             return False
-        return job.state is None or not job.intake._reading.seconds_to_read(time.monotonic())
+        return job.state is None or not job.sealer._reading.seconds_to_read(time.monotonic())
 
     @property
     def _tries_again(self) -> bool:
@@ -106,7 +106,7 @@ class Process:
         view, state = self.job.view, self.job.state
         if view is None or state is None or state.plan is None:
             return False
-        return bool(tried_again(view, state.plan.local_fates))
+        return bool(tried_again(view, state.plan.local_verdicts))
 
     def until_well(self, turns: int) -> None:
         """Turn until what failed was tried again and all has been safe for a while."""
@@ -115,7 +115,7 @@ class Process:
             if (
                 not self.is_idle
                 or self.exit_code
-                or self.job.links["nas"].seconds_to_wake
+                or self.job.sessions["nas"].seconds_to_wake
                 or self._tries_again
             ):
                 since = time.monotonic()

@@ -121,7 +121,7 @@ class DirectClient:
         """For the next order."""
         return next(self._ids)
 
-    def submit(self, order: m.Order, number: int) -> int:
+    def submit(self, order: m.Request, number: int) -> int:
         """Carry it out now or after the turn."""
 
         def work() -> None:
@@ -139,7 +139,7 @@ class DirectClient:
         if self._is_closed or isinstance(answer, m.Alive):
             return
         self._on_answer(order_id, answer)
-        if self.drain is not None and isinstance(answer, m.Moving | m.ObjectDone):
+        if self.drain is not None and isinstance(answer, m.TransferProgress | m.ObjectDone):
             self.drain()  # the deciding thread hears it while the order goes on
 
     def pace(self, fraction: float, bytes_per_second: int | None) -> None:

@@ -22,7 +22,7 @@ from ckptd.daemon.state.remote_sync import unread_manifests
 from ckptd.daemon.uploads.session import commits_of
 from ckptd.errors import SourceChanged, TargetExists, VerifyError
 from ckptd.storage.remote import commit, documents, observe, retire
-from ckptd.storage.remote.messages import ShipFile, ShipOrder
+from ckptd.storage.remote.messages import UploadFile, UploadRequest
 from ckptd.storage.remote.transfer import Carried, Transfer
 from ckptd.storage.stores.base import ObjectInfo
 from ckptd.storage.stores.checksums import crc64
@@ -97,7 +97,7 @@ def sealed(slot: Slot, number: int) -> SealedSave:
 
 
 @cache
-def order_of(slot: Slot, name: int, number: int, generation: int) -> ShipOrder:
+def order_of(slot: Slot, name: int, number: int, generation: int) -> UploadRequest:
     """The daemon's order to ship a save as a generation."""
     save = sealed(slot, number)
     node = slot.names[name]
@@ -120,7 +120,7 @@ def order_of(slot: Slot, name: int, number: int, generation: int) -> ShipOrder:
         files=(),
     )
     rows = tuple(
-        ShipFile(
+        UploadFile(
             path=file.path,
             key=f"{folder}/{file.path}",
             source=file.path,
@@ -132,7 +132,7 @@ def order_of(slot: Slot, name: int, number: int, generation: int) -> ShipOrder:
         )
         for file in save.files
     )
-    return ShipOrder(root="", manifest=head, files=rows)
+    return UploadRequest(root="", manifest=head, files=rows)
 
 
 def choose(save: SealedSave, view: TagView) -> GenerationChoice:
@@ -213,7 +213,7 @@ class LocalFile:
     folder_mode = 0o755
     gid = None
 
-    def __init__(self, io: Io, file: ShipFile) -> None:
+    def __init__(self, io: Io, file: UploadFile) -> None:
         self._io = io
         self.path = file.source
         self.size_bytes = file.bytes
@@ -246,15 +246,15 @@ class StepOrigin:
 
     most_lanes = 1
 
-    def __init__(self, order: ShipOrder, io: Io) -> None:
+    def __init__(self, order: UploadRequest, io: Io) -> None:
         self.order = order
         self._io = io
 
     @contextmanager
-    def opened(self, file: ShipFile) -> Iterator[LocalFile]:
+    def opened(self, file: UploadFile) -> Iterator[LocalFile]:
         yield LocalFile(self._io, file)
 
-    def why_changed(self, file: ShipFile) -> str | None:
+    def why_changed(self, file: UploadFile) -> str | None:
         return changed_in(self._io, file.identity, file.path)
 
     def recheck(self) -> None:
@@ -265,7 +265,7 @@ class StepOrigin:
 
 
 @contextmanager
-def on_this_disk(order: ShipOrder, _root: int, _control: object, _store: object) -> Iterator[StepOrigin]:
+def on_this_disk(order: UploadRequest, _root: int, _control: object, _store: object) -> Iterator[StepOrigin]:
     """The origin of an order of the program that runs."""
     yield StepOrigin(order, _IO[-1])
 

@@ -13,7 +13,7 @@ from ckptd.core.model.generation import AlreadyCommitted, GenerationChoice, Join
 from ckptd.core.model.manifest import commit_key, sha256_of, to_bytes
 from ckptd.errors import CkptdError
 from ckptd.storage.remote import commit, documents, observe, retire
-from ckptd.storage.remote.messages import Retire
+from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
 from ckptd.storage.remote.transfer import Control
 from ckptd.storage.stores.base import Abilities
@@ -169,7 +169,7 @@ class World:
         return commit.ship(self._ground(io), order, _CONTROL, code.on_this_disk).outcome, number
 
     def _retire(self, io: Io, generation: int) -> tuple[Hashable, ...]:
-        order = Retire(
+        order = DeleteCommit(
             tag=TAG, generation=generation, form="zero", reason="", commit_sha256=self._retired_sha256
         )
         retire.retire(self._ground(io), order, lambda: None)

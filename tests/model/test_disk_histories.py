@@ -86,7 +86,7 @@ THIN: dict[str, Any] = {"unuploaded": "thin", "limit": 3, "trainer_limit": None,
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "derived forms stay": (planner, "keep_derived", _nothing),
     "derived forms stay under pressure": (derived_forms, "next_to_evict", lambda view, local: None),
-    "nothing is pruned": (planner, "prune", _nothing),
+    "nothing is pruned": (planner, "delete_local", _nothing),
     "holds stay": (planner, "_holds", _holds_for_ever(planner._holds)),
     "half conversions stay": (planner, "_convert", _never_stops(planner._convert)),
     "opt-outs are ignored": (keeping, "may_go_uncommitted", lambda view, save: False),

@@ -23,10 +23,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ckptd.core.model.records import ZERO, DerivedState, ShipState
+from ckptd.core.model.records import ZERO, DerivedState, UploadState
 from ckptd.core.policy import deletion, planner, retention
 from ckptd.core.policy import local as keeping
-from ckptd.core.policy.actions import Action, Prune, Retire
+from ckptd.core.policy.actions import Action, DeleteLocal, DeleteRemote
 from ckptd.core.policy.local import keep_local
 from ckptd.core.policy.permit import OptOutPermit
 from ckptd.core.policy.remote import keep_remote
@@ -203,9 +203,9 @@ class Life(RuleBasedStateMachine):
     def carry_out(self, action: Any) -> None:
         world = self.world
         self.carried_out[type(action).__name__] += 1
-        if isinstance(action, Prune | Retire):
+        if isinstance(action, DeleteLocal | DeleteRemote):
             assert not world.first_scan, "nothing is deleted in the first scan"
-        if isinstance(action, Prune):
+        if isinstance(action, DeleteLocal):
             assert not world.in_flight, "nothing is deleted while a save is in flight"
             save = world.saves[action.save_id]
             complete = [s.save.order for s in world.saves.values() if s.is_intact]
@@ -221,7 +221,7 @@ class Life(RuleBasedStateMachine):
                 assert save.universal.state is DerivedState.READY, (
                     "the rung's form is here before the save goes"
                 )
-        if isinstance(action, Retire) and action.commit.form == ZERO:
+        if isinstance(action, DeleteRemote) and action.commit.form == ZERO:
             orders = world.remotes[action.remote].zero_orders()
             is_here = any(
                 s.is_present and (s.save.tag, s.save.order) == (action.commit.tag, order_of(action.commit))
@@ -229,7 +229,7 @@ class Life(RuleBasedStateMachine):
             )
             assert not is_here, "what is still on the node stays in the remote"
             assert not orders or order_of(action.commit) != max(orders), "a remote's newest COMMIT stays"
-        if isinstance(action, Prune):
+        if isinstance(action, DeleteLocal):
             self.stepped_down["node"] += "universal" in action.permit.reason
         world.execute(action)
 
@@ -281,17 +281,17 @@ class Life(RuleBasedStateMachine):
 
     def _rests(self) -> None:
         view = self.world.view()
-        fates, remote_fates = keep_local(view).zero, keep_remote(view)
+        verdicts, remote_fates = keep_local(view).zero, keep_remote(view)
         for save in view.saves:
             if save.is_intact:
                 for name in self.world.remotes:
-                    state = save.ship(name, ZERO).state
-                    assert state in (ShipState.COMMITTED, ShipState.RETIRED), (save.save.tag, name, state)
-                assert fates[save.id].keeps, f"{save.save.tag} may go and did not"
+                    state = save.upload(name, ZERO).state
+                    assert state in (UploadState.COMMITTED, UploadState.DELETED), (save.save.tag, name, state)
+                assert verdicts[save.id].keeps, f"{save.save.tag} may go and did not"
             assert not save.is_held, "no hold outlives its commit"
-        for (name, key), fate in remote_fates.items():
+        for (name, key), verdict in remote_fates.items():
             limited = self.world.remotes[name].policy.save_total_limit is not None
-            assert fate.keeps or not limited, f"{key} of {name} may go and did not"
+            assert verdict.keeps or not limited, f"{key} of {name} may go and did not"
 
 
 def test_any_life_keeps_the_promises() -> None:
@@ -333,8 +333,8 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(
             "ckptd.core.policy.retention.step_down",
             lambda rungs, age, forms, standing, otherwise: {
-                form: replace(fate, instead=None)
-                for form, fate in honest(rungs, age, every, every, otherwise).items()
+                form: replace(verdict, instead=None)
+                for form, verdict in honest(rungs, age, every, every, otherwise).items()
                 if form in forms
             },
         )
@@ -346,7 +346,7 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
             planner,
             "_retire",
             lambda view, keeps: [
-                Retire(remote=r.name, commit=c, reason="broken")
+                DeleteRemote(remote=r.name, commit=c, reason="broken")
                 for r in view.remotes
                 for c in r.commits[-1:]
                 if r.retention.deletes and not view.is_first_scan

@@ -9,23 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ckptd.core.completeness.order import next_order
-from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, UploadRecord, UploadState
 from ckptd.core.model.save import Order, SealedSave
 from ckptd.core.policy.actions import (
     Action,
-    AskConfirmation,
+    CancelUpload,
+    ConfirmCommits,
     Convert,
+    DeleteLocal,
+    DeleteRemote,
     Describe,
     DropDerived,
     Hold,
-    MakeWay,
     PointUniversal,
-    Prune,
     ReleaseHold,
-    Retire,
-    Ship,
     StopConverting,
-    Supplement,
+    Upload,
+    UploadLateFiles,
 )
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
@@ -129,7 +129,7 @@ class World:
         """A file appears in a folder that every required remote holds committed."""
         save = self.saves[save_id]
         held = [
-            name for name in self.remotes if self._record(save_id, name, ZERO).state is ShipState.COMMITTED
+            name for name in self.remotes if self._record(save_id, name, ZERO).state is UploadState.COMMITTED
         ]
         if save.is_intact and all(r.name in held for r in self.remotes.values() if r.is_required):
             late = (save.save.files[0].model_copy(update={"path": "notes.txt"}),)
@@ -178,8 +178,8 @@ class World:
             is_required=remote.is_required,
             forms=(ZERO, UNIVERSAL),
             is_attached=remote.is_there,
-            is_shipping=remote.shipping is not None,
-            ships=self.form_on_its_way(remote),
+            is_busy=remote.shipping is not None,
+            uploading=self.form_on_its_way(remote),
             commits=remote.seen,
             known_tags=remote.known_tags,
             retention=remote.policy,
@@ -191,7 +191,9 @@ class World:
         if save_id is None:
             return None
         return next(
-            f for f in (ZERO, UNIVERSAL) if self._record(save_id, remote.name, f).state is ShipState.SHIPPING
+            f
+            for f in (ZERO, UNIVERSAL)
+            if self._record(save_id, remote.name, f).state is UploadState.UPLOADING
         )
 
     def actions(self) -> tuple[Action, ...]:
@@ -201,13 +203,15 @@ class World:
     def execute(self, action: Action) -> None:  # noqa: C901 - one case a kind
         """Do what a worker does; uploads and conversions take until `finish_*`."""
         match action:
-            case Ship(save_id=save_id, remote=name, form=form, generation=g):
+            case Upload(save_id=save_id, remote=name, form=form, generation=g):
                 self.remotes[name].shipping = save_id
                 record = self._record(save_id, name, form)
-                self._put(save_id, record.model_copy(update={"generation": g, "state": ShipState.SHIPPING}))
-            case Supplement(save_id=save_id, remote=name):
+                self._put(
+                    save_id, record.model_copy(update={"generation": g, "state": UploadState.UPLOADING})
+                )
+            case UploadLateFiles(save_id=save_id, remote=name):
                 self._supplement(save_id, name)
-            case MakeWay(remote=name):
+            case CancelUpload(remote=name):
                 self._cancel(self.remotes[name])
             case Describe(remote=name, tag=tag, save_id=save_id):
                 self._describe(self.remotes[name], tag, save_id)
@@ -226,13 +230,13 @@ class World:
                     self.free_bytes += SAVE_BYTES
             case PointUniversal(tag=tag):
                 self.latest_universal = f"_ckptd/derived/universal/{tag}" if tag else None
-            case AskConfirmation(save_id=save_id, commits=refs):
+            case ConfirmCommits(save_id=save_id, commits=refs):
                 self._confirm(save_id, refs)
-            case Prune() | Retire():
+            case DeleteLocal() | DeleteRemote():
                 self._remove(action)
 
-    def _remove(self, action: Prune | Retire) -> None:
-        if isinstance(action, Prune):
+    def _remove(self, action: DeleteLocal | DeleteRemote) -> None:
+        if isinstance(action, DeleteLocal):
             self._prune(action.save_id)
         else:
             self._retire(self.remotes[action.remote], action.commit, action.instead)
@@ -255,7 +259,7 @@ class World:
         assert save_id is not None
         assert form == UNIVERSAL, "a ZeRO form makes way for nothing"
         record = self._record(save_id, remote.name, form)
-        self._put(save_id, record.model_copy(update={"state": ShipState.NEW}))
+        self._put(save_id, record.model_copy(update={"state": UploadState.NEW}))
         remote.shipping = None
 
     def finish_ship(self, remote: Remote) -> None:
@@ -270,7 +274,7 @@ class World:
         has_source = view.is_intact or view.is_held if form == ZERO else is_here
         key = f"_ckptd/commits/{view.save.tag}~g{record.generation}~{form}.json"
         if not (remote.is_there and has_source) or key in remote.commits:
-            failed = {"state": ShipState.FAILED, "retry_at_seconds": self.now_seconds + 5}
+            failed = {"state": UploadState.FAILED, "retry_at_seconds": self.now_seconds + 5}
             self._put(save_id, record.model_copy(update=failed))
             self.generations.pop((save_id, remote.name, form), None)
             return
@@ -294,7 +298,7 @@ class World:
     def _committed(self, save_id: int, name: str, commit: RemoteCommit) -> None:
         record = self._record(save_id, name, commit.form)
         done = {
-            "state": ShipState.COMMITTED,
+            "state": UploadState.COMMITTED,
             "generation": commit.generation,
             "commit_key": commit.key,
             "commit_sha256": commit.sha256,
@@ -319,7 +323,7 @@ class World:
             held = remote.commits.get(ref.key)
             if held is None or held.sha256 != ref.sha256:
                 record = self._record(save_id, remote.name, ZERO)
-                lost = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None}
+                lost = {"state": UploadState.NEW, "commit_key": None, "commit_sha256": None}
                 self._put(save_id, record.model_copy(update=lost))
                 self.generations.pop((save_id, remote.name, ZERO), None)
                 remote.observe()
@@ -355,7 +359,7 @@ class World:
         for save_id in self.saves:
             record = self._record(save_id, remote.name, commit.form)
             if record.commit_sha256 == commit.sha256:
-                self._put(save_id, record.model_copy(update={"state": ShipState.RETIRED}))
+                self._put(save_id, record.model_copy(update={"state": UploadState.DELETED}))
         remote.observe()
 
     def restart(self) -> None:
@@ -369,8 +373,8 @@ class World:
             if save_id is not None:
                 for form in (ZERO, UNIVERSAL):
                     record = self._record(save_id, remote.name, form)
-                    if record.state is ShipState.SHIPPING:
-                        self._put(save_id, record.model_copy(update={"state": ShipState.NEW}))
+                    if record.state is UploadState.UPLOADING:
+                        self._put(save_id, record.model_copy(update={"state": UploadState.NEW}))
             remote.observe()
 
     def finish_conversion_as_killed(self) -> None:
@@ -383,13 +387,13 @@ class World:
 
     # --- bookkeeping -----------------------------------------------------------------------------------
 
-    def _record(self, save_id: int, remote: str, form: str) -> ShipRecord:
-        return self.saves[save_id].ship(remote, form)
+    def _record(self, save_id: int, remote: str, form: str) -> UploadRecord:
+        return self.saves[save_id].upload(remote, form)
 
-    def _put(self, save_id: int, record: ShipRecord) -> None:
+    def _put(self, save_id: int, record: UploadRecord) -> None:
         view = self.saves[save_id]
-        ships = {**view.ships, (record.remote, record.form): record}
-        self._change(view, ships=ships)
+        uploads = {**view.uploads, (record.remote, record.form): record}
+        self._change(view, uploads=uploads)
 
     def _derive(self, save_id: int, state: DerivedState) -> None:
         made = DerivedRecord(state=state, is_source_verified=state is DerivedState.READY)

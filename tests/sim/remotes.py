@@ -167,8 +167,8 @@ class Client:
         self._faults = moods[settings.name]
         self._service: Service | None = None
         self._ids = count(1)
-        self._open: dict[int, m.Order] = {}
-        self._waiting: dict[bool, list[tuple[int, m.Order]]] = {True: [], False: []}
+        self._open: dict[int, m.Request] = {}
+        self._waiting: dict[bool, list[tuple[int, m.Request]]] = {True: [], False: []}
         self._signs = _Signs()
         self.on_confirm: Callable[[str, m.Confirm], None] = lambda _name, _order: None
         """Called when COMMITs are asked for, whatever is answered."""
@@ -204,7 +204,7 @@ class Client:
     def new_id(self) -> int:
         return next(self._ids)
 
-    def submit(self, order: m.Order, order_id: int) -> int:
+    def submit(self, order: m.Request, order_id: int) -> int:
         is_attaching = isinstance(order, m.Attach)
         if isinstance(order, m.Attach):
             order = m.Attach(settings=self._remember(order.settings))

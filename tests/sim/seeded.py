@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ckptd.base import files
-from ckptd.core.model.records import ZERO, ShipState
+from ckptd.core.model.records import ZERO, UploadState
 from ckptd.core.model.save import Order
 from ckptd.core.policy import local, planner, remote, retention
 from ckptd.core.policy.actions import Hold
 from ckptd.daemon import bootstrap
 from ckptd.daemon.intake import clones as holds
 from ckptd.daemon.intake import known_saves, ordering
-from ckptd.daemon.state import view_builder
+from ckptd.daemon.state.deletions import Deletions
 from ckptd.observe.audit import Audit
 from ckptd.storage.child import service
 from ckptd.storage.local import clones as hold
@@ -25,7 +25,7 @@ from ckptd.storage.local import fs
 from ckptd.storage.remote import commit, messages, observe, retire, transfer
 from ckptd.storage.remote import transfer as origin
 from ckptd.storage.remote.documents import read_generation
-from ckptd.storage.remote.messages import Retire
+from ckptd.storage.remote.messages import DeleteCommit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ def _unverified(self: Any, sent: Any) -> None:
     self._keep(sent.file, sent.bytes, to_hex(sent.crc), "read-back", sent.fingerprint)
 
 
-def _objects_first(ground: Any, order: Retire, check: Callable[[], None]) -> None:
+def _objects_first(ground: Any, order: DeleteCommit, check: Callable[[], None]) -> None:
     where = (order.tag, order.generation, order.form)
     for known in read_generation(ground.store, where):
         for file in known.manifest.files:
@@ -66,9 +66,9 @@ def _overwritten(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> b
 def _shipped_is_committed(state: Any) -> None:
     for save_id, records in list(state.uploads.records.items()):
         for record in list(records.values()):
-            if record.state is ShipState.SHIPPING:
+            if record.state is UploadState.UPLOADING:
                 key = f"_ckptd/commits/{state.saves.rows[save_id].save.tag}~g{record.generation}~{ZERO}.json"
-                done = {"state": ShipState.COMMITTED, "commit_key": key, "commit_sha256": "0" * 64}
+                done = {"state": UploadState.COMMITTED, "commit_key": key, "commit_sha256": "0" * 64}
                 state.uploads.put(save_id, record.model_copy(update=done))
 
 
@@ -154,7 +154,7 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (local, "score_of", _no_best),
         (remote, "score_of", _no_best),
     ),
-    "deletions are not limited": ((view_builder, "_left", lambda *_: 1000),),
+    "deletions are not limited": ((Deletions, "_left", lambda *_: 1000),),
     "what goes has no line in audit.jsonl": ((Audit, "write", lambda *_, **__: None),),
     "a hold of no use goes without a line": (
         (holds, "_release", lambda _state, fd, name, *_: hold.release(fd, name)),

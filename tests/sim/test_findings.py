@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from ckptd.base import files, names
-from ckptd.cli.daemon.wait import judged
+from ckptd.cli.daemon.wait import judge_step
 from ckptd.core.model.decision import Decision
-from ckptd.core.model.records import ZERO, ShipState
-from ckptd.daemon.actions.control import drained_words, unsent_here
+from ckptd.core.model.records import ZERO, UploadState
 from ckptd.daemon.bootstrap import make_state
 from ckptd.daemon.health.checks import exit_code
+from ckptd.daemon.health.drain import drained_words, unsent_here
 from ckptd.daemon.health.status import job_status
 from ckptd.daemon.intake.decisions import read_decisions, write_decision
 from ckptd.errors import RemoteUnreachable, StorageError, TornArchiveError
@@ -343,13 +343,13 @@ def test_all_jobs_of_a_disk_make_way_at_the_first_event(world: World) -> None:
     assert (
         world.job is not None and world.job.state is not None and world.job.state.folders.listing is not None
     )
-    way, disk = world.totals.way, world.job.state.folders.listing.device
+    way, disk = world.limits.disk_yield, world.job.state.folders.listing.device
     neighbour, elsewhere = Neighbour(), Neighbour()
     way.join(neighbour, disk, lambda: None)
     way.join(elsewhere, disk + 1, lambda: None)
-    way.tell(elsewhere, is_saving=True)
+    way.set_saving(elsewhere, is_saving=True)
     assert not is_paused(world)
-    way.tell(neighbour, is_saving=True)
+    way.set_saving(neighbour, is_saving=True)
     assert is_paused(world)
     world.live_on(20, rng)
     assert is_paused(world), "a turn without a save of its own forgot the neighbour's"
@@ -401,16 +401,16 @@ def test_what_never_settles_is_not_made_way_for_for_ever(world: World) -> None:
     assert world.job is not None
     assert world.job.state is not None
     assert world.job.state.folders.listing is not None
-    way, disk = world.totals.way, world.job.state.folders.listing.device
+    way, disk = world.limits.disk_yield, world.job.state.folders.listing.device
     neighbour = Neighbour()
     way.join(neighbour, disk, lambda: None)
-    way.tell(neighbour, is_saving=True)
+    way.set_saving(neighbour, is_saving=True)
     world.live_on(20, rng)
     assert is_paused(world)
     world.kernel.now_seconds += 3600
     world.live_on(20, rng)
     assert not is_paused(world)
-    way.tell(world.job, is_saving=True)
+    way.set_saving(world.job, is_saving=True)
     assert way.is_saving(world.job)
     world.job.leave_line()
     assert not way.is_saving(world.job)
@@ -419,7 +419,7 @@ def test_what_never_settles_is_not_made_way_for_for_ever(world: World) -> None:
 def followed(world: World) -> list[str]:
     """Folders in which writes are heard."""
     assert world.job is not None
-    return world.job._ear.newcomers(world.kernel.now_seconds)
+    return world.job._save_detector.newcomers(world.kernel.now_seconds)
 
 
 class Neighbour:
@@ -431,7 +431,7 @@ class Neighbour:
 def is_paused(world: World) -> bool:
     """Conversions of the job wait."""
     assert world.job is not None
-    return world.job.chores.signals.pause.is_set()
+    return world.job.local_actions.signals.pause.is_set()
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -827,11 +827,11 @@ def test_a_remote_that_went_away_again_is_waited_for_when_the_journal_is_lost() 
         made.kernel.actor = "trainer"
         made.kernel.unlink(f"{STATE_DIR}/journal.db")
         made.kernel.actor = "ckptd"
-        made.live_on(60, rng, lambda: made.job is not None and made.job.links[NAS].observation is not None)
+        made.live_on(60, rng, lambda: made.job is not None and made.job.sessions[NAS].observation is not None)
         made.set_mood(NAS, "down")
         assert made.job is not None
-        assert made.job.links[NAS].observation is not None
-        made.job.links[NAS].trouble(RemoteUnreachable("no answer"))
+        assert made.job.sessions[NAS].observation is not None
+        made.job.sessions[NAS].note_error(RemoteUnreachable("no answer"))
         assert orders(made) == {}
         made.live_on(100, rng)
         assert orders(made) == {}, "what the remote knows of them was not asked"
@@ -914,10 +914,10 @@ def test_a_step_saved_again_is_at_risk_until_that_save_is_committed(world: World
     told = job_status(world.job)
     assert told.safe is not None
     assert (told.safe.step, told.steps_at_risk) == (3, 2)
-    assert judged(asdict(told), 3)[0] == "not yet"
+    assert judge_step(asdict(told), 3)[0] == "not yet"
     world.live_on(100, rng)
     done = job_status(world.job)
-    assert (done.steps_at_risk, judged(asdict(done), 3)[0]) == (0, "committed")
+    assert (done.steps_at_risk, judge_step(asdict(done), 3)[0]) == (0, "committed")
     assert done.seconds_at_risk is not None
     assert told.seconds_at_risk is not None
     assert done.seconds_at_risk < told.seconds_at_risk + 100
@@ -936,13 +936,13 @@ def test_of_an_old_save_dir_all_that_may_be_its_newest_is_committed(world: World
     rng = random.Random(0)
     world.live_on(100, rng, until=lambda: is_committed_there(world, 9))
     assert world.job is not None
-    assert judged(asdict(job_status(world.job)), 3)[0] == "not yet"
+    assert judge_step(asdict(job_status(world.job)), 3)[0] == "not yet"
     assert exit_code(world.job) == 3
     world.live_on(300, rng, world.has_rested)
     assert is_committed_there(world, 3)
     assert not is_committed_there(world, 8)
     done = job_status(world.job)
-    assert (done.steps_at_risk, judged(asdict(done), 3)[0], exit_code(world.job)) == (0, "committed", 0)
+    assert (done.steps_at_risk, judge_step(asdict(done), 3)[0], exit_code(world.job)) == (0, "committed", 0)
     reasons = {one.step: one.reason for one in done.checkpoints}
     assert reasons[3] is None
     assert str(reasons[8]).startswith("found at the first start: not sent")
@@ -964,7 +964,7 @@ def is_committed_there(world: World, step: int) -> bool:
     return (
         state is not None
         and row is not None
-        and state.uploads.record(row.id, NAS, ZERO).state is ShipState.COMMITTED
+        and state.uploads.record(row.id, NAS, ZERO).state is UploadState.COMMITTED
     )
 
 

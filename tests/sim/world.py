@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckptd.config.schema import DaemonConfig, JobConfig
 from ckptd.core.model.decision import Decision
-from ckptd.core.model.records import ZERO, ShipState
+from ckptd.core.model.records import ZERO, UploadState
 from ckptd.core.policy.blockers import tried_again
 from ckptd.daemon.health.checks import exit_code, is_idle
 from ckptd.daemon.intake.decisions import write_decision
@@ -42,7 +42,7 @@ from tests.stores.memory import MemoryStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckptd.core.model.records import ShipRecord
+    from ckptd.core.model.records import UploadRecord
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.local.watch import OnHint
@@ -270,7 +270,7 @@ class World:
         if self.job is None:
             workers = Workers(self.posts.append)
             urls = [remote.url for remote in self.config.remotes]
-            self.totals = HostLimits(DaemonConfig(), self._links, lambda: 0, remotes=lambda: [urls])
+            self.limits = HostLimits(DaemonConfig(), self._sessions, lambda: 0, remotes=lambda: [urls])
             if self.starts == 0 and self.config.backfill != "all":
                 self.judge.protected = {save.number for save in self.trainer.saves}
             has_journal = self._has_journal()
@@ -284,7 +284,7 @@ class World:
                 self.config,
                 DaemonConfig(),
                 STATE_DIR,
-                self.totals,
+                self.limits,
                 workers,
                 self.posts.append,
                 is_patient=False,
@@ -298,8 +298,8 @@ class World:
         except OSError:
             return False
 
-    def _links(self) -> list[RemoteSession]:
-        return list(self.job.links.values()) if self.job is not None else []
+    def _sessions(self) -> list[RemoteSession]:
+        return list(self.job.sessions.values()) if self.job is not None else []
 
     def guarded(self, what: Callable[[], None]) -> bool:
         """Do something of the daemon's; False when that killed it."""
@@ -326,7 +326,7 @@ class World:
         job = self.ensure_daemon()
         self.take_posts()
         job.turn(self.kernel.now_seconds)
-        self.totals.settle()
+        self.limits.share_and_wake()
 
     def take_posts(self) -> None:
         """What happened elsewhere reaches the deciding thread, before any turn."""
@@ -396,8 +396,8 @@ class World:
         self.crashes += 1
         sealed, claims, was_power_cut = self._sealed(), self.claims(), self.is_power_cut
         if self.job is not None:
-            for link in self.job.links.values():
-                link.close()
+            for session in self.job.sessions.values():
+                session.close()
         self.job, self.hint = None, None
         self.posts.clear()
         self.tasks.clear()
@@ -551,7 +551,7 @@ class World:
             row = state.saves.rows.get(row_id) if state else None
             for record in records.values():
                 is_here = row is not None and row.state == "present" and record.form == ZERO
-                if is_here and record.state is ShipState.COMMITTED and record.commit_key:
+                if is_here and record.state is UploadState.COMMITTED and record.commit_key:
                     found.setdefault(record.remote, []).append(
                         (record.commit_key, record.commit_sha256 or "")
                     )
@@ -570,7 +570,7 @@ class World:
         job = self.job
         if job is None or self.tasks or self.posts:
             return False
-        if not all(link.is_ready and not link.seconds_to_move for link in job.links.values()):
+        if not all(session.is_ready and not session.seconds_to_transfer for session in job.sessions.values()):
             return False
         return is_idle(job)
 
@@ -581,11 +581,11 @@ class World:
         """
         job = self.job
         state, view = (job.state, job.view) if job is not None else (None, None)
-        fates = state.plan.local_fates if state is not None and state.plan is not None else {}
+        verdicts = state.plan.local_verdicts if state is not None and state.plan is not None else {}
         waits = (
             state is not None and state.uploads.failed_late
         )  # files that came late are tried again as well
-        if not self.is_at_rest() or waits or (view is not None and tried_again(view, fates)):
+        if not self.is_at_rest() or waits or (view is not None and tried_again(view, verdicts)):
             self._rests_since = None
         elif self._rests_since is None:
             self._rests_since = self.kernel.now_seconds
@@ -693,12 +693,12 @@ class World:
         state = self.job.state if self.job is not None else None
         if state is None:
             return
-        rows, ships = dict(state.saves.rows), _without_waits(state)
+        rows, uploads = dict(state.saves.rows), _without_waits(state)
         state.load()
         if rows != state.saves.rows:
             self.judge.say("P7", f"the journal knows other saves: {rows} and {state.saves.rows}")
-        if ships != (again := _without_waits(state)):
-            self.judge.say("P7", f"the journal knows other uploads: {ships} and {again}")
+        if uploads != (again := _without_waits(state)):
+            self.judge.say("P7", f"the journal knows other uploads: {uploads} and {again}")
 
     def _ours(self, name: str) -> list[str]:
         try:
@@ -760,7 +760,7 @@ class World:
         return f"verdicts {verdicts}, problems {problems}, plan {plan}"
 
 
-def _without_waits(state: JobState) -> dict[tuple[int, str, str], ShipRecord]:
+def _without_waits(state: JobState) -> dict[tuple[int, str, str], UploadRecord]:
     """Records of uploads; when one is tried again is monotonic, and in memory alone."""
     return {
         (save_id, *key): record.model_copy(update={"retry_at_seconds": 0.0})

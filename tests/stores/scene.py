@@ -16,7 +16,7 @@ from ckptd.formats.torchfile.archive import Framing, frame, read_directory
 from ckptd.formats.torchfile.fingerprint import fingerprint
 from ckptd.storage.remote.attach import attach
 from ckptd.storage.remote.commit import ship
-from ckptd.storage.remote.messages import RemoteSettings, ShipFile, ShipOrder, Shipped
+from ckptd.storage.remote.messages import RemoteSettings, UploadedObject, UploadFile, UploadRequest
 from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.transfer import Control
 from ckptd.storage.stores.rate_limit import RateLimiter
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from ckptd.storage.remote.messages import Attached, PartlyShipped, ShipResult
+    from ckptd.storage.remote.messages import Attached, PartlyUploaded, UploadResult
     from ckptd.storage.stores.base import Progress, Store
 
 OPTIM = "bf16_zero_pp_rank_{d}_mp_rank_00_optim_states.pt"
@@ -113,10 +113,10 @@ class Node:
         generation: int = 1,
         job_id: str = JOB_ID,
         form: str = "zero",
-        shipped: tuple[Shipped, ...] = (),
-        partly: tuple[PartlyShipped, ...] = (),
+        shipped: tuple[UploadedObject, ...] = (),
+        partly: tuple[PartlyUploaded, ...] = (),
         extras: tuple[str, ...] = (),
-    ) -> ShipOrder:
+    ) -> UploadRequest:
         folder = folder_name(save.tag, generation, form)
         manifest = NodeManifest(
             job_id=job_id,
@@ -137,7 +137,7 @@ class Node:
             files=(),
         )
         rows = [
-            ShipFile(
+            UploadFile(
                 path=f.path,
                 key=f"{folder}/{f.path}",
                 source=f"{save.tag}/{f.path}",
@@ -150,7 +150,7 @@ class Node:
             for f in save.files
         ]
         rows += [
-            ShipFile(
+            UploadFile(
                 path=name,
                 key=f"{folder}/_extra/{name}",
                 source=name,
@@ -161,7 +161,7 @@ class Node:
             )
             for name in extras
         ]
-        return ShipOrder(
+        return UploadRequest(
             root=str(self.save_dir), manifest=manifest, files=tuple(rows), shipped=shipped, partly=partly
         )
 
@@ -171,14 +171,14 @@ class Node:
 
         return Control(pacer=self.pacer, check=lambda: None, on_moving=on_moving, on_done=self.events.append)
 
-    def shipped(self) -> tuple[Shipped, ...]:
-        return tuple(event for event in self.events if isinstance(event, Shipped))
+    def shipped(self) -> tuple[UploadedObject, ...]:
+        return tuple(event for event in self.events if isinstance(event, UploadedObject))
 
     def attached(self, store: Store, **more: object) -> AttachedRemote:
         found = attach(store, self.settings(store.url, job_id=JOB_ID, **more))
         return ground_of(store, found)
 
-    def ship(self, ground: AttachedRemote, order: ShipOrder) -> ShipResult:
+    def ship(self, ground: AttachedRemote, order: UploadRequest) -> UploadResult:
         return ship(ground, order, self.control())
 
     def rewrite(self, name: str, data: bytes) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ckptd.storage.remote.messages import ShipResult
+    from ckptd.storage.remote.messages import UploadResult
     from ckptd.storage.stores.s3.store import S3Store
 
 pytestmark = pytest.mark.stores
@@ -283,7 +283,7 @@ def node(tmp_path: Path) -> Node:
     return node
 
 
-def shipped_to(store: S3Store, node: Node) -> tuple[ShipResult, NodeManifest]:
+def shipped_to(store: S3Store, node: Node) -> tuple[UploadResult, NodeManifest]:
     ground = node.attached(store)
     result = node.ship(ground, node.order(node.sealed()))
     (key,) = [info.key for info in store.list("_ckptd/") if "/nodes/" in info.key and node.tag in info.key]

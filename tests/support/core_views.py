@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.core.model.layouts import Grid, Role, ShardKey
-from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, UploadRecord, UploadState
 from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.core.policy.view import CommitRef, Confirmation, Disk, JobView, RemoteCommit, RemoteView, SaveView
@@ -46,12 +46,12 @@ def resized(save: SealedSave, size_bytes: int) -> SealedSave:
     return save.model_copy(update={"files": (grown,)})
 
 
-def committed_record(save: SealedSave, remote: str = NAS, form: str = ZERO) -> ShipRecord:
+def committed_record(save: SealedSave, remote: str = NAS, form: str = ZERO) -> UploadRecord:
     """A committed ship."""
-    return ShipRecord(
+    return UploadRecord(
         remote=remote,
         form=form,
-        state=ShipState.COMMITTED,
+        state=UploadState.COMMITTED,
         generation=1,
         commit_key=key_of(save, form),
         commit_sha256=f"sha-{save.tag}-{form}",
@@ -65,7 +65,7 @@ def key_of(save: SealedSave, form: str = ZERO) -> str:
 
 def save_view(save_id: int, save: SealedSave, *, committed: bool = True, **changes: Any) -> SaveView:
     """A present, adopted save."""
-    ships = {(NAS, ZERO): committed_record(save)} if committed else {}
+    uploads = {(NAS, ZERO): committed_record(save)} if committed else {}
     view = SaveView(
         id=save_id,
         save=save,
@@ -73,7 +73,7 @@ def save_view(save_id: int, save: SealedSave, *, committed: bool = True, **chang
         was_found_first=False,
         is_intact=True,
         is_present=True,
-        ships=ships,
+        uploads=uploads,
         universal=DerivedRecord(state=DerivedState.REFUSED),
     )
     return replace(view, **changes)
@@ -101,7 +101,7 @@ def confirmation(save: SealedSave, at_seconds: float = 99.0) -> Confirmation:
 
 def job_view(saves: list[SaveView], **changes: Any) -> JobView:
     """A healthy job: one required remote that holds what is committed, limit 1, now = 100 s."""
-    held = tuple(remote_commit(s.save) for s in saves if s.ship(NAS, ZERO).state is ShipState.COMMITTED)
+    held = tuple(remote_commit(s.save) for s in saves if s.upload(NAS, ZERO).state is UploadState.COMMITTED)
     view = JobView(
         saves=tuple(saves),
         remotes=(
@@ -110,7 +110,7 @@ def job_view(saves: list[SaveView], **changes: Any) -> JobView:
                 is_required=True,
                 forms=(ZERO, UNIVERSAL),
                 is_attached=True,
-                is_shipping=False,
+                is_busy=False,
                 commits=held,
             ),
         ),

@@ -22,12 +22,20 @@ from ckptd.core.model.save import SaveWindow
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.formats.torchfile.archive import read_directory
-from ckptd.recover.resume import Resume, Resumed, ResumeOptions
+from ckptd.recover.plan import RecoveryOptions
+from ckptd.recover.recovery import Recovered
+from ckptd.recover.resume import Resume
 from ckptd.recover.select.copies import Nodes
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote.attach import attach
 from ckptd.storage.remote.commit import ship
-from ckptd.storage.remote.messages import RemoteSettings, Retire, ShipFile, ShipOrder, ShipResult
+from ckptd.storage.remote.messages import (
+    DeleteCommit,
+    RemoteSettings,
+    UploadFile,
+    UploadRequest,
+    UploadResult,
+)
 from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.remote.transfer import Control
@@ -142,14 +150,14 @@ class Scene:
         save_seq: int = 1,
         generation: int = 1,
         only: Callable[[str], bool] = lambda path: True,
-    ) -> ShipResult:
+    ) -> UploadResult:
         """Ship the ZeRO form; `only` picks this node's files."""
         folder = folder_name(tag, generation, "zero")
         below = self.save_dir / tag
         names = sorted(str(p.relative_to(below)) for p in below.rglob("*") if p.is_file() and only(p.name))
         rows = inspect_files(self.save_dir / tag, names)
         ship_files = [
-            ShipFile(
+            UploadFile(
                 path=row.path,
                 key=f"{folder}/{row.path}",
                 source=f"{tag}/{row.path}",
@@ -162,7 +170,7 @@ class Scene:
             for row in rows
         ]
         ship_files.append(
-            ShipFile(
+            UploadFile(
                 path=f"_extra/{EXTRA}",
                 key=f"{folder}/_extra/{EXTRA}",
                 source=EXTRA,
@@ -176,7 +184,7 @@ class Scene:
 
     def commit_universal(
         self, tag: str, step: int, *, keep: bool = False, below: str = "", root: str = "", attempt: int = 1
-    ) -> ShipResult:
+    ) -> UploadResult:
         """Convert, ship the universal form, and remove it from the node unless `keep`.
 
         `below`: as where it lies beside a trainer's files, in a folder of the ZeRO form's own; `root`: where
@@ -187,7 +195,7 @@ class Scene:
             tag, step, "universal", options, keep=keep, below=below, root=root, attempt=attempt
         )
 
-    def commit_weights(self, tag: str, step: int) -> ShipResult:
+    def commit_weights(self, tag: str, step: int) -> UploadResult:
         """The same with weights in fp32."""
         return self._commit_derived(tag, step, "weights-fp32", ConvertOptions(form="weights"), keep=False)
 
@@ -202,7 +210,7 @@ class Scene:
         below: str = "",
         root: str = "",
         attempt: int = 1,
-    ) -> ShipResult:
+    ) -> UploadResult:
         source = self.save_dir / tag / root
         derived = f"_ckptd/derived/{form}/{tag}"
         (self.save_dir / derived).parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +219,7 @@ class Scene:
         folder = folder_name(tag, 1, "zero" if below else form, attempt)
         paths = sorted(p for p in (self.save_dir / derived).rglob("*") if p.is_file())
         ship_files = tuple(
-            ShipFile(
+            UploadFile(
                 path=f"{below}{p.relative_to(self.save_dir / derived)}",
                 key=f"{folder}/{below}{p.relative_to(self.save_dir / derived)}",
                 source=str(p.relative_to(self.save_dir)),
@@ -236,11 +244,11 @@ class Scene:
             (self.save_dir / derived).rename(self.root / f"gone-{form}-{tag}")
         return result
 
-    def retire(self, gone: ShipResult, instead: ShipResult | None = None) -> None:
+    def retire(self, gone: UploadResult, instead: UploadResult | None = None) -> None:
         """Remote retention takes one form, and leaves another."""
         assert gone.commit is not None
         commit, left = gone.commit.commit, instead.commit if instead else None
-        order = Retire(
+        order = DeleteCommit(
             tag=commit.tag,
             generation=commit.generation,
             form=commit.form,
@@ -257,9 +265,9 @@ class Scene:
         tag: str,
         step: int,
         place: tuple[int, int, int],
-        ship_files: tuple[ShipFile, ...],
+        ship_files: tuple[UploadFile, ...],
         source: DerivedSource | None,
-    ) -> ShipResult:
+    ) -> UploadResult:
         ground = self.ground()
         times = [f.identity.mtime_ns for f in ship_files if f.identity]
         manifest = NodeManifest(
@@ -281,7 +289,7 @@ class Scene:
             source=source,
             files=(),
         )
-        order = ShipOrder(root=str(self.save_dir), manifest=manifest, files=ship_files)
+        order = UploadRequest(root=str(self.save_dir), manifest=manifest, files=ship_files)
         control = Control(
             pacer=RateLimiter(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None
         )
@@ -303,10 +311,10 @@ class Scene:
         tag: str | None = None,
         run: str | None = None,
         **options: Any,
-    ) -> Resumed:
+    ) -> Recovered:
         """`ckptd resume`."""
         self.said.clear()
-        chosen = ResumeOptions(
+        chosen = RecoveryOptions(
             world_size=world_size,
             dry_run=dry_run,
             nodes=nodes or Nodes(),

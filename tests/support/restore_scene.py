@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ckptd.recover.restore import Restore, RestoreOptions
-from ckptd.recover.restore_plan import RestoreRequest
-from ckptd.recover.resume import Resumed
+from ckptd.recover.plan import RecoveryOptions
+from ckptd.recover.recovery import Recovered
+from ckptd.recover.restore import Restore
 from ckptd.recover.select.copies import Nodes
 from ckptd.recover.select.sources import Where, where_of
 from tests.support.recover_scene import Scene
@@ -53,11 +53,10 @@ class RestoreScene(Scene):
         dry_run: bool = False,
         nodes: Nodes | None = None,
         **wish: Any,
-    ) -> Resumed:
+    ) -> Recovered:
         """`ckptd restore`."""
         self.said.clear()
-        chosen = RestoreRequest(nodes=nodes or Nodes(), **wish)
-        options = RestoreOptions(tag=tag, wish=chosen, dry_run=dry_run)
+        options = RecoveryOptions(tag=tag, nodes=nodes or Nodes(), dry_run=dry_run, **wish)
         source = where or where_of(str(self.nas), {})
         return Restore(source, to or self.dir, options, self.said.append).run()
 

@@ -10,7 +10,7 @@ import typer
 from ckptd.cli.output import cell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from ckptd.convert.cluster.pool import Address
@@ -74,10 +74,10 @@ def register(app: typer.Typer) -> None:
         address = _address(cluster)
         if dry_run:
             seen = look_ahead(source, destination, options)
-            _print_json(seen) if as_json else _print_forecast(seen)
+            _print_json(seen) if as_json else _print_rows(forecast_rows(seen))
             return
         report = run(source, destination, options, as_json=as_json, address=address)
-        _print_json(report) if as_json else _print_table(report)
+        _print_json(report) if as_json else _print_rows(_report_rows(report))
 
 
 class Wanted(TypedDict):
@@ -168,14 +168,19 @@ def look_ahead(source: str, destination: str, options: ConvertOptions) -> Foreca
 
     from ckptd.convert.engine.forecast import forecast
 
-    here, there = end_of(source), end_of(destination)
-    _refuse_remote(there)
-    if isinstance(here, str) or isinstance(there, str):
+    begin, there = _ends(source, destination)
+    if isinstance(begin, str) or isinstance(there, str):
         from ckptd.convert.remote.convert import RemoteConversion
 
-        begin = here if isinstance(here, str) else resolve_source(here)
         return RemoteConversion(begin, there, options, os.environ).forecast()
-    return forecast(resolve_source(here), there, options)
+    return forecast(begin, there, options)
+
+
+def _ends(source: str, destination: str) -> tuple[Path | str, Path | str]:
+    """Return the checkpoint folder and the folder to make, each here or a URL."""
+    here, there = end_of(source), end_of(destination)
+    _refuse_remote(there)
+    return here if isinstance(here, str) else resolve_source(here), there
 
 
 def end_of(text: str) -> Path | str:
@@ -225,9 +230,7 @@ def run(
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
-    here, there = end_of(source), end_of(destination)
-    _refuse_remote(there)
-    begin = here if isinstance(here, str) else resolve_source(here)
+    begin, there = _ends(source, destination)
     with showing(as_json=as_json) as tell:
         if address is not None:
             from ckptd.convert.cluster.conversion import Clustered
@@ -257,42 +260,33 @@ def _print_json(report: ConvertReport | Forecast) -> None:
     print(json.dumps(plain, indent=1))
 
 
-def _print_forecast(seen: Forecast) -> None:
+def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
     from rich.table import Table
 
     from ckptd.cli.screen import Screen
 
     table = Table(show_header=False, box=None)
-    for name, value in forecast_rows(seen):
+    for name, value in rows:
         table.add_row(name, cell(value))
     Screen().print(table)
 
 
-def _print_table(report: ConvertReport) -> None:
-    from rich.table import Table
-
-    from ckptd.cli.screen import Screen
-
-    table = Table(show_header=False, box=None)
+def _report_rows(report: ConvertReport) -> list[tuple[str, str]]:
     rate = report.bytes / max(report.seconds, 1e-9) / 1e6
-    for name, value in (
+    before = f" ({report.resumed_files} from before)" if report.resumed_files else ""
+    return [
         (report.form.replace("universal", "universal checkpoint"), str(report.destination)),
         ("layout", report.layout),
         ("step", str(report.step)),
         ("parameters" if report.form == "universal" else "tensors", str(report.parameters)),
-        (
-            "files",
-            f"{report.files}" + (f" ({report.resumed_files} from before)" if report.resumed_files else ""),
-        ),
+        ("files", f"{report.files}{before}"),
         ("bytes", f"{report.bytes:,} ({report.bytes_cloned:,} cloned, {report.bytes_copied:,} copied)"),
         ("time", f"{report.seconds:.2f} s ({rate:,.0f} MB/s)"),
         ("peak memory of children", f"{report.peak_rss_bytes / 1048576:.0f} MiB"),
         ("verified", "yes" if report.verified else "no (--verify reads everything back)"),
         *_cluster_rows(report),
         *(("note", note) for note in report.notes),
-    ):
-        table.add_row(name, cell(value))
-    Screen().print(table)
+    ]
 
 
 def _cluster_rows(report: ConvertReport) -> list[tuple[str, str]]:

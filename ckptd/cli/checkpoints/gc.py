@@ -12,9 +12,11 @@ import typer
 from ckptd.cli.output import ENV_JOB_OR_URL
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from ckptd.config.schema import JobConfig
+    from ckptd.errors import CkptdError
     from ckptd.maintenance.gc import Collector
     from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.sources import Where
@@ -55,8 +57,8 @@ def register(app: typer.Typer) -> None:
         import os
         from pathlib import Path
 
-        from ckptd.cli.checkpoints.verify import job_of, state_of
-        from ckptd.cli.output import say
+        from ckptd.cli.checkpoints.verify import job_of, job_state_dir
+        from ckptd.cli.output import print_note
         from ckptd.errors import CkptdError
         from ckptd.maintenance.gc import Collector
         from ckptd.observe.audit import Audit
@@ -66,9 +68,9 @@ def register(app: typer.Typer) -> None:
         where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
         needs_job = "--incomplete" if incomplete else "--aside" if aside else ""
         config = job_of(where, needs_job) if needs_job else where.job
-        state_dir = state_of(config, directory, make=not dry_run) if config is not None else None
+        state_dir = job_state_dir(config, directory, make=not dry_run) if config is not None else None
         audit = Audit(state_dir / "audit.jsonl") if state_dir is not None else None
-        collector = Collector(audit, say, dry_run=dry_run)
+        collector = Collector(audit, print_note, dry_run=dry_run)
         code = 0
         try:
             if incomplete and config is not None:
@@ -105,59 +107,67 @@ def _conversion(collector: Collector, where: Where) -> bool:
 
 def _everything(collector: Collector, where: Where, state_dir: Path | None, gone: str | None) -> int:
     """Collect garbage in all remotes and on the node; return the exit code of what failed first."""
-    from ckptd.cli.checkpoints.verify import look
-    from ckptd.cli.output import say
-    from ckptd.errors import CkptdError
+    from ckptd.cli.checkpoints.verify import open_remotes
+    from ckptd.cli.output import print_note
     from ckptd.maintenance.repair import Unfinished
     from ckptd.storage.local.state_dir import own_state
 
-    sights, failures = look(where)
-    codes = [error.exit_code for error in failures.values()]
+    sights, failures = open_remotes(where)
     if where.job is not None and own_state(state_dir, where.job.save_dir) is None and state_dir is not None:
-        say(
+        print_note(
             f"{state_dir} came with a copy of another save_dir: uploads of which it tells are not this node's"
         )
         state_dir = None
     good: list[RemoteInventory] = []
     unfinished = Unfinished(state_dir)
+
+    def collect(sight: RemoteInventory) -> None:
+        if gone is not None:
+            collector.gone(sight, gone)
+            return
+        collector.remote(sight, unfinished, state_dir)
+        good.append(sight)
+
     with unfinished.alone():
-        for sight in sights:
-            try:
-                if gone is not None:
-                    collector.gone(sight, gone)
-                    continue
-                collector.remote(sight, unfinished, state_dir)
-                good.append(sight)
-            except CkptdError as error:
-                say(f"{sight.name}: {error}")
-                codes.append(error.exit_code)
+        code = _each(sights, failures, collect)
         if where.job is not None and gone is None:
             collector.node(where.job, good, state_dir)
+    return code
+
+
+def _each(
+    sights: Sequence[RemoteInventory],
+    failures: Mapping[str, CkptdError],
+    collect: Callable[[RemoteInventory], None],
+) -> int:
+    """Collect in every remote that answers; the exit code of what failed first."""
+    from ckptd.cli.output import print_note
+    from ckptd.errors import CkptdError
+
+    codes = [error.exit_code for error in failures.values()]
+    for sight in sights:
+        try:
+            collect(sight)
+        except CkptdError as error:
+            print_note(f"{sight.name}: {error}")
+            codes.append(error.exit_code)
     return codes[0] if codes else 0
 
 
 def _run(collector: Collector, where: Where, run: str) -> int:
     """Remove one run from every remote; the exit code of what failed first."""
-    from ckptd.cli.checkpoints.verify import look
-    from ckptd.cli.output import say
-    from ckptd.errors import CkptdError, RefusedError
+    from ckptd.cli.checkpoints.verify import open_remotes
+    from ckptd.errors import RefusedError
     from ckptd.recover.select.runs import Runs, held_by
 
-    sights, failures = look(where)
-    codes = [error.exit_code for error in failures.values()]
+    sights, failures = open_remotes(where)
     runs = Runs(sights)
     run_id = runs.named(run)
     held = held_by(where.job.save_dir) if where.job is not None else None
     if where.job is not None and held is not None and runs.is_same(held, run_id):
         msg = f"{where.job.save_dir} holds {runs.words(run_id)}: its checkpoints stay"
         raise RefusedError(msg, hint="only earlier runs are removed by name; see `ckptd list`")
-    for sight in sights:
-        try:
-            collector.run(sight, run_id)
-        except CkptdError as error:
-            say(f"{sight.name}: {error}")
-            codes.append(error.exit_code)
-    return codes[0] if codes else 0
+    return _each(sights, failures, lambda sight: collector.run(sight, run_id))
 
 
 def _incomplete(
@@ -183,19 +193,19 @@ def _incomplete(
 
 def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:
     """Return the pinned tags, by decisions here and in every remote that answers."""
-    from ckptd.cli.checkpoints.verify import look
-    from ckptd.cli.output import say
-    from ckptd.core.model.decision import PINS
-    from ckptd.daemon.intake.decisions import pinned_tags, read_decisions
+    from ckptd.cli.checkpoints.verify import open_remotes
+    from ckptd.cli.output import print_note
+    from ckptd.core.model.decision import PINS, pinned_tags
+    from ckptd.daemon.intake.decisions import read_decisions
     from ckptd.errors import CkptdError
 
     decisions = read_decisions(state_dir, PINS) if state_dir is not None else []
     try:
-        sights, _ = look(where)
+        sights, _ = open_remotes(where)
     except CkptdError as error:
         if state_dir is None:
             raise
-        say(f"going by the pins that are known here: {error.message}")
+        print_note(f"going by the pins that are known here: {error.message}")
         sights = []
     known = {(d.kind, d.tag, d.serial): d for s in sights for d in s.observation.decisions}
     known |= {(d.kind, d.tag, d.serial): d for d in decisions}

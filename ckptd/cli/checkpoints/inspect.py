@@ -57,7 +57,7 @@ def register(app: typer.Typer) -> None:
             hint = f"ckptd list {folder}; of one checkpoint: ckptd convert --dry-run {folder} DST"
             raise UsageError(f"inspect looks at folders of this machine; {folder} is a URL", hint=hint)
         must_answer(folder)
-        seen = look(Path(folder))
+        seen = inspect_folder(Path(folder))
         if as_json:
             print(json.dumps(seen.model_dump(mode="python"), indent=1))  # names need not be UTF-8
         else:
@@ -66,7 +66,7 @@ def register(app: typer.Typer) -> None:
             raise typer.Exit(DamagedError.exit_code)
 
 
-def _print(seen: Seen, *, all_files: bool) -> None:
+def _print(seen: Inspection, *, all_files: bool) -> None:
     from ckptd.cli.screen import Screen
 
     console = Screen()
@@ -81,7 +81,7 @@ def _print(seen: Seen, *, all_files: bool) -> None:
     _print_files(console, checkpoint, all_files=all_files)
 
 
-def _print_overview(console: Console, seen: Seen) -> None:
+def _print_overview(console: Console, seen: Inspection) -> None:
     from rich.table import Table
 
     table = Table("tag", "kind", "state", "step", "stage", "dtype", "ranks", "bytes", "", box=None)
@@ -99,7 +99,7 @@ def _print_overview(console: Console, seen: Seen) -> None:
     console.print(table)
 
 
-def _print_facts(console: Console, c: SeenCheckpoint) -> None:
+def _print_facts(console: Console, c: InspectedCheckpoint) -> None:
     from rich.table import Table
 
     grid = None
@@ -131,7 +131,7 @@ def _print_facts(console: Console, c: SeenCheckpoint) -> None:
     console.print(table)
 
 
-def _conversion_rows(seen: SeenConversion) -> list[tuple[str, str]]:
+def _conversion_rows(seen: ConversionForecast) -> list[tuple[str, str]]:
     """Return table rows on what converting would make here, or why it would not."""
     if not seen.converts:
         return [("converts", f"no: {seen.reason}"), *([("", f"→ {seen.hint}")] if seen.hint else [])]
@@ -148,7 +148,7 @@ def _conversion_rows(seen: SeenConversion) -> list[tuple[str, str]]:
     ]
 
 
-def _print_files(console: Console, c: SeenCheckpoint, *, all_files: bool) -> None:
+def _print_files(console: Console, c: InspectedCheckpoint, *, all_files: bool) -> None:
     from rich.table import Table
 
     shown = (
@@ -177,7 +177,7 @@ _MODEL_STATES = re.compile(r"^(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$"
 _MANIFEST_LIMIT_BYTES = 16 << 20
 
 
-class SeenFile(Model):
+class InspectedFile(Model):
     """One file of a checkpoint."""
 
     path: str
@@ -189,7 +189,7 @@ class SeenFile(Model):
     """What is wrong with it; None when nothing is."""
 
 
-class SeenConversion(Model):
+class ConversionForecast(Model):
     """Report whether a ZeRO checkpoint has a universal form here, and what that would cost (sizes in
     bytes).
     """
@@ -213,7 +213,7 @@ class SeenConversion(Model):
     """What a run resumed from it will find different."""
 
 
-class SeenCheckpoint(Model):
+class InspectedCheckpoint(Model):
     """One folder and the verdict on it."""
 
     tag: str
@@ -236,19 +236,19 @@ class SeenCheckpoint(Model):
     bytes: int
     saved_seconds_apart: float | None = None
     notes: tuple[str, ...] = ()
-    conversion: SeenConversion | None = None
+    conversion: ConversionForecast | None = None
     """Of a single ZeRO folder; None in the overview of a save_dir."""
-    files: tuple[SeenFile, ...]
+    files: tuple[InspectedFile, ...]
 
 
-class Seen(Model):
+class Inspection(Model):
     """A folder given to `ckptd inspect`."""
 
     path: str
     kind: Literal["zero", "universal", "weights", "save_dir"]
     latest: str | None = None
     latest_universal: str | None = None
-    checkpoints: tuple[SeenCheckpoint, ...]
+    checkpoints: tuple[InspectedCheckpoint, ...]
     notes: tuple[str, ...] = ()
     """Checkpoints in a save_dir that are not protected."""
 
@@ -258,7 +258,7 @@ class Seen(Model):
         return all(c.is_complete for c in self.checkpoints)
 
 
-def look(path: Path) -> Seen:
+def inspect_folder(path: Path) -> Inspection:
     """Inspect a tag folder, a save_dir, a universal folder, or exported weights.
 
     Raises:
@@ -274,18 +274,22 @@ def look(path: Path) -> Seen:
         listing = scan_folder(parent_fd, name)
     if listing is None:
         raise NotFoundError(f"{path} vanished")
+    seen = _checkpoint(listing, Path(parent))
+    if seen is None:
+        return _save_dir(path, absolute)
+    if seen.kind == "zero":
+        seen = seen.model_copy(update={"conversion": forecast_conversion(Path(absolute))})
+    return Inspection(path=str(path), kind=seen.kind, checkpoints=(seen,))
+
+
+def _checkpoint(listing: FolderListing, parent: Path) -> InspectedCheckpoint | None:
+    """Return the verdict on a folder; None: it is no checkpoint."""
     if _is_universal(listing):
-        return Seen(path=str(path), kind="universal", checkpoints=(_universal(listing, Path(parent)),))
-    if (exported := _weights(listing, Path(parent))) is not None:
-        return Seen(path=str(path), kind="weights", checkpoints=(exported,))
-    if listing.shards:
-        checkpoint = _zero(listing, Path(parent))
-        whole = checkpoint.model_copy(update={"conversion": look_ahead(Path(absolute))})
-        return Seen(path=str(path), kind="zero", checkpoints=(whole,))
-    return _save_dir(path, absolute)
+        return _universal(listing, parent)
+    return _weights(listing, parent) or (_zero(listing, parent) if listing.shards else None)
 
 
-def look_ahead(folder: Path) -> SeenConversion:
+def forecast_conversion(folder: Path) -> ConversionForecast:
     """Forecast what `ckptd convert` beside `folder` would make and cost, or why it would refuse."""
     from ckptd.convert.engine.forecast import forecast
 
@@ -293,15 +297,15 @@ def look_ahead(folder: Path) -> SeenConversion:
         seen = forecast(folder, folder.parent / f".{folder.name}.ckptd-forecast")
     except (CkptdError, OSError) as error:
         message = error.message if isinstance(error, CkptdError) else str(error)
-        return SeenConversion(
+        return ConversionForecast(
             converts=False, reason=message, hint=error.hint if isinstance(error, CkptdError) else None
         )
-    names = [n for n in SeenConversion.model_fields if n not in ("converts", "reason", "hint")]
-    return SeenConversion(converts=True, **{name: getattr(seen, name) for name in names})
+    names = [n for n in ConversionForecast.model_fields if n not in ("converts", "reason", "hint")]
+    return ConversionForecast(converts=True, **{name: getattr(seen, name) for name in names})
 
 
-def _save_dir(path: Path, absolute: str) -> Seen:
-    found: list[SeenCheckpoint] = []
+def _save_dir(path: Path, absolute: str) -> Inspection:
+    found: list[InspectedCheckpoint] = []
     with files.opened_dir(absolute) as fd:
         seen = scan(fd)
         latest, universal = read_pointer(fd, "latest"), read_pointer(fd, "latest_universal")
@@ -310,14 +314,8 @@ def _save_dir(path: Path, absolute: str) -> Seen:
                 listing = scan_folder(fd, name) if not name.startswith("_ckptd") else None
             except (NotADirectoryError, CkptdError):
                 continue
-            if listing is None:
-                continue
-            if _is_universal(listing):
-                found.append(_universal(listing, Path(absolute)))
-            elif (exported := _weights(listing, Path(absolute))) is not None:
-                found.append(exported)
-            elif listing.shards:
-                found.append(_zero(listing, Path(absolute)))
+            checkpoint = _checkpoint(listing, Path(absolute)) if listing is not None else None
+            found += [checkpoint] if checkpoint is not None else []
     tags = [one.tag for one in found if one.kind == "zero"]
     others = warn_unprotected(seen.unprotected, absolute, latest, tags)
     if not found:
@@ -325,7 +323,7 @@ def _save_dir(path: Path, absolute: str) -> Seen:
             f"{path} holds no DeepSpeed checkpoint{''.join(f'; {one.text}' for one in others)}",
             hint="; ".join(dict.fromkeys(one.next_step for one in others)),
         )
-    return Seen(
+    return Inspection(
         path=str(path),
         kind="save_dir",
         latest=latest,
@@ -343,7 +341,7 @@ def _is_universal(listing: FolderListing) -> bool:
     return any(f.path.startswith("zero/") for f in listing.files)
 
 
-def _zero(listing: FolderListing, parent: Path) -> SeenCheckpoint:
+def _zero(listing: FolderListing, parent: Path) -> InspectedCheckpoint:
     facts = {f.path: f for f in inspect_files(parent / listing.tag, [f.path for f in listing.files])}
     now = time.time()
     newest = max((f.identity.mtime_ns / 1e9 for f in listing.shards), default=0.0)
@@ -351,8 +349,6 @@ def _zero(listing: FolderListing, parent: Path) -> SeenCheckpoint:
     if listed is not None:  # times there are those of the upload
         listing = replace(listing, files=tuple(map(_without_time, listing.files)))
     context = Context(
-        settle_seconds=0.0,
-        quiet_seconds=float("inf"),
         is_in_flight=listed is None and now - newest < 5.0,
         save_spread_seconds=60.0,
         is_to_send=False,
@@ -364,7 +360,7 @@ def _zero(listing: FolderListing, parent: Path) -> SeenCheckpoint:
     whole = verdict.state is State.COMPLETE and damaged is None
     times = verdict.window if listed is None else None
     shards = [facts[f.path].facts for f in listing.shards]
-    return SeenCheckpoint(
+    return InspectedCheckpoint(
         tag=listing.tag,
         kind="zero",
         state=verdict.state.value if whole or verdict.state is not State.COMPLETE else "damaged",
@@ -424,7 +420,7 @@ def _unlisted(facts: dict[str, FileFacts], listed: dict[str, str] | None) -> str
     return f"{missing[0]} is missing, and its COMMIT lists it" if missing else None
 
 
-def _universal(listing: FolderListing, parent: Path) -> SeenCheckpoint:
+def _universal(listing: FolderListing, parent: Path) -> InspectedCheckpoint:
     facts = {f.path: f for f in inspect_files(parent / listing.tag, [f.path for f in listing.files])}
     names = {p.removeprefix("zero/").rpartition("/")[0] for p in facts if p.startswith("zero/")} - {""}
     reason = _damage(facts)
@@ -440,7 +436,7 @@ def _universal(listing: FolderListing, parent: Path) -> SeenCheckpoint:
     assert isinstance(source, dict)
     step = source.get("step")
     model = next((f.facts for p, f in facts.items() if _MODEL_STATES.match(p) and f.facts), None)
-    return SeenCheckpoint(
+    return InspectedCheckpoint(
         tag=listing.tag,
         kind="universal",
         state="complete" if reason is None else "damaged",
@@ -467,17 +463,6 @@ def _loads(facts: dict[str, FileFacts], names: set[str]) -> tuple[str, ...]:
     return (f"loads in stages 1 and 2; DeepSpeed's stage 3 loader wants {words} too",) if lacking else ()
 
 
-def _weights(listing: FolderListing, parent: Path) -> SeenCheckpoint | None:
-    """Recognise exported weights by what ckptd.json says; None: something else."""
-
-    if not any(f.path == "ckptd.json" for f in listing.files):
-        return None
-    manifest = _manifest(parent / listing.tag)
-    if not str(manifest.get("form", "")).startswith("weights-"):
-        return None
-    return weights(listing, parent, manifest)
-
-
 def _manifest(folder: Path) -> dict[str, object]:
     try:
         with files.opened_dir(os.path.realpath(folder)) as fd:
@@ -495,9 +480,9 @@ def _damage(facts: dict[str, FileFacts]) -> str | None:
     return next((f.reason for f in facts.values() if f.reason), None)
 
 
-def _seen_files(facts: dict[str, FileFacts]) -> tuple[SeenFile, ...]:
+def _seen_files(facts: dict[str, FileFacts]) -> tuple[InspectedFile, ...]:
     return tuple(
-        SeenFile(
+        InspectedFile(
             path=f.path,
             bytes=f.bytes,
             role=f.role.value,
@@ -518,10 +503,15 @@ SINGLE = "model.safetensors"
 _INDEX_LIMIT_BYTES = 100_000_000
 
 
-def weights(listing: FolderListing, parent: Path, manifest: dict[str, object]) -> SeenCheckpoint:
-    """Return the verdict on a folder whose ckptd.json says that it is weights."""
+def _weights(listing: FolderListing, parent: Path) -> InspectedCheckpoint | None:
+    """Return the verdict on a folder whose ckptd.json says that it is weights; None: something else."""
+    if not any(f.path == "ckptd.json" for f in listing.files):
+        return None
+    manifest = _manifest(parent / listing.tag)
+    if not str(manifest.get("form", "")).startswith("weights-"):
+        return None
     held: dict[str, list[str]] = {}
-    seen: list[SeenFile] = []
+    seen: list[InspectedFile] = []
     with files.opened_dir(os.path.realpath(parent / listing.tag)) as fd:
         for file in listing.files:
             reason = None
@@ -533,7 +523,7 @@ def weights(listing: FolderListing, parent: Path, manifest: dict[str, object]) -
                     reason = error.message if isinstance(error, CkptdError) else str(error)
             role = Role.WEIGHTS if file.path.endswith(".safetensors") else Role.SIDE
             seen.append(
-                SeenFile(
+                InspectedFile(
                     path=file.path,
                     bytes=file.identity.size_bytes,
                     role=role.value,
@@ -546,7 +536,7 @@ def weights(listing: FolderListing, parent: Path, manifest: dict[str, object]) -
     source = manifest.get("source")
     step = source.get("step") if isinstance(source, dict) else None
     stage = source.get("zero_stage") if isinstance(source, dict) else None
-    return SeenCheckpoint(
+    return InspectedCheckpoint(
         tag=listing.tag,
         kind="weights",
         state="complete" if reason is None else "damaged",

@@ -11,8 +11,8 @@ from ckptd.cli.output import ENV_JOB_OR_URL
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ckptd.errors import CkptdError
     from ckptd.maintenance.listing import RemoteListing
-    from ckptd.recover.select.inventory import RemoteInventory
 
 _WHAT_IS_LEFT = {"model-only": "only a model", "weights-only": "only weights: nothing to resume from"}
 
@@ -38,25 +38,16 @@ def register(app: typer.Typer) -> None:
         from datetime import UTC, datetime
         from pathlib import Path
 
-        from ckptd.cli.output import say
+        from ckptd.cli.output import print_note
         from ckptd.cli.screen import screen
-        from ckptd.errors import CkptdError
         from ckptd.maintenance.listing import list_remote
-        from ckptd.recover.select.inventory import read_remote_inventory
         from ckptd.recover.select.runs import Runs
         from ckptd.recover.select.sources import said_of, where_of
-        from ckptd.storage.stores.access import access_of
 
-        sights: list[RemoteInventory] = []
-        failures: list[CkptdError] = []
+        failures: dict[str, CkptdError] = {}
         directory = Path(config_dir) if config_dir else None
         where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
-        for one in where.remotes:
-            try:
-                sights.append(read_remote_inventory(one.name, one.url, where.owner, access_of(one)))
-            except CkptdError as error:
-                failures.append(error)
-                say(said_of(one.name, one.url, str(error)))
+        sights = list(where.read(print_note, failures))
         if run is not None and sights:
             runs = Runs(sights)
             sights = [runs.only(sight, runs.named(run)) for sight in sights]
@@ -71,9 +62,9 @@ def register(app: typer.Typer) -> None:
                 if len(listing.runs) > 1:
                     console.print(_runs(listing))
                 for problem in listing.problems:
-                    say(said_of(listing.name, listing.url, problem))
+                    print_note(said_of(listing.name, listing.url, problem))
         if failures:
-            raise typer.Exit(failures[0].exit_code)
+            raise typer.Exit(next(iter(failures.values())).exit_code)
 
 
 def _table(listing: RemoteListing) -> Table:

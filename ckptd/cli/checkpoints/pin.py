@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from ckptd.cli.output import tell
+from ckptd.cli.output import print_line
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.config.schema import JobConfig
+    from ckptd.config.schema import JobConfig, RemoteConfig
     from ckptd.core.model.decision import Decision
     from ckptd.recover.select.job import Owner
+    from ckptd.storage.stores.base import Store
 
 _IN_DOUBT = {"suspect", "torn re-save"}
 
@@ -61,10 +62,12 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
     from ckptd.config.commands import default_config_dir, user_name
     from ckptd.core.model.decision import Decision
     from ckptd.daemon.intake.decisions import write_decision
-    from ckptd.recover.select.job import job_named, owner_of
+    from ckptd.recover.select.job import job_named, no_remote, owner_of
 
     directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
-    config = _remotes_of(job_named(job, os.environ, config_dir=directory))
+    config = job_named(job, os.environ, config_dir=directory)
+    if not config.remotes:
+        raise no_remote(config)
     state_dir = _state_dir(config, directory)
     owner = owner_of(config, state_dir)
     for tag in tags:
@@ -84,18 +87,16 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
             serial=time.time_ns(),
         )
         write_decision(state_dir, _record_remotely(config, decision, owner))
-        tell(f"{kind} {tag}: recorded here and in {', '.join(r.name for r in config.remotes)}")
+        print_line(f"{kind} {tag}: recorded here and in {', '.join(r.name for r in config.remotes)}")
 
 
 def _state_dir(config: JobConfig, config_dir: Path) -> Path:
     import os
 
-    from ckptd.config.loader import load_daemon
     from ckptd.errors import NotFoundError
-    from ckptd.storage.local.state_dir import state_dir_of
+    from ckptd.recover.select.job import state_dir_for
 
-    daemon = load_daemon(config_dir / "ckptd.toml", os.environ)
-    path = state_dir_of(config.save_dir, config.name, daemon.state_dir, os.environ)
+    path = state_dir_for(config, os.environ, config_dir)
     if not path.is_dir():
         msg = f"no daemon of this user has kept a state of job {config.name} ({path} is not there)"
         raise NotFoundError(msg, hint=_whose_daemon(config))
@@ -117,26 +118,23 @@ def _whose_daemon(config: JobConfig) -> str:
     return f"{config.save_dir} is {user(owner)}'s: call this as the user whose daemon watches it"
 
 
-def _remotes_of(config: JobConfig) -> JobConfig:
-    from ckptd.recover.select.job import no_remote
-
-    if not config.remotes:
-        raise no_remote(config)
-    return config
-
-
 def _record_remotely(config: JobConfig, decision: Decision, owner: Owner) -> Decision:
     """Record the decision in the remotes, with a serial above every earlier one of its subject."""
     from ckptd.storage.remote.observe import record, still_ours
-    from ckptd.storage.stores.access import access_of
-    from ckptd.storage.stores.apart import open_apart
 
-    for remote in _remotes_of(config).remotes:
-        store = open_apart(remote.name, remote.url, access_of(remote))
+    for remote in config.remotes:
+        store = _opened(remote)
         identity = still_ours(store, None)
         owner.must_own(remote.name, remote.url, identity)
         decision = record(store, decision, identity)
     return decision
+
+
+def _opened(remote: RemoteConfig) -> Store:
+    from ckptd.storage.stores.access import access_of
+    from ckptd.storage.stores.apart import open_apart
+
+    return open_apart(remote.name, remote.url, access_of(remote))
 
 
 def _fingerprints(config: JobConfig, tag: str, state_dir: Path) -> tuple[tuple[str, str], ...]:
@@ -159,12 +157,7 @@ def _fingerprints(config: JobConfig, tag: str, state_dir: Path) -> tuple[tuple[s
         msg = f"no checkpoint {tag} in {config.save_dir}"
         raise NotFoundError(msg, hint="ckptd status shows the suspect ones")
     facts = inspect_files(config.save_dir / tag, [f.path for f in listing.shards])
-    context = Context(
-        settle_seconds=0.0,
-        quiet_seconds=float("inf"),
-        is_in_flight=False,
-        save_spread_seconds=config.save_spread_seconds,
-    )
+    context = Context(save_spread_seconds=config.save_spread_seconds)
     verdict = judge(listing, {f.path: f for f in facts}, None, context)
     if not {verdict.state.value, _published_state(state_dir, tag)} & _IN_DOUBT:
         why = f": {verdict.reason}" if verdict.reason else ""
@@ -187,15 +180,13 @@ def _published_state(state_dir: Path, tag: str) -> str:
 
 def _must_be_pinned(config: JobConfig, tag: str, state_dir: Path) -> None:
     """Require a pin here or in a remote: it may outlive its checkpoint, or be another node's."""
-    from ckptd.core.model.decision import PINS
-    from ckptd.daemon.intake.decisions import pinned_tags, read_decisions
+    from ckptd.core.model.decision import PINS, pinned_tags
+    from ckptd.daemon.intake.decisions import read_decisions
     from ckptd.storage.remote.observe import is_pinned
-    from ckptd.storage.stores.access import access_of
-    from ckptd.storage.stores.apart import open_apart
 
     if tag in pinned_tags(read_decisions(state_dir, PINS)):
         return
-    if not any(is_pinned(open_apart(r.name, r.url, access_of(r)), tag) for r in _remotes_of(config).remotes):
+    if not any(is_pinned(_opened(remote), tag) for remote in config.remotes):
         _must_exist(config, tag)
 
 
@@ -204,14 +195,11 @@ def _must_exist(config: JobConfig, tag: str) -> None:
     from ckptd.config.commands import command_for
     from ckptd.errors import NotFoundError
     from ckptd.storage.remote.observe import read_remote
-    from ckptd.storage.stores.access import access_of
-    from ckptd.storage.stores.apart import open_apart
 
     if tag_problem(tag) is None and (config.save_dir / tag).is_dir():
         return
-    for remote in _remotes_of(config).remotes:
-        held = read_remote(open_apart(remote.name, remote.url, access_of(remote)))
-        if any(c.commit.tag == tag for c in held.commits):
+    for remote in config.remotes:
+        if any(view.commit.tag == tag for view in read_remote(_opened(remote)).commits):
             return
     msg = f"no checkpoint {tag}, neither in {config.save_dir} nor in a remote"
     raise NotFoundError(msg, hint=command_for(config, "list"))

@@ -53,34 +53,32 @@ def register(app: typer.Typer) -> None:
         import os
         from pathlib import Path
 
-        from ckptd.cli.output import answer, progress_bar, say, says_when_stopped
-        from ckptd.recover.restore import Restore, RestoreOptions
-        from ckptd.recover.restore_plan import RestoreRequest
+        from ckptd.cli.output import print_answer, print_note, progress_bar, reports_when_stopped
+        from ckptd.recover.plan import RecoveryOptions
+        from ckptd.recover.restore import Restore
         from ckptd.recover.select.copies import Nodes
         from ckptd.recover.select.sources import where_of
 
         _must_be_a_directory_here(to)
-        options = RestoreOptions(
+        options = RecoveryOptions(
             tag=tag,
-            wish=RestoreRequest(
-                form=form,
-                world_size=world_size,
-                ranks=ranks_of(ranks) if ranks is not None else None,
-                nodes=Nodes(count=nnodes, rank=node_rank),
-            ),
             run=run,
+            form=form,
+            world_size=world_size,
+            ranks=ranks_of(ranks) if ranks is not None else None,
+            nodes=Nodes(count=nnodes, rank=node_rank),
             dry_run=dry_run,
         )
         directory = Path(config_dir) if config_dir else None
         where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
 
-        with says_when_stopped() as stopped, progress_bar() as tell:
-            work = Restore(where, Path(to), options, say, tell)
+        with reports_when_stopped() as stopped, progress_bar() as tell:
+            work = Restore(where, Path(to), options, print_note, tell)
             stopped(work.when_stopped)
             done = work.run()
         for line in done.advice:
-            say(line)
-        answer(str(done.path))
+            print_note(line)
+        print_answer(str(done.path))
 
 
 def _must_be_a_directory_here(to: str) -> None:

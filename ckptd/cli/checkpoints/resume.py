@@ -42,15 +42,16 @@ def register(app: typer.Typer) -> None:
         import os
         from pathlib import Path
 
-        from ckptd.cli.output import answer, progress_bar, say, says_when_stopped
-        from ckptd.recover.resume import Resume, ResumeOptions
+        from ckptd.cli.output import print_answer, print_note, progress_bar, reports_when_stopped
+        from ckptd.recover.plan import RecoveryOptions
+        from ckptd.recover.resume import Resume
         from ckptd.recover.select.copies import Nodes
         from ckptd.recover.select.job import state_dir_hint
 
         environ = dict(os.environ)
         directory = Path(config_dir) if config_dir else None
         config = _job(job, url, environ, directory)
-        options = ResumeOptions(
+        options = RecoveryOptions(
             world_size=world_size,
             nodes=Nodes(count=nnodes, rank=node_rank, world_size=world_size),
             dry_run=dry_run,
@@ -60,17 +61,17 @@ def register(app: typer.Typer) -> None:
             state_dir=state_dir_hint(config, environ, directory),
         )
 
-        with says_when_stopped() as stopped, progress_bar() as tell:
-            work = Resume(config, options, say, tell)
+        with reports_when_stopped() as stopped, progress_bar() as tell:
+            work = Resume(config, options, print_note, tell)
             stopped(work.when_stopped)
             done = work.run()
         for line in done.advice:
-            say(line)
-        answer(str(done.path))
+            print_note(line)
+        print_answer(str(done.path))
 
 
 def _job(job: str, url: str | None, environ: dict[str, str], directory: Path | None) -> JobConfig:
-    from ckptd.cli.output import say
+    from ckptd.cli.output import print_note
     from ckptd.config.loader import job_from_arguments
     from ckptd.errors import CkptdError
     from ckptd.recover.select.job import job_named
@@ -81,7 +82,7 @@ def _job(job: str, url: str | None, environ: dict[str, str], directory: Path | N
     try:
         known = job_named(job, environ, config_dir=directory)
     except CkptdError as error:
-        say(f"{error}; going on with {url} alone")
+        print_note(f"{error}; going on with {url} alone")
         known = None
     if known is not None and (known.file is not None or known.remotes):
         options = {"name": known.name}

@@ -53,12 +53,10 @@ def register(app: typer.Typer) -> None:
         import os
         from pathlib import Path
 
-        from ckptd.cli.output import progress_bar, say
+        from ckptd.cli.output import print_note, progress_bar
         from ckptd.errors import CkptdError, UsageError
         from ckptd.maintenance.verify import Slice, Verifier, exit_code, slice_of
-        from ckptd.recover.select.inventory import read_remote_inventory
         from ckptd.recover.select.sources import said_of, where_of
-        from ckptd.storage.stores.access import access_of
 
         read = slice_of(part) if part is not None else Slice() if read_data else None
         directory = Path(config_dir) if config_dir else None
@@ -71,20 +69,17 @@ def register(app: typer.Typer) -> None:
             return
         where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
         found: list[VerifiedRemote] = []
-        failures: list[CkptdError] = []
-        with progress_bar() as tell:
+        failures: dict[str, CkptdError] = {}
+        with progress_bar() as on_progress:
             is_wanted = _of_run(where, run) if run is not None else None
-            for one in where.remotes:
+            for sight in where.read(print_note, failures, is_tolerant=True):
                 try:
-                    sight = read_remote_inventory(
-                        one.name, one.url, where.owner, access_of(one), is_tolerant=True
-                    )
-                    found.append(Verifier(sight, read=read, on_progress=tell).run(tag, is_wanted))
+                    found.append(Verifier(sight, read=read, on_progress=on_progress).run(tag, is_wanted))
                 except CkptdError as error:
-                    failures.append(error)
-                    say(said_of(one.name, one.url, str(error)))
-        show(found, as_json=as_json)
-        code = exit_code(found) or (failures[0].exit_code if failures else 0)
+                    failures[sight.name] = error
+                    print_note(said_of(sight.name, sight.url, str(error)))
+        print_report(found, as_json=as_json)
+        code = exit_code(found) or next((error.exit_code for error in failures.values()), 0)
         if code:
             raise typer.Exit(code)
 
@@ -98,17 +93,19 @@ def _of_run(where: Where, run: str) -> Callable[[Commit], bool]:
     from ckptd.core.model.runs import run_of
     from ckptd.recover.select.runs import Runs
 
-    runs = Runs(look(where)[0])
+    runs = Runs(open_remotes(where)[0])
     run_id = runs.named(run)
     return lambda commit: runs.is_same(run_of(commit, commit.job_id), run_id)
 
 
-def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[RepairResult] | None = None) -> None:
+def print_report(
+    found: list[VerifiedRemote], *, as_json: bool, repairs: list[RepairResult] | None = None
+) -> None:
     """Print tables or JSON on stdout, what is wrong on stderr; with `repairs` those too."""
     import json
     from dataclasses import asdict
 
-    from ckptd.cli.output import say
+    from ckptd.cli.output import print_note
     from ckptd.cli.screen import screen
     from ckptd.recover.select.sources import said_of
 
@@ -123,7 +120,7 @@ def show(found: list[VerifiedRemote], *, as_json: bool, repairs: list[RepairResu
             console.print(_table(verified))
     for verified in found:
         for line in _lines(verified):
-            say(said_of(verified.name, verified.url, line))
+            print_note(said_of(verified.name, verified.url, line))
 
 
 def _lines(verified: VerifiedRemote) -> list[str]:
@@ -179,7 +176,7 @@ def run_repair(
 
     import typer
 
-    from ckptd.cli.output import progress_bar, say, tell
+    from ckptd.cli.output import print_line, print_note, progress_bar
     from ckptd.maintenance.repair import Repair, RepairRequest, Unfinished
     from ckptd.observe.audit import Audit
     from ckptd.recover.select.sources import named, where_of
@@ -188,8 +185,8 @@ def run_repair(
     where = where_of(job, dict(os.environ), config_dir=directory)
     config = job_of(where, "--repair")
     targets = frozenset(one.name for one in named(where.remotes, only))
-    sights, failures = look(where)
-    state_dir = state_of(config, directory, make=not dry_run)
+    sights, failures = open_remotes(where)
+    state_dir = job_state_dir(config, directory, make=not dry_run)
     unfinished = Unfinished(own_state(state_dir, config.save_dir))
     with unfinished.alone(), progress_bar() as on_progress:
         repair = Repair(
@@ -199,15 +196,15 @@ def run_repair(
             node_id=own_node_id(state_dir, config.save_dir),
             audit=Audit(state_dir / "audit.jsonl") if state_dir is not None and not dry_run else None,
             unfinished=unfinished,
-            say=say,
+            say=print_note,
             on_progress=on_progress,
         )
         for sight in [] if dry_run else sights:
             unfinished.give_up(sight.name, sight.store)
         repair.run()
-    show(repair.verified, as_json=as_json, repairs=repair.rows)
+    print_report(repair.verified, as_json=as_json, repairs=repair.rows)
     for row in repair.rows:
-        (say if as_json else tell)(_line(row))
+        (print_note if as_json else print_line)(_line(row))
     code = repair.exit_code()
     for name, error in failures.items():
         code = code or (error.exit_code if name in targets else 0)
@@ -229,44 +226,29 @@ def job_of(where: Where, what: str) -> JobConfig:
     return where.job
 
 
-def look(where: Where) -> tuple[list[RemoteInventory], dict[str, CkptdError]]:
+def open_remotes(where: Where) -> tuple[list[RemoteInventory], dict[str, CkptdError]]:
     """Open every remote that answers, and say why others do not.
 
     Raises:
         CkptdError: none answers.
     """
-    from ckptd.cli.output import say
-    from ckptd.errors import CkptdError
-    from ckptd.recover.select.inventory import read_remote_inventory
-    from ckptd.recover.select.sources import said_of
-    from ckptd.storage.stores.access import access_of
+    from ckptd.cli.output import print_note
 
-    sights: list[RemoteInventory] = []
     failures: dict[str, CkptdError] = {}
-    for one in where.remotes:
-        try:
-            sights.append(
-                read_remote_inventory(one.name, one.url, where.owner, access_of(one), is_tolerant=True)
-            )
-        except CkptdError as error:
-            failures[one.name] = error
-            say(said_of(one.name, one.url, str(error)))
+    sights = list(where.read(print_note, failures, is_tolerant=True))
     if failures and not sights:
         raise next(iter(failures.values()))
     return sights, failures
 
 
-def state_of(config: JobConfig, directory: Path | None, *, make: bool) -> Path | None:
+def job_state_dir(config: JobConfig, directory: Path | None, *, make: bool) -> Path | None:
     """Return the job's state directory; make it if that is wanted and save_dir exists."""
     import os
 
-    from ckptd.config.commands import default_config_dir
-    from ckptd.config.loader import load_daemon
-    from ckptd.storage.local.state_dir import prepare_state_dir, state_dir_of
+    from ckptd.recover.select.job import state_dir_for
+    from ckptd.storage.local.state_dir import prepare_state_dir
 
-    environ = dict(os.environ)
-    daemon = load_daemon((directory or default_config_dir(environ)) / "ckptd.toml", environ)
-    path = state_dir_of(config.save_dir, config.name, daemon.state_dir, environ)
+    path = state_dir_for(config, os.environ, directory)
     if path.is_dir():
         return path
     if not make or not config.save_dir.is_dir():

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, say, tell
+from ckptd.cli.output import ENV_JOB, print_line, print_note
 from ckptd.config import commands
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.cli.daemon.request import Asked
+    from ckptd.cli.daemon.request import RequestedJob
     from ckptd.config.loader import LoadedConfig
 
 GRACE_SECONDS = 2.0
@@ -85,7 +85,7 @@ class Draining:
                     return max(code, self._result(live))
             except LockHeld:
                 if self._has_nothing_yet():
-                    tell("nothing is complete here yet, so nothing is missing elsewhere")
+                    print_line("nothing is complete here yet, so nothing is missing elsewhere")
                     return 0
                 # a daemon that starts just now publishes within a moment, and finds what was asked
                 if time.monotonic() >= self._end:
@@ -96,12 +96,12 @@ class Draining:
 
     # --- a daemon that runs ----------------------------------------------------------------------------
 
-    def _known(self) -> list[Asked]:
-        from ckptd.cli.daemon.request import asked_jobs
+    def _known(self) -> list[RequestedJob]:
+        from ckptd.cli.daemon.request import requested_jobs
         from ckptd.errors import NotFoundError
 
         try:
-            return asked_jobs(self._job, self._state_dir, self._config_dir)
+            return requested_jobs(self._job, self._state_dir, self._config_dir)
         except NotFoundError:
             return []
 
@@ -121,13 +121,13 @@ class Draining:
         is_waiting = bool(jobs) and all(one["state"] == "waiting" for one in jobs)
         return is_waiting and life_of(document, time.time()).is_well
 
-    def _ask(self, one: Asked) -> None:
-        from ckptd.cli.daemon.request import ask
+    def _ask(self, one: RequestedJob) -> None:
+        from ckptd.cli.daemon.request import send_request
         from ckptd.daemon.actions.control import DRAIN, DrainFile
 
-        ask(one, DRAIN, DrainFile(asked_at_unix_seconds=self._asked_at_unix, seconds=self._seconds))
+        send_request(one, DRAIN, DrainFile(asked_at_unix_seconds=self._asked_at_unix, seconds=self._seconds))
 
-    def _follow(self, live: list[Asked]) -> bool:
+    def _follow(self, live: list[RequestedJob]) -> bool:
         """Wait until all are done, nothing moves or the time is over; True: a daemon has ended meanwhile."""
         import time
 
@@ -142,7 +142,7 @@ class Draining:
                 if drain and (drain["is_done"] or set(drain["missing"]) <= set(drain["refused"])):
                     waiting.remove(one)
                 elif one.pid is None or not is_there(one.pid):
-                    say(f"{one.name}: its daemon has gone")
+                    print_note(f"{one.name}: its daemon has gone")
                     return True
                 stalled += one in waiting and bool(drain.get("stalled"))
             if stalled == len(waiting):
@@ -150,7 +150,7 @@ class Draining:
             time.sleep(POLL_SECONDS)
         return False
 
-    def _drain_of(self, one: Asked) -> dict[str, Any]:
+    def _drain_of(self, one: RequestedJob) -> dict[str, Any]:
         """Return the daemon's status of this drain; print checkpoints that will not make it, once each."""
         from datetime import datetime
 
@@ -160,10 +160,10 @@ class Draining:
         for tag in drain["late"]:
             if (one.name, tag) not in self._told:
                 self._told.add((one.name, tag))
-                say(f"{one.name}: {tag} will not make it at the speed of the link")
+                print_note(f"{one.name}: {tag} will not make it at the speed of the link")
         return drain
 
-    def _result(self, jobs: list[Asked]) -> int:
+    def _result(self, jobs: list[RequestedJob]) -> int:
         """Return the result in words, and the exit code."""
         from ckptd.observe.status import all_committed, not_waited_for
 
@@ -172,18 +172,18 @@ class Draining:
             # what status still tells of an earlier drain says nothing of what was saved since
             drain = self._drain_of(one)
             if not drain:
-                tell(f"{one.name}: {_no_answer(one)}; what is committed is not known")
+                print_line(f"{one.name}: {_no_answer(one)}; what is committed is not known")
                 code = 3
                 continue
             if drain["is_done"]:
-                tell(f"{one.name}: drained, {all_committed(len(drain.get('unsent', ())))}")
+                print_line(f"{one.name}: drained, {all_committed(len(drain.get('unsent', ())))}")
                 continue
             job = one.job()
-            tell(f"{one.name}: not committed: {', '.join(drain['missing']) or not_begun(job)}")
+            print_line(f"{one.name}: not committed: {', '.join(drain['missing']) or not_begun(job)}")
             if drain.get("stalled"):
-                say(f"{one.name}: {not_waited_for(drain['stalled'])}")
+                print_note(f"{one.name}: {not_waited_for(drain['stalled'])}")
             for line in reasons(job):
-                say(f"{one.name}: {line}")
+                print_note(f"{one.name}: {line}")
             is_refused = drain["missing"] and set(drain["missing"]) <= set(drain["refused"])
             code = max(code, 1 if is_refused else 3)
         return code
@@ -199,14 +199,14 @@ class Draining:
         import os
         import time
 
-        from ckptd.daemon.actions.control import drained_words
+        from ckptd.daemon.health.drain import drained_words
         from ckptd.daemon.loop import Daemon
         from ckptd.observe import logs
 
         loaded = self._jobs_without_daemon(live)
         if loaded is None:
             return 0
-        logs.begin_plainly("WARNING")
+        logs.configure_plainly("WARNING")
         left = max(0.1, self._end - time.monotonic())
         daemon = Daemon(loaded, os.environ, drain_seconds=left)
         daemon.stop()
@@ -215,7 +215,7 @@ class Draining:
         words = {1: "some of it cannot be committed as it is; ckptd status says why"}
         for job in loaded.jobs:
             rest = words.get(code, "not all is committed; ckptd status says what is missing")
-            tell(f"{job.name}: {rest if code else done.get(job.name, rest)}")
+            print_line(f"{job.name}: {rest if code else done.get(job.name, rest)}")
         return code
 
     def _jobs_without_daemon(self, live: set[str]) -> LoadedConfig | None:
@@ -263,5 +263,5 @@ def reasons(job: dict[str, Any]) -> list[str]:
     return [line.strip() for severity, line in lines if severity != "note"]
 
 
-def _no_answer(one: Asked) -> str:
+def _no_answer(one: RequestedJob) -> str:
     return "no daemon runs" if one.pid is None else f"its daemon (process {one.pid}) gave no answer"

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, tell
+from ckptd.cli.output import ENV_JOB, print_line
 
 if TYPE_CHECKING:
-    from ckptd.cli.daemon.request import Asked
+    from ckptd.cli.daemon.request import RequestedJob
 
 ANSWER_SECONDS = 30.0
 
@@ -40,24 +40,26 @@ def _set(job: str | None, state_dir: str | None, config_dir: str | None, *, is_p
     from functools import partial
     from pathlib import Path
 
-    from ckptd.cli.daemon.request import ask, asked_jobs, until
+    from ckptd.cli.daemon.request import requested_jobs, send_request, wait_until
     from ckptd.daemon.actions.control import PAUSE, PauseFile
     from ckptd.errors import BehindError
 
     word = "paused" if is_paused else "goes on"
     places = [Path(place) if place else None for place in (state_dir, config_dir)]
-    for one in asked_jobs(job, *places):
-        ask(one, PAUSE, PauseFile(is_paused=is_paused, by=getpass.getuser(), at_unix_seconds=time.time()))
+    for one in requested_jobs(job, *places):
+        send_request(
+            one, PAUSE, PauseFile(is_paused=is_paused, by=getpass.getuser(), at_unix_seconds=time.time())
+        )
         if one.pid is None:
-            tell(f"{one.name}: {word} from the daemon's next start on; none runs now")
-        elif until(partial(_is_set, one, is_paused), ANSWER_SECONDS):
-            tell(f"{one.name}: {word}")
+            print_line(f"{one.name}: {word} from the daemon's next start on; none runs now")
+        elif wait_until(partial(_is_set, one, is_paused), ANSWER_SECONDS):
+            print_line(f"{one.name}: {word}")
         else:
             msg = f"the daemon (process {one.pid}) gave no answer within {ANSWER_SECONDS:.0f} s"
             raise BehindError(msg, hint="the request is recorded; ckptd status shows what the daemon does")
 
 
-def _is_set(one: Asked, is_paused: bool) -> bool:
+def _is_set(one: RequestedJob, is_paused: bool) -> bool:
     """Tell whether the daemon says that the job is paused."""
     job = one.job()
     return bool(job) and (job["paused"] is not None) == is_paused

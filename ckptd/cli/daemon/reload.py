@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, tell
+from ckptd.cli.output import ENV_JOB, print_line
 from ckptd.errors import BehindError, ConfigError, NotFoundError, NotPermitted
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
 
         before = look()["daemon"]
         _signal(daemon_pid(before["pid"], signal.SIGHUP))
-        tell(_answer(look, before.get("reloaded_at")))
+        print_line(_answer(look, before.get("reloaded_at")))
 
 
 def _signal(pid: int) -> None:

@@ -26,7 +26,7 @@ POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RequestedJob:
     """A job with a state directory: where it is, and the daemon that runs it, if one does."""
 
     name: str
@@ -42,7 +42,7 @@ class Asked:
         return next((job for job in jobs if job["name"] == self.name), {})
 
 
-def asked_jobs(job: str | None, state_dir: Path | None, config_dir: Path | None) -> list[Asked]:
+def requested_jobs(job: str | None, state_dir: Path | None, config_dir: Path | None) -> list[RequestedJob]:
     """Return every job that is meant and has begun, whether its daemon runs or not.
 
     Raises:
@@ -54,7 +54,9 @@ def asked_jobs(job: str | None, state_dir: Path | None, config_dir: Path | None)
             is_wanted = (job is None or is_meant(one, job)) and one["state"] != "invalid"
             home = _begun(place, None if state_dir else job, config_dir) if is_wanted else None
             if home is not None:
-                found.append(Asked(name=one["name"], state_dir=home, pid=_listening(document["daemon"])))
+                found.append(
+                    RequestedJob(name=one["name"], state_dir=home, pid=_listening(document["daemon"]))
+                )
     if not found:
         msg = f"{job or 'no job'} has no checkpoint yet" if job else "no job has a checkpoint yet"
         raise NotFoundError(msg, hint="there is nothing of it to upload before; ckptd status")
@@ -76,7 +78,7 @@ def _listening(daemon: dict[str, Any]) -> int | None:
         return None
 
 
-def ask(asked: Asked, name: str, document: BaseModel) -> None:
+def send_request(asked: RequestedJob, name: str, document: BaseModel) -> None:
     """Write the request; a daemon that runs looks at once.
 
     Raises:
@@ -97,7 +99,7 @@ def ask(asked: Asked, name: str, document: BaseModel) -> None:
         raise from_os_error(error, f"asking job {asked.name}") from error
 
 
-def until(done: Callable[[], bool], seconds: float) -> bool:
+def wait_until(done: Callable[[], bool], seconds: float) -> bool:
     """Wait until `done` returns true; tell whether it did in time."""
     end = time.monotonic() + seconds
     while not done():

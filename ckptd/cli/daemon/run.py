@@ -62,7 +62,7 @@ def register(app: typer.Typer) -> None:
         _must_be_one_of("--log-level", log_level.lower(), _LEVELS)
         _must_be_one_of("--log-format", log_format, logs.STYLES)
         drain_seconds = _drain_seconds(drain) if drain else None
-        logs.begin(os.environ, log_level.upper(), log_format)  # type: ignore[arg-type]
+        logs.configure(os.environ, log_level.upper(), log_format)  # type: ignore[arg-type]
         logging.getLogger("watchdog").setLevel(logging.WARNING)
         # at every end it calls an event that came too late an error
         logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, tell
+from ckptd.cli.output import ENV_JOB, print_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,9 +59,9 @@ def register(app: typer.Typer) -> None:
             _must_be_a_job(job, places[1])
         while True:
             found, is_watched = _look(job, places)
-            verdict, text = judged(found, step)
+            verdict, text = judge_step(found, step)
             if verdict == "committed":
-                tell(text)
+                print_line(text)
                 return
             if verdict == "cannot":
                 raise PersonNeeded(text, hint=f"ckptd status {job}")
@@ -111,7 +111,7 @@ def _look(job: str, places: list[Any]) -> tuple[dict[str, Any], bool]:
     return found, life_of(document, time.time()).is_well
 
 
-def judged(job: dict[str, Any], step: int) -> tuple[str, str]:
+def judge_step(job: dict[str, Any], step: int) -> tuple[str, str]:
     """Return ("committed" | "cannot" | "not yet", why) of the step's newest save in its newest branch."""
     if not job:
         return "not yet", ""

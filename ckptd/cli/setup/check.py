@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import cell, cells, tell
+from ckptd.cli.output import cell, cells, print_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -45,10 +45,12 @@ def register(app: typer.Typer) -> None:
         for path, error in loaded.problems:
             console.print(cell("").append_text(_mark("fail")).append_text(cell(f" {path}")))
             for line in f"{error.message}\n→ {error.hint}".split("\n") if error.hint else [error.message]:
-                tell(f"  {line}")
+                print_line(f"  {line}")
             codes.append(error.exit_code)
         if not (loaded.jobs or loaded.problems or loaded.has_globs):
-            tell(f"no job file in {place}: `ckptd check SAVE_DIR URL`; `ckptd init SAVE_DIR URL` prints one")
+            print_line(
+                f"no job file in {place}: `ckptd check SAVE_DIR URL`; `ckptd init SAVE_DIR URL` prints one"
+            )
             raise typer.Exit(66)
         environ = dict(os.environ)
         if not files and (user := service_user(place.parent)):

@@ -56,12 +56,12 @@ def _state_dir(job: str, directory: Path) -> Path | None:
     """Return the job's state directory, as its daemon published it, else as configured."""
     import os
 
-    from ckptd.cli.checkpoints.verify import state_of
+    from ckptd.cli.checkpoints.verify import job_state_dir
     from ckptd.cli.status.command import published
     from ckptd.errors import NotFoundError
     from ckptd.recover.select.job import job_named
 
-    found = state_of(job_named(job, os.environ, config_dir=directory), directory, make=False)
+    found = job_state_dir(job_named(job, os.environ, config_dir=directory), directory, make=False)
     if found is not None:
         return found
     try:
@@ -71,16 +71,16 @@ def _state_dir(job: str, directory: Path) -> Path | None:
 
 
 def _show(pieces: list[Piece], *, dry_run: bool, with_uncommitted: bool) -> None:
-    from ckptd.cli.output import say, tell
+    from ckptd.cli.output import print_line, print_note
     from ckptd.config.quantities import show_bytes
 
     if not pieces:
-        tell("nothing of ckptd's is here")
+        print_line("nothing of ckptd's is here")
     for piece in pieces:
         line = f"{piece.path} ({show_bytes(piece.bytes)}): {piece.why}"
         if piece.fate == "stays":
-            say(f"stays: {line}")
+            print_note(f"stays: {line}")
         elif piece.fate == "only here" and dry_run and not with_uncommitted:
-            tell(f"refused without --uncommitted: {line}")
+            print_line(f"refused without --uncommitted: {line}")
         else:
-            tell(f"{'would remove' if dry_run else 'removed'}: {line}")
+            print_line(f"{'would remove' if dry_run else 'removed'}: {line}")

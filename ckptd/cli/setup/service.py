@@ -172,18 +172,18 @@ def _next_steps(target: Target, loaded: LoadedConfig, place: Path, *, started: b
 
 
 def _carry(steps: Sequence[Step], *, dry_run: bool) -> None:
-    from ckptd.cli.output import tell
+    from ckptd.cli.output import print_line
     from ckptd.maintenance.install.plan import Write
-    from ckptd.maintenance.install.service import carry_out, words
+    from ckptd.maintenance.install.service import describe, execute
 
     if not dry_run:
-        carry_out(steps, _say)
+        execute(steps, _say)
         return
     for step in steps:
-        tell(f"would {words(step)}")
+        print_line(f"would {describe(step)}")
         if isinstance(step, Write):
             for line in step.text.splitlines():
-                tell(f"    {line}")
+                print_line(f"    {line}")
 
 
 def _say(text: str) -> None:

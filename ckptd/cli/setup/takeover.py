@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, tell
+from ckptd.cli.output import ENV_JOB, print_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
         from pathlib import Path
 
         from ckptd.base.owned_dirs import lock
-        from ckptd.cli.checkpoints.verify import job_of, state_of
+        from ckptd.cli.checkpoints.verify import job_of, job_state_dir
         from ckptd.errors import LockHeld
         from ckptd.recover.files import opened_save_dir
         from ckptd.recover.select.sources import where_of
@@ -52,7 +52,7 @@ def register(app: typer.Typer) -> None:
                     lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as error:
                     raise LockHeld(f"a daemon owns {config.save_dir}", hint="stop it first") from error
-            state_dir = state_of(config, directory, make=False)
+            state_dir = job_state_dir(config, directory, make=False)
             journal = None
             if state_dir is not None and (state_dir / "journal.db").exists():
                 journal = Journal(state_dir / "journal.db")
@@ -60,7 +60,7 @@ def register(app: typer.Typer) -> None:
             for one in where.remotes:
                 _must_be_silent(config, one, state_dir)
             for one in where.remotes:
-                tell(f"{one.name}: {_one(config, one, journal)}")
+                print_line(f"{one.name}: {_one(config, one, journal)}")
                 if fd is not None:
                     _bind(config, one, fd)
 
@@ -82,11 +82,11 @@ def _bind(config: JobConfig, remote: RemoteConfig, fd: int) -> None:
     whose = f"run {short(row.run_id)} of {row.words}"
     if held is not None and held.run_id != row.run_id:
         hint = f"`ckptd resume JOB --run {short(row.run_id)}` brings that one"
-        tell(f"{remote.name}: {whose} is the newest; save_dir holds run {short(held.run_id)}: {hint}")
+        print_line(f"{remote.name}: {whose} is the newest; save_dir holds run {short(held.run_id)}: {hint}")
         return
     bind(fd, str(config.save_dir), row.run_id, ((identity_of(store).remote_id, row.number),))
     if held is None:
-        tell(f"{remote.name}: {whose} goes on here")
+        print_line(f"{remote.name}: {whose} goes on here")
 
 
 def _must_be_silent(config: JobConfig, remote: RemoteConfig, state_dir: Path | None) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, cell, printable_everywhere, say, tell
+from ckptd.cli.output import ENV_JOB, cell, print_line, print_note, printable_everywhere
 from ckptd.cli.status import words
 from ckptd.cli.status.of_url import is_remote, show_url
 from ckptd.cli.status.places import STATUS, newest_of, state_places, written_in
@@ -173,11 +173,11 @@ def _liveness(look: Callable[[], dict[str, Any]]) -> int:
     try:
         document = look()
     except CkptdError as error:
-        tell(f"not live: {error.message}")
+        print_line(f"not live: {error.message}")
         return 1
     life = words.life_of(document, time.time())
     process = document["daemon"]["pid"]
-    tell(f"live: process {process}" if life.is_well else f"not live: {life.reason}")
+    print_line(f"live: process {process}" if life.is_well else f"not live: {life.reason}")
     return 0 if life.is_well else 1
 
 
@@ -319,7 +319,7 @@ def published(
     if denied is not None and not found:
         raise denied
     if denied is not None and job is None:
-        say(str(denied))
+        print_note(str(denied))
     if found:
         return found
     if job is None and not looked:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ckptd.maintenance.fleet_status import FleetStatus
-    from ckptd.maintenance.listing import ListedRun
+    from ckptd.recover.select.runs import RunView
 
 
 def is_remote(job: str) -> bool:
@@ -38,12 +38,10 @@ def show_url(url: str, config_dir: Path | None, *, as_json: bool) -> int:
     import os
 
     from ckptd.maintenance.fleet_status import FleetReader
-    from ckptd.recover.select.inventory import read_remote_inventory
     from ckptd.recover.select.sources import where_of
-    from ckptd.storage.stores.access import access_of
 
-    remote = where_of(url, dict(os.environ), config_dir=config_dir).remotes[0]
-    found = FleetReader(read_remote_inventory(remote.name, remote.url, None, access_of(remote))).look()
+    where = where_of(url, dict(os.environ), config_dir=config_dir)
+    found = FleetReader(where.read_one(where.remotes[0].name)).look()
     if as_json:
         import json
         from dataclasses import asdict
@@ -77,7 +75,7 @@ def _print(found: FleetStatus) -> None:
     console.print(_table(found))
 
 
-def _left(run: ListedRun) -> str:
+def _left(run: RunView) -> str:
     from ckptd.config.quantities import show_bytes
     from ckptd.core.model.runs import short
 

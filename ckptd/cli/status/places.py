@@ -129,10 +129,10 @@ def written_in(job: str) -> tuple[str, Path] | None:
 
 def _name_and_save_dir(path: Path) -> tuple[str, Path]:
     """Raises: ValueError, ConfigError, OSError: they cannot be had without judging."""
-    from ckptd.config.commands import fill_in
+    from ckptd.config.commands import fill_placeholders
     from ckptd.config.globs import is_glob
 
-    table = fill_in(_table(path), os.environ, str(path))
+    table = fill_placeholders(_table(path), os.environ, str(path))
     name, save_dir = table.get("name", path.stem), table.get("save_dir")
     if not isinstance(name, str) or "/" in name or is_glob(save_dir):
         raise ValueError(path)

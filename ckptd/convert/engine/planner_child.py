@@ -138,7 +138,7 @@ def _weights(request: dict[str, Any], save: Save, header: Header) -> tuple[Heade
         parameters=layout.tensor_count,
         notes=layout.notes(),
     )
-    return header, chain(layout.outputs(), companion_files(save.reads))
+    return header, chain(layout.outputs(), companion_files(save.reads, layout.folders))
 
 
 def _companion(dir_fd: int, name: str) -> Read:

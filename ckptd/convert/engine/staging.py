@@ -35,7 +35,7 @@ from ckptd.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 TEMPORARIES = "tmp"
@@ -357,14 +357,19 @@ def is_companion(name: str) -> bool:
     return _COMPANION.fullmatch(name) is not None
 
 
+def is_config(path: str) -> bool:
+    """True for one of `CONFIGS`, or that of an adapter which has a folder of its name."""
+    return path in CONFIGS or (path.count("/") == 1 and path.endswith(f"/{ADAPTER_CONFIG}"))
+
+
 def find_origin(folder: SourceFolder) -> Origin:
     """The folder of the shards, or the one above, when a configuration lies there."""
     parent, name = os.path.split(folder.path)
     here = _companions(folder.path)
-    if CONFIGS & here:
+    if any(is_config(path) for path in here):
         return Origin(folder.path, "", tuple(sorted(here)))
     above = _companions(parent) if name else set()
-    if CONFIGS & above and any(is_file(os.path.join(parent, mark)) for mark in MARKS):
+    if any(is_config(path) for path in above) and any(is_file(os.path.join(parent, mark)) for mark in MARKS):
         return Origin(parent, f"{name}/", tuple(sorted(above)))
     return Origin(folder.path, "", ())
 
@@ -372,9 +377,15 @@ def find_origin(folder: SourceFolder) -> Origin:
 def _companions(folder: str) -> set[str]:
     # a folder above that may be crossed and not listed (mode 0711) has nothing to give
     with contextlib.suppress(PermissionError), opened_real(folder) as fd:
-        return {
-            entry
-            for entry in os.listdir(fd)
-            if is_companion(entry) and stat.S_ISREG(os.stat(entry, dir_fd=fd, follow_symlinks=False).st_mode)
-        }
+        names = os.listdir(fd)
+        nested = {f"{name}/{ADAPTER_CONFIG}" for name in names if _lies(fd, name, stat.S_ISDIR)}
+        here = {name for name in names if is_companion(name)}
+        return {path for path in here | nested if _lies(fd, path, stat.S_ISREG)}
     return set()
+
+
+def _lies(folder_fd: int, path: str, kind: Callable[[int], bool]) -> bool:
+    """Whether something of that kind lies there; no link counts."""
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        return kind(os.stat(path, dir_fd=folder_fd, follow_symlinks=False).st_mode)
+    return False

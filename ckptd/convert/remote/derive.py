@@ -30,9 +30,9 @@ from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.errors import BehindError, DamagedError, NeedsWholeFiles, RefusedError, SourceChanged, UsageError
 from ckptd.formats.torchfile.archive import Framing, frame, read_directory
 from ckptd.formats.torchfile.fingerprint import fingerprint
-from ckptd.recover.select.manifest_check import why_untrusted
+from ckptd.recover.select.inventory import why_untrusted
 from ckptd.storage.remote.documents import manifests_of_commit, read_commit, read_identity
-from ckptd.storage.remote.messages import Planned, ShipFile
+from ckptd.storage.remote.messages import Planned, UploadFile
 from ckptd.storage.remote.transfer import CannotBeMade, changed
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import from_hex
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
     from ckptd.convert.sources import Ranges
     from ckptd.formats.torchfile.archive import Record
     from ckptd.storage.remote import transfer
-    from ckptd.storage.remote.messages import Committed, Making, ShipOrder
+    from ckptd.storage.remote.messages import Committed, DeriveRequest, UploadRequest
     from ckptd.storage.remote.transfer import Control
     from ckptd.storage.stores.base import Source, Store
+
 
 ALONE_BYTES = 72 << 20
 LANE_BYTES = 8 << 20
@@ -61,8 +62,8 @@ class DerivedUpload:
 
     def __init__(
         self,
-        order: ShipOrder,
-        making: Making,
+        order: UploadRequest,
+        making: DeriveRequest,
         outputs: Outputs,
         ranges: Ranges,
         folder: SourceFolder,
@@ -92,7 +93,7 @@ class DerivedUpload:
         )
 
     @contextmanager
-    def opened(self, file: ShipFile) -> Iterator[Source]:
+    def opened(self, file: UploadFile) -> Iterator[Source]:
         """One output, made from wherever it is read."""
         folder, path = self._folder, file.path.removeprefix(self._below)
         if path == NAME:
@@ -105,7 +106,7 @@ class DerivedUpload:
         source.gid = folder.gid
         yield source
 
-    def why_changed(self, _file: ShipFile) -> str | None:
+    def why_changed(self, _file: UploadFile) -> str | None:
         """The shards are compared once, when all is sent: an output is of many of them."""
         return None
 
@@ -148,13 +149,13 @@ class DerivedUpload:
                 msg = f"{key} was made of other bytes than its shards hold now"
                 raise SourceChanged(msg, hint="all of it is sent again")
 
-    def _files(self, order: ShipOrder) -> tuple[ShipFile, ...]:
+    def _files(self, order: UploadRequest) -> tuple[UploadFile, ...]:
         found = [self._file(order, path, entry.nbytes) for path, entry in self._outputs.files.items()]
         return (*found, self._file(order, NAME, len(self._description)), *order.files)
 
-    def _file(self, order: ShipOrder, path: str, nbytes: int) -> ShipFile:
+    def _file(self, order: UploadRequest, path: str, nbytes: int) -> UploadFile:
         manifest = order.manifest
-        return ShipFile(
+        return UploadFile(
             path=f"{self._below}{path}",
             key=f"{manifest.folder}/{self._below}{path}",
             source="",
@@ -168,7 +169,9 @@ class DerivedUpload:
         )
 
 
-def _planned(order: ShipOrder, making: Making, outputs: Outputs, found: tuple[ShipFile, ...]) -> ShipOrder:
+def _planned(
+    order: UploadRequest, making: DeriveRequest, outputs: Outputs, found: tuple[UploadFile, ...]
+) -> UploadRequest:
     """The order with what the plan says; what another plan's attempt sent does not count for this one."""
     source, header = order.manifest.source, outputs.header
     assert source is not None
@@ -191,7 +194,7 @@ LEAST_CACHE_BYTES = 8 << 20
 
 
 def committed_source(
-    store: Store, order: ShipOrder, making: Making, zero: Committed
+    store: Store, order: UploadRequest, making: DeriveRequest, zero: Committed
 ) -> tuple[RemoteSource, tuple[tuple[str, str], ...]]:
     """Return the shards that the COMMIT lists, and their fingerprints by path.
 
@@ -259,7 +262,7 @@ Found = TypeVar("Found")
 
 
 @contextmanager
-def opened(order: ShipOrder, root: int, control: Control, store: Store) -> Iterator[transfer.Origin]:
+def opened(order: UploadRequest, root: int, control: Control, store: Store) -> Iterator[transfer.Origin]:
     """Return the origin of an order that makes a form: planned now, made on demand.
 
     Raises:
@@ -288,7 +291,7 @@ def _twice(attempt: Callable[[], Found]) -> Found:
 
 @contextmanager
 def _of_shards(
-    order: ShipOrder, making: Making, root: int, plan: IO[bytes], control: Control
+    order: UploadRequest, making: DeriveRequest, root: int, plan: IO[bytes], control: Control
 ) -> Iterator[DerivedUpload]:
     """Derive a form from the sealed shards of this node."""
     options = _options(order.manifest.form)
@@ -309,8 +312,8 @@ def _of_shards(
 
 
 def _of_objects(
-    order: ShipOrder,
-    making: Making,
+    order: UploadRequest,
+    making: DeriveRequest,
     zero: Committed,
     root: int,
     plan: IO[bytes],
@@ -385,8 +388,8 @@ def _mirror(source: RemoteSource, place_fd: int, options: ConvertOptions, contro
 
 
 def _plan(
-    order: ShipOrder,
-    making: Making,
+    order: UploadRequest,
+    making: DeriveRequest,
     options: ConvertOptions,
     look: Callable[[], SourceFolder],
     plan: IO[bytes],
@@ -445,7 +448,7 @@ class LocalRanges(Sources):
             extents.drop_pages(fd, 0, source.size_bytes)
 
 
-def recheck(making: Making, root: int) -> None:
+def recheck(making: DeriveRequest, root: int) -> None:
     """The save is still the sealed one.
 
     Raises:

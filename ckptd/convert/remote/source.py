@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckptd.base import files
 from ckptd.base.extents import write_at
 from ckptd.config.loader import remote_from_arguments
-from ckptd.convert.engine.staging import CONFIGS, MARKS, is_companion
+from ckptd.convert.engine.staging import CONFIGS, MARKS, is_companion, is_config
 from ckptd.core.model.coverage import choose_pointers, objects_of, order_of
 from ckptd.core.model.layouts import parse_shard_name
 from ckptd.core.model.manifest import EXTRA_FOLDER
@@ -28,7 +28,7 @@ from ckptd.storage.stores.apart import open_apart
 from ckptd.storage.stores.open import is_s3
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from ckptd.core.model.manifest import ManifestFile
     from ckptd.recover.select.copies import Copy
@@ -103,14 +103,21 @@ def of_commit(
     above = [f for f in objects if f.path.startswith(f"{EXTRA_FOLDER}/")] if not prefix else inside
     cut = len(prefix)
     found = [of_manifest(f, f"{name}/{f.path[cut:]}", tag) for f in inside if f.path.startswith(prefix)]
-    found += [of_manifest(f, Path(f.path).name, tag) for f in _beside(above, prefix)]
+    found += [of_manifest(f, path, tag) for path, f in _beside(above, prefix)]
     return source_of(url, access, store, name, found)
 
 
-def _beside(above: Iterable[ManifestFile], prefix: str) -> list[ManifestFile]:
-    """Files of the folder above the shards: those that travelled along, or lie there in the checkpoint."""
-    head = prefix.rstrip("/").rpartition("/")[0]
-    return [f for f in above if not prefix or f.path.rpartition("/")[0] == head]
+def _beside(above: Iterable[ManifestFile], prefix: str) -> Iterator[tuple[str, ManifestFile]]:
+    """Yield the files of the folder above the shards, with their path there: those that travelled along, or
+    lie there in the checkpoint; of its folders what configures an adapter.
+    """
+    head = prefix.rstrip("/").rpartition("/")[0] if prefix else EXTRA_FOLDER
+    for file in above:
+        path = file.path.removeprefix(f"{head}/") if head else file.path
+        is_below = not head or path != file.path
+        is_shards = bool(prefix) and file.path.startswith(prefix)
+        if is_below and not is_shards and ("/" not in path or is_config(path)):
+            yield path, file
 
 
 def of_manifest(file: ManifestFile, path: str, tag: str) -> RemoteFile:
@@ -167,7 +174,7 @@ def make_mirror(source: RemoteSource, place_fd: int, *, companions: bool) -> Non
             os.close(files.open_dir_beneath(folder, name, create_mode=0o700))
     finally:
         os.close(folder)
-    if companions and any(file.path in CONFIGS for file in source.files):
+    if companions and any(is_config(file.path) for file in source.files):
         files.create_exclusive(place_fd, MARKS[0], b"")  # the mark of a folder whose configuration counts
     wanted = [f for f in source.files if f.path not in MARKS]
     wanted = [f for f in wanted if companions or parse_shard_name(Path(f.path).name)]
@@ -191,6 +198,8 @@ def _mirror(store: Store, file: RemoteFile, place_fd: int, mode: int) -> None:
             raise SourceChanged(f"{file.key} in {store.url} ends before byte {offset + nbytes}")
         return data
 
+    if is_config(file.path) and "/" in file.path:
+        os.close(files.open_dir_beneath(place_fd, file.path.rpartition("/")[0], create_mode=0o700))
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = files.open_beneath(place_fd, file.path, flags, 0o600)
     try:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptd.core.completeness.peer_evidence import PeerEvidence
 from ckptd.core.model.facts import Archive, FileFacts, ShardFacts
 from ckptd.core.model.layouts import Grid, NamedShard, Role, parse_shard_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from ckptd.core.completeness.peer_evidence import PeerEvidence
-
-if TYPE_CHECKING:
-    from ckptd.core.completeness.peer_evidence import PeerEvidence
     from ckptd.core.model.manifest import Cell
 
 
@@ -35,13 +30,14 @@ class Spread:
 class Context:
     """Everything beside the folder that a verdict needs.
 
-    `quiet_seconds`: since when no identity changed, by our monotonic clock; `is_in_flight`: changed less than
-    max(60 s, 3 × settle) ago or held open for writing; `widest_save_seconds`: widest window seen in this job.
+    `quiet_seconds`: since when no identity changed, by our monotonic clock; by default nobody writes there;
+    `is_in_flight`: changed less than max(60 s, 3 × settle) ago or held open for writing;
+    `widest_save_seconds`: widest window seen in this job.
     """
 
-    settle_seconds: float
-    quiet_seconds: float
-    is_in_flight: bool
+    settle_seconds: float = 0.0
+    quiet_seconds: float = math.inf
+    is_in_flight: bool = False
     save_spread_seconds: float
     widest_save_seconds: float = 0.0
     accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()

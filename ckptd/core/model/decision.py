@@ -9,6 +9,11 @@ from ckptd.core.model.manifest import Document, Many
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 PINS = ("pin", "unpin")
 """One subject for each tag: of these words the newest counts. All others add to what was said before."""
 
@@ -70,3 +75,8 @@ def _lacks(word: Decision, held: Sequence[Decision]) -> bool:
         return newest is None
     # without a time it cannot be told from one that was said before
     return newest.kind == word.kind or not (is_said and word.at)
+
+
+def pinned_tags(decisions: Iterable[Decision]) -> frozenset[str]:
+    """Tags whose newest pin or unpin is a pin."""
+    return frozenset(tag for tag, decision in newest_decisions(decisions).items() if decision.kind == "pin")

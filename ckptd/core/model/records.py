@@ -21,21 +21,21 @@ WEIGHTS = ("weights-fp32", "weights-bf16", "weights-fp16")
 """Forms that remotes alone hold: they never lie here (docs/adr/0093)."""
 
 
-class ShipState(StrEnum):
+class UploadState(StrEnum):
     """Name the state of one form of one save on one remote."""
 
     NEW = "new"
-    SHIPPING = "shipping"
+    UPLOADING = "shipping"
     WAITING = "waiting"
     """Uploaded; other nodes' shards are missing."""
     COMMITTED = "committed"
-    RETIRED = "retired"
+    DELETED = "retired"
     """Was committed; remote retention deleted it."""
     FAILED = "failed"
     REFUSED = "refused"
 
 
-SETTLED = (ShipState.COMMITTED, ShipState.RETIRED, ShipState.REFUSED)
+SETTLED = (UploadState.COMMITTED, UploadState.DELETED, UploadState.REFUSED)
 """Nothing is left to do or to find out about it."""
 
 
@@ -47,12 +47,12 @@ class SupplementRecord(Model):
     files: tuple[tuple[str, int, str], ...]
 
 
-class ShipRecord(Model):
+class UploadRecord(Model):
     """Journal row: one form of one save on one remote."""
 
     remote: str
     form: str
-    state: ShipState = ShipState.NEW
+    state: UploadState = UploadState.NEW
     generation: int | None = None
     attempt: int = 1
     commit_key: str | None = None

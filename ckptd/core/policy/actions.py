@@ -23,8 +23,8 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ship:
-    """Ship one form of a save to a remote, as generation g."""
+class Upload:
+    """Upload one form of a save to a remote, as generation g."""
 
     save_id: int
     remote: str
@@ -36,8 +36,8 @@ class Ship:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Supplement:
-    """Ship files that appeared in a folder after its COMMIT, and commit them beside it."""
+class UploadLateFiles:
+    """Upload files that appeared in a folder after its COMMIT, and commit them beside it."""
 
     save_id: int
     remote: str
@@ -45,7 +45,7 @@ class Supplement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MakeWay:
+class CancelUpload:
     """Cancel the upload under way; what is durable of it is not sent again."""
 
     remote: str
@@ -97,7 +97,7 @@ class PointUniversal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskConfirmation:
+class ConfirmCommits:
     """Read the COMMITs of a save afresh on every required remote."""
 
     save_id: int
@@ -105,7 +105,7 @@ class AskConfirmation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prune:
+class DeleteLocal:
     """Remove a checkpoint from the node."""
 
     save_id: int
@@ -113,7 +113,7 @@ class Prune:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retire:
+class DeleteRemote:
     """Remove a COMMIT and what only it lists from a remote."""
 
     remote: str
@@ -125,9 +125,9 @@ class Retire:
     """Digests of the COMMITs that stay there: with one of them disputed this one may have to stay too."""
 
 
-ActionHere = Convert | StopConverting | Hold | ReleaseHold | DropDerived | PointUniversal | Prune
+ActionHere = Convert | StopConverting | Hold | ReleaseHold | DropDerived | PointUniversal | DeleteLocal
 """What is done on this node, in workers."""
-Action = ActionHere | Describe | Ship | Supplement | MakeWay | AskConfirmation | Retire
+Action = ActionHere | Describe | Upload | UploadLateFiles | CancelUpload | ConfirmCommits | DeleteRemote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +145,9 @@ class Plan:
     """Actions in order, and for everything there is why it stays or goes."""
 
     actions: tuple[Action, ...]
-    local_fates: dict[int, RetentionVerdict]
+    local_verdicts: dict[int, RetentionVerdict]
     """Save on the node → what becomes of its folder."""
-    remote_fates: dict[tuple[str, str], RetentionVerdict]
+    remote_verdicts: dict[tuple[str, str], RetentionVerdict]
     """(remote, COMMIT key) → what becomes of it."""
     drained: Drained | None = None
     """While the job drains."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.manifest import parse_stem
-from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, UploadState
 from ckptd.core.policy.deletion import deletable_saves
 from ckptd.core.policy.derived_forms import is_converted_on_the_fly, is_open, kept_until_converted, to_derive
 from ckptd.core.policy.local import is_committed
 from ckptd.core.policy.permit import unobserved_remotes
-from ckptd.core.policy.planner import let_go
+from ckptd.core.policy.planner import deletable_uncommitted
 from ckptd.core.policy.remote import commits_to_delete, is_configured_otherwise
 from ckptd.core.policy.retention import GONE
 from ckptd.core.policy.safety import is_to_upload
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ckptd.base.identity import FileIdentity
     from ckptd.core.model.listing import FolderListing, ListedFile
-    from ckptd.core.model.records import ShipRecord
+    from ckptd.core.model.records import UploadRecord
     from ckptd.core.model.save import SealedFile, SealedSave
     from ckptd.core.policy.retention import RetentionVerdict
     from ckptd.core.policy.view import JobView, RemoteView, SaveView
@@ -52,14 +52,14 @@ class RetentionBlocker:
     """Say as a note that more lies here than the policy keeps, until that patience is over."""
 
 
-def blocked(view: JobView, fates: dict[int, RetentionVerdict]) -> RetentionBlocker | None:
+def blocked(view: JobView, verdicts: dict[int, RetentionVerdict]) -> RetentionBlocker | None:
     """Return the first obstacle to allowed deletions; else, on a short disk, why none is allowed."""
-    if view.tenure is not None and not view.tenure.holds_lease:
+    if view.lease is not None and not view.lease.holds_lease:
         return None  # another host's business (adr/0110)
-    may_go = deletable_saves(view, fates)
+    may_go = deletable_saves(view, verdicts)
     if not may_go:
-        return _all_kept(view, fates) if view.disk.is_short else None
-    due = [save for save in may_go if save.id not in view.not_to_prune]
+        return _all_kept(view, verdicts) if view.disk.is_short else None
+    due = [save for save in may_go if save.id not in view.not_to_delete]
     if not due:
         return None  # each has a `prune-blocked` of its own
     names = f"{due[0].save.tag} may be deleted and stays{_with(due)}"
@@ -77,16 +77,16 @@ def blocked(view: JobView, fates: dict[int, RetentionVerdict]) -> RetentionBlock
 
 
 def blocked_there(
-    view: JobView, remote: RemoteView, fates: Mapping[tuple[str, str], RetentionVerdict]
+    view: JobView, remote: RemoteView, verdicts: Mapping[tuple[str, str], RetentionVerdict]
 ) -> RetentionBlocker | None:
     """Return the deletion rate limit of a remote, once it has delayed deletions there for a while."""
     rests = view.is_first_scan or not view.may_delete or not remote.is_attached
-    if rests or remote.retirements_left > 0:
+    if rests or remote.deletions_left > 0:
         return None
     begin = view.now_seconds - SOON_SECONDS
     due = [
         c
-        for c in commits_to_delete(view, remote, fates)
+        for c in commits_to_delete(view, remote, verdicts)
         if view.due_since_seconds.get((remote.name, c.key), view.now_seconds) <= begin
     ]
     if not due:
@@ -153,11 +153,11 @@ def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, flo
     ]
 
 
-def _all_kept(view: JobView, fates: dict[int, RetentionVerdict]) -> RetentionBlocker | None:
+def _all_kept(view: JobView, verdicts: dict[int, RetentionVerdict]) -> RetentionBlocker | None:
     here = [s for s in view.saves if s.is_present]
     if not here:
         return None
-    why = {s.id: _strongest(view, s, fates[s.id]) for s in here}
+    why = {s.id: _strongest(view, s, verdicts[s.id]) for s in here}
     counted = ", ".join(f"{count} {reason}" for reason, count in Counter(why.values()).most_common())
     left = _left_by_a_ladder(view)
     beside = f", and {left} universal form{'s' if left > 1 else ''} that the ladder left" if left else ""
@@ -208,7 +208,7 @@ def adopting(view: JobView) -> str:
     return f"`ckptd adopt` has the {count} found at the first start sent and rotated; " if count else ""
 
 
-def _strongest(view: JobView, save: SaveView, fate: RetentionVerdict) -> str:
+def _strongest(view: JobView, save: SaveView, verdict: RetentionVerdict) -> str:
     """Return the one reason that a person would have to change first."""
     if not save.is_adopted:
         return "found at the first start"
@@ -218,11 +218,11 @@ def _strongest(view: JobView, save: SaveView, fate: RetentionVerdict) -> str:
         return "pinned"
     if save.has_unlisted:
         return "with files that no COMMIT lists"
-    if fate.awaits == UNIVERSAL and len(fate.keeps) == 1:
-        may_be_made = kept_until_converted(save, fate) and UNIVERSAL in view.local_forms
+    if verdict.awaits == UNIVERSAL and len(verdict.keeps) == 1:
+        may_be_made = kept_until_converted(save, verdict) and UNIVERSAL in view.local_forms
         is_tried = save.universal.state in (DerivedState.NONE, DerivedState.CONVERTING)
         return _NO_ROOM if may_be_made and is_tried else _NO_FORM
-    return "within the policy" if fate.keeps else "free to be deleted"
+    return "within the policy" if verdict.keeps else "free to be deleted"
 
 
 # --- Failed uploads that are tried again: `run --once` waits for them ------------------------------------
@@ -230,9 +230,9 @@ def _strongest(view: JobView, save: SaveView, fate: RetentionVerdict) -> str:
 # if a newer universal form replaced theirs; a run that waited for those would never end.
 
 
-def tried_again(view: JobView, fates: dict[int, RetentionVerdict]) -> list[ShipRecord]:
+def tried_again(view: JobView, verdicts: dict[int, RetentionVerdict]) -> list[UploadRecord]:
     """Failed uploads to attached remotes that are wanted still, whenever they are due."""
-    loose = let_go(view, fates)
+    loose = deletable_uncommitted(view, verdicts)
     return [
         record
         for remote in view.remotes
@@ -240,7 +240,7 @@ def tried_again(view: JobView, fates: dict[int, RetentionVerdict]) -> list[ShipR
         for form in remote.forms
         for save in _wanted(view, remote, form)
         if save.id not in loose
-        if (record := save.ship(remote.name, form)).state is ShipState.FAILED
+        if (record := save.upload(remote.name, form)).state is UploadState.FAILED
     ]
 
 
@@ -276,7 +276,7 @@ def newcomers(save: SealedSave, folder: FolderListing) -> tuple[ListedFile, ...]
     )
 
 
-def lacking(save: SealedSave, record: ShipRecord, late: tuple[SealedFile, ...]) -> tuple[SealedFile, ...]:
+def lacking(save: SealedSave, record: UploadRecord, late: tuple[SealedFile, ...]) -> tuple[SealedFile, ...]:
     """Return the late files, and those missing from the COMMIT, that no supplement lists yet."""
     listed = {row for one in record.supplements for row in one.files}
     absent = [file for file in save.files if file.path in record.unlisted]

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, UploadState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.local import best_here, dates_of, is_committed, score_of
 from ckptd.core.policy.permit import unobserved_remotes
@@ -274,7 +274,7 @@ class _Disk:
             if piece.key in unsent
             or piece.key == top
             or not piece.may_go
-            or any(fate.keeps for fate in kept[piece.key].values())
+            or any(verdict.keeps for verdict in kept[piece.key].values())
         ]
 
     @property
@@ -514,7 +514,7 @@ def _rounded(steps: float) -> int:
 # ---------------------------------------------------------------------------------------------------------
 # The disk of a job out of the view that the planner decides on.
 
-_NEVER_SENT = (ShipState.REFUSED, ShipState.RETIRED)
+_NEVER_SENT = (UploadState.REFUSED, UploadState.DELETED)
 _LEAST_REMOVALS = 2
 _GAPS = 3
 """In two of the last three gaps between saves somebody else removed some: the trainer rotates."""
@@ -565,7 +565,7 @@ def ground_of(
         newest = Order(newest.branch, max(step, newest.step), newest.save_seq + 1)
         pieces.append(Piece(key=tag, order=newest, bytes=size))
     required = [remote for remote in view.remotes if remote.is_required]
-    ships = [r.ships_save for r in required if r.ships == ZERO and r.ships_save is not None]
+    ships = [r.uploading_save_id for r in required if r.uploading == ZERO and r.uploading_save_id is not None]
     sent = next((p for p in pieces if p.key in {str(n) for n in ships} and not p.is_committed), None)
     # a remote that never answered may know of a pin, so that nothing goes by the job file alone either
     is_silent = link_bytes_per_second is None and bool(unobserved_remotes(view))
@@ -606,7 +606,7 @@ def _piece(
     best: str | None,
     rotation: Rotation | None,
 ) -> Piece:
-    records = [save.ship(name, ZERO) for name in required]
+    records = [save.upload(name, ZERO) for name in required]
     times = [dates.get((record.remote, record.commit_key or "")) for record in records]
     known = [at for at in times if at is not None]
     safe = is_committed(view, save)

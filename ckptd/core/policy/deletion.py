@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.records import ZERO
-from ckptd.core.policy.actions import Action, AskConfirmation, Prune
+from ckptd.core.policy.actions import Action, ConfirmCommits, DeleteLocal
 from ckptd.core.policy.local import commits_of, is_committed
 from ckptd.core.policy.permit import DeletePermit, OptOutPermit, newer_commits, unobserved_remotes
 from ckptd.core.policy.remote import is_configured_otherwise
@@ -22,20 +22,22 @@ CONFIRMATION_SECONDS = 20.0
 """A confirmation older than this is asked for again, so that a permit made from it is young."""
 
 
-def deletable_saves(view: JobView, fates: dict[int, RetentionVerdict]) -> list[SaveView]:
+def deletable_saves(view: JobView, verdicts: dict[int, RetentionVerdict]) -> list[SaveView]:
     """Return the saves on this node that nothing keeps, oldest first."""
-    loose = (s for s in view.saves if s.is_present and not fates[s.id].keeps)
+    loose = (s for s in view.saves if s.is_present and not verdicts[s.id].keeps)
     return sorted(loose, key=lambda s: s.order)
 
 
-def prune(view: JobView, fates: dict[int, RetentionVerdict]) -> list[Action]:
+def delete_local(view: JobView, verdicts: dict[int, RetentionVerdict]) -> list[Action]:
     """Oldest first, as many as the hourly limit allows; a hold goes before what it would keep alive."""
     if view.is_first_scan or view.is_save_in_flight or not view.may_delete or view.deletions_left <= 0:
         return []
     if any(is_configured_otherwise(view, remote) for remote in view.remotes):
         return []
-    first = [s for s in deletable_saves(view, fates) if s.id not in view.not_to_prune][: view.deletions_left]
-    due = [_one(view, save, fates[save.id].goes) for save in first if not save.is_held]
+    first = [s for s in deletable_saves(view, verdicts) if s.id not in view.not_to_delete][
+        : view.deletions_left
+    ]
+    due = [_one(view, save, verdicts[save.id].goes) for save in first if not save.is_held]
     return [action for action in due if action is not None]
 
 
@@ -48,14 +50,14 @@ def _one(view: JobView, save: SaveView, reason: str) -> Action | None:
         return (
             None
             if unobserved_remotes(view)
-            else Prune(save_id=save.id, permit=_by_opt_out(view, save, commits=()))
+            else DeleteLocal(save_id=save.id, permit=_by_opt_out(view, save, commits=()))
         )
     confirmed = view.confirmations.get(save.id)
     is_young = confirmed is not None and view.now_seconds - confirmed.at_seconds <= CONFIRMATION_SECONDS
     if confirmed is None or not is_young or confirmed.commits != commits:
-        return AskConfirmation(save_id=save.id, commits=commits) if are_there else None
+        return ConfirmCommits(save_id=save.id, commits=commits) if are_there else None
     if is_loose:
-        return Prune(save_id=save.id, permit=_by_opt_out(view, save, commits))
+        return DeleteLocal(save_id=save.id, permit=_by_opt_out(view, save, commits))
     permit = DeletePermit(
         tag=save.save.tag,
         generation=_generation(save),
@@ -63,10 +65,10 @@ def _one(view: JobView, save: SaveView, reason: str) -> Action | None:
         files=save.save.files + save.added + save.late,
         commits=commits,
         issued_at_seconds=view.now_seconds,
-        until_seconds=view.tenure.until_seconds if view.tenure is not None else None,
+        until_seconds=view.lease.until_seconds if view.lease is not None else None,
         reason=reason,
     )
-    return Prune(save_id=save.id, permit=permit)
+    return DeleteLocal(save_id=save.id, permit=permit)
 
 
 def _by_opt_out(view: JobView, save: SaveView, commits: tuple[CommitRef, ...]) -> OptOutPermit:
@@ -79,11 +81,11 @@ def _by_opt_out(view: JobView, save: SaveView, commits: tuple[CommitRef, ...]) -
         files=save.save.files + save.added + save.late,
         commits=commits,
         issued_at_seconds=view.now_seconds,
-        until_seconds=view.tenure.until_seconds if view.tenure is not None else None,
+        until_seconds=view.lease.until_seconds if view.lease is not None else None,
         reason=f'unuploaded = "{view.unuploaded}": {why}',
         unuploaded=view.unuploaded,
     )
 
 
 def _generation(save: SaveView) -> int:
-    return max((r.generation or 1 for r in save.ships.values() if r.form == ZERO), default=1)
+    return max((r.generation or 1 for r in save.uploads.values() if r.form == ZERO), default=1)

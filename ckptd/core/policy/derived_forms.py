@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.listing import OURS
-from ckptd.core.model.records import SETTLED, UNIVERSAL, ZERO, DerivedState, ShipState
+from ckptd.core.model.records import SETTLED, UNIVERSAL, ZERO, DerivedState, UploadState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.actions import Action, DropDerived, PointUniversal
 from ckptd.core.policy.leases import is_derived_remotely
@@ -52,8 +52,12 @@ def to_derive(view: JobView, remote: RemoteView, form: str) -> list[SaveView]:
 
 
 def _is_begun(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
-    record = save.ship(remote.name, form)
-    if record.generation is None or record.state not in (ShipState.NEW, ShipState.SHIPPING, ShipState.FAILED):
+    record = save.upload(remote.name, form)
+    if record.generation is None or record.state not in (
+        UploadState.NEW,
+        UploadState.UPLOADING,
+        UploadState.FAILED,
+    ):
         return False
     is_here = save.derived(form).state is DerivedState.READY
     return is_here or is_converted_on_the_fly(view, save, form, is_now=False)
@@ -92,13 +96,13 @@ def _will_be_left(view: JobView, save: SaveView) -> bool:
     """Tell whether a local tier will keep the universal form in place of the ZeRO form."""
     policy = view.local_retention
     climbs = policy.has_rung(UNIVERSAL) and not policy.is_ephemeral(save.save.step)
-    return climbs and save.is_intact and save.stands_alone and not save.is_pinned
+    return climbs and save.is_intact and save.loads_alone and not save.is_pinned
 
 
-def kept_until_converted(save: SaveView, fate: RetentionVerdict | None) -> bool:
+def kept_until_converted(save: SaveView, verdict: RetentionVerdict | None) -> bool:
     """Tell whether a save stays whole here only because its universal form, which can be made, is missing."""
-    is_awaited = fate is not None and fate.awaits == UNIVERSAL
-    return is_awaited and save.stands_alone and save.is_convertible and save.is_intact
+    is_awaited = verdict is not None and verdict.awaits == UNIVERSAL
+    return is_awaited and save.loads_alone and save.is_convertible and save.is_intact
 
 
 def _has_source(view: JobView, save: SaveView, remote: RemoteView) -> bool:
@@ -106,7 +110,7 @@ def _has_source(view: JobView, save: SaveView, remote: RemoteView) -> bool:
     if not (save.is_convertible or (is_derived_remotely(save) and ZERO in remote.forms)):
         return False
     names = [remote.name] if ZERO in remote.forms else [r.name for r in view.remotes if r.is_required]
-    return all(save.ship(name, ZERO).state is ShipState.COMMITTED for name in names)
+    return all(save.upload(name, ZERO).state is UploadState.COMMITTED for name in names)
 
 
 def is_converted_on_the_fly(view: JobView, save: SaveView, form: str, *, is_now: bool = True) -> bool:
@@ -175,7 +179,7 @@ def _is_restored(view: JobView, proven: list[SaveView]) -> bool:
 
 def _is_shipped_anywhere(save: SaveView) -> bool:
     """Tell whether any remote committed the ZeRO form: its upload checked the source's zip CRCs."""
-    return any(r.state is ShipState.COMMITTED and r.form == ZERO for r in save.ships.values())
+    return any(r.state is UploadState.COMMITTED and r.form == ZERO for r in save.uploads.values())
 
 
 def _why_drop(view: JobView, save: SaveView, proven: list[SaveView], local: LocalVerdicts) -> str | None:
@@ -209,9 +213,9 @@ def _is_rung_of_a_remote(view: JobView, save: SaveView) -> bool:
             continue
         if remote.retention.is_ephemeral(save.save.step):
             continue
-        zero = save.ship(remote.name, ZERO).state
-        may_come = save.is_intact and zero not in (ShipState.RETIRED, ShipState.REFUSED)
-        if (zero is ShipState.COMMITTED or may_come) and save.ship(
+        zero = save.upload(remote.name, ZERO).state
+        may_come = save.is_intact and zero not in (UploadState.DELETED, UploadState.REFUSED)
+        if (zero is UploadState.COMMITTED or may_come) and save.upload(
             remote.name, UNIVERSAL
         ).state not in SETTLED:
             return True

@@ -56,5 +56,5 @@ def plan_drain(view: JobView, drain: Drain, remote: RemoteView, waiting: Sequenc
 
 def _may_be_made(view: JobView, remote: RemoteView, save: SaveView) -> bool:
     """Tell whether the shards allow to make the newest checkpoint's model alone now."""
-    is_free = not view.is_save_in_flight or remote.ships_save == save.id
+    is_free = not view.is_save_in_flight or remote.uploading_save_id == save.id
     return save.is_intact and save.is_convertible and is_free

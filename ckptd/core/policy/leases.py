@@ -132,16 +132,17 @@ def without_lease(actions: Iterable[a.Action]) -> list[a.Action]:
     return [
         action
         for action in actions
-        if isinstance(action, a.Describe | a.MakeWay) or (isinstance(action, a.Ship) and action.form == ZERO)
+        if isinstance(action, a.Describe | a.CancelUpload)
+        or (isinstance(action, a.Upload) and action.form == ZERO)
     ]
 
 
-def on_shared(actions: Iterable[a.Action], tenure: LeaseStatus | None) -> list[a.Action]:
+def on_shared(actions: Iterable[a.Action], lease: LeaseStatus | None) -> list[a.Action]:
     """Return the plan without the other hosts' work; holds belong to one disk and are never made here."""
     wanted = list(actions)
-    if tenure is None:
+    if lease is None:
         return wanted
-    if not tenure.holds_lease:
+    if not lease.holds_lease:
         return without_lease(wanted)
     return [action for action in wanted if not isinstance(action, a.Hold)]
 
@@ -190,8 +191,8 @@ def gets_nothing(view: JobView, remote: RemoteView) -> SaveView | None:
 
 def is_committed_elsewhere(view: JobView, remote: RemoteView) -> bool:
     """Tell whether another node committed the form that this node is uploading to the remote."""
-    save = next((s for s in view.saves if s.id == remote.ships_save), None)
-    if save is None or remote.ships is None or not is_derived_remotely(save):
+    save = next((s for s in view.saves if s.id == remote.uploading_save_id), None)
+    if save is None or remote.uploading is None or not is_derived_remotely(save):
         return False
-    ours = save.save.tag, save.ship(remote.name, ZERO).generation, remote.ships
-    return remote.ships != ZERO and any((c.tag, c.generation, c.form) == ours for c in remote.commits)
+    ours = save.save.tag, save.upload(remote.name, ZERO).generation, remote.uploading
+    return remote.uploading != ZERO and any((c.tag, c.generation, c.form) == ours for c in remote.commits)

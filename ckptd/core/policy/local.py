@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.manifest import cells_of
-from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ShipState
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, UploadState
 from ckptd.core.model.save import best_named
 from ckptd.core.policy.permit import may_go_uncommitted, uncommitted_policy
 from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionVerdict, apply_policy
@@ -20,7 +20,7 @@ from ckptd.core.policy.view import CommitRef
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from ckptd.core.model.records import ShipRecord
+    from ckptd.core.model.records import UploadRecord
     from ckptd.core.model.save import Best, Order
     from ckptd.core.policy.view import JobView, RemoteView, SaveView
 
@@ -41,16 +41,16 @@ def newest(
 def is_committed(view: JobView, save: SaveView) -> bool:
     """Tell whether a save is committed on every required remote, of which there must be at least one."""
     required = [r.name for r in view.remotes if r.is_required]
-    return bool(required) and all(save.ship(r, ZERO).state is ShipState.COMMITTED for r in required)
+    return bool(required) and all(save.upload(r, ZERO).state is UploadState.COMMITTED for r in required)
 
 
-def was_committed(ships: Mapping[tuple[str, str], ShipRecord], required: Sequence[str]) -> bool:
+def was_committed(uploads: Mapping[tuple[str, str], UploadRecord], required: Sequence[str]) -> bool:
     """Tell whether every required remote committed the save, even if its retention deleted it since.
 
     Such a save needs no hold.
     """
-    done = (ShipState.COMMITTED, ShipState.RETIRED)
-    zero = [ships.get((name, ZERO)) for name in required]
+    done = (UploadState.COMMITTED, UploadState.DELETED)
+    zero = [uploads.get((name, ZERO)) for name in required]
     return bool(zero) and all(record is not None and record.state in done for record in zero)
 
 
@@ -92,14 +92,16 @@ def keep_local(view: JobView) -> LocalVerdicts:
             intact=view.intact[is_model_only],
         )
         for save in present:
-            fate = by_policy.get(str(save.id), {}).get(ZERO) or RetentionVerdict()
+            verdict = by_policy.get(str(save.id), {}).get(ZERO) or RetentionVerdict()
             is_safe, is_loose = save.id in safe, save.id in loose
-            zero[save.id] = fate.kept_for(*_protection(save, ground, is_committed=is_safe, is_loose=is_loose))
+            zero[save.id] = verdict.kept_for(
+                *_protection(save, ground, is_committed=is_safe, is_loose=is_loose)
+            )
         for save in (*present, *stepped) if view.local_retention.has_rung(UNIVERSAL) else ():
-            fate = by_policy.get(str(save.id), {}).get(UNIVERSAL) or RetentionVerdict()
-            if not fate.keeps and save.id in zero:  # what stays whole may yet have to leave it instead
-                fate = fate.kept_for(*zero[save.id].keeps)
-            universal[save.id] = fate
+            verdict = by_policy.get(str(save.id), {}).get(UNIVERSAL) or RetentionVerdict()
+            if not verdict.keeps and save.id in zero:  # what stays whole may yet have to leave it instead
+                verdict = verdict.kept_for(*zero[save.id].keeps)
+            universal[save.id] = verdict
     return LocalVerdicts(zero=zero, universal=universal)
 
 
@@ -121,8 +123,8 @@ def _by_policy(
     ) | mine
 
 
-def _uncommitted(fate: RetentionVerdict) -> RetentionVerdict:
-    return replace(fate, keeps=tuple(why for why in fate.keeps if why != NEWEST))
+def _uncommitted(verdict: RetentionVerdict) -> RetentionVerdict:
+    return replace(verdict, keeps=tuple(why for why in verdict.keeps if why != NEWEST))
 
 
 def _is_ready(save: SaveView) -> bool:
@@ -146,7 +148,7 @@ def dates_of(view: JobView) -> Dates:
 def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) -> PolicyFacts:
     """Return the facts of a save for the policy, dated by the last of its COMMITs on required remotes."""
     is_ready = _is_ready(save)
-    keys = ((name, save.ship(name, ZERO).commit_key or "") for name in required)
+    keys = ((name, save.upload(name, ZERO).commit_key or "") for name in required)
     times = [dates[key] for key in keys if key in dates]
     known = [at for at in times if at is not None]
     forms = {ZERO} if save.is_present else set()
@@ -159,7 +161,7 @@ def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) 
             score=score_of(view, save.save.best),
         ),
         forms=frozenset(forms | ({UNIVERSAL} if is_ready else set())),
-        standing=_ALONE if is_ready and save.stands_alone else frozenset(),
+        standing=_ALONE if is_ready and save.loads_alone else frozenset(),
     )
 
 
@@ -232,7 +234,7 @@ def best_here(view: JobView) -> str | None:
 
 def best_there(remote: RemoteView) -> str | None:
     """Return the tag that the newest COMMIT names as the best: only one node has the trainer's record."""
-    return best_named((c.order, c.names_best) for c in remote.commits)
+    return best_named((c.order, c.best_tag) for c in remote.commits)
 
 
 def _unread(view: JobView, present: Sequence[SaveView]) -> frozenset[int]:
@@ -245,7 +247,7 @@ def _unread(view: JobView, present: Sequence[SaveView]) -> frozenset[int]:
         return frozenset()
     read = {(r.name, c.key) for r in view.remotes if r.is_required for c in r.commits}
     names = [r.name for r in view.remotes if r.is_required]
-    return frozenset(s.id for s in parts if not {(n, s.ship(n, ZERO).commit_key) for n in names} <= read)
+    return frozenset(s.id for s in parts if not {(n, s.upload(n, ZERO).commit_key) for n in names} <= read)
 
 
 def _unproven_parts(view: JobView, present: Sequence[SaveView]) -> frozenset[int]:
@@ -255,8 +257,8 @@ def _unproven_parts(view: JobView, present: Sequence[SaveView]) -> frozenset[int
     sealed. Without a COMMIT the job must still be known to run on several nodes, and no save here may have
     been written by more ranks of the same grid than this one.
     """
-    done = (ShipState.COMMITTED, ShipState.RETIRED)
-    parts = [s for s in present if s.save.is_part and all(r.state not in done for r in s.ships.values())]
+    done = (UploadState.COMMITTED, UploadState.DELETED)
+    parts = [s for s in present if s.save.is_part and all(r.state not in done for r in s.uploads.values())]
     if not parts or not view.is_spread:
         return frozenset(s.id for s in parts)
     shares = {(_size_of(s), cells_of(s.save.files)) for s in present}
@@ -292,7 +294,7 @@ def commits_of(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:
     """Return the COMMITs of its ZeRO form on every required remote, and the supplements beside them."""
     refs: list[CommitRef] = []
     for remote in view.remotes:
-        record = save.ship(remote.name, ZERO)
+        record = save.upload(remote.name, ZERO)
         if remote.is_required and record.commit_key and record.commit_sha256:
             refs.append(CommitRef(remote=remote.name, key=record.commit_key, sha256=record.commit_sha256))
             refs += [CommitRef(remote=remote.name, key=s.key, sha256=s.sha256) for s in record.supplements]

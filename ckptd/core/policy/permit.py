@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.core.model.records import ZERO, ShipState
+from ckptd.core.model.records import ZERO, UploadState
 from ckptd.core.policy.view import CommitRef, Unuploaded
 
 if TYPE_CHECKING:
@@ -98,9 +98,9 @@ def _later(view: JobView, remote: RemoteView, save: SaveView) -> dict[tuple[str,
     after = save.order
     told: dict[tuple[str, Order], CommitRef] = {}
     for other in view.saves:
-        record = other.ship(remote.name, ZERO)
+        record = other.upload(remote.name, ZERO)
         is_same_kind = other.is_model_only == save.is_model_only and other.save.branch == save.save.branch
-        if is_same_kind and other.order > after and record.state is ShipState.COMMITTED:
+        if is_same_kind and other.order > after and record.state is UploadState.COMMITTED:
             ref = CommitRef(
                 remote=remote.name, key=record.commit_key or "", sha256=record.commit_sha256 or ""
             )

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core.model.records import UNIVERSAL, WEIGHTS, ZERO, DerivedState, ShipState
+from ckptd.core.model.records import UNIVERSAL, WEIGHTS, ZERO, DerivedState, UploadState
 from ckptd.core.policy.actions import (
     Action,
+    CancelUpload,
     Convert,
+    DeleteRemote,
     Describe,
     Drained,
     DropDerived,
     Hold,
-    MakeWay,
     Plan,
     PointUniversal,
     ReleaseHold,
-    Retire,
-    Ship,
     StopConverting,
-    Supplement,
+    Upload,
+    UploadLateFiles,
 )
-from ckptd.core.policy.deletion import deletable_saves, prune
+from ckptd.core.policy.deletion import deletable_saves, delete_local
 from ckptd.core.policy.derived_forms import (
     PRESSURE,
     is_converted_on_the_fly,
@@ -65,30 +65,36 @@ def plan(view: JobView) -> Plan:
         actions = [*_rest(view, local), *actions]
     elif view.is_paused:
         actions = _rest(view, local)
-        actions += [MakeWay(remote=r.name, reason="paused") for r in view.remotes if r.ships is not None]
+        actions += [
+            CancelUpload(remote=r.name, reason="paused") for r in view.remotes if r.uploading is not None
+        ]
     else:
-        loose = let_go(view, local.zero)
+        loose = deletable_uncommitted(view, local.zero)
         actions += _holds(view, loose, is_enough=next_to_evict(view, local) is not None)
         moves = [action for remote in view.remotes for action in _ship(view, remote, loose)]
         # a remote does one thing at a time: a new ZeRO form comes before what removes, all else after it, so
-        # that a link which is never idle, or a remote that is full, still lets go of what is due
-        first = {m.remote for m in moves if isinstance(m, Ship) and _comes_before_removals(view, m)}
+        # that a link which is never idle, or a remote that is full, still loses what is due
+        first = {m.remote for m in moves if isinstance(m, Upload) and _comes_before_removals(view, m)}
         removals = [action for action in _retire(view, remote_fates) if action.remote not in first]
         removing = {action.remote for action in removals}
-        actions += [m for m in moves if not (isinstance(m, Ship | Supplement) and m.remote in removing)]
+        actions += [
+            m for m in moves if not (isinstance(m, Upload | UploadLateFiles) and m.remote in removing)
+        ]
         actions += _convert(view, local)
         actions += keep_derived(view, local)
-        actions += prune(view, local.zero)
+        actions += delete_local(view, local.zero)
         actions += removals
-    actions = on_shared(actions, view.tenure)
-    return Plan(actions=tuple(actions), local_fates=local.zero, remote_fates=remote_fates, drained=drained)
+    actions = on_shared(actions, view.lease)
+    return Plan(
+        actions=tuple(actions), local_verdicts=local.zero, remote_verdicts=remote_fates, drained=drained
+    )
 
 
-def _comes_before_removals(view: JobView, move: Ship) -> bool:
+def _comes_before_removals(view: JobView, move: Upload) -> bool:
     if move.form != ZERO:
         return False
     save = next(s for s in view.saves if s.id == move.save_id)
-    return save.ship(move.remote, ZERO).state is not ShipState.FAILED
+    return save.upload(move.remote, ZERO).state is not UploadState.FAILED
 
 
 def _rest(view: JobView, local: LocalVerdicts) -> list[Action]:
@@ -130,47 +136,50 @@ def _counting(view: JobView) -> list[RemoteView]:
 
 def _open(view: JobView, remote: RemoteView) -> list[SaveView]:
     """Complete here and not committed there, newest first: also what nothing can be done about."""
-    done = (ShipState.COMMITTED, ShipState.RETIRED)
+    done = (UploadState.COMMITTED, UploadState.DELETED)
     return [
         s
         for s in sorted(view.saves, key=lambda s: s.order, reverse=True)
         if ZERO in remote.forms
         and (s.is_intact or s.is_held)
-        and s.ship(remote.name, ZERO).state not in done
+        and s.upload(remote.name, ZERO).state not in done
         and is_to_upload(view, s)
     ]
 
 
 def _course(view: JobView, drain: Drain, remote: RemoteView) -> DrainSchedule:
-    willing = [s for s in _open(view, remote) if s.ship(remote.name, ZERO).state is not ShipState.REFUSED]
+    willing = [s for s in _open(view, remote) if s.upload(remote.name, ZERO).state is not UploadState.REFUSED]
     return plan_drain(view, drain, remote, willing)
 
 
 def _on_course(view: JobView, remote: RemoteView, order: Sequence[tuple[SaveView, str]]) -> list[Action]:
-    """Go on with what is first, or make way for it."""
+    """Go on with what is first, or cancel what is under way for it."""
     if not remote.is_attached:
         return []
     first = next(((s, form) for s, form in order if _is_under_way_or_due(view, s, remote, form)), None)
-    if remote.ships is not None:
-        is_right = first is not None and (first[0].id, first[1]) == (remote.ships_save, remote.ships)
-        return [] if is_right else [MakeWay(remote=remote.name, reason="draining")]
-    if remote.is_shipping or first is None:
+    if remote.uploading is not None:
+        is_right = first is not None and (first[0].id, first[1]) == (
+            remote.uploading_save_id,
+            remote.uploading,
+        )
+        return [] if is_right else [CancelUpload(remote=remote.name, reason="draining")]
+    if remote.is_busy or first is None:
         return []
     return [_ship_or_describe(view, first[0], remote, first[1], is_streamed=first[1] != ZERO)]
 
 
 def _is_under_way_or_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
-    if (remote.ships_save, remote.ships) == (save.id, form):
+    if (remote.uploading_save_id, remote.uploading) == (save.id, form):
         return True
     may_be_made = form == ZERO or (is_converted_on_the_fly(view, save, form) and ZERO in remote.forms)
     return may_be_made and _is_due(view, save, remote, form)
 
 
-def let_go(view: JobView, fates: dict[int, RetentionVerdict]) -> frozenset[int]:
+def deletable_uncommitted(view: JobView, verdicts: dict[int, RetentionVerdict]) -> frozenset[int]:
     """Uncommitted ones that are about to be removed (`unuploaded`): neither held nor sent any more."""
     if view.unuploaded == "keep" or not view.may_delete or unobserved_remotes(view):
         return frozenset()
-    return frozenset(s.id for s in deletable_saves(view, fates) if not is_committed(view, s))
+    return frozenset(s.id for s in deletable_saves(view, verdicts) if not is_committed(view, s))
 
 
 def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Action]:
@@ -217,7 +226,7 @@ def _is_open(view: JobView, save: SaveView) -> bool:
 
 def _was_committed(view: JobView, save: SaveView) -> bool:
     required = [r.name for r in view.remotes if r.is_required]
-    return was_committed(save.ships, required)
+    return was_committed(save.uploads, required)
 
 
 def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Action]:
@@ -227,20 +236,20 @@ def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Acti
     newest_first = sorted(view.saves, key=lambda s: s.order, reverse=True)
     waiting = (s for s in newest_first if s.id not in loose and _is_zero_due(view, s, remote))
     zero = next(waiting, None)
-    if remote.is_shipping:
-        if zero is not None and remote.ships not in (None, ZERO):
-            return [MakeWay(remote=remote.name)]
+    if remote.is_busy:
+        if zero is not None and remote.uploading not in (None, ZERO):
+            return [CancelUpload(remote=remote.name)]
         if is_committed_elsewhere(view, remote):
-            return [MakeWay(remote=remote.name, reason="another node was faster")]
+            return [CancelUpload(remote=remote.name, reason="another node was faster")]
         return []
     if zero is not None:
         return [_ship_or_describe(view, zero, remote, ZERO)]
     whole = (s for s in newest_first if s.is_intact and not s.is_busy)
     late = (
-        s for s in whole if s.lacking.get(remote.name) and (s.id, remote.name) not in view.not_to_supplement
+        s for s in whole if s.lacking.get(remote.name) and (s.id, remote.name) not in view.not_to_upload_late
     )
     if (save := next(late, None)) is not None:
-        return [Supplement(save_id=save.id, remote=remote.name, files=save.lacking[remote.name])]
+        return [UploadLateFiles(save_id=save.id, remote=remote.name, files=save.lacking[remote.name])]
     for form in (UNIVERSAL, *WEIGHTS):
         for save in to_derive(view, remote, form) if form in remote.forms else ():
             is_here = save.derived(form).state is DerivedState.READY
@@ -257,8 +266,8 @@ def _is_zero_due(view: JobView, save: SaveView, remote: RemoteView) -> bool:
 def _is_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
     if form not in remote.forms:
         return False
-    record = save.ship(remote.name, form)
-    is_open = record.state in (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
+    record = save.upload(remote.name, form)
+    is_open = record.state in (UploadState.NEW, UploadState.FAILED, UploadState.WAITING)
     return is_open and view.now_seconds >= record.retry_at_seconds
 
 
@@ -266,11 +275,11 @@ def _ship_or_describe(
     view: JobView, save: SaveView, remote: RemoteView, form: str, *, is_streamed: bool = False
 ) -> Action:
     answer = view.generations.get((save.id, remote.name, form))
-    record = save.ship(remote.name, form)
+    record = save.upload(remote.name, form)
     attempt = answer.attempt if answer else record.attempt
     if form != ZERO and ZERO in remote.forms:
         zero = view.generations.get((save.id, remote.name, ZERO))
-        known = save.ship(remote.name, ZERO).generation or (zero.generation if zero else None)
+        known = save.upload(remote.name, ZERO).generation or (zero.generation if zero else None)
         if known is None and save.save.tag in remote.known_tags:
             return Describe(remote=remote.name, tag=save.save.tag, save_id=save.id, form=ZERO)
         generation = known or 1
@@ -278,7 +287,7 @@ def _ship_or_describe(
         return Describe(remote=remote.name, tag=save.save.tag, save_id=save.id, form=form)
     else:
         generation = answer.generation if answer else 1
-    return Ship(
+    return Upload(
         save_id=save.id,
         remote=remote.name,
         form=form,
@@ -302,8 +311,8 @@ def _convert(view: JobView, local: LocalVerdicts) -> list[Action]:
     candidates = sorted(whole, key=lambda s: s.order, reverse=True)
     candidates = [s for s in candidates if s.is_adopted or not s.was_found_first or s is candidates[0]]
     if not view.disk.can_clone:
-        newest, fates = candidates[:1], local.zero
-        candidates = newest + [s for s in candidates[1:] if kept_until_converted(s, fates.get(s.id))]
+        newest, verdicts = candidates[:1], local.zero
+        candidates = newest + [s for s in candidates[1:] if kept_until_converted(s, verdicts.get(s.id))]
     due = [s for s in candidates if is_open(s.universal, view.now_seconds)]
     for save in worth_creating(view, local, due) if due else ():
         cost_bytes = 0 if view.disk.can_clone else save.save.total_bytes
@@ -313,26 +322,26 @@ def _convert(view: JobView, local: LocalVerdicts) -> list[Action]:
     return []
 
 
-def _retire(view: JobView, fates: dict[tuple[str, str], RetentionVerdict]) -> list[Retire]:
+def _retire(view: JobView, verdicts: dict[tuple[str, str], RetentionVerdict]) -> list[DeleteRemote]:
     """Remote retention, one COMMIT per remote and turn: derived forms of what goes, then the zero form."""
     if view.is_first_scan or not view.may_delete:
         return []
-    actions: list[Retire] = []
+    actions: list[DeleteRemote] = []
     for remote in view.remotes:
-        if not remote.is_attached or remote.is_shipping or remote.retirements_left <= 0:
+        if not remote.is_attached or remote.is_busy or remote.deletions_left <= 0:
             continue
-        willing = commits_to_delete(view, remote, fates)
+        willing = commits_to_delete(view, remote, verdicts)
         if not willing:
             continue
         first = min(willing, key=lambda c: (c.branch, c.step, c.save_seq, c.form == ZERO))
-        fate = fates[remote.name, first.key]
-        instead = next((c for c in remote.commits if _stays_instead(first, c, fate.instead)), None)
-        if instead is None and fate.instead is not None:
+        verdict = verdicts[remote.name, first.key]
+        instead = next((c for c in remote.commits if _stays_instead(first, c, verdict.instead)), None)
+        if instead is None and verdict.instead is not None:
             continue
-        reason = f"{fate.goes} of {remote.name}"
-        counted = tuple(c.sha256 for c in remote.commits if fates[remote.name, c.key].keeps)
+        reason = f"{verdict.goes} of {remote.name}"
+        counted = tuple(c.sha256 for c in remote.commits if verdicts[remote.name, c.key].keeps)
         actions.append(
-            Retire(remote=remote.name, commit=first, reason=reason, instead=instead, counted=counted)
+            DeleteRemote(remote=remote.name, commit=first, reason=reason, instead=instead, counted=counted)
         )
     return actions
 

@@ -57,7 +57,7 @@ class Generation:
                 score=score_of(view, best),
             ),
             forms=frozenset(self.commits),
-            standing=frozenset(form for form, c in self.commits.items() if c.stands_alone),
+            standing=frozenset(form for form, c in self.commits.items() if c.loads_alone),
         )
 
 
@@ -83,7 +83,7 @@ def is_configured_otherwise(view: JobView, remote: RemoteView) -> bool:
 
 
 def commits_to_delete(
-    view: JobView, remote: RemoteView, fates: Mapping[tuple[str, str], RetentionVerdict]
+    view: JobView, remote: RemoteView, verdicts: Mapping[tuple[str, str], RetentionVerdict]
 ) -> list[RemoteCommit]:
     """Return the COMMITs that this node may delete from the remote: nothing keeps them there.
 
@@ -91,10 +91,10 @@ def commits_to_delete(
     """
     if not remote.retention.deletes or is_configured_otherwise(view, remote):
         return []
-    gone = [c for c in remote.commits if not fates[remote.name, c.key].keeps]
+    gone = [c for c in remote.commits if not verdicts[remote.name, c.key].keeps]
     if len(gone) == len(remote.commits):
         return []
-    willing = (c for c in gone if (remote.name, c.sha256) not in view.not_to_retire)
+    willing = (c for c in gone if (remote.name, c.sha256) not in view.not_to_delete_remotely)
     return [c for c in willing if is_elected_deleter(view, remote.name, c)]
 
 
@@ -104,7 +104,7 @@ def is_elected_deleter(view: JobView, remote: str, commit: RemoteCommit) -> bool
     This saves requests, it is not for safety: each reads what it needs and finishes what another began (ADR
     0105). The elected node waits a minute too: the others need that COMMIT for deletions on their disks.
     """
-    if len(commit.nodes) < 2 or not view.node or view.tenure is not None:
+    if len(commit.nodes) < 2 or not view.node or view.lease is not None:
         return True  # of a shared directory the lease says whose turn it is
     earlier = _earlier(commit.sha256, commit.nodes, view.node)
     since = view.due_since_seconds.get((remote, commit.key), view.now_seconds)
@@ -132,10 +132,10 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], RetentionVerdict]:
         best = (newest_word, best_there(remote))
         generations = generations_of(remote)
         # orders may differ once the journal was lost, what a save is committed as does not
-        claimed = {s.ship(remote.name, ZERO).commit_key for s in present}
+        claimed = {s.upload(remote.name, ZERO).commit_key for s in present}
         # what is not settled may turn out to be what a COMMIT of its tag lists (a note written over makes
         # another save of the same shards), and what retention deleted is never uploaded again
-        unsettled = {s.save.tag for s in present if s.ship(remote.name, ZERO).state not in SETTLED}
+        unsettled = {s.save.tag for s in present if s.upload(remote.name, ZERO).state not in SETTLED}
         unclear = view.unsealed_tags | (unsettled if ZERO in remote.forms else set())
         for is_model_only in (False, True):
             mine = [g for g in generations if g.leader.is_model_only == is_model_only]

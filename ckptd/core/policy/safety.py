@@ -48,7 +48,7 @@ def unsent(view: JobView) -> tuple[str, ...]:
     """Whole here, not committed, and left to `ckptd adopt`: newest first."""
     required = [r.name for r in view.remotes if r.is_required]
     whole = (s for kind in view.intact.values() for s in kind)
-    left = [s for s in whole if not is_to_upload(view, s) and not was_committed(s.ships, required)]
+    left = [s for s in whole if not is_to_upload(view, s) and not was_committed(s.uploads, required)]
     return tuple(s.save.tag for s in sorted(left, key=lambda s: s.order, reverse=True))
 
 
@@ -89,7 +89,7 @@ def _is_newer(view: JobView, save: SaveView, safe: RemoteCommit | None) -> bool:
     if save.order > safe.order:
         return not is_committed(view, save)
     required = [r.name for r in view.remotes if r.is_required]
-    return is_in_doubt(view, save) and is_to_upload(view, save) and not was_committed(save.ships, required)
+    return is_in_doubt(view, save) and is_to_upload(view, save) and not was_committed(save.uploads, required)
 
 
 def steps_at_risk(view: JobView, save: SaveView) -> int:

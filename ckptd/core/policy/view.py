@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from ckptd.core.model.records import UNIVERSAL, DerivedRecord, ShipRecord
+from ckptd.core.model.records import UNIVERSAL, DerivedRecord, UploadRecord
 from ckptd.core.model.save import Best, Order, SealedFile, SealedSave
 from ckptd.core.policy.retention import RetentionPolicy
 
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckptd.core.model.listing import ResumeMarker
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-from typing import Literal
 
 BEGUN_FACTOR = 1.25
 """What is under way stays while it would be late by no more than this: an estimate wanders."""
@@ -60,7 +53,7 @@ class Drain:
         """At the speed of the link, which must be known; what is under way is given some patience."""
         whole = save.save.total_bytes * WEIGHTS_SHARE.get(form, 1.0)
         seconds = self.left_bytes.get((save.id, remote.name, form), whole) / self.speeds[remote.name]
-        is_begun = (remote.ships_save, remote.ships) == (save.id, form)
+        is_begun = (remote.uploading_save_id, remote.uploading) == (save.id, form)
         return seconds / BEGUN_FACTOR if is_begun else seconds
 
 
@@ -103,8 +96,8 @@ _NOT_MADE = DerivedRecord()
 
 
 @cache
-def _new_record(remote: str, form: str) -> ShipRecord:
-    return ShipRecord(remote=remote, form=form)
+def _new_record(remote: str, form: str) -> UploadRecord:
+    return UploadRecord(remote=remote, form=form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +123,11 @@ class SaveView:
     """Derived files that our `resume` put in: they go with the folder."""
     is_held: bool = False
     is_busy: bool = False
-    """Being read by a worker (shipped, converted, cloned)."""
+    """Being read by a worker (uploaded, converted, cloned)."""
     is_pinned: bool = False
     is_pruned: bool = False
-    """We let the folder go, under a permit; what was derived from it may stay (docs/adr/0094)."""
-    ships: Mapping[tuple[str, str], ShipRecord] = field(default_factory=dict)
+    """We deleted the folder, under a permit; what was derived from it may stay (docs/adr/0094)."""
+    uploads: Mapping[tuple[str, str], UploadRecord] = field(default_factory=dict)
     universal: DerivedRecord = field(default_factory=DerivedRecord)
     weights: Mapping[str, DerivedRecord] = field(default_factory=dict)
     """By form; what is known of making them, for they lie nowhere here."""
@@ -155,7 +148,7 @@ class SaveView:
         return not self.save.grid.is_model_only and not self.save.is_part
 
     @property
-    def stands_alone(self) -> bool:
+    def loads_alone(self) -> bool:
         """Tell whether the universal form loads alone; trainers' layouts have files beside it (ADR 0050)."""
         return self.save.roots == ("",)
 
@@ -163,9 +156,9 @@ class SaveView:
         """Return the record of a derived form on this node."""
         return self.universal if form == UNIVERSAL else self.weights.get(form) or _NOT_MADE
 
-    def ship(self, remote: str, form: str) -> ShipRecord:
+    def upload(self, remote: str, form: str) -> UploadRecord:
         """Return the record of an upload, or a new one."""
-        known = self.ships.get((remote, form))
+        known = self.uploads.get((remote, form))
         return known if known is not None else _new_record(remote, form)
 
 
@@ -185,9 +178,9 @@ class RemoteCommit:
     committed_at_seconds: float | None = None
     """Unix time that the COMMIT carries; None: it carries none that can be read."""
     best: Best | None = None
-    names_best: str | None = None
+    best_tag: str | None = None
     """The tag that its trainer called the best so far."""
-    stands_alone: bool = True
+    loads_alone: bool = True
     """It can be used when the other forms of its generation are gone."""
     config_digest: str = ""
     """Of all nodes whose manifests it rests on; empty: they disagree."""
@@ -208,19 +201,19 @@ class RemoteView:
     forms: tuple[str, ...]
     is_attached: bool
     """There, ours, observed, and not backing off."""
-    is_shipping: bool
-    """Its one mover (ship or retire) is busy, or left alone for a while."""
+    is_busy: bool
+    """Its one transfer (an upload or a deletion) is under way, or none is tried for a while."""
     was_heard: bool = True
     """Observed since the start: what people decided on other nodes before that is known."""
-    ships: str | None = None
-    """The form that the mover ships just now."""
-    ships_save: int | None = None
+    uploading: str | None = None
+    """The form that is being uploaded."""
+    uploading_save_id: int | None = None
     """Of which save."""
     commits: tuple[RemoteCommit, ...] = ()
     known_tags: frozenset[str] = frozenset()
-    """Tags with commits, tombstones or manifests: must be described before they are shipped."""
+    """Tags with commits, tombstones or manifests: must be described before they are uploaded."""
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
-    retirements_left: int = 3
+    deletions_left: int = 3
     """Its own hourly limit: each save brings one removal to each remote (adr/0127)."""
 
 
@@ -284,12 +277,12 @@ class JobView:
     is_higher_better: bool = False
     pinned_tags: frozenset[str] = frozenset()
     """Whether a save of the tag is on this node or not."""
-    not_to_prune: frozenset[int] = frozenset()
-    """Ids of saves whose removal from this node failed a short while ago."""
-    not_to_supplement: frozenset[tuple[int, str]] = frozenset()
+    not_to_delete: frozenset[int] = frozenset()
+    """Ids of saves whose deletion from this node failed a short while ago."""
+    not_to_upload_late: frozenset[tuple[int, str]] = frozenset()
     """(save id, remote) whose late files that remote did not take a short while ago, though it works."""
-    not_to_retire: frozenset[tuple[str, str]] = frozenset()
-    """(remote, digest) of COMMITs that the remote would not let go a short while ago."""
+    not_to_delete_remotely: frozenset[tuple[str, str]] = frozenset()
+    """(remote, digest) of COMMITs that the remote refused to delete a short while ago."""
     drain: Drain | None = None
     """The node is about to go; comes before a pause."""
     config_digest: str = ""
@@ -298,7 +291,7 @@ class JobView:
     """This node's name."""
     due_since_seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """(remote, COMMIT key) → since when nothing has kept it here; monotonic."""
-    tenure: LeaseStatus | None = None
+    lease: LeaseStatus | None = None
     """save_dir is shared by hosts (adr/0110); None: it is this host's alone."""
     is_spread: bool = False
     """Other nodes of this run are known, which may hold the rest of a part."""

@@ -16,34 +16,18 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ckptd.base import files
 from ckptd.base.owned_dirs import opened_ours
-from ckptd.core.completeness.judge import State
-from ckptd.core.model.records import SETTLED, ZERO, ShipState
-from ckptd.core.policy.planner import open_saves
-from ckptd.core.policy.safety import unsent
-from ckptd.core.policy.view import Drain
-from ckptd.daemon.intake.symlinked import linked_here
-from ckptd.daemon.uploads.session import STILL_SECONDS
 from ckptd.errors import CkptdError, RefusedError
-from ckptd.observe.status import DrainStatus, PauseStatus, all_committed, rfc3339
+from ckptd.observe.status import PauseStatus, rfc3339
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.uploads.job_record import JobRecord
 
 log = logging.getLogger("ckptd.control")
 
 FOLDER = "control"
 PAUSE, DRAIN = "pause.json", "drain.json"
 _LIMIT_BYTES = 64 << 10
-BUSY_FRACTION = 0.1
-"""Transfers move at this fraction while a save is in flight (P11)."""
-TOLD_SECONDS = 600.0
-"""How long after its deadline status tells how a drain ended."""
-MEASURED_SECONDS = 1.0
-"""An upload that has run for so long gives a first estimate; a drain cannot wait for a better one."""
 
 
 class PauseFile(BaseModel):
@@ -76,7 +60,9 @@ def write_control(state_dir: Path, name: str, document: BaseModel) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Drain:
+class DrainRequest:
+    """Record the drain that was asked for last."""
+
     asked_at_unix: float
     deadline_unix: float
     deadline_seconds: float
@@ -90,7 +76,7 @@ class Control:
 
     def __init__(self) -> None:
         self.pause: PauseFile | None = None
-        self._drain: _Drain | None = None
+        self.drain: DrainRequest | None = None
         self._read: dict[str, tuple[int, int]] = {}
         self._unread: dict[str, tuple[int, int]] = {}
 
@@ -148,7 +134,7 @@ class Control:
     def begin_drain(self, seconds: float, *, passed_seconds: float = 0.0) -> None:
         """From now on, or from `passed_seconds` ago."""
         asked_at, now = time.time() - passed_seconds, time.monotonic()
-        self._drain = _Drain(
+        self.drain = DrainRequest(
             asked_at_unix=asked_at,
             deadline_unix=asked_at + seconds,
             deadline_seconds=now + seconds - passed_seconds,
@@ -160,10 +146,10 @@ class Control:
         """Tell whether a drain lasts: until its deadline, even when all is done, since later saves belong to
         it.
         """
-        return self._drain is not None and time.monotonic() < self._drain.deadline_seconds
+        return self.drain is not None and time.monotonic() < self.drain.deadline_seconds
 
     @property
-    def rests(self) -> bool:
+    def is_resting(self) -> bool:
         """Conversions and the slow reading stand still."""
         return self.is_draining or self.pause is not None
 
@@ -173,191 +159,8 @@ class Control:
         is_unread = any(self._read.get(name) != version for name, version in self._unread.items())
         return 1.0 if self.is_draining or is_unread else 3600.0
 
-    def pace(self, job: JobRecord) -> None:
-        """Make way for a save in flight (P11), in this job or on its disk, and for what a person asked."""
-        if job.state is None:
-            return
-        job.chores.pace(is_resting=self._is_beside_save(job) or self.rests)
-        for link in job.links.values():
-            link.pace(BUSY_FRACTION if self.makes_way(job) else 1.0)
-
-    def makes_way(self, job: JobRecord) -> bool:
-        """Tell whether transfers slow down for a save in flight; during a drain they never do."""
-        return self._is_beside_save(job) and not self.is_draining
-
-    @staticmethod
-    def _is_beside_save(job: JobRecord) -> bool:
-        return job.state is not None and (bool(job.state.folders.in_flight) or job.way.is_taken(job))
-
-    # --- for the planner and for status ----------------------------------------------------------------
-
-    def drain_view(self, job: JobRecord, state: JobState) -> Drain | None:
-        """Build the planner's input for the drain under way; None: there is none."""
-        if self._drain is None or not self.is_draining:
-            return None
-        names = list(job.links)
-        speeds = {name: speed for name in names if (speed := _speed(job, state, name))}
-        left = {
-            (save_id, name, ZERO): _left_bytes(state, save_id, name)
-            for save_id, ships in state.uploads.records.items()
-            for name in names
-            if save_id in state.saves.rows and (name, ZERO) in ships
-        }
-        left |= {
-            key: max(0, moving.total_bytes - moving.done_bytes)
-            for key, moving in state.uploads.progress.items()
-        }
-        return Drain(
-            seconds_left=self._drain.deadline_seconds - time.monotonic(), speeds=speeds, left_bytes=left
-        )
-
     def pause_status(self) -> PauseStatus | None:
         """For status.json."""
         if self.pause is None:
             return None
         return PauseStatus(since=rfc3339(self.pause.at_unix_seconds), by=self.pause.by)
-
-    def drain_status(self, job: JobRecord, state: JobState) -> DrainStatus | None:
-        """For status.json, until some minutes after the deadline."""
-        if self._drain is None or time.monotonic() > self._drain.deadline_seconds + TOLD_SECONDS:
-            return None
-        if not self.is_draining and _newest_seen_at(state) > self._drain.deadline_unix:
-            return None  # it is over, and what was saved since is none of its business
-        told = state.plan.drained if state.plan is not None else None
-        linked, left, refused = linked_here(job), missing_after(job), refused_here(job)
-        is_rest_done = is_drained(job) or (bool(left) and set(left) <= set(refused))
-        return DrainStatus(
-            asked_at=rfc3339(self._drain.asked_at_unix),
-            deadline_at=rfc3339(self._drain.deadline_unix),
-            is_done=is_drained(job) and not linked,
-            missing=(*(told.missing if told is not None else missing_after(job)), *linked),
-            late=told.late if told is not None else (),
-            refused=(*refused, *(linked if is_rest_done else ())),
-            unsent=unsent_here(job),
-            stalled=self.stalled([job]),
-        )
-
-    def stalled(self, jobs: Sequence[JobRecord]) -> tuple[str, ...]:
-        """Remotes that the drain need not wait for; a remote that was cut just before gets its next try."""
-        is_young = self._drain is None or time.monotonic() - self._drain.begun_seconds < STILL_SECONDS
-        return stalled_drain(jobs) if self.is_draining and not is_young else ()
-
-
-def _newest_seen_at(state: JobState) -> float:
-    """When the newest save was first seen (Unix), whole or not."""
-    seen = [row.seen_at for row in state.saves.rows.values()]
-    return max([*seen, *(quiet.first_seen_unix for quiet in state.folders.quiet.values())], default=0.0)
-
-
-def missing_after(job: JobRecord) -> tuple[str, ...]:
-    """When the deadline has passed and the job goes on as ever: what still is not committed."""
-    return tuple(save.save.tag for save in open_saves(job.view)) if job.view is not None else ()
-
-
-def unsent_here(job: JobRecord) -> tuple[str, ...]:
-    """Return the tags that are complete here and not committed because `backfill` excludes them."""
-    return unsent(job.view) if job.view is not None else ()
-
-
-def drained_words(jobs: Sequence[JobRecord]) -> str:
-    """Describe the result of a finished drain of these jobs in one line."""
-    linked = [tag for job in jobs for tag in linked_here(job)]
-    but = f"; not {', '.join(linked)}: `ckptd status` says why" if linked else ""
-    return all_committed(sum(len(unsent_here(job)) for job in jobs)) + but
-
-
-def drain_code(jobs: Sequence[JobRecord]) -> int:
-    """Return the exit code of a finished drain.
-
-    0: everything is committed; 1: some of it cannot be committed as it is; 3: the time ran out.
-    """
-    if all(is_drained(job) for job in jobs):
-        return 1 if any(linked_here(job) for job in jobs) else 0
-    return 1 if any(refused_here(job) for job in jobs) else 3
-
-
-def refused_here(job: JobRecord) -> tuple[str, ...]:
-    """Return the tags that are not committed and that no attempt will commit, since their files are
-    damaged.
-    """
-    if job.view is None:
-        return ()
-    names = [remote.name for remote in job.view.remotes if ZERO in remote.forms]
-    return tuple(
-        save.save.tag
-        for save in open_saves(job.view)
-        if any(save.ship(name, ZERO).state is ShipState.REFUSED for name in names)
-    )
-
-
-def is_drained(job: JobRecord) -> bool:
-    """All that is complete here is committed, and nothing is about to be complete."""
-    state = job.state
-    if state is None:
-        return job.turns > 1
-    if state.is_first_scan or job.needs_turn or state.plan is None or job.view is None:
-        return False
-    return not missing_after(job) and not _about_to_be_complete(job, state)
-
-
-def _about_to_be_complete(job: JobRecord, state: JobState) -> bool:
-    """A save that its writer still writes, or that is looked at; one that has gone quiet never will be."""
-    patience = max(10.0, 2 * job.config.settle_seconds)
-    now = time.monotonic()
-    for tag, verdict in state.folders.verdicts.items():
-        if verdict.state is State.UNKNOWN:
-            return True
-        if verdict.state is State.COMPLETE and state.saves.of_tag(tag) is None:
-            return True
-        quiet = state.folders.quiet.get(tag)
-        is_moving = verdict.state in (State.SAVING, State.RESAVING)
-        if is_moving and (quiet is None or now - quiet.since_seconds < patience):
-            return True
-    return False
-
-
-def stalled_drain(jobs: Sequence[JobRecord]) -> tuple[str, ...]:
-    """Remotes that a drain need not wait for: all that is left waits for them, and no byte moves anywhere.
-
-    A hung mount, whose child nothing ends: the machine that is to go would wait for the whole deadline.
-    """
-    found: set[str] = set()
-    for job in jobs:
-        if any(link.is_moving for link in job.links.values()):
-            return ()
-        lacking = _lacking(job)
-        if not all(job.links[name].is_stalled for name in lacking):
-            return ()
-        if not lacking and not is_drained(job) and not refused_here(job):
-            return ()
-        found |= lacking
-    return tuple(sorted(found))
-
-
-def _lacking(job: JobRecord) -> set[str]:
-    """Required remotes, or all where none is, to which a checkpoint that is complete here is still to go."""
-    if job.view is None:
-        return set()
-    counting = [r for r in job.view.remotes if r.is_required and ZERO in r.forms] or job.view.remotes
-    return {
-        remote.name
-        for remote in counting
-        for save in open_saves(job.view)
-        if ZERO in remote.forms and save.ship(remote.name, ZERO).state not in SETTLED
-    }
-
-
-def _speed(job: JobRecord, state: JobState, name: str) -> float | None:
-    """Return the upload speed to a remote in bytes/s, at most the configured limit; None: not known.
-
-    The upload under way is measured once it has run long enough; before that the last finished one counts.
-    """
-    measured = state.uploads.running_speed(name, MEASURED_SECONDS) or state.uploads.speeds.get(name)
-    limit = job.links[name].bytes_per_second
-    return min(measured, limit) if measured and limit else measured or limit
-
-
-def _left_bytes(state: JobState, save_id: int, name: str) -> int:
-    total = state.saves.rows[save_id].save.total_bytes
-    done = sum(row.flushed_bytes for row in state.journal.objects(save_id, name, ZERO))
-    return max(0, total - done)

@@ -14,7 +14,7 @@ from ckptd.convert import options as convert_options
 from ckptd.convert.engine.staging import partial_name
 from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.actions.convert import PLACE, Signals, make_universal
-from ckptd.daemon.actions.prune import LocalDeleter
+from ckptd.daemon.actions.local_deletion import LocalDeleter
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads.requests import hold_name
 from ckptd.errors import (
@@ -27,7 +27,7 @@ from ckptd.errors import (
     UsageError,
     from_os_error,
 )
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 from ckptd.storage.local import clones, fs
 from ckptd.storage.local.scan import read_pointer
 
@@ -70,7 +70,7 @@ class LocalActions:
         self._conversion_bytes = conversion_bytes
         self._wake = wake
         self.signals = Signals()
-        self.pruner = LocalDeleter(state, audit, self._in_worker, wake, config.trainer)
+        self.deleter = LocalDeleter(state, audit, self._in_worker, wake, config.trainer)
         self._dropping: set[int] = set()
         self._releasing: set[int] = set()
 
@@ -107,7 +107,7 @@ class LocalActions:
             if isinstance(error, RefusedError):
                 state.holds.set_can_clone(can_clone=False)
             state.holds.note_failed(row.id)
-            log.warning("holding %s: %s", row.save.tag, error, extra=doing("hold", row.save.tag))
+            log.warning("holding %s: %s", row.save.tag, error, extra=line_fields("hold", row.save.tag))
 
         self._in_worker(
             f"holding {row.save.tag}",
@@ -151,7 +151,7 @@ class LocalActions:
 
     def _not_removed(self, what: str, error: CkptdError) -> None:
         log.warning("%s: %s", what, error)
-        self.pruner.later()
+        self.deleter.later()
 
     # --- the universal form ----------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class LocalActions:
             tag,
             record.layout,
             record.bytes / 1e6,
-            extra=doing("convert", tag),
+            extra=line_fields("convert", tag),
         )
         self._wake()
 
@@ -229,7 +229,7 @@ class LocalActions:
             update["tries"] = derived.tries + 1
             update["retry_at_seconds"] = time.monotonic() + backoff_seconds(derived.tries + 3)
         state.saves.put_derived(save_id, derived.model_copy(update=update))
-        log.warning("converting %s: %s", tag, error, extra=doing("convert", tag))
+        log.warning("converting %s: %s", tag, error, extra=line_fields("convert", tag))
         self._wake()
 
     def stop_converting(self, action: StopConverting) -> None:

@@ -97,7 +97,7 @@ def _is_paused(view: JobView, state: JobState) -> bool:
 
 def _beside(job: WatchedJob, now: float) -> list[tuple[WatchedJob, JobState, Pace]]:
     """Other jobs of this daemon on the same disk, as far as they are looked at: those that go on saving."""
-    others = ((other, other.state) for other in cast("list[WatchedJob]", job.way.beside(job)))
+    others = ((other, other.state) for other in cast("list[WatchedJob]", job.disk_yield.jobs_beside(job)))
     looked_at = [(o, state) for o, state in others if state is not None and o.view is not None]
     paces = [(other, state, pace_of(_saves(other, state), now)) for other, state in looked_at]
     return [(other, state, pace) for other, state, pace in paces if pace is not None]
@@ -129,8 +129,8 @@ def _link(job: WatchedJob, state: JobState) -> float | None:
     One that was not measured since the start counts as fast enough: what is told then fills the disk in any
     case, and the slowness of a link that nobody knows frightens nobody after each restart.
     """
-    required = [job.links[remote.name] for remote in job.config.remotes if remote.required]
-    if not required or any(link.is_away or link.left_alone for link in required):
+    required = [job.sessions[remote.name] for remote in job.config.remotes if remote.required]
+    if not required or any(session.is_away or session.left_alone for session in required):
         return None
     return link_speed(job, state) or math.inf
 
@@ -145,9 +145,9 @@ def _written_bytes(state: JobState) -> int:
 def _left_bytes(view: JobView, state: JobState) -> int | None:
     """What the slowest required remote still has to take of the ZeRO form under way; None: there is none."""
     keys = [
-        (r.ships_save, r.name, ZERO)
+        (r.uploading_save_id, r.name, ZERO)
         for r in view.remotes
-        if r.is_required and r.ships == ZERO and r.ships_save is not None
+        if r.is_required and r.uploading == ZERO and r.uploading_save_id is not None
     ]
     moving = [state.uploads.progress[key] for key in keys if key in state.uploads.progress]
     return max((one.total_bytes - one.done_bytes for one in moving), default=None)
@@ -159,7 +159,9 @@ def see_outlook(job: WatchedJob, state: JobState) -> None:
         return
     told, speed = outlook(job, state), link_speed(job, state)
     _see_full(job, state, told)
-    is_still = any(job.links[r.name].still_seconds >= STILL_SECONDS for r in job.config.remotes if r.required)
+    is_still = any(
+        job.sessions[r.name].idle_seconds >= STILL_SECONDS for r in job.config.remotes if r.required
+    )
     is_known = len(_saves(job, state)) >= LEAST_SAVES and not is_still
     if told.save_steps_for_link is not None and speed is not None and is_known:
         _see_slow(job, told, speed, told.save_steps_for_link)

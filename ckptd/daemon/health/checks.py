@@ -15,7 +15,7 @@ from ckptd.config.commands import command_for
 from ckptd.config.quantities import show_bytes, shown_remote
 from ckptd.core.completeness.judge import STAGE_0, State
 from ckptd.core.model.layouts import Trainer
-from ckptd.core.model.records import SETTLED, ZERO, DerivedState, ShipState
+from ckptd.core.model.records import SETTLED, ZERO, DerivedState, UploadState
 from ckptd.core.model.save import Order
 from ckptd.core.model.unprotected import KNOWN_ALONE
 from ckptd.core.policy import actions as a
@@ -38,7 +38,7 @@ from ckptd.daemon.health.stalls import (
     way_out,
     what_reads_it,
 )
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 
 if TYPE_CHECKING:
     from ckptd.core.model.records import SaveRow
@@ -69,14 +69,14 @@ def notice_gone(job: WatchedJob, state: JobState) -> None:
             log.info(
                 "%s is no checkpoint of this job: trainer.save_model wrote it",
                 tag,
-                extra=doing("vanish", tag),
+                extra=line_fields("vanish", tag),
             )
             state.reload(row.id)
             continue
-        fate = state.plan.local_fates.get(row.id) if state.plan else None
-        kept = ", ".join(fate.keeps if fate else ()) or "no more"
+        verdict = state.plan.local_verdicts.get(row.id) if state.plan else None
+        kept = ", ".join(verdict.keeps if verdict else ()) or "no more"
         text = "%s was removed by somebody else; here it was kept: %s"
-        log.info(text, tag, kept, extra=doing("vanish", tag))
+        log.info(text, tag, kept, extra=line_fields("vanish", tag))
         if is_lost:
             job.problems.put(
                 "vanished-uncommitted",
@@ -93,13 +93,13 @@ def notice_gone(job: WatchedJob, state: JobState) -> None:
 
 def _why_wanted(job: WatchedJob, state: JobState, row: SaveRow) -> str | None:
     """It was safe, and still somebody counts on it here; by our own records, which know a COMMIT at once."""
-    if row.save.tag in job.knowledge.pins:
+    if row.save.tag in job.known_saves.pins:
         return "it is pinned"
     required = [r.name for r in job.config.remotes if r.required]
     safe = [
         one.save.order
         for one in state.saves.rows.values()
-        if all(state.uploads.record(one.id, name, ZERO).state is ShipState.COMMITTED for name in required)
+        if all(state.uploads.record(one.id, name, ZERO).state is UploadState.COMMITTED for name in required)
     ]
     is_newest = bool(required) and row.save.order == max(safe, default=None)
     return "it is the newest that is safe" if is_newest else None
@@ -113,7 +113,7 @@ def _forget_vanished(job: WatchedJob, state: JobState) -> None:
     )
     for problem in job.problems.all():
         is_back = problem.code == "vanished-kept" and state.saves.of_tag(problem.about) is not None
-        is_pinned = problem.about in job.knowledge.pins
+        is_pinned = problem.about in job.known_saves.pins
         if problem.code not in _VANISHED or (is_pinned and not is_back):
             continue
         orders = [row.save.order for row in state.saves.rows.values() if row.save.tag == problem.about]
@@ -145,24 +145,27 @@ def report_problems(job: WatchedJob, state: JobState) -> None:
         for t, v in state.folders.verdicts.items()
         if v.state is State.COMPLETE and not state.saves.of_tag(t)
     ]
-    if unsealed and not job.knowledge.has_heard_all and not job.knowledge.is_rebuilt:
+    if unsealed and not job.known_saves.has_heard_all and not job.known_saves.is_rebuilt:
         text = f"{unsealed[0]} waits: a new journal asks every remote what it holds already"
         see.see("waiting-for-remote", "journal", text, "it asks by itself; bring back one that is away")
     if job.view is not None and (short := shortage(job.view.disk)):
         frees = _what_frees(job, state) if job.view.disk.is_short else FREES_FILES
         see.see("disk-low", "disk", short, frees)
-    for link in job.links.values():
-        if link.observation is not None and link.observation.damaged:
-            text = f"{link.name}: {link.observation.damaged[0]}"
+    for session in job.sessions.values():
+        if session.observation is not None and session.observation.damaged:
+            text = f"{session.name}: {session.observation.damaged[0]}"
             see.see(
-                "remote-damaged", link.name, text, "what it lists counts as not committed; see ckptd list"
+                "remote-damaged", session.name, text, "what it lists counts as not committed; see ckptd list"
             )
-        elif link.observation is None:  # as it was said when it could not be looked at for that
-            see.stays("remote-damaged", link.name)
-        if (alone := link.left_alone) is not None:
-            text = f"{shown_remote(link.name, link.settings.url)} is {alone}"
+        elif session.observation is None:  # as it was said when it could not be looked at for that
+            see.stays("remote-damaged", session.name)
+        if (alone := session.left_alone) is not None:
+            text = f"{shown_remote(session.name, session.settings.url)} is {alone}"
             see.see(
-                "remote-left-alone", link.name, text, "nothing to do but to mend the reason; tried by itself"
+                "remote-left-alone",
+                session.name,
+                text,
+                "nothing to do but to mend the reason; tried by itself",
             )
     waiting = (
         [
@@ -178,7 +181,7 @@ def report_problems(job: WatchedJob, state: JobState) -> None:
         see.see(
             "trainer-may-outrun", "holds", text, "raise the trainer's own limit, or use XFS or btrfs (clones)"
         )
-    _see_failures(see, state, job.intake.late)
+    _see_failures(see, state, job.sealer.late)
     report_stalls(job, state)
     see_outlook(job, state)
     report_alarms(job, state)
@@ -331,7 +334,7 @@ def is_idle(job: WatchedJob) -> bool:
         return job.turns > 0
     if state.is_first_scan or job.needs_turn or state.plan is None:
         return False
-    links = job.links.values()
+    sessions = job.sessions.values()
     if (
         state.uploads.progress
         or state.saves.conversion
@@ -340,25 +343,28 @@ def is_idle(job: WatchedJob) -> bool:
         or state.folders.in_flight
     ):
         return False
-    if any(link.open_orders or (link.attached is None and not link.seconds_to_retry()) for link in links):
+    if any(
+        session.open_requests or (session.attached is None and not session.seconds_to_retry())
+        for session in sessions
+    ):
         return False
-    ready = {link.name for link in links if link.is_ready and not link.seconds_to_move}
+    ready = {session.name for session in sessions if session.is_ready and not session.seconds_to_transfer}
     # a new journal seals nothing before every remote was heard; one that is away holds nothing else up
-    unsealed = len(ready) == len(links) and any(
+    unsealed = len(ready) == len(sessions) and any(
         v.state in (State.SAVING, State.RESAVING, State.UNKNOWN)
         or (v.state is State.COMPLETE and state.saves.of_tag(tag) is None)
         for tag, v in state.folders.verdicts.items()
     )
     view = job.view
-    tried = tried_again(view, state.plan.local_fates) if view and _has_failed(state, ready) else []
+    tried = tried_again(view, state.plan.local_verdicts) if view and _has_failed(state, ready) else []
     waits = any(record.tries < 3 and record.remote in ready for record in tried)
     actions = [x for x in state.plan.actions if not isinstance(x, a.Describe)]
-    return not unsealed and not actions and not waits and not job.intake.late.is_waiting
+    return not unsealed and not actions and not waits and not job.sealer.late.is_waiting
 
 
 def _has_failed(state: JobState, ready: set[str]) -> bool:
-    ships = (record for records in state.uploads.records.values() for record in records.values())
-    return any(record.state is ShipState.FAILED and record.remote in ready for record in ships)
+    uploads = (record for records in state.uploads.records.values() for record in records.values())
+    return any(record.state is UploadState.FAILED and record.remote in ready for record in uploads)
 
 
 def is_at_rest(job: WatchedJob) -> bool:
@@ -367,17 +373,17 @@ def is_at_rest(job: WatchedJob) -> bool:
     if state is None or not is_idle(job) or _is_behind(job) or waits_for_alarm(job, state):
         return False
     if (
-        job.intake.metrics.is_put_off
+        job.sealer.metrics.is_put_off
         or state.failures.all()
         or state.deletions.blocked
-        or job.rights.is_missing
+        or job.deletion_rights.is_missing
     ):
         return False
     here = [row for row in state.saves.rows.values() if row.state == "present" or row.held]
-    ships = [record for row in here for record in state.uploads.of(row.id).values()]
+    uploads = [record for row in here for record in state.uploads.of(row.id).values()]
     return not any(
-        record.state in (ShipState.FAILED, ShipState.WAITING) and record.remote in job.links
-        for record in ships
+        record.state in (UploadState.FAILED, UploadState.WAITING) and record.remote in job.sessions
+        for record in uploads
     ) and not any(
         record.state is DerivedState.FAILED and record.tries < MAX_CONVERSION_TRIES
         for row in here
@@ -399,7 +405,7 @@ def _is_behind(job: WatchedJob) -> bool:
         return False
     required = [r.name for r in job.view.remotes if r.is_required]
     return any(
-        s.is_intact and s.ship(r, ZERO).state not in (ShipState.COMMITTED, ShipState.RETIRED)
+        s.is_intact and s.upload(r, ZERO).state not in (UploadState.COMMITTED, UploadState.DELETED)
         for s in job.view.saves
         for r in required
         if is_to_upload(job.view, s)

@@ -19,7 +19,7 @@ from ckptd.base.owned_dirs import path_of
 from ckptd.config.commands import command_for
 from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.missing import UncommittedSave, late
-from ckptd.core.model.records import SETTLED, ZERO, ShipState
+from ckptd.core.model.records import SETTLED, ZERO, UploadState
 from ckptd.core.model.swapped_tensors import BY_LOCAL_RANK, is_state
 from ckptd.core.policy.blockers import blocked, blocked_there
 from ckptd.core.policy.remote import is_configured_otherwise
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckptd.config.schema import RemoteConfig
     from ckptd.core.completeness.judge import Verdict
     from ckptd.core.completeness.missing import MissingShards
-    from ckptd.core.model.records import SaveRow, ShipRecord
+    from ckptd.core.model.records import SaveRow, UploadRecord
     from ckptd.core.policy.actions import Plan
     from ckptd.core.policy.view import JobView
     from ckptd.daemon.health.watched_job import WatchedJob
@@ -67,9 +67,9 @@ def damage(state: JobState, row: SaveRow) -> str | None:
     return next((r.reason or "damaged" for r in wrong), None)
 
 
-def is_proven_damaged(record: ShipRecord) -> bool:
+def is_proven_damaged(record: UploadRecord) -> bool:
     """Nothing else refuses a ZeRO form. Earlier releases wrote no more than this."""
-    return record.form == ZERO and record.state is ShipState.REFUSED
+    return record.form == ZERO and record.state is UploadState.REFUSED
 
 
 def way_out(job: WatchedJob, state: JobState, tag: str) -> tuple[str, str]:
@@ -78,7 +78,7 @@ def way_out(job: WatchedJob, state: JobState, tag: str) -> tuple[str, str]:
     if verdict is not None and verdict.state is State.SUSPECT:
         return command_for(job.config, "accept", tag), "takes it as one save"
     records = state.uploads.of(row.id).values() if row is not None else ()
-    if any(r.form == ZERO and r.state is ShipState.COMMITTED for r in records):
+    if any(r.form == ZERO and r.state is UploadState.COMMITTED for r in records):
         return command_for(job.config, "verify", tag, "--repair"), "puts it right"
     return removal(job, tag), REMOVES
 
@@ -110,7 +110,7 @@ def removal_of_hold(job: WatchedJob, name: str) -> str:
 
 MANY_TRIES = 3
 _REBUILT = "nothing to do: it was rebuilt from disk and remote"
-_TRIED_AGAIN = (ShipState.NEW, ShipState.SHIPPING)
+_TRIED_AGAIN = (UploadState.NEW, UploadState.UPLOADING)
 
 
 def report_stalls(job: WatchedJob, state: JobState) -> None:
@@ -146,7 +146,7 @@ def report_uploads(job: WatchedJob, state: JobState) -> None:
                 job.problems.stays("source-damaged", about)
             elif is_damaged:
                 job.problems.see("source-damaged", about, text, _cure(job, state, row, record))
-            elif record.tries >= MANY_TRIES and record.state is ShipState.FAILED:
+            elif record.tries >= MANY_TRIES and record.state is UploadState.FAILED:
                 job.problems.see("upload-failed", about, text, record.hint)
             elif record.tries >= MANY_TRIES and record.state in _TRIED_AGAIN:
                 job.problems.stays("upload-failed", about)
@@ -167,11 +167,11 @@ def _see_late(job: WatchedJob, state: JobState) -> None:
             state.uploads.forget_late_failed(save_id, remote)
 
 
-def _is_past(state: JobState, remote: RemoteConfig, row: SaveRow, record: ShipRecord) -> bool:
+def _is_past(state: JobState, remote: RemoteConfig, row: SaveRow, record: UploadRecord) -> bool:
     """Committed, by whomever; or a form that nothing will try again, since that remote has a newer save."""
-    if record.state in (ShipState.COMMITTED, ShipState.RETIRED):
+    if record.state in (UploadState.COMMITTED, UploadState.DELETED):
         return True
-    if record.form == ZERO or record.state is not ShipState.WAITING or remote.policy.has_rung(record.form):
+    if record.form == ZERO or record.state is not UploadState.WAITING or remote.policy.has_rung(record.form):
         return False
     newer = (
         r
@@ -179,11 +179,11 @@ def _is_past(state: JobState, remote: RemoteConfig, row: SaveRow, record: ShipRe
         if r.save.order > row.save.order and not r.save.grid.is_model_only
     )
     return any(
-        state.uploads.record(one.id, record.remote, ZERO).state is ShipState.COMMITTED for one in newer
+        state.uploads.record(one.id, record.remote, ZERO).state is UploadState.COMMITTED for one in newer
     )
 
 
-def _cure(job: WatchedJob, state: JobState, row: SaveRow, record: ShipRecord) -> str:
+def _cure(job: WatchedJob, state: JobState, row: SaveRow, record: UploadRecord) -> str:
     if record.form != ZERO:
         return record.hint
     if row.state != "present":
@@ -196,8 +196,8 @@ def report_deletions(problems: Problems, state: JobState) -> None:
     """Report deletions that were permitted and failed, unless the save is kept by now."""
     for save_id, stays in list(state.deletions.blocked.items()):
         row = state.saves.rows.get(save_id)
-        fate = state.plan.local_fates.get(save_id) if state.plan is not None else None
-        if row is None or row.state != "present" or (fate is not None and fate.keeps):
+        verdict = state.plan.local_verdicts.get(save_id) if state.plan is not None else None
+        if row is None or row.state != "present" or (verdict is not None and verdict.keeps):
             state.deletions.forget_blocked(save_id)
             continue
         severity: Severity | None = "note" if stays.is_brief else None
@@ -215,16 +215,16 @@ def _see_retirements(job: WatchedJob, state: JobState) -> None:
 
 def _is_wanted_gone(job: WatchedJob, state: JobState, remote: str, sha256: str) -> bool:
     """The remote still holds it, and nothing keeps it there; as long as it is away, nobody knows."""
-    link = job.links.get(remote)
-    seen = link.observation if link is not None else None
+    session = job.sessions.get(remote)
+    seen = session.observation if session is not None else None
     if seen is None:
-        return link is not None
+        return session is not None
     for stone in seen.retired:
         if stone.commit_sha256 == sha256 and (stone.tag, stone.generation, stone.form) in seen.retiring:
             return True
-    fates = state.plan.remote_fates if state.plan is not None else {}
-    found = [fates.get((remote, view.key)) for view in seen.commits if view.sha256 == sha256]
-    return any(fate is None or not fate.keeps for fate in found)
+    verdicts = state.plan.remote_verdicts if state.plan is not None else {}
+    found = [verdicts.get((remote, view.key)) for view in seen.commits if view.sha256 == sha256]
+    return any(verdict is None or not verdict.keeps for verdict in found)
 
 
 def _see_holds(job: WatchedJob, state: JobState) -> None:
@@ -242,13 +242,15 @@ def _see_holds(job: WatchedJob, state: JobState) -> None:
 
 
 def _see_still(job: WatchedJob) -> None:
-    """Before it is cut (links.py): a note, for a flush may last so long."""
+    """Before it is cut (session.py): a note, for a flush may last so long."""
     cut = {problem.about for problem in job.problems.all() if problem.code == "transfer-stalled"}
-    for link in job.links.values():
-        if link.name not in cut and (seconds := link.still_seconds) >= STILL_SECONDS:
+    for session in job.sessions.values():
+        if session.name not in cut and (seconds := session.idle_seconds) >= STILL_SECONDS:
             waits = f"has not answered for {seconds // 10 * 10:.0f} s"
-            text = f"remote {link.name} {waits}: no byte of what is under way has moved"
-            job.problems.see("transfer-stalled", f"{link.name} (under way)", text, NEXT_STEP, severity="note")
+            text = f"remote {session.name} {waits}: no byte of what is under way has moved"
+            job.problems.see(
+                "transfer-stalled", f"{session.name} (under way)", text, NEXT_STEP, severity="note"
+            )
 
 
 def _forget_stalls(job: WatchedJob, state: JobState) -> None:
@@ -258,12 +260,12 @@ def _forget_stalls(job: WatchedJob, state: JobState) -> None:
         for row in state.saves.rows.values()
         if row.state == "present" or row.held
         for record in state.uploads.of(row.id).values()
-        if record.state in (ShipState.FAILED, *_TRIED_AGAIN)
+        if record.state in (UploadState.FAILED, *_TRIED_AGAIN)
     }
     busy |= {getattr(action, "remote", "") for action in state.plan.actions} if state.plan else set()
-    for link in job.links.values():
-        if not link.is_transferring and link.name not in busy:
-            job.problems.clear("transfer-stalled", link.name)
+    for session in job.sessions.values():
+        if not session.is_transferring and session.name not in busy:
+            job.problems.clear("transfer-stalled", session.name)
 
 
 # --- Early alarms: missing shards, blocked retention -----------------------------------------------------
@@ -303,7 +305,7 @@ def _see_belts(job: WatchedJob, view: JobView, plan: Plan | None) -> None:
     if plan is None:
         return
     for remote in view.remotes:
-        if (found := blocked_there(view, remote, plan.remote_fates)) is not None:
+        if (found := blocked_there(view, remote, plan.remote_verdicts)) is not None:
             job.problems.see("retention-blocked", remote.name, found.text, found.next_step, severity="note")
 
 
@@ -361,7 +363,7 @@ def _last_place(job: WatchedJob, state: JobState, missing: str) -> str:
 
 def _see_blocked(job: WatchedJob, state: JobState) -> None:
     """Once the same thing has been in the way for its patience."""
-    found = blocked(job.view, state.plan.local_fates) if job.view is not None and state.plan else None
+    found = blocked(job.view, state.plan.local_verdicts) if job.view is not None and state.plan else None
     if found is None or state.is_first_scan:
         state.deletions.seconds_blocked_by(None)
     elif state.deletions.seconds_blocked_by(found.what) >= found.patience_seconds:
@@ -378,15 +380,15 @@ def report_waiting(job: WatchedJob, state: JobState) -> None:
     for key, before in list(state.uploads.waiting.items()):
         row = state.saves.rows.get(key[0])
         record = state.uploads.record(*key)
-        if row is None or record.state not in (ShipState.WAITING, ShipState.SHIPPING):
+        if row is None or record.state not in (UploadState.WAITING, UploadState.UPLOADING):
             state.uploads.end_wait(key)
             continue
         # also while the next attempt is under way: what it asked of the tag is forgotten when it ends
         waiting = state.uploads.wait(key, _with_parts(job, row, key[1], before))
-        if record.state is not ShipState.WAITING:
+        if record.state is not UploadState.WAITING:
             continue
         about = f"{row.save.tag} → {key[1]}"
-        lost = late(_open_save(row, record, waiting), job.nodes.others)
+        lost = late(_open_save(row, record, waiting), job.peers.others)
         if lost is None:
             job.problems.see("commit-waiting", about, f"{about}: {waiting.reason}", waiting.hint)
         else:
@@ -397,13 +399,13 @@ def report_waiting(job: WatchedJob, state: JobState) -> None:
 
 def _with_parts(job: WatchedJob, row: SaveRow, remote: str, waiting: CommitWait) -> CommitWait:
     """With what the last look at the tag told; it is asked anew after each attempt."""
-    view = job.links[remote].tag_views.get(row.save.tag) if remote in job.links else None
+    view = job.sessions[remote].tag_views.get(row.save.tag) if remote in job.sessions else None
     if view is None:
         return waiting
     return replace(waiting, parts=tuple(part for part in open_parts(view) if part.node != job.node))
 
 
-def _open_save(row: SaveRow, record: ShipRecord, waiting: CommitWait) -> UncommittedSave:
+def _open_save(row: SaveRow, record: UploadRecord, waiting: CommitWait) -> UncommittedSave:
     return UncommittedSave(
         missing=waiting.missing,
         branch=row.save.branch,
@@ -429,7 +431,7 @@ def _cure_missing(job: WatchedJob, lost: MissingShards, row: SaveRow) -> str:
 
 def report_differing_nodes(job: WatchedJob) -> None:
     """Nodes that were told something else of what is kept."""
-    differing = job.nodes.differing()
+    differing = job.peers.differing()
     if differing:
         text = f"the configuration of {', '.join(differing)} is another than this node's: nothing is deleted"
         cure = "give every node the same job file (retention, forms, remotes), then: ckptd reload"

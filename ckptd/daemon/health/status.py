@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from ckptd.config.commands import typed
+from ckptd.config.commands import with_typed_commands
 from ckptd.core.completeness.judge import State, Verdict
-from ckptd.core.model.records import ZERO, DerivedState, ShipState
+from ckptd.core.model.records import ZERO, DerivedState, UploadState
 from ckptd.core.policy.local import is_committed
 from ckptd.core.policy.local import newest as newest_save
 from ckptd.core.policy.remote import generations_of
@@ -15,6 +15,7 @@ from ckptd.core.policy.retention import fullness
 from ckptd.core.policy.safety import exposed, is_to_upload, newest_safe, steps_at_risk
 from ckptd.daemon.health.capacity import link_speed, outlook
 from ckptd.daemon.health.checks import is_idle
+from ckptd.daemon.health.drain import drain_status
 from ckptd.daemon.health.stalls import damage, unfinished, way_out, why_gone
 from ckptd.daemon.state.view_builder import next_save_bytes
 from ckptd.observe import status as st
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckptd.core.model.listing import FolderListing
-    from ckptd.core.model.records import SaveRow, ShipRecord
+    from ckptd.core.model.records import SaveRow, UploadRecord
     from ckptd.core.policy.capacity import Forecast
     from ckptd.core.policy.view import RemoteCommit
     from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.state import JobState
-    from ckptd.daemon.state.upload_records import ShipKey
+    from ckptd.daemon.state.upload_records import UploadKey
     from ckptd.daemon.uploads.session import RemoteSession
 
-    ShipTimes = Mapping[ShipKey, tuple[float | None, float | None]]
+    ShipTimes = Mapping[UploadKey, tuple[float | None, float | None]]
 
 _LEFT = "found at the first start: not sent (backfill); `ckptd adopt` sends and rotates it"
 SHOWN_ENDED = 20
@@ -56,7 +57,7 @@ def job_status(job: WatchedJob) -> st.JobStatus:
         "as_of": rfc3339(time.time()),
         "opt_outs": job.config.opt_outs,
         "paused": paused,
-        "remotes": tuple(_remote(job, link) for link in job.links.values()),
+        "remotes": tuple(_remote(job, session) for session in job.sessions.values()),
         "problems": problems_of(job),
     }
     if job.state is None or job.view is None:
@@ -79,8 +80,8 @@ def job_status(job: WatchedJob) -> st.JobStatus:
         production_bytes_per_second=told.production_bytes_per_second,
         link_bytes_per_second=link_speed(job, job.state),
         checkpoints=_checkpoints(job, job.state),
-        drain=job.control.drain_status(job, job.state),
-        making_way=job.control.makes_way(job),
+        drain=drain_status(job, job.state),
+        making_way=job.slows_transfers,
         shared=_shared(job),
     )
 
@@ -93,7 +94,7 @@ def problems_of(job: WatchedJob) -> tuple[st.ProblemStatus, ...]:
             severity=p.severity,
             since=rfc3339(p.since),
             text=p.text,
-            next_step=typed(job.config, p.next_step),
+            next_step=with_typed_commands(job.config, p.next_step),
             about=p.about,
         )
         for p in job.problems.all()
@@ -101,33 +102,33 @@ def problems_of(job: WatchedJob) -> tuple[st.ProblemStatus, ...]:
 
 
 def _shared(job: WatchedJob) -> st.SharedStatus | None:
-    tenancy = job.nodes.tenancy
-    if tenancy is None:
+    shared_lease = job.peers.shared_lease
+    if shared_lease is None:
         return None
-    lease = tenancy.lease
+    lease = shared_lease.lease
     return st.SharedStatus(
-        hosts=tuple(sorted(job.nodes.hosts)),
-        holds_lease=tenancy.holds(),
+        hosts=tuple(sorted(job.peers.hosts)),
+        holds_lease=shared_lease.holds(),
         holder=lease.node if lease is not None else None,
         epoch=lease.epoch if lease is not None else 0,
     )
 
 
-def _remote(job: WatchedJob, link: RemoteSession) -> st.RemoteStatus:
+def _remote(job: WatchedJob, session: RemoteSession) -> st.RemoteStatus:
     """Build the status of one remote, with the abilities that its store showed when it was attached."""
-    if link.attached is None:
-        return st.RemoteStatus(name=link.name, url=link.settings.url, attached=False)
-    can = link.attached.abilities
-    is_proved = link.settings.verify != "none" or can.checksum is not None
+    if session.attached is None:
+        return st.RemoteStatus(name=session.name, url=session.settings.url, attached=False)
+    can = session.attached.abilities
+    is_proved = session.settings.verify != "none" or can.checksum is not None
     return st.RemoteStatus(
-        name=link.name,
-        url=link.settings.url,
+        name=session.name,
+        url=session.settings.url,
         attached=True,
         create_only=can.create_only,
         proof=can.proof if is_proved else "none",
         resumable=can.resumable,
         notes=can.notes,
-        held=_held(job, link.name),
+        held=_held(job, session.name),
     )
 
 
@@ -136,12 +137,12 @@ def _held(job: WatchedJob, name: str) -> tuple[st.HeldStatus, ...]:
     if job.state is None or job.state.plan is None or job.view is None:
         return ()
     remote = next(r for r in job.view.remotes if r.name == name)
-    fates = job.state.plan.remote_fates
+    verdicts = job.state.plan.remote_verdicts
     found = []
     for generation in reversed(generations_of(remote)):
-        mine = {form: fates[name, c.key] for form, c in generation.commits.items()}
-        stay = [form for form, fate in mine.items() if fate.keeps]
-        why = [text for fate in mine.values() for text in (fate.keeps or (fate.goes,))]
+        mine = {form: verdicts[name, c.key] for form, c in generation.commits.items()}
+        stay = [form for form, verdict in mine.items() if verdict.keeps]
+        why = [text for verdict in mine.values() for text in (verdict.keeps or (verdict.goes,))]
         lead = generation.leader
         found.append(
             st.HeldStatus(
@@ -163,7 +164,7 @@ def _safe(job: WatchedJob, commit: RemoteCommit) -> st.SafeStatus:
     """The newest checkpoint that every required remote was last seen to hold (P17: never without P2)."""
     assert job.view is not None
     at = commit.committed_at_seconds
-    seen = job.links[next(r.name for r in job.view.remotes if r.is_required)].observation
+    seen = job.sessions[next(r.name for r in job.view.remotes if r.is_required)].observation
     said = {v.key: v.commit.committed_at for v in seen.commits} if seen and at is not None else {}
     return st.SafeStatus(
         tag=commit.tag,
@@ -202,7 +203,7 @@ def _checkpoints(job: WatchedJob, state: JobState) -> tuple[st.CheckpointStatus,
     rows = sorted(state.saves.rows.values(), key=lambda r: r.save.order, reverse=True)
     shown = [r for r in rows if r.state == "present" or r.held]
     ended = [r for r in rows if not r.held and r.state in ("pruned", "vanished", "superseded")]
-    times = state.journal.ship_times()
+    times = state.journal.upload_times()
     assert job.view is not None
     view = job.view
     left = frozenset(s.id for s in view.saves if not is_to_upload(view, s) and not is_committed(view, s))
@@ -262,13 +263,13 @@ def _sealed(
                 records.get((remote.name, form)),
                 (row.id, remote.name, form),
                 times,
-                stands_still=job.links[remote.name].stands_still,
+                stands_still=job.sessions[remote.name].is_still,
             )
             for form in remote.forms
         }
     required = [r.name for r in job.view.remotes if r.is_required]
     zero = [state.uploads.record(row.id, name, ZERO) for name in required]
-    fate = state.plan.local_fates.get(row.id) if state.plan else None
+    verdict = state.plan.local_verdicts.get(row.id) if state.plan else None
     damaged = damage(state, row)
     return st.CheckpointStatus(
         tag=save.tag,
@@ -278,7 +279,11 @@ def _sealed(
         state=_state(row, zero),
         bytes=save.total_bytes,
         reason=damaged
-        or (typed(job.config, _LEFT) if is_left and row.state == "present" else why_gone(state, row)),
+        or (
+            with_typed_commands(job.config, _LEFT)
+            if is_left and row.state == "present"
+            else why_gone(state, row)
+        ),
         next_step=None if damaged is None else way_out(job, state, save.tag)[0],
         local=st.LocalStatus(
             present=row.state == "present",
@@ -289,36 +294,36 @@ def _sealed(
             ended_at=rfc3339(row.ended_at) if row.ended_at else None,
         ),
         remotes=remotes,
-        keep=fate.keeps if fate is not None else (),
-        goes=fate.goes if fate is not None and not fate.keeps else None,
-        pinned=save.tag in job.knowledge.pins,
+        keep=verdict.keeps if verdict is not None else (),
+        goes=verdict.goes if verdict is not None and not verdict.keeps else None,
+        pinned=save.tag in job.known_saves.pins,
         kind="model-only" if save.grid.is_model_only else "resumable",
         complete_for=_complete_for(row, records),
     )
 
 
-def _complete_for(row: SaveRow, records: Mapping[tuple[str, str], ShipRecord]) -> str:
+def _complete_for(row: SaveRow, records: Mapping[tuple[str, str], UploadRecord]) -> str:
     """A part is complete for the job once a COMMIT covers it."""
-    is_done = any(r.form == ZERO and r.state is ShipState.COMMITTED for r in records.values())
+    is_done = any(r.form == ZERO and r.state is UploadState.COMMITTED for r in records.values())
     return "node" if row.save.is_part and not is_done else "job"
 
 
-def _state(row: SaveRow, zero: list[ShipRecord]) -> str:
+def _state(row: SaveRow, zero: list[UploadRecord]) -> str:
     if row.state != "present":
         return row.state
-    if zero and all(r.state is ShipState.COMMITTED for r in zero):
+    if zero and all(r.state is UploadState.COMMITTED for r in zero):
         return "committed"
-    if any(r.state is ShipState.SHIPPING for r in zero):
+    if any(r.state is UploadState.UPLOADING for r in zero):
         return "uploading"
-    refused = [r for r in zero if r.state in (ShipState.REFUSED, ShipState.RETIRED, ShipState.WAITING)]
+    refused = [r for r in zero if r.state in (UploadState.REFUSED, UploadState.DELETED, UploadState.WAITING)]
     return str(refused[0].state) if refused else "complete"
 
 
 def _form(
     state: JobState,
     row: SaveRow,
-    record: ShipRecord | None,
-    key: ShipKey,
+    record: UploadRecord | None,
+    key: UploadKey,
     times: ShipTimes,
     *,
     stands_still: bool,
@@ -344,5 +349,5 @@ def _form(
         generation=record.generation,
         reason=record.reason,
         started_at=rfc3339(started) if started else None,
-        ended_at=rfc3339(ended) if ended and record.state is ShipState.COMMITTED else None,
+        ended_at=rfc3339(ended) if ended and record.state is UploadState.COMMITTED else None,
     )

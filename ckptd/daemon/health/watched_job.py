@@ -4,35 +4,62 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ckptd.daemon.uploads.job_record import JobRecord
-
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ckptd.config.schema import JobConfig
+    from ckptd.core.policy.view import JobView
     from ckptd.daemon.actions.control import Control
+    from ckptd.daemon.actions.local import LocalActions
     from ckptd.daemon.intake.known_saves import KnownSaves
     from ckptd.daemon.intake.runs import Runs
     from ckptd.daemon.intake.sealer import Sealer
+    from ckptd.daemon.resources.disk_yield import DiskYield
     from ckptd.daemon.resources.workers import JobWorkers
     from ckptd.daemon.state.permissions import DeletionRights
+    from ckptd.daemon.state.problems import Problems
+    from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.uploads.peers import Peers
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.local.watch import Watcher
 
 
-class WatchedJob(JobRecord, Protocol):
-    """`daemon.job.Job`, as far as it is looked at."""
+class WatchedJob(Protocol):
+    """`daemon.job.Job`, as far as it is looked at in the deciding thread; it alone sets its attributes."""
 
+    config: JobConfig
+    problems: Problems
+    state: JobState | None
+    """None: save_dir does not exist yet, or nothing was saved into it."""
+    view: JobView | None
+    """What was planned on last."""
+    sessions: dict[str, RemoteSession]
+    peers: Peers
+    local_actions: LocalActions
+    disk_yield: DiskYield
+    node: str
+    job_id: str | None
+    needs_turn: bool
+    turns: int
     state_dir: Path
     control: Control
-    knowledge: KnownSaves
-    intake: Sealer
+    known_saves: KnownSaves
+    sealer: Sealer
     runs: Runs
-    rights: DeletionRights
+    deletion_rights: DeletionRights
     watcher: Watcher | None
     workers: JobWorkers
 
     @property
     def phase(self) -> str:
         """Return waiting, watching or active."""
+
+    @property
+    def slows_transfers(self) -> bool:
+        """Tell whether transfers slow down for a save."""
+
+    def __hash__(self) -> int:
+        """A job is the same as itself alone."""
 
     def wake(self) -> None:
         """Plan again soon."""

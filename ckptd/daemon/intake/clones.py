@@ -19,7 +19,7 @@ from ckptd.base import files
 from ckptd.base import names as base_names
 from ckptd.config.quantities import show_bytes
 from ckptd.core.completeness.sealing import same_files
-from ckptd.core.model.records import ShipState
+from ckptd.core.model.records import UploadState
 from ckptd.core.model.save import SealedSave
 from ckptd.core.policy.local import was_committed
 from ckptd.daemon.uploads.requests import hold_name
@@ -125,7 +125,7 @@ def forget_lost_holds(state: JobState, save_dir_fd: int) -> None:
     damaged = [
         row
         for row in state.saves.rows.values()
-        if row.held and any(r.state is ShipState.REFUSED for r in state.uploads.of(row.id).values())
+        if row.held and any(r.state is UploadState.REFUSED for r in state.uploads.of(row.id).values())
     ]
     names = fs.names_in(save_dir_fd, fs.HOLD) if damaged else ()
     for row in damaged:

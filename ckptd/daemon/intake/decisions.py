@@ -20,13 +20,13 @@ from ckptd.base import files, names
 from ckptd.base.names import decode_name
 from ckptd.base.owned_dirs import opened_ours
 from ckptd.core.model import manifest as mf
-from ckptd.core.model.decision import PINS, Decision, lacking, newest_decisions
+from ckptd.core.model.decision import PINS, Decision, lacking, newest_decisions, pinned_tags
 from ckptd.errors import CkptdError, DamagedError, RefusedError, RemoteNotOurs, RemoteUnreachable
 from ckptd.storage.child.slots import error_of
 from ckptd.storage.remote import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
     from ckptd.daemon.state.state import JobState
@@ -117,11 +117,6 @@ def write_decision(state_dir: Path, decision: Decision) -> None:
         os.close(files.open_dir_beneath(state_fd, DECISIONS, create_mode=0o777, is_durable=True))
         with files.opened_dir(DECISIONS, state_fd) as fd:
             files.write_atomic(fd, name, mf.to_bytes(decision))
-
-
-def pinned_tags(decisions: Iterable[Decision]) -> frozenset[str]:
-    """Tags whose newest pin or unpin is a pin."""
-    return frozenset(tag for tag, decision in newest_decisions(decisions).items() if decision.kind == "pin")
 
 
 def _is_to_publish(decision: Decision) -> bool:
@@ -251,16 +246,18 @@ class DecisionPublisher:
     thread.
     """
 
-    def __init__(self, state: JobState, links: Mapping[str, RemoteSession], wake: Callable[[], None]) -> None:
+    def __init__(
+        self, state: JobState, sessions: Mapping[str, RemoteSession], wake: Callable[[], None]
+    ) -> None:
         self._state = state
-        self._links = links
+        self._sessions = sessions
         self._wake = wake
-        self._told = {name: _Told() for name in links}
+        self._told = {name: _Told() for name in sessions}
 
     def turn(self, words: tuple[Decision, ...]) -> None:
         """Compare with what each remote showed last, and order what it lacks: one at a time, once a look."""
-        for name, link in self._links.items():
-            told, seen = self._told.setdefault(name, _Told()), link.observation
+        for name, session in self._sessions.items():
+            told, seen = self._told.setdefault(name, _Told()), session.observation
             if seen is None:
                 continue  # nothing is retired from it either
             if (basis := (words, seen.decisions)) != told.basis:
@@ -270,44 +267,44 @@ class DecisionPublisher:
                 self._state.problems.clear("decision-unpublished", name)
                 continue
             self._state.deletions.set_undecided(name, is_undecided=True)
-            if self._is_due(link, told):
+            if self._is_due(session, told):
                 told.asked, told.left = told.lacks, list(told.lacks)
-                told.looked_at_seconds = link.observed_at_seconds
-                self._order(link, told)
+                told.looked_at_seconds = session.observed_at_seconds
+                self._order(session, told)
 
-    def _is_due(self, link: RemoteSession, told: _Told) -> bool:
-        if told.left or not link.is_ready or told.looked_at_seconds == link.observed_at_seconds:
+    def _is_due(self, session: RemoteSession, told: _Told) -> bool:
+        if told.left or not session.is_ready or told.looked_at_seconds == session.observed_at_seconds:
             return False
         return told.lacks != told.done or time.monotonic() - told.done_at_seconds >= _AGAIN_SECONDS
 
-    def _order(self, link: RemoteSession, told: _Told) -> None:
-        link.order(m.Record(decision=told.left[0]), partial(self._recorded, link, told))
+    def _order(self, session: RemoteSession, told: _Told) -> None:
+        session.request(m.Record(decision=told.left[0]), partial(self._recorded, session, told))
 
-    def _recorded(self, link: RemoteSession, told: _Told, answer: m.Answer) -> None:
+    def _recorded(self, session: RemoteSession, told: _Told, answer: m.Answer) -> None:
         word = told.left.pop(0)
         if isinstance(answer, m.Failed):
             error = error_of(answer)
-            self._not_recorded(link, word, error)
+            self._not_recorded(session, word, error)
             if not isinstance(error, _OF_ONE):
                 told.left.clear()
                 return
         else:
-            log.info("%s %s is known to %s too", word.kind, word.tag, link.name)
+            log.info("%s %s is known to %s too", word.kind, word.tag, session.name)
         if told.left:
-            self._order(link, told)
+            self._order(session, told)
             return
         # what could not be read there is asked again after `_AGAIN_SECONDS`: each look would be too often
         told.done, told.done_at_seconds = told.asked, time.monotonic()
-        link.changed()
-        link.observe()
+        session.mark_outdated()
+        session.observe()
         self._wake()
 
-    def _not_recorded(self, link: RemoteSession, word: Decision, error: CkptdError) -> None:
-        log.warning("%s %s is not published to %s: %s", word.kind, word.tag, link.name, error)
+    def _not_recorded(self, session: RemoteSession, word: Decision, error: CkptdError) -> None:
+        log.warning("%s %s is not published to %s: %s", word.kind, word.tag, session.name, error)
         if isinstance(error, _GONE):
-            link.trouble(error)
+            session.note_error(error)
             return
-        text = f"{link.name} lacks what was decided ({word.kind} {word.tag}): {error.message}"
+        text = f"{session.name} lacks what was decided ({word.kind} {word.tag}): {error.message}"
         next_step = error.hint or "it is tried again at the next look"
-        self._state.problems.put("decision-unpublished", link.name, text, next_step)
+        self._state.problems.put("decision-unpublished", session.name, text, next_step)
         self._wake()

@@ -112,13 +112,13 @@ class FirstStart:
         self,
         beginning: PreexistingSaves,
         state_dir: Path,
-        links: Mapping[str, RemoteSession],
+        sessions: Mapping[str, RemoteSession],
         node: str,
         wake: Callable[[], None],
     ) -> None:
         self._beginning = beginning
         self._state_dir = state_dir
-        self._links = links
+        self._sessions = sessions
         self._node = node
         self._wake = wake
         self._settled: Decision | None = None
@@ -148,7 +148,7 @@ class FirstStart:
         return self._newest(recorded, is_any_place=self._beginning.holds_state)
 
     def _recorded_in_remote(self) -> Decision | None:
-        seen = [link.observation for link in self._links.values() if link.observation is not None]
+        seen = [session.observation for session in self._sessions.values() if session.observation is not None]
         newest = self._newest(d for one in seen for d in one.decisions if d.by == self._node)
         if newest is not None:
             write_decision(self._state_dir, newest)
@@ -160,7 +160,7 @@ class FirstStart:
         return max(here, key=lambda decision: decision.serial, default=None)
 
     def _record(self) -> Decision:
-        seen = [link.observation for link in self._links.values() if link.observation is not None]
+        seen = [session.observation for session in self._sessions.values() if session.observation is not None]
         own = read_decisions(self._state_dir, ("adopt",))
         known = [*own, *(d for one in seen for d in one.decisions)]
         # said here while remotes were waited for: of what is recorded now

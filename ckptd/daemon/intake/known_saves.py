@@ -20,7 +20,7 @@ from ckptd.core.model.generation import (
     choose_derived,
     choose_generation,
 )
-from ckptd.core.model.records import ZERO, ShipState
+from ckptd.core.model.records import ZERO, UploadState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.view import GenerationAnswer
 from ckptd.daemon.intake.decisions import DecisionPublisher, Decisions
@@ -98,17 +98,17 @@ class Recogniser:
 
 log = logging.getLogger("ckptd.knowledge")
 
-_OPEN = (ShipState.NEW, ShipState.FAILED, ShipState.WAITING)
+_OPEN = (UploadState.NEW, UploadState.FAILED, UploadState.WAITING)
 
 
 class KnownSaves(Recogniser):
-    """The `Recogniser` of one job: asks `links`, remembers in `state` and the state directory."""
+    """The `Recogniser` of one job: asks `sessions`, remembers in `state` and the state directory."""
 
     def __init__(
         self,
         state: JobState,
         state_dir: Path,
-        links: Mapping[str, RemoteSession],
+        sessions: Mapping[str, RemoteSession],
         node: str,
         beginning: PreexistingSaves,
         save_spread_seconds: float,
@@ -117,21 +117,23 @@ class KnownSaves(Recogniser):
     ) -> None:
         self._state = state
         self._state_dir = state_dir
-        self._links = links
+        self._sessions = sessions
         self._save_spread_seconds = save_spread_seconds
         self._forms = forms
         self._wake = wake
         self._beginning = beginning
-        self._first = FirstStart(beginning, state_dir, links, node, wake)
+        self._first = FirstStart(beginning, state_dir, sessions, node, wake)
         self._decisions = Decisions(state.journal, state_dir)
-        self._telling = DecisionPublisher(state, links, wake)
+        self._publisher = DecisionPublisher(state, sessions, wake)
         self.runs: Runs | None = None
         """None: save_dir is of one run (a state that no job runs on)."""
 
     @property
     def has_heard_all(self) -> bool:
         """Every remote has been observed since the start; of two that are one place the first."""
-        return all(link.observation is not None or link.is_duplicate for link in self._links.values())
+        return all(
+            session.observation is not None or session.is_duplicate for session in self._sessions.values()
+        )
 
     @property
     def is_rebuilt(self) -> bool:
@@ -141,18 +143,22 @@ class KnownSaves(Recogniser):
     @property
     def _goes_on_without(self) -> bool:
         """Another directory under a journal that knows its remotes: one that is away holds nothing up."""
-        links = self._links.values()
-        return self.is_rebuilt and all(one.observation or one.is_duplicate or one.is_away for one in links)
+        sessions = self._sessions.values()
+        return self.is_rebuilt and all(one.observation or one.is_duplicate or one.is_away for one in sessions)
 
     def refresh(self) -> bool:
         """Read decisions again: own files, and what the last observations showed; whether any is new.
 
         What a remote lacks of them is published there again (adr/0165).
         """
-        seen = {name: link.observation for name, link in self._links.items() if link.observation is not None}
+        seen = {
+            name: session.observation
+            for name, session in self._sessions.items()
+            if session.observation is not None
+        }
         self._state.deletions.note_observed(seen)
         has_news = self._decisions.refresh([d for one in seen.values() for d in one.decisions])
-        self._telling.turn(self._decisions.words)
+        self._publisher.turn(self._decisions.words)
         return has_news
 
     @property
@@ -202,13 +208,15 @@ class KnownSaves(Recogniser):
         if any(row.save.tag == tag for row in self._state.saves.rows.values()):
             return True
         unasked = [
-            link
-            for link in self._links.values()
-            if link.observation is not None and tag in link.known_tags() and tag not in link.tag_views
+            session
+            for session in self._sessions.values()
+            if session.observation is not None
+            and tag in session.known_tags()
+            and tag not in session.tag_views
         ]
-        for link in unasked:
-            if link.is_ready:
-                link.describe(tag, self._wake)
+        for session in unasked:
+            if session.is_ready:
+                session.describe(tag, self._wake)
         return not unasked
 
     def known_order(self, tag: str, fingerprints: tuple[tuple[str, str], ...]) -> Order | None:
@@ -216,7 +224,7 @@ class KnownSaves(Recogniser):
         if (here := self._state.saves.past_order(tag, fingerprints)) is not None:
             return here
         wanted = set(fingerprints)
-        listed = (row for link in self._links.values() for row in self._listed(link, tag))
+        listed = (row for session in self._sessions.values() for row in self._listed(session, tag))
         return next((order for shards, order in listed if shards and shards <= wanted), None)
 
     def original(
@@ -229,21 +237,23 @@ class KnownSaves(Recogniser):
             return None
         rows = (row.save for row in self._state.saves.rows.values() if row.save.tag != tag)
         orders = [save.order for save in rows if shards_of(save) == shards]
-        for link in self._links.values():
-            others = (one for one in link.tag_views if one != tag)
-            orders += [order for one in others for held, order in self._listed(link, one) if held == shards]
+        for session in self._sessions.values():
+            others = (one for one in session.tag_views if one != tag)
+            orders += [
+                order for one in others for held, order in self._listed(session, one) if held == shards
+            ]
         past = self._state.journal.past_order(ANY_TAG, fingerprints)
         return max([*orders, *([past] if past is not None else [])], default=None)
 
-    def _listed(self, link: RemoteSession, tag: str) -> Iterator[tuple[frozenset[tuple[str, str]], Order]]:
+    def _listed(self, session: RemoteSession, tag: str) -> Iterator[tuple[frozenset[tuple[str, str]], Order]]:
         """Shards and order of each committed manifest of a tag that was read, of this run."""
         run_id = self._state.run_id
-        found = committed_shards(link, tag)
+        found = committed_shards(session, tag)
         return ((shards, order) for shards, order, run in found if run_id in (None, run))
 
     def highest(self) -> Order | None:
         """The highest order of any COMMIT or tombstone."""
-        seen = [link.observation for link in self._links.values() if link.observation]
+        seen = [session.observation for session in self._sessions.values() if session.observation]
         orders = [order_of(view.commit) for one in seen for view in one.commits]
         orders += [Order(stone.branch, stone.step, stone.save_seq) for one in seen for stone in one.retired]
         return max(orders, default=None)
@@ -252,7 +262,7 @@ class KnownSaves(Recogniser):
         """Tell whether files were written before a commit's save window ended; nodes' clocks agree to
         `save_spread`.
         """
-        seen = [link.observation for link in self._links.values() if link.observation]
+        seen = [session.observation for session in self._sessions.values() if session.observation]
         commits = [v.commit for one in seen for v in one.commits if order_of(v.commit) == order]
         spread_seconds = self._save_spread_seconds
         return any(not is_after(written_ns, commit, spread_seconds) for commit in commits)
@@ -264,7 +274,7 @@ class KnownSaves(Recogniser):
             return None
         # not when they were heard: before what was found is sealed one may be away, and its answer with it
         is_heard = self.has_heard_all and not self.is_rebuilt
-        if is_heard and is_written_down(self._state, self._links.values(), self.highest()):
+        if is_heard and is_written_down(self._state, self._sessions.values(), self.highest()):
             self._state.journal.set_meta("rebuilt", "1")
         return frozenset(first.tags)
 
@@ -276,51 +286,53 @@ class KnownSaves(Recogniser):
 
     def choose_generations(self) -> None:
         """Turn fresh tag views into generations; recognise what is committed or retired (H16, H49)."""
-        for name, link in self._links.items():
-            self._hear_of_commits(name, link)
-            hear_of_parts(self._state, name, link.observation)
-            look_for_sharer(self._state, link, self._beginning.now)
-        for name, link in self._links.items():
-            notice_lost(self._state, link, self._forms[name])
+        for name, session in self._sessions.items():
+            self._hear_of_commits(name, session)
+            hear_of_parts(self._state, name, session.observation)
+            look_for_sharer(self._state, session, self._beginning.now)
+        for name, session in self._sessions.items():
+            notice_lost(self._state, session, self._forms[name])
         for row in list(self._state.saves.rows.values()):
             if row.state == "present" or row.held:
-                for name, link in self._links.items():
+                for name, session in self._sessions.items():
                     forms = self._forms[name]
                     for form in (ZERO,) if ZERO in forms else forms:
-                        self._choose_generation(row, link, form)
-        adopt_commits(self._state, self._links.values())
-        forget_gone(self._state, self._links.values())
+                        self._choose_generation(row, session, form)
+        adopt_commits(self._state, self._sessions.values())
+        forget_gone(self._state, self._sessions.values())
 
-    def _choose_generation(self, row: SaveRow, link: RemoteSession, form: str) -> None:
-        state, key = self._state, (row.id, link.name, form)
+    def _choose_generation(self, row: SaveRow, session: RemoteSession, form: str) -> None:
+        state, key = self._state, (row.id, session.name, form)
         record = state.uploads.record(*key)
         if record.state not in _OPEN or key in state.uploads.generations:
             return
-        match choice := self._choose(row.save, link, form):
+        match choice := self._choose(row.save, session, form):
             case JoinGeneration(generation=g):
                 state.uploads.set_generation(key, GenerationAnswer(generation=g, attempt=record.attempt))
             case AlreadyCommitted() as already:
                 found = {
-                    "state": ShipState.COMMITTED,
+                    "state": UploadState.COMMITTED,
                     "generation": already.generation,
                     "commit_key": already.commit_key,
                     "commit_sha256": already.commit_sha256,
                     "unlisted": already.unlisted,
                 }
                 state.uploads.put(row.id, record.model_copy(update=found))
-                link.changed()  # the observation may be older than that COMMIT
-                log.info("%s (%s) is committed on %s already; nothing is sent", row.save.tag, form, link.name)
+                session.mark_outdated()  # the observation may be older than that COMMIT
+                log.info(
+                    "%s (%s) is committed on %s already; nothing is sent", row.save.tag, form, session.name
+                )
             case GenerationRetired(generation=g):
-                update = {"state": ShipState.RETIRED, "generation": g}
+                update = {"state": UploadState.DELETED, "generation": g}
                 state.uploads.put(row.id, record.model_copy(update=update))
         if isinstance(choice, AlreadyCommitted | GenerationRetired):
-            link.forget_tag(row.save.tag)  # no upload of ours ends it: that of another node was it
+            session.forget_tag(row.save.tag)  # no upload of ours ends it: that of another node was it
 
-    def _hear_of_commits(self, name: str, link: RemoteSession) -> None:
+    def _hear_of_commits(self, name: str, session: RemoteSession) -> None:
         """Take over what other nodes did: the COMMIT that a part waits for, or a dispute that ends one (H1:
         two nodes may commit at once).
         """
-        state, seen = self._state, link.observation
+        state, seen = self._state, session.observation
         commits = seen.commits if seen is not None else ()
         made = {(v.commit.tag, v.commit.generation) for v in commits if v.commit.form == ZERO}
         disputed = {v.sha256: v.key for v in commits if v.disputed}
@@ -330,26 +342,26 @@ class KnownSaves(Recogniser):
             if row.state != "present" and not row.held:
                 continue
             record = state.uploads.record(row.id, name, ZERO)
-            if record.state is ShipState.COMMITTED and record.commit_sha256 in disputed:
+            if record.state is UploadState.COMMITTED and record.commit_sha256 in disputed:
                 reason = f"{disputed[record.commit_sha256]} is disputed"
                 log.error("%s: %s; it is uploaded again", row.save.tag, reason)
                 gone = {"commit_key": None, "commit_sha256": None}
-                update = {"state": ShipState.NEW, **gone, "reason": reason}
-            elif record.state is ShipState.WAITING and record.retry_at_seconds:
+                update = {"state": UploadState.NEW, **gone, "reason": reason}
+            elif record.state is UploadState.WAITING and record.retry_at_seconds:
                 if (row.save.tag, record.generation) not in made:
                     continue
                 update = {"retry_at_seconds": 0.0}
             else:
                 continue
             state.uploads.put(row.id, record.model_copy(update=update))
-            link.forget_tag(row.save.tag)
+            session.forget_tag(row.save.tag)
 
-    def _choose(self, save: SealedSave, link: RemoteSession, form: str) -> GenerationChoice | None:
-        """The choice on what the link was told of the tag; None while it was not asked."""
-        if save.tag not in link.tag_views or link.settings.job_id is None:
+    def _choose(self, save: SealedSave, session: RemoteSession, form: str) -> GenerationChoice | None:
+        """The choice on what the session was told of the tag; None while it was not asked."""
+        if save.tag not in session.tag_views or session.settings.job_id is None:
             return None
-        manifests, commits = link.seen(save.tag)
-        view = link.tag_views[save.tag]
+        manifests, commits = session.seen(save.tag)
+        view = session.tag_views[save.tag]
         retired, unreadable = view.retired, unreadable_in(view, form)
         if form != ZERO:
             return choose_derived(
@@ -359,12 +371,12 @@ class KnownSaves(Recogniser):
                 commits=commits,
                 tombstones=retired,
                 unreadable=unreadable,
-                job_id=link.settings.job_id,
+                job_id=session.settings.job_id,
                 run_id=self._state.run_id,
             )
         return choose_generation(
             save,
-            link.settings.job_id,
+            session.settings.job_id,
             manifests=manifests,
             commits=commits,
             tombstones=retired,

@@ -18,7 +18,7 @@ from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.sealing import same_files
 from ckptd.core.model.heartbeat import DEAD_SECONDS
 from ckptd.core.model.manifest import cells_of
-from ckptd.core.model.records import ZERO, DerivedState, ShipState
+from ckptd.core.model.records import ZERO, DerivedState, UploadState
 from ckptd.core.model.runs import Claim, Part, Place, RunFile, RunSeen, run_of, short
 from ckptd.daemon.state.remote_sync import committed_shards
 from ckptd.daemon.uploads.peers import takes_beats
@@ -44,7 +44,7 @@ log = logging.getLogger("ckptd.runs")
 
 ASK_AGAIN_SECONDS = 10.0
 _UNDECIDED = (State.UNKNOWN, State.COMPLETE)
-_OPEN = (ShipState.NEW, ShipState.FAILED, ShipState.WAITING, ShipState.SHIPPING)
+_OPEN = (UploadState.NEW, UploadState.FAILED, UploadState.WAITING, UploadState.UPLOADING)
 
 Ready = list[tuple["FolderListing", "Verdict"]]
 
@@ -56,7 +56,7 @@ class Runs:
         self,
         config: JobConfig,
         state: JobState,
-        links: Mapping[str, RemoteSession],
+        sessions: Mapping[str, RemoteSession],
         save_dir_fd: int,
         node: tuple[str, str],
         heartbeat: Callable[[], Heartbeat],
@@ -65,7 +65,7 @@ class Runs:
         self._config = config
         self._heartbeat = heartbeat
         self._state = state
-        self._links = links
+        self._sessions = sessions
         self._fd = save_dir_fd
         self._save_dir = str(config.save_dir)
         self._wake = wake
@@ -94,9 +94,9 @@ class Runs:
     def _bind(self, found: RunFile | None) -> None:
         self._file = found
         self._state.set_run(self.run_id)
-        for link in self._links.values():
-            link.bind(self.run_id or "")
-            link.set_claim(is_claimed=self._is_accepted(link))
+        for session in self._sessions.values():
+            session.bind(self.run_id or "")
+            session.set_claim(is_claimed=self._is_accepted(session))
 
     def _write(self, found: RunFile) -> None:
         """In memory it counts at once; a disk that takes nothing now is written to at the next change."""
@@ -155,7 +155,7 @@ class Runs:
         A trainer that removes its last checkpoint before it saves the next goes on above it; one that saves
         its last step again stays at it.
         """
-        seen = [link.observation for link in self._links.values() if link.observation is not None]
+        seen = [session.observation for session in self._sessions.values() if session.observation is not None]
         steps = [view.commit.step for one in seen for view in one.commits]
         return bool(steps) and all((verdict.step or 0) < max(steps) for _, verdict in ready)
 
@@ -163,17 +163,17 @@ class Runs:
         """Tell whether remotes told of the tags that lie here, and all that lies here was judged."""
         tags = {folder.tag for folder, _ in ready}
         listing = self._state.folders.listing
-        for link in self._links.values():
-            known = link.known_tags()
+        for session in self._sessions.values():
+            known = session.known_tags()
             for folder in listing.folders if listing is not None else ():
                 verdict = self._state.folders.verdicts.get(folder.tag)
                 is_open = verdict is None or verdict.state in _UNDECIDED
                 if folder.tag in known - tags and is_open and self._sealed(folder) is None:
                     return False
-            unasked = [tag for tag in tags & known if tag not in link.tag_views]
-            for tag in unasked if link.is_ready else ():
-                link.describe(tag, self._wake)
-            if unasked and link.is_ready:
+            unasked = [tag for tag in tags & known if tag not in session.tag_views]
+            for tag in unasked if session.is_ready else ():
+                session.describe(tag, self._wake)
+            if unasked and session.is_ready:
                 return False
         return True
 
@@ -184,17 +184,17 @@ class Runs:
         for folder in listing.folders if listing is not None else ():
             if (row := self._sealed(folder)) is None:
                 continue
-            for link in self._links.values():
-                proof = self._state.uploads.record(row.id, link.name, ZERO).commit_sha256
-                commits = link.seen_all.commits if link.seen_all is not None else ()
+            for session in self._sessions.values():
+                proof = self._state.uploads.record(row.id, session.name, ZERO).commit_sha256
+                commits = session.seen_all.commits if session.seen_all is not None else ()
                 found += [
                     (row.save.order, run_of(v.commit, v.commit.job_id)) for v in commits if v.sha256 == proof
                 ]
         for folder, _ in ready:
             facts = self._state.folders.facts.get(folder.tag, {})
             held = {(f.path, facts[f.path].fingerprint) for f in folder.own if f.path in facts}
-            for link in self._links.values():
-                for shards, order, run_id in committed_shards(link, folder.tag):
+            for session in self._sessions.values():
+                for shards, order, run_id in committed_shards(session, folder.tag):
                     if shards and shards <= held:
                         found.append((order, run_id))
         return max(found)[1] if found else None
@@ -213,18 +213,18 @@ class Runs:
             self._begin(known, "recognised")
         if self._file is None:
             return
-        for name, link in self._links.items():
-            if link.observation is None or link.settings.job_id is None or not link.is_ready:
+        for name, session in self._sessions.items():
+            if session.observation is None or session.settings.job_id is None or not session.is_ready:
                 continue
-            link.set_claim(is_claimed=link.is_claimed and self._is_accepted(link))
+            session.set_claim(is_claimed=session.is_claimed and self._is_accepted(session))
             is_due = time.monotonic() - self._asked_at.get(name, -ASK_AGAIN_SECONDS) >= ASK_AGAIN_SECONDS
-            if (link.others or not link.is_claimed) and is_due and self._wants(name):
-                self._ask(name, link)
+            if (session.others or not session.is_claimed) and is_due and self._wants(name):
+                self._ask(name, session)
 
-    def _is_accepted(self, link: RemoteSession) -> bool:
-        seen, file = link.seen_all, self._file
+    def _is_accepted(self, session: RemoteSession) -> bool:
+        seen, file = session.seen_all, self._file
         if seen is None or file is None:
-            return link.is_claimed and file is not None
+            return session.is_claimed and file is not None
         newest = seen.rows[-1].number if seen.rows else 0
         accepted = file.is_accepted(seen.identity.remote_id)
         return accepted > 0 and accepted >= newest
@@ -237,15 +237,15 @@ class Runs:
             self._state.uploads.record(row.id, name, form).state in _OPEN for row in here for form in forms
         )
 
-    def _ask(self, name: str, link: RemoteSession) -> None:
+    def _ask(self, name: str, session: RemoteSession) -> None:
         if name in self._is_asking or self._file is None:
             return
-        remote_id = link.settings.remote_id or ""
+        remote_id = session.settings.remote_id or ""
         self._asked_at[name] = time.monotonic()
         self._is_asking.add(name)
-        beat = self._heartbeat() if takes_beats(link) else None
+        beat = self._heartbeat() if takes_beats(session) else None
         order = m.ClaimRun(claim=self._claim(remote_id), heartbeat=beat)
-        link.order(order, lambda answer: self._heard(name, link, answer))
+        session.request(order, lambda answer: self._heard(name, session, answer))
 
     def _claim(self, remote_id: str) -> Claim:
         file = self._file
@@ -276,25 +276,25 @@ class Runs:
             is_shared=is_shared,
         )
 
-    def _heard(self, name: str, link: RemoteSession, answer: m.Answer) -> None:
+    def _heard(self, name: str, session: RemoteSession, answer: m.Answer) -> None:
         self._is_asking.discard(name)
         self._wake()
         if isinstance(answer, m.Failed):
-            link.trouble(error_of(answer))
+            session.note_error(error_of(answer))
         elif isinstance(answer, m.Claimed) and self._file is not None:
-            self._answered(name, link, answer.run)
+            self._answered(name, session, answer.run)
 
-    def _answered(self, name: str, link: RemoteSession, seen: RunSeen) -> None:
+    def _answered(self, name: str, session: RemoteSession, seen: RunSeen) -> None:
         assert self._file is not None
-        link.set_claim(is_claimed=link.is_claimed and not seen.others, others=seen.others)
+        session.set_claim(is_claimed=session.is_claimed and not seen.others, others=seen.others)
         if seen.others:
             log.error("%s: %s saves to it too; nothing is sent there", name, seen.others[0].words)
             return
         before = self._file
-        after = before.accepting(link.settings.remote_id or "", seen.number, seen.run_id)
+        after = before.accepting(session.settings.remote_id or "", seen.number, seen.run_id)
         self._write(after)
-        link.set_claim(is_claimed=True)
-        link.observe()
+        session.set_claim(is_claimed=True)
+        session.observe()
         if after.run_id != before.run_id:
             log.info("%s: run %s, as %s has it", self._save_dir, short(after.run_id), name)
 
@@ -303,15 +303,15 @@ class Runs:
     def see_problems(self, see: Problems) -> None:
         """Report each turn other jobs that save to a remote, and what other runs left there."""
         self._see_copied(see)
-        for name, link in self._links.items():
-            if link.others:
-                self._see_shared(see, name, [other.words for other in link.others], is_refused=True)
+        for name, session in self._sessions.items():
+            if session.others:
+                self._see_shared(see, name, [other.words for other in session.others], is_refused=True)
             elif others := self._other_runs(name):
                 self._see_shared(see, name, others, is_refused=False)
-            if self._are_siblings(name, link):
+            if self._are_siblings(name, session):
                 # at the first start here that was not known of the others
                 see.clear("name-shared", name)
-            self._see_left(see, name, link)
+            self._see_left(see, name, session)
 
     def _see_copied(self, see: Problems) -> None:
         """A note, until this daemon ends."""
@@ -323,11 +323,11 @@ class Runs:
         step = 'where the other one is saved on, this one needs name = "…" and a url of its own'
         see.see("run-copied", self._save_dir, text, step)
 
-    def _are_siblings(self, name: str, link: RemoteSession) -> bool:
+    def _are_siblings(self, name: str, session: RemoteSession) -> bool:
         """Tell whether all who live there besides this place are of its run, which it may go on with."""
         beats = [seen.heartbeat for seen in self.sharers.get(name, ()) if not seen.is_dead]
         runs = {beat.run_id for beat in beats if beat is not None}
-        return link.is_claimed and len(beats) > 0 and None not in beats and runs == {self.run_id}
+        return session.is_claimed and len(beats) > 0 and None not in beats and runs == {self.run_id}
 
     def _see_shared(self, see: Problems, name: str, others: Sequence[str], *, is_refused: bool) -> None:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -357,9 +357,9 @@ class Runs:
             and beat.run_id not in (None, self.run_id)
         ]
 
-    def _see_left(self, see: Problems, name: str, link: RemoteSession) -> None:
+    def _see_left(self, see: Problems, name: str, session: RemoteSession) -> None:
         """A note: no limit of this run removes what another left."""
-        seen = link.seen_all
+        seen = session.seen_all
         if seen is None or self.run_id is None:
             return
         left: dict[str, list[int]] = {}

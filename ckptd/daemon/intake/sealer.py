@@ -32,7 +32,7 @@ from ckptd.daemon.intake.ordering import Ordering, written_ns
 from ckptd.daemon.intake.trainer_metrics import Metrics
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads.late_files import LateFiles
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 from ckptd.storage.local.scan import OpenWriters
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class Sealer:
         others = f"; of this node, {len(verdict.missing)} shards are others'" if save.is_part else ""
         what = (folder.tag, order.step, order.branch, save.total_bytes / 1e6, grid.proof, others)
         text = "%s complete: step %d, branch %d, %.1f MB, %s%s"
-        log.info(text, *what, extra=doing("complete", folder.tag))
+        log.info(text, *what, extra=line_fields("complete", folder.tag))
 
     def _grows(self, row: SaveRow, folder: FolderListing, verdict: Verdict) -> bool:
         """A part of which more shards came: the same save, whose manifest gets another revision (H27)."""

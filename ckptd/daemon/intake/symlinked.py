@@ -12,9 +12,9 @@ from ckptd.core.model.unprotected import warn_unprotected
 from ckptd.storage.local.scan import scan
 
 if TYPE_CHECKING:
+    from ckptd.config.schema import JobConfig
     from ckptd.core.model.listing import SaveDirListing
-    from ckptd.daemon.state.problems import Problem, Severity
-    from ckptd.daemon.uploads.job_record import JobRecord
+    from ckptd.daemon.state.problems import Problem, Problems, Severity
 
 log = logging.getLogger("ckptd.job")
 
@@ -24,43 +24,44 @@ _NEXT_STEP = (
 )
 
 
-def look(job: JobRecord, save_dir_fd: int) -> SaveDirListing:
+def look(
+    config: JobConfig, problems: Problems, before: SaveDirListing | None, save_dir_fd: int
+) -> SaveDirListing:
     """List save_dir, and say what in it is not protected."""
-    before = job.state.folders.listing if job.state is not None else None
-    listing = scan(save_dir_fd, job.config.trainer, before)
+    listing = scan(save_dir_fd, config.trainer, before)
     seen = {path.partition("/")[0]: path for path in listing.linked}
-    for problem in job.problems.all():
+    for problem in problems.all():
         if problem.code == "linked-save" and problem.about not in seen:
-            job.problems.clear("linked-save", problem.about)
+            problems.clear("linked-save", problem.about)
     for tag, path in seen.items():
         is_newest = listing.is_at_risk(tag)
         names = " (latest names it)" if tag == listing.latest else ""
         what = "a link" if path == tag else f"made of links ({path})"
         text = f"{tag}{names} is {what}: it is not watched, and nothing of it is sent"
-        job.problems.put("linked-save", tag, text, _NEXT_STEP, severity="attention" if is_newest else "note")
-    _see_unprotected(job, listing)
+        problems.put("linked-save", tag, text, _NEXT_STEP, severity="attention" if is_newest else "note")
+    _see_unprotected(config, problems, listing)
     return listing
 
 
-def _see_unprotected(job: JobRecord, listing: SaveDirListing) -> None:
+def _see_unprotected(config: JobConfig, problems: Problems, listing: SaveDirListing) -> None:
     """Say it for as long as it lies there: a job that finds nothing else would wait for ever."""
     tags = [folder.tag for folder in listing.folders if not folder.is_model_only]
-    said = warn_unprotected(listing.unprotected, str(job.config.save_dir), listing.latest, tags)
+    said = warn_unprotected(listing.unprotected, str(config.save_dir), listing.latest, tags)
     for one in said:
         severity: Severity = "attention" if one.is_urgent else "note"
-        if not any((p.code, p.about) == ("unprotected-save", shown(one.about)) for p in job.problems.all()):
+        if not any((p.code, p.about) == ("unprotected-save", shown(one.about)) for p in problems.all()):
             log.warning("%s; %s", one.text, one.next_step)
-        job.problems.put("unprotected-save", one.about, one.text, one.next_step, severity=severity)
+        problems.put("unprotected-save", one.about, one.text, one.next_step, severity=severity)
     # of a folder that had to be read to be known each turn says it anew
     about = {shown(one.about) for one in said} | {folder.tag for folder in listing.folders}
-    for problem in job.problems.all():
+    for problem in problems.all():
         if problem.code == "unprotected-save" and problem.about not in about:
-            job.problems.clear("unprotected-save", problem.about)
+            problems.clear("unprotected-save", problem.about)
 
 
-def linked_here(job: JobRecord) -> tuple[str, ...]:
+def linked_here(problems: Problems) -> tuple[str, ...]:
     """Checkpoints at risk that nothing will commit."""
-    return tuple(problem.about for problem in job.problems.all() if _is_alarm(problem))
+    return tuple(problem.about for problem in problems.all() if _is_alarm(problem))
 
 
 def _is_alarm(problem: Problem) -> bool:

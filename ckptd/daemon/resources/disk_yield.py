@@ -42,17 +42,17 @@ class DiskYield:
 
     def leave(self, job: Hashable) -> None:
         """It ended, and nobody waits for its save."""
-        self.tell(job, is_saving=False)
+        self.set_saving(job, is_saving=False)
         self._places.pop(job, None)
 
-    def beside(self, job: Hashable) -> list[Hashable]:
+    def jobs_beside(self, job: Hashable) -> list[Hashable]:
         """Other jobs on the disk of this one."""
         if job not in self._places:
             return []
         mine = self._places[job][0]
         return [other for other, (device, _) in self._places.items() if other is not job and device == mine]
 
-    def is_taken(self, job: Hashable) -> bool:
+    def is_save_beside(self, job: Hashable) -> bool:
         """Somebody saves on the disk of this job."""
         now_seconds = time.monotonic()
         return job in self._places and any(
@@ -68,7 +68,7 @@ class DiskYield:
         """While others make way for it, it looks whether they still must; infinite: nobody does."""
         return QUIET_SECONDS if self.is_saving(job) else math.inf
 
-    def tell(self, job: Hashable, *, is_saving: bool) -> None:
+    def set_saving(self, job: Hashable, *, is_saving: bool) -> None:
         """A save begins or ends; who shares the disk takes its new pace at once."""
         if job not in self._places or is_saving == (job in self._saving):
             return
@@ -111,14 +111,14 @@ class SaveDetector:
         if self._hinted_at is None:
             self._hinted_at = now_seconds
         if is_first:
-            self._post(self._heed)
+            self._post(self._note_writing)
 
-    def _heed(self) -> None:
+    def _note_writing(self) -> None:
         # a look that came between has seen what was written
         if self._hinted_at is not None and self._has_writing:
             self._on_writing()
 
-    def take(self) -> bool:
+    def begin_scan(self) -> bool:
         """A look begins: what is heard from now on asks for another; whether something was written."""
         self._hinted_at = None
         self._had_writing, self._has_writing = self._has_writing, False
@@ -128,7 +128,7 @@ class SaveDetector:
         """Infinite: nothing was heard."""
         return math.inf if self._hinted_at is None else self._hinted_at + HINT_SECONDS - now_seconds
 
-    def makes_out(self, state: JobState, now_seconds: float) -> bool:
+    def detects_save(self, state: JobState, now_seconds: float) -> bool:
         """Tell whether others make way: for a save that still moves, or a folder that came, not for one left.
 
         Writes that no save comes of (a log in a checkpoint that was sealed) are not heeded for a while.

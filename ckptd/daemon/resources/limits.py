@@ -85,7 +85,7 @@ class Slots:
 
 
 class HostLimits:
-    """The shared limits of a daemon; `links` are those of all its jobs, `converting` how many convert.
+    """The shared limits of a daemon; `sessions` are those of all its jobs, `converting` how many convert.
 
     `remotes`: the URLs of each job's remotes, as configured: the budget is divided for all of them.
     """
@@ -93,21 +93,21 @@ class HostLimits:
     def __init__(
         self,
         daemon: DaemonConfig,
-        links: Callable[[], Sequence[RemoteSession]],
+        sessions: Callable[[], Sequence[RemoteSession]],
         converting: Callable[[], int],
         *,
         remotes: Callable[[], Sequence[Sequence[str]]],
         unix: Callable[[], float] = time.time,
     ) -> None:
-        self._links = links
+        self._sessions = sessions
         self._remotes = remotes
         self._unix = unix
         self.uploads = Slots(
-            lambda: self.division.uploads, lambda: sum(link.is_transferring for link in links())
+            lambda: self.division.uploads, lambda: sum(session.is_transferring for session in sessions())
         )
         self.conversions = Slots(lambda: CONVERSIONS, converting)
-        self.places = SlotPool(lambda: self.division.children)
-        self.way = DiskYield()
+        self.child_slots = SlotPool(lambda: self.division.children)
+        self.disk_yield = DiskYield()
         self._told: tuple[str, str] | None = None
         self.change(daemon)
 
@@ -149,14 +149,14 @@ class HostLimits:
         for slots in (self.uploads, self.conversions):
             slots.leave(mine)
 
-    def settle(self) -> None:
-        """After all turns: share the bandwidth among those who ship, and wake who may start."""
+    def share_and_wake(self) -> None:
+        """After all turns: share the bandwidth among the uploads, and wake who may start."""
         self.share()
-        self.places.settle()
+        self.child_slots.settle()
         self.uploads.call()
         self.conversions.call()
 
-    def tell(self, of_jobs: Sequence[Problems]) -> None:
+    def report_shortage(self, of_jobs: Sequence[Problems]) -> None:
         """Report a budget that these jobs cannot keep to as a problem of each, for as long as it is."""
         found = shortage(self.division, self.memory_bytes)
         if found is not None and found != self._told:
@@ -169,15 +169,15 @@ class HostLimits:
                 problems.put("memory-short", "memory_budget", *found)
 
     def share(self, starting: RemoteSession | None = None) -> None:
-        """Tell those who ship their part; who is about to start hears it before its first byte.
+        """Tell sessions that upload their part; one that is about to start hears it before its first byte.
 
         Timetables are read anew each time: a limit that begins now holds with the next turn.
         """
         now = self._unix()
-        active = [link for link in self._links() if link.is_transferring or link is starting]
-        rates = shares(self._bandwidth.at(now), {link: link.bandwidth.at(now) for link in active})
-        for link, rate in rates.items():
-            link.limit(rate)
+        active = [session for session in self._sessions() if session.is_transferring or session is starting]
+        rates = shares(self._bandwidth.at(now), {session: session.bandwidth.at(now) for session in active})
+        for session, rate in rates.items():
+            session.limit(rate)
 
 
 def shares(total: int | None, limits: Mapping[RemoteSession, int | None]) -> dict[RemoteSession, int | None]:
@@ -189,10 +189,10 @@ def shares(total: int | None, limits: Mapping[RemoteSession, int | None]) -> dic
         return dict(limits)
     found: dict[RemoteSession, int | None] = {}
     left_bytes, left = total, len(limits)
-    for link, limit in sorted(limits.items(), key=lambda pair: pair[1] if pair[1] is not None else total):
+    for session, limit in sorted(limits.items(), key=lambda pair: pair[1] if pair[1] is not None else total):
         part = left_bytes // left
         rate = max(1, part if limit is None else min(part, limit))
-        found[link] = rate
+        found[session] = rate
         left_bytes, left = left_bytes - rate, left - 1
     return found
 

@@ -50,7 +50,7 @@ class Reserve:
         """This file system grants room without keeping any (ZFS)."""
 
     def keep(self, state_dir: Path, save_dir_fd: int, disk: Disk) -> None:
-        """Make it where it belongs, if it is missing and leaves room for the next save (P13)."""
+        """Make it where it belongs, if it is missing and leaves more free than P13's line."""
         now = time.monotonic()
         if now < self._look_at_seconds:
             return

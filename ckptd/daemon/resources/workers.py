@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ckptd.errors import CkptdError, from_os_error
-from ckptd.observe.logs import bound
+from ckptd.observe.logs import bind_job
 
 Result = TypeVar("Result")
 Guard = Callable[[Callable[[], None]], None]
@@ -101,7 +101,7 @@ class Workers:
                 return
             self._post(lambda: self._finish(lambda: failed(problem)))
 
-        self._pool.submit(bound(run))
+        self._pool.submit(bind_job(run))
 
     def for_one(self, guard: Guard = lambda call: call()) -> JobWorkers:
         """The pool for one activation of one job, whose results are taken in through `guard`."""

@@ -199,7 +199,10 @@ class LocalSaves:
     def deletion_reason(self, save_id: int) -> str | None:
         """Return why a folder was deleted, as the journal knows it; None: it does not."""
         # the journal's row names every file of the save: it is read once
-        if save_id not in self._deletion_reasons and (why := self._journal.why_pruned(save_id)) is not None:
+        if (
+            save_id not in self._deletion_reasons
+            and (why := self._journal.deletion_reason(save_id)) is not None
+        ):
             self._deletion_reasons[save_id] = why
         return self._deletion_reasons.get(save_id)
 

@@ -12,7 +12,7 @@ from ckptd.core.completeness.peer_evidence import PeerEvidence
 from ckptd.core.model.coverage import order_of
 from ckptd.core.model.layouts import Role, is_in_roots, layout_of
 from ckptd.core.model.manifest import mark_of_manifest
-from ckptd.core.model.records import ZERO, ShipState
+from ckptd.core.model.records import ZERO, UploadState
 from ckptd.core.model.runs import run_of
 from ckptd.core.model.save import Order
 from ckptd.daemon.state.upload_records import note_parts
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.knowledge")
 
 _BESIDE = (Role.SIDE, Role.EXTRA)
-_CLAIMED_OR_OPEN = (ShipState.COMMITTED, ShipState.NEW, ShipState.WAITING, ShipState.FAILED)
+_CLAIMED_OR_OPEN = (UploadState.COMMITTED, UploadState.NEW, UploadState.WAITING, UploadState.FAILED)
 _GONE, _DISPUTED = "its COMMIT is gone", "its COMMIT is disputed"
 _WILL_SEAL = (State.SAVING, State.RESAVING, State.UNKNOWN, State.COMPLETE)
 
 
-def is_written_down(state: JobState, links: Iterable[RemoteSession], highest: Order | None) -> bool:
+def is_written_down(state: JobState, sessions: Iterable[RemoteSession], highest: Order | None) -> bool:
     """Tell whether the journal has what the remotes tell of order: no save here of a tag that they know is
     yet to be sealed, and one that was is as new as any there (`highest`).
     """
-    known = frozenset[str]().union(*(link.known_tags() for link in links))
+    known = frozenset[str]().union(*(session.known_tags() for session in sessions))
     for folder in state.folders.listing.folders if state.folders.listing is not None else ():
         verdict = state.folders.verdicts.get(folder.tag)
         is_open = folder.tag in known and state.saves.of_tag(folder.tag) is None
@@ -82,22 +82,22 @@ def as_committed(save: SealedSave, told: Sequence[Commit | None]) -> SealedSave:
     return save.model_copy(update={**order._asdict(), "best": best, "best_checkpoint": named})
 
 
-def adopt_commits(state: JobState, links: Iterable[RemoteSession]) -> None:
+def adopt_commits(state: JobState, sessions: Iterable[RemoteSession]) -> None:
     """Let each save here count as its COMMITs say."""
-    commits = {link.name: commits_in(link.observation) for link in links}
+    commits = {session.name: commits_in(session.observation) for session in sessions}
     for row in list(state.saves.rows.values()):
         records = (state.uploads.record(row.id, remote, ZERO) for remote in commits)
         told = [
             commits[record.remote].get((record.commit_key, record.commit_sha256))
             for record in records
-            if record.state is ShipState.COMMITTED
+            if record.state is UploadState.COMMITTED
         ]
         save = as_committed(row.save, told) if told else row.save
         if save is not row.save:
             state.replace_sealed(row.id, save)
 
 
-def forget_gone(state: JobState, links: Iterable[RemoteSession]) -> None:
+def forget_gone(state: JobState, sessions: Iterable[RemoteSession]) -> None:
     """Drop cached manifests of tags that are no longer here: they list every file of every node (P12: memory
     is bounded).
     """
@@ -105,9 +105,9 @@ def forget_gone(state: JobState, links: Iterable[RemoteSession]) -> None:
         return
     tags = {folder.tag for folder in state.folders.listing.folders}
     tags |= {row.save.tag for row in state.saves.rows.values() if row.state == "present" or row.held}
-    for link in links:
-        for tag in link.tag_views.keys() - tags:
-            link.forget_tag(tag)
+    for session in sessions:
+        for tag in session.tag_views.keys() - tags:
+            session.forget_tag(tag)
 
 
 def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Sequence[CommitView]) -> None:
@@ -117,14 +117,14 @@ def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Seq
     there = {stem_of(v.commit): v for v in commits if v.commit.form != ZERO and not v.disputed}
     for row in parts if there else ():
         zero = state.uploads.record(row.id, remote, ZERO)
-        for form in forms if zero.state is ShipState.COMMITTED else ():
+        for form in forms if zero.state is UploadState.COMMITTED else ():
             view = there.get((row.save.tag, zero.generation or 0, form))
             record = state.uploads.record(row.id, remote, form)
-            is_open = record.state in (ShipState.NEW, ShipState.WAITING, ShipState.FAILED)
+            is_open = record.state in (UploadState.NEW, UploadState.WAITING, UploadState.FAILED)
             if view is None or not is_open or row.derived_of(form).plan_sha256:
                 continue
             update = {
-                "state": ShipState.COMMITTED,
+                "state": UploadState.COMMITTED,
                 "generation": view.commit.generation,
                 "commit_key": view.key,
                 "commit_sha256": view.sha256,
@@ -135,14 +135,14 @@ def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Seq
             state.uploads.put(row.id, record.model_copy(update=update))
 
 
-def notice_lost(state: JobState, link: RemoteSession, forms: Sequence[str]) -> None:
+def notice_lost(state: JobState, session: RemoteSession, forms: Sequence[str]) -> None:
     """COMMITs that somebody removed from a remote or disputed, or that cannot be read: nothing is called safe
     on their account (P17). `forms`: what the remote takes.
 
     A form of what a ZeRO form holds follows it: it is looked at once that is committed again.
     """
-    seen = link.observation
-    if seen is None or not link.is_current:
+    seen = session.observation
+    if seen is None or not session.is_current:
         return
     listed: dict[tuple[str | None, str | None], bool] = {
         (view.key, view.sha256): view.disputed for view in seen.commits
@@ -150,26 +150,26 @@ def notice_lost(state: JobState, link: RemoteSession, forms: Sequence[str]) -> N
     # what lies in the trash, whole, goes by these records alone (adr/0153)
     half = {one.save_id for one in state.journal.open_deletions()} if state.deletions.interrupted else set()
     for row in [r for r in state.saves.rows.values() if r.state == "present" or r.held or r.id in half]:
-        records = [r for r in state.uploads.of(row.id).values() if r.remote == link.name]
+        records = [r for r in state.uploads.of(row.id).values() if r.remote == session.name]
         for record in sorted(records, key=lambda r: r.form != ZERO):
             where = (row.save.tag, record.generation or 0, record.form)
             if record.form != ZERO and where in seen.retired_beside and record.state in _CLAIMED_OR_OPEN:
-                state.uploads.put(row.id, record.model_copy(update={"state": ShipState.RETIRED}))
+                state.uploads.put(row.id, record.model_copy(update={"state": UploadState.DELETED}))
                 continue
             proof = (record.commit_key, record.commit_sha256)
             # a lesser form shares its generation with the ZeRO form, and could not be sent again
             is_disputed = listed.get(proof, False) and record.form == ZERO
-            if record.state is not ShipState.COMMITTED or (proof in listed and not is_disputed):
+            if record.state is not UploadState.COMMITTED or (proof in listed and not is_disputed):
                 continue
-            zero = state.uploads.record(row.id, link.name, ZERO)
-            if record.form != ZERO and ZERO in forms and zero.state is not ShipState.COMMITTED:
+            zero = state.uploads.record(row.id, session.name, ZERO)
+            if record.form != ZERO and ZERO in forms and zero.state is not UploadState.COMMITTED:
                 continue
             lost = _DISPUTED if is_disputed else _GONE
             reason = "its COMMIT cannot be read" if where in seen.unreadable else lost
-            about = (row.save.tag, record.form, link.name, reason)
+            about = (row.save.tag, record.form, session.name, reason)
             log.error("%s (%s) on %s: %s; it is looked for again", *about)
-            state.uploads.lose_commit(row.id, link.name, reason, record.form)
-            link.forget_tag(row.save.tag)
+            state.uploads.lose_commit(row.id, session.name, reason, record.form)
+            session.forget_tag(row.save.tag)
 
 
 def unreadable_in(view: TagView, form: str) -> frozenset[int]:
@@ -240,10 +240,10 @@ def open_parts(view: TagView) -> tuple[Part, ...]:
 
 
 def committed_shards(
-    link: RemoteSession, tag: str
+    session: RemoteSession, tag: str
 ) -> Iterator[tuple[frozenset[tuple[str, str]], Order, str]]:
     """Shards, order and run of each committed manifest of a tag that was read, whichever run it is of."""
-    for seen in link.seen(tag)[0]:
+    for seen in session.seen(tag)[0]:
         found = seen.manifest
         if not seen.committed or seen.form != ZERO:
             continue
@@ -257,7 +257,7 @@ def hear_of_parts(state: JobState, remote: str, seen: Observation | None) -> Non
     """Let who waits for other parts ask sooner, once the names of manifests tell that none is missing."""
     for key, waiting in list(state.uploads.waiting.items()):
         row, record = state.saves.rows.get(key[0]), state.uploads.record(*key)
-        if seen is None or row is None or key[1] != remote or record.state is not ShipState.WAITING:
+        if seen is None or row is None or key[1] != remote or record.state is not UploadState.WAITING:
             continue
         is_whole = (row.save.tag, record.generation, record.form) in seen.listed_whole
         before = record.retry_at_seconds

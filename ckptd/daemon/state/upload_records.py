@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptd.base.retry import doubled
-from ckptd.core.model.records import ZERO, ShipRecord, ShipState
+from ckptd.core.model.records import ZERO, UploadRecord, UploadState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ckptd.core.policy.view import GenerationAnswer
     from ckptd.errors import CkptdError
     from ckptd.storage.journal.journal import Journal
-    from ckptd.storage.remote.messages import ShipResult
+    from ckptd.storage.remote.messages import UploadResult
 
-ShipKey = tuple[int, str, str]
+UploadKey = tuple[int, str, str]
 """(save id, remote, form)."""
 
 MOST_TIMES = 8
@@ -52,7 +52,7 @@ class CommitWait:
         return doubled(self.first_seconds, self.attempts, self.first_seconds * MOST_TIMES)
 
 
-def waiting_on(before: CommitWait | None, answer: ShipResult, first_seconds: float) -> CommitWait:
+def waiting_on(before: CommitWait | None, answer: UploadResult, first_seconds: float) -> CommitWait:
     """Return the record of a commit attempt that lacked something, counting on from the attempt before."""
     reason = answer.reason or ""
     attempts = before.attempts + 1 if before is not None and before.reason == reason else 1
@@ -131,11 +131,11 @@ class Uploads:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self.records: dict[int, dict[tuple[str, str], ShipRecord]] = {}
-        self.generations: dict[ShipKey, GenerationAnswer] = {}
-        self.progress: dict[ShipKey, UploadProgress] = {}
+        self.records: dict[int, dict[tuple[str, str], UploadRecord]] = {}
+        self.generations: dict[UploadKey, GenerationAnswer] = {}
+        self.progress: dict[UploadKey, UploadProgress] = {}
         """Of uploads under way."""
-        self.waiting: dict[ShipKey, CommitWait] = {}
+        self.waiting: dict[UploadKey, CommitWait] = {}
         """Parts that wait for other nodes' shards."""
         self.failed_late: dict[tuple[int, str], FailedLateFiles] = {}
         """(save id, remote) → why files that came late are not committed there."""
@@ -146,27 +146,27 @@ class Uploads:
 
     def load(self) -> None:
         """Read all records from the journal."""
-        known, self.records = self.records, self._journal.ships()
+        known, self.records = self.records, self._journal.uploads()
         for save_id, records in self.records.items():
             for key, record in records.items():
                 records[key] = _with_wait(record, known.get(save_id, {}).get(key))
 
     def reload(self, *ids: int) -> None:
         """Read the records of some saves again from the journal."""
-        fresh = self._journal.ships(*ids)
+        fresh = self._journal.uploads(*ids)
         for save_id in ids:
             known = self.records.get(save_id, {})
             self.records[save_id] = {
                 key: _with_wait(record, known.get(key)) for key, record in fresh.get(save_id, {}).items()
             }
 
-    def of(self, save_id: int) -> Mapping[tuple[str, str], ShipRecord]:
+    def of(self, save_id: int) -> Mapping[tuple[str, str], UploadRecord]:
         """Return the records of a save, by remote and form."""
         return self.records.get(save_id, {})
 
-    def record(self, save_id: int, remote: str, form: str) -> ShipRecord:
+    def record(self, save_id: int, remote: str, form: str) -> UploadRecord:
         """Return the record of one form of a save on a remote, or a new one."""
-        return self.of(save_id).get((remote, form)) or ShipRecord(remote=remote, form=form)
+        return self.of(save_id).get((remote, form)) or UploadRecord(remote=remote, form=form)
 
     def commits_of(self, save_id: int) -> dict[str, Any]:
         """Return generation and COMMITs of a save's ZeRO form, for an audit line about something of that
@@ -178,34 +178,34 @@ class Uploads:
             "commits": [(r.commit_key or "", r.commit_sha256 or "") for r in zero],
         }
 
-    def put(self, save_id: int, record: ShipRecord) -> None:
+    def put(self, save_id: int, record: UploadRecord) -> None:
         """Record the state of an upload in the journal and here."""
-        self._journal.put_ship(save_id, record)
+        self._journal.put_upload(save_id, record)
         self.records.setdefault(save_id, {})[record.remote, record.form] = record
 
-    def update(self, save_id: int, record: ShipRecord, **changes: object) -> None:
+    def update(self, save_id: int, record: UploadRecord, **changes: object) -> None:
         """Record an upload with some fields changed."""
         self.put(save_id, record.model_copy(update=changes))
 
     def forget_waits(self, save_id: int) -> None:
         """Upload a part that got more shards again, as another revision of its manifest."""
         for (remote, form), record in list(self.of(save_id).items()):
-            if record.state in (ShipState.WAITING, ShipState.FAILED):
-                self.update(save_id, record, state=ShipState.NEW, retry_at_seconds=0.0)
+            if record.state in (UploadState.WAITING, UploadState.FAILED):
+                self.update(save_id, record, state=UploadState.NEW, retry_at_seconds=0.0)
                 self.forget_generation((save_id, remote, form))
 
     def forget_damage(self, save_id: int) -> None:
         """Reset refused uploads of a save whose files were put back, so that they are read again."""
         for record in list(self.of(save_id).values()):
-            if record.form == ZERO and record.state is ShipState.REFUSED:
-                self.update(save_id, record, state=ShipState.NEW, reason=None, is_damaged=False)
+            if record.form == ZERO and record.state is UploadState.REFUSED:
+                self.update(save_id, record, state=UploadState.NEW, reason=None, is_damaged=False)
                 self.forget_generation((save_id, record.remote, ZERO))
 
     def lose_commit(self, save_id: int, remote: str, reason: str, form: str = ZERO) -> None:
         """Mark a form as not committed in a remote that no longer vouches for it, so that it is uploaded
         again.
         """
-        gone = {"state": ShipState.NEW, "commit_key": None, "commit_sha256": None, "supplements": ()}
+        gone = {"state": UploadState.NEW, "commit_key": None, "commit_sha256": None, "supplements": ()}
         self.update(save_id, self.record(save_id, remote, form), **gone, reason=reason)
         self.forget_generation((save_id, remote, form))
 
@@ -218,11 +218,11 @@ class Uploads:
 
     # --- generations -----------------------------------------------------------------------------------
 
-    def set_generation(self, key: ShipKey, answer: GenerationAnswer) -> None:
+    def set_generation(self, key: UploadKey, answer: GenerationAnswer) -> None:
         """Record the generation under which a form is to be uploaded."""
         self.generations[key] = answer
 
-    def forget_generation(self, key: ShipKey | None = None) -> None:
+    def forget_generation(self, key: UploadKey | None = None) -> None:
         """Have the generation of a form chosen anew; without a key, those of all."""
         if key is None:
             self.generations.clear()
@@ -231,16 +231,16 @@ class Uploads:
 
     # --- under way -------------------------------------------------------------------------------------
 
-    def begin(self, key: ShipKey, total_bytes: int) -> None:
+    def begin(self, key: UploadKey, total_bytes: int) -> None:
         """Record that an upload begins."""
         now = time.monotonic()
         self.progress[key] = UploadProgress(done_bytes=0, total_bytes=total_bytes, started_seconds=now)
 
-    def end(self, key: ShipKey) -> None:
+    def end(self, key: UploadKey) -> None:
         """Record that an upload ended, whatever came of it."""
         self.progress.pop(key, None)
 
-    def note_speed(self, key: ShipKey, sent_bytes: int) -> None:
+    def note_speed(self, key: UploadKey, sent_bytes: int) -> None:
         """Measure the speed of an upload that was committed."""
         progress = self.progress.get(key)
         seconds = time.monotonic() - progress.started_seconds if progress else 0.0
@@ -260,12 +260,12 @@ class Uploads:
 
     # --- waits and failures ----------------------------------------------------------------------------
 
-    def wait(self, key: ShipKey, waiting: CommitWait) -> CommitWait:
+    def wait(self, key: UploadKey, waiting: CommitWait) -> CommitWait:
         """Record that a part waits for other nodes' shards."""
         self.waiting[key] = waiting
         return waiting
 
-    def end_wait(self, key: ShipKey) -> None:
+    def end_wait(self, key: UploadKey) -> None:
         """Record that a part waits no more."""
         self.waiting.pop(key, None)
 
@@ -294,8 +294,8 @@ class Uploads:
         )
 
 
-def _with_wait(record: ShipRecord, known: ShipRecord | None) -> ShipRecord:
+def _with_wait(record: UploadRecord, known: UploadRecord | None) -> UploadRecord:
     """Waits are monotonic, so the journal does not have them; a new state of the record needs none."""
-    if known is None or record.state not in (ShipState.FAILED, ShipState.WAITING):
+    if known is None or record.state not in (UploadState.FAILED, UploadState.WAITING):
         return record
     return record.model_copy(update={"retry_at_seconds": known.retry_at_seconds})

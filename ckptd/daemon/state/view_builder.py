@@ -13,7 +13,7 @@ from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.sealing import sealed_extra
 from ckptd.core.model.listing import read_resume_marker
 from ckptd.core.model.manifest import node_in
-from ckptd.core.model.records import ZERO, DerivedState, ShipRecord, ShipState
+from ckptd.core.model.records import ZERO, DerivedState, UploadRecord, UploadState
 from ckptd.core.policy.blockers import lacking, late_now
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.view import Disk, JobView, RemoteCommit, RemoteView, SaveView
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckptd.storage.remote.messages import CommitView
 
 NEXT_SAVE_FACTOR = 1.1
-_NEW = ShipRecord(remote="", form=ZERO)
+_NEW = UploadRecord(remote="", form=ZERO)
 _MOST_PLANNED = 10_000
 _PLANNED: dict[str, RemoteCommit] = {}
 
@@ -70,7 +70,7 @@ def next_save_files(state: JobState) -> int:
 
 
 def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
-    """Return the free bytes of save_dir's file system and what must stay free for the next save (P13)."""
+    """Free bytes of save_dir's file system and P13's line."""
     total = os.fstatvfs(save_dir_fd)
     min_free = config.local.min_free.of(total.f_blocks * total.f_frsize)
     return Disk(
@@ -86,7 +86,7 @@ def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
 def build_view(
     config: JobConfig,
     state: JobState,
-    links: Mapping[str, RemoteSession],
+    sessions: Mapping[str, RemoteSession],
     save_dir_fd: int,
     *,
     pins: frozenset[str],
@@ -94,14 +94,14 @@ def build_view(
     is_paused: bool = False,
     is_spread: bool = False,
     drain: Drain | None = None,
-    tenure: LeaseStatus | None = None,
+    lease: LeaseStatus | None = None,
 ) -> JobView:
     """The view of this turn."""
     listing, deletions = state.folders.listing, state.deletions
     assert listing is not None
     deletions.forget_past_hour()
     if state.plan is not None:
-        deletions.note_verdicts(state.plan.remote_fates)
+        deletions.note_verdicts(state.plan.remote_verdicts)
     folders = {f.tag: f for f in listing.folders}
     return JobView(
         saves=tuple(
@@ -110,7 +110,7 @@ def build_view(
             if row.state == "present" or row.held or _has_derived(row)
         ),
         remotes=tuple(
-            _remote(state, remote, links[remote.name], _remote_deletions_left(config, state, remote))
+            _remote(state, remote, sessions[remote.name], _remote_deletions_left(config, state, remote))
             for remote in config.remotes
         ),
         local_forms=config.local.forms,
@@ -127,16 +127,16 @@ def build_view(
         is_paused=is_paused,
         is_spread=is_spread,
         drain=drain,
-        tenure=tenure,
+        lease=lease,
         may_delete=may_delete,
         deletions_left=deletions.local_left(config.local.policy.save_total_limit),
         pinned_tags=pins,
         config_digest=state.config_digest,
-        node=next((link.settings.node for link in links.values()), ""),
+        node=next((session.settings.node for session in sessions.values()), ""),
         due_since_seconds=deletions.due_since_seconds,
-        not_to_prune=deletions.blocked_lately(),
-        not_to_supplement=state.uploads.late_failed_lately(),
-        not_to_retire=deletions.refused_lately() | of_untold(state, links),
+        not_to_delete=deletions.blocked_lately(),
+        not_to_upload_late=state.uploads.late_failed_lately(),
+        not_to_delete_remotely=deletions.refused_lately() | of_untold(state, sessions),
         unsealed_tags=frozenset(tag for tag in folders if state.saves.of_tag(tag) is None),
         disk=disk_of(config, state, save_dir_fd),
         generations=state.uploads.generations,
@@ -146,9 +146,9 @@ def build_view(
     )
 
 
-def of_untold(state: JobState, links: Mapping[str, RemoteSession]) -> frozenset[tuple[str, str]]:
+def of_untold(state: JobState, sessions: Mapping[str, RemoteSession]) -> frozenset[tuple[str, str]]:
     """All COMMITs of remotes that a decision is yet to be published to."""
-    seen = [(name, links[name].observation) for name in state.deletions.undecided if name in links]
+    seen = [(name, sessions[name].observation) for name in state.deletions.undecided if name in sessions]
     return frozenset((name, view.sha256) for name, one in seen if one is not None for view in one.commits)
 
 
@@ -177,8 +177,8 @@ def folders_to_watch(state: JobState) -> list[str]:
 def _save(
     config: JobConfig, state: JobState, row: SaveRow, folder: FolderListing | None, pins: frozenset[str]
 ) -> SaveView:
-    ships = state.uploads.of(row.id)
-    basis = (row, folder, tuple(ships.values()), state.saves.busy[row.id] > 0, row.save.tag in pins)
+    uploads = state.uploads.of(row.id)
+    basis = (row, folder, tuple(uploads.values()), state.saves.busy[row.id] > 0, row.save.tag in pins)
     return state.saves.view(row.id, basis, lambda: _fresh(config, state, row, folder, pins))
 
 
@@ -203,10 +203,10 @@ def _fresh(
     unlisted = [path for path in now if path not in sealed] if is_mine else []
     if is_mine and folder is not None:
         unlisted += folder.irregular
-    ships = state.uploads.of(row.id)
+    uploads = state.uploads.of(row.id)
     names = [remote.name for remote in config.remotes if ZERO in remote.forms]
     lacks: dict[str, tuple[SealedFile, ...]] = {
-        name: lacking(row.save, ships.get((name, ZERO)) or _NEW, late) for name in names
+        name: lacking(row.save, uploads.get((name, ZERO)) or _NEW, late) for name in names
     }
     required = [remote.name for remote in config.remotes if remote.required]
     unlisted += [file.path for name in required for file in lacks[name] if file.path in now]
@@ -219,21 +219,21 @@ def _fresh(
         is_present=is_mine,
         has_unlisted=tuple(dict.fromkeys(unlisted)),
         late=late,
-        lacking={name: lacks[name] for name in names if _is_committed(ships.get((name, ZERO)))},
+        lacking={name: lacks[name] for name in names if _is_committed(uploads.get((name, ZERO)))},
         added=tuple(sealed_extra(f) for f in added),
         is_held=row.held,
         is_busy=state.saves.busy[row.id] > 0,
         is_pinned=row.save.tag in pins,
-        # a folder that is gone, and the look did not call it vanished: whoever prunes it has not said so yet
+        # a folder that is gone, and the look did not call it vanished: whoever deletes it has not said so yet
         is_pruned=row.state == "pruned" or (row.state == "present" and folder is None),
-        ships=ships,
+        uploads=uploads,
         universal=row.derived,
         weights=row.weights,
     )
 
 
-def _is_committed(record: ShipRecord | None) -> bool:
-    return record is not None and record.state is ShipState.COMMITTED
+def _is_committed(record: UploadRecord | None) -> bool:
+    return record is not None and record.state is UploadState.COMMITTED
 
 
 def as_planned(view: CommitView) -> RemoteCommit:
@@ -260,29 +260,31 @@ def _planned(view: CommitView) -> RemoteCommit:
         is_model_only=commit.grid.is_model_only,
         committed_at_seconds=commit.committed_at_seconds,
         best=commit.best,
-        names_best=commit.names_best,
-        stands_alone=commit.stands_alone,
+        best_tag=commit.names_best,
+        loads_alone=commit.stands_alone,
         config_digest=commit.config_digest,
         nodes=frozenset(node_in(ref.key) for ref in commit.manifests),
     )
 
 
-def _remote(state: JobState, config: RemoteConfig, link: RemoteSession, retirements_left: int) -> RemoteView:
-    seen = link.observation
+def _remote(
+    state: JobState, config: RemoteConfig, session: RemoteSession, retirements_left: int
+) -> RemoteView:
+    seen = session.observation
     commits = () if seen is None else tuple(as_planned(v) for v in seen.commits if not v.disputed)
     return RemoteView(
-        name=link.name,
+        name=session.name,
         is_required=config.required,
         forms=config.forms,
-        is_attached=link.is_ready and not link.others,
-        was_heard=link.name in state.deletions.observed,
-        is_shipping=link.is_transferring or link.seconds_to_move > 0 or not link.is_claimed,
-        ships=link.uploading,
-        ships_save=next((key[0] for key in state.uploads.progress if key[1] == link.name), None),
+        is_attached=session.is_ready and not session.others,
+        was_heard=session.name in state.deletions.observed,
+        is_busy=session.is_transferring or session.seconds_to_transfer > 0 or not session.is_claimed,
+        uploading=session.uploading,
+        uploading_save_id=next((key[0] for key in state.uploads.progress if key[1] == session.name), None),
         commits=commits,
-        known_tags=link.known_tags(),
+        known_tags=session.known_tags(),
         retention=config.policy,
-        retirements_left=retirements_left,
+        deletions_left=retirements_left,
     )
 
 

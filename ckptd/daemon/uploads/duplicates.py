@@ -14,40 +14,48 @@ from ckptd.storage.remote.attach import NEXT_STEP, are_one, one_place
 from ckptd.storage.stores.open import directory_path
 
 if TYPE_CHECKING:
-    from ckptd.daemon.uploads.job_record import JobRecord
+    from collections.abc import Mapping
+
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.journal.journal import Journal
     from ckptd.storage.remote.messages import Attached
 
 AWAY_NEXT_STEP = "bring that one back; if it is gone for good, remove it from the job file"
 
 
-def settle(job: JobRecord, name: str, answer: Attached, journal: Journal) -> bool:
-    """Let go of the later one of two that are one place; False: it is the one that answered just now.
+def settle(sessions: Mapping[str, RemoteSession], name: str, answer: Attached, journal: Journal) -> bool:
+    """Reject the later one of two remotes that are one place; False: it is the one that answered just now.
 
     Nothing is retired from a remote that is not attached, and what it holds proves nothing.
     """
-    names = list(job.links)
+    names = list(sessions)
     for other in names:
         if other == name:
             continue
         before = names.index(other) < names.index(name)
-        error = _verdict(job, name, other, answer, journal, is_earlier=before)
+        error = _verdict(sessions, name, other, answer, journal, is_earlier=before)
         if error is not None:
-            _let_go(job, name if before else other, error, journal)
+            _reject(sessions, name if before else other, error, journal)
         if error is not None and before:
             return False
-    job.links[name].set_duplicate(is_duplicate=False)
+    sessions[name].set_duplicate(is_duplicate=False)
     if answer.place is not None:
         journal.set_meta(f"place:{name}", answer.place)
     return True
 
 
 def _verdict(
-    job: JobRecord, name: str, other: str, answer: Attached, journal: Journal, *, is_earlier: bool
+    sessions: Mapping[str, RemoteSession],
+    name: str,
+    other: str,
+    answer: Attached,
+    journal: Journal,
+    *,
+    is_earlier: bool,
 ) -> CkptdError | None:
     """Return why the later one of `name`, which answered, and `other` is not attached; None: they are two."""
-    mine, theirs = job.links[name].settings.url, job.links[other].settings.url
-    there = job.links[other].attached
+    mine, theirs = sessions[name].settings.url, sessions[other].settings.url
+    there = sessions[other].attached
     if there is not None:
         if not are_one(answer, there):
             return None
@@ -68,7 +76,7 @@ def _verdict(
     return RemoteUnreachable(words, hint=AWAY_NEXT_STEP)
 
 
-def _let_go(job: JobRecord, name: str, error: CkptdError, journal: Journal) -> None:
+def _reject(sessions: Mapping[str, RemoteSession], name: str, error: CkptdError, journal: Journal) -> None:
     """Undo what the session took over from an answer that is another remote's."""
     known = {key: journal.meta(f"{key}:{name}") for key in ("job_id", "remote_id")}
-    job.links[name].reject(error, **known)
+    sessions[name].reject(error, **known)

@@ -17,9 +17,9 @@ from ckptd.base.retry import changed_seconds
 from ckptd.convert.engine import inspect
 from ckptd.core.completeness.sealing import sealed_file
 from ckptd.core.model.layouts import Role, ShardKey
-from ckptd.core.model.records import ZERO, ShipState, SupplementRecord
+from ckptd.core.model.records import ZERO, SupplementRecord, UploadState
 from ckptd.core.policy.blockers import newcomers
-from ckptd.daemon.uploads.requests import late_order
+from ckptd.daemon.uploads.requests import late_upload_request
 from ckptd.errors import (
     CommitConflict,
     DamagedError,
@@ -28,7 +28,7 @@ from ckptd.errors import (
     SourceChanged,
     SourceUnreadable,
 )
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 from ckptd.storage.child.slots import error_of
 from ckptd.storage.local import fs
 from ckptd.storage.local.scan import scan_folder
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.facts import FileFacts
     from ckptd.core.model.listing import FolderListing, SaveDirListing
-    from ckptd.core.policy.actions import Supplement
+    from ckptd.core.policy.actions import UploadLateFiles
     from ckptd.daemon.resources.workers import JobWorkers
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
@@ -160,59 +160,59 @@ class LateFiles:
 
 
 class SupplementUploader:
-    """Orders supplements, and notes what is committed beside a COMMIT."""
+    """Upload supplements, and note what is committed beside a COMMIT."""
 
     def __init__(
         self,
         config: JobConfig,
         config_digest: str,
         state: JobState,
-        links: Mapping[str, RemoteSession],
+        sessions: Mapping[str, RemoteSession],
         wake: Callable[[], None],
     ) -> None:
         self._config = config
         self._config_digest = config_digest
         self._state = state
-        self._links = links
+        self._sessions = sessions
         self._wake = wake
 
-    def ship(self, action: Supplement) -> None:
-        """Ship the files; what another attempt, or a lost journal, had shipped is only looked up."""
-        state, link = self._state, self._links[action.remote]
+    def upload(self, action: UploadLateFiles) -> None:
+        """Upload the files; what another attempt, or a lost journal, had uploaded is only looked up."""
+        state, session = self._state, self._sessions[action.remote]
         row = state.saves.rows[action.save_id]
         record = state.uploads.record(action.save_id, action.remote, ZERO)
         if record.commit_sha256 is None:
             return
-        order = late_order(
+        order = late_upload_request(
             row,
             action,
             record,
             root=str(self._config.save_dir),
-            settings=link.settings,
+            settings=session.settings,
             config_digest=self._config_digest,
             run_id=self._state.run_id,
         )
         state.saves.begin_reading(row.id)
-        link.start_transfer(order, lambda answer: self._on_answer(action, answer), "supplement")
+        session.start_transfer(order, lambda answer: self._on_answer(action, answer), "supplement")
         log.info(
             "%s → %s: %d files that came late",
             row.save.tag,
             action.remote,
             len(action.files),
-            extra=doing("ship", row.save.tag),
+            extra=line_fields("ship", row.save.tag),
         )
 
-    def _on_answer(self, action: Supplement, answer: m.Answer) -> None:
-        if isinstance(answer, m.Moving | m.ObjectDone | m.Planned):
+    def _on_answer(self, action: UploadLateFiles, answer: m.Answer) -> None:
+        if isinstance(answer, m.TransferProgress | m.ObjectDone | m.Planned):
             return
-        state, link = self._state, self._links[action.remote]
+        state, session = self._state, self._sessions[action.remote]
         state.saves.end_reading(action.save_id)
         tag = state.saves.rows[action.save_id].save.tag
-        if isinstance(answer, m.ShipResult) and answer.outcome == "committed":
-            link.well()
+        if isinstance(answer, m.UploadResult) and answer.outcome == "committed":
+            session.note_answer()
             state.uploads.forget_late_failed(action.save_id, action.remote)
             record = state.uploads.record(action.save_id, action.remote, ZERO)
-            if record.state is ShipState.COMMITTED:
+            if record.state is UploadState.COMMITTED:
                 known = {one.key: one for one in record.supplements}
                 known |= {
                     one.key: SupplementRecord(key=one.key, sha256=one.sha256, files=one.files)
@@ -225,27 +225,27 @@ class SupplementUploader:
                     supplements=tuple(known.values()),
                     unlisted=_left(record.unlisted, answer),
                 )
-        elif isinstance(answer, m.ShipResult):
+        elif isinstance(answer, m.UploadResult):
             # as when a permit is refused: what the remote holds is looked at anew
             log.warning("%s → %s: %s", tag, action.remote, answer.reason)
-            if state.uploads.record(action.save_id, action.remote, ZERO).state is ShipState.COMMITTED:
+            if state.uploads.record(action.save_id, action.remote, ZERO).state is UploadState.COMMITTED:
                 state.uploads.lose_commit(
                     action.save_id, action.remote, answer.reason or "its COMMIT is gone"
                 )
-            link.forget_tag(tag)
-        elif isinstance(answer, m.Failed) and not link.is_cancelled:
+            session.forget_tag(tag)
+        elif isinstance(answer, m.Failed) and not session.is_cancelled:
             error = error_of(answer)
             log.warning("what came late in %s → %s: %s", tag, action.remote, error)
             if isinstance(error, _OF_THIS_SAVE):
-                about = f"{tag} → {link.name}"
+                about = f"{tag} → {session.name}"
                 state.uploads.note_late_failed(action.save_id, action.remote, about, error)
             elif not isinstance(error, SourceChanged):
-                link.move_failed(error)
-        link.observe()
+                session.note_transfer_failed(error)
+        session.observe()
         self._wake()
 
 
-def _left(unlisted: tuple[str, ...], answer: m.ShipResult) -> tuple[str, ...]:
+def _left(unlisted: tuple[str, ...], answer: m.UploadResult) -> tuple[str, ...]:
     """Files of the save that its COMMIT was thought not to list, and does."""
     base = answer.commit.key if answer.commit is not None else ""
     listed = {path for one in answer.supplements if one.key == base for path, _, _ in one.files}

@@ -52,74 +52,76 @@ class _Heard:
     at_seconds: float = 0.0
 
 
-class Nodes:
+class Peers:
     """One job's; every method is called in the deciding thread."""
 
     def __init__(
         self,
         state: JobState,
-        links: Mapping[str, RemoteSession],
+        sessions: Mapping[str, RemoteSession],
         heartbeat: Callable[[], Heartbeat],
         config_digest: str,
         environ: Mapping[str, str],
         wake: Callable[[], None],
-        tenancy: SharedDirLease | None = None,
+        shared_lease: SharedDirLease | None = None,
         takeover_seconds: float = 3 * BEAT_SECONDS,
     ) -> None:
         self._state = state
-        self._links = links
+        self._sessions = sessions
         self._heartbeat = heartbeat
         self._digest = config_digest
-        self._node = next((link.settings.node for link in links.values()), "")
+        self._node = next((session.settings.node for session in sessions.values()), "")
         self._wake = wake
-        self.tenancy = tenancy
+        self.shared_lease = shared_lease
         """Of a directory that hosts share."""
         self._takeover_seconds = takeover_seconds
         """A node that is silent for so long is replaced where it makes a form of a spread save (adr/0118)."""
-        self._is_told = any(
+        self._is_spread_by_scheduler = any(
             environ.get(name, "1").isdigit() and int(environ.get(name, "1")) > 1 for name in NODE_COUNTS
         )
-        self._heard: dict[str, _Heard] = {}
+        self._beats: dict[str, _Heard] = {}
         self._beat_at: dict[str, float] = {}
         self._looked_at: dict[str, float] = {}
         self._asked_at: dict[str, float] = {}
-        self.on_sharers: Callable[[str, tuple[SeenNode, ...]], object] = lambda _remote, _seen: None
+        self.on_other_places: Callable[[str, tuple[SeenNode, ...]], object] = lambda _remote, _seen: None
         """Told of daemons over other directories."""
 
     # --- heartbeats ------------------------------------------------------------------------------------
 
     def turn(self, now_seconds: float) -> None:
         """Beat where it is due; look where a save cannot be explained."""
-        for name, link in self._links.items():
-            if link.attached is None or link.heartbeat is not None or link.settings.job_id is None:
+        for name, session in self._sessions.items():
+            if session.attached is None or session.heartbeat is not None or session.settings.job_id is None:
                 continue
             is_due = now_seconds - self._beat_at.get(name, -BEAT_SECONDS) >= self.beat_seconds
-            if is_due and takes_beats(link):
+            if is_due and takes_beats(session):
                 self._beat_at[name] = now_seconds
-                heartbeat = self._heartbeat().model_copy(update={"job_id": link.settings.job_id})
-                self._send(name, link, heartbeat)
+                heartbeat = self._heartbeat().model_copy(update={"job_id": session.settings.job_id})
+                self._send(name, session, heartbeat)
             elif self._is_in_doubt and now_seconds - self._looked_at.get(name, 0.0) >= LOOK_SECONDS:
-                self._send(name, link, None)
+                self._send(name, session, None)
 
-    def say_ended(self) -> None:
+    def send_last_heartbeats(self) -> None:
         """The last heartbeat, where one can be written; no lease is asked for any more."""
-        for link in self._links.values():
-            if link.attached is not None and link.settings.job_id is not None and takes_beats(link):
-                last = {"job_id": link.settings.job_id, "ended": True}
+        for session in self._sessions.values():
+            if session.attached is not None and session.settings.job_id is not None and takes_beats(session):
+                last = {"job_id": session.settings.job_id, "ended": True}
                 heartbeat = self._heartbeat().model_copy(update=last)
-                link.send_heartbeat(m.Beat(heartbeat=heartbeat, node=link.settings.node))
+                session.send_heartbeat(m.Beat(heartbeat=heartbeat, node=session.settings.node))
 
-    def _send(self, name: str, link: RemoteSession, heartbeat: Heartbeat | None) -> None:
+    def _send(self, name: str, session: RemoteSession, heartbeat: Heartbeat | None) -> None:
         asked_at = self._looked_at[name] = time.monotonic()
         waits = bool(self._state.uploads.waiting)
-        tenancy = self.tenancy if self.tenancy is not None and self.tenancy.remote == name else None
+        shared_lease = (
+            self.shared_lease if self.shared_lease is not None and self.shared_lease.remote == name else None
+        )
 
         def heard(answer: m.Answer) -> None:
             if isinstance(answer, m.Beats):
                 before, hosts = self.is_spread, self.hosts
-                self._heard[name] = _Heard(nodes=answer.nodes, at_seconds=time.monotonic())
-                self.on_sharers(name, answer.sharers)
-                is_news = tenancy is not None and tenancy.heard(answer.lease, asked_at)
+                self._beats[name] = _Heard(nodes=answer.nodes, at_seconds=time.monotonic())
+                self.on_other_places(name, answer.sharers)
+                is_news = shared_lease is not None and shared_lease.heard(answer.lease, asked_at)
                 if is_news or self.is_spread != before or self.hosts != hosts:
                     self._wake()
             else:
@@ -127,30 +129,30 @@ class Nodes:
 
         beat = m.Beat(
             heartbeat=heartbeat,
-            node=link.settings.node,
+            node=session.settings.node,
             reads_all=waits,
-            takeover_seconds=tenancy.takeover_seconds if tenancy is not None else None,
+            takeover_seconds=shared_lease.takeover_seconds if shared_lease is not None else None,
         )
-        link.send_heartbeat(beat, heard)
+        session.send_heartbeat(beat, heard)
 
     @property
-    def tenure(self) -> LeaseStatus | None:
+    def lease_status(self) -> LeaseStatus | None:
         """For the planner; None: save_dir is this host's alone."""
-        return None if self.tenancy is None else self.tenancy.view
+        return None if self.shared_lease is None else self.shared_lease.view
 
     @property
     def hosts(self) -> frozenset[str]:
         """Who share the directory and live, this one included; none where it is this host's alone."""
-        if self.tenancy is None:
+        if self.shared_lease is None:
             return frozenset()
-        return living(self._node, self.others, self.tenancy.takeover_seconds)
+        return living(self._node, self.others, self.shared_lease.takeover_seconds)
 
     @property
     def beat_seconds(self) -> float:
         """Between heartbeats."""
-        if self.tenancy is None:
+        if self.shared_lease is None:
             return min(BEAT_SECONDS, self._takeover_seconds / 3)
-        return self.tenancy.beat_seconds(BEAT_SECONDS)
+        return self.shared_lease.beat_seconds(BEAT_SECONDS)
 
     @property
     def _is_in_doubt(self) -> bool:
@@ -158,13 +160,13 @@ class Nodes:
         is_lacking = any(v.missing for v in self._state.folders.verdicts.values()) or bool(
             self._without_model()
         )
-        return is_lacking and not self.is_spread and self.tenancy is None
+        return is_lacking and not self.is_spread and self.shared_lease is None
 
     @property
     def others(self) -> tuple[SeenNode, ...]:
         """Other nodes by name, each as it was heard of last, ages as of now."""
         found: dict[str, SeenNode] = {}
-        for heard in self._heard.values():
+        for heard in self._beats.values():
             since = time.monotonic() - heard.at_seconds
             for seen in (one for one in heard.nodes if self._is_of_run(one)):
                 age = None if seen.seconds_ago is None else seen.seconds_ago + since
@@ -183,7 +185,7 @@ class Nodes:
     @property
     def is_spread(self) -> bool:
         """The job runs on several nodes: by Slurm's word, those heard of lately, or its newest COMMIT."""
-        if self._is_told or any(
+        if self._is_spread_by_scheduler or any(
             seen.seconds_ago is not None and seen.seconds_ago < SPREAD_SECONDS for seen in self.others
         ):
             return True
@@ -192,12 +194,12 @@ class Nodes:
 
     def spread(self, tag: str) -> Spread | None:
         """For the verdict on one folder; None: all of it should lie here, as where hosts share it."""
-        if not self.is_spread or self.tenancy is not None:
+        if not self.is_spread or self.shared_lease is not None:
             return None
         parts = [row for row in self._state.saves.rows.values() if row.save.is_part]
         newest = max(parts, key=lambda row: row.save.order, default=None)
         spread = Spread(usual=cells_of(newest.save.files) if newest is not None else frozenset())
-        return replace(spread, told=self._told(tag)) if tag in self._without_model() else spread
+        return replace(spread, told=self._evidence(tag)) if tag in self._without_model() else spread
 
     def _without_model(self) -> frozenset[str]:
         """Folders with optimizer shards and no model states, as nodes without rank 0 have them."""
@@ -208,7 +210,7 @@ class Nodes:
             if (roles := {role_of(file.path) for file in folder.shards}) and roles == {Role.OPTIM}
         )
 
-    def _told(self, tag: str) -> tuple[PeerEvidence, ...]:
+    def _evidence(self, tag: str) -> tuple[PeerEvidence, ...]:
         """Return the evidence in peers' manifests of a tag; they are read again as long as none of it is
         used.
         """
@@ -217,32 +219,32 @@ class Nodes:
         # what was told before the last shard was written may be of the save before
         is_old = self._asked_at.get(tag, -LONGEST_SECONDS) <= since
         if is_old or verdict is None or verdict.grid is None:
-            is_old = not self._ask(tag, since, drops=is_old) and is_old
-        views = (link.tag_views.get(tag) for link in self._links.values())
+            is_old = not self._read_manifests(tag, since, drops=is_old) and is_old
+        views = (session.tag_views.get(tag) for session in self._sessions.values())
         return (
             () if is_old else tuple(told for view in views if view is not None for told in evidence_of(view))
         )
 
-    def _ask(self, tag: str, since: float, *, drops: bool) -> bool:
+    def _read_manifests(self, tag: str, since: float, *, drops: bool) -> bool:
         """Ask for the tag's manifests, ever more seldom; False: it is not due."""
         now = time.monotonic()
         pause_seconds = min(max(LOOK_SECONDS, (now - since) / 10), LONGEST_SECONDS)
         if now - self._asked_at.get(tag, -LONGEST_SECONDS) < pause_seconds:
             return False
         self._asked_at[tag] = now
-        for link in self._links.values():
+        for session in self._sessions.values():
             if drops:
-                link.forget_tag(tag)
-            if link.attached is not None:
-                link.describe(tag, self._wake)
+                session.forget_tag(tag)
+            if session.attached is not None:
+                session.describe(tag, self._wake)
         return True
 
     def _newest_commit(self) -> Commit | None:
         commits = [
             view.commit
-            for link in self._links.values()
-            if link.observation
-            for view in link.observation.commits
+            for session in self._sessions.values()
+            if session.observation
+            for view in session.observation.commits
             if view.commit.form == ZERO and not view.disputed
         ]
         return max(commits, key=lambda c: (c.branch, c.step, c.save_seq), default=None)
@@ -263,6 +265,6 @@ class Nodes:
         return tuple(sorted(found))
 
 
-def takes_beats(link: RemoteSession) -> bool:
+def takes_beats(session: RemoteSession) -> bool:
     """Tell whether heartbeats are written to a remote."""
-    return not link.settings.url.startswith(NO_BEAT)
+    return not session.settings.url.startswith(NO_BEAT)

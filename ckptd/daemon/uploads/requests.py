@@ -13,7 +13,7 @@ from ckptd.core.completeness.markers import replicas
 from ckptd.core.model.layouts import LATEST_UNIVERSAL, Role, place_of
 from ckptd.core.model.manifest import EXTRA_FOLDER, DerivedSource, NodeManifest, folder_name, universal_folder
 from ckptd.core.model.records import UNIVERSAL, ZERO, ObjectRow
-from ckptd.core.policy.actions import Ship
+from ckptd.core.policy.actions import Upload
 from ckptd.storage.local import fs
 from ckptd.storage.local.scan import scan_folder
 from ckptd.storage.remote import messages as m
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptd.core.model.listing import ListedFile
-    from ckptd.core.model.records import SaveRow, ShipRecord
+    from ckptd.core.model.records import SaveRow, UploadRecord
     from ckptd.core.model.save import SealedFile
-    from ckptd.core.policy.actions import Supplement
+    from ckptd.core.policy.actions import UploadLateFiles
     from ckptd.daemon.state.state import JobState
 
 
-def files_to_upload(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
+def files_to_upload(row: SaveRow, action: Upload, save_dir_fd: int) -> tuple[m.UploadFile, ...] | None:
     """Every file of one form, from the hold where there is one; None when its source is gone."""
     folder = _folder_of(row, action)
     if action.form != ZERO:
@@ -44,7 +44,7 @@ def files_to_upload(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.Shi
         identities = {f.path: f.identity for f in held.files}
     elsewhere = replicas(row.save)
     shards = tuple(
-        m.ShipFile(
+        m.UploadFile(
             path=f.path,
             key=place_of(folder, f.path, f.fingerprint, f.identity.size_bytes),
             source=f"{source}/{f.path}",
@@ -62,7 +62,7 @@ def files_to_upload(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.Shi
     return shards + _extras(row.save.extras, folder, save_dir_fd)
 
 
-def forget_replaced_objects(state: JobState, row: SaveRow, action: Ship) -> None:
+def forget_replaced_objects(state: JobState, row: SaveRow, action: Upload) -> None:
     """Forget what other saves of this tag verified in this request's folder, before the request replaces it.
 
     An object of the same size would be taken for the verified one. A held save may be uploaded again after
@@ -76,13 +76,13 @@ def forget_replaced_objects(state: JobState, row: SaveRow, action: Ship) -> None
             state.journal.forget_objects(other.id, action.remote, action.form, are_whole=True)
 
 
-def verified_row(done: m.Shipped) -> ObjectRow:
+def verified_row(done: m.UploadedObject) -> ObjectRow:
     """An object that is whole in the remote, for the journal."""
     size, crc64 = done.bytes, done.crc64nvme
     return ObjectRow(key=done.key, bytes=size, flushed_bytes=size, crc64=crc64, proof=done.proof)
 
 
-def half_row(moving: m.Moving) -> ObjectRow:
+def half_row(moving: m.TransferProgress) -> ObjectRow:
     """How far one is durable there."""
     return ObjectRow(
         key=moving.key,
@@ -94,14 +94,14 @@ def half_row(moving: m.Moving) -> ObjectRow:
     )
 
 
-def _folder_of(row: SaveRow, action: Ship) -> str:
+def _folder_of(row: SaveRow, action: Upload) -> str:
     save = row.save
     if action.form == UNIVERSAL:
         return universal_folder(save.tag, action.generation, save.roots[0], action.attempt)[0]
     return folder_name(save.tag, action.generation, action.form, action.attempt)
 
 
-def _derived_files(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.ShipFile, ...] | None:
+def _derived_files(row: SaveRow, action: Upload, save_dir_fd: int) -> tuple[m.UploadFile, ...] | None:
     """The derived folder; where a trainer expects it beside its shards, with the pointer that it follows."""
     folder, below = _folder_of(row, action), _below(row, action)
     source = f"{fs.DERIVED}/{action.form}/{row.save.tag}"
@@ -109,22 +109,22 @@ def _derived_files(row: SaveRow, action: Ship, save_dir_fd: int) -> tuple[m.Ship
     if derived is None:
         return None
     found = tuple(_derived(f, folder, source, below) for f in derived.files)
-    return found + pointer_to_ship(row, action)
+    return found + pointer_to_upload(row, action)
 
 
-def _below(row: SaveRow, action: Ship) -> str:
+def _below(row: SaveRow, action: Upload) -> str:
     """Path of a derived form in its remote folder."""
     if action.form != UNIVERSAL:
         return ""
     return universal_folder(row.save.tag, action.generation, row.save.roots[0], action.attempt)[1]
 
 
-def pointer_to_ship(row: SaveRow, action: Ship) -> tuple[m.ShipFile, ...]:
+def pointer_to_upload(row: SaveRow, action: Upload) -> tuple[m.UploadFile, ...]:
     """`latest_universal` in a folder where a trainer looks for the form beside its shards."""
     below = _below(row, action)
     if not below:
         return ()
-    pointer = m.ShipFile(
+    pointer = m.UploadFile(
         path=LATEST_UNIVERSAL,
         key=f"{_folder_of(row, action)}/{LATEST_UNIVERSAL}",
         source="",
@@ -138,7 +138,7 @@ def pointer_to_ship(row: SaveRow, action: Ship) -> tuple[m.ShipFile, ...]:
     return (pointer,)
 
 
-def committed_source(row: SaveRow, zero: ShipRecord, takeover_seconds: float) -> Committed | None:
+def committed_source(row: SaveRow, zero: UploadRecord, takeover_seconds: float) -> Committed | None:
     """Return the committed ZeRO form from which this remote's other forms are derived if the save is not
     whole here (adr/0118).
     """
@@ -148,14 +148,14 @@ def committed_source(row: SaveRow, zero: ShipRecord, takeover_seconds: float) ->
 
 
 def derive_request(
-    row: SaveRow, action: Ship, zero: Committed | None, staging: str, memory_bytes: int
-) -> m.Making:
+    row: SaveRow, action: Upload, zero: Committed | None, staging: str, memory_bytes: int
+) -> m.DeriveRequest:
     """Build the request to derive a form that lies nowhere here; `zero`: derive from that, not from files
     here.
     """
     save = row.save
     sealed = save.files if zero is None else ()
-    return m.Making(
+    return m.DeriveRequest(
         folders=tuple(f"{save.tag}/{root}".rstrip("/") for root in save.roots),
         zero=zero,
         sealed=tuple((f"{save.tag}/{file.path}", file.identity) for file in sealed),
@@ -166,7 +166,7 @@ def derive_request(
     )
 
 
-def _extras(extras: Sequence[SealedFile], folder: str, save_dir_fd: int) -> tuple[m.ShipFile, ...]:
+def _extras(extras: Sequence[SealedFile], folder: str, save_dir_fd: int) -> tuple[m.UploadFile, ...]:
     """Files of save_dir that travel along, as they are now: trainers rewrite them at each save."""
     found = []
     for extra in extras:
@@ -175,7 +175,7 @@ def _extras(extras: Sequence[SealedFile], folder: str, save_dir_fd: int) -> tupl
         except FileNotFoundError:
             continue
         found.append(
-            m.ShipFile(
+            m.UploadFile(
                 path=f"{EXTRA_FOLDER}/{extra.path}",
                 key=f"{folder}/{EXTRA_FOLDER}/{extra.path}",
                 source=extra.path,
@@ -190,9 +190,9 @@ def _extras(extras: Sequence[SealedFile], folder: str, save_dir_fd: int) -> tupl
     return tuple(found)
 
 
-def _derived(file: ListedFile, folder: str, source: str, below: str) -> m.ShipFile:
+def _derived(file: ListedFile, folder: str, source: str, below: str) -> m.UploadFile:
     path = f"{below}/{file.path}" if below else file.path
-    return m.ShipFile(
+    return m.UploadFile(
         path=path,
         key=f"{folder}/{path}",
         source=f"{source}/{file.path}",
@@ -205,11 +205,11 @@ def _derived(file: ListedFile, folder: str, source: str, below: str) -> m.ShipFi
     )
 
 
-def ship_order(
+def upload_request(
     row: SaveRow,
-    action: Ship,
-    files: tuple[m.ShipFile, ...],
-    making: m.Making | None,
+    action: Upload,
+    files: tuple[m.UploadFile, ...],
+    making: m.DeriveRequest | None,
     *,
     root: str,
     settings: m.RemoteSettings,
@@ -219,7 +219,7 @@ def ship_order(
     steps_in: bool,
     takeover_seconds: float | None = None,
     run_id: str | None = None,
-) -> m.ShipOrder:
+) -> m.UploadRequest:
     """The whole order; `objects` is what the journal knows of an earlier attempt."""
     save = row.save
     assert settings.job_id is not None
@@ -248,14 +248,14 @@ def ship_order(
         empty_folders=save.empty if action.form == ZERO else (),
         files=(),
     )
-    return m.ShipOrder(
+    return m.UploadRequest(
         root=root,
         manifest=manifest,
         files=files,
         making=making,
         shipped=_verified(objects),
         partly=tuple(
-            m.PartlyShipped(key=o.key, flushed_bytes=o.flushed_bytes, crc64=int(o.crc64, 16), token=o.token)
+            m.PartlyUploaded(key=o.key, flushed_bytes=o.flushed_bytes, crc64=int(o.crc64, 16), token=o.token)
             for o in objects
             if o.proof is None and (o.flushed_bytes or o.token)
         ),
@@ -265,26 +265,26 @@ def ship_order(
     )
 
 
-def _verified(objects: Sequence[ObjectRow]) -> tuple[m.Shipped, ...]:
+def _verified(objects: Sequence[ObjectRow]) -> tuple[m.UploadedObject, ...]:
     return tuple(
-        m.Shipped(key=o.key, bytes=o.bytes, crc64nvme=o.crc64, proof=o.proof)
+        m.UploadedObject(key=o.key, bytes=o.bytes, crc64nvme=o.crc64, proof=o.proof)
         for o in objects
         if o.proof in ("read-back", "store-checksum", "part-etags")
     )
 
 
-def late_order(
+def late_upload_request(
     row: SaveRow,
-    action: Supplement,
-    record: ShipRecord,
+    action: UploadLateFiles,
+    record: UploadRecord,
     *,
     root: str,
     settings: m.RemoteSettings,
     config_digest: str,
     run_id: str | None = None,
-) -> m.ShipOrder:
+) -> m.UploadRequest:
     """Files that came after the COMMIT that `record` knows, for a supplement beside it."""
-    ship = Ship(
+    ship = Upload(
         save_id=action.save_id,
         remote=action.remote,
         form=ZERO,
@@ -293,7 +293,7 @@ def late_order(
     )
     folder = _folder_of(row, ship)
     files = tuple(
-        m.ShipFile(
+        m.UploadFile(
             path=f.path,
             key=f"{folder}/{f.path}",
             source=f"{row.save.tag}/{f.path}",
@@ -307,7 +307,7 @@ def late_order(
         )
         for f in action.files
     )
-    order = ship_order(
+    order = upload_request(
         row,
         ship,
         files,
@@ -323,7 +323,7 @@ def late_order(
     return order.model_copy(update={"supplement_to": record.commit_sha256})
 
 
-def _source_of(row: SaveRow, action: Ship) -> DerivedSource | None:
+def _source_of(row: SaveRow, action: Upload) -> DerivedSource | None:
     if action.form == ZERO:
         return None
     derived = row.derived_of(action.form)

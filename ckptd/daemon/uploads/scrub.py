@@ -66,10 +66,10 @@ class Progress(Model):
 class Scrubber:
     """Schedule the scrubbing of one job's remotes; every method is called in the deciding thread."""
 
-    def __init__(self, config: JobConfig, state: JobState, links: Mapping[str, RemoteSession]) -> None:
+    def __init__(self, config: JobConfig, state: JobState, sessions: Mapping[str, RemoteSession]) -> None:
         self._config = config
         self._state = state
-        self._links = links
+        self._sessions = sessions
         self._rates = {
             remote.name: remote.scrub_bytes_per_day / 86400
             for remote in config.remotes
@@ -98,16 +98,16 @@ class Scrubber:
         passed, self._filled_at = now - self._filled_at, now
         is_quiet = is_wanted and self._is_quiet()
         for name, rate in self._rates.items():
-            link = self._links[name]
+            session = self._sessions[name]
             self._credit[name] = min(self._credit[name] + passed * rate, rate * MOST_SECONDS)
-            if link.observation is None:
+            if session.observation is None:
                 continue
             self._forget(name)
-            if link.scrub is not None:
+            if session.scrub is not None:
                 if not is_quiet:
-                    link.cancel_scrub()
-            elif is_quiet and link.is_ready:
-                self._go_on(name, link, now)
+                    session.cancel_scrub()
+            elif is_quiet and session.is_ready:
+                self._go_on(name, session, now)
         before, self._damaged = self._damaged, self.damaged_tags
         return before != self._damaged
 
@@ -121,10 +121,12 @@ class Scrubber:
         )
         if is_moving or state.is_first_scan or state.plan is None:
             return False
-        return not state.plan.actions and not any(link.is_transferring for link in self._links.values())
+        return not state.plan.actions and not any(
+            session.is_transferring for session in self._sessions.values()
+        )
 
     def _views(self, name: str) -> tuple[m.CommitView, ...]:
-        seen = self._links[name].observation if name in self._links else None
+        seen = self._sessions[name].observation if name in self._sessions else None
         return live_commits(seen) if seen is not None else ()
 
     def _forget(self, name: str) -> None:
@@ -143,7 +145,7 @@ class Scrubber:
             self._keep(name, kept)
         self._say(name)
 
-    def _go_on(self, name: str, link: RemoteSession, now: float) -> None:
+    def _go_on(self, name: str, session: RemoteSession, now: float) -> None:
         progress = self._progress[name]
         views = {view.sha256: view for view in self._views(name)}
         suspects = [sha for sha in progress.suspects if sha in views]
@@ -154,7 +156,7 @@ class Scrubber:
             bad = suspects[self._rechecks % len(suspects)]
             self._order(
                 name,
-                link,
+                session,
                 views[bad],
                 Scrub(
                     commit_key=views[bad].key,
@@ -171,7 +173,7 @@ class Scrubber:
             after = progress.after if view.sha256 == progress.current else ""
             self._order(
                 name,
-                link,
+                session,
                 view,
                 Scrub(
                     commit_key=view.key,
@@ -189,7 +191,7 @@ class Scrubber:
         due = [v for v in readable if time.time() - proven.get(v.sha256, 0.0) >= AGAIN_SECONDS]
         return min(due, key=lambda v: (proven.get(v.sha256, 0.0), order_of(v.commit)), default=None)
 
-    def _order(self, name: str, link: RemoteSession, view: m.CommitView, order: Scrub) -> None:
+    def _order(self, name: str, session: RemoteSession, view: m.CommitView, order: Scrub) -> None:
         def done(answer: m.Answer) -> None:
             if isinstance(answer, Scrubbed):
                 self._scrubbed(name, view, order, answer)
@@ -197,7 +199,7 @@ class Scrubber:
                 log.warning("scrub of %s: %s", name, answer.message)
                 self._credit[name] = 0.0
 
-        link.start_scrub(order, done)
+        session.start_scrub(order, done)
 
     def _scrubbed(self, name: str, view: m.CommitView, order: Scrub, answer: Scrubbed) -> None:
         self._credit[name] -= answer.read_bytes

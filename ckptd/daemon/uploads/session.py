@@ -15,30 +15,22 @@ from typing import TYPE_CHECKING
 from ckptd import errors
 from ckptd.base.retry import Breaker, RetryTimer
 from ckptd.config.quantities import constant, shown_remote
+from ckptd.core.model.generation import SeenCommit, SeenManifest
+from ckptd.core.model.runs import run_of
 from ckptd.storage.child.slots import RemoteProcess, error_of
 from ckptd.storage.remote import messages as m
-from ckptd.storage.remote.messages import Moving
+from ckptd.storage.remote.documents import stem_of
+from ckptd.storage.remote.messages import ObjectDone, TransferProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.base.retry import BackedOff
     from ckptd.config.quantities import Timetable
-    from ckptd.core.model.generation import SeenCommit, SeenManifest
     from ckptd.core.model.runs import Place
     from ckptd.daemon.state.problems import Code, Problems
     from ckptd.storage.child.slots import SlotPool
-    from ckptd.storage.remote.messages import ObjectDone
-
-from typing import TYPE_CHECKING
-
-from ckptd.core.model.generation import SeenCommit, SeenManifest
-from ckptd.core.model.runs import run_of
-from ckptd.storage.remote.documents import stem_of
-
-if TYPE_CHECKING:
     from ckptd.storage.remote.messages import Observation, TagView
-
 
 # --- Stalled uploads: when one is cut, and what proves that uploads work again ---------------------------
 
@@ -65,22 +57,22 @@ class StallDetector:
         """Return the seconds without any progress after which an upload is cut."""
         return IDLE_SECONDS * self._patience
 
-    def cut(self) -> None:
+    def note_cut(self) -> None:
         """Double the time limit after a stall: a slow step (a flush, a driver's block) must not be cut for
         ever.
         """
         self._patience = min(2 * self._patience, MOST_PATIENCE)
         self.is_cut = True
 
-    def ended(self, *, is_done: bool) -> None:
+    def note_end(self, *, is_done: bool) -> None:
         """An upload or removal ended."""
         self._durable = {}
         if is_done:
             self._patience = 1
 
-    def is_durable(self, event: Moving | ObjectDone) -> bool:
+    def is_durable(self, event: TransferProgress | ObjectDone) -> bool:
         """More is durable than before: only that is a sign that uploads work, not what a buffer took."""
-        if not isinstance(event, Moving):
+        if not isinstance(event, TransferProgress):
             return True
         before = self._durable.setdefault(event.key, event.flushed_bytes)
         self._durable[event.key] = max(before, event.flushed_bytes)
@@ -164,12 +156,12 @@ class RemoteSession:
         self._wake = wake
         self._client = RemoteProcess(settings, self._deliver, places)
         self._open: dict[int, Callable[[m.Answer], None]] = {}
-        self._answering = Breaker()
-        self._moving = Breaker()
+        self._requests_breaker = Breaker()
+        self._transfers_breaker = Breaker()
         """Apart: a remote that answers every look and takes no upload is left alone with uploads."""
         self._lacks_room = False
         """The last upload or removal found none: looks that are answered do not mean that it is over."""
-        self._standstill = StallDetector()
+        self._stalls = StallDetector()
         self._is_asking = self._is_regular_look = False
         self._knows_what_child_said = True
         """False: the last observation came too late to count, so "unchanged" since then means nothing."""
@@ -186,7 +178,11 @@ class RemoteSession:
     @property
     def is_ready(self) -> bool:
         """There, ours, observed, and not backing off."""
-        return self.attached is not None and self.observation is not None and not self._answering.seconds_left
+        return (
+            self.attached is not None
+            and self.observation is not None
+            and not self._requests_breaker.seconds_left
+        )
 
     @property
     def is_transferring(self) -> bool:
@@ -194,32 +190,32 @@ class RemoteSession:
         return self.transfer is not None
 
     @property
-    def still_seconds(self) -> float:
+    def idle_seconds(self) -> float:
         """Return how long no byte has moved of the upload or removal under way; 0 when there is none."""
         return self._client.idle_seconds(self.transfer) if self.transfer is not None else 0.0
 
     @property
     def is_moving(self) -> bool:
         """An upload or removal is under way, and bytes of it move."""
-        return self.is_transferring and self.still_seconds < STILL_SECONDS
+        return self.is_transferring and self.idle_seconds < STILL_SECONDS
 
     @property
-    def stands_still(self) -> bool:
+    def is_still(self) -> bool:
         """An upload or removal is under way, and no byte of it moves."""
         return self.is_transferring and not self.is_moving
 
     @property
     def is_stalled(self) -> bool:
         """An upload was cut since no byte moved; nothing is durable since then, and nothing moves now."""
-        return self._standstill.is_cut and not self.is_moving
+        return self._stalls.is_cut and not self.is_moving
 
     @property
-    def may_move(self) -> bool:
+    def may_transfer(self) -> bool:
         """It is there, its mover is free, and uploads and removals did not fail too often just now."""
-        return self.is_ready and not self.is_transferring and not self.seconds_to_move
+        return self.is_ready and not self.is_transferring and not self.seconds_to_transfer
 
     @property
-    def open_orders(self) -> int:
+    def open_requests(self) -> int:
         """Orders without an answer yet, but for the regular look and the slow reading."""
         is_look = self._is_asking and self.attached is not None and self._is_regular_look
         is_in_vain = is_look and self._asked_at_seconds >= self._changed_at_seconds
@@ -227,33 +223,35 @@ class RemoteSession:
 
     def seconds_to_retry(self) -> float:
         """Return how long the backoff lasts; 0 when there is none."""
-        return self._answering.seconds_left
+        return self._requests_breaker.seconds_left
 
     @property
-    def seconds_to_move(self) -> float:
+    def seconds_to_transfer(self) -> float:
         """Return how long no upload is tried because the last ones failed; 0 when one may be."""
-        return self._moving.seconds_left if self._moving.left_alone else 0.0
+        return self._transfers_breaker.seconds_left if self._transfers_breaker.left_alone else 0.0
 
     @property
     def seconds_to_wake(self) -> float:
         """Return the seconds until something is tried again; 0 when nothing waits."""
-        return self._answering.seconds_left or self.seconds_to_move or self._describing.seconds_left
+        return (
+            self._requests_breaker.seconds_left or self.seconds_to_transfer or self._describing.seconds_left
+        )
 
     @property
     def left_alone(self) -> BackedOff | None:
         """Return the operation that failed so often that it is tried only seldom; None: there is none."""
-        return self._answering.left_alone or self._moving.left_alone
+        return self._requests_breaker.left_alone or self._transfers_breaker.left_alone
 
     # --- turn ------------------------------------------------------------------------------------------
 
     def turn(self, now_seconds: float, *, is_at_rest: bool = False) -> None:
         """Attach or observe when due, seldom while the job is at rest; restart a child that gives no sign."""
-        if self._is_cut() or self._is_asking or self._answering.seconds_left:
+        if self._is_cut() or self._is_asking or self._requests_breaker.seconds_left:
             return
         due_seconds = AT_REST_SECONDS if is_at_rest else OBSERVE_SECONDS
         if self.attached is None:
             self._is_asking = True
-            self.order(m.Attach(settings=self.settings), self._attached)
+            self.request(m.Attach(settings=self.settings), self._attached)
         elif self.observation is None or now_seconds - self.observed_at_seconds >= due_seconds:
             self.observe()
             self._is_regular_look = self.observation is not None
@@ -263,12 +261,12 @@ class RemoteSession:
 
         Nothing else ends a call on a dead mount, or inside a library.
         """
-        limit = self._standstill.limit_seconds
+        limit = self._stalls.limit_seconds
         if self.transfer is not None and self._client.idle_seconds(self.transfer) > limit:
             reason = f"no byte moved for {limit:.0f} s"
             text = f"{self.name}: {reason}, so the transfer was cut; it goes on anew"
             self._problems.put("transfer-stalled", self.name, text, NEXT_STEP)
-            self._standstill.cut()
+            self._stalls.note_cut()
         elif self._client.silent_seconds(self.transfer) > STALLED_SECONDS:
             reason = f"no sign of life for {STALLED_SECONDS:.0f} s"
         else:
@@ -313,7 +311,7 @@ class RemoteSession:
         update = {"job_id": job_id, "remote_id": remote_id}
         self.settings = self.settings.model_copy(update=update)
         self.is_duplicate = isinstance(error, errors.RemoteNotOurs)
-        self.trouble(error)
+        self.note_error(error)
 
     def forget_tag(self, tag: str) -> None:
         """Forget the manifests of a tag: they are read again when they are needed."""
@@ -330,7 +328,7 @@ class RemoteSession:
             self._is_asking, self._is_regular_look = True, False
             self._asked_at_seconds = time.monotonic()
             may_be_same = self.observation is not None and self._knows_what_child_said
-            self.order(m.Observe(only_changed=may_be_same), self._observed)
+            self.request(m.Observe(only_changed=may_be_same), self._observed)
 
     def describe(self, tag: str, then: Callable[[], None]) -> None:
         """Read every manifest of a tag into `tag_views`."""
@@ -342,31 +340,31 @@ class RemoteSession:
             if isinstance(answer, m.TagView):
                 self.tag_views[tag] = answer
             elif isinstance(answer, m.Failed):
-                self.trouble(error_of(answer))
+                self.note_error(error_of(answer))
             then()
 
-        self.order(m.Describe(tag=tag), done)
+        self.request(m.Describe(tag=tag), done)
 
-    def order(self, order: m.Order, on_answer: Callable[[m.Answer], None]) -> int:
+    def request(self, order: m.Request, on_answer: Callable[[m.Answer], None]) -> int:
         """Send an order; every event and the final answer reach `on_answer` in the deciding thread."""
         order_id = self._client.submit(order)
         self._open[order_id] = on_answer
         return order_id
 
     def start_transfer(
-        self, request: m.Order, on_answer: Callable[[m.Answer], None], form: str | None = None
+        self, request: m.Request, on_answer: Callable[[m.Answer], None], form: str | None = None
     ) -> None:
         """Start an upload of a form, or a deletion."""
         self.uploading, self.is_cancelled = form, False
-        self.transfer = self.order(request, on_answer)
+        self.transfer = self.request(request, on_answer)
 
-    def start_scrub(self, request: m.Order, on_answer: Callable[[m.Answer], None]) -> None:
+    def start_scrub(self, request: m.Request, on_answer: Callable[[m.Answer], None]) -> None:
         """Start a slow reading."""
-        self.scrub = self.order(request, on_answer)
+        self.scrub = self.request(request, on_answer)
 
     def send_heartbeat(self, request: m.Beat, on_answer: Callable[[m.Answer], None] | None = None) -> None:
         """Send a heartbeat, or read those of others."""
-        self.heartbeat = self.order(request, on_answer or (lambda _: None))
+        self.heartbeat = self.request(request, on_answer or (lambda _: None))
 
     def pace(self, fraction: float) -> None:
         """Move at a fraction of the allowed speed while a save is in flight (P11)."""
@@ -407,8 +405,8 @@ class RemoteSession:
         if handler is None:
             return
         if isinstance(answer, m.EVENTS):
-            if isinstance(answer, m.Moving | m.ObjectDone) and self._standstill.is_durable(answer):
-                self._moves()
+            if isinstance(answer, m.TransferProgress | m.ObjectDone) and self._stalls.is_durable(answer):
+                self._transfer_works()
         else:
             del self._open[order_id]
             self._client.ended()
@@ -416,14 +414,14 @@ class RemoteSession:
             self.heartbeat = None if self.heartbeat == order_id else self.heartbeat
             if self.transfer == order_id:
                 self.transfer = self.uploading = None
-                self.changed()
+                self.mark_outdated()
                 is_done = not isinstance(answer, m.Failed)
-                self._standstill.ended(is_done=is_done)
+                self._stalls.note_end(is_done=is_done)
                 if is_done:
-                    self._moves()
+                    self._transfer_works()
         handler(answer)
 
-    def changed(self) -> None:
+    def mark_outdated(self) -> None:
         """Mark the last observation as out of date."""
         self._changed_at_seconds, self.is_current = time.monotonic(), False
 
@@ -439,7 +437,7 @@ class RemoteSession:
             self._on_attached(answer)
             self.observe()
         elif isinstance(answer, m.Failed):
-            self.trouble(error_of(answer))
+            self.note_error(error_of(answer))
 
     def _observed(self, answer: m.Answer) -> None:
         self._is_asking = False
@@ -451,25 +449,25 @@ class RemoteSession:
         elif isinstance(answer, m.Unchanged) and self.seen_all is not None:
             self.observed_at_seconds, self.is_current = time.monotonic(), True
             self.observation = self.seen_all.model_copy(update={"free_bytes": answer.free_bytes})
-            self.well()
+            self.note_answer()
         elif isinstance(answer, m.Observation):
             self.observation = answer
             self.observed_at_seconds = time.monotonic()
-            self.well()
+            self.note_answer()
             self._wake()
         elif isinstance(answer, m.Failed):
-            self.trouble(error_of(answer))
+            self.note_error(error_of(answer))
 
-    def _moves(self) -> None:
+    def _transfer_works(self) -> None:
         """An upload or removal works."""
-        self._lacks_room = self._standstill.is_cut = False
+        self._lacks_room = self._stalls.is_cut = False
         self._problems.clear("transfer-stalled", self.name)
-        if self._moving.succeeded():
+        if self._transfers_breaker.succeeded():
             self._wake()
 
-    def well(self) -> None:
+    def note_answer(self) -> None:
         """The remote answered: forget the backoff and its problems."""
-        if self._answering.succeeded():
+        if self._requests_breaker.succeeded():
             self._wake()
         for code in ("remote-unreachable", "remote-not-ours", "remote-denied", "remote-full"):
             if code != "remote-full" or not self._lacks_room:
@@ -477,16 +475,16 @@ class RemoteSession:
         if self.observation is not None and not self.observation.damaged:
             self._problems.clear("remote-damaged", self.name)
 
-    def move_failed(self, error: errors.CkptdError, *, is_answering: bool = False) -> None:
+    def note_transfer_failed(self, error: errors.CkptdError, *, is_answering: bool = False) -> None:
         """An upload or removal failed for a reason that lies with the remote."""
-        self._moving.failed(error.message)
+        self._transfers_breaker.failed(error.message)
         self._lacks_room = isinstance(error, errors.NoSpaceError)
         if not is_answering:
-            self.trouble(error)
+            self.note_error(error)
 
-    def trouble(self, error: errors.CkptdError) -> None:
+    def note_error(self, error: errors.CkptdError) -> None:
         """The remote failed: say so, back off; an unreachable or foreign one must attach anew (P2)."""
-        self._answering.failed(error.message)
+        self._requests_breaker.failed(error.message)
         code = report_error(self._problems, self.name, error, lacks_room=self._lacks_room)
         if code not in ("remote-full", "remote-denied"):
             self.attached, self.observation, self.is_away = None, None, True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckptd.base import files
 from ckptd.base.identity import FolderIdentity
 from ckptd.base.owned_dirs import lies_in_save_dir, opened_ours
-from ckptd.core.model.records import ZERO, ShipState
+from ckptd.core.model.records import ZERO, UploadState
 from ckptd.core.policy.leases import beat_seconds, term_seconds
 from ckptd.core.policy.view import LeaseStatus
 from ckptd.daemon.state.state import OtherHost
@@ -99,7 +99,7 @@ def _finish(state: JobState, save_dir_fd: int, name: str, audit: Audit) -> None:
         status = files.stat_beneath(trash_fd, name)
         for row in state.saves.rows.values():
             records = [x for x in state.uploads.of(row.id).values() if x.form == ZERO]
-            is_safe = bool(records) and all(x.state is ShipState.COMMITTED for x in records)
+            is_safe = bool(records) and all(x.state is UploadState.COMMITTED for x in records)
             is_it = status is not None and row.save.folder == FolderIdentity(
                 dev=status.st_dev, ino=status.st_ino
             )
@@ -156,15 +156,15 @@ _WRITTEN_NS = 2_000_000_000
 """A file whose times lie further apart was put there with the times of another."""
 
 
-def look_for_sharer(state: JobState, link: RemoteSession, tags_at_start: frozenset[str]) -> None:
-    """Tell whether a remote tells of another host that ships what lies here."""
+def look_for_sharer(state: JobState, session: RemoteSession, tags_at_start: frozenset[str]) -> None:
+    """Tell whether a remote tells of another host that uploads what lies here."""
     if state.other_host is not None or state.is_shared:
         return
     for row in state.saves.rows.values():
-        view = link.tag_views.get(row.save.tag)
+        view = session.tag_views.get(row.save.tag)
         if view is None or row.state != "present" or row.save.tag in tags_at_start:
             continue
-        host = sharer_in(row.save, view, link.settings.node, link.settings.node_id)
+        host = sharer_in(row.save, view, session.settings.node, session.settings.node_id)
         if host is not None:
             state.note_other_host(host)
             return

@@ -16,23 +16,23 @@ from ckptd import errors
 from ckptd.base.owned_dirs import path_of
 from ckptd.base.retry import backoff_seconds, changed_seconds
 from ckptd.config.commands import command_for
-from ckptd.core.model.records import ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.core.model.records import ZERO, DerivedRecord, DerivedState, UploadRecord, UploadState
 from ckptd.core.policy.leases import beat_seconds
 from ckptd.core.policy.view import Confirmation
 from ckptd.daemon.state.upload_records import waiting_on
 from ckptd.daemon.uploads.late_files import SupplementUploader
+from ckptd.daemon.uploads.remote_deletion import RemoteDeleter
 from ckptd.daemon.uploads.requests import (
     committed_source,
     derive_request,
     files_to_upload,
     forget_replaced_objects,
     half_row,
-    pointer_to_ship,
-    ship_order,
+    pointer_to_upload,
+    upload_request,
     verified_row,
 )
-from ckptd.daemon.uploads.retire import RemoteDeleter
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 from ckptd.storage.child.slots import error_of
 from ckptd.storage.local import fs
 from ckptd.storage.remote import messages as m
@@ -42,15 +42,10 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.records import SaveRow
-    from ckptd.core.policy.actions import AskConfirmation, MakeWay, Ship
+    from ckptd.core.policy.actions import CancelUpload, ConfirmCommits, Upload
+    from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.observe.audit import Audit
-
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ckptd.daemon.state.state import JobState
 
 log = logging.getLogger("ckptd.ship")
 
@@ -68,25 +63,25 @@ class UploadManager:
         config: JobConfig,
         config_digest: str,
         state: JobState,
-        links: Mapping[str, RemoteSession],
+        sessions: Mapping[str, RemoteSession],
         audit: Audit,
         wake: Callable[[], None],
     ) -> None:
         self._config = config
         self._config_digest = config_digest
         self._state = state
-        self._links = links
+        self._sessions = sessions
         self._wake = wake
         beat = beat_seconds(config.shared_takeover_seconds, STEP_IN_SECONDS)
         self._step_in_seconds = beat if config.shared_fs else STEP_IN_SECONDS
-        self.retiring = RemoteDeleter(config, state, links, audit, wake)
-        self.late = SupplementUploader(config, config_digest, state, links, wake)
+        self.deleter = RemoteDeleter(config, state, sessions, audit, wake)
+        self.late = SupplementUploader(config, config_digest, state, sessions, wake)
 
-    # --- ship ------------------------------------------------------------------------------------------
+    # --- uploads ---------------------------------------------------------------------------------------
 
-    def ship(self, action: Ship, save_dir_fd: int, memory_bytes: int) -> None:
-        """Start shipping one form of one save; `memory_bytes`: what making it may use (P12)."""
-        state, link = self._state, self._links[action.remote]
+    def upload(self, action: Upload, save_dir_fd: int, memory_bytes: int) -> None:
+        """Start the upload of one form of one save; `memory_bytes`: what making it may use (P12)."""
+        state, session = self._state, self._sessions[action.remote]
         row = state.saves.rows[action.save_id]
         key = (action.save_id, action.remote, action.form)
         old = state.uploads.record(*key)
@@ -103,22 +98,22 @@ class UploadManager:
         state.uploads.update(
             action.save_id,
             old,
-            state=ShipState.SHIPPING,
+            state=UploadState.UPLOADING,
             generation=action.generation,
             attempt=action.attempt,
             reason=None,
         )
-        order = ship_order(
+        order = upload_request(
             row,
             action,
             files,
             making,
             root=str(self._config.save_dir),
-            settings=link.settings,
+            settings=session.settings,
             config_digest=self._config_digest,
             objects=state.journal.objects(*key),
             save_spread_seconds=self._config.save_spread_seconds,
-            steps_in=old.state is ShipState.WAITING,
+            steps_in=old.state is UploadState.WAITING,
             takeover_seconds=self._config.shared_takeover_seconds if self._config.shared_fs else None,
             run_id=state.run_id,
         )
@@ -127,34 +122,34 @@ class UploadManager:
         state.saves.begin_reading(action.save_id)
         if making is not None:
             state.saves.begin_conversion(action.save_id, action.form)
-        link.start_transfer(order, lambda answer: self._on_ship(action, answer), action.form)
+        session.start_transfer(order, lambda answer: self._on_answer(action, answer), action.form)
         what = (row.save.tag, action.form, action.remote, action.generation, total / 1e6)
-        log.info("%s (%s) → %s as generation %d: %.1f MB", *what, extra=doing("ship", row.save.tag))
+        log.info("%s (%s) → %s as generation %d: %.1f MB", *what, extra=line_fields("ship", row.save.tag))
 
     def _sources(
-        self, row: SaveRow, action: Ship, save_dir_fd: int, memory_bytes: int
-    ) -> tuple[tuple[m.ShipFile, ...] | None, m.Making | None]:
-        """Files that lie here, and what is made of shards while it is sent."""
+        self, row: SaveRow, action: Upload, save_dir_fd: int, memory_bytes: int
+    ) -> tuple[tuple[m.UploadFile, ...] | None, m.DeriveRequest | None]:
+        """Return the files that lie here, or what is made of shards while it is uploaded."""
         if not action.is_streamed:
             return files_to_upload(row, action, save_dir_fd), None
         os.close(fs.ensure_ours(save_dir_fd, fs.STAGING))
         staging = path_of(self._config.save_dir, fs.STAGING)
         zero = self._state.uploads.record(row.id, action.remote, ZERO)
         source = committed_source(row, zero, self._config.shared_takeover_seconds)
-        return pointer_to_ship(row, action), derive_request(row, action, source, str(staging), memory_bytes)
+        return pointer_to_upload(row, action), derive_request(row, action, source, str(staging), memory_bytes)
 
-    def make_way(self, action: MakeWay) -> None:
+    def cancel(self, action: CancelUpload) -> None:
         """Cancel the upload under way for a save; it continues later where it stopped."""
-        link = self._links[action.remote]
-        if not link.is_cancelled:
+        session = self._sessions[action.remote]
+        if not session.is_cancelled:
             log.info(
-                "the upload of a %s form to %s makes way: %s", link.uploading, action.remote, action.reason
+                "the upload of a %s form to %s makes way: %s", session.uploading, action.remote, action.reason
             )
-            link.cancel_transfer()
+            session.cancel_transfer()
 
-    def _on_ship(self, action: Ship, answer: m.Answer) -> None:
+    def _on_answer(self, action: Upload, answer: m.Answer) -> None:
         key = (action.save_id, action.remote, action.form)
-        if isinstance(answer, m.Moving):
+        if isinstance(answer, m.TransferProgress):
             self._progress(key, answer)
             return
         if isinstance(answer, m.Planned):
@@ -170,11 +165,11 @@ class UploadManager:
         self._state.saves.end_reading(action.save_id)
         if action.is_streamed:
             self._state.saves.end_conversion()
-        self._end_ship(action, answer)
+        self._end(action, answer)
         self._state.uploads.end(key)
         self._wake()
 
-    def _planned(self, action: Ship, planned: m.Planned) -> None:
+    def _planned(self, action: Upload, planned: m.Planned) -> None:
         """Record the plan of a derived form, and forget objects that an attempt by another plan uploaded."""
         state, key = self._state, (action.save_id, action.remote, action.form)
         state.uploads.progress[key].set_total(planned.bytes)
@@ -184,7 +179,7 @@ class UploadManager:
         update = {"plan_sha256": planned.plan_sha256, "layout": planned.layout, "bytes": planned.bytes}
         state.saves.put_derived(action.save_id, record.model_copy(update=update), action.form)
 
-    def _progress(self, key: tuple[int, str, str], moving: m.Moving) -> None:
+    def _progress(self, key: tuple[int, str, str], moving: m.TransferProgress) -> None:
         state = self._state
         entry = state.uploads.progress.get(key)
         if entry is None:
@@ -193,23 +188,23 @@ class UploadManager:
         if entry.note_durable(moving.key, moving.flushed_bytes, moving.token):
             state.journal.put_object(*key, half_row(moving))
 
-    def _end_ship(self, action: Ship, answer: m.Answer) -> None:
-        state, link = self._state, self._links[action.remote]
+    def _end(self, action: Upload, answer: m.Answer) -> None:
+        state, session = self._state, self._sessions[action.remote]
         key = (action.save_id, action.remote, action.form)
         record = state.uploads.record(*key)
         tag = state.saves.rows[action.save_id].save.tag
-        if isinstance(answer, m.ShipResult):
-            link.forget_tag(tag)
+        if isinstance(answer, m.UploadResult):
+            session.forget_tag(tag)
             state.uploads.forget_generation(key)
-            link.well()
-            link.observe()
-            self._shipped(action, record, answer)
-        elif isinstance(answer, m.Failed) and link.is_cancelled:
-            state.uploads.update(action.save_id, record, state=ShipState.NEW)
+            session.note_answer()
+            session.observe()
+            self._uploaded(action, record, answer)
+        elif isinstance(answer, m.Failed) and session.is_cancelled:
+            state.uploads.update(action.save_id, record, state=UploadState.NEW)
         elif isinstance(answer, m.Failed):
             self._failed(action, record, error_of(answer))
 
-    def _shipped(self, action: Ship, record: ShipRecord, answer: m.ShipResult) -> None:
+    def _uploaded(self, action: Upload, record: UploadRecord, answer: m.UploadResult) -> None:
         state = self._state
         tag = state.saves.rows[action.save_id].save.tag
         record = record.model_copy(update={"is_damaged": answer.outcome == "damaged", "hint": ""})
@@ -217,7 +212,7 @@ class UploadManager:
             state.uploads.note_speed((action.save_id, action.remote, action.form), answer.bytes_sent)
             record = record.model_copy(
                 update={
-                    "state": ShipState.COMMITTED,
+                    "state": UploadState.COMMITTED,
                     "generation": answer.commit.commit.generation,
                     "commit_key": answer.commit.key,
                     "commit_sha256": answer.commit.sha256,
@@ -229,20 +224,22 @@ class UploadManager:
             )
             if action.is_streamed:  # half uploads of an attempt that does not count are given up
                 state.journal.forget_objects(action.save_id, action.remote, action.form)
-            log.info("%s (%s) committed on %s", tag, action.form, action.remote, extra=doing("commit", tag))
+            log.info(
+                "%s (%s) committed on %s", tag, action.form, action.remote, extra=line_fields("commit", tag)
+            )
         elif answer.outcome in ("waiting", "damaged"):
             if answer.outcome == "damaged":
                 step = command_for(self._config, "verify", tag, "--repair", "--read-data")
                 record = record.model_copy(update={"hint": f"{step} on the node that has that shard"})
             again_at = time.monotonic() + self._wait_seconds(action, answer)
-            update = {"state": ShipState.WAITING, "reason": answer.reason, "retry_at_seconds": again_at}
+            update = {"state": UploadState.WAITING, "reason": answer.reason, "retry_at_seconds": again_at}
             record = record.model_copy(update=update)
         elif answer.outcome == "refused":
-            record = record.model_copy(update={"state": ShipState.REFUSED, "reason": answer.reason})
+            record = record.model_copy(update={"state": UploadState.REFUSED, "reason": answer.reason})
             update = {"state": DerivedState.REFUSED, "reason": answer.reason, "hint": answer.hint}
             derived = state.saves.rows[action.save_id].derived_of(action.form)
             state.saves.put_derived(action.save_id, derived.model_copy(update=update), action.form)
-            log.warning("%s (%s): %s", tag, action.form, answer.reason, extra=doing("ship", tag))
+            log.warning("%s (%s): %s", tag, action.form, answer.reason, extra=line_fields("ship", tag))
         else:
             record = self._again(record, answer.reason or "another save holds this generation")
             if action.form != ZERO:
@@ -250,7 +247,7 @@ class UploadManager:
             state.journal.forget_objects(action.save_id, action.remote, action.form)
         state.uploads.put(action.save_id, record)
 
-    def _wait_seconds(self, action: Ship, answer: m.ShipResult) -> float:
+    def _wait_seconds(self, action: Upload, answer: m.UploadResult) -> float:
         """Return the seconds until the next attempt, while other nodes' parts, another node's form or a
         repair are awaited.
         """
@@ -263,17 +260,19 @@ class UploadManager:
         return first if self._config.shared_fs else waiting.retry_seconds
 
     def _again(
-        self, record: ShipRecord, reason: str, pause_seconds: Callable[[int], float] = backoff_seconds
-    ) -> ShipRecord:
+        self, record: UploadRecord, reason: str, pause_seconds: Callable[[int], float] = backoff_seconds
+    ) -> UploadRecord:
         tries = record.tries + 1
         again_at = time.monotonic() + pause_seconds(tries)
         update = {"tries": tries, "reason": reason, "retry_at_seconds": again_at}
-        return record.model_copy(update={"state": ShipState.FAILED, **update})
+        return record.model_copy(update={"state": UploadState.FAILED, **update})
 
-    def _failed(self, action: Ship, record: ShipRecord, error: errors.CkptdError) -> None:
-        state, link = self._state, self._links[action.remote]
+    def _failed(self, action: Upload, record: UploadRecord, error: errors.CkptdError) -> None:
+        state, session = self._state, self._sessions[action.remote]
         key, tag = (action.save_id, action.remote, action.form), state.saves.rows[action.save_id].save.tag
-        log.warning("%s → %s (%s): %s", tag, action.remote, action.form, error, extra=doing("ship", tag))
+        log.warning(
+            "%s → %s (%s): %s", tag, action.remote, action.form, error, extra=line_fields("ship", tag)
+        )
         record = record.model_copy(update={"hint": error.hint, "is_damaged": False})
         if isinstance(error, errors.SourceChanged):
             state.journal.forget_objects(*key)
@@ -284,23 +283,23 @@ class UploadManager:
             record = self._again(record, error.message)
         elif isinstance(error, errors.DocumentDamaged):
             # the remote's, not the save's; a COMMIT that cannot be read takes its generation: choose anew
-            link.forget_tag(tag)
+            session.forget_tag(tag)
             state.uploads.forget_generation(key)
             record = self._again(record, error.message)
-            link.observe()
+            session.observe()
         elif isinstance(error, errors.DamagedError) and not isinstance(error, errors.VerifyError):
-            update = {"state": ShipState.REFUSED, "reason": error.message, "is_damaged": True}
+            update = {"state": UploadState.REFUSED, "reason": error.message, "is_damaged": True}
             record = record.model_copy(update=update)
         else:
             record = self._again(record, error.message)
             wrong = isinstance(error, errors.VerifyError)
             if wrong or isinstance(error, errors.RemoteError | errors.StorageError) or error.exit_code == 77:
-                link.move_failed(error, is_answering=wrong)
+                session.note_transfer_failed(error, is_answering=wrong)
         state.uploads.put(action.save_id, record)
 
     # --- confirm ---------------------------------------------------------------------------------------
 
-    def confirm(self, action: AskConfirmation) -> None:
+    def confirm(self, action: ConfirmCommits) -> None:
         """Ask every required remote for a fresh read of the COMMITs (P1)."""
         state = self._state
         if not action.commits or not state.deletions.begin_confirmation(action.save_id):
@@ -322,14 +321,14 @@ class UploadManager:
 
         for remote in tuple(waiting):
             refs = tuple((r.key, r.sha256) for r in action.commits if r.remote == remote)
-            self._links[remote].order(m.Confirm(commits=refs), partial(heard, remote))
+            self._sessions[remote].request(m.Confirm(commits=refs), partial(heard, remote))
 
-    def _denied(self, action: AskConfirmation, remote: str, answer: m.Answer) -> None:
+    def _denied(self, action: ConfirmCommits, remote: str, answer: m.Answer) -> None:
         """Handle a failed confirmation: a save that the remote no longer vouches for is uploaded again."""
         state = self._state
-        link = self._links[remote]
+        session = self._sessions[remote]
         if isinstance(answer, m.Failed):
-            link.trouble(error_of(answer))
+            session.note_error(error_of(answer))
             return
         reason = (answer.reason if isinstance(answer, m.Confirmed) else None) or "no answer"
         asked = {ref.sha256 for ref in action.commits if ref.remote == remote}
@@ -340,5 +339,5 @@ class UploadManager:
             tag = state.saves.rows[save_id].save.tag
             log.error("%s: %s no longer holds its COMMIT (%s); it is uploaded again", tag, remote, reason)
             state.uploads.lose_commit(save_id, remote, reason)
-            link.forget_tag(tag)
-        link.observe()
+            session.forget_tag(tag)
+        session.observe()

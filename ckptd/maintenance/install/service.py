@@ -21,24 +21,24 @@ _COMMAND_SECONDS = 240
 """Longer than TimeoutStopSec: stopping may finish what is being sent."""
 
 
-def carry_out(steps: Sequence[Step], tell: Callable[[str], None]) -> None:
+def execute(steps: Sequence[Step], tell: Callable[[str], None]) -> None:
     """Execute; each step is told as it is done. Doing them again changes nothing.
 
     Raises:
         NotPermitted: a file cannot be written. StorageError: systemd refused, in its own words.
     """
     for step in steps:
-        tell(words(step))
+        tell(describe(step))
         try:
             _one(step)
         except PermissionError as error:
-            msg = f"{words(step)}: {error.strerror}"
+            msg = f"{describe(step)}: {error.strerror}"
             raise NotPermitted(msg, hint="run it as root (sudo), or with --user") from error
         except OSError as error:
-            raise from_os_error(error, words(step)) from error
+            raise from_os_error(error, describe(step)) from error
 
 
-def words(step: Step) -> str:
+def describe(step: Step) -> str:
     """Return a step in words."""
     match step:
         case Write(path=path):

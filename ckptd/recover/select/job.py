@@ -144,12 +144,21 @@ def owner_of(job: JobConfig, state_dir: Path | None) -> Owner:
     )
 
 
+def state_dir_for(job: JobConfig, environ: Mapping[str, str], config_dir: Path | None) -> Path:
+    """Return where a daemon of this user keeps the job's state; it may not be there.
+
+    Raises:
+        ConfigError, NotPermitted: of ckptd.toml, or where no place is allowed (78, 77).
+    """
+    daemon = load_daemon((config_dir or default_config_dir(environ)) / "ckptd.toml", environ)
+    return state_dir_of(job.save_dir, job.name, daemon.state_dir, environ)
+
+
 def state_dir_hint(job: JobConfig, environ: Mapping[str, str], config_dir: Path | None) -> Path | None:
     """Return where the daemon's state may lie; a wrong ckptd.toml does not stop a command that can do
     without.
     """
     try:
-        daemon = load_daemon((config_dir or default_config_dir(environ)) / "ckptd.toml", environ)
-        return state_dir_of(job.save_dir, job.name, daemon.state_dir, environ)
+        return state_dir_for(job, environ, config_dir)
     except CkptdError:
         return None

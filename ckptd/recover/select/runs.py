@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.humanize import ago
 from ckptd.core.model.layouts import Role
-from ckptd.core.model.runs import Place, ranked, run_of, short
+from ckptd.core.model.runs import ranked, run_of, short
 from ckptd.errors import CkptdError, DamagedError, LockHeld, NotFoundError, RefusedError, UsageError
 from ckptd.recover.select.copies import ZERO, is_here
 from ckptd.storage.local.run_file import host_name, read_run, run_file, user_name, write_run
@@ -24,7 +24,7 @@ from ckptd.storage.stores.base import store_now_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from ckptd.core.model.heartbeat import SeenNode
+    from ckptd.core.model.heartbeat import Heartbeat, SeenNode
     from ckptd.core.model.manifest import Commit
     from ckptd.core.model.runs import Row
     from ckptd.recover.select.inventory import LocalCheckpoint, RemoteInventory
@@ -39,11 +39,13 @@ _FEW = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """One run in one remote; `place`: where it was saved last, None: of a release that did not say."""
+    """One run in one remote; where it was saved last, None: of a release that did not say."""
 
     run_id: str
     is_newest: bool
-    place: Place | None
+    user: str | None
+    host: str | None
+    save_dir: str | None
     since: str | None
     """RFC 3339, UTC: when it began to be saved there."""
     checkpoints: int
@@ -54,8 +56,8 @@ class RunView:
     @property
     def words(self) -> str:
         """Return which, and whose."""
-        of = f" of {self.place.words}" if self.place is not None else ""
-        return f"run {short(self.run_id)}{of}"
+        place = f" of {self.user or '?'}@{self.host}:{self.save_dir or '?'}" if self.host is not None else ""
+        return f"run {short(self.run_id)}{place}"
 
 
 def runs_in(sight: RemoteInventory) -> tuple[RunView, ...]:
@@ -70,7 +72,9 @@ def runs_in(sight: RemoteInventory) -> tuple[RunView, ...]:
             RunView(
                 run_id=run_id,
                 is_newest=index == 0,
-                place=_place_of(row),
+                user=row.user if row is not None else None,
+                host=(row.host or row.node) if row is not None else None,
+                save_dir=row.save_dir if row is not None else None,
                 since=row.created_at if row is not None else None,
                 checkpoints=len({(commit.tag, commit.generation) for commit in commits}),
                 bytes=sum(commit.bytes for commit in commits),
@@ -92,10 +96,6 @@ def _by_run(sight: RemoteInventory) -> dict[str, list[Commit]]:
 def _is_of_job(commit: Commit, sight: RemoteInventory) -> bool:
     """Whether a COMMIT was made for this remote: one that was copied from another job's is no run's."""
     return commit.job_id == sight.observation.identity.job_id
-
-
-def _place_of(row: Row | None) -> Place | None:
-    return None if row is None else Place.model_validate(row.model_dump(include=set(Place.model_fields)))
 
 
 class Runs:
@@ -362,26 +362,19 @@ def wait_until_silent(remote: RemoteInventory, row: Row, say: Callable[[str], No
 
 def _heard(remote: RemoteInventory, row: Row) -> SeenNode | None:
     """Return the last heartbeat of the place of a row."""
-    found = [
-        seen
-        for seen in Heartbeats(remote.store).everyone(_now_seconds(remote.store))
-        if seen.heartbeat is not None
-        and (
-            seen.heartbeat.node_id == row.node_id
-            or (seen.heartbeat.host, seen.heartbeat.save_dir) == (row.host, row.save_dir)
-        )
-    ]
-    return min(found, key=lambda seen: seen.seconds_ago or 0.0, default=None)
+    place = (row.host, row.save_dir)
+    return _last(remote, lambda _, b: b.node_id == row.node_id or (b.host, b.save_dir) == place)
 
 
 def alive(remote: RemoteInventory, run_id: str) -> SeenNode | None:
     """Return who goes on with a run there, heard of lately; None: nobody does."""
     job_id = remote.observation.identity.job_id
-    found = [
-        seen
-        for seen in Heartbeats(remote.store).everyone(_now_seconds(remote.store))
-        if seen.heartbeat is not None and not seen.is_dead and run_of(seen.heartbeat, job_id) == run_id
-    ]
+    return _last(remote, lambda seen, beat: not seen.is_dead and run_of(beat, job_id) == run_id)
+
+
+def _last(remote: RemoteInventory, is_wanted: Callable[[SeenNode, Heartbeat], bool]) -> SeenNode | None:
+    everyone = Heartbeats(remote.store).everyone(_now_seconds(remote.store))
+    found = [seen for seen in everyone if seen.heartbeat is not None and is_wanted(seen, seen.heartbeat)]
     return min(found, key=lambda seen: seen.seconds_ago or 0.0, default=None)
 
 

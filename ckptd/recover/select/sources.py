@@ -33,7 +33,7 @@ from ckptd.recover.select.steps import Convert, ConvertFrom, Fetch, RestoreExtra
 from ckptd.storage.stores.access import access_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ckptd.config.schema import JobConfig, RemoteConfig
     from ckptd.recover.select.copies import Copy
@@ -54,6 +54,31 @@ class Where:
     remotes: tuple[RemoteConfig, ...]
     owner: Owner | None
     job: JobConfig | None = None
+
+    def read(
+        self, say: Callable[[str], None], failures: dict[str, CkptdError], *, is_tolerant: bool = False
+    ) -> Iterator[RemoteInventory]:
+        """Read one remote after the other; why one does not answer is said and put into `failures`, by name.
+
+        `is_tolerant`: as `read_remote_inventory`.
+        """
+        for remote in self.remotes:
+            try:
+                sight = self.read_one(remote.name, is_tolerant=is_tolerant)
+            except CkptdError as error:
+                failures[remote.name] = error
+                say(said_of(remote.name, remote.url, str(error)))
+            else:
+                yield sight
+
+    def remote(self, name: str) -> RemoteConfig:
+        """Return the remote of that name."""
+        return next(remote for remote in self.remotes if remote.name == name)
+
+    def read_one(self, name: str, *, is_tolerant: bool = False) -> RemoteInventory:
+        """Read the remote of that name."""
+        remote = self.remote(name)
+        return read_remote_inventory(name, remote.url, self.owner, access_of(remote), is_tolerant=is_tolerant)
 
 
 def where_of(
@@ -103,28 +128,24 @@ def named(remotes: Sequence[RemoteConfig], only: str | None) -> tuple[RemoteConf
 class Sources:
     """The remotes that answer, the errors of the others, and (remote, COMMIT digest) of bad copies."""
 
+    where: Where
     say: Callable[[str], None]
     remotes: list[RemoteInventory] = field(default_factory=list)
     absent: list[CkptdError] = field(default_factory=list)
     damaged: set[tuple[str, str]] = field(default_factory=set)
     run_id: str | None = None
     """The one run whose checkpoints are offered, once `take` has said so."""
-    _asked: dict[str, tuple[RemoteConfig, Owner | None]] = field(default_factory=dict)
     _runs: Runs | None = None
 
-    def look(self, remotes: Sequence[RemoteConfig], owner: Owner | None) -> None:
-        """Read each remote; one that is not there is said and left out."""
-        for remote in remotes:
-            self._asked[remote.name] = (remote, owner)
-            try:
-                sight = read_remote_inventory(remote.name, remote.url, owner, access_of(remote))
-            except CkptdError as error:
-                self.absent.append(error)
-                self.say(said_of(remote.name, remote.url, str(error)))
-            else:
-                self.remotes.append(sight)
-                for text in sight.observation.damaged:
-                    self.say(said_of(remote.name, remote.url, text))
+    def look(self) -> None:
+        """Read each remote, perhaps again; one that is not there is said and left out."""
+        failures: dict[str, CkptdError] = {}
+        self.remotes = []
+        for sight in self.where.read(self.say, failures):
+            self.remotes.append(sight)
+            for text in sight.observation.damaged:
+                self.say(said_of(sight.name, sight.url, text))
+        self.absent = list(failures.values())
 
     def take(self, runs: Runs, run_id: str | None) -> None:
         """Keep only what one run committed; None: nothing."""
@@ -161,15 +182,15 @@ class Sources:
         self.absent.append(error)
         others = ", ".join(remote.name for remote in self.remotes)
         going = f"going on with {others}" if others else "no other is left"
-        self.say(said_of(name, self._asked[name][0].url, f"{error.message}; {going}"))
+        self.say(said_of(name, self.where.remote(name).url, f"{error.message}; {going}"))
 
     def _look_again(self, copy: Copy) -> None:
         """A COMMIT that retention removed meanwhile is no damage, and what was seen then is history."""
-        remote, owner = self._asked[copy.remote.name]
+        remote = copy.remote
         try:
             if not is_gone(copy.remote.store, copy.view):
                 return
-            sight = read_remote_inventory(remote.name, remote.url, owner, access_of(remote))
+            sight = self.where.read_one(remote.name)
         except CkptdError as error:
             self.drop(remote.name, error)
         else:

@@ -40,7 +40,7 @@ from ckptd.storage.stores.open import WINDOW_BYTES
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from ckptd.storage.remote.messages import Answer, OrderLine, ShipOrder
+    from ckptd.storage.remote.messages import Answer, RequestLine, UploadRequest
     from ckptd.storage.remote.transfer import Control, OpenOrigin, Origin
     from ckptd.storage.stores.base import Store
 
@@ -77,8 +77,8 @@ def main() -> None:
     window_bytes = int(sys.argv[1]) if len(sys.argv) > 1 else WINDOW_BYTES
     making = sys.argv[2] if len(sys.argv) > 2 else None
     service = Service(output.emit, window_bytes=window_bytes, open_origin=partial(_opened, making))
-    long_orders: queue.SimpleQueue[OrderLine] = queue.SimpleQueue()
-    short_orders: queue.SimpleQueue[OrderLine] = queue.SimpleQueue()
+    long_orders: queue.SimpleQueue[RequestLine] = queue.SimpleQueue()
+    short_orders: queue.SimpleQueue[RequestLine] = queue.SimpleQueue()
     for name, orders in (("long", long_orders), ("short", short_orders)):
         threading.Thread(target=_work, args=(service, orders), name=name, daemon=True).start()
     for raw in sys.stdin.buffer:
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def _opened(
-    making: str | None, order: ShipOrder, root: int, control: Control, store: Store
+    making: str | None, order: UploadRequest, root: int, control: Control, store: Store
 ) -> AbstractContextManager[Origin]:
     """Open the source of an upload's bytes: files that lie here, or a form that `making` makes."""
     if order.making is None:
@@ -110,13 +110,13 @@ def _opened(
     return opened(order, root, control, store)
 
 
-def _work(service: Service, orders: queue.SimpleQueue[OrderLine]) -> None:
+def _work(service: Service, orders: queue.SimpleQueue[RequestLine]) -> None:
     while True:
         line = orders.get()
         service.carry_out(line.id, line.order)
 
 
-def _parse(raw: bytes, output: _Output) -> OrderLine | None:
+def _parse(raw: bytes, output: _Output) -> RequestLine | None:
     try:
         return ORDER_LINE.validate_json(raw)
     except ValidationError as error:

@@ -30,9 +30,9 @@ from ckptd.storage.remote.messages import (
     Attached,
     Cancel,
     Failed,
-    OrderLine,
     Pace,
-    ShipOrder,
+    RequestLine,
+    UploadRequest,
     in_short,
     known,
 )
@@ -41,7 +41,7 @@ from ckptd.storage.stores.open import WINDOW_BYTES, clean_environment
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ckptd.storage.remote.messages import Answer, Order, RemoteSettings
+    from ckptd.storage.remote.messages import Answer, RemoteSettings, Request
 
 CHILD = "ckptd.storage.child.child"
 _ATTACH_ID = 0
@@ -61,33 +61,33 @@ class _Signs:
         self._sign_at = dict.fromkeys((True, False), time.monotonic())
         self._moved_at = dict(self._sign_at)
 
-    def ordered(self, order: Order, before: Iterable[Order]) -> None:
+    def ordered(self, order: Request, before: Iterable[Request]) -> None:
         """Note that an order was given: a thread with nothing to do has not been silent."""
         is_long = _is_long(order)
         if not any(_is_long(other) == is_long for other in before):
             self._sign_at[is_long] = self._moved_at[is_long] = time.monotonic()
 
-    def heard(self, order: Order, answer: Answer) -> None:
+    def heard(self, order: Request, answer: Answer) -> None:
         """Note that an event or an answer came."""
         is_long, now = _is_long(order), time.monotonic()
         self._sign_at[is_long] = now
         self._moved_at[is_long] = now - getattr(answer, "idle_seconds", 0.0)
 
-    def silent_seconds(self, order: Order) -> float:
+    def silent_seconds(self, order: Request) -> float:
         """Return the seconds since the last sign of life."""
         return time.monotonic() - self._sign_at[_is_long(order)]
 
-    def idle_seconds(self, order: Order) -> float:
+    def idle_seconds(self, order: Request) -> float:
         """Return the seconds since the last byte moved."""
         return time.monotonic() - self._moved_at[_is_long(order)]
 
 
-def _is_long(order: Order) -> bool:
+def _is_long(order: Request) -> bool:
     return isinstance(order, LONG_ORDERS)
 
 
-def _is_making(order: Order) -> bool:
-    return isinstance(order, ShipOrder) and order.making is not None
+def _is_making(order: Request) -> bool:
+    return isinstance(order, UploadRequest) and order.making is not None
 
 
 class RemoteClient:
@@ -118,7 +118,7 @@ class RemoteClient:
         self._child: _Child | None = None
         self._making = making
         self._ids = count(_ATTACH_ID + 1)
-        self._open: dict[int, Order] = {}
+        self._open: dict[int, Request] = {}
         self._pace = Pace(fraction=1.0, bytes_per_second=settings.bytes_per_second)
         self._signs = _Signs()
         self._is_closed = False
@@ -162,7 +162,7 @@ class RemoteClient:
         with self._lock:
             return next(self._ids)
 
-    def submit(self, order: Order, order_id: int | None = None) -> int:
+    def submit(self, order: Request, order_id: int | None = None) -> int:
         """Queue an order; returns its id at once. Starts the child when there is none."""
         if isinstance(order, Attach):
             order = Attach(settings=self._remember(order.settings))
@@ -349,5 +349,5 @@ class RemoteClient:
             self._on_answer(order_id, Failed(error=error, message=message, hint=hint))
 
 
-def _line(order_id: int, order: Order) -> bytes:
-    return ORDER_LINE.dump_json(OrderLine(id=order_id, order=order)) + b"\n"
+def _line(order_id: int, order: Request) -> bytes:
+    return ORDER_LINE.dump_json(RequestLine(id=order_id, order=order)) + b"\n"

@@ -29,11 +29,11 @@ from ckptd.storage.remote.messages import (
     Claimed,
     ClaimRun,
     Confirm,
+    DeleteCommit,
     Describe,
     Discard,
     Done,
     Failed,
-    Moving,
     ObjectDone,
     Observation,
     Observe,
@@ -41,12 +41,12 @@ from ckptd.storage.remote.messages import (
     Point,
     Record,
     RemoteSettings,
-    Retire,
     Scrub,
-    ShipOrder,
-    Shipped,
-    ShipResult,
+    TransferProgress,
     Unchanged,
+    UploadedObject,
+    UploadRequest,
+    UploadResult,
     known,
 )
 from ckptd.storage.remote.observe import (
@@ -70,7 +70,7 @@ from ckptd.storage.stores.retrying import Motion, WatchedRateLimiter, watched
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckptd.storage.remote.messages import Answer, Order, Planned
+    from ckptd.storage.remote.messages import Answer, Planned, Request
     from ckptd.storage.remote.transfer import OpenOrigin
     from ckptd.storage.stores.base import Store
 
@@ -117,7 +117,7 @@ class Service:
         else:
             self._cancelled.add(order.order_id)
 
-    def carry_out(self, order_id: int, order: Order) -> None:
+    def carry_out(self, order_id: int, order: Request) -> None:
         """Carry out an order and emit the answer that ends it."""
         try:
             answer = self._answer(order_id, order)
@@ -131,7 +131,7 @@ class Service:
         self._cancelled.discard(order_id)
         self._emit(order_id, answer)
 
-    def _answer(self, order_id: int, order: Order) -> Answer:
+    def _answer(self, order_id: int, order: Request) -> Answer:
         if isinstance(order, Attach):
             with self._lock:
                 return self._attach(order.settings)
@@ -150,11 +150,11 @@ class Service:
             return self._claim(ground, order)
         if isinstance(order, Beat):
             return self._beat(found, order)
-        if isinstance(order, ShipOrder):
+        if isinstance(order, UploadRequest):
             return self._ship(ground, order, reporter.control(self._pacer))
         if isinstance(order, Scrub):
             return scrub(ground, order, reporter.control(self._pacer).pacer, reporter.check)
-        if isinstance(order, Retire):
+        if isinstance(order, DeleteCommit):
             retire(ground, order, reporter.check)
         else:
             _note(ground, order)
@@ -206,7 +206,7 @@ class Service:
         sharers = self._beats.elsewhere(beat) if beat is not None else ()
         return Beats(nodes=nodes, sharers=sharers, lease=lease)
 
-    def _ship(self, ground: AttachedRemote, order: ShipOrder, control: Control) -> ShipResult:
+    def _ship(self, ground: AttachedRemote, order: UploadRequest, control: Control) -> UploadResult:
         if order.supplement_to is not None:
             return supplement(ground, order, control)
         return ship(ground, order, control, self._open_origin)
@@ -299,7 +299,7 @@ class _Reporter:
             return
         self._flushed[key] = flushed
         self._send(
-            Moving(
+            TransferProgress(
                 key=key,
                 done_bytes=progress.done_bytes,
                 total_bytes=total_bytes,
@@ -310,16 +310,16 @@ class _Reporter:
             )
         )
 
-    def _on_done(self, shipped: Shipped) -> None:
+    def _on_done(self, shipped: UploadedObject) -> None:
         self._flushed.pop(shipped.key, None)
         self._send(ObjectDone(object=shipped))
 
-    def _send(self, event: Moving | ObjectDone | Planned | Alive) -> None:
+    def _send(self, event: TransferProgress | ObjectDone | Planned | Alive) -> None:
         self._at = time.monotonic()
         self._emit(self._id, event)
 
 
-def _note(ground: AttachedRemote, order: Order) -> None:
+def _note(ground: AttachedRemote, order: Request) -> None:
     """Carry out small changes: a person's decision, the pointers, uploads that nobody goes on with."""
     if isinstance(order, Record):
         publish(ground.store, order.decision, ground.identity)

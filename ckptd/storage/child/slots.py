@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckptd import errors
 from ckptd.storage.child.client import RemoteClient
-from ckptd.storage.remote.messages import Planned, ShipOrder
+from ckptd.storage.remote.messages import Planned, UploadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +105,7 @@ class RemoteProcess:
     ) -> None:
         self._places = places or SlotPool()
         self._has_made = False
-        self._held: dict[int, m.Order] = {}
+        self._held: dict[int, m.Request] = {}
         """Orders that wait for a place; the child has none of them."""
         self._cancelled: set[int] = set()
 
@@ -120,10 +120,12 @@ class RemoteProcess:
         """Return the process id; None when there is none."""
         return self._child.pid
 
-    def submit(self, order: m.Order) -> int:
+    def submit(self, order: m.Request) -> int:
         """Queue an order."""
         # one that may end with "another node makes it" counts once it is planned
-        self._has_made |= isinstance(order, ShipOrder) and order.making is not None and not order.making.zero
+        self._has_made |= (
+            isinstance(order, UploadRequest) and order.making is not None and not order.making.zero
+        )
         order_id = self._child.new_id()
         self._held[order_id] = order
         if self._places.take(self):

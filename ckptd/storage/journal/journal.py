@@ -24,8 +24,8 @@ from ckptd.core.model.records import (
     ObjectRow,
     SaveRow,
     SaveState,
-    ShipRecord,
-    ShipState,
+    UploadRecord,
+    UploadState,
 )
 from ckptd.core.model.save import SealedSave
 from ckptd.errors import JournalDamaged
@@ -87,7 +87,7 @@ class Journal:
     def _read_all(self) -> None:
         """Read all rows; one whose checksum is right and that this version cannot read is damage too."""
         try:
-            _ = self.saves(), self.ships(), self.open_deletions(), self.decisions()
+            _ = self.saves(), self.uploads(), self.open_deletions(), self.decisions()
             rows = self._db.execute("SELECT DISTINCT remote FROM objects WHERE form LIKE '%~'")
             self.with_leftovers: set[str] = {row[0] for row in rows}  # that no attempt goes on with
         except BaseException:
@@ -220,25 +220,25 @@ class Journal:
     # --- ships -----------------------------------------------------------------------------------------
 
     @whole
-    def ships(self, *ids: int) -> dict[int, dict[tuple[str, str], ShipRecord]]:
+    def uploads(self, *ids: int) -> dict[int, dict[tuple[str, str], UploadRecord]]:
         """Return save id → (remote, form) → record; `ids`: these alone."""
-        result: dict[int, dict[tuple[str, str], ShipRecord]] = {}
+        result: dict[int, dict[tuple[str, str], UploadRecord]] = {}
         for save_id, text in self._db.execute(f"{past.SHIPS} {_only('save_id', ids)}", ids):
-            record = ShipRecord.model_validate_json(text)
+            record = UploadRecord.model_validate_json(text)
             result.setdefault(save_id, {})[record.remote, record.form] = record
         return result
 
     @whole
-    def ship_times(self) -> dict[tuple[int, str, str], tuple[float | None, float | None]]:
+    def upload_times(self) -> dict[tuple[int, str, str], tuple[float | None, float | None]]:
         """Return (save id, remote, form) → (started, ended), unix seconds."""
         rows = self._db.execute("SELECT save_id, remote, form, started_at, ended_at FROM ships")
         return {(row[0], row[1], row[2]): (row[3], row[4]) for row in rows}
 
-    def put_ship(self, save_id: int, record: ShipRecord) -> None:
+    def put_upload(self, save_id: int, record: UploadRecord) -> None:
         """Record the intent of an upload, or its outcome."""
         now = time.time()
         stored = record.model_copy(update={"retry_at_seconds": 0.0}).model_dump_json()
-        ended = None if record.state is ShipState.SHIPPING else now
+        ended = None if record.state is UploadState.UPLOADING else now
         with self._transaction():
             self._db.execute(
                 "INSERT INTO ships VALUES (?,?,?,?,?,?,NULL) ON CONFLICT (save_id, remote, form) "
@@ -246,7 +246,7 @@ class Journal:
                 "started_at=coalesce(ships.started_at, excluded.started_at)",
                 (save_id, record.remote, record.form, stored, now, ended),
             )
-            if record.state is ShipState.COMMITTED:
+            if record.state is UploadState.COMMITTED:
                 self._db.execute(
                     "DELETE FROM objects WHERE save_id=? AND remote=? AND form=?",
                     (save_id, record.remote, record.form),
@@ -313,7 +313,7 @@ class Journal:
         self._db.execute("UPDATE deletions SET state=? WHERE id=?", (state, deletion_id))
 
     @whole
-    def why_pruned(self, save_id: int) -> str | None:
+    def deletion_reason(self, save_id: int) -> str | None:
         """Return why the folder of a save was deleted, or is being deleted."""
         return past.why_pruned(self._db, save_id)
 

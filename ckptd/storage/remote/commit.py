@@ -49,7 +49,7 @@ from ckptd.storage.remote.manifest_index import (
     pending_replacement,
     release_lease,
 )
-from ckptd.storage.remote.messages import CommitView, ShipResult, SupplementView
+from ckptd.storage.remote.messages import CommitView, SupplementView, UploadResult
 from ckptd.storage.remote.observe import AttachedRemote, point, still_ours
 from ckptd.storage.remote.transfer import CannotBeMade, Transfer, changed, sealed
 from ckptd.storage.stores.base import settled
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.layouts import NamedShard
     from ckptd.core.model.manifest import ManifestFile, NodeManifest
     from ckptd.storage.remote.documents import Stem
-    from ckptd.storage.remote.messages import ShipFile, ShipOrder
+    from ckptd.storage.remote.messages import UploadFile, UploadRequest
     from ckptd.storage.remote.transfer import Carried, Control, OpenOrigin, Origin
 
 
@@ -72,9 +72,9 @@ MOST_NAMED = 4096
 
 def waiting(
     why: tuple[str, str], ours: KnownManifest, carried: Carried, absent: tuple[NamedShard, ...]
-) -> ShipResult:
+) -> UploadResult:
     """Return the result "uploaded and listed, not committed"; `why`: reason and next step."""
-    return ShipResult(
+    return UploadResult(
         outcome="waiting",
         reason=why[0],
         hint=why[1],
@@ -86,7 +86,9 @@ def waiting(
     )
 
 
-def as_others_committed(whole: ShipOrder, commit: CommitView, members: Iterable[KnownManifest]) -> ShipResult:
+def as_others_committed(
+    whole: UploadRequest, commit: CommitView, members: Iterable[KnownManifest]
+) -> UploadResult:
     """Return the result where others committed: our files are listed all the same, or are not needed.
 
     `whole`: the order with all its files; `members`: the manifests that the COMMIT rests on.
@@ -104,7 +106,7 @@ def as_others_committed(whole: ShipOrder, commit: CommitView, members: Iterable[
         absent = [f for f in absent if not f.is_extra]
     words = f"committed by other nodes without {', '.join(f.path for f in absent[:3])}"
     is_conflict = any(file.role not in (Role.SIDE, Role.EXTRA) for file in absent)
-    return ShipResult(
+    return UploadResult(
         outcome="conflict" if is_conflict else "committed",
         reason=words if absent else None,
         commit=commit,
@@ -112,11 +114,11 @@ def as_others_committed(whole: ShipOrder, commit: CommitView, members: Iterable[
     )
 
 
-def _is_side(file: ShipFile) -> bool:
+def _is_side(file: UploadFile) -> bool:
     return file.role is Role.SIDE and file.identity is not None
 
 
-def left_out(whole: ShipOrder, ours: NodeManifest) -> tuple[str, ...]:
+def left_out(whole: UploadRequest, ours: NodeManifest) -> tuple[str, ...]:
     """Side files of ours in whose place our own manifest lists another content: an earlier one, or a node's.
 
     What the object's name held was listed already, and is never replaced; ours is in no COMMIT (adr/0021).
@@ -134,8 +136,8 @@ def left_out(whole: ShipOrder, ours: NodeManifest) -> tuple[str, ...]:
 
 
 def ship(
-    ground: AttachedRemote, order: ShipOrder, control: Control, open_origin: OpenOrigin = sealed
-) -> ShipResult:
+    ground: AttachedRemote, order: UploadRequest, control: Control, open_origin: OpenOrigin = sealed
+) -> UploadResult:
     """Upload one form of one save and commit it if the manifests of its generation cover the grid.
 
     Outcomes: committed; waiting (other nodes' shards are missing); conflict (this generation holds another
@@ -150,7 +152,7 @@ def ship(
     still_ours(ground.store, ground.identity)
     one_writer(ground, order)
     taken = derive_attempts.claim_attempt(ground, order)
-    if isinstance(taken, ShipResult):
+    if isinstance(taken, UploadResult):
         return taken
     root = open_root(order.root)
     try:
@@ -171,37 +173,37 @@ def open_root(path: str) -> int:
 
 
 class _Shipping:
-    def __init__(self, ground: AttachedRemote, order: ShipOrder, control: Control, root: int) -> None:
+    def __init__(self, ground: AttachedRemote, order: UploadRequest, control: Control, root: int) -> None:
         self._ground, self._store, self._identity = ground, ground.store, ground.identity
         self._order = self._whole = order
         self._control = control
         self._root = root
         self._where = stem_of(order.manifest)
 
-    def run(self, open_origin: OpenOrigin) -> ShipResult:
+    def run(self, open_origin: OpenOrigin) -> UploadResult:
         seen = self._look()
         reason = self._conflict(seen)
         if reason is None and self._store.get(side_key("retired", stem(*self._where))) is not None:
             reason = f"generation {self._where[1]} of {self._where[0]} was retired"
         if reason is not None:
-            return ShipResult(outcome="conflict", reason=reason)
+            return UploadResult(outcome="conflict", reason=reason)
         commit = read_commit(self._store, self._where)
         if commit is not None:
             return self._beside(commit, seen.read)
         if derive_attempts.folder_in_use(self._ground, self._where, self._order.manifest.folder):
             reason = f"a ZeRO form lists objects in {self._order.manifest.folder} under this form's names"
-            return ShipResult(outcome="conflict", reason=reason)  # the next attempt has its own folder
+            return UploadResult(outcome="conflict", reason=reason)  # the next attempt has its own folder
         self._order = leave_to_owner(self._order, lambda: self._look(is_all=True).read)
         self._order = take_share(self._store, self._order, lambda: self._look(is_all=True).read)
         if not self._order.files and (rest := lacking(self._whole, self._look(is_all=True).read)):
-            return ShipResult(outcome="waiting", reason=coverage.missing_words(rest, seen.read))
+            return UploadResult(outcome="waiting", reason=coverage.missing_words(rest, seen.read))
         try:
             with open_origin(self._order, self._root, self._control, self._store) as origin:
                 return self._carry(origin, seen)
         except CommitConflict as error:
-            return ShipResult(outcome="conflict", reason=error.message)
+            return UploadResult(outcome="conflict", reason=error.message)
         except CannotBeMade as error:
-            return ShipResult(outcome="refused", reason=error.message, hint=error.hint)
+            return UploadResult(outcome="refused", reason=error.message, hint=error.hint)
 
     def _look(
         self, ours: KnownManifest | None = None, *, is_all: bool = False, commit: CommitView | None = None
@@ -209,7 +211,7 @@ class _Shipping:
         node, cache = None if is_all else self._order.manifest.node, self._ground.manifests
         return read_snapshot(self._store, self._where, cache, node=node, ours=ours, commit=commit)
 
-    def _carry(self, origin: Origin, seen: GenerationSnapshot) -> ShipResult:
+    def _carry(self, origin: Origin, seen: GenerationSnapshot) -> UploadResult:
         self._order = origin.order
         listed = ManifestIndex(self._store, self._order.manifest, seen, self._ground.manifests)
         carried = Transfer(self._store, origin, self._root, listed, self._control).run()
@@ -221,7 +223,7 @@ class _Shipping:
         seen = self._look()
         reason = self._conflict(seen)
         if reason is not None:
-            return ShipResult(outcome="conflict", reason=reason)
+            return UploadResult(outcome="conflict", reason=reason)
         ours = self._put_manifest(carried.files, seen.read)
         return self._commit(ours, carried)
 
@@ -240,14 +242,14 @@ class _Shipping:
 
     def _beside(
         self, commit: CommitView, listed: tuple[KnownManifest, ...], carried: Carried | None = None
-    ) -> ShipResult:
+    ) -> UploadResult:
         """Return the result where the generation is committed: with our manifest, without it, or disputed."""
         settled(self._store, commit.key)
         refs = {ref.sha256 for ref in commit.commit.manifests}
         members = [known for known in listed if known.sha256 in refs]
         mine = next(iter(self._own(members)), None)
         if commit.disputed:
-            return ShipResult(outcome="conflict", reason=f"{commit.key} is disputed", commit=commit)
+            return UploadResult(outcome="conflict", reason=f"{commit.key} is disputed", commit=commit)
         if mine is None or self._whole.takeover_seconds is not None:  # all of them; a listing may be late
             members = [k for k in self._look(is_all=True, commit=commit).read if k.sha256 in refs]
             mine = next(iter(self._own(members)), None)
@@ -258,18 +260,18 @@ class _Shipping:
             return self._joined(commit, mine, carried).model_copy(update={"unlisted": found.unlisted})
         if not self._lists_our_files(mine):
             reason = f"{commit.key} is committed with another save of this node"
-            return ShipResult(outcome="conflict", reason=reason, commit=commit)
+            return UploadResult(outcome="conflict", reason=reason, commit=commit)
         return self._joined(commit, mine, None)
 
-    def _joined(self, commit: CommitView, mine: KnownManifest, carried: Carried | None) -> ShipResult:
+    def _joined(self, commit: CommitView, mine: KnownManifest, carried: Carried | None) -> UploadResult:
         """Finish where our manifest is in the COMMIT; dispute it if files were written again meanwhile."""
         if len(commit.commit.manifests) > 1:
             rewritten = self._rewritten()
             if rewritten is not None:
                 self._dispute(commit, rewritten)
-                return ShipResult(outcome="conflict", reason=rewritten, commit=None)
+                return UploadResult(outcome="conflict", reason=rewritten, commit=None)
         point(self._store, self._ground.documents)
-        return ShipResult(
+        return UploadResult(
             outcome="committed",
             commit=commit,
             manifest_key=mine.key,
@@ -340,7 +342,7 @@ class _Shipping:
             raise RemoteError(msg, hint="something else writes there; see `ckptd check`")
         return KnownManifest(key=key, sha256=sha256, manifest=manifest)
 
-    def _commit(self, ours: KnownManifest, carried: Carried) -> ShipResult:
+    def _commit(self, ours: KnownManifest, carried: Carried) -> UploadResult:
         release_lease(self._store, ours.manifest)
         seen = self._look(ours)
         if seen.named:
@@ -356,7 +358,7 @@ class _Shipping:
             # a request of a daemon that died may arrive late; its manifest is of objects that ours replaced
             reason = f"another manifest of {ours.manifest.node} came between"
         if reason is not None:
-            return ShipResult(outcome="conflict", reason=reason)
+            return UploadResult(outcome="conflict", reason=reason)
         missing = coverage.missing(members, self._where[2]) or lacking(self._whole, members)
         existing = read_commit(self._store, self._where)
         waits = (
@@ -371,7 +373,7 @@ class _Shipping:
             one_writer(self._ground, self._order)
         return self._ended(existing or self._create(members), ours, carried)
 
-    def _ended(self, commit: CommitView, ours: KnownManifest, carried: Carried) -> ShipResult:
+    def _ended(self, commit: CommitView, ours: KnownManifest, carried: Carried) -> UploadResult:
         is_ours = any(ref.sha256 == ours.sha256 for ref in commit.commit.manifests)
         if is_ours and not commit.disputed and self._whole.takeover_seconds is None:
             return self._joined(commit, ours, carried)
@@ -407,7 +409,7 @@ class _Shipping:
         return found
 
 
-def one_writer(ground: AttachedRemote, order: ShipOrder) -> None:
+def one_writer(ground: AttachedRemote, order: UploadRequest) -> None:
     """Refuse a second writing node on a store that enforces no create-only write."""
     if ground.abilities.create_only:
         return
@@ -432,7 +434,7 @@ def now_utc() -> str:
 _TRIES = 100
 
 
-def supplement(ground: AttachedRemote, order: ShipOrder, control: Control) -> ShipResult:
+def supplement(ground: AttachedRemote, order: UploadRequest, control: Control) -> UploadResult:
     """Upload files beside the COMMIT that `order.supplement_to` quotes, and create a SUPPLEMENT over them.
 
     Outcomes: committed (what lies there already is not sent again); conflict: that COMMIT does not count.
@@ -452,7 +454,7 @@ def supplement(ground: AttachedRemote, order: ShipOrder, control: Control) -> Sh
 
 
 class _Supplementing:
-    def __init__(self, ground: AttachedRemote, order: ShipOrder, control: Control, root: int) -> None:
+    def __init__(self, ground: AttachedRemote, order: UploadRequest, control: Control, root: int) -> None:
         self._ground = ground
         self._store = ground.store
         self._order = order
@@ -460,7 +462,7 @@ class _Supplementing:
         self._root = root
         self._where: Stem = stem_of(order.manifest)
 
-    def run(self) -> ShipResult:
+    def run(self) -> UploadResult:
         base = self._base()
         if base is None:
             return self._no_base()
@@ -494,8 +496,8 @@ class _Supplementing:
         is_retired = self._store.get(side_key("retired", stem(*self._where))) is not None
         return None if is_retired else commit
 
-    def _no_base(self) -> ShipResult:
-        return ShipResult(outcome="conflict", reason=f"the COMMIT of {self._where[0]} is another one now")
+    def _no_base(self) -> UploadResult:
+        return UploadResult(outcome="conflict", reason=f"the COMMIT of {self._where[0]} is another one now")
 
     def _listing(self, base: CommitView) -> list[SupplementView]:
         """Return the COMMIT and its SUPPLEMENTs, each with what it lists."""
@@ -510,9 +512,9 @@ class _Supplementing:
             views.append(SupplementView(key=view.key, sha256=view.sha256, files=tuple(sorted(rows))))
         return views
 
-    def _result(self, base: CommitView, views: list[SupplementView], sent: int, skipped: int) -> ShipResult:
+    def _result(self, base: CommitView, views: list[SupplementView], sent: int, skipped: int) -> UploadResult:
         wanted = {_row(file) for file in self._order.files}
-        return ShipResult(
+        return UploadResult(
             outcome="committed",
             commit=base,
             bytes_sent=sent,
@@ -520,7 +522,7 @@ class _Supplementing:
             supplements=tuple(view for view in views if wanted & set(view.files)),
         )
 
-    def _placed(self, file: ShipFile, base: CommitView, listed: tuple[KnownManifest, ...]) -> ShipFile:
+    def _placed(self, file: UploadFile, base: CommitView, listed: tuple[KnownManifest, ...]) -> UploadFile:
         """Return the file under its own path in the folder, or under another key where that path may be
         taken.
 
@@ -578,5 +580,5 @@ class _Supplementing:
         raise RemoteError(msg, hint="something else writes there; see `ckptd check`")
 
 
-def _row(file: ShipFile) -> tuple[str, int, str]:
+def _row(file: UploadFile) -> tuple[str, int, str]:
     return file.path, file.bytes, file.fingerprint

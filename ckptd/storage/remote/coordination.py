@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.coverage import KnownManifest
     from ckptd.core.model.heartbeat import SeenNode
     from ckptd.core.model.manifest import ManifestFile
-    from ckptd.storage.remote.messages import ShipFile, ShipOrder
+    from ckptd.storage.remote.messages import UploadFile, UploadRequest
     from ckptd.storage.stores.base import ObjectInfo, Store
 
 
@@ -184,7 +184,7 @@ def _age_by_clocks(heartbeat: Heartbeat) -> float | None:
 # their storages do not (docs/design.md §5).
 
 
-def tensors(file: ShipFile | ManifestFile) -> tuple[str, str]:
+def tensors(file: UploadFile | ManifestFile) -> tuple[str, str]:
     """Return what identifies a replica of a file: its path, and the fingerprint of its storages."""
     return file.path, file.tensor_fingerprint or file.fingerprint
 
@@ -194,7 +194,7 @@ def tensors_of(manifests: Iterable[KnownManifest]) -> frozenset[tuple[str, str]]
     return frozenset(tensors(file) for known in manifests for file in known.manifest.files)
 
 
-def leave_to_owner(order: ShipOrder, listed: Callable[[], Iterable[KnownManifest]]) -> ShipOrder:
+def leave_to_owner(order: UploadRequest, listed: Callable[[], Iterable[KnownManifest]]) -> UploadRequest:
     """Return the order without the replicas that another node listed, or that are still left to it.
 
     `listed` reads the generation's manifests; it is asked only by who would step in.
@@ -255,7 +255,9 @@ def _timed(store: Store, others: Iterable[SeenNode]) -> tuple[SeenNode, ...]:
 # --- shares of a save ------------------------------------------------------------------------------------
 
 
-def take_share(store: Store, order: ShipOrder, listed: Callable[[], Sequence[KnownManifest]]) -> ShipOrder:
+def take_share(
+    store: Store, order: UploadRequest, listed: Callable[[], Sequence[KnownManifest]]
+) -> UploadRequest:
     """Return the order with this node's share of the files alone; the others are left to theirs, by
     fingerprint.
 
@@ -296,7 +298,7 @@ def take_share(store: Store, order: ShipOrder, listed: Callable[[], Sequence[Kno
     return order.model_copy(update={"files": kept, "manifest": manifest})
 
 
-def lacking(whole: ShipOrder, members: Iterable[KnownManifest]) -> tuple[str, ...]:
+def lacking(whole: UploadRequest, members: Iterable[KnownManifest]) -> tuple[str, ...]:
     """Return the files of a shared folder that no manifest lists yet: nothing is committed before each has
     its place.
     """

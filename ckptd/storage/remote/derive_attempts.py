@@ -25,7 +25,7 @@ from ckptd.storage.remote.documents import (
     read_snapshot,
     stem_of,
 )
-from ckptd.storage.remote.messages import ShipResult
+from ckptd.storage.remote.messages import UploadResult
 from ckptd.storage.remote.retire import listed_elsewhere
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.manifest import Commit
     from ckptd.storage.remote.documents import Stem
-    from ckptd.storage.remote.messages import CommitView, Making, ShipOrder
+    from ckptd.storage.remote.messages import CommitView, DeriveRequest, UploadRequest
     from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import Store
 
 
-def claim_attempt(ground: AttachedRemote, order: ShipOrder) -> ShipOrder | ShipResult:
+def claim_attempt(ground: AttachedRemote, order: UploadRequest) -> UploadRequest | UploadResult:
     """Claim an attempt for this order: returns the order with the attempt's folder, or the final result.
 
     It ends before anything is read where the form is committed by whoever it was, refused, retired, or made
@@ -52,7 +52,7 @@ def claim_attempt(ground: AttachedRemote, order: ShipOrder) -> ShipOrder | ShipR
     if commit is not None and not commit.disputed:
         return _committed(ground, order, commit)
     if store.get(side_key("retired", stem(*where))) is not None:
-        return ShipResult(outcome="conflict", reason=f"generation {where[1]} of {where[0]} was retired")
+        return UploadResult(outcome="conflict", reason=f"generation {where[1]} of {where[0]} was retired")
     takeover_seconds = making.zero.takeover_seconds
     is_taken = folder_in_use(ground, where, attempt_folder(*where, making.below, 1))
 
@@ -70,9 +70,9 @@ def claim_attempt(ground: AttachedRemote, order: ShipOrder) -> ShipOrder | ShipR
     attempt = append_row(store, attempts_folder(*where), Attempt, wanted)
     if attempt.refused is not None:
         outcome: Literal["damaged", "refused"] = "damaged" if attempt.damaged else "refused"
-        return ShipResult(outcome=outcome, reason=attempt.refused, hint=attempt.hint)
+        return UploadResult(outcome=outcome, reason=attempt.refused, hint=attempt.hint)
     if attempt.node_id != ours.node_id:
-        return ShipResult(outcome="waiting", reason=f"{attempt.node} makes it")
+        return UploadResult(outcome="waiting", reason=f"{attempt.node} makes it")
     return _as_attempt(order, making, attempt.number)
 
 
@@ -90,7 +90,9 @@ def folder_in_use(ground: AttachedRemote, where: Stem, folder: str) -> bool:
     return any(key.startswith(f"{folder}/") and is_in_form(key.removeprefix(f"{folder}/")) for key in keys)
 
 
-def finish_attempt(ground: AttachedRemote, order: ShipOrder, run: Callable[[], ShipResult]) -> ShipResult:
+def finish_attempt(
+    ground: AttachedRemote, order: UploadRequest, run: Callable[[], UploadResult]
+) -> UploadResult:
     """Finish an attempt by `run`: with the COMMIT that is there, whosever it is; a failure is recorded for
     all.
     """
@@ -103,7 +105,7 @@ def finish_attempt(ground: AttachedRemote, order: ShipOrder, run: Callable[[], S
     except (VerifyError, DocumentDamaged):
         raise  # what was sent, or what `_ckptd/` says now; not what it is made of
     except DamagedError as error:
-        result = ShipResult(outcome="damaged", reason=error.message, hint=error.hint)
+        result = UploadResult(outcome="damaged", reason=error.message, hint=error.hint)
         _tell(ground, order, result, looked)
         return result
     where = stem_of(order.manifest)
@@ -116,7 +118,7 @@ def finish_attempt(ground: AttachedRemote, order: ShipOrder, run: Callable[[], S
     return result if result.outcome == "committed" else found
 
 
-def _as_attempt(order: ShipOrder, making: Making, number: int) -> ShipOrder:
+def _as_attempt(order: UploadRequest, making: DeriveRequest, number: int) -> UploadRequest:
     """Return the upload request with its keys in the folder of attempt `number`."""
     ours = order.manifest
     folder = attempt_folder(*stem_of(ours), making.below, number)
@@ -127,7 +129,7 @@ def _as_attempt(order: ShipOrder, making: Making, number: int) -> ShipOrder:
     return order.model_copy(update={"manifest": manifest, "files": files})
 
 
-def _is_mended(ground: AttachedRemote, order: ShipOrder, refusal: Attempt) -> bool:
+def _is_mended(ground: AttachedRemote, order: UploadRequest, refusal: Attempt) -> bool:
     """Whether the shards look otherwise than in the newest refusal, and than in all before it.
 
     Before it: releases that have another digest for the same look publish it in turn with this one, and each
@@ -143,7 +145,7 @@ def _is_mended(ground: AttachedRemote, order: ShipOrder, refusal: Attempt) -> bo
     return looked != refusal.damaged and looked not in before
 
 
-def shards_look(store: Store, order: ShipOrder, cache: ManifestCache) -> str:
+def shards_look(store: Store, order: UploadRequest, cache: ManifestCache) -> str:
     """Return the digest of names, sizes and times of the objects that the manifests list; other once one is
     mended.
 
@@ -159,7 +161,7 @@ def shards_look(store: Store, order: ShipOrder, cache: ManifestCache) -> str:
     return sha256_of("".join([*rows, *unreadable]).encode())
 
 
-def _tell(ground: AttachedRemote, order: ShipOrder, result: ShipResult, damaged: str = "") -> None:
+def _tell(ground: AttachedRemote, order: UploadRequest, result: UploadResult, damaged: str = "") -> None:
     """Record that there is no such form, while the row is ours: the next node then does not try it."""
     ours, folder = order.manifest, attempts_folder(*stem_of(order.manifest))
     number, found = latest_row(ground.store, folder, Attempt)
@@ -177,13 +179,13 @@ def _tell(ground: AttachedRemote, order: ShipOrder, result: ShipResult, damaged:
     ground.store.put_if_absent(numbered(folder, number + 1), to_bytes(refusal))
 
 
-def _committed(ground: AttachedRemote, order: ShipOrder, commit: CommitView) -> ShipResult:
+def _committed(ground: AttachedRemote, order: UploadRequest, commit: CommitView) -> UploadResult:
     with contextlib.suppress(DamagedError, RefusedError):  # what cannot be read may list some of it: it stays
         _sweep(ground, order, commit.commit)
-    return ShipResult(outcome="committed", commit=commit)
+    return UploadResult(outcome="committed", commit=commit)
 
 
-def _sweep(ground: AttachedRemote, order: ShipOrder, commit: Commit) -> None:
+def _sweep(ground: AttachedRemote, order: UploadRequest, commit: Commit) -> None:
     """Delete objects of losing attempts that the committed one has too and that no manifest lists.
 
     Unfinished uploads are given up by their own node when it hears of the COMMIT.

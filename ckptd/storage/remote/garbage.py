@@ -24,7 +24,7 @@ from ckptd.storage.remote.documents import (
     stem_of,
     stem_of_key,
 )
-from ckptd.storage.remote.messages import Retire
+from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import AttachedRemote, still_ours
 from ckptd.storage.remote.repair import SPARE, holds, staging_key
 from ckptd.storage.remote.retire import retire
@@ -137,7 +137,7 @@ def carry_out(
         store=store, abilities=Abilities(create_only=True, checksum=None, resumable=True), identity=identity
     )
     for stone, size in found.retiring:
-        order = Retire(
+        order = DeleteCommit(
             tag=stone.tag,
             generation=stone.generation,
             form=stone.form,
@@ -211,7 +211,7 @@ def remove_run(
     )
     for view in sorted(commits, key=lambda one: (order_of(one.commit), one.commit.form == "zero")):
         commit = view.commit
-        order = Retire(
+        order = DeleteCommit(
             tag=commit.tag,
             generation=commit.generation,
             form=commit.form,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.coverage import KnownManifest
     from ckptd.core.model.manifest import NodeManifest, Proof
     from ckptd.storage.remote.documents import GenerationSnapshot, ManifestCache
-    from ckptd.storage.remote.messages import ShipFile
+    from ckptd.storage.remote.messages import UploadFile
     from ckptd.storage.stores.base import Store
 
     Row = tuple[KnownManifest, ManifestFile]
@@ -167,7 +167,7 @@ def _crc_of(store: Store, key: str) -> str | None:
 
 
 def manifest_entry(
-    file: ShipFile, size_bytes: int, crc64nvme: str, fingerprint: str, proof: Proof
+    file: UploadFile, size_bytes: int, crc64nvme: str, fingerprint: str, proof: Proof
 ) -> ManifestFile:
     """Return the manifest entry of a file that lies in the remote now."""
     return ManifestFile(

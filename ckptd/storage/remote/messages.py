@@ -44,15 +44,15 @@ class Committed(Model):
     """A node that makes the form and was not heard of for so long is replaced."""
 
 
-class Making(Model):
+class DeriveRequest(Model):
     """A derived form that no disk holds: made of the sealed shards while it is sent."""
 
     folders: tuple[str, ...]
-    """Of the shards, relative to `ShipOrder.root`, or in the remote's; more than one is refused."""
+    """Of the shards, relative to `UploadRequest.root`, or in the remote's; more than one is refused."""
     zero: Committed | None = None
     """None: the shards lie here."""
     sealed: tuple[tuple[str, FileIdentity], ...]
-    """Every file of the save, relative to `ShipOrder.root`, as it was sealed (P4)."""
+    """Every file of the save, relative to `UploadRequest.root`, as it was sealed (P4)."""
     below: str = ""
     """Path of the form in the manifest's folder."""
     staging: str
@@ -60,7 +60,7 @@ class Making(Model):
     memory_bytes: int
     """What the process that makes it may use (P12)."""
     plan_sha256: str = ""
-    """The plan that `ShipOrder.shipped` and `partly` were made by."""
+    """The plan that `UploadRequest.shipped` and `partly` were made by."""
 
 
 class Planned(Model):
@@ -251,7 +251,7 @@ class Beats(Model):
 # there, so that a child which can say nothing any more is noticed as well (docs/internals/stores.md).
 
 
-class Moving(Model):
+class TransferProgress(Model):
     """Bytes of one object; `flushed_bytes`/`crc64` can be resumed from after a crash (P7)."""
 
     kind: Literal["moving"] = "moving"
@@ -289,13 +289,13 @@ class Describe(Model):
     tag: str
 
 
-class ShipFile(Model):
+class UploadFile(Model):
     """One file to ship."""
 
     path: str
     key: str
     source: str
-    """Path relative to `ShipOrder.root`."""
+    """Path relative to `UploadRequest.root`."""
     identity: FileIdentity | None
     """As sealed; None for role `extra`, read whole, consistent by itself, and for what is made."""
     bytes: int
@@ -318,7 +318,7 @@ class ShipFile(Model):
         return self.identity is None and not self.is_made
 
 
-class Shipped(Model):
+class UploadedObject(Model):
     """An object that an earlier attempt finished and verified."""
 
     key: str
@@ -327,7 +327,7 @@ class Shipped(Model):
     proof: Proof
 
 
-class PartlyShipped(Model):
+class PartlyUploaded(Model):
     """An object that an earlier attempt left half done: `flushed_bytes` durable, their CRC64NVME."""
 
     key: str
@@ -336,19 +336,19 @@ class PartlyShipped(Model):
     token: str = ""
 
 
-class ShipOrder(Model):
+class UploadRequest(Model):
     """Ship one form of one save, verify it, write the node manifest, commit by coverage, move `latest`."""
 
     op: Literal["ship"] = "ship"
     root: str
-    """Absolute path of the folder that `ShipFile.source` is relative to (save_dir)."""
+    """Absolute path of the folder that `UploadFile.source` is relative to (save_dir)."""
     manifest: NodeManifest
     """Complete but for `files` (empty) and `revision`."""
-    files: tuple[ShipFile, ...]
-    making: Making | None = None
+    files: tuple[UploadFile, ...]
+    making: DeriveRequest | None = None
     """What is made besides; `files` are then those that are not."""
-    shipped: tuple[Shipped, ...] = ()
-    partly: tuple[PartlyShipped, ...] = ()
+    shipped: tuple[UploadedObject, ...] = ()
+    partly: tuple[PartlyUploaded, ...] = ()
     save_spread_seconds: float = 60.0
     steps_in: bool = False
     """Replicas that nobody listed are sent too: their owner had its time."""
@@ -366,7 +366,7 @@ class Confirm(Model):
     """(key, sha256)."""
 
 
-class Retire(Model):
+class DeleteCommit(Model):
     """Remote retention: tombstone, then COMMIT, then objects that no COMMIT lists, then `latest`."""
 
     op: Literal["retire"] = "retire"
@@ -437,28 +437,28 @@ class Cancel(Model):
 
 
 _Look = Attach | Observe | Describe | Confirm | Beat | ClaimRun
-_Work = _Look | ShipOrder | Retire | Record | Point | Discard | Scrub
-Order = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
+_Work = _Look | UploadRequest | DeleteCommit | Record | Point | Discard | Scrub
+Request = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
 
 
-LONG_ORDERS = (ShipOrder, Retire, Scrub)
+LONG_ORDERS = (UploadRequest, DeleteCommit, Scrub)
 """Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""
 
 
-def in_short(order: Order) -> Order:
+def in_short(order: Request) -> Request:
     """Return an order without its files: there may be thousands, and an open order is remembered without
     them.
     """
-    if isinstance(order, ShipOrder):
+    if isinstance(order, UploadRequest):
         return order.model_copy(update={"files": (), "shipped": (), "partly": ()})
     return order
 
 
-class OrderLine(Model):
+class RequestLine(Model):
     """One line to the child."""
 
     id: int
-    order: Order
+    order: Request
 
 
 # --- answers, child → daemon -----------------------------------------------------------------------------
@@ -491,7 +491,7 @@ class Observation(Model):
     """Documents that could not be read, with the reason."""
     supplements: tuple[CommitView, ...] = ()
     retiring: tuple[tuple[str, int, str], ...] = ()
-    """(tag, generation, form) with a tombstone whose removal was cut short: `Retire` finishes it."""
+    """(tag, generation, form) with a tombstone whose removal was cut short: `DeleteCommit` finishes it."""
     free_bytes: int | None = None
     rows: tuple[Row, ...] = ()
     """Which runs were saved there, and where (core/model/runs.py)."""
@@ -517,7 +517,7 @@ class TagView(Model):
     """(tag, generation, form) of COMMITs and tombstones that are there and cannot be read."""
 
 
-class ShipResult(Model):
+class UploadResult(Model):
     """How an order to ship ended, when it did not fail."""
 
     kind: Literal["shipped"] = "shipped"
@@ -566,7 +566,7 @@ class ObjectDone(Model):
     """Event: one object is durable and verified."""
 
     kind: Literal["object-done"] = "object-done"
-    object: Shipped
+    object: UploadedObject
 
 
 _End = (
@@ -574,7 +574,7 @@ _End = (
     | Observation
     | Unchanged
     | TagView
-    | ShipResult
+    | UploadResult
     | Confirmed
     | Scrubbed
     | Beats
@@ -582,9 +582,9 @@ _End = (
     | Done
     | Failed
 )
-EVENTS = (Moving, ObjectDone, Planned, Alive)
+EVENTS = (TransferProgress, ObjectDone, Planned, Alive)
 """All else ends the order."""
-Answer = Annotated[_End | Moving | ObjectDone | Planned | Alive, Field(discriminator="kind")]
+Answer = Annotated[_End | TransferProgress | ObjectDone | Planned | Alive, Field(discriminator="kind")]
 
 
 class AnswerLine(Model):
@@ -594,7 +594,7 @@ class AnswerLine(Model):
     answer: Answer
 
 
-ORDER_LINE: TypeAdapter[OrderLine] = TypeAdapter(OrderLine)
+ORDER_LINE: TypeAdapter[RequestLine] = TypeAdapter(RequestLine)
 ANSWER_LINE: TypeAdapter[AnswerLine] = TypeAdapter(AnswerLine)
 
 

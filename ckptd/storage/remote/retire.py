@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from ckptd.core.model.coverage import KnownManifest
-    from ckptd.storage.remote.messages import CommitView, Retire
+    from ckptd.storage.remote.messages import CommitView, DeleteCommit
     from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import Store
 
 
-def retire(ground: AttachedRemote, order: Retire, check: Callable[[], None]) -> None:
+def retire(ground: AttachedRemote, order: DeleteCommit, check: Callable[[], None]) -> None:
     """Remove one committed form of one generation; `check` may raise between two removals.
 
     Raises:
@@ -77,7 +77,7 @@ def retire(ground: AttachedRemote, order: Retire, check: Callable[[], None]) -> 
 
 def _entomb(
     ground: AttachedRemote,
-    order: Retire,
+    order: DeleteCommit,
     where: Stem,
     commit: CommitView | None,
     manifests: tuple[KnownManifest, ...],
@@ -115,7 +115,7 @@ def _entomb(
         _entomb(ground, order, where, commit, manifests)
 
 
-def _protected(ground: AttachedRemote, order: Retire, commit: CommitView) -> None:
+def _protected(ground: AttachedRemote, order: DeleteCommit, commit: CommitView) -> None:
     """Refuse what retention may never touch, judged by the remote alone (P5); which COMMITs there are is
     listed afresh."""
     store = ground.store
@@ -129,7 +129,7 @@ def _protected(ground: AttachedRemote, order: Retire, commit: CommitView) -> Non
         raise RefusedError(msg, hint=f"`ckptd unpin JOB {shlex.quote(order.tag)}` first")
 
 
-def _spared(ground: AttachedRemote, order: Retire, commit: CommitView) -> None:
+def _spared(ground: AttachedRemote, order: DeleteCommit, commit: CommitView) -> None:
     """Refuse what is the newest or the best there, and what would go for a COMMIT that does not count."""
     store = ground.store
     found = read_commits(store, cache=ground.documents)
@@ -154,7 +154,7 @@ def _spared(ground: AttachedRemote, order: Retire, commit: CommitView) -> None:
         raise RefusedError(msg, hint="the newest one always stays")
 
 
-def _whole(store: Store, order: Retire, form: str, sha256: str) -> None:
+def _whole(store: Store, order: DeleteCommit, form: str, sha256: str) -> None:
     """Check that the form which replaces the retired one is committed, each object there with its size.
 
     Tiered retention retires a form only because another form of the same save stays (docs/adr/0094).

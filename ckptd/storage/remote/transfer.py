@@ -31,7 +31,7 @@ from ckptd.errors import (
     VerifyError,
 )
 from ckptd.storage.remote.manifest_index import manifest_entry
-from ckptd.storage.remote.messages import Shipped
+from ckptd.storage.remote.messages import UploadedObject
 from ckptd.storage.stores.base import Progress, Resume, settled
 from ckptd.storage.stores.checksums import crc64, from_hex, to_hex
 from ckptd.storage.stores.parallel import FailFastPool
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ckptd.base.identity import FileIdentity
     from ckptd.core.model.manifest import ManifestFile, Proof
     from ckptd.storage.remote.manifest_index import ManifestIndex
-    from ckptd.storage.remote.messages import PartlyShipped, Planned, ShipFile, ShipOrder
+    from ckptd.storage.remote.messages import PartlyUploaded, Planned, UploadFile, UploadRequest
     from ckptd.storage.stores.base import Source, Store
     from ckptd.storage.stores.rate_limit import RateLimiter
 
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 EXTRA_LIMIT_BYTES = 16 << 20
 
 
-def read_whole(root: int, file: ShipFile) -> tuple[bytes, MemorySource]:
+def read_whole(root: int, file: UploadFile) -> tuple[bytes, MemorySource]:
     """Return a small file beside the checkpoint, whole, the same before and after it was read.
 
     Raises:
@@ -94,7 +94,7 @@ def _told(name: str) -> Iterator[None]:
         raise SourceUnreadable(f"reading {name}: {error.strerror or error}") from error
 
 
-def inline(file: ShipFile) -> tuple[bytes, MemorySource]:
+def inline(file: UploadFile) -> tuple[bytes, MemorySource]:
     data = (file.inline or "").encode()
     return data, MemorySource(data, mode=file.mode, folder_mode=0o755, gid=None)
 
@@ -138,7 +138,7 @@ class PendingPut(Protocol):
         ...
 
 
-def is_small(file: ShipFile) -> bool:
+def is_small(file: UploadFile) -> bool:
     """Whether it goes beside others."""
     return file.bytes <= (_SMALL_EXTRA_BYTES if file.is_extra and file.inline is None else SMALL_BYTES)
 
@@ -174,18 +174,18 @@ class PutPipeline:
     def __init__(
         self,
         store: Store,
-        begin: Callable[[ShipFile], PendingPut | None],
-        end: Callable[[ShipFile, PendingPut], None],
-        otherwise: Callable[[ShipFile], None],
+        begin: Callable[[UploadFile], PendingPut | None],
+        end: Callable[[UploadFile, PendingPut], None],
+        otherwise: Callable[[UploadFile], None],
     ) -> None:
         self._store = store
         self._begin = begin
         self._end = end
         self._otherwise = otherwise
 
-    def ship(self, files: deque[ShipFile]) -> None:
+    def ship(self, files: deque[UploadFile]) -> None:
         """Upload as one lane: take from `files`, which other lanes share, until there is none."""
-        under_way: deque[tuple[ShipFile, PendingPut]] = deque()
+        under_way: deque[tuple[UploadFile, PendingPut]] = deque()
         held_bytes, most = 0, flights(self._store)
         try:
             while (file := next_of(files)) is not None:
@@ -206,7 +206,7 @@ class PutPipeline:
                 started.abandon()
 
 
-def next_of(files: deque[ShipFile]) -> ShipFile | None:
+def next_of(files: deque[UploadFile]) -> UploadFile | None:
     """Return the next of what several threads share; None: there is none."""
     try:
         return files.popleft()
@@ -231,7 +231,7 @@ class Control:
     pacer: RateLimiter
     check: Callable[[], None]
     on_moving: Callable[[str, int, Progress], None]
-    on_done: Callable[[Shipped], None]
+    on_done: Callable[[UploadedObject], None]
     on_planned: Callable[[Planned], None] = lambda _: None
 
 
@@ -246,7 +246,7 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sent:
-    file: ShipFile
+    file: UploadFile
     bytes: int
     crc: int
     fingerprint: str
@@ -264,7 +264,7 @@ class Transfer:
         self._root = root
         self._control = control
         self._shipped = {entry.key: entry for entry in order.shipped}
-        self._partly: dict[str, PartlyShipped] = {entry.key: entry for entry in order.partly}
+        self._partly: dict[str, PartlyUploaded] = {entry.key: entry for entry in order.partly}
         self._listed = listed
         self._results: dict[str, ManifestFile] = {}
         self._held: dict[str, int] | None = None
@@ -311,7 +311,7 @@ class Transfer:
             bytes_skipped=self._skipped,
         )
 
-    def _ship_in_order(self, files: deque[ShipFile]) -> None:
+    def _ship_in_order(self, files: deque[UploadFile]) -> None:
         """Upload in order from `files`, which may be shared with another thread, until there is none."""
         with ThreadPoolExecutor(1, "verify") as verifier:
             waiting: Future[None] | None = None
@@ -325,20 +325,20 @@ class Transfer:
             if waiting is not None:
                 waiting.result()
 
-    def _ship_beside(self, file: ShipFile) -> None:
+    def _ship_beside(self, file: UploadFile) -> None:
         self._check()
         sent = self._ship(file)
         if sent is not None:
             self._verify(sent)
 
-    def _may_fly(self, file: ShipFile) -> bool:
+    def _may_fly(self, file: UploadFile) -> bool:
         """Whether it is a small sealed file that no earlier attempt began and of which nothing lies there."""
         is_begun = file.key in self._shipped or file.key in self._partly
         if file.is_extra or is_begun or file.bytes > TINY_BYTES or self._origin.most_lanes < FLYING_LANES:
             return False
         return flights(self._store) > 0 and self._held is not None and self._held_bytes(file) is None
 
-    def _begin(self, file: ShipFile) -> PendingPut | None:
+    def _begin(self, file: UploadFile) -> PendingPut | None:
         """Read and send; None: it is to be sent the usual way."""
         self._check()
         with self._origin.opened(file) as source:
@@ -351,7 +351,7 @@ class Transfer:
             raise SourceChanged(f"{file.path} was written while it was uploaded", hint=_AGAIN)
         return started
 
-    def _end(self, file: ShipFile, started: PendingPut) -> None:
+    def _end(self, file: UploadFile, started: PendingPut) -> None:
         """Wait for its answer; what another put there meanwhile is compared."""
         try:
             crc = started.end(lambda done: self._tell_whole(file, file.bytes, done))
@@ -367,7 +367,7 @@ class Transfer:
 
     # --- one file ---------------------------------------------------------------------------------------
 
-    def _ship(self, file: ShipFile) -> _Sent | None:
+    def _ship(self, file: UploadFile) -> _Sent | None:
         """Send one file; None when it lies there already, verified."""
         if file.is_extra:
             return self._ship_extra(file)
@@ -381,14 +381,14 @@ class Transfer:
             raise SourceChanged(msg, hint=_AGAIN)
         return sent
 
-    def _ship_extra(self, file: ShipFile) -> _Sent | None:
+    def _ship_extra(self, file: UploadFile) -> _Sent | None:
         data, source = inline(file) if file.inline is not None else read_whole(self._root, file)
         fingerprint = sha256_of(data)
         if self._take_record(file, crc64(data), fingerprint):
             return None
         return self._settle(file, source, fingerprint)
 
-    def _take_record(self, file: ShipFile, crc: int | None, fingerprint: str) -> bool:
+    def _take_record(self, file: UploadFile, crc: int | None, fingerprint: str) -> bool:
         """Use what an earlier attempt finished, if it is still there with that size (and CRC, when known)."""
         record = self._shipped.get(file.key)
         if record is None or (crc is not None and from_hex(record.crc64nvme) != crc):
@@ -399,7 +399,7 @@ class Transfer:
         self._skip(record.bytes)
         return True
 
-    def _held_bytes(self, file: ShipFile) -> int | None:
+    def _held_bytes(self, file: UploadFile) -> int | None:
         """Return the size of what lies under the key; of small files as it was when the order began.
 
         Should another object have come since, the upload of a small one refuses to replace it.
@@ -410,7 +410,7 @@ class Transfer:
         info = self._store.stat(file.key)
         return None if info is None else info.bytes
 
-    def _settle(self, file: ShipFile, source: Source, fingerprint: str) -> _Sent | None:
+    def _settle(self, file: UploadFile, source: Source, fingerprint: str) -> _Sent | None:
         """Compare what lies under the key, else send."""
         held = self._held_bytes(file)
         if held is not None:
@@ -430,7 +430,7 @@ class Transfer:
                 return None
             raise
 
-    def _compare(self, file: ShipFile, source: Source, fingerprint: str, held_bytes: int) -> bool:
+    def _compare(self, file: UploadFile, source: Source, fingerprint: str, held_bytes: int) -> bool:
         """Whether the object under the key is this file, or another node's replica of it.
 
         Raises:
@@ -460,7 +460,7 @@ class Transfer:
         self._skip(held_bytes)
         return True
 
-    def _verified_in_place(self, file: ShipFile, source: Source, crc: int, fingerprint: str) -> bool:
+    def _verified_in_place(self, file: UploadFile, source: Source, crc: int, fingerprint: str) -> bool:
         try:
             proof = self._store.verify(file.key, source.size_bytes, crc, self._while_verifying)
             settled(self._store, file.key)
@@ -470,7 +470,7 @@ class Transfer:
         self._skip(source.size_bytes)
         return True
 
-    def _upload(self, file: ShipFile, source: Source, fingerprint: str) -> _Sent:
+    def _upload(self, file: UploadFile, source: Source, fingerprint: str) -> _Sent:
         partly = self._partly.pop(file.key, None)
         resume = (
             Resume(flushed_bytes=partly.flushed_bytes, crc64=partly.crc64, token=partly.token)
@@ -503,7 +503,7 @@ class Transfer:
                 self._sent += paced.read_bytes
         return _Sent(file=file, bytes=source.size_bytes, crc=crc, fingerprint=fingerprint)
 
-    def _tell_whole(self, file: ShipFile, size_bytes: int, progress: Progress) -> None:
+    def _tell_whole(self, file: UploadFile, size_bytes: int, progress: Progress) -> None:
         """Report a small file as moved without a row in the journal: uploading it again takes a moment."""
         self._control.on_moving(file.key, size_bytes, replace(progress, flushed_bytes=0, crc64=0))
 
@@ -525,10 +525,10 @@ class Transfer:
         with self._lock:
             self._skipped += count_bytes
 
-    def _keep(self, file: ShipFile, size: int, crc: str, proof: str, fingerprint: str) -> None:
+    def _keep(self, file: UploadFile, size: int, crc: str, proof: str, fingerprint: str) -> None:
         entry = manifest_entry(file, size, crc, fingerprint, cast("Proof", proof))
         self._results[file.key] = entry
-        self._control.on_done(Shipped(key=file.key, bytes=size, crc64nvme=crc, proof=entry.proof))
+        self._control.on_done(UploadedObject(key=file.key, bytes=size, crc64nvme=crc, proof=entry.proof))
 
 
 # --- sources of an order's bytes -------------------------------------------------------------------------
@@ -548,7 +548,7 @@ class Origin(Protocol):
     """The source of one order."""
 
     @property
-    def order(self) -> ShipOrder:
+    def order(self) -> UploadRequest:
         """Return the order with all its files: of a form that is made they are known once it is planned."""
         ...
 
@@ -557,11 +557,11 @@ class Origin(Protocol):
         """Return how many of them may be read at a time (P12)."""
         ...
 
-    def opened(self, file: ShipFile) -> AbstractContextManager[Source]:
+    def opened(self, file: UploadFile) -> AbstractContextManager[Source]:
         """Return one of these files, to be read."""
         ...
 
-    def why_changed(self, file: ShipFile) -> str | None:
+    def why_changed(self, file: UploadFile) -> str | None:
         """Return why it is not what it was when the order was given; None when it is."""
         ...
 
@@ -575,7 +575,7 @@ class Origin(Protocol):
 
 
 if TYPE_CHECKING:
-    OpenOrigin = Callable[[ShipOrder, int, Control, Store], AbstractContextManager[Origin]]
+    OpenOrigin = Callable[[UploadRequest, int, Control, Store], AbstractContextManager[Origin]]
     """From an order and the open folder that its sources are relative to, or the store that holds them."""
 
 
@@ -584,14 +584,14 @@ class SealedFiles:
 
     most_lanes = 64
 
-    def __init__(self, order: ShipOrder, root: int) -> None:
+    def __init__(self, order: UploadRequest, root: int) -> None:
         self.order = order
         self._root = root
         # thousands of small files have few folders, and each look walks down to one
         self._mode_of_folder = lru_cache(_FOLDERS)(partial(mode_of_folder, root))
 
     @contextmanager
-    def opened(self, file: ShipFile) -> Iterator[Source]:
+    def opened(self, file: UploadFile) -> Iterator[Source]:
         """See `Origin`."""
         with ExitStack() as stack:
             with _told(file.path):
@@ -605,7 +605,7 @@ class SealedFiles:
             finally:
                 inner.drop_all()
 
-    def why_changed(self, file: ShipFile) -> str | None:
+    def why_changed(self, file: UploadFile) -> str | None:
         """See `Origin`."""
         return changed(self._root, file.source, file.identity, file.path)
 
@@ -618,7 +618,7 @@ class SealedFiles:
 
 
 @contextmanager
-def sealed(order: ShipOrder, root: int, _control: Control, _store: Store) -> Iterator[Origin]:
+def sealed(order: UploadRequest, root: int, _control: Control, _store: Store) -> Iterator[Origin]:
     """Yield the origin of an order whose files lie here."""
     if order.making is not None:
         msg = f"this process makes no {order.manifest.form} forms"

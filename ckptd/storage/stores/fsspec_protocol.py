@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckptd.storage.stores.access import Access
-    from ckptd.storage.stores.fsspec_store import Drive, Rights
+    from ckptd.storage.stores.fsspec_store import FileConnection, Rights
 
 _BLOCK_BYTES = 8 << 20
 _BUGS = (TypeError, AttributeError, NameError, AssertionError)
@@ -31,7 +31,7 @@ _UNANSWERED = ("Timeout", "Connect", "ServerDisconnected", "ClientOS", "Incomple
 _UNTRUSTED = ("Credential", "Authentication", "Unauthorized", "RefreshError", "LocalTokenNotFound")
 
 
-def connection(url: str, access: Access) -> tuple[Callable[[], FsspecDrive], str]:
+def connection(url: str, access: Access) -> tuple[Callable[[], FsspecConnection], str]:
     """Return how to connect to a URL, and the path of its root in the driver's words.
 
     Raises:
@@ -52,17 +52,17 @@ def connection(url: str, access: Access) -> tuple[Callable[[], FsspecDrive], str
         msg = f'credentials = "{access.credentials}" means nothing to {scheme}://'
         raise ConfigError(msg, hint='its driver looks for credentials itself: credentials = "env"')
 
-    def connect() -> FsspecDrive:
+    def connect() -> FsspecConnection:
         try:
             fs = driver(**options, skip_instance_cache=True, use_listings_cache=False)
         except Exception as error:
             raise explain(error, f"{url}: connecting") from error
-        return FsspecDrive(url, fs, is_create_only=known.creates_only)
+        return FsspecConnection(url, fs, is_create_only=known.creates_only)
 
     return connect, str(driver._strip_protocol(url))
 
 
-class FsspecDrive:
+class FsspecConnection:
     """A driver's file system; `is_create_only`: it sends a condition that the service heeds."""
 
     is_usable = True
@@ -311,14 +311,14 @@ def open_files(
 
 def _sftp(url: str, access: Access, *, owner: str, read_back: bool, window_bytes: int) -> FilesStore:
     try:
-        from ckptd.storage.stores.sftp import SftpDrive
+        from ckptd.storage.stores.sftp import SftpConnection
         from ckptd.storage.stores.sftp_session import place_of
     except ImportError as error:
         raise missing(url, error) from error
     place = place_of(url, access)
 
-    def connect() -> Drive:
-        return SftpDrive(place)
+    def connect() -> FileConnection:
+        return SftpConnection(place)
 
     return FilesStore(
         url,

@@ -1,7 +1,7 @@
 """Store objects as files on a server (SFTP) or in a service that fsspec knows.
 
-The rules of the contract over a `Drive`: uploads become visible whole and replace nothing, each is read back
-and compared, small verbs are tried again on a new connection, whatever fails is named.
+The rules of the contract over a `FileConnection`: uploads become visible whole and replace nothing, each is
+read back and compared, small verbs are tried again on a new connection, whatever fails is named.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 
 # --- the file protocol below the store -------------------------------------------------------------------
-# `FilesStore` holds the rules of the contract; a `Drive` is one connection (SFTP, or a driver of fsspec) that
-# does what the rules ask, by absolute path. Drives come from a pool, because none is used by two threads at a
-# time.
+# `FilesStore` holds the rules of the contract; a `FileConnection` (SFTP, or a driver of fsspec) does what the
+# rules ask, by absolute path. Connections come from a pool, because none is used by two threads at a time.
 
 PARTIAL_PREFIX = ".ckptd-part-"
 TEMPORARY_PREFIX = ".ckptd-tmp-"
@@ -91,7 +90,7 @@ class Sink(Protocol):
         ...
 
 
-class Drive(Protocol):
+class FileConnection(Protocol):
     """One connection. Raises what its library raises; `explain` says it in words of the tree."""
 
     def probe(self, path: str) -> Abilities:
@@ -159,14 +158,14 @@ class Drive(Protocol):
 class Pool:
     """At most `CONNECTIONS` drives, opened when needed, each used by one thread at a time."""
 
-    def __init__(self, connect: Callable[[], Drive]) -> None:
+    def __init__(self, connect: Callable[[], FileConnection]) -> None:
         self._connect = connect
         self._room = threading.BoundedSemaphore(CONNECTIONS)
         self._lock = threading.Lock()
-        self._idle: list[Drive] = []
+        self._idle: list[FileConnection] = []
 
     @contextmanager
-    def use(self) -> Iterator[Drive]:
+    def use(self) -> Iterator[FileConnection]:
         """Yield a drive for the block; what broke is closed, and what idled beside it as well."""
         with self._room:
             with self._lock:
@@ -175,7 +174,7 @@ class Pool:
             try:
                 yield drive
             finally:
-                gone: list[Drive] = []
+                gone: list[FileConnection] = []
                 with self._lock:
                     if drive.is_usable:
                         self._idle.append(drive)
@@ -193,7 +192,7 @@ class Pool:
 
 
 @contextmanager
-def explained(drive: Drive, what: str) -> Iterator[None]:
+def explained(drive: FileConnection, what: str) -> Iterator[None]:
     """Translate errors of calls to the drive in the block into the error tree."""
     try:
         yield
@@ -232,7 +231,7 @@ class FilesStore:
         self,
         url: str,
         root: str,
-        connect: Callable[[], Drive],
+        connect: Callable[[], FileConnection],
         *,
         owner: str = "",
         read_back: bool = True,
@@ -295,7 +294,7 @@ class FilesStore:
         path = self._path(key)
         asked = 0
 
-        def create(drive: Drive) -> bool:
+        def create(drive: FileConnection) -> bool:
             nonlocal asked
             asked += 1
             return drive.create(path, data) or (asked > 1 and drive.get(path) == data)
@@ -313,7 +312,7 @@ class FilesStore:
             folder = folders.pop()
             path = self._path(folder) if folder else self._root
 
-            def ask(drive: Drive, path: str = path) -> list[Entry]:
+            def ask(drive: FileConnection, path: str = path) -> list[Entry]:
                 return drive.entries(path)
 
             for entry in self._call(f"listing {folder or 'the root'}", ask):
@@ -335,7 +334,7 @@ class FilesStore:
         """Return a range of an object; shorter at its end."""
         path = self._path(key)
 
-        def read(drive: Drive) -> bytes | None:
+        def read(drive: FileConnection) -> bytes | None:
             try:
                 with drive.reading(path) as reader:
                     return reader.read(offset, length)
@@ -352,7 +351,7 @@ class FilesStore:
         """Remove an object, then the folders that became empty (never those of `_ckptd` itself)."""
         path = self._path(key)
 
-        def remove(drive: Drive) -> None:
+        def remove(drive: FileConnection) -> None:
             drive.remove(path)
             self._prune(drive, key)
 
@@ -420,7 +419,7 @@ class FilesStore:
         """Remove our partial file of that key."""
         partial = self._partial(key)
 
-        def remove(drive: Drive) -> None:
+        def remove(drive: FileConnection) -> None:
             drive.remove(partial)
             self._prune(drive, key)
 
@@ -428,7 +427,7 @@ class FilesStore:
 
     # --- inside ----------------------------------------------------------------------------------------
 
-    def _call(self, what: str, action: Callable[[Drive], T]) -> T:
+    def _call(self, what: str, action: Callable[[FileConnection], T]) -> T:
         """Call a drive; a connection that broke meanwhile is replaced and the call repeated (every verb
         allows it).
         """
@@ -449,7 +448,7 @@ class FilesStore:
         digest = hashlib.sha256(f"{self._owner}\0{key}".encode()).hexdigest()
         return f"{folder}/{PARTIAL_PREFIX}{digest[:24]}"
 
-    def _prune(self, drive: Drive, key: str) -> None:
+    def _prune(self, drive: FileConnection, key: str) -> None:
         """Remove the folders of a removed key that are empty now; another node may need those of `_ckptd`."""
         parts = key.split("/")[:-1]
         least = 2 if parts and parts[0] == "_ckptd" else 0
@@ -459,7 +458,7 @@ class FilesStore:
 
     def _pump(
         self,
-        drive: Drive,
+        drive: FileConnection,
         sink: Sink,
         key: str,
         source: Source,

@@ -83,7 +83,7 @@ class Pipeline:
 class SftpReader:
     """Ranges of an open file, pieces of 32 KiB in flight."""
 
-    def __init__(self, drive: SftpDrive, handle: bytes) -> None:
+    def __init__(self, drive: SftpConnection, handle: bytes) -> None:
         self._session = drive.session
         self._handle = handle
 
@@ -116,7 +116,7 @@ class SftpSink:
     """Writes at the end of an open file, 2 MiB in flight."""
 
     def __init__(
-        self, drive: SftpDrive, handle: bytes, at: int, path: str, partial: str, rights: Rights
+        self, drive: SftpConnection, handle: bytes, at: int, path: str, partial: str, rights: Rights
     ) -> None:
         self._drive = drive
         self._handle = handle
@@ -179,7 +179,7 @@ _UNKNOWN_REQUEST = (errno.ENOTSUP, errno.EACCES)
 """Not known to the server, or denied there (OpenSSH: `internal-sftp -P`)."""
 
 
-class SftpDrive:
+class SftpConnection:
     """One connection; what is learned of the server is kept in `place`, for all."""
 
     def __init__(self, place: SftpPlace) -> None:

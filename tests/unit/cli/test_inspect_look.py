@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ckptd.cli.checkpoints.inspect import look
+from ckptd.cli.checkpoints.inspect import inspect_folder
 from ckptd.cli.main import build_app
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
@@ -27,7 +27,7 @@ def test_save_dir_with_many_tags_in_natural_order(tmp_path: Path) -> None:
         write_stage12(tmp_path / f"global_step{step}", GROUPS, 2, step=step)
     (tmp_path / "latest").write_text("global_step10")
     (tmp_path / "logs").mkdir()
-    seen = look(tmp_path)
+    seen = inspect_folder(tmp_path)
     assert [c.tag for c in seen.checkpoints] == ["global_step2", "global_step9", "global_step10"]
     assert seen.is_sound
     code, text = shown("inspect", tmp_path)
@@ -38,13 +38,13 @@ def test_save_dir_with_many_tags_in_natural_order(tmp_path: Path) -> None:
 def test_a_missing_parameter_state_in_a_universal_folder(tmp_path: Path) -> None:
     write_stage3(tmp_path / "in", GROUPS, 2)
     convert(tmp_path / "in", tmp_path / "u", ConvertOptions())
-    assert look(tmp_path / "u").is_sound
+    assert inspect_folder(tmp_path / "u").is_sound
     (tmp_path / "u" / "zero" / "w3" / "fp32.pt").unlink()
-    seen = look(tmp_path / "u")
+    seen = inspect_folder(tmp_path / "u")
     assert not seen.is_sound
     assert seen.checkpoints[0].reason == "zero/w3/fp32.pt is missing"
     (tmp_path / "u" / "zero" / "optimizer_state.pt").unlink()
-    assert "optimizer_state" in str(look(tmp_path / "u").checkpoints[0].reason)
+    assert "optimizer_state" in str(inspect_folder(tmp_path / "u").checkpoints[0].reason)
     code, text = shown("inspect", tmp_path / "u")
     assert code == 65
     assert "--all-files" in text
@@ -55,7 +55,7 @@ def test_stale_shards_are_noted_not_counted(tmp_path: Path) -> None:
     write_stage12(tmp_path / "larger", GROUPS, 4)
     name = "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
     (tmp_path / "larger" / name).rename(tmp_path / "tag" / name)
-    seen = look(tmp_path / "tag")
+    seen = inspect_folder(tmp_path / "tag")
     assert seen.is_sound
     assert name in seen.checkpoints[0].notes[0]
 
@@ -71,6 +71,6 @@ def test_convert_reports_in_a_table_and_names_what_it_made(tmp_path: Path) -> No
 
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
-        look(tmp_path)
+        inspect_folder(tmp_path)
     with pytest.raises(NotFoundError):
-        look(tmp_path / "no")
+        inspect_folder(tmp_path / "no")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ckptd.cli.checkpoints.inspect import look
+from ckptd.cli.checkpoints.inspect import inspect_folder
 from tests.support.recover_scene import Scene, scene
 
 __all__ = ["scene"]
@@ -17,7 +17,7 @@ def test_an_upload_that_paused_is_no_doubt(scene: Scene) -> None:
     for number, file in enumerate(sorted(folder.rglob("*.pt"))):
         os.utime(file, (1_700_000_000 + 900 * number,) * 2)
     for path in (scene.nas, folder):
-        (seen,) = look(path).checkpoints
+        (seen,) = inspect_folder(path).checkpoints
         assert (seen.state, seen.reason, seen.is_complete) == ("complete", None, True)
         assert seen.saved_seconds_apart is None
 
@@ -26,7 +26,7 @@ def test_what_no_commit_lists_is_not_whole(scene: Scene) -> None:
     scene.commit(scene.save(2), 2)
     for commit in (scene.nas / "_ckptd" / "commits").iterdir():
         commit.unlink()
-    (seen,) = look(scene.nas / "global_step2").checkpoints
+    (seen,) = inspect_folder(scene.nas / "global_step2").checkpoints
     assert not seen.is_complete
     assert "no COMMIT lists it" in str(seen.reason)
 
@@ -36,5 +36,5 @@ def test_another_file_than_the_commit_lists_is_damage(scene: Scene) -> None:
     other = scene.save(4)
     name = next(f.name for f in (scene.save_dir / other).glob("*optim_states.pt"))
     (scene.nas / "global_step2" / name).write_bytes((scene.save_dir / other / name).read_bytes())
-    (seen,) = look(scene.nas / "global_step2").checkpoints
+    (seen,) = inspect_folder(scene.nas / "global_step2").checkpoints
     assert not seen.is_complete

@@ -26,7 +26,7 @@ from ckptd.cli.status.detail import story_of
 from ckptd.cli.status.watch import watch_lines, watch_screen
 from ckptd.cli.status.words import life_of, start_it
 from ckptd.errors import NotFoundError
-from ckptd.observe.schema import text
+from ckptd.observe.schema import schema_text
 from ckptd.observe.status import pid_space, rfc3339
 from tests.support import status_gallery as g
 from tests.support.status_schema import problems_of
@@ -72,7 +72,7 @@ def test_a_daemon_that_may_find_no_room_to_publish_is_not_to_be_ended_at_once(fr
 
 
 def test_the_published_schema_is_that_of_the_models() -> None:
-    assert (ROOT / "docs" / "status.schema.json").read_text() == text()
+    assert (ROOT / "docs" / "status.schema.json").read_text() == schema_text()
 
 
 @pytest.mark.parametrize("name", list(g.documents()))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ckptd.base import files
-from ckptd.cli.checkpoints.inspect import look as inspect
+from ckptd.cli.checkpoints.inspect import inspect_folder as inspect
 from ckptd.cli.status.words import Life, exit_code, headline
 from ckptd.config.quantities import parse_share
 from ckptd.core.model.unprotected import Kind, warn_unprotected
@@ -22,7 +22,6 @@ from tests.support.recover_scene import Scene
 
 if TYPE_CHECKING:
     from ckptd.core.model.listing import SaveDirListing
-    from ckptd.daemon.job import Job
 
 HUGGINGFACE = (
     "trainer_state.json",
@@ -168,7 +167,7 @@ class Watched:
 
     def look(self) -> list[tuple[str, str]]:
         with files.opened_dir(self.dir) as fd:
-            look(cast("Job", self.job), fd)
+            look(self.job.config, self.job.problems, None, fd)
         return [(p.code, p.severity) for p in self.job.problems.all()]
 
 

@@ -16,8 +16,8 @@ import pytest
 from ckptd.base import files
 from ckptd.config.loader import load_daemon, load_jobs
 from ckptd.core.model.records import ObjectRow
-from ckptd.core.policy.actions import Prune
-from ckptd.daemon.actions.prune import TIDY_SECONDS, LocalDeleter
+from ckptd.core.policy.actions import DeleteLocal
+from ckptd.daemon.actions.local_deletion import TIDY_SECONDS, LocalDeleter
 from ckptd.daemon.bootstrap import recover
 from ckptd.daemon.loop import Daemon
 from ckptd.daemon.state.state import JobState
@@ -98,11 +98,11 @@ def test_a_row_that_flipped_sets_the_journal_aside(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.db")
     journal._db.execute("INSERT INTO ships VALUES (1,'nas','zero','{\"remote\";\"nas\"}',0,0,NULL)")
     with pytest.raises(JournalDamaged):
-        journal.ships()
+        journal.uploads()
     journal.close()
     again = Journal(tmp_path / "journal.db")
     assert again.set_aside is not None
-    assert again.ships() == {}
+    assert again.uploads() == {}
     again.close()
 
 
@@ -190,7 +190,7 @@ class Scene:
 
         with monkeypatch.context() as patch:
             patch.setattr(files, "remove_file", refusing)
-            self.pruner.prune(Prune(save_id=1, permit=permit), self.fd)
+            self.pruner.delete(DeleteLocal(save_id=1, permit=permit), self.fd)
         assert not (self.save_dir / TAG).exists()
         assert len(self.state.journal.open_deletions()) == 1
         assert len(self.state.deletions.local_at) == 1, "it is on its way"
@@ -230,7 +230,7 @@ def test_a_save_that_begins_while_workers_are_busy_keeps_the_one_that_was_to_go(
     with files.opened_dir(save_dir) as fd:
         scene = Scene(save_dir, fd, is_busy=True)
         scene.state.folders.listing = scan(fd)
-        scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
+        scene.pruner.delete(DeleteLocal(save_id=1, permit=permit_for(save_dir)), fd)
         (save_dir / other).mkdir(exist_ok=True)
         (save_dir / other / shard).write_text("half of another save")
         scene.go_on()
@@ -240,7 +240,7 @@ def test_a_save_that_begins_while_workers_are_busy_keeps_the_one_that_was_to_go(
         assert not scene.state.deletions.local_at, "the hourly limit is for what went"
         # a turn later, of what lies there then
         scene.state.folders.listing = scan(fd)
-        scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
+        scene.pruner.delete(DeleteLocal(save_id=1, permit=permit_for(save_dir)), fd)
         (save_dir / "global_step2" / "notes.txt").write_text("no shard")
         scene.go_on()
         assert not (save_dir / TAG).exists()
@@ -250,14 +250,14 @@ def test_a_save_that_begins_while_workers_are_busy_keeps_the_one_that_was_to_go(
 def test_what_is_pinned_while_its_removal_waits_for_a_worker_stays(save_dir: Path) -> None:
     with files.opened_dir(save_dir) as fd:
         scene = Scene(save_dir, fd, is_busy=True)
-        scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
+        scene.pruner.delete(DeleteLocal(save_id=1, permit=permit_for(save_dir)), fd)
         scene.pruner.is_pinned = lambda tag: tag == TAG
         scene.go_on()
         assert all((save_dir / TAG / name).exists() for name in NAMES)
         assert scene.state.journal.open_deletions() == []
         assert scene.state.problems.all() == ()
         scene.pruner.is_pinned = lambda tag: tag != TAG
-        scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
+        scene.pruner.delete(DeleteLocal(save_id=1, permit=permit_for(save_dir)), fd)
         scene.go_on()
         assert not (save_dir / TAG).exists()
 
@@ -288,7 +288,7 @@ def test_without_patience_a_job_ends_with_the_words_of_the_disk(tmp_path: Path) 
     def fail() -> None:
         raise JournalFailed("the journal: disk I/O error")
 
-    daemon._call(lambda: job.patience.guard(fail))
+    daemon._call(lambda: job.supervisor.guard(fail))
     assert job.problems.all() == ()
     daemon._turn(job, time.monotonic())
     assert daemon.jobs == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.config.commands import typed
+from ckptd.config.commands import with_typed_commands
 from ckptd.config.loader import job_from_arguments
 
 
@@ -26,6 +26,6 @@ from ckptd.config.loader import job_from_arguments
 )
 def test_the_job_is_filled_in_once(tmp_path: Path, general: str, said: str) -> None:
     job = job_from_arguments(str(tmp_path / "run"), None, {})
-    once = typed(job, general)
+    once = with_typed_commands(job, general)
     assert once == said.format(run=tmp_path / "run")
-    assert typed(job, once) == once
+    assert with_typed_commands(job, once) == once

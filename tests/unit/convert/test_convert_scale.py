@@ -16,7 +16,7 @@ import pytest
 
 from bench import sparse
 from ckptd.base import extents, files
-from ckptd.cli.checkpoints.inspect import look
+from ckptd.cli.checkpoints.inspect import inspect_folder
 from ckptd.convert import sources
 from ckptd.convert.engine.executor import Tally, interior
 from ckptd.convert.engine.forecast import forecast
@@ -162,13 +162,13 @@ def test_a_forecast_is_what_the_conversion_does_and_writes_nothing(tmp_path: Pat
 
 def test_inspect_says_beforehand_whether_it_converts(tmp_path: Path) -> None:
     made = write_stage12(tmp_path / "in", GROUPS, 2)
-    ahead = look(made.folder).checkpoints[0].conversion
+    ahead = inspect_folder(made.folder).checkpoints[0].conversion
     assert ahead is not None
     assert ahead.converts
     report = convert(made.folder, tmp_path / "u", ConvertOptions())
     assert (ahead.bytes, ahead.files, ahead.layout) == (report.bytes, report.files, report.layout)
     (made.folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    refused = look(made.folder).checkpoints[0].conversion
+    refused = inspect_folder(made.folder).checkpoints[0].conversion
     assert refused is not None
     assert not refused.converts
     with pytest.raises(DamagedError) as error:

@@ -10,15 +10,21 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ckptd.cli.checkpoints.inspect import look
+from ckptd.base.files import opened_real
+from ckptd.cli.checkpoints.inspect import inspect_folder
+from ckptd.convert.engine.staging import find_origin, list_source
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions, Dtype
+from ckptd.convert.remote.source import make_mirror, of_commit
 from ckptd.errors import BehindError, CkptdError, DamagedError, RefusedError, SourceChanged
+from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.directory import DirectoryStore
 from tests.support.synthetic import Shapes, write_stage12
 from tests.support.weights import (
     GROUPS,
@@ -225,12 +231,12 @@ def test_inspect_knows_exported_weights_and_what_is_wrong_with_them(tmp_path: Pa
     made = stage_2(tmp_path / "save" / "global_step7", {})
     out = tmp_path / "save" / "w"
     convert(made.folder, out, weights("bf16", max_shard_bytes=1000))
-    seen = look(out)
+    seen = inspect_folder(out)
     checkpoint = seen.checkpoints[0]
     assert (seen.kind, seen.is_sound) == ("weights", True)
     assert (checkpoint.dtype, checkpoint.step, checkpoint.zero_stage) == ("bf16", 7, 2)
     assert (checkpoint.tensors, checkpoint.layout) == (14, "safetensors")
-    assert [c.kind for c in look(tmp_path / "save").checkpoints] == ["zero", "weights"]
+    assert [c.kind for c in inspect_folder(tmp_path / "save").checkpoints] == ["zero", "weights"]
     first = next(out.glob("model-00001*"))
     whole = first.read_bytes()
     for spoiled, words in (
@@ -240,12 +246,12 @@ def test_inspect_knows_exported_weights_and_what_is_wrong_with_them(tmp_path: Pa
         (whole.replace(b"[0,240]", b"[8,240]"), "a gap"),
     ):
         first.write_bytes(spoiled)
-        assert words in str(look(out).checkpoints[0].reason)
+        assert words in str(inspect_folder(out).checkpoints[0].reason)
     first.write_bytes(whole)
     first.rename(out / "model-other.safetensors")
-    assert look(out).checkpoints[0].reason == f"{first.name} is missing"
+    assert inspect_folder(out).checkpoints[0].reason == f"{first.name} is missing"
     (out / "model.safetensors.index.json").unlink()
-    assert "index.json is missing" in str(look(out).checkpoints[0].reason)
+    assert "index.json is missing" in str(inspect_folder(out).checkpoints[0].reason)
 
 
 def test_complex_tensors_beyond_the_format_are_refused(tmp_path: Path) -> None:
@@ -315,6 +321,9 @@ def test_adapters_are_files_that_peft_loads(tmp_path: Path, has_base: bool, limi
     torch.save(root, made.folder / "mp_rank_00_model_states.pt")
     (above / "trainer_state.json").touch()
     (above / "adapter_config.json").write_text("{}")
+    for name in ("other", "stranger"):
+        (above / name).mkdir()
+        (above / name / "adapter_config.json").write_text(f'{{"of": "{name}"}}')
     convert(made.folder, tmp_path / "w", weights(verify=True, max_shard_bytes=limit))
     adapter = read_file(tmp_path / "w" / "adapter_model.safetensors")
     assert {name: read.shape for name, read in adapter.items()} == SAVED
@@ -327,8 +336,60 @@ def test_adapters_are_files_that_peft_loads(tmp_path: Path, has_base: bool, limi
     if has_base:
         assert set(read_folder(tmp_path / "w")) == set(BASE)
     assert (tmp_path / "w" / "adapter_config.json").read_text() == "{}"
-    seen = look(tmp_path / "w")
+    assert (tmp_path / "w" / "other" / "adapter_config.json").read_text() == '{"of": "other"}'
+    assert not (tmp_path / "w" / "stranger").exists()
+    seen = inspect_folder(tmp_path / "w")
     assert seen.checkpoints[0].is_complete, seen.checkpoints[0].reason
+
+
+def test_an_adapter_of_another_name_alone_has_its_configuration(tmp_path: Path) -> None:
+    """Nothing but `policy/adapter_config.json` says that the folder above the shards is the trainer's."""
+    above = tmp_path / "checkpoint-7"
+    shapes: list[Shapes] = [{f"{LORA}.lora_A.policy.weight": (2, 30)}]
+    made = write_stage12(above / "global_step7", shapes, 2, stage=2)
+    root = model_states(shapes, 2, 2, {**trained_views(made, shapes), **BASE}, frozen_param_shapes=None)
+    torch.save(root, made.folder / "mp_rank_00_model_states.pt")
+    (above / "trainer_state.json").touch()
+    (above / "policy").mkdir()
+    (above / "policy" / "adapter_config.json").write_text("{}")
+    (above / "linked").symlink_to("policy")
+    convert(made.folder, tmp_path / "w", weights(verify=True))
+    found = {str(path.relative_to(tmp_path / "w")) for path in (tmp_path / "w").rglob("*.*")}
+    assert found == {
+        *("policy/adapter_config.json", "policy/adapter_model.safetensors"),
+        *("ckptd.json", "model.safetensors"),
+    }
+
+
+def test_the_configuration_of_an_adapter_comes_along_from_a_remote(tmp_path: Path) -> None:
+    above = tmp_path / "nas" / "checkpoint-7"
+    shapes: list[Shapes] = [{f"{LORA}.lora_A.policy.weight": (2, 30)}]
+    write_stage12(above / "global_step7", shapes, 2, stage=2)
+    for name in ("trainer_state.json", "policy/adapter_config.json", "policy/optimizer.json", "config.json"):
+        (above / name).parent.mkdir(exist_ok=True)
+        (above / name).write_text("{}")
+    listed: list[Any] = [
+        SimpleNamespace(
+            path=str(path.relative_to(above)),
+            key=str(path.relative_to(tmp_path / "nas")),
+            bytes=path.stat().st_size,
+            checksums=SimpleNamespace(crc64nvme=None),
+            mode=0o644,
+            fingerprint="",
+        )
+        for path in above.rglob("*")
+        if path.is_file()
+    ]
+    store = DirectoryStore(str(tmp_path / "nas"))
+    source = of_commit(str(tmp_path / "nas"), Access(), store, "checkpoint-7", "checkpoint-7", listed)
+    place = tmp_path / "mirror"
+    place.mkdir()
+    with opened_real(str(place)) as fd:
+        make_mirror(source, fd, companions=True)
+    beside = {str(path.relative_to(place)) for path in place.rglob("*.json")}
+    assert beside == {"config.json", "policy/adapter_config.json"}
+    origin = find_origin(list_source(place / "global_step7"))
+    assert set(origin.companions) == beside
 
 
 def test_latest_universal_is_not_for_weights(tmp_path: Path) -> None:

@@ -146,11 +146,11 @@ def test_who_waits_for_a_place_hears_that_it_ended_too() -> None:
         state = object()
 
         def __init__(self, names: str) -> None:
-            self.links = {name: Link(name) for name in names}
-            self.nodes = self
+            self.sessions = {name: Link(name) for name in names}
+            self.peers = self
 
-        def say_ended(self) -> None:
-            for link in self.links.values():
+        def send_last_heartbeats(self) -> None:
+            for link in self.sessions.values():
                 link.heartbeat = 1
                 if places.take(link):
                     link.begin()
@@ -161,5 +161,5 @@ def test_who_waits_for_a_place_hears_that_it_ended_too() -> None:
     job = Job("abc")
     results.put(reload)
     send_final(cast("list[DaemonJob]", [job]), results, lambda call: call(), places.settle, reload)
-    assert [link.said.count("began") for link in job.links.values()] == [1, 1, 1]
+    assert [link.said.count("began") for link in job.sessions.values()] == [1, 1, 1]
     assert results.get_nowait() == reload, "it comes after them"

@@ -48,27 +48,27 @@ class Two:
     def __init__(self, tmp_path: Path) -> None:
         self.journal = Journal(tmp_path / "journal.db")
         self.scenes = {name: Scene(tmp_path / name, name) for name in ("nas", "b")}
-        self.links = {name: scene.link for name, scene in self.scenes.items()}
+        self.sessions = {name: scene.session for name, scene in self.scenes.items()}
         state = SimpleNamespace(journal=self.journal)
-        self.job = SimpleNamespace(links=self.links, state=state, job_id=None, wake=lambda: None)
-        for name, link in self.links.items():
-            link.attached = link.observation = None
-            link.settings = link.settings.model_copy(update={"remote_id": None, "job_id": None})
-            link._client = cast("RemoteProcess", Line())
-            link._on_attached = on_attached(cast("Job", self.job), name)
+        self.job = SimpleNamespace(sessions=self.sessions, state=state, job_id=None, wake=lambda: None)
+        for name, session in self.sessions.items():
+            session.attached = session.observation = None
+            session.settings = session.settings.model_copy(update={"remote_id": None, "job_id": None})
+            session._client = cast("RemoteProcess", Line())
+            session._on_attached = on_attached(cast("Job", self.job), name)
 
     def hears(self, name: str, place: str | None, remote_id: str = "r") -> bool:
         """The remote answers; whether it is attached then."""
-        self.links[name]._attached(answer(place, remote_id))
-        return self.links[name].attached is not None
+        self.sessions[name]._attached(answer(place, remote_id))
+        return self.sessions[name].attached is not None
 
     def problem(self, name: str) -> Any:
         return next(iter(self.scenes[name].problems.all()), None)
 
     def again(self) -> None:
         """The daemon starts again."""
-        for link in self.links.values():
-            link.attached = link.observation = None
+        for session in self.sessions.values():
+            session.attached = session.observation = None
 
 
 @pytest.fixture
@@ -80,20 +80,20 @@ def two(tmp_path: Path) -> Iterator[Two]:
 
 def test_of_two_urls_of_one_bucket_the_second_is_not_attached(two: Two) -> None:
     for name, url in (("nas", "s3://b/p"), ("b", "s3://b/p/")):
-        two.links[name].settings = two.links[name].settings.model_copy(update={"url": url})
+        two.sessions[name].settings = two.sessions[name].settings.model_copy(update={"url": url})
     assert two.hears("nas", "object:17")
     assert not two.hears("b", "object:17")
     assert "same bucket and prefix as remote nas" in two.problem("b").text
     two.again()
     assert two.hears("b", "object:17"), "the first may be a copy, and is asked for nothing meanwhile"
     assert two.hears("nas", "object:17")
-    assert two.links["b"].attached is None
+    assert two.sessions["b"].attached is None
     assert two.hears("b", "object:18"), "a copy of the bucket"
 
 
 def test_of_two_urls_of_one_sftp_directory_the_second_is_not_attached(two: Two) -> None:
     for name, url in (("nas", "sftp://h/p"), ("b", "sftp://alias/p")):
-        two.links[name].settings = two.links[name].settings.model_copy(update={"url": url})
+        two.sessions[name].settings = two.sessions[name].settings.model_copy(update={"url": url})
     assert two.hears("nas", "sftp:fe01:17")
     assert not two.hears("b", "sftp:fe01:17")
     assert "same directory as remote nas" in two.problem("b").text
@@ -107,16 +107,16 @@ def test_the_second_of_two_that_are_one_is_not_attached(two: Two) -> None:
     assert (said.code, said.next_step) == ("remote-not-ours", NEXT_STEP)
     assert "same directory as remote nas" in said.text
     assert two.journal.meta("remote_id:b") is None, "that identity is nas's"
-    assert two.links["b"].settings.remote_id is None
-    assert two.links["b"].is_duplicate, "so that a new journal does not wait for what nas told it"
+    assert two.sessions["b"].settings.remote_id is None
+    assert two.sessions["b"].is_duplicate, "so that a new journal does not wait for what nas told it"
     assert two.hears("b", "2:9", "another"), "the right share was mounted"
-    assert not two.links["b"].is_duplicate
+    assert not two.sessions["b"].is_duplicate
 
 
 def test_the_later_one_goes_though_it_answered_first(two: Two) -> None:
     assert two.hears("b", "1:7")
     assert two.hears("nas", "1:7")
-    assert two.links["b"].attached is None
+    assert two.sessions["b"].attached is None
     assert two.problem("nas") is None
     assert "same directory as remote nas" in two.problem("b").text
 
@@ -125,7 +125,7 @@ def test_the_later_one_goes_though_it_answered_first(two: Two) -> None:
 def test_a_copy_with_the_same_identity_is_another_remote(two: Two, there: str | None) -> None:
     assert two.hears("nas", "1:7")
     assert two.hears("b", there)
-    assert two.links["nas"].attached is not None
+    assert two.sessions["nas"].attached is not None
 
 
 def test_one_directory_of_two_jobs_identities_is_no_matter_of_places(two: Two) -> None:
@@ -164,7 +164,7 @@ def test_a_copy_at_the_root_of_a_mount_goes_on_without_the_original(two: Two) ->
 
 def test_no_other_kind_of_store_waits(two: Two) -> None:
     two.journal.set_meta("remote_id:nas", "r")
-    nas = two.links["nas"]
+    nas = two.sessions["nas"]
     nas.settings = nas.settings.model_copy(update={"url": "s3://bucket/run"})
     assert two.hears("b", "1:7")
     assert two.hears("nas", None)

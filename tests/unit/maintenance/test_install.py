@@ -29,7 +29,7 @@ from ckptd.maintenance.install.plan import (
     uninstall_steps,
     writable_paths,
 )
-from ckptd.maintenance.install.service import carry_out
+from ckptd.maintenance.install.service import execute
 from ckptd.maintenance.install.units import DropIn
 
 JOB = 'save_dir = "{save_dir}"\n[[remote]]\nname = "nas"\nurl = "{url}"\nsame_filesystem = true\n'
@@ -47,7 +47,7 @@ def target(folder: Path, user: str | None = "alice") -> Target:
 
 def write_files(folder: Path, at: Target, drop_in: DropIn) -> None:
     steps = install_steps(at, drop_in, ("/opt/ckptd/bin/ckptd",), folder / "etc/ckptd/alice", starts=False)
-    carry_out([step for step in steps if not isinstance(step, Command)], lambda _: None)
+    execute([step for step in steps if not isinstance(step, Command)], lambda _: None)
 
 
 DROP_IN = DropIn(paths=("/nvme/a", "/mnt/my nas/50%"), memory_budget_bytes=1 << 30)
@@ -63,7 +63,7 @@ def test_systemd_takes_every_unit(tmp_path: Path, user: str | None) -> None:
     program.chmod(0o755)
     drop_in = replace(DROP_IN, config_dir="/srv/100% my jobs")
     steps = install_steps(at, drop_in, (str(program),), tmp_path / "etc/ckptd/alice", starts=False)
-    carry_out([step for step in steps if not isinstance(step, Command)], lambda _: None)
+    execute([step for step in steps if not isinstance(step, Command)], lambda _: None)
     tool = shutil.which("systemd-analyze")
     if tool is None:
         pytest.skip("no systemd-analyze here (make system-packages)")
@@ -136,9 +136,9 @@ def test_twice_is_once_and_two_users_share_a_slice(tmp_path: Path) -> None:
     assert units.memory_max_of((alice.folder / "ckptd.slice").read_text()) == 2 * DROP_IN.memory_max_bytes
     doomed = {s.path for s in uninstall_steps(bob) if isinstance(s, Remove)}
     assert doomed == {bob.drop_in}
-    carry_out([s for s in uninstall_steps(bob) if not isinstance(s, Command)], lambda _: None)
+    execute([s for s in uninstall_steps(bob) if not isinstance(s, Command)], lambda _: None)
     assert units.memory_max_of((alice.folder / "ckptd.slice").read_text()) == DROP_IN.memory_max_bytes
-    carry_out([s for s in uninstall_steps(alice) if not isinstance(s, Command)], lambda _: None)
+    execute([s for s in uninstall_steps(alice) if not isinstance(s, Command)], lambda _: None)
     assert list(alice.folder.iterdir()) == []
     with pytest.raises(NotFoundError, match="not installed"):
         uninstall_steps(alice)
@@ -155,7 +155,7 @@ def test_what_somebody_else_wrote_stays(tmp_path: Path) -> None:
     (at.drop_in.parent / "20-mine.conf").write_text("[Service]\n")
     steps = uninstall_steps(at)
     assert [s.path for s in steps if isinstance(s, Remove)] == [at.drop_in]
-    carry_out([s for s in steps if not isinstance(s, Command)], lambda _: None)
+    execute([s for s in steps if not isinstance(s, Command)], lambda _: None)
     assert (at.drop_in.parent / "20-mine.conf").exists()
     assert at.unit.exists()
 
@@ -165,10 +165,10 @@ def test_a_systemctl_that_refuses_is_quoted(tmp_path: Path) -> None:
     script.write_text("#!/bin/sh\necho 'Unit is masked.' >&2; exit 1\n")
     script.chmod(0o755)
     with pytest.raises(CkptdError, match=r"failed: Unit is masked\."):
-        carry_out([Command(argv=(str(script), "enable", "x"))], lambda _: None)
-    carry_out([Command(argv=(str(script), "disable", "x"), may_fail=True)], lambda _: None)
+        execute([Command(argv=(str(script), "enable", "x"))], lambda _: None)
+    execute([Command(argv=(str(script), "disable", "x"), may_fail=True)], lambda _: None)
     with pytest.raises(CkptdError, match="there is no"):
-        carry_out([Command(argv=(str(tmp_path / "none"),))], lambda _: None)
+        execute([Command(argv=(str(tmp_path / "none"),))], lambda _: None)
 
 
 def test_the_command_says_before_it_does(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_an_interpreter_that_the_user_cannot_run_is_told_at_once(
     def tried(program: str, script: str = "") -> None:
         monkeypatch.setattr(sys, "executable", program)
         monkeypatch.setattr(plan, "_IMPORTS", script)
-        carry_out(install_steps(at, DROP_IN, ("/c",), tmp_path, starts=False)[:1], lambda _: None)
+        execute(install_steps(at, DROP_IN, ("/c",), tmp_path, starts=False)[:1], lambda _: None)
 
     tmp_path.chmod(0o700)
     shutil.copy("/bin/true", tmp_path / "python")
@@ -266,11 +266,11 @@ def test_an_interpreter_that_the_user_cannot_run_is_told_at_once(
 def test_what_another_user_runs_gets_no_hold_of_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its terminal, nor its patience, nor a traceback."""
     is_leader = 'read pid comm state ppid pgrp sid rest < /proc/$$/stat; test "$pid" = "$sid"'
-    carry_out([Command(argv=("/bin/sh", "-c", is_leader))], lambda _: None)
+    execute([Command(argv=("/bin/sh", "-c", is_leader))], lambda _: None)
     with pytest.raises(CkptdError, match="cannot open \ufffd"):
-        carry_out([Command(argv=("/bin/sh", "-c", r"printf 'cannot open \377' >&2; exit 1"))], lambda _: None)
+        execute([Command(argv=("/bin/sh", "-c", r"printf 'cannot open \377' >&2; exit 1"))], lambda _: None)
     monkeypatch.setattr(install_service, "_COMMAND_SECONDS", 0.5)
     began = time.monotonic()
     with pytest.raises(CkptdError, match=r"did not end within 0\.5 s"):
-        carry_out([Command(argv=("/bin/sh", "-c", "sleep 50 & sleep 50"))], lambda _: None)
+        execute([Command(argv=("/bin/sh", "-c", "sleep 50 & sleep 50"))], lambda _: None)
     assert time.monotonic() - began < 30

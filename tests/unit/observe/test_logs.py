@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ckptd.daemon.resources.workers import Workers
-from ckptd.observe.logs import JsonLines, TextLines, about, doing
+from ckptd.observe.logs import JsonLines, TextLines, job_lines, line_fields
 
 log = logging.getLogger("ckptd.test_logs")
 
@@ -45,9 +45,9 @@ def lines_of(out: io.StringIO) -> list[dict[str, Any]]:
 
 def test_a_line_names_job_tag_and_action(written: Callable[[logging.Formatter], io.StringIO]) -> None:
     text, data = written(TextLines()), written(JsonLines())
-    with about("llama"):
-        log.info("%s pruned: %s", "global_step1", "two newer", extra=doing("prune", "global_step1"))
-        with about("qwen"):
+    with job_lines("llama"):
+        log.info("%s pruned: %s", "global_step1", "two newer", extra=line_fields("prune", "global_step1"))
+        with job_lines("qwen"):
             log.warning("a line\nof two, and €")
     log.error("of no job")
     first, second, third = lines_of(data)
@@ -80,7 +80,7 @@ def test_a_worker_speaks_of_the_job_that_asked(
         log.info("at work")
 
     for name in ("one", "two"):
-        with about(name):
+        with job_lines(name):
             workers.submit("work", work, lambda _: None, lambda _: None)
         done.get(timeout=60)()
     workers.stop()
@@ -104,7 +104,7 @@ def test_a_trace_is_in_the_line_and_the_journal_gets_its_priority(
 
 _BEGIN = (
     "import logging, os; from ckptd.observe import logs; "
-    "logs.begin(os.environ, 'INFO', os.environ['STYLE']); logging.getLogger('ckptd').info('here')"
+    "logs.configure(os.environ, 'INFO', os.environ['STYLE']); logging.getLogger('ckptd').info('here')"
 )
 
 

@@ -206,7 +206,7 @@ def test_a_defect_in_what_is_said_of_one_job_ends_nothing(
     told: list[JobStatus] = []
     desk: Any = SimpleNamespace(see=told.append, turn=lambda _: None, failed=None)
     publisher = Publisher(desk, Exporter(None))
-    totals = HostLimits(DaemonConfig(), list, lambda: 0, remotes=list)
+    limits = HostLimits(DaemonConfig(), list, lambda: 0, remotes=list)
     posts: list[Callable[[], None]] = []
     jobs = []
     for name in ("llama", "qwen"):
@@ -214,7 +214,7 @@ def test_a_defect_in_what_is_said_of_one_job_ends_nothing(
         config = job_from_arguments(str(tmp_path / name), str(tmp_path / "nas"), check_paths=False)
         config = config.model_copy(update={"name": name})
         place = tmp_path / f"{name}-state"
-        jobs.append(Job(config, DaemonConfig(), place, totals, Workers(posts.append), posts.append))
+        jobs.append(Job(config, DaemonConfig(), place, limits, Workers(posts.append), posts.append))
 
     def status(one: Job) -> JobStatus:
         if one.config.name == "llama":

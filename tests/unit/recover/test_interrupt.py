@@ -116,37 +116,19 @@ runpy.run_module("ckptd", run_name="__main__")
 """
 
 
-def test_a_restore_says_where_it_was_stopped(scene: RestoreScene) -> None:
-    """The plan in the future, what was done in the past, and what to type; the same command goes on."""
+@pytest.mark.parametrize("verb", ["restore", "resume"])
+def test_a_recovery_says_where_it_was_stopped(scene: RestoreScene, verb: str) -> None:
+    """The plan in the future, what was done in the past, and what to type; the same command goes on.
+
+    One line at the end, no traceback, nothing on stdout for a launch script.
+    """
     scene.two()
-    words = ["restore", str(scene.nas), "--to", str(scene.dir)]
-
-    def ckptd(*first: str) -> subprocess.CompletedProcess[str]:
-        environ = {**os.environ, "CKPTD_CONFIG_DIR": "/nonexistent"}
-        command = [sys.executable, *first, *words]
-        return subprocess.run(command, check=False, capture_output=True, text=True, env=environ, timeout=200)
-
-    stopped = ckptd("-c", AT_A_SHARD, OPTIM.format(1))
-    said = stopped.stderr.splitlines()
-    assert (stopped.returncode, stopped.stdout) == (130, ""), stopped
-    assert f"ckptd: will put it in place as {TAG}" in said
-    assert not [line for line in said if line.startswith(("ckptd: fetched", "ckptd: put"))], said
-    assert said[-1].startswith(f"ckptd: stopped, and this was not done: fetch {TAG}"), said
-    assert f"write latest = {TAG}" in said[-1]
-    assert said[-1].endswith(f"→ to go on: ckptd {' '.join(words)}")
-    assert not (scene.dir / TAG).exists()
-    done = ckptd("-m", "ckptd")
-    assert (done.returncode, done.stdout.strip()) == (0, str(scene.dir / TAG)), done
-    assert f"ckptd: put it in place as {TAG}" in done.stderr.splitlines()
-    assert f"ckptd: wrote latest = {TAG}" in done.stderr.splitlines()
-
-
-def test_a_resume_says_where_it_was_stopped(scene: RestoreScene) -> None:
-    """One line at the end, no traceback, nothing on stdout for a launch script; the same command goes on."""
-    scene.two()
-    shutil.rmtree(scene.save_dir)
-    scene.save_dir.mkdir()
-    words = ["resume", str(scene.save_dir), str(scene.nas)]
+    if verb == "resume":
+        shutil.rmtree(scene.save_dir)
+        scene.save_dir.mkdir()
+        place, words = scene.save_dir, ["resume", str(scene.save_dir), str(scene.nas)]
+    else:
+        place, words = scene.dir, ["restore", str(scene.nas), "--to", str(scene.dir)]
 
     def ckptd(*first: str) -> subprocess.CompletedProcess[str]:
         environ = {**os.environ, "CKPTD_CONFIG_DIR": "/nonexistent"}
@@ -157,12 +139,17 @@ def test_a_resume_says_where_it_was_stopped(scene: RestoreScene) -> None:
     said = stopped.stderr.splitlines()
     assert (stopped.returncode, stopped.stdout) == (130, ""), stopped
     assert "Traceback" not in stopped.stderr
+    assert f"ckptd: will put it in place as {TAG}" in said
+    assert not [line for line in said if line.startswith(("ckptd: fetched", "ckptd: put"))], said
+    assert said[-1].startswith(f"ckptd: stopped, and this was not done: fetch {TAG}"), said
+    assert f"write latest = {TAG}" in said[-1]
     assert [line for line in said if "to go on" in line] == said[-1:]
-    assert said[-1].startswith("ckptd: stopped, and this was not done: "), said
     assert said[-1].endswith(f"→ to go on: ckptd {' '.join(words)}")
-    assert not (scene.save_dir / TAG).exists()
+    assert not (place / TAG).exists()
     done = ckptd("-m", "ckptd")
-    assert (done.returncode, done.stdout.strip()) == (0, str(scene.save_dir / TAG)), done
+    assert (done.returncode, done.stdout.strip()) == (0, str(place / TAG)), done
+    assert f"ckptd: put it in place as {TAG}" in done.stderr.splitlines()
+    assert f"ckptd: wrote latest = {TAG}" in done.stderr.splitlines()
 
 
 @pytest.mark.root

@@ -12,14 +12,15 @@ import pytest
 
 from ckptd.config.schema import RemoteConfig
 from ckptd.errors import DamagedError, NotFoundError, RefusedError, RemoteError
-from ckptd.recover.resume import Resume, ResumeOptions
+from ckptd.recover.plan import RecoveryOptions
+from ckptd.recover.resume import Resume
 from ckptd.recover.select.copies import Nodes
 from tests.support.recover_scene import Scene
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.recover.resume import Resumed
+    from ckptd.recover.recovery import Recovered
 
 OLD, NEW = "global_step100", "global_step200"
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -57,13 +58,13 @@ class Job:
             RemoteConfig.model_validate({"name": name, "url": str(path)}) for name, path in urls.items()
         )
 
-    def resume(self, rank: int, **more: Any) -> Resumed:
+    def resume(self, rank: int, **more: Any) -> Recovered:
         """On one fresh node; `nodes`: of how many (2), `near`, `far`: other places than are right."""
         count, tell = more.pop("nodes", 2), more.pop("tell", None)
         places = {name: more.pop(name, getattr(self, name)) for name in ("near", "far")}
         job = self.node(rank).job().model_copy(update={"remotes": self.remotes(**places)})
         nodes = Nodes(count=count, rank=rank, world_size=2)
-        options = ResumeOptions(world_size=2, nodes=nodes, **more)
+        options = RecoveryOptions(world_size=2, nodes=nodes, **more)
         self.said.clear()
         return Resume(job, options, self.said.append, tell).run()
 
@@ -142,7 +143,7 @@ def test_a_remote_of_weights_alone_is_not_asked_for(job: Job) -> None:
     weights = {"name": "w", "url": str(job.root / "none"), "forms": ["weights-bf16"], "required": False}
     remotes = (*job.remotes(near=job.near), RemoteConfig.model_validate(weights))
     one = job.node(1).job().model_copy(update={"remotes": remotes})
-    options = ResumeOptions(world_size=2, nodes=Nodes(count=2, rank=1, world_size=2))
+    options = RecoveryOptions(world_size=2, nodes=Nodes(count=2, rank=1, world_size=2))
     assert Resume(one, options, job.said.append).run().path.name == NEW
 
 

@@ -15,7 +15,7 @@ from ckptd.base import files
 from ckptd.core.model.layouts import Role
 from ckptd.core.model.manifest import sha256_of
 from ckptd.core.model.records import DerivedRecord, SaveRow
-from ckptd.core.policy.actions import Ship
+from ckptd.core.policy.actions import Upload
 from ckptd.daemon.uploads.requests import files_to_upload
 from ckptd.errors import TargetExists
 from ckptd.maintenance.verify import Slice, Verifier
@@ -24,7 +24,7 @@ from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.steps import CopyBeside
 from ckptd.storage.remote import derive_attempts
 from ckptd.storage.remote.commit import supplement
-from ckptd.storage.remote.messages import ShipFile, ShipOrder
+from ckptd.storage.remote.messages import UploadFile, UploadRequest
 from ckptd.storage.remote.transfer import Control
 from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.support.core_views import sealed
@@ -47,7 +47,7 @@ def test_more_files_than_descriptors(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (fd + _RANKS, limits[1]))
     try:
-        execution = Execution(tmp_path, fd, reserve_bytes=0, memory_budget_bytes=1 << 28)
+        execution = Execution(tmp_path, fd, reserve_bytes=0)
         execution.run([CopyBeside(tag="checkpoint_1", target=_TARGET, paths=paths)])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -96,7 +96,7 @@ class HfScene(RestoreScene):
         sight = read_remote_inventory("nas", str(self.nas), None)
         view = next(view for view in sight.commits if view.commit.form == "zero")
         rows = tuple(
-            ShipFile(
+            UploadFile(
                 path=name,
                 key=f"{TAG}/{name}",
                 source=f"{TAG}/{name}",
@@ -109,7 +109,9 @@ class HfScene(RestoreScene):
             for name, data in STOCK.items()
         )
         manifest = sight.manifests(view.commit)[0].model_copy(update={"files": ()})
-        order = ShipOrder(root=str(self.save_dir), manifest=manifest, files=rows, supplement_to=view.sha256)
+        order = UploadRequest(
+            root=str(self.save_dir), manifest=manifest, files=rows, supplement_to=view.sha256
+        )
         control = Control(
             pacer=RateLimiter(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None
         )
@@ -208,7 +210,9 @@ def test_nor_does_one_that_was_there_when_the_save_was_sealed(tmp_path: Path) ->
         ended_at=None,
     )
     with files.opened_dir(tmp_path) as fd:
-        order = files_to_upload(row, Ship(save_id=1, remote="nas", form="zero", generation=1, attempt=1), fd)
+        order = files_to_upload(
+            row, Upload(save_id=1, remote="nas", form="zero", generation=1, attempt=1), fd
+        )
     keys = {file.path: file.key for file in order or ()}
     assert keys[shard.path] == f"{TAG}/{shard.path}"
     assert {keys[name] for name in STOCK} == {f"{TAG}/_late/f10.1.0100/{name}" for name in STOCK}

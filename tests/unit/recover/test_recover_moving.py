@@ -10,11 +10,12 @@ import pytest
 
 from ckptd.errors import CkptdError, DamagedError, NotFoundError, NotPermitted, RefusedError
 from ckptd.maintenance.verify import Slice, Verifier, exit_code
-from ckptd.recover.restore import Restore, RestoreOptions
-from ckptd.recover.resume import Resume, ResumeOptions
+from ckptd.recover.plan import RecoveryOptions
+from ckptd.recover.restore import Restore
+from ckptd.recover.resume import Resume
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
-from ckptd.storage.remote.messages import Retire
+from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.base import DOCUMENT_LIMIT_BYTES
 from ckptd.storage.stores.open import open_store
@@ -36,7 +37,7 @@ def retired(scene: RestoreScene, *tags: str) -> None:
     for view in read_remote_inventory("nas", str(scene.nas), None).commits:
         c = view.commit
         if c.tag in tags:
-            order = Retire(
+            order = DeleteCommit(
                 tag=c.tag, generation=c.generation, form=c.form, reason="keep_last", commit_sha256=view.sha256
             )
             retire(ground, order, lambda: None)
@@ -52,7 +53,7 @@ def restored(scene: RestoreScene, when: str, then: Callable[[], None], tag: str 
             happened.append(line)
             then()
 
-    path = Restore(where_of(str(scene.nas), {}), scene.dir, RestoreOptions(tag=tag), say).run().path
+    path = Restore(where_of(str(scene.nas), {}), scene.dir, RecoveryOptions(tag=tag), say).run().path
     assert happened
     return path
 
@@ -85,7 +86,7 @@ def test_resume_looks_again_too(scene: RestoreScene) -> None:
             for tag in ("global_step15", "global_step20"):
                 shutil.rmtree(scene.save_dir / tag)
 
-    done = Resume(scene.job(), ResumeOptions(), say).run()
+    done = Resume(scene.job(), RecoveryOptions(), say).run()
     assert done.path == scene.save_dir / "global_step20"
     assert scene.pointer() == "global_step20"
 
@@ -114,7 +115,7 @@ def test_nothing_is_restored_into_a_watched_directory(scene: RestoreScene, name:
     to.parent.mkdir(exist_ok=True, parents=True)
     before = scene.tree()
     with pytest.raises(RefusedError):
-        Restore(where_of(str(job_file(scene)), {}), to, RestoreOptions(), scene.said.append).run()
+        Restore(where_of(str(job_file(scene)), {}), to, RecoveryOptions(), scene.said.append).run()
     assert scene.tree() == before
 
 

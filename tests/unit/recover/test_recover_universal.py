@@ -159,7 +159,7 @@ def test_model_parallel_degrees_are_the_scripts_choice(scene: Scene) -> None:
     from dataclasses import replace
 
     from ckptd.base import files
-    from ckptd.recover.plan import make_plan
+    from ckptd.recover.plan import RecoveryOptions, SaveDirPlanner
     from ckptd.recover.select.choose import choose
     from ckptd.recover.select.inventory import scan_local
 
@@ -171,6 +171,7 @@ def test_model_parallel_degrees_are_the_scripts_choice(scene: Scene) -> None:
 
     best = choose(local, [], NodeMemory(), Nodes()).candidates[0]
     wide = replace(best, grid=best.grid.model_copy(update={"mm_count": 2}))
-    assert make_plan(wide, local, listing, {}, 3).form == "universal"
-    assert make_plan(wide, local, listing, {}, 4).form == "zero"
-    assert make_plan(wide, local, listing, {}, 2).form == "universal"
+    for world_size, form in ((3, "universal"), (4, "zero"), (2, "universal")):
+        wish = RecoveryOptions(world_size=world_size)
+        planner = SaveDirPlanner(wide, wish, scene.save_dir, None, listing=listing, local=local)
+        assert planner.plan().form == form

@@ -16,7 +16,7 @@ import pytest
 
 from ckptd.base import files
 from ckptd.core.model.listing import RESUMED_PATH, ResumeMarker, read_resume_marker
-from ckptd.daemon.actions.prune import _check_no_save_began
+from ckptd.daemon.actions.local_deletion import _check_no_save_began
 from ckptd.errors import SourceChanged
 from ckptd.maintenance.uninstall import Removal
 from ckptd.recover.execute import Execution, write_resume_marker

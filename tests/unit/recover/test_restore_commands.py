@@ -9,8 +9,9 @@ import pytest
 
 from ckptd.config.schema import RemoteConfig
 from ckptd.errors import NotFoundError, RemoteUnreachable
-from ckptd.recover.restore import Restore, RestoreOptions
-from ckptd.recover.resume import Resume, ResumeOptions
+from ckptd.recover.plan import RecoveryOptions
+from ckptd.recover.restore import Restore
+from ckptd.recover.resume import Resume
 from ckptd.recover.select.job import Owner
 from ckptd.recover.select.sources import Where, named
 from tests.support.restore_scene import MODEL, OPTIM, TAG, RestoreScene, scene
@@ -105,7 +106,7 @@ def test_the_first_remote_that_answers(two: Two) -> None:
 
 def test_the_next_remote_when_one_goes_away(two: Two) -> None:
     scene = two.scene
-    Restore(two.where, scene.dir, RestoreOptions(), scene.said.append, two.cut_off).run()
+    Restore(two.where, scene.dir, RecoveryOptions(), scene.said.append, two.cut_off).run()
     assert "going on with second" in "\n".join(scene.said)
     assert scene.got(TAG) == scene.shards(TAG)
 
@@ -115,7 +116,7 @@ def test_resume_takes_the_next_remote_too(two: Two) -> None:
     good = scene.shards(TAG)
     job = scene.job().model_copy(update={"remotes": two.remotes})
     scene.lose_node()
-    Resume(job, ResumeOptions(), scene.said.append, two.cut_off).run()
+    Resume(job, RecoveryOptions(), scene.said.append, two.cut_off).run()
     assert "going on with second" in "\n".join(scene.said)
     assert scene.shards(TAG) == good
     assert scene.pointer() == TAG
@@ -125,17 +126,17 @@ def test_resume_from_one_remote(two: Two) -> None:
     scene = two.scene
     job = scene.job().model_copy(update={"remotes": two.remotes})
     scene.lose_node()
-    done = Resume(job, ResumeOptions(remote="second"), scene.said.append).run()
+    done = Resume(job, RecoveryOptions(remote="second"), scene.said.append).run()
     assert [fetch.copy.remote.name for fetch in done.plan.fetches] == ["second"]
     with pytest.raises(NotFoundError):
-        Resume(job, ResumeOptions(remote="third"), scene.said.append).run()
+        Resume(job, RecoveryOptions(remote="third"), scene.said.append).run()
 
 
 def test_no_remote_is_left(scene: RestoreScene) -> None:
     two = Two(scene)
     shutil.rmtree(two.second)
     with pytest.raises(RemoteUnreachable):
-        Restore(two.where, scene.dir, RestoreOptions(), scene.said.append, two.cut_off).run()
+        Restore(two.where, scene.dir, RecoveryOptions(), scene.said.append, two.cut_off).run()
     assert scene.named() is None
 
 

@@ -10,9 +10,9 @@ import pytest
 from ckptd.base import files
 from ckptd.core.model.layouts import Grid
 from ckptd.core.model.listing import RESUMED_PATH, ResumeMarker, read_resume_marker
-from ckptd.core.policy.actions import Prune
+from ckptd.core.policy.actions import DeleteLocal
 from ckptd.core.policy.planner import plan
-from ckptd.daemon.actions.prune import _check_no_save_began
+from ckptd.daemon.actions.local_deletion import _check_no_save_began
 from ckptd.errors import SourceChanged
 from ckptd.storage.local.scan import scan
 from tests.support.core_views import job_view, save_view, sealed
@@ -30,12 +30,12 @@ def three() -> list[SaveView]:
 
 
 def goes(saves: list[SaveView], word: ResumeMarker = WORD) -> list[str]:
-    return [a.permit.tag for a in plan(job_view(saves, resumed=word)).actions if isinstance(a, Prune)]
+    return [a.permit.tag for a in plan(job_view(saves, resumed=word)).actions if isinstance(a, DeleteLocal)]
 
 
 def test_it_stays_though_newer_ones_are_committed() -> None:
     assert goes(three()) == ["s2b1"]
-    kept = plan(job_view(three(), resumed=WORD)).local_fates[1].keeps
+    kept = plan(job_view(three(), resumed=WORD)).local_verdicts[1].keeps
     assert kept == ("resumed from, and nothing saved since is committed",)
 
 

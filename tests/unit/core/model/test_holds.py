@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.base import extents, files
-from ckptd.core.model.records import UNIVERSAL, ZERO, ShipRecord, ShipState
+from ckptd.core.model.records import UNIVERSAL, ZERO, UploadRecord, UploadState
 from ckptd.core.model.save import SealedSave
 from ckptd.daemon.intake.clones import recover_holds, settle_holds
 from ckptd.daemon.state.problems import Problems
@@ -154,7 +154,7 @@ def test_what_a_hold_that_failed_leaves(
     save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     state.load()
     for remote, form in committed:
-        record = ShipRecord(remote=remote, form=form, state=ShipState.COMMITTED)
+        record = UploadRecord(remote=remote, form=form, state=UploadState.COMMITTED)
         state.uploads.put(save_id, record.model_copy(update={"commit_key": f"{remote} {form}"}))
     state.holds.failed.add(save_id)
     state.saves.busy[save_id] += 1
@@ -187,7 +187,7 @@ def test_a_hold_of_which_a_restart_finds_no_note(
     save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     state.load()
     for remote, form in committed:
-        record = ShipRecord(remote=remote, form=form, state=ShipState.COMMITTED)
+        record = UploadRecord(remote=remote, form=form, state=UploadState.COMMITTED)
         state.uploads.put(save_id, record.model_copy(update={"commit_key": f"{remote} {form}"}))
     with files.opened_dir(tmp_path) as fd:
         recover_holds(state, fd)
@@ -237,7 +237,7 @@ def test_a_hold_stays_where_its_line_cannot_be_written(tmp_path: Path, how: str)
     state = JobState(journal=journal, required=("nas",), audit=audit, problems=Problems())
     save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     state.load()
-    state.uploads.put(save_id, ShipRecord(remote="nas", form=ZERO, state=ShipState.COMMITTED))
+    state.uploads.put(save_id, UploadRecord(remote="nas", form=ZERO, state=UploadState.COMMITTED))
     with files.opened_dir(tmp_path) as fd:
         if how == "failed":
             state.holds.failed.add(save_id)

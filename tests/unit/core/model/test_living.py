@@ -86,10 +86,11 @@ def test_a_daemon_says_it_at_its_first_start(remote: Remote, is_shared: bool) ->
     remote.beat("other")
     journal = Journal(remote.root / "journal.db")
     job = SimpleNamespace(
-        links={}, problems=Problems(), job_id=None, wake=lambda: None, state=SimpleNamespace(journal=journal),
+        sessions={}, problems=Problems(), job_id=None, wake=lambda: None,
+        state=SimpleNamespace(journal=journal),
         config=SimpleNamespace(shared_fs=is_shared),
     )  # fmt: skip
-    job.links["nas"] = SimpleNamespace(
+    job.sessions["nas"] = SimpleNamespace(
         set_duplicate=lambda **_: None, settings=SimpleNamespace(url=str(remote.root))
     )
     on_attached(cast("Job", job), "nas")(remote.attach())

@@ -31,7 +31,7 @@ from ckptd.core.model.manifest import (
     node_in,
 )
 from ckptd.core.model.save import SaveWindow, SealedSave
-from ckptd.core.policy.actions import Prune, Retire
+from ckptd.core.policy.actions import DeleteLocal, DeleteRemote
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.remote import TURN_SECONDS, is_elected_deleter
 from ckptd.core.policy.retention import RetentionPolicy
@@ -262,9 +262,9 @@ def kinds(view: JobView) -> set[type]:
 def test_nodes_that_are_configured_differently_delete_nothing() -> None:
     gone = save_view(9, sealed(1), is_present=False)
     view = job_view([save_view(1, sealed(5)), save_view(2, sealed(6)), save_view(3, sealed(7)), gone])
-    assert {Prune, Retire} <= kinds(several(view, "ours"))
-    assert not {Prune, Retire} & kinds(several(view, "theirs"))
-    assert not {Prune, Retire} & kinds(several(view, ""))
+    assert {DeleteLocal, DeleteRemote} <= kinds(several(view, "ours"))
+    assert not {DeleteLocal, DeleteRemote} & kinds(several(view, "theirs"))
+    assert not {DeleteLocal, DeleteRemote} & kinds(several(view, ""))
 
 
 def test_a_commit_of_nodes_that_disagree_says_so() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.base.humanize import ranks_in_words
-from ckptd.config.commands import this_node
+from ckptd.config.commands import node_name
 from ckptd.config.loader import load_job
 from ckptd.core.completeness.grid import Context, Spread
 from ckptd.core.completeness.judge import Memory, State, Verdict, judge
@@ -38,7 +38,7 @@ from tests.unit.core.model.test_core_resave import listed
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.storage.remote.messages import ShipResult
+    from ckptd.storage.remote.messages import UploadResult
 
 QUIET = Context(
     settle_seconds=1, quiet_seconds=100, is_in_flight=False, save_spread_seconds=60, spread=Spread()
@@ -107,7 +107,7 @@ class TestReplicas:
         node.write({MODEL: archive(mark * 3000), OPTIM.format(d=rank): archive(b"%d" % rank * 3000)})
         return node
 
-    def ship(self, node: Node, store: DirectoryStore, *, steps_in: bool = False) -> ShipResult:
+    def ship(self, node: Node, store: DirectoryStore, *, steps_in: bool = False) -> UploadResult:
         ground = node.attached(store)
         save = node.sealed().model_copy(update={"is_part": True})
         order = node.order(save)
@@ -410,5 +410,5 @@ class TestOneJobFile:
         assert "{hostname}" in refused.value.hint
 
     def test_a_node_is_called_as_slurm_calls_it(self) -> None:
-        assert this_node({"SLURMD_NODENAME": "gpu-7"}) == "gpu-7"
-        assert this_node({}) == os.uname().nodename
+        assert node_name({"SLURMD_NODENAME": "gpu-7"}) == "gpu-7"
+        assert node_name({}) == os.uname().nodename

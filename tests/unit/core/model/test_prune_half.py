@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.base import files
-from ckptd.core.model.records import ShipState
+from ckptd.core.model.records import UploadState
 from ckptd.core.model.save import SealedFile
 from ckptd.errors import StorageError
 from ckptd.storage.local import fs
@@ -102,7 +102,7 @@ def test_of_what_is_whole_nothing_goes_where_a_file_is_not_ours(
     [name] = killed.trash
     folder = killed.save_dir / fs.TRASH / name
     _write(folder, NAMES[0])
-    killed.put(ShipState.COMMITTED)
+    killed.put(UploadState.COMMITTED)
     killed.state.deletions.observed.add("nas")
     with taken(killed.save_dir):
         killed.start()

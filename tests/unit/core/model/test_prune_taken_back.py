@@ -15,10 +15,10 @@ from typing import Any, cast
 import pytest
 
 from ckptd.base import files, owned_dirs
-from ckptd.core.model.records import ZERO, ShipRecord, ShipState
+from ckptd.core.model.records import ZERO, UploadRecord, UploadState
 from ckptd.core.model.save import SealedFile
-from ckptd.core.policy.actions import Prune
-from ckptd.daemon.actions.prune import TIDY_SECONDS
+from ckptd.core.policy.actions import DeleteLocal
+from ckptd.daemon.actions.local_deletion import TIDY_SECONDS
 from ckptd.daemon.bootstrap import recover
 from ckptd.daemon.state.remote_sync import notice_lost
 from ckptd.storage.local import fs
@@ -39,7 +39,7 @@ class Killed(Scene):
         save = save_of(permit)
         self.save_id = self.state.journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
         self.state.load()
-        self.put(ShipState.COMMITTED)
+        self.put(UploadState.COMMITTED)
 
         class Kill(BaseException):
             """SIGKILL."""
@@ -49,12 +49,12 @@ class Killed(Scene):
 
         with monkeypatch.context() as patch, pytest.raises(Kill):
             patch.setattr(fs, "finish_prune", killed)
-            self.pruner.prune(Prune(save_id=self.save_id, permit=permit), fd)
+            self.pruner.delete(DeleteLocal(save_id=self.save_id, permit=permit), fd)
         assert not (save_dir / TAG).exists()
 
-    def put(self, state: ShipState) -> None:
+    def put(self, state: UploadState) -> None:
         """What is known of it on the remote."""
-        self.state.uploads.put(self.save_id, ShipRecord(remote="nas", form=ZERO, state=state))
+        self.state.uploads.put(self.save_id, UploadRecord(remote="nas", form=ZERO, state=state))
 
     def start(self) -> None:
         """The daemon starts again."""
@@ -106,8 +106,8 @@ def test_a_restart_takes_back_what_lost_nothing(killed: Killed) -> None:
     assert killed.state.saves.rows[killed.save_id].state == "present"
     assert killed.state.journal.lately(0.0)[1] == [], "the hourly limit is for what went"
     assert killed.audited == ["prune", "trash"]
-    killed.pruner._pruning.clear()  # another process
-    killed.pruner.prune(Prune(save_id=killed.save_id, permit=permit_for(killed.save_dir)), killed.fd)
+    killed.pruner._deleting.clear()  # another process
+    killed.pruner.delete(DeleteLocal(save_id=killed.save_id, permit=permit_for(killed.save_dir)), killed.fd)
     assert not (killed.save_dir / TAG).exists()
     assert killed.state.saves.rows[killed.save_id].state == "pruned"
 
@@ -241,7 +241,7 @@ def test_where_its_name_is_taken_it_stays_while_it_is_needed(
     if why == "pinned":
         killed.pruner.is_pinned = lambda tag: tag == TAG
     else:
-        killed.put(ShipState.NEW)
+        killed.put(UploadState.NEW)
     with taken(killed.save_dir) as folder:
         killed.start()
         killed.later(monkeypatch)
@@ -280,7 +280,7 @@ def test_a_dispute_of_its_commit_is_noticed_while_it_waits(
 ) -> None:
     """The COMMIT is there, and another node's DISPUTE beside it: this may be the last copy (P1)."""
     proof = {"commit_key": "k", "commit_sha256": "s", "generation": 1}
-    record = ShipRecord(remote="nas", form=ZERO, state=ShipState.COMMITTED, **proof)  # type: ignore[arg-type]
+    record = UploadRecord(remote="nas", form=ZERO, state=UploadState.COMMITTED, **proof)  # type: ignore[arg-type]
     view = SimpleNamespace(key="k", sha256="s", disputed=False)
     seen = SimpleNamespace(commits=(view,), retired_beside=(), unreadable=())
     link = SimpleNamespace(name="nas", is_current=True, observation=seen, forget_tag=lambda _: None)
@@ -313,7 +313,7 @@ def test_a_removal_that_failed_before_a_file_went_is_taken_back(
         scene.pruner._wake = lambda: woken.append(1)
         with monkeypatch.context() as patch:
             patch.setattr(files, "remove_file", refusing)
-            scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
+            scene.pruner.delete(DeleteLocal(save_id=1, permit=permit_for(save_dir)), fd)
         assert len(scene.trash) == 1
         assert len(scene.state.deletions.local_at) == 1
         with monkeypatch.context() as patch:
@@ -325,6 +325,6 @@ def test_a_removal_that_failed_before_a_file_went_is_taken_back(
         assert scene.state.journal.open_deletions() == []
         assert not scene.state.deletions.local_at
         assert woken
-        scene.pruner.prune(Prune(save_id=1, permit=permit_for(save_dir)), fd)
+        scene.pruner.delete(DeleteLocal(save_id=1, permit=permit_for(save_dir)), fd)
         assert not (save_dir / TAG).exists()
         assert scene.state.deletions.blocked == {}

@@ -12,7 +12,7 @@ from ckptd.core.model.runs import Claim
 from ckptd.daemon.uploads.session import commits_of, of_run
 from ckptd.errors import RefusedError
 from ckptd.storage.remote.documents import read_commits
-from ckptd.storage.remote.messages import Retire, ShipOrder
+from ckptd.storage.remote.messages import DeleteCommit, UploadRequest
 from ckptd.storage.remote.observe import describe, observe
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.remote.runs import claim_run
@@ -35,7 +35,7 @@ class Two:
         node.write_all(f"{run}{step}".encode(), size=20)
         order = node.order(node.sealed(step=step), generation=generation)
         order = order.model_copy(update={"manifest": order.manifest.model_copy(update={"run_id": run})})
-        assert isinstance(order, ShipOrder)
+        assert isinstance(order, UploadRequest)
         assert node.ship(self.grounds[run], order).outcome == "committed"
         return order.manifest
 
@@ -76,7 +76,9 @@ def test_the_newest_of_each_run_stays(two: Two) -> None:
     two.commit("x", 10)
     two.commit("y", 20)
     view = next(v for v in read_commits(two.store).commits if v.commit.run_id == "x")
-    order = Retire(tag="global_step10", generation=1, form="zero", reason="r", commit_sha256=view.sha256)
+    order = DeleteCommit(
+        tag="global_step10", generation=1, form="zero", reason="r", commit_sha256=view.sha256
+    )
     with pytest.raises(RefusedError, match="newest"):
         retire(two.grounds["y"], order, lambda: None)
     retire(two.grounds["y"], order.model_copy(update={"ends_run": True}), lambda: None)

@@ -25,7 +25,7 @@ from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.state.view_builder import of_untold
-from ckptd.daemon.uploads.retire import RemoteDeleter
+from ckptd.daemon.uploads.remote_deletion import RemoteDeleter
 from ckptd.errors import DocumentDamaged
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
@@ -122,7 +122,7 @@ class Told:
     def __init__(self, place: Path, *names: str) -> None:
         self.place = place
         self.scenes = {name: LinkScene(place / name, name) for name in names}
-        self.links = {name: scene.link for name, scene in self.scenes.items()}
+        self.sessions = {name: scene.session for name, scene in self.scenes.items()}
         for scene in self.scenes.values():
             scene.line.orders.clear()
         self.begin()
@@ -131,18 +131,18 @@ class Told:
         """As after a start of the daemon."""
         self.state = JobState(journal=Journal(self.place / "journal.db"), problems=Problems())
         self.state.load()
-        forms = dict.fromkeys(self.links, (ZERO,))
+        forms = dict.fromkeys(self.sessions, (ZERO,))
         found = PreexistingSaves(frozenset(), frozenset(), "here")
-        self.knowledge = KnownSaves(
-            self.state, self.place, self.links, "n0", found, 60.0, forms, lambda: None
+        self.known_saves = KnownSaves(
+            self.state, self.place, self.sessions, "n0", found, 60.0, forms, lambda: None
         )
 
     def shows(self, name: str, *decisions: Decision) -> None:
         """A look."""
-        link = self.links[name]
-        link.observation = m.Observation(identity=IDENTITY, commits=(), decisions=decisions)
-        link.observed_at_seconds += 1.0
-        self.knowledge.refresh()
+        session = self.sessions[name]
+        session.observation = m.Observation(identity=IDENTITY, commits=(), decisions=decisions)
+        session.observed_at_seconds += 1.0
+        self.known_saves.refresh()
 
     def asked(self, name: str) -> list[Decision]:
         """Decisions that were ordered since the last call."""
@@ -153,7 +153,7 @@ class Told:
 
     def answer(self, name: str, answer: m.Answer) -> None:
         self.scenes[name].answer(answer)
-        self.knowledge.refresh()
+        self.known_saves.refresh()
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_a_pin_goes_to_a_remote_that_lacks_it_once_for_each_look(told: Callable[
     job.shows("nas")
     assert job.asked("nas") == [PIN]
     assert job.state.deletions.undecided == {"nas"}
-    job.knowledge.refresh()
+    job.known_saves.refresh()
     assert job.asked("nas") == [], "one is under way"
     job.answer("nas", m.Failed(error="NotPermitted", message="read-only"))
     (problem,) = job.state.problems.all()
@@ -196,7 +196,7 @@ def test_a_pin_goes_to_a_remote_that_lacks_it_once_for_each_look(told: Callable[
     job.shows("nas")
     assert job.asked("nas") == [], "just now it was durable there"
     job.shows("nas", word("pin", 1, tag="older"))
-    job.knowledge.refresh()
+    job.known_saves.refresh()
     assert job.asked("nas") == []
 
 
@@ -206,8 +206,8 @@ def test_one_that_does_not_answer_is_attached_anew(told: Callable[..., Told]) ->
     job.shows("nas")
     assert job.asked("nas") == [PIN]
     job.answer("nas", m.Failed(error="RemoteUnreachable", message="gone"))
-    assert job.links["nas"].attached is None
-    assert {p.code for p in job.links["nas"]._problems.all()} == {"remote-unreachable"}
+    assert job.sessions["nas"].attached is None
+    assert {p.code for p in job.sessions["nas"]._problems.all()} == {"remote-unreachable"}
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
@@ -222,7 +222,7 @@ def test_a_pin_of_another_node_goes_to_the_jobs_other_remotes(
     if is_restarted:
         job.state.journal.close()
         job.begin()
-    job.links["nas"].observation = None
+    job.sessions["nas"].observation = None
     job.shows("new", word("pin", 1, tag="older"))
     assert (PIN in job.asked("new")) == is_restarted, "else it was durable there just now"
 
@@ -235,9 +235,9 @@ def test_what_was_taken_back_is_not_pinned_again(told: Callable[..., Told]) -> N
     job.shows("nas", PIN, unpin)
     assert set(job.asked("new")) == {unpin}
     job.answer("new", m.Done())
-    job.links["nas"].observation = None
+    job.sessions["nas"].observation = None
     job.shows("new", PIN)
-    assert PIN in job.knowledge._decisions.known
+    assert PIN in job.known_saves._decisions.known
     assert not [d for d in job.asked("new") if d.kind == "pin"]
 
 
@@ -291,15 +291,17 @@ def test_nothing_is_retired_from_a_remote_that_is_to_be_told(tmp_path: Path) -> 
     )
     half = m.Observation(identity=IDENTITY, commits=(), retired=(stone,), retiring=((TAG, 1, ZERO),))
     scene = LinkScene(tmp_path / "nas")
-    scene.link.observation = half
+    scene.session.observation = half
     before = len(scene.line.orders)
     job = job_from_arguments(str(tmp_path), str(tmp_path / "nas"), check_paths=False)
-    retiring = RemoteDeleter(job, state, {"nas": scene.link}, Audit(tmp_path / "audit.jsonl"), lambda: None)
-    retiring.finish(rests=False)
+    retiring = RemoteDeleter(
+        job, state, {"nas": scene.session}, Audit(tmp_path / "audit.jsonl"), lambda: None
+    )
+    retiring.finish_interrupted(rests=False)
     assert len(scene.line.orders) == before
     state.deletions.undecided.clear()
-    retiring.finish(rests=False)
-    assert isinstance(scene.asked, m.Retire)
+    retiring.finish_interrupted(rests=False)
+    assert isinstance(scene.asked, m.DeleteCommit)
     state.journal.close()
 
 

@@ -21,7 +21,7 @@ from ckptd.core.model.generation import AlreadyCommitted, JoinGeneration, choose
 from ckptd.core.model.listing import FolderListing, ListedFile
 from ckptd.daemon.state.remote_sync import evidence_of, unread_manifests
 from ckptd.daemon.uploads import peers as daemon_nodes
-from ckptd.daemon.uploads.peers import LONGEST_SECONDS, LOOK_SECONDS, Nodes
+from ckptd.daemon.uploads.peers import LONGEST_SECONDS, LOOK_SECONDS, Peers
 from ckptd.daemon.uploads.session import commits_of
 from ckptd.storage.remote.documents import FEW, ManifestCache
 from ckptd.storage.remote.observe import describe
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.generation import GenerationChoice
     from ckptd.core.model.save import SealedSave
-    from ckptd.storage.remote.messages import ShipResult, TagView
+    from ckptd.storage.remote.messages import TagView, UploadResult
 
 LATER = 5000
 SPREAD_SECONDS = 60
@@ -95,7 +95,7 @@ class Daemon:
         beat: Any = None
         slurm = {"SLURM_JOB_NUM_NODES": "16"}
         self.state = state
-        self.nodes = Nodes(state, {"nas": link}, beat, "c", slurm, lambda: None)
+        self.nodes = Peers(state, {"nas": link}, beat, "c", slurm, lambda: None)
 
     def _describe(self, tag: str, _then: object) -> None:
         self.asked += 1
@@ -185,7 +185,7 @@ class Daemon:
             named=unread_manifests(view),
         )
 
-    def ship(self, step: int | None = None, *, optimizer_step: int | None = None) -> ShipResult:
+    def ship(self, step: int | None = None, *, optimizer_step: int | None = None) -> UploadResult:
         """As the save that it is, or is thought to be."""
         save = self.sealed(self.step if step is None else step, optimizer_step=optimizer_step)
         choice = self.choice(save)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, UploadRecord, UploadState
 from ckptd.core.policy import actions as a
 from ckptd.core.policy.leases import attempt_folder, attempts_folder
 from ckptd.core.policy.planner import plan
@@ -28,13 +28,13 @@ def part(step: int = 5, *, committed: bool = True, **changes: Any) -> SaveView:
 
 
 def with_record(save: SaveView, form: str = UNIVERSAL, **changes: Any) -> SaveView:
-    record = ShipRecord(remote=NAS, form=form).model_copy(update=changes)
-    return replace(save, ships={**save.ships, (NAS, form): record})
+    record = UploadRecord(remote=NAS, form=form).model_copy(update=changes)
+    return replace(save, uploads={**save.uploads, (NAS, form): record})
 
 
 def made(view: JobView) -> list[tuple[int, str, bool]]:
     """(save, form, streamed) of what is sent beside ZeRO forms."""
-    ships = [x for x in plan(view).actions if isinstance(x, a.Ship)]
+    ships = [x for x in plan(view).actions if isinstance(x, a.Upload)]
     return [(x.save_id, x.form, x.is_streamed) for x in ships if x.form != ZERO]
 
 
@@ -55,25 +55,25 @@ def test_a_committed_part_gets_its_form_whatever_this_node_keeps(local_forms: tu
 def test_it_takes_the_generation_of_the_commit_it_is_made_of() -> None:
     save = part()
     zero = committed_record(save.save).model_copy(update={"generation": 3})
-    view = job_view([replace(save, ships={(NAS, ZERO): zero})])
-    (ship,) = [x for x in plan(view).actions if isinstance(x, a.Ship)]
+    view = job_view([replace(save, uploads={(NAS, ZERO): zero})])
+    (ship,) = [x for x in plan(view).actions if isinstance(x, a.Upload)]
     assert (ship.generation, ship.form) == (3, UNIVERSAL)
 
 
 def test_the_newest_committed_one_alone_and_what_was_begun_first() -> None:
     three = [part(4), part(5), part(6, committed=False)]
-    assert made(on(job_view(three), is_shipping=False)) == []  # the ZeRO form of the newest comes first
-    sent = with_record(three[2], ZERO, state=ShipState.WAITING, retry_at_seconds=200.0)
+    assert made(on(job_view(three), is_busy=False)) == []  # the ZeRO form of the newest comes first
+    sent = with_record(three[2], ZERO, state=UploadState.WAITING, retry_at_seconds=200.0)
     assert made(job_view([*three[:2], sent])) == [(5, UNIVERSAL, True)]
-    begun = with_record(three[0], state=ShipState.NEW, generation=1)
+    begun = with_record(three[0], state=UploadState.NEW, generation=1)
     assert made(job_view([begun, three[1]])) == [(4, UNIVERSAL, True)]
-    waits = with_record(three[0], state=ShipState.WAITING, generation=1)
+    waits = with_record(three[0], state=UploadState.WAITING, generation=1)
     assert made(job_view([waits, three[1]])) == [(5, UNIVERSAL, True)]
 
 
 def test_where_a_ladder_leaves_the_form_alone_older_ones_get_it_too() -> None:
     ladder = RetentionPolicy(save_total_limit=1, ladder=(Tier(form="universal", after_newer=1),))
-    view = job_view([part(4), with_record(part(5), state=ShipState.COMMITTED, generation=1)])
+    view = job_view([part(4), with_record(part(5), state=UploadState.COMMITTED, generation=1)])
     assert made(on(view, retention=ladder)) == [(4, UNIVERSAL, True)]
 
 
@@ -82,10 +82,10 @@ def test_where_a_ladder_leaves_the_form_alone_older_ones_get_it_too() -> None:
     [
         part(committed=False),
         part(universal=DerivedRecord(state=DerivedState.REFUSED)),
-        with_record(part(), state=ShipState.COMMITTED, generation=1),
-        with_record(part(), state=ShipState.REFUSED),
-        with_record(part(), state=ShipState.WAITING, retry_at_seconds=101.0),
-        with_record(part(), state=ShipState.FAILED, retry_at_seconds=101.0),
+        with_record(part(), state=UploadState.COMMITTED, generation=1),
+        with_record(part(), state=UploadState.REFUSED),
+        with_record(part(), state=UploadState.WAITING, retry_at_seconds=101.0),
+        with_record(part(), state=UploadState.FAILED, retry_at_seconds=101.0),
     ],
     ids=["uncommitted", "no such form", "committed", "refused", "another makes it", "failed"],
 )
@@ -94,22 +94,22 @@ def test_nothing_is_made(save: SaveView) -> None:
 
 
 def test_whoever_waits_for_another_node_looks_again() -> None:
-    save = with_record(part(), state=ShipState.WAITING, retry_at_seconds=99.0, generation=1)
+    save = with_record(part(), state=UploadState.WAITING, retry_at_seconds=99.0, generation=1)
     assert made(job_view([save])) == [(5, UNIVERSAL, True)]
 
 
 def test_weights_after_the_universal_form() -> None:
     forms = (ZERO, UNIVERSAL, BF16)
     assert made(on(job_view([part()]), forms=forms)) == [(5, UNIVERSAL, True)]
-    done = with_record(part(), state=ShipState.COMMITTED, generation=1)
+    done = with_record(part(), state=UploadState.COMMITTED, generation=1)
     assert made(on(job_view([done]), forms=forms)) == [(5, BF16, True)]
 
 
 def test_a_remote_that_does_not_hold_the_shards_gets_none() -> None:
     """Its child speaks to that remote alone."""
     view = job_view([part()])
-    other = RemoteView(name="hub", is_required=False, forms=(BF16,), is_attached=True, is_shipping=False)
-    done = with_record(part(), state=ShipState.COMMITTED, generation=1)
+    other = RemoteView(name="hub", is_required=False, forms=(BF16,), is_attached=True, is_busy=False)
+    done = with_record(part(), state=UploadState.COMMITTED, generation=1)
     assert made(replace(job_view([done]), remotes=(*view.remotes, other))) == []
 
 
@@ -134,8 +134,8 @@ def test_a_drain_ends_one_that_is_under_way_and_begins_none() -> None:
     forms = (ZERO, UNIVERSAL, BF16)
     late = part(6, committed=False)
     assert made(on(job_view([part(5), late], drain=drain), forms=forms)) == []
-    view = on(job_view([part()], drain=drain), is_shipping=True, ships=UNIVERSAL, ships_save=5)
-    assert a.MakeWay(remote=NAS, reason="draining") in plan(view).actions
+    view = on(job_view([part()], drain=drain), is_busy=True, uploading=UNIVERSAL, uploading_save_id=5)
+    assert a.CancelUpload(remote=NAS, reason="draining") in plan(view).actions
 
 
 def test_removals_come_before_it() -> None:
@@ -144,17 +144,19 @@ def test_removals_come_before_it() -> None:
     view = job_view([gone, new])
     view = on(view, retention=RetentionPolicy(save_total_limit=1))
     kinds = [type(x) for x in plan(view).actions]
-    assert a.Retire in kinds
+    assert a.DeleteRemote in kinds
     assert made(view) == []
 
 
 def test_one_that_another_node_committed_meanwhile_is_given_up() -> None:
-    save = with_record(part(), state=ShipState.SHIPPING, generation=1)
-    shipping = {"is_shipping": True, "ships": UNIVERSAL, "ships_save": 5}
+    save = with_record(part(), state=UploadState.UPLOADING, generation=1)
+    shipping = {"is_busy": True, "uploading": UNIVERSAL, "uploading_save_id": 5}
     view = on(job_view([save]), **shipping)
     assert plan(view).actions == ()
     there = (remote_commit(save.save), remote_commit(save.save, UNIVERSAL))
-    assert plan(on(view, commits=there)).actions == (a.MakeWay(remote=NAS, reason="another node was faster"),)
+    assert plan(on(view, commits=there)).actions == (
+        a.CancelUpload(remote=NAS, reason="another node was faster"),
+    )
     other = (there[0], replace(there[1], generation=2))
     assert plan(on(view, commits=other)).actions == ()
 
@@ -162,7 +164,7 @@ def test_one_that_another_node_committed_meanwhile_is_given_up() -> None:
 def test_a_remote_without_the_zero_form_gets_nothing_of_it_and_that_is_said() -> None:
     """Of a save that lies whole here it gets its forms as ever."""
     archive = RemoteView(
-        name="archive", is_required=False, forms=(UNIVERSAL, BF16), is_attached=True, is_shipping=False
+        name="archive", is_required=False, forms=(UNIVERSAL, BF16), is_attached=True, is_busy=False
     )
     whole = save_view(6, sealed(6), committed=True, universal=DerivedRecord())
 
@@ -179,7 +181,7 @@ def test_a_remote_without_the_zero_form_gets_nothing_of_it_and_that_is_said() ->
         assert said == ([("conversion-refused", "archive", "note")] if tag else [])
         assert all(f"gets no universal and weights-bf16 of {tag}" in p.text for p in problems.all())
     actions = plan(seen(part(4), whole)).actions
-    sent = [x for x in actions if isinstance(x, a.Ship) and x.remote == "archive"]
+    sent = [x for x in actions if isinstance(x, a.Upload) and x.remote == "archive"]
     assert [(x.save_id, x.form) for x in sent] == [(6, UNIVERSAL)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptd.core.model.records import ZERO
-from ckptd.core.policy.actions import ReleaseHold, Ship
+from ckptd.core.policy.actions import ReleaseHold, Upload
 from ckptd.core.policy.planner import open_saves, plan
 from ckptd.core.policy.safety import exposed, is_to_upload, newest_safe, steps_at_risk, unsent
 from ckptd.core.policy.view import JobView, SaveView
@@ -26,7 +26,7 @@ def found(*steps: int, rivals: tuple[int, ...] = (), **changes: Any) -> list[Sav
 
 
 def committed(save: SaveView) -> SaveView:
-    return replace(save, ships={(NAS, ZERO): committed_record(save.save)})
+    return replace(save, uploads={(NAS, ZERO): committed_record(save.save)})
 
 
 def sent(view: JobView) -> list[int]:
@@ -43,7 +43,7 @@ def test_what_may_be_the_newest_is_sent_and_nothing_is_safe_before(
     assert sent(view) == [1000, 300]
     assert [s.save.step for s in open_saves(view)] == [1000, 300]
     half = job_view([saves[0], committed(saves[1]), saves[2]], latest=latest)
-    assert [a.save_id for a in plan(half).actions if isinstance(a, Ship)] == [3]
+    assert [a.save_id for a in plan(half).actions if isinstance(a, Upload)] == [3]
     lost = exposed(half, newest_safe(half))
     assert lost is not None
     assert (lost.save.step, steps_at_risk(half, lost)) == (300, 300)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckptd.core.model.manifest import Commit
 from ckptd.core.model.save import Best
-from ckptd.core.policy.actions import Prune, Retire
+from ckptd.core.policy.actions import DeleteLocal, DeleteRemote
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.remote import keep_remote
 from ckptd.core.policy.retention import RetentionPolicy
@@ -35,7 +35,7 @@ def saved(step: int, branch: int = 1, *, best: str | None, tag: str = "") -> Sea
 
 def committed(save: SealedSave, value: float | None = None) -> RemoteCommit:
     best = None if value is None else Best(metric="loss", value=value)
-    return replace(remote_commit(save), names_best=save.best_checkpoint, best=best)
+    return replace(remote_commit(save), best_tag=save.best_checkpoint, best=best)
 
 
 def seen_by(
@@ -53,11 +53,11 @@ def without_word(save: SealedSave) -> SealedSave:
 
 
 def kept(view: JobView) -> set[str]:
-    return {key for (_, key), fate in keep_remote(view).items() if fate.keeps}
+    return {key for (_, key), verdict in keep_remote(view).items() if verdict.keeps}
 
 
 def retired(view: JobView) -> list[str]:
-    return [a.commit.tag for a in plan(view).actions if isinstance(a, Retire)]
+    return [a.commit.tag for a in plan(view).actions if isinstance(a, DeleteRemote)]
 
 
 def test_a_node_without_the_trainers_word_keeps_the_best_in_the_remote() -> None:
@@ -65,8 +65,8 @@ def test_a_node_without_the_trainers_word_keeps_the_best_in_the_remote() -> None
     commits = [committed(save) for save in saves]
     newest = without_word(saves[2])
     assert retired(seen_by(commits, [newest])) == ["s4b1"]
-    fates = keep_remote(seen_by(commits, [newest]))
-    assert fates[NAS, commits[0].key].keeps == ("best_model_checkpoint",)
+    verdicts = keep_remote(seen_by(commits, [newest]))
+    assert verdicts[NAS, commits[0].key].keeps == ("best_model_checkpoint",)
 
 
 def test_a_later_best_lets_the_earlier_go() -> None:
@@ -164,7 +164,7 @@ def on_node_b(*, are_read: bool) -> JobView:
 
 def test_the_best_stays_on_a_node_without_the_trainers_word() -> None:
     view = on_node_b(are_read=True)
-    assert [a.permit.tag for a in plan(view).actions if isinstance(a, Prune)] == ["s4b1"]
+    assert [a.permit.tag for a in plan(view).actions if isinstance(a, DeleteLocal)] == ["s4b1"]
 
 
 def test_what_a_remote_calls_the_best_stays_on_a_node_that_was_told_by_nobody_else() -> None:
@@ -172,12 +172,12 @@ def test_what_a_remote_calls_the_best_stays_on_a_node_that_was_told_by_nobody_el
     saves = [saved(step, best="s2b1") for step in (2, 4, 6)]
     view = seen_by([committed(save) for save in saves], [without_word(save) for save in saves])
     planned = plan(view)
-    assert [a.permit.tag for a in planned.actions if isinstance(a, Prune)] == ["s4b1"]
-    assert planned.local_fates[1].keeps == ("best_model_checkpoint",)
+    assert [a.permit.tag for a in planned.actions if isinstance(a, DeleteLocal)] == ["s4b1"]
+    assert planned.local_verdicts[1].keeps == ("best_model_checkpoint",)
 
 
 def test_nothing_leaves_a_node_before_the_commit_that_names_the_best_was_read() -> None:
     """Committed by this very node, and not looked at since."""
     planned = plan(on_node_b(are_read=False))
-    assert not [a for a in planned.actions if isinstance(a, Prune)]
-    assert "its COMMIT was not read yet, which names the best" in planned.local_fates[2].keeps
+    assert not [a for a in planned.actions if isinstance(a, DeleteLocal)]
+    assert "its COMMIT was not read yet, which names the best" in planned.local_verdicts[2].keeps

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.cli.daemon.drain import not_begun, reasons
-from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, UploadRecord, UploadState
 from ckptd.core.policy import actions as a
 from ckptd.core.policy.derived_forms import PRESSURE
 from ckptd.core.policy.drain import COMMIT_SECONDS
@@ -41,7 +41,7 @@ def open_save(number: int, **changes: Any) -> SaveView:
 
 def shipping(view: JobView, save_id: int, form: str = ZERO) -> JobView:
     """The one remote ships that."""
-    remote = replace(view.remotes[0], is_shipping=True, ships=form, ships_save=save_id)
+    remote = replace(view.remotes[0], is_busy=True, uploading=form, uploading_save_id=save_id)
     return replace(view, remotes=(remote, *view.remotes[1:]))
 
 
@@ -50,9 +50,9 @@ def done(view: JobView) -> list[str]:
     words = []
     for action in plan(view).actions:
         match action:
-            case a.Ship(save_id=save_id, form=form, remote=remote):
+            case a.Upload(save_id=save_id, form=form, remote=remote):
                 words.append(f"{remote}: {form} of {save_id}")
-            case a.MakeWay(remote=remote):
+            case a.CancelUpload(remote=remote):
                 words.append(f"{remote}: make way")
             case _:
                 words.append(type(action).__name__)
@@ -131,11 +131,11 @@ def test_weights_take_the_generation_that_the_shards_would() -> None:
 
 
 def test_other_remotes_wait_until_nothing_is_missing_on_those_that_count() -> None:
-    other = RemoteView(name="other", is_required=False, forms=(ZERO,), is_attached=True, is_shipping=False)
+    other = RemoteView(name="other", is_required=False, forms=(ZERO,), is_attached=True, is_busy=False)
     view = job_view([open_save(1)], drain=drain(100))
     view = replace(view, remotes=(view.remotes[0], other))
     assert done(view) == ["nas: zero of 1"]
-    busy = replace(other, is_shipping=True, ships=ZERO, ships_save=1)
+    busy = replace(other, is_busy=True, uploading=ZERO, uploading_save_id=1)
     assert done(replace(view, remotes=(view.remotes[0], busy))) == ["nas: zero of 1", "other: make way"]
     whole = job_view([save_view(1, sealed(10))], drain=drain(100))
     whole = replace(whole, remotes=(whole.remotes[0], other))
@@ -147,14 +147,14 @@ def test_nothing_is_converted_pruned_or_retired_in_a_drain_or_a_pause() -> None:
     ready = DerivedRecord(state=DerivedState.NONE)
     saves = [save_view(n, sealed(n * 10), universal=ready) for n in (1, 2, 3)]
     usual = job_view(saves)
-    assert {type(x) for x in plan(usual).actions} >= {a.Convert, a.Prune}
+    assert {type(x) for x in plan(usual).actions} >= {a.Convert, a.DeleteLocal}
     assert done(replace(usual, drain=drain(100))) == []
     assert done(replace(usual, is_paused=True)) == []
 
 
 def test_a_refused_one_is_missing_and_never_sent() -> None:
-    record = ShipRecord(remote=NAS, form=ZERO, state=ShipState.REFUSED)
-    view = job_view([open_save(1, ships={(NAS, ZERO): record})], drain=drain(100))
+    record = UploadRecord(remote=NAS, form=ZERO, state=UploadState.REFUSED)
+    view = job_view([open_save(1, uploads={(NAS, ZERO): record})], drain=drain(100))
     assert done(view) == []
     assert plan(view).drained == a.Drained(missing=("s10b1",))
 
@@ -236,7 +236,10 @@ def test_whatever_the_link_something_is_always_on_its_way(
     assert len(words) <= 1
     if words == ["nas: make way"]:
         words = done(
-            replace(view, remotes=(replace(view.remotes[0], ships=None, ships_save=None, is_shipping=False),))
+            replace(
+                view,
+                remotes=(replace(view.remotes[0], uploading=None, uploading_save_id=None, is_busy=False),),
+            )
         )
     if words:
         chosen = int(words[0].rpartition(" ")[2])

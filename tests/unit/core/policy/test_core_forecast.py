@@ -198,8 +198,10 @@ def thin_room(world: DiskWorld, scenario: Scenario) -> Ground:
     """What a daemon would know of this disk."""
     view = world.view()
     left = int(world.left_to_send or scenario.sizes[0])
-    remotes = tuple(replace(r, ships=ZERO, ships_save=world.remotes["nas"].shipping) for r in view.remotes)
-    left_bytes = left if remotes[0].ships_save is not None else None
+    remotes = tuple(
+        replace(r, uploading=ZERO, uploading_save_id=world.remotes["nas"].shipping) for r in view.remotes
+    )
+    left_bytes = left if remotes[0].uploading_save_id is not None else None
     return ground_of(replace(view, remotes=remotes), scenario.link, left_bytes, written_bytes=world.written)
 
 

@@ -67,7 +67,7 @@ def tiers(draw: st.DrawFn) -> list[PolicyFacts]:
 
 def stays(found: dict[str, dict[str, RetentionVerdict]]) -> set[tuple[str, str]]:
     """(key, form) of all that stays."""
-    return {(key, form) for key, forms in found.items() for form, fate in forms.items() if fate.keeps}
+    return {(key, form) for key, forms in found.items() for form, verdict in forms.items() if verdict.keeps}
 
 
 @settings(max_examples=150)
@@ -81,7 +81,7 @@ def test_a_ladder_never_leaves_nothing_before_gone(
     found = apply_policy(held, policy)
     for one in held:
         mine = found[one.item.key]
-        gone = {form for form, fate in mine.items() if not fate.keeps}
+        gone = {form for form, verdict in mine.items() if not verdict.keeps}
         for form in gone:
             assert mine[form].goes.startswith("ladder: ")
             instead = mine[form].instead
@@ -95,7 +95,7 @@ def test_a_ladder_never_leaves_nothing_before_gone(
         assert not (one.item.pinned and gone)
     whole = sorted((h for h in held if "zero" in h.forms), key=lambda h: h.item.order, reverse=True)
     for one in whole[:limit]:
-        assert all(fate.keeps for fate in found[one.item.key].values())
+        assert all(verdict.keeps for verdict in found[one.item.key].values())
     assert apply_policy(held[::-1], policy) == found
 
 
@@ -158,7 +158,7 @@ def line(count: int, *, forms: tuple[str, ...] = FORMS, hours: float = 1.0) -> l
 def left(held: list[PolicyFacts], policy: RetentionPolicy) -> dict[str, list[str]]:
     """Forms that stay, in words."""
     return {
-        key: sorted(form for form, fate in forms.items() if fate.keeps)
+        key: sorted(form for form, verdict in forms.items() if verdict.keeps)
         for key, forms in apply_policy(held, policy).items()
     }
 
@@ -170,7 +170,7 @@ def test_what_is_ephemeral_goes_by_its_own_limit() -> None:
     found = left(line(12), policy)
     assert {key for key, forms in found.items() if forms} == {"4", "8", "10", "11", "12"}
     gone = apply_policy(line(12), policy)["9"]
-    assert {fate.goes for fate in gone.values()} == {"ephemeral: the newest 2 stay"}
+    assert {verdict.goes for verdict in gone.values()} == {"ephemeral: the newest 2 stay"}
     kept_step = left(line(12), policy.model_copy(update={"keep_steps": (9,)}))
     assert kept_step["9"] == sorted(FORMS)
 
@@ -199,8 +199,8 @@ def test_the_form_that_is_missing_is_waited_for() -> None:
     found = left(line(8, forms=("zero",)), policy)
     assert found["3"] == ["zero"]
     assert found["2"] == []
-    fate = apply_policy(line(8, forms=("zero",)), policy)["3"]["zero"]
-    assert fate.keeps == ("ladder: no weights-bf16 form is here instead",)
+    verdict = apply_policy(line(8, forms=("zero",)), policy)["3"]["zero"]
+    assert verdict.keeps == ("ladder: no weights-bf16 form is here instead",)
 
 
 def test_a_span_is_counted_from_the_newest_commit() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ckptd.core.model.layouts import Grid, ShardKey
-from ckptd.core.model.records import ZERO, ShipState
+from ckptd.core.model.records import ZERO, UploadState
 from ckptd.core.model.save import SealedSave
-from ckptd.core.policy.actions import AskConfirmation, Hold, Prune, ReleaseHold, Ship
+from ckptd.core.policy.actions import ConfirmCommits, DeleteLocal, Hold, ReleaseHold, Upload
 from ckptd.core.policy.permit import DeletePermit, OptOutPermit
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import Ephemeral, RetentionPolicy
@@ -25,7 +25,7 @@ def of(view: JobView, kind: type[Any]) -> list[Any]:
 
 
 def pruned(view: JobView) -> list[str]:
-    return [a.permit.tag for a in of(view, Prune)]
+    return [a.permit.tag for a in of(view, DeleteLocal)]
 
 
 def saves(committed: set[int], newest: int = 6, **changes: Any) -> list[SaveView]:
@@ -52,7 +52,7 @@ def loose(committed: set[int], how: str, *, limit: int | None = 1, **changes: An
 
 def test_thin_lets_go_what_is_older_than_a_committed_one() -> None:
     """4 is committed: 1 to 3 go, each by a permit that rests on the COMMIT of 4; 5 and 6 stay."""
-    actions = of(loose({4}, "thin"), Prune)
+    actions = of(loose({4}, "thin"), DeleteLocal)
     assert [a.permit.tag for a in actions] == ["s1b1", "s2b1", "s3b1"]
     for action in actions:
         assert isinstance(action.permit, OptOutPermit)
@@ -71,10 +71,10 @@ def test_thin_without_any_commit_lets_nothing_go() -> None:
 
 def test_thin_asks_for_the_newer_commit_first_and_waits_for_a_remote_that_is_away() -> None:
     view = loose({4}, "thin", confirmations={})
-    asked = of(view, AskConfirmation)
+    asked = of(view, ConfirmCommits)
     assert [a.commits for a in asked] == [commit_of(4).commits] * 3
     away = replace(view, remotes=tuple(replace(r, is_attached=False) for r in view.remotes))
-    assert of(away, AskConfirmation) == []
+    assert of(away, ConfirmCommits) == []
     assert pruned(away) == []
 
 
@@ -101,7 +101,7 @@ def test_thin_counts_a_commit_of_another_branch_for_nothing() -> None:
     held.append(save_view(3, sealed(3, branch=2), committed=False))
     view = job_view(held, unuploaded="thin", disk=SHORT)
     assert "s2b2" not in pruned(view)
-    assert plan(view).local_fates[2].keeps == (
+    assert plan(view).local_verdicts[2].keeps == (
         "not committed on every required remote",
         "newer than the newest committed",
     )
@@ -139,7 +139,7 @@ def test_thin_keeps_what_another_key_wants(policy: RetentionPolicy) -> None:
 
 def test_delete_lets_the_limit_count_all() -> None:
     """Limit 2: 5 and 6 stay, committed or not; the rest goes, what is committed by a permit on its COMMIT."""
-    actions = of(loose({2, 4}, "delete", limit=2), Prune)
+    actions = of(loose({2, 4}, "delete", limit=2), DeleteLocal)
     assert [a.permit.tag for a in actions] == ["s1b1", "s2b1", "s3b1", "s4b1"]
     assert [isinstance(a.permit, OptOutPermit) for a in actions] == [True, False, True, False]
     assert actions[0].permit.commits == ()
@@ -148,16 +148,16 @@ def test_delete_lets_the_limit_count_all() -> None:
 def test_delete_works_while_the_remote_is_away() -> None:
     view = loose({2, 4}, "delete", limit=2)
     away = replace(view, remotes=tuple(replace(r, is_attached=False) for r in view.remotes))
-    actions = of(away, Prune)
+    actions = of(away, DeleteLocal)
     assert [a.permit.tag for a in actions] == ["s1b1", "s2b1", "s3b1", "s4b1"]
     assert all(isinstance(a.permit, OptOutPermit) for a in actions)
 
 
 def test_delete_without_any_commit_keeps_the_newest_of_the_limit() -> None:
     assert pruned(loose(set(), "delete", limit=2)) == ["s1b1", "s2b1", "s3b1", "s4b1"]
-    fates = plan(loose(set(), "delete", limit=2)).local_fates
-    assert fates[6].keeps == ("save_total_limit: 1 of 2", "newest complete")
-    assert fates[5].keeps == ("save_total_limit: 2 of 2",)
+    verdicts = plan(loose(set(), "delete", limit=2)).local_verdicts
+    assert verdicts[6].keeps == ("save_total_limit: 1 of 2", "newest complete")
+    assert verdicts[5].keeps == ("save_total_limit: 2 of 2",)
 
 
 @pytest.mark.parametrize("how", ["thin", "delete"])
@@ -220,7 +220,7 @@ def test_what_goes_is_neither_held_nor_sent(how: str) -> None:
     assert {"s1b1", "s2b1", "s3b1"} & set(pruned(held)) == set()
     assert {a.save_id for a in of(view, Hold)} & {1, 2, 3} == set()
     only_old = replace(view, saves=tuple(s for s in view.saves if s.id <= 4))
-    assert [a for a in of(only_old, Ship) if a.form == "zero"] == []
+    assert [a for a in of(only_old, Upload) if a.form == "zero"] == []
 
 
 def test_delete_waits_for_the_pins_of_a_remote_that_was_not_heard_since_the_start() -> None:
@@ -244,7 +244,7 @@ def test_delete_waits_for_the_pins_of_a_remote_that_was_not_heard_since_the_star
 def test_without_the_right_to_delete_the_older_ones_are_shipped() -> None:
     view = loose({4}, "thin", may_delete=False)
     only_old = replace(view, saves=tuple(s for s in view.saves if s.id <= 4))
-    assert [a.save_id for a in of(only_old, Ship)] == [3]
+    assert [a.save_id for a in of(only_old, Upload)] == [3]
 
 
 def test_a_permit_must_rest_on_something() -> None:
@@ -298,7 +298,7 @@ def test_a_part_whose_rest_no_node_is_known_to_hold_stays(how: str) -> None:
     view = spread(how, here, is_spread=False)
     assert not {"s1b1", "s2b1"} & set(pruned(view))
     assert [a.reason for a in of(view, ReleaseHold)] == ["disk pressure"]
-    assert "no other node is known to hold the rest of it" in plan(view).local_fates[1].keeps
+    assert "no other node is known to hold the rest of it" in plan(view).local_verdicts[1].keeps
 
 
 @pytest.mark.parametrize("how", ["thin", "delete"])
@@ -321,8 +321,8 @@ def test_a_part_of_a_job_over_several_nodes_goes_by_the_job_files_word(how: str)
 
 
 def test_a_part_that_was_committed_is_whole_whoever_is_left() -> None:
-    retired = committed_record(sealed(1)).model_copy(update={"state": ShipState.RETIRED})
-    first = save_view(1, ranks(1, 0), committed=False, ships={(NAS, ZERO): retired})
+    retired = committed_record(sealed(1)).model_copy(update={"state": UploadState.DELETED})
+    first = save_view(1, ranks(1, 0), committed=False, uploads={(NAS, ZERO): retired})
     here = [first, *(save_view(n, ranks(n, 0, 1, is_part=False)) for n in (3, 4))]
     assert "s1b1" in pruned(spread("delete", here, is_spread=False))
 
@@ -333,4 +333,4 @@ def test_delete_counts_no_such_part_as_the_newest_complete_one() -> None:
     here.append(save_view(3, ranks(3, 0), committed=False))
     view = spread("delete", here, is_spread=False)
     assert pruned(view) == ["s1b1"]
-    assert "newest complete" in plan(view).local_fates[2].keeps
+    assert "newest complete" in plan(view).local_verdicts[2].keeps

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from ckptd.core.completeness.order import next_order
-from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipRecord, ShipState
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, UploadRecord, UploadState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.actions import (
-    AskConfirmation,
+    CancelUpload,
+    ConfirmCommits,
     Convert,
+    DeleteLocal,
+    DeleteRemote,
     Describe,
     DropDerived,
     Hold,
-    MakeWay,
     PointUniversal,
-    Prune,
     ReleaseHold,
-    Retire,
-    Ship,
-    Supplement,
+    Upload,
+    UploadLateFiles,
 )
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
@@ -41,7 +41,7 @@ from tests.support.core_views import (
 
 
 def pruned(view: JobView) -> list[str]:
-    return [a.permit.tag for a in plan(view).actions if isinstance(a, Prune)]
+    return [a.permit.tag for a in plan(view).actions if isinstance(a, DeleteLocal)]
 
 
 def of(view: JobView, kind: type[Any]) -> list[Any]:
@@ -54,7 +54,7 @@ def three() -> list[SaveView]:
 
 def test_prunes_the_older_ones_with_a_permit_that_names_everything() -> None:
     """With a limit of one, the two older committed saves go, oldest first, each with its COMMIT and files."""
-    actions = of(job_view(three()), Prune)
+    actions = of(job_view(three()), DeleteLocal)
     assert [a.permit.tag for a in actions] == ["s1b1", "s2b1"]
     assert all(a.permit.commits and a.permit.files and a.permit.issued_at_seconds == 100.0 for a in actions)
 
@@ -67,7 +67,7 @@ def test_no_permit_without_a_fresh_confirmation() -> None:
     for confirmations in ({}, stale, other):
         view = job_view(saves, confirmations=confirmations)
         assert pruned(view) == []
-        assert {a.save_id for a in of(view, AskConfirmation)} == {1, 2}
+        assert {a.save_id for a in of(view, ConfirmCommits)} == {1, 2}
 
 
 def _first(saves: list[SaveView], **changes: Any) -> list[SaveView]:
@@ -82,14 +82,14 @@ def _first(saves: list[SaveView], **changes: Any) -> list[SaveView]:
         {"is_busy": True},
         {"is_pinned": True},
         {"has_unlisted": ("notes.txt",)},
-        {"ships": {}},
+        {"uploads": {}},
     ],
 )
 def test_each_protection_of_a_save_keeps_it(change: dict[str, Any]) -> None:
     """P5: not adopted, changed, being read, pinned, holding other files, uncommitted: it stays."""
     view = job_view(_first(three(), **change))
     assert pruned(view) == ["s2b1"]
-    assert plan(view).local_fates[1].keeps
+    assert plan(view).local_verdicts[1].keeps
 
 
 @pytest.mark.parametrize(
@@ -159,11 +159,11 @@ def test_remote_retention_counts_by_branch_first_and_keeps_what_is_here() -> Non
         remote_commit(here.save)
     ]
     remote = replace(view.remotes[0], commits=tuple(commits), retention=RetentionPolicy(save_total_limit=1))
-    (action,) = of(replace(view, remotes=(remote,)), Retire)
+    (action,) = of(replace(view, remotes=(remote,)), DeleteRemote)
     assert (action.commit.tag, action.commit.form) == ("s1b1", UNIVERSAL)
     two_here = job_view([save_view(1, gone[0]), here])
     remote = replace(two_here.remotes[0], retention=RetentionPolicy(save_total_limit=1))
-    assert of(replace(two_here, remotes=(remote,)), Retire) == []
+    assert of(replace(two_here, remotes=(remote,)), DeleteRemote) == []
 
 
 def test_a_remote_does_one_thing_in_a_turn_and_sends_first() -> None:
@@ -174,10 +174,14 @@ def test_a_remote_does_one_thing_in_a_turn_and_sends_first() -> None:
     def moves(*saves: SaveView) -> list[type[Any]]:
         view = job_view(list(saves))
         nas = replace(view.remotes[0], commits=commits, retention=RetentionPolicy(save_total_limit=1))
-        return [type(a) for a in plan(replace(view, remotes=(nas,))).actions if isinstance(a, Ship | Retire)]
+        return [
+            type(a)
+            for a in plan(replace(view, remotes=(nas,))).actions
+            if isinstance(a, Upload | DeleteRemote)
+        ]
 
-    assert moves(here, new) == [Ship]
-    assert moves(here) == [Retire]
+    assert moves(here, new) == [Upload]
+    assert moves(here) == [DeleteRemote]
 
 
 def test_what_failed_and_is_due_again_does_not_hold_up_what_is_to_go() -> None:
@@ -185,13 +189,13 @@ def test_what_failed_and_is_due_again_does_not_hold_up_what_is_to_go() -> None:
     would."""
     gone, here, new = sealed(1), save_view(3, sealed(3)), sealed(4)
     commits = (remote_commit(gone), remote_commit(here.save))
-    record = committed_record(new).model_copy(update={"state": ShipState.FAILED, "retry_at_seconds": 50.0})
-    view = job_view([here, save_view(4, new, ships={(NAS, ZERO): record})])
+    record = committed_record(new).model_copy(update={"state": UploadState.FAILED, "retry_at_seconds": 50.0})
+    view = job_view([here, save_view(4, new, uploads={(NAS, ZERO): record})])
     nas = replace(view.remotes[0], commits=commits, retention=RetentionPolicy(save_total_limit=1))
-    moves = [a for a in plan(replace(view, remotes=(nas,))).actions if isinstance(a, Ship | Retire)]
-    assert [type(a) for a in moves] == [Retire]
+    moves = [a for a in plan(replace(view, remotes=(nas,))).actions if isinstance(a, Upload | DeleteRemote)]
+    assert [type(a) for a in moves] == [DeleteRemote]
     nothing_goes = replace(nas, retention=RetentionPolicy())
-    assert [a.save_id for a in of(replace(view, remotes=(nothing_goes,)), Ship)] == [4]
+    assert [a.save_id for a in of(replace(view, remotes=(nothing_goes,)), Upload)] == [4]
 
 
 def test_ships_the_newest_first_and_zero_before_universal() -> None:
@@ -199,9 +203,9 @@ def test_ships_the_newest_first_and_zero_before_universal() -> None:
     ready = DerivedRecord(state=DerivedState.READY, is_source_verified=True)
     saves = [save_view(1, sealed(1), universal=ready), save_view(2, sealed(2), committed=False)]
     saves += [save_view(3, sealed(3), committed=False)]
-    assert [(a.save_id, a.form) for a in of(job_view(saves), Ship)] == [(3, ZERO)]
+    assert [(a.save_id, a.form) for a in of(job_view(saves), Upload)] == [(3, ZERO)]
     done = [save_view(n, sealed(n), universal=ready) for n in (1, 2, 3)]
-    assert [(a.save_id, a.form) for a in of(job_view(done), Ship)] == [(3, UNIVERSAL)]
+    assert [(a.save_id, a.form) for a in of(job_view(done), Upload)] == [(3, UNIVERSAL)]
 
 
 def test_a_tag_that_the_remote_knows_is_described_first() -> None:
@@ -209,7 +213,7 @@ def test_a_tag_that_the_remote_knows_is_described_first() -> None:
     save = save_view(1, sealed(1), committed=False)
     view = job_view([save])
     known = replace(view, remotes=(replace(view.remotes[0], known_tags=frozenset({"s1b1"})),))
-    assert of(known, Ship) == []
+    assert of(known, Upload) == []
     assert len(of(known, Describe)) == 1
 
 
@@ -219,9 +223,9 @@ def test_backfill(backfill: str, shipped: list[int]) -> None:
     saves = [
         save_view(n, sealed(n), committed=False, was_found_first=True, is_adopted=False) for n in (1, 2, 3)
     ]
-    assert [a.save_id for a in of(job_view(saves, backfill=backfill), Ship)] == shipped
-    rest = [replace(saves[2], ships={(NAS, ZERO): committed_record(saves[2].save)}), *saves[:2]]
-    again = [a.save_id for a in of(job_view(rest, backfill=backfill), Ship)]
+    assert [a.save_id for a in of(job_view(saves, backfill=backfill), Upload)] == shipped
+    rest = [replace(saves[2], uploads={(NAS, ZERO): committed_record(saves[2].save)}), *saves[:2]]
+    again = [a.save_id for a in of(job_view(rest, backfill=backfill), Upload)]
     assert again == ([2] if backfill == "all" else [])
 
 
@@ -299,9 +303,11 @@ def test_no_form_is_made_that_goes_at_once(limit: int) -> None:
 def test_a_backing_off_ship_is_not_due() -> None:
     """A failed ship waits for its time; other remotes and saves are not held up."""
     save = sealed(2)
-    record = committed_record(save).model_copy(update={"state": ShipState.FAILED, "retry_at_seconds": 200.0})
-    saves = [save_view(1, sealed(1), committed=False), save_view(2, save, ships={(NAS, ZERO): record})]
-    assert [a.save_id for a in of(job_view(saves), Ship)] == [1]
+    record = committed_record(save).model_copy(
+        update={"state": UploadState.FAILED, "retry_at_seconds": 200.0}
+    )
+    saves = [save_view(1, sealed(1), committed=False), save_view(2, save, uploads={(NAS, ZERO): record})]
+    assert [a.save_id for a in of(job_view(saves), Upload)] == [1]
 
 
 def test_order_of_rewinds_and_resaves() -> None:
@@ -331,12 +337,12 @@ def _streaming(*saves: SaveView, forms: tuple[str, ...] = (ZERO, UNIVERSAL, BF16
 
 
 def _shipped(view: JobView) -> list[tuple[int, str, bool]]:
-    return [(s.save_id, s.form, s.is_streamed) for s in of(view, Ship)]
+    return [(s.save_id, s.form, s.is_streamed) for s in of(view, Upload)]
 
 
-def _with_form(save: SaveView, form: str, state: ShipState = ShipState.COMMITTED) -> SaveView:
+def _with_form(save: SaveView, form: str, state: UploadState = UploadState.COMMITTED) -> SaveView:
     record = committed_record(save.save, form=form).model_copy(update={"state": state})
-    return replace(save, ships={**save.ships, (NAS, form): record})
+    return replace(save, uploads={**save.uploads, (NAS, form): record})
 
 
 def test_forms_that_are_not_kept_here_are_streamed_and_never_made() -> None:
@@ -351,7 +357,7 @@ def test_forms_that_are_not_kept_here_are_streamed_and_never_made() -> None:
     assert _shipped(_streaming(first, second, is_save_in_flight=True)) == []
     assert _shipped(_streaming(first, second, is_converting=True)) == []
     assert _shipped(_streaming(replace(second, is_intact=False))) == []
-    for state in (ShipState.COMMITTED, ShipState.RETIRED, ShipState.REFUSED):
+    for state in (UploadState.COMMITTED, UploadState.DELETED, UploadState.REFUSED):
         done = _with_form(_with_form(second, UNIVERSAL, state), BF16, state)
         assert _shipped(_streaming(first, done)) == []
 
@@ -371,7 +377,7 @@ def test_a_form_that_was_refused_is_not_tried_on_any_remote() -> None:
 
 def test_what_was_begun_is_finished_before_a_newer_one_is_begun() -> None:
     """Else a link that is slower than saving would carry one beginning after the other."""
-    first, second = _with_form(_save(1), UNIVERSAL, ShipState.NEW), _save(2)
+    first, second = _with_form(_save(1), UNIVERSAL, UploadState.NEW), _save(2)
     assert _shipped(_streaming(first, second)) == [(1, UNIVERSAL, True)]
     assert _shipped(_streaming(replace(first, is_intact=False), second)) == [(2, UNIVERSAL, True)]
     assert _shipped(_streaming(_with_form(first, UNIVERSAL), second)) == [(2, UNIVERSAL, True)]
@@ -382,11 +388,11 @@ def test_a_derived_form_makes_way_for_a_zero_form() -> None:
 
     def busy_with(form: str | None, *saves: SaveView) -> JobView:
         view = _streaming(*saves)
-        return replace(view, remotes=tuple(replace(r, is_shipping=True, ships=form) for r in view.remotes))
+        return replace(view, remotes=tuple(replace(r, is_busy=True, uploading=form) for r in view.remotes))
 
-    assert of(busy_with(UNIVERSAL, done, waiting), MakeWay) == [MakeWay(remote=NAS)]
+    assert of(busy_with(UNIVERSAL, done, waiting), CancelUpload) == [CancelUpload(remote=NAS)]
     for view in (busy_with(ZERO, done, waiting), busy_with(None, done, waiting), busy_with(UNIVERSAL, done)):
-        assert of(view, MakeWay) == of(view, Ship) == []
+        assert of(view, CancelUpload) == of(view, Upload) == []
 
 
 def _with_farm(*saves: SaveView, **changes: Any) -> JobView:
@@ -399,31 +405,31 @@ def _with_farm(*saves: SaveView, **changes: Any) -> JobView:
 def test_a_remote_without_zero_gets_its_forms_once_the_required_ones_have_theirs() -> None:
     """Its generations are its own: a tag that it knows is described before anything is sent."""
     save = _save(1)
-    assert of(_with_farm(save), Ship) == [
-        Ship(save_id=1, remote=FARM, form=BF16, generation=1, attempt=1, is_streamed=True)
+    assert of(_with_farm(save), Upload) == [
+        Upload(save_id=1, remote=FARM, form=BF16, generation=1, attempt=1, is_streamed=True)
     ]
     assert _shipped(_with_farm(_save(1, committed=False))) == [(1, ZERO, False)]
     known = _with_farm(save, known_tags=frozenset({save.save.tag}))
     assert of(known, Describe) == [Describe(remote=FARM, tag=save.save.tag, save_id=1, form=BF16)]
     answered = replace(known, generations={(1, FARM, BF16): GenerationAnswer(generation=3)})
-    assert [(s.generation, s.form) for s in of(answered, Ship)] == [(3, BF16)]
+    assert [(s.generation, s.form) for s in of(answered, Upload)] == [(3, BF16)]
 
 
 def test_a_remote_without_zero_keeps_as_many_of_each_form_as_it_says() -> None:
     saves = [sealed(step) for step in (1, 2, 3)]
     commits = tuple(remote_commit(s, form=form) for s in saves for form in (UNIVERSAL, BF16))
     limit = RetentionPolicy(save_total_limit=2)
-    gone = of(_with_farm(forms=(UNIVERSAL, BF16), commits=commits, retention=limit), Retire)
+    gone = of(_with_farm(forms=(UNIVERSAL, BF16), commits=commits, retention=limit), DeleteRemote)
     assert [(a.remote, a.commit.step) for a in gone] == [(FARM, 1)]
     left = tuple(c for c in commits if c.step > 1)
-    assert of(_with_farm(forms=(UNIVERSAL, BF16), commits=left, retention=limit), Retire) == []
+    assert of(_with_farm(forms=(UNIVERSAL, BF16), commits=left, retention=limit), DeleteRemote) == []
 
 
 def test_what_remote_retention_let_go_is_not_held_again() -> None:
     """Held and let go in turn, it would keep the disk busy for ever."""
     save = sealed(1)
-    record = committed_record(save).model_copy(update={"state": ShipState.RETIRED})
-    views = [save_view(1, save, ships={(NAS, ZERO): record}), save_view(2, sealed(2))]
+    record = committed_record(save).model_copy(update={"state": UploadState.DELETED})
+    views = [save_view(1, save, uploads={(NAS, ZERO): record}), save_view(2, sealed(2))]
     disk = Disk(free_bytes=10_000, reserve_bytes=1, can_clone=True)
     assert of(job_view(views, disk=disk), Hold) == []
 
@@ -436,27 +442,27 @@ def test_nothing_is_retired_that_lies_here_and_is_not_known_yet() -> None:
         is_required=True,
         forms=(ZERO,),
         is_attached=True,
-        is_shipping=False,
+        is_busy=False,
         commits=(remote_commit(old), remote_commit(new)),
         known_tags=frozenset({old.tag, new.tag}),
         retention=RetentionPolicy(save_total_limit=1),
     )
     view = job_view([save_view(2, new)], remotes=(remote,))
-    assert [a.commit.tag for a in of(view, Retire)] == [old.tag]
-    assert of(replace(view, unsealed_tags=frozenset({old.tag})), Retire) == []
+    assert [a.commit.tag for a in of(view, DeleteRemote)] == [old.tag]
+    assert of(replace(view, unsealed_tags=frozenset({old.tag})), DeleteRemote) == []
 
 
-@pytest.mark.parametrize("state", ShipState)
-def test_what_may_be_a_save_that_lies_here_is_not_retired_before_that_is_known(state: ShipState) -> None:
+@pytest.mark.parametrize("state", UploadState)
+def test_what_may_be_a_save_that_lies_here_is_not_retired_before_that_is_known(state: UploadState) -> None:
     """A note written over makes another save of the same shards: retired, it would never be sent again."""
     old, new = sealed(1), sealed(2)
-    record = ShipRecord(remote=NAS, form=ZERO, state=state, retry_at_seconds=1e9)
-    again = save_view(3, old.model_copy(update={"save_seq": 3}), ships={(NAS, ZERO): record})
+    record = UploadRecord(remote=NAS, form=ZERO, state=state, retry_at_seconds=1e9)
+    again = save_view(3, old.model_copy(update={"save_seq": 3}), uploads={(NAS, ZERO): record})
     view = job_view([again, save_view(2, new)])
     commits = (remote_commit(old), remote_commit(new))
     nas = replace(view.remotes[0], commits=commits, retention=RetentionPolicy(save_total_limit=1))
-    retired = [a.commit.tag for a in of(replace(view, remotes=(nas,)), Retire)]
-    is_settled = state in (ShipState.COMMITTED, ShipState.RETIRED, ShipState.REFUSED)
+    retired = [a.commit.tag for a in of(replace(view, remotes=(nas,)), DeleteRemote)]
+    is_settled = state in (UploadState.COMMITTED, UploadState.DELETED, UploadState.REFUSED)
     assert retired == ([old.tag] if is_settled else [])
 
 
@@ -479,7 +485,7 @@ def test_late_files_that_a_remote_does_not_take_hold_nothing_up() -> None:
     """They come before derived forms: one that failed for good kept those from that remote for ever."""
     ready = DerivedRecord(state=DerivedState.READY)
     save = save_view(1, sealed(1), universal=ready, lacking={NAS: sealed(9).files})
-    assert [a.remote for a in of(job_view([save]), Supplement)] == [NAS]
-    waits = job_view([save], not_to_supplement=frozenset({(1, NAS)}))
-    assert not of(waits, Supplement)
-    assert [a.form for a in of(waits, Ship)] == [UNIVERSAL]
+    assert [a.remote for a in of(job_view([save]), UploadLateFiles)] == [NAS]
+    waits = job_view([save], not_to_upload_late=frozenset({(1, NAS)}))
+    assert not of(waits, UploadLateFiles)
+    assert [a.form for a in of(waits, Upload)] == [UNIVERSAL]

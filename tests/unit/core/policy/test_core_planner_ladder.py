@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, ShipState
-from ckptd.core.policy.actions import DropDerived, Prune, Retire, Ship
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, UploadState
+from ckptd.core.policy.actions import DeleteLocal, DeleteRemote, DropDerived, Upload
 from ckptd.core.policy.derived_forms import to_derive
 from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Tier
 from ckptd.core.policy.view import JobView, RemoteView
@@ -28,13 +28,13 @@ def test_a_step_down_names_what_stays_and_an_audit_can_tell_why() -> None:
     """Oldest first, one COMMIT a turn; without the universal form the ZeRO form stays."""
     rungs = (Tier(form="universal", after_newer=1), Tier(form="gone", after_newer=3))
     policy = RetentionPolicy(save_total_limit=1, ladder=rungs)
-    (action,) = of(aged_remote(policy, 3, ZERO, UNIVERSAL), Retire)
+    (action,) = of(aged_remote(policy, 3, ZERO, UNIVERSAL), DeleteRemote)
     assert (action.commit.tag, action.commit.form) == ("s1b1", ZERO)
     assert action.instead is not None
     assert (action.instead.tag, action.instead.form) == ("s1b1", UNIVERSAL)
     assert action.reason == "ladder: universal after 1 newer of nas"
-    assert of(aged_remote(policy, 3, ZERO), Retire) == []
-    (action,) = of(aged_remote(policy, 4, ZERO), Retire)
+    assert of(aged_remote(policy, 3, ZERO), DeleteRemote) == []
+    (action,) = of(aged_remote(policy, 4, ZERO), DeleteRemote)
     assert (action.commit.tag, action.instead) == ("s1b1", None)
 
 
@@ -43,22 +43,22 @@ def test_a_universal_form_beside_a_trainers_files_takes_nothings_place() -> None
     policy = RetentionPolicy(save_total_limit=1, ladder=(Tier(form="universal", after_newer=1),))
     view = aged_remote(policy, 2, ZERO, UNIVERSAL)
     nas = view.remotes[0]
-    beside = tuple(replace(c, stands_alone=c.form == ZERO) for c in nas.commits)
-    assert of(replace(view, remotes=(replace(nas, commits=beside),)), Retire) == []
+    beside = tuple(replace(c, loads_alone=c.form == ZERO) for c in nas.commits)
+    assert of(replace(view, remotes=(replace(nas, commits=beside),)), DeleteRemote) == []
 
 
 def test_a_pin_holds_in_a_remote_when_the_save_is_long_gone_here() -> None:
     """P8: pins are of tags; without it the remote would refuse the same removal turn after turn."""
     view = aged_remote(RetentionPolicy(save_total_limit=1), 2, ZERO)
-    assert [a.commit.tag for a in of(view, Retire)] == ["s1b1"]
-    assert of(replace(view, pinned_tags=frozenset({"s1b1"})), Retire) == []
+    assert [a.commit.tag for a in of(view, DeleteRemote)] == ["s1b1"]
+    assert of(replace(view, pinned_tags=frozenset({"s1b1"})), DeleteRemote) == []
 
 
 def test_what_a_remote_refused_is_left_alone_and_others_go_on() -> None:
     """The digest of the COMMIT that would not go; the next one's turn."""
     view = aged_remote(RetentionPolicy(save_total_limit=1), 3, ZERO)
     refused = frozenset({(view.remotes[0].name, f"sha-s1b1-{ZERO}")})
-    assert [a.commit.tag for a in of(replace(view, not_to_retire=refused), Retire)] == ["s2b1"]
+    assert [a.commit.tag for a in of(replace(view, not_to_delete_remotely=refused), DeleteRemote)] == ["s2b1"]
 
 
 def test_one_remote_whose_belt_or_refusal_holds_a_commit_holds_no_other_up() -> None:
@@ -66,24 +66,24 @@ def test_one_remote_whose_belt_or_refusal_holds_a_commit_holds_no_other_up() -> 
     view = aged_remote(RetentionPolicy(save_total_limit=1), 3, ZERO)
     (here,) = view.saves
     both = {(name, ZERO): committed_record(here.save, name) for name in (NAS, "other")}
-    view = replace(view, saves=(replace(here, ships=both),))
+    view = replace(view, saves=(replace(here, uploads=both),))
     (nas,) = view.remotes
     other = replace(nas, name="other")
 
     def gone(*remotes: RemoteView, **changes: Any) -> list[tuple[str, str]]:
-        actions = of(replace(view, remotes=remotes, **changes), Retire)
+        actions = of(replace(view, remotes=remotes, **changes), DeleteRemote)
         return [(a.remote, a.commit.tag) for a in actions]
 
     assert gone(nas, other) == [("nas", "s1b1"), ("other", "s1b1")]
-    assert gone(replace(nas, retirements_left=0), other) == [("other", "s1b1")]
+    assert gone(replace(nas, deletions_left=0), other) == [("other", "s1b1")]
     refused = frozenset({("nas", f"sha-s1b1-{ZERO}")})
-    assert gone(nas, other, not_to_retire=refused) == [("nas", "s2b1"), ("other", "s1b1")]
+    assert gone(nas, other, not_to_delete_remotely=refused) == [("nas", "s2b1"), ("other", "s1b1")]
 
 
 def test_a_remote_without_zero_forms_follows_its_keys() -> None:
     """Derived copies alone (required = false): the limit counts them, the newest stays."""
     view = aged_remote(RetentionPolicy(save_total_limit=1), 2, UNIVERSAL)
-    assert [(a.commit.tag, a.commit.form) for a in of(view, Retire)] == [("s1b1", UNIVERSAL)]
+    assert [(a.commit.tag, a.commit.form) for a in of(view, DeleteRemote)] == [("s1b1", UNIVERSAL)]
 
 
 def test_a_rewound_run_fills_the_policy_before_the_branch_it_left_goes() -> None:
@@ -93,7 +93,7 @@ def test_a_rewound_run_fills_the_policy_before_the_branch_it_left_goes() -> None
     view = job_view([here], local_retention=RetentionPolicy())
     policy = RetentionPolicy(save_total_limit=3)
     remote = replace(view.remotes[0], commits=tuple(commits), retention=policy)
-    assert [a.commit.tag for a in of(replace(view, remotes=(remote,)), Retire)] == ["s7b1"]
+    assert [a.commit.tag for a in of(replace(view, remotes=(remote,)), DeleteRemote)] == ["s7b1"]
 
 
 def test_the_node_keeps_a_universal_form_for_its_ladder() -> None:
@@ -102,9 +102,9 @@ def test_the_node_keeps_a_universal_form_for_its_ladder() -> None:
     policy = RetentionPolicy(save_total_limit=1, ladder=rungs)
     saves = [save_view(n, sealed(n), universal=READY) for n in (1, 2)]
     common = {"local_retention": policy, "local_forms": (UNIVERSAL,)}
-    (prune,) = of(job_view(saves, **common), Prune)
+    (prune,) = of(job_view(saves, **common), DeleteLocal)
     assert prune.permit.reason == "ladder: universal after 1 newer"
-    assert of(job_view([replace(saves[0], universal=DerivedRecord()), saves[1]], **common), Prune) == []
+    assert of(job_view([replace(saves[0], universal=DerivedRecord()), saves[1]], **common), DeleteLocal) == []
     gone = replace(saves[0], is_present=False, is_intact=False, is_pruned=True)
     assert of(job_view([gone, saves[1]], **common), DropDerived) == []
     third = save_view(3, sealed(3), universal=READY)
@@ -121,38 +121,38 @@ def test_a_remotes_ladder_gets_the_forms_it_needs() -> None:
     policy = RetentionPolicy(save_total_limit=1, ladder=rungs)
     saves = [save_view(n, sealed(n), universal=READY) for n in (1, 2)]
     done = {(NAS, UNIVERSAL): committed_record(saves[1].save, form=UNIVERSAL)}
-    saves[1] = replace(saves[1], ships={**saves[1].ships, **done})
+    saves[1] = replace(saves[1], uploads={**saves[1].uploads, **done})
     view = job_view(saves, local_retention=RetentionPolicy())
     fp32 = "weights-fp32"
     for ladder in (policy, RetentionPolicy(save_total_limit=1)):
         nas = replace(view.remotes[0], retention=ladder, forms=(ZERO, UNIVERSAL, fp32))
         now = replace(view, remotes=(nas,))
         wanted = (1, UNIVERSAL) if ladder is policy else (2, fp32)
-        assert [(a.save_id, a.form) for a in of(now, Ship)] == [wanted]
+        assert [(a.save_id, a.form) for a in of(now, Upload)] == [wanted]
         assert len(of(now, DropDerived)) == (0 if ladder is policy else 1)
         whole = replace(saves[1], weights={fp32: DerivedRecord(state=DerivedState.REFUSED)})
         there = {(NAS, UNIVERSAL): committed_record(saves[0].save, form=UNIVERSAL)}
-        first = replace(saves[0], ships={**saves[0].ships, **there})
-        weights = of(replace(now, saves=(first, whole)), Ship)
+        first = replace(saves[0], uploads={**saves[0].uploads, **there})
+        weights = of(replace(now, saves=(first, whole)), Upload)
         assert [(a.save_id, a.form) for a in weights] == ([(1, fp32)] if ladder is policy else [])
 
 
 def test_what_a_remote_has_half_is_sent_whole() -> None:
     """Nobody would remove that half: the form stays here, source or not, and goes before a newer one."""
     saves = [save_view(n, sealed(n), universal=READY) for n in (1, 2)]
-    half = committed_record(saves[0].save, form=UNIVERSAL).model_copy(update={"state": ShipState.FAILED})
+    half = committed_record(saves[0].save, form=UNIVERSAL).model_copy(update={"state": UploadState.FAILED})
     for old in (saves[0], replace(saves[0], is_present=False, is_intact=False, is_pruned=True)):
-        begun = replace(old, ships={**old.ships, (NAS, UNIVERSAL): half})
+        begun = replace(old, uploads={**old.uploads, (NAS, UNIVERSAL): half})
         view = job_view([begun, saves[1]], local_forms=(UNIVERSAL,))
         nas = replace(view.remotes[0], forms=(ZERO, UNIVERSAL))
         view = replace(view, remotes=(nas,))
         assert of(view, DropDerived) == []
-        assert [a.save_id for a in of(view, Ship)] == [1]
+        assert [a.save_id for a in of(view, Upload)] == [1]
         later = half.model_copy(update={"retry_at_seconds": view.now_seconds + 9})
-        waits = replace(begun, ships={**old.ships, (NAS, UNIVERSAL): later})
-        assert [a.save_id for a in of(replace(view, saves=(waits, saves[1])), Ship)] == [2]
-        done = half.model_copy(update={"state": ShipState.COMMITTED})
-        whole = replace(begun, ships={**old.ships, (NAS, UNIVERSAL): done})
+        waits = replace(begun, uploads={**old.uploads, (NAS, UNIVERSAL): later})
+        assert [a.save_id for a in of(replace(view, saves=(waits, saves[1])), Upload)] == [2]
+        done = half.model_copy(update={"state": UploadState.COMMITTED})
+        whole = replace(begun, uploads={**old.uploads, (NAS, UNIVERSAL): done})
         assert [a.save_id for a in of(replace(view, saves=(whole, saves[1])), DropDerived)] == [1]
 
 
@@ -173,8 +173,8 @@ def test_a_form_of_what_is_ephemeral_is_not_kept_here_for_a_remote() -> None:
     """None is sent of it, so it would wait here for ever."""
     update = {"save_total_limit": 2, "ladder": (Tier(form="universal", after_newer=1),)}
     newest = save_view(2, sealed(200), universal=READY)
-    ships = {**newest.ships, (NAS, UNIVERSAL): committed_record(newest.save, NAS, UNIVERSAL)}
-    view = job_view([save_view(1, sealed(100), universal=READY), replace(newest, ships=ships)])
+    uploads = {**newest.uploads, (NAS, UNIVERSAL): committed_record(newest.save, NAS, UNIVERSAL)}
+    view = job_view([save_view(1, sealed(100), universal=READY), replace(newest, uploads=uploads)])
     for ephemeral, dropped in ((None, []), (Ephemeral(every_steps=1000, keep=3), [1])):
         policy = RetentionPolicy.model_validate(update | {"ephemeral": ephemeral})
         remotes = (replace(view.remotes[0], retention=policy),)

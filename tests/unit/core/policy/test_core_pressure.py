@@ -8,13 +8,13 @@ from typing import Any
 from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.core.policy.actions import (
     Convert,
+    DeleteLocal,
     DropDerived,
     Hold,
     PointUniversal,
-    Prune,
     ReleaseHold,
-    Ship,
     StopConverting,
+    Upload,
 )
 from ckptd.core.policy.blockers import blocked
 from ckptd.core.policy.planner import plan
@@ -81,7 +81,7 @@ def test_one_that_is_being_sent_is_left_to_end() -> None:
 
 
 def test_no_hold_is_given_up_while_a_derived_form_is_left() -> None:
-    held = [replace(s, is_held=True, ships={}) for s in three()]
+    held = [replace(s, is_held=True, uploads={}) for s in three()]
     assert of(job(held), ReleaseHold) == []
     bare = [replace(s, universal=DerivedRecord()) for s in held]
     assert [a.save_id for a in of(job(bare), ReleaseHold)] == [1]
@@ -89,10 +89,10 @@ def test_no_hold_is_given_up_while_a_derived_form_is_left() -> None:
 
 def test_nothing_is_made_and_nothing_held_while_space_is_short() -> None:
     """But the newest is sent all the same."""
-    bare = [replace(s, universal=DerivedRecord(), ships={}) for s in three()]
+    bare = [replace(s, universal=DerivedRecord(), uploads={}) for s in three()]
     assert of(job(bare), Convert) == []
     assert of(job(bare), Hold) == []
-    assert [a.save_id for a in of(job(bare), Ship)] == [3]
+    assert [a.save_id for a in of(job(bare), Upload)] == [3]
     assert [a.save_id for a in of(job(bare, ROOMY), Convert)] == [3]
     assert len(of(job(bare, ROOMY), Hold)) == 3
 
@@ -120,15 +120,15 @@ def test_a_form_that_is_sent_without_lying_here_needs_room_for_its_plan_alone() 
     """Short or not, the remote gets it; below `min_free` nothing is begun."""
     newest = [replace(three()[2], universal=DerivedRecord())]
     low = Disk(free_bytes=100, reserve_bytes=1000, min_free_bytes=100, can_clone=False)
-    assert [a.form for a in of(job(newest, low, local_forms=()), Ship)] == [UNIVERSAL]
-    assert of(job(newest, replace(low, free_bytes=99), local_forms=()), Ship) == []
+    assert [a.form for a in of(job(newest, low, local_forms=()), Upload)] == [UNIVERSAL]
+    assert of(job(newest, replace(low, free_bytes=99), local_forms=()), Upload) == []
 
 
 def test_a_full_disk_takes_nothing_that_the_policy_keeps() -> None:
     full = Disk(free_bytes=0, reserve_bytes=1000, can_clone=False)
-    assert of(job(three(), full), Prune) == []
+    assert of(job(three(), full), DeleteLocal) == []
     limited = job(three(), full, local_retention=RetentionPolicy(save_total_limit=2))
-    assert [a.save_id for a in of(limited, Prune)] == [1]
+    assert [a.save_id for a in of(limited, DeleteLocal)] == [1]
 
 
 # --- a ladder here (adr/0094) ------------------------------------------------------------------------------
@@ -161,7 +161,9 @@ def test_a_save_that_steps_down_keeps_what_is_left_of_it() -> None:
     view = laddered(READY, READY, BARE)
     assert [a.save_id for a in of(view, DropDerived)] == [2]
     assert of(laddered(READY, BARE, BARE), DropDerived) == []
-    assert [a.save_id for a in of(laddered(READY, BARE, BARE), Prune)] == [1], "its source makes the room"
+    assert [a.save_id for a in of(laddered(READY, BARE, BARE), DeleteLocal)] == [1], (
+        "its source makes the room"
+    )
 
 
 def test_what_a_rung_waits_for_is_made_once_it_fits() -> None:
@@ -182,7 +184,7 @@ def test_why_a_short_disk_keeps_more_than_the_limit_is_said() -> None:
     view = laddered(READY, BARE, BARE, BARE)
     gone = replace(view.saves[0], is_present=False, is_intact=False, is_pruned=True)
     view = replace(view, saves=(gone, *view.saves[1:]))
-    found = blocked(view, plan(view).local_fates)
+    found = blocked(view, plan(view).local_verdicts)
     assert found is not None
     assert "1 whole because there is no room to make the universal form" in found.text
     assert "2 within the policy, " in found.text
@@ -192,12 +194,12 @@ def test_why_a_short_disk_keeps_more_than_the_limit_is_said() -> None:
     ends = (*LADDER.ladder, Tier(form="gone", after_newer=2))
     ended = replace(view, local_retention=LADDER.model_copy(update={"ladder": ends}))
     assert [a.save_id for a in of(ended, DropDerived)] == [1]
-    assert [a.save_id for a in of(ended, Prune)] == [2]
+    assert [a.save_id for a in of(ended, DeleteLocal)] == [2]
 
 
 def test_a_form_that_cannot_be_made_waits_for_no_room() -> None:
     view = laddered(DerivedRecord(state=DerivedState.REFUSED), BARE, BARE)
-    found = blocked(view, plan(view).local_fates)
+    found = blocked(view, plan(view).local_verdicts)
     assert found is not None
     assert "1 whole because the ladder leaves a universal form instead, and it has none" in found.text
     assert "those forms are made" not in found.next_step

@@ -219,8 +219,8 @@ def test_a_save_on_the_node_is_dated_by_the_last_of_its_commits() -> None:
     saves = []
     for step in range(5):
         save = sealed(step)
-        ships = {(name, ZERO): committed_record(save, name) for name in (NAS, "cloud")}
-        saves.append(save_view(step, save, ships=ships))
+        uploads = {(name, ZERO): committed_record(save, name) for name in (NAS, "cloud")}
+        saves.append(save_view(step, save, uploads=uploads))
     view = job_view(saves, local_retention=RetentionPolicy(keep_within_seconds=2 * HOUR))
 
     def kept_here(cloud_hours: float) -> tuple[str, ...]:

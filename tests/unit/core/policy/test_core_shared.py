@@ -132,8 +132,8 @@ def test_a_store_without_times_gives_no_lease(tmp_path: Path) -> None:
 # --- the plan --------------------------------------------------------------------------------------------
 
 
-def ship(form: str) -> a.Ship:
-    return a.Ship(save_id=1, remote="nas", form=form, generation=1, attempt=1)
+def ship(form: str) -> a.Upload:
+    return a.Upload(save_id=1, remote="nas", form=form, generation=1, attempt=1)
 
 
 def permit(until_seconds: float | None = None) -> DeletePermit:
@@ -148,8 +148,8 @@ PLAN: list[a.Action] = [
     ship("universal"),
     a.Convert(save_id=1),
     a.Hold(save_id=1),
-    a.Prune(save_id=1, permit=permit()),
-    a.AskConfirmation(save_id=1, commits=()),
+    a.DeleteLocal(save_id=1, permit=permit()),
+    a.ConfirmCommits(save_id=1, commits=()),
 ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ckptd.daemon.actions.control import DRAIN, PAUSE, Control, DrainFile, PauseFile, write_control
+from ckptd.daemon.health.drain import drain_status
 from ckptd.daemon.state.problems import Problems
 from tests.support.descriptors import no_free_descriptor
 
@@ -28,13 +29,13 @@ def test_a_pause_is_read_once_and_again_when_it_changes(tmp_path: Path) -> None:
     assert not one.refresh(tmp_path)
     said = one.pause_status()
     assert said is not None
-    assert (said.by, said.since, one.rests) == ("alice", "1970-01-01T00:00:05.000Z", True)
+    assert (said.by, said.since, one.is_resting) == ("alice", "1970-01-01T00:00:05.000Z", True)
     after_a_restart = Control()
     assert after_a_restart.refresh(tmp_path)
-    assert after_a_restart.rests
+    assert after_a_restart.is_resting
     paused(tmp_path, is_paused=False)
     assert one.refresh(tmp_path)
-    assert (one.pause_status(), one.rests) == (None, False)
+    assert (one.pause_status(), one.is_resting) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +129,12 @@ def test_a_drain_that_ended_is_not_told_after_the_next_save(
     one = Control()
     one.begin_drain(30.0)
     seen_at = [unix[0] - 60.0]
-    job: Any = SimpleNamespace(view=None, state=None, turns=2, problems=Problems())
+    job: Any = SimpleNamespace(view=None, state=None, turns=2, problems=Problems(), control=one)
     state: Any = SimpleNamespace(plan=None, saves=SimpleNamespace(rows={}), folders=SimpleNamespace(quiet={}))
 
     def told() -> bool:
         state.saves.rows = {n: SimpleNamespace(seen_at=at) for n, at in enumerate(seen_at)}
-        return one.drain_status(job, state) is not None
+        return drain_status(job, state) is not None
 
     assert told()
     seen_at.append(unix[0] + 20.0)

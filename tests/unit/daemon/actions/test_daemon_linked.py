@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.base import files
 from ckptd.cli.status.words import Life, headline
-from ckptd.daemon.actions.control import drain_code, drained_words
+from ckptd.daemon.health.drain import drain_code, drained_words
 from ckptd.daemon.intake.symlinked import linked_here, look
 from ckptd.daemon.state.problems import Problems
 from tests.support.recover_scene import Scene
@@ -51,7 +51,7 @@ class Watched:
 
     def look(self) -> Problem | None:
         with files.opened_dir(self.dir) as fd:
-            listing = look(cast("Job", self.job), fd)
+            listing = look(self.job.config, self.job.problems, None, fd)
         assert [one.tag for one in listing.folders] == ["global_step5"], "nothing is followed"
         return next(iter(self.job.problems.all()), None)
 
@@ -119,6 +119,6 @@ def test_a_drain_does_not_say_that_all_is_committed(watched: Watched) -> None:
     assert drain_code(jobs) == 0
     watched.moved("global_step6")
     watched.look()
-    assert linked_here(jobs[0]) == ("global_step6",)
+    assert linked_here(jobs[0].problems) == ("global_step6",)
     assert drain_code(jobs) == 1
     assert "not global_step6" in drained_words(jobs)

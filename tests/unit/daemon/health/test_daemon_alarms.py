@@ -184,8 +184,8 @@ def told(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict
         monkeypatch.setattr(checks, name, lambda *_: None)
     job = watched.job
     job.config.remotes = (SimpleNamespace(name="nas", required=True),)
-    job.knowledge = SimpleNamespace(has_heard_all=True, is_rebuilt=True)
-    job.links, job.watcher, job.intake = {}, None, SimpleNamespace(late=None)
+    job.known_saves = SimpleNamespace(has_heard_all=True, is_rebuilt=True)
+    job.sessions, job.watcher, job.sealer = {}, None, SimpleNamespace(late=None)
     job.runs = SimpleNamespace(see_problems=lambda _: None)
 
     def seen() -> dict[str, str]:
@@ -284,7 +284,7 @@ def three(**changes: Any) -> JobView:
 
 
 def why(view: JobView) -> str:
-    found = blocked(view, plan(view).local_fates)
+    found = blocked(view, plan(view).local_verdicts)
     return f"{found.text}; {found.next_step}; {found.patience_seconds:.0f}" if found else ""
 
 
@@ -316,10 +316,10 @@ def test_what_is_in_the_way_of_retention_is_said(view: JobView, words: str, pati
 
 def test_one_that_could_not_be_removed_holds_up_no_other() -> None:
     """It is left alone for a while, and has a problem of its own; nothing is asked for it meanwhile."""
-    view = three(not_to_prune=frozenset({1}), confirmations={})
+    view = three(not_to_delete=frozenset({1}), confirmations={})
     assert why(view).startswith("s2b1 may be deleted and stays: ")
     assert [getattr(a, "save_id", 0) for a in plan(view).actions] == [2]
-    assert why(three(not_to_prune=frozenset({1, 2}))) == ""
+    assert why(three(not_to_delete=frozenset({1, 2}))) == ""
 
 
 def test_delete_waits_for_no_remote() -> None:
@@ -364,7 +364,7 @@ def test_a_remote_whose_seat_belt_holds_retention_up_is_named(watched: Watched) 
     view = job_view([save_view(3, sealed(3))])
     commits = tuple(remote_commit(sealed(step)) for step in (1, 2, 3))
     nas = replace(view.remotes[0], commits=commits, retention=RetentionPolicy(save_total_limit=1))
-    full = replace(nas, retirements_left=0)
+    full = replace(nas, deletions_left=0)
 
     def said(remote: RemoteView, since_seconds: float) -> str:
         due = {("nas", c.key): since_seconds for c in commits[:2]}

@@ -18,10 +18,10 @@ from ckptd.core.model.records import (
     DerivedRecord,
     DerivedState,
     SaveRow,
-    ShipRecord,
-    ShipState,
+    UploadRecord,
+    UploadState,
 )
-from ckptd.core.policy.actions import Convert, Ship
+from ckptd.core.policy.actions import Convert, Upload
 from ckptd.core.policy.derived_forms import MAX_CONVERSION_TRIES
 from ckptd.core.policy.planner import plan
 from ckptd.daemon.actions.local import LocalActions
@@ -49,12 +49,12 @@ def test_a_backoff_outlives_reading_the_journal_again(tmp_path: Path) -> None:
     state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
     save_id = state.journal.add_save(sealed(1), found_first=False, adopted=True, seen_at=0.0)
     state.load()
-    failed = ShipRecord(remote="nas", form=ZERO, state=ShipState.FAILED, tries=2, retry_at_seconds=1e9)
+    failed = UploadRecord(remote="nas", form=ZERO, state=UploadState.FAILED, tries=2, retry_at_seconds=1e9)
     state.uploads.put(save_id, failed)
     state.load()
     assert state.uploads.record(save_id, "nas", ZERO) == failed
     state.uploads.put(
-        save_id, failed.model_copy(update={"state": ShipState.SHIPPING, "retry_at_seconds": 0.0})
+        save_id, failed.model_copy(update={"state": UploadState.UPLOADING, "retry_at_seconds": 0.0})
     )
     state.load()
     assert state.uploads.record(save_id, "nas", ZERO).retry_at_seconds == 0.0
@@ -81,8 +81,8 @@ def _conversions_seen(state: JobState) -> list[tuple[str, str, str]]:
 def _failing(state: JobState, save_id: int, error: CkptdError) -> None:
     nothing = cast("Any", None)
     config = cast("Any", SimpleNamespace(trainer="auto"))
-    chores = LocalActions(config, state, nothing, nothing, nothing, wake=lambda: None)
-    chores._not_converted(save_id, error)
+    local_actions = LocalActions(config, state, nothing, nothing, nothing, wake=lambda: None)
+    local_actions._not_converted(save_id, error)
 
 
 def test_a_conversion_whose_source_changes_whenever_it_is_read_is_told_and_ends(tmp_path: Path) -> None:
@@ -141,11 +141,11 @@ def test_a_form_whose_files_are_gone_is_made_again(tmp_path: Path) -> None:
     state.saves.put_derived(save_id, DerivedRecord(state=DerivedState.READY))
     links = cast("Any", {"nas": None})
     audit = Audit(tmp_path / "audit.jsonl")
-    shipping = UploadManager(scene.job(), "digest", state, links, audit, lambda: None)
+    uploads = UploadManager(scene.job(), "digest", state, links, audit, lambda: None)
     with files.opened_dir(scene.save_dir) as fd:
-        shipping.ship(Ship(save_id=save_id, remote="nas", form=UNIVERSAL, generation=1, attempt=1), fd, 0)
+        uploads.upload(Upload(save_id=save_id, remote="nas", form=UNIVERSAL, generation=1, attempt=1), fd, 0)
     assert state.saves.rows[save_id].derived.state is DerivedState.NONE
-    assert state.uploads.record(save_id, "nas", UNIVERSAL).state is ShipState.NEW
+    assert state.uploads.record(save_id, "nas", UNIVERSAL).state is UploadState.NEW
     state.journal.close()
 
 
@@ -181,7 +181,7 @@ def test_why_it_went_is_known_after_a_restart_and_read_once(
     state.load()
     words = ["beyond the limit", None, "removed by somebody else", None]
     assert [why_gone(state, state.saves.rows[save_id]) for save_id in ids] == words
-    monkeypatch.setattr(Journal, "why_pruned", lambda _self, _id: None)
+    monkeypatch.setattr(Journal, "deletion_reason", lambda _self, _id: None)
     assert [why_gone(state, state.saves.rows[save_id]) for save_id in ids] == words
     state.journal.close()
 
@@ -197,7 +197,7 @@ def test_what_changed_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return whole(row)
 
     monkeypatch.setattr(history, "save_row", noted)
-    failed = ShipRecord(remote="nas", form=ZERO, state=ShipState.FAILED, tries=2, retry_at_seconds=1e9)
+    failed = UploadRecord(remote="nas", form=ZERO, state=UploadState.FAILED, tries=2, retry_at_seconds=1e9)
     state.uploads.put(ids[3], failed)
     state.set_held(ids[3], held=True)
     again = state.journal.add_save(sealed(4), found_first=False, adopted=True, seen_at=0.0)
@@ -230,7 +230,7 @@ def test_what_ended_long_ago_is_let_go(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     for save_id in [*ids[2:], first, highest, *more[1:]]:
         journal.end_save(save_id, "pruned")
-        state.uploads.put(save_id, ShipRecord(remote="nas", form=ZERO, state=ShipState.COMMITTED))
+        state.uploads.put(save_id, UploadRecord(remote="nas", form=ZERO, state=UploadState.COMMITTED))
         journal.end_deletion(journal.intend_deletion(save_id, f"t{save_id}", _intent()), done=True)
     journal.set_held(ids[2], held=True)
     journal.set_derived(ids[3], DerivedRecord(state=DerivedState.READY))

@@ -57,17 +57,17 @@ def test_a_journal_of_an_older_release_begins_with_what_is_here_now(journal: Jou
 
 def test_all_remotes_answer_before_the_first_start_is_noted(tmp_path: Path, journal: Journal) -> None:
     """After a restart, with one of two attached, nothing is noted; with both, what the first daemon saw."""
-    near, far = Scene(tmp_path / "near").link, Scene(tmp_path / "far").link
+    near, far = Scene(tmp_path / "near").session, Scene(tmp_path / "far").session
     beginning(journal, "/nvme/run", 7, OLD)
     state = JobState(journal=journal, problems=Problems())
     state.load()
     found = beginning(journal, "/nvme/run", 7, LATER)
-    links = {"near": near, "far": far}
-    forms = dict.fromkeys(links, (ZERO,))
-    knowledge = KnownSaves(state, tmp_path, links, "n0", found, 60.0, forms, lambda: None)
+    sessions = {"near": near, "far": far}
+    forms = dict.fromkeys(sessions, (ZERO,))
+    known_saves = KnownSaves(state, tmp_path, sessions, "n0", found, 60.0, forms, lambda: None)
     far.observation = None
     near.observation = m.Observation(identity=IDENTITY, commits=())
-    assert knowledge.found_first() is None
+    assert known_saves.found_first() is None
     far.observation = near.observation
-    assert knowledge.found_first() == OLD
+    assert known_saves.found_first() == OLD
     assert [d.tags for d in read_decisions(tmp_path)] == [("a",)]

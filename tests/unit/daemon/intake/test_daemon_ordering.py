@@ -10,7 +10,7 @@ import pytest
 from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.core.model.listing import FolderListing, ListedFile, SaveDirListing
 from ckptd.core.model.manifest import Commit, ManifestRef
-from ckptd.core.model.records import ZERO, ShipRecord, ShipState
+from ckptd.core.model.records import ZERO, UploadRecord, UploadState
 from ckptd.core.model.save import Order
 from ckptd.daemon.intake.initial_scan import PreexistingSaves
 from ckptd.daemon.intake.known_saves import KnownSaves, Recogniser
@@ -153,10 +153,10 @@ def test_a_run_that_was_sent_back_here_is_told_by_its_times(
     view = CommitView.model_construct(key="k", sha256="d", commit=commit, disputed=False)
     link = Link("nas", Observation.model_construct(commits=(view,)))
     links = cast("Any", {"nas": link})
-    knowledge = KnownSaves(
+    known_saves = KnownSaves(
         state, tmp_path, links, "a", PreexistingSaves(frozenset(), frozenset()), 60.0, {}, lambda: None
     )
-    ordering = Ordering(state, knowledge, lambda _: False)
+    ordering = Ordering(state, known_saves, lambda _: False)
     one = folder(5, (1000 + apart_seconds) * 10**9)
     ordering.look(SaveDirListing(device=1, folders=(one,)), 0.0)
     assert ordering.order_of(one, 5, (), is_new_tag=True) == wanted
@@ -194,7 +194,7 @@ def test_a_copy_of_an_older_save_is_no_rewind(
     state.journal.close()
 
 
-def observed(order: Order, record: ShipRecord) -> Observation:
+def observed(order: Order, record: UploadRecord) -> Observation:
     commit = Commit.model_construct(branch=order.branch, step=order.step, save_seq=order.save_seq)
     view = CommitView.model_construct(
         key=record.commit_key, sha256=record.commit_sha256, commit=commit, disputed=False
@@ -223,8 +223,8 @@ def test_a_committed_save_has_the_order_of_its_commit(
     state.load()
     links = []
     for number, order in enumerate(told):
-        record = ShipRecord(
-            remote=f"r{number}", form=ZERO, state=ShipState.COMMITTED, commit_key="k", commit_sha256="d"
+        record = UploadRecord(
+            remote=f"r{number}", form=ZERO, state=UploadState.COMMITTED, commit_key="k", commit_sha256="d"
         )
         state.uploads.put(save_id, record)
         links.append(Link(record.remote, observed(order, record) if order is not None else None))

@@ -157,17 +157,17 @@ class Told:
         self, place: Path, *, decisions: tuple[Decision, ...] = (), state: str = "/nvme/run"
     ) -> None:
         self.place = place
-        self.link = LinkScene(place / "nas").link
-        self.link.observation = m.Observation(identity=IDENTITY, commits=(), decisions=decisions)
-        self.links = {"nas": self.link}
+        self.session = LinkScene(place / "nas").session
+        self.session.observation = m.Observation(identity=IDENTITY, commits=(), decisions=decisions)
+        self.sessions = {"nas": self.session}
         self.state = JobState(journal=Journal(place / "journal.db"), problems=Problems())
         self.state.load()
 
     def knowledge(self, *, holds_state: bool) -> KnownSaves:
         """Of node n0; "a" lies there."""
         found = beginning(self.state.journal, "/nvme/run", 7, frozenset({"a"}), holds_state=holds_state)
-        links, forms = self.links, {"nas": (ZERO,)}
-        return KnownSaves(self.state, self.place, links, "n0", found, 60.0, forms, lambda: None)
+        sessions, forms = self.sessions, {"nas": (ZERO,)}
+        return KnownSaves(self.state, self.place, sessions, "n0", found, 60.0, forms, lambda: None)
 
 
 def start(*tags: str, place: str = "", serial: int = 1) -> Decision:
@@ -229,16 +229,16 @@ def test_an_adopt_is_of_the_first_starts_before_it(tmp_path: Path) -> None:
     told = Told(tmp_path, decisions=(before,))
     told.state.journal.add_save(sealed(1), found_first=True, adopted=False, seen_at=0.0)
     told.state.load()
-    knowledge = told.knowledge(holds_state=False)
-    knowledge.refresh()
-    knowledge.adopt()  # not settled yet
-    assert knowledge.found_first() == frozenset("a")
-    knowledge.adopt()
+    known_saves = told.knowledge(holds_state=False)
+    known_saves.refresh()
+    known_saves.adopt()  # not settled yet
+    assert known_saves.found_first() == frozenset("a")
+    known_saves.adopt()
     assert not any(row.adopted for row in told.state.saves.rows.values())
     again = before.model_copy(update={"at": "2026-01-02T00:00:00+00:00", "serial": 4})
-    told.link.observation = m.Observation(identity=IDENTITY, commits=(), decisions=(before, again))
-    knowledge.refresh()
-    knowledge.adopt()
+    told.session.observation = m.Observation(identity=IDENTITY, commits=(), decisions=(before, again))
+    known_saves.refresh()
+    known_saves.adopt()
     assert all(row.adopted for row in told.state.saves.rows.values())
     told.state.journal.close()
 
@@ -246,18 +246,18 @@ def test_an_adopt_is_of_the_first_starts_before_it(tmp_path: Path) -> None:
 def test_an_adopt_that_was_said_while_remotes_were_waited_for_counts(tmp_path: Path) -> None:
     """The daemon had looked at this directory, and a person said it of what lies here."""
     told = Told(tmp_path)
-    heard, told.link.observation = told.link.observation, None
+    heard, told.session.observation = told.session.observation, None
     told.state.journal.add_save(sealed(1), found_first=True, adopted=False, seen_at=0.0)
     told.state.load()
-    knowledge = told.knowledge(holds_state=True)
-    assert knowledge.found_first() is None
+    known_saves = told.knowledge(holds_state=True)
+    assert known_saves.found_first() is None
     adopt = Decision(kind="adopt", tag="*", at="2026-01-01T00:00:00+00:00", serial=time.time_ns())
     write_decision(tmp_path, adopt)
     assert heard is not None
-    told.link.observation = heard.model_copy(update={"decisions": (adopt,)})
-    knowledge.refresh()
-    assert knowledge.found_first() == frozenset("a")
-    knowledge.adopt()
+    told.session.observation = heard.model_copy(update={"decisions": (adopt,)})
+    known_saves.refresh()
+    assert known_saves.found_first() == frozenset("a")
+    known_saves.adopt()
     assert all(row.adopted for row in told.state.saves.rows.values())
     told.state.journal.close()
 
@@ -271,6 +271,6 @@ def test_a_remote_that_is_away_holds_up_no_other_directory(tmp_path: Path, is_re
     if is_rebuilt:
         told.state.journal.set_meta("rebuilt", "1")
     away: Any = SimpleNamespace(name="far", observation=None, is_duplicate=False, is_away=True)
-    told.links = {"nas": told.link, "far": away}
+    told.sessions = {"nas": told.session, "far": away}
     assert told.knowledge(holds_state=False).found_first() == (frozenset("a") if is_rebuilt else None)
     told.state.journal.close()

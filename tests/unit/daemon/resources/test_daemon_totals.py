@@ -74,9 +74,9 @@ def test_who_asks_again_keeps_it() -> None:
 
 def shared(total: int | None, limits: list[int | None]) -> list[int | None]:
     """`shares` of transfers that are only told apart."""
-    links = [cast("RemoteSession", object()) for _ in limits]
-    found = shares(total, dict(zip(links, limits, strict=True)))
-    return [found[link] for link in links]
+    sessions = [cast("RemoteSession", object()) for _ in limits]
+    found = shares(total, dict(zip(sessions, limits, strict=True)))
+    return [found[session] for session in sessions]
 
 
 def test_bandwidth_is_shared_and_what_one_leaves_goes_to_others() -> None:
@@ -133,11 +133,11 @@ def test_timetables_are_followed_on_the_fly(monkeypatch: pytest.MonkeyPatch) -> 
     links = [Link(Timetable()), Link(parse_timetable("12:00,10B/s 13:00,off"))]
     daemon = DaemonConfig.model_validate({"bandwidth": "08:00,90B/s 20:00,off"})
     found_links = cast("list[RemoteSession]", links)
-    totals = HostLimits(daemon, lambda: found_links, lambda: 0, remotes=list, unix=lambda: clock[0])
+    limits = HostLimits(daemon, lambda: found_links, lambda: 0, remotes=list, unix=lambda: clock[0])
     found = []
     for now in (7, 8, 12.5, 13, 20, 12.5 - 24 * 365):
         clock[0] = now * hour
-        totals.settle()
+        limits.share_and_wake()
         found.append([link.told[-1] for link in links])
     assert found == [[None, None], [45, 45], [80, 10], [45, 45], [None, None], [80, 10]]
     monkeypatch.undo()

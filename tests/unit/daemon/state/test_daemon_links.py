@@ -27,7 +27,7 @@ class Line:
     """In the client's place: remembers orders; the test answers them."""
 
     def __init__(self) -> None:
-        self.orders: list[m.Order] = []
+        self.orders: list[m.Request] = []
         self.idle = 0.0
         self.abandoned: list[str] = []
 
@@ -40,7 +40,7 @@ class Line:
     def abandon(self, reason: str) -> None:
         self.abandoned.append(reason)
 
-    def submit(self, order: m.Order) -> int:
+    def submit(self, order: m.Request) -> int:
         self.orders.append(order)
         return len(self.orders)
 
@@ -58,15 +58,15 @@ class Scene:
         self.wakes = 0
         self.line = Line()
         self.problems = Problems()
-        self.link = RemoteSession(settings, self.problems, lambda call: call(), lambda _: None, self.wake)
-        self.link._client = cast("RemoteProcess", self.line)
-        self.link.turn(1e6)
+        self.session = RemoteSession(settings, self.problems, lambda call: call(), lambda _: None, self.wake)
+        self.session._client = cast("RemoteProcess", self.line)
+        self.session.turn(1e6)
         self.answer(
             m.Attached(
                 identity=IDENTITY, abilities=Abilities(create_only=True, checksum=None, resumable=True)
             )
         )
-        assert self.link.open_orders == 1, "the first look is work: without it nothing is decided"
+        assert self.session.open_requests == 1, "the first look is work: without it nothing is decided"
         self.answer(BEFORE)
 
     def wake(self) -> None:
@@ -74,10 +74,10 @@ class Scene:
 
     def answer(self, answer: m.Answer, to: int | None = None) -> None:
         """To the newest order, or that one."""
-        self.link._deliver(to or len(self.line.orders), answer)
+        self.session._deliver(to or len(self.line.orders), answer)
 
     @property
-    def asked(self) -> m.Order:
+    def asked(self) -> m.Request:
         return self.line.orders[-1]
 
 
@@ -89,7 +89,7 @@ def test_the_log_calls_a_remote_by_its_name_or_its_url(
 ) -> None:
     """One that nobody named is called "remote": the log said "remote remote:"."""
     scene = Scene(tmp_path, name)
-    scene.link.trouble(RemoteUnreachable("it is away", hint="wait"))
+    scene.session.note_error(RemoteUnreachable("it is away", hint="wait"))
     (line,) = caplog.messages
     assert line.startswith(said.format(url=tmp_path))
 
@@ -97,58 +97,58 @@ def test_the_log_calls_a_remote_by_its_name_or_its_url(
 def test_a_look_that_came_too_late_is_asked_for_in_full_again(tmp_path: Path) -> None:
     """It was thrown away, so the child's "nothing new since then" would hide the COMMIT for ever."""
     scene = Scene(tmp_path)
-    scene.link.transfer = ship = scene.link.order(m.Point(), lambda _: None)
-    scene.link.observe()
+    scene.session.transfer = ship = scene.session.request(m.Point(), lambda _: None)
+    scene.session.observe()
     look = len(scene.line.orders)
     assert scene.asked == m.Observe(only_changed=True)
     scene.answer(m.Done(), ship)
     scene.answer(AFTER, look)
-    assert scene.link.observation == BEFORE, "asked before our change: out of date"
+    assert scene.session.observation == BEFORE, "asked before our change: out of date"
     assert scene.asked == m.Observe(only_changed=False)
     scene.answer(AFTER)
-    assert scene.link.observation == AFTER
-    scene.link.observe()
+    assert scene.session.observation == AFTER
+    scene.session.observe()
     assert scene.asked == m.Observe(only_changed=True)
 
 
 def test_unchanged_that_was_asked_before_our_change_is_asked_again(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    scene.link.transfer = ship = scene.link.order(m.Point(), lambda _: None)
-    scene.link.observe()
+    scene.session.transfer = ship = scene.session.request(m.Point(), lambda _: None)
+    scene.session.observe()
     look = len(scene.line.orders)
     scene.answer(m.Done(), ship)
     scene.answer(m.Unchanged(), look)
     assert len(scene.line.orders) == look + 1
     scene.answer(AFTER)
-    assert scene.link.observation == AFTER
+    assert scene.session.observation == AFTER
 
 
 def test_only_the_regular_look_is_no_work(tmp_path: Path) -> None:
     """A look for what we changed ourselves is: retention rests on it, and `--once` must not end before."""
     scene = Scene(tmp_path)
-    scene.link.turn(1e9)
+    scene.session.turn(1e9)
     assert scene.asked == m.Observe(only_changed=True)
-    assert scene.link.open_orders == 0
+    assert scene.session.open_requests == 0
     scene.answer(m.Unchanged())
-    scene.link.observe()
-    assert scene.link.open_orders == 1
+    scene.session.observe()
+    assert scene.session.open_requests == 1
     scene.answer(m.Unchanged())
-    scene.link.turn(2e9)
+    scene.session.turn(2e9)
     look = len(scene.line.orders)
-    scene.link.transfer = ship = scene.link.order(m.Point(), lambda _: None)
+    scene.session.transfer = ship = scene.session.request(m.Point(), lambda _: None)
     scene.answer(m.Done(), ship)
-    assert scene.link.open_orders == 1, "the regular one under way will be asked again"
+    assert scene.session.open_requests == 1, "the regular one under way will be asked again"
     scene.answer(m.Unchanged(), look)
-    assert scene.link.open_orders == 1
+    assert scene.session.open_requests == 1
 
 
 def test_trouble_makes_the_job_plan_again(tmp_path: Path) -> None:
     """What status calls safe rests on the observation that is gone now."""
     scene = Scene(tmp_path)
     before = scene.wakes
-    scene.link.observe()
+    scene.session.observe()
     scene.answer(m.Failed(error="RemoteUnreachable", message="gone"))
-    assert scene.link.observation is None
+    assert scene.session.observation is None
     assert scene.wakes > before
 
 
@@ -160,21 +160,21 @@ def test_an_upload_that_stands_still_is_cut_and_said_until_something_is_durable(
     scene = Scene(tmp_path)
 
     def ship() -> int:
-        scene.link.transfer = order = scene.link.order(m.Point(), lambda _: None)
+        scene.session.transfer = order = scene.session.request(m.Point(), lambda _: None)
         return order
 
-    def moving(done: int, flushed: int) -> m.Moving:
-        return m.Moving(key="a", done_bytes=done, total_bytes=99, flushed_bytes=flushed, crc64=0)
+    def moving(done: int, flushed: int) -> m.TransferProgress:
+        return m.TransferProgress(key="a", done_bytes=done, total_bytes=99, flushed_bytes=flushed, crc64=0)
 
     def codes() -> set[str]:
         return {problem.code for problem in scene.problems.all()}
 
     first = ship()
     scene.line.idle = 59.0
-    scene.link.turn(1e6)
+    scene.session.turn(1e6)
     assert codes() == set()
     scene.line.idle = 61.0
-    scene.link.turn(1e6)
+    scene.session.turn(1e6)
     assert scene.line.abandoned == ["no byte moved for 60 s"]
     assert codes() == {"transfer-stalled"}
     text = scene.problems.all()[0].text
@@ -184,7 +184,7 @@ def test_an_upload_that_stands_still_is_cut_and_said_until_something_is_durable(
     second = ship()
     scene.answer(moving(10, 5), second)
     scene.answer(moving(90, 5), second)
-    scene.link.well()
+    scene.session.note_answer()
     assert "transfer-stalled" in codes()
     scene.answer(moving(91, 6), second)
     assert "transfer-stalled" not in codes()
@@ -192,41 +192,49 @@ def test_an_upload_that_stands_still_is_cut_and_said_until_something_is_durable(
 
 def test_after_a_cut_it_counts_as_stalled_until_bytes_move_again(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    scene.link.transfer = order = scene.link.order(m.Point(), lambda _: None)
+    scene.session.transfer = order = scene.session.request(m.Point(), lambda _: None)
     scene.line.idle = 61.0
-    assert (scene.link.is_moving, scene.link.is_stalled, scene.link.still_seconds) == (False, False, 61.0)
-    still = [scene.link.stands_still]
-    scene.link.turn(1e6)
+    assert (scene.session.is_moving, scene.session.is_stalled, scene.session.idle_seconds) == (
+        False,
+        False,
+        61.0,
+    )
+    still = [scene.session.is_still]
+    scene.session.turn(1e6)
     scene.answer(UNREACHABLE, order)
-    assert (scene.link.is_moving, scene.link.is_stalled, scene.link.still_seconds) == (False, True, 0.0)
-    still.append(scene.link.stands_still)
+    assert (scene.session.is_moving, scene.session.is_stalled, scene.session.idle_seconds) == (
+        False,
+        True,
+        0.0,
+    )
+    still.append(scene.session.is_still)
     assert still == [True, False], "nothing is under way"
-    scene.link.transfer = order = scene.link.order(m.Point(), lambda _: None)
+    scene.session.transfer = order = scene.session.request(m.Point(), lambda _: None)
     scene.line.idle = 1.0
-    assert (scene.link.is_moving, scene.link.is_stalled) == (True, False)
+    assert (scene.session.is_moving, scene.session.is_stalled) == (True, False)
     scene.line.idle = 11.0
-    assert (scene.link.is_moving, scene.link.is_stalled) == (False, True)
+    assert (scene.session.is_moving, scene.session.is_stalled) == (False, True)
     scene.answer(m.Done(), order)
-    assert not scene.link.is_stalled
+    assert not scene.session.is_stalled
 
 
 def test_what_is_slow_in_large_steps_is_not_cut_for_ever(tmp_path: Path) -> None:
     """A flush of 64 MiB over a slow link, a driver's block: each cut doubles the patience."""
     scene = Scene(tmp_path)
     for limit in (60, 120, 240, 480, 960, 960):
-        scene.link.transfer = order = scene.link.order(m.Point(), lambda _: None)
+        scene.session.transfer = order = scene.session.request(m.Point(), lambda _: None)
         scene.line.idle = limit - 1.0
-        scene.link.turn(1e6)
+        scene.session.turn(1e6)
         scene.line.idle = limit + 1.0
-        scene.link.turn(1e6)
+        scene.session.turn(1e6)
         assert scene.line.abandoned.pop() == f"no byte moved for {limit} s"
         assert not scene.line.abandoned
         scene.answer(UNREACHABLE, order)
-    scene.link.transfer = order = scene.link.order(m.Point(), lambda _: None)
+    scene.session.transfer = order = scene.session.request(m.Point(), lambda _: None)
     scene.answer(m.Done(), order)
-    scene.link.transfer = scene.link.order(m.Point(), lambda _: None)
+    scene.session.transfer = scene.session.request(m.Point(), lambda _: None)
     scene.line.idle = 61.0
-    scene.link.turn(1e6)
+    scene.session.turn(1e6)
     assert scene.line.abandoned == ["no byte moved for 60 s"]
 
 
@@ -235,27 +243,27 @@ def test_a_remote_that_answers_and_takes_no_upload_is_left_alone_with_uploads(tm
     scene = Scene(tmp_path)
     error = NoSpaceError("it is full")
     for _ in range(6):
-        assert not scene.link.seconds_to_move
-        scene.link.move_failed(error)
-        scene.link.well()
-    assert scene.link.is_ready
-    assert 0 < scene.link.seconds_to_move <= 30
-    assert "after 6 failures: it is full" in str(scene.link.left_alone)
-    may_move = [scene.link.may_move]
-    order = scene.link.order(m.Point(), lambda _: None)
-    scene.link.transfer = order
+        assert not scene.session.seconds_to_transfer
+        scene.session.note_transfer_failed(error)
+        scene.session.note_answer()
+    assert scene.session.is_ready
+    assert 0 < scene.session.seconds_to_transfer <= 30
+    assert "after 6 failures: it is full" in str(scene.session.left_alone)
+    may_move = [scene.session.may_transfer]
+    order = scene.session.request(m.Point(), lambda _: None)
+    scene.session.transfer = order
     scene.answer(m.Done(), order)
-    may_move.append(scene.link.may_move)
+    may_move.append(scene.session.may_transfer)
     assert may_move == [False, True]
-    assert str(scene.link.left_alone) == "None"
+    assert str(scene.session.left_alone) == "None"
 
 
 def test_a_remote_that_never_answers_is_left_alone(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     for _ in range(6):
-        scene.link.trouble(RemoteUnreachable("nobody answers"))
+        scene.session.note_error(RemoteUnreachable("nobody answers"))
     orders = len(scene.line.orders)
-    scene.link.turn(1e9)
+    scene.session.turn(1e9)
     assert len(scene.line.orders) == orders
-    assert 20 < scene.link.seconds_to_retry() <= 30
-    assert "left alone until" in str(scene.link.left_alone)
+    assert 20 < scene.session.seconds_to_retry() <= 30
+    assert "left alone until" in str(scene.session.left_alone)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from ckptd.core.model.manifest import Commit, ManifestRef
-from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ObjectRow, ShipRecord, ShipState
-from ckptd.core.policy.actions import MakeWay, Ship
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ObjectRow, UploadRecord, UploadState
+from ckptd.core.policy.actions import CancelUpload, Upload
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.daemon.health.checks import report_conversions
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KEY = (1, "nas", UNIVERSAL)
-ACTION = Ship(save_id=1, remote="nas", form=UNIVERSAL, generation=1, attempt=1, is_streamed=True)
+ACTION = Upload(save_id=1, remote="nas", form=UNIVERSAL, generation=1, attempt=1, is_streamed=True)
 
 
 class Life:
@@ -42,7 +42,7 @@ class Life:
 
     def __init__(self, tmp_path: Path) -> None:
         self.scene = Scene(tmp_path)
-        self.link = self.scene.link
+        self.session = self.scene.session
         self.state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
         self.state.journal.add_save(sealed(1), found_first=False, adopted=True, seen_at=0.0)
         self.state.load()
@@ -50,19 +50,19 @@ class Life:
         values = {"remotes": (), "shared_fs": False, "shared_takeover_seconds": 180.0}
         values |= {"file": None, "save_dir": tmp_path / "run"}
         config = cast("Any", type("Config", (), values))
-        self.shipping = UploadManager(config, "", self.state, {"nas": self.link}, nothing, lambda: None)
+        self.uploads = UploadManager(config, "", self.state, {"nas": self.session}, nothing, lambda: None)
         record = self.state.uploads.record(*KEY).model_copy(
-            update={"state": ShipState.SHIPPING, "generation": 1}
+            update={"state": UploadState.UPLOADING, "generation": 1}
         )
         self.state.uploads.put(1, record)
         self.state.uploads.progress[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
         self.state.saves.conversion = Conversion(save_id=1)
-        self.link.uploading, self.link.transfer = UNIVERSAL, 7
+        self.session.uploading, self.session.transfer = UNIVERSAL, 7
         row = ObjectRow(key="a", bytes=5, flushed_bytes=5, crc64="0" * 16, proof="read-back")
         self.state.journal.put_object(*KEY, row)
 
     def hears(self, answer: m.Answer) -> None:
-        self.shipping._on_ship(ACTION, answer)
+        self.uploads._on_answer(ACTION, answer)
 
     def planned(self, plan_sha256: str) -> None:
         self.hears(m.Planned(plan_sha256=plan_sha256, layout="strict", files=3, bytes=30))
@@ -90,9 +90,9 @@ def life(tmp_path: Path) -> Life:
 
 def test_a_form_that_cannot_be_made_is_refused_once(life: Life) -> None:
     """Status says why; no remote is asked for it again."""
-    life.hears(m.ShipResult(outcome="refused", reason="it holds two engines", hint="convert each"))
+    life.hears(m.UploadResult(outcome="refused", reason="it holds two engines", hint="convert each"))
     ship, derived = life.state.uploads.record(*KEY), life.state.saves.rows[1].derived
-    assert (ship.state, ship.reason) == (ShipState.REFUSED, "it holds two engines")
+    assert (ship.state, ship.reason) == (UploadState.REFUSED, "it holds two engines")
     assert (derived.state, derived.hint) == (DerivedState.REFUSED, "convert each")
     assert life.state.saves.conversion is None
     life.state.problems.begin_turn()
@@ -100,19 +100,19 @@ def test_a_form_that_cannot_be_made_is_refused_once(life: Life) -> None:
     life.state.problems.end_turn()
     assert [p.code for p in life.state.problems.all()] == ["conversion-refused"]
     view = job_view([save_view(1, sealed(1), universal=derived)], local_forms=())
-    assert not [a for a in plan(view).actions if isinstance(a, Ship)]
+    assert not [a for a in plan(view).actions if isinstance(a, Upload)]
 
 
 def test_one_that_damage_holds_up_is_asked_for_again_until_it_is_made(life: Life, tmp_path: Path) -> None:
     """A person is told once, with what to do; it clears when the remote has it."""
     now = time.monotonic()
-    damaged = m.ShipResult(outcome="damaged", reason="a shard is damaged", hint="verify --repair")
+    damaged = m.UploadResult(outcome="damaged", reason="a shard is damaged", hint="verify --repair")
     since = []
     for _ in range(2):
         life.state.uploads.progress[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
         life.hears(damaged)
         record = life.state.uploads.record(*KEY)
-        assert (record.state, record.reason) == (ShipState.WAITING, "a shard is damaged")
+        assert (record.state, record.reason) == (UploadState.WAITING, "a shard is damaged")
         assert record.retry_at_seconds >= now + 180.0
         assert life.told() == [("source-damaged", "s1b1 → nas")]
         (problem,) = life.state.problems.all()
@@ -122,7 +122,7 @@ def test_one_that_damage_holds_up_is_asked_for_again_until_it_is_made(life: Life
     assert since[0] == since[1]
     assert life.state.saves.rows[1].derived.state is DerivedState.NONE
     life.state.uploads.progress[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
-    life.hears(m.ShipResult(outcome="waiting", reason="n2 makes it"))
+    life.hears(m.UploadResult(outcome="waiting", reason="n2 makes it"))
     assert life.told() == []
 
 
@@ -131,22 +131,22 @@ def test_what_made_way_is_no_failure(life: Life) -> None:
     cancelled: list[int] = []
     life.scene.line.cancel = cancelled.append  # type: ignore[attr-defined]
     for _ in range(2):
-        life.shipping.make_way(MakeWay(remote="nas"))
+        life.uploads.cancel(CancelUpload(remote="nas"))
     assert cancelled == [7], "once"
-    life.link._open[7] = life.hears
-    life.link._dispatch(7, m.Failed(error="SourceChanged", message="the transfer was cancelled"))
+    life.session._open[7] = life.hears
+    life.session._dispatch(7, m.Failed(error="SourceChanged", message="the transfer was cancelled"))
     record = life.state.uploads.record(*KEY)
-    assert (record.state, record.tries, record.retry_at_seconds) == (ShipState.NEW, 0, 0.0)
+    assert (record.state, record.tries, record.retry_at_seconds) == (UploadState.NEW, 0, 0.0)
     assert (record.generation, life.objects) == (1, ["a"])
-    assert life.link.uploading is None
+    assert life.session.uploading is None
 
 
 def test_another_failure_waits_and_the_remote_is_not_blamed(life: Life) -> None:
     life.hears(m.Failed(error="BehindError", message="its process ended (-9)"))
     record = life.state.uploads.record(*KEY)
-    assert (record.state, record.tries, life.objects) == (ShipState.FAILED, 1, ["a"])
-    assert life.link.is_ready
-    assert not life.link.seconds_to_move
+    assert (record.state, record.tries, life.objects) == (UploadState.FAILED, 1, ["a"])
+    assert life.session.is_ready
+    assert not life.session.seconds_to_transfer
     assert not life.state.problems.all()
 
 
@@ -159,7 +159,7 @@ def test_a_source_that_changes_whenever_it_is_sent_is_told_and_left_alone_for_lo
     for times in range(1, 15):
         life.hears(m.Failed(error="SourceChanged", message="zero/rank_0.pt was written meanwhile"))
         record = life.state.uploads.record(*KEY)
-        assert (record.state, record.tries) == (ShipState.FAILED, times)
+        assert (record.state, record.tries) == (UploadState.FAILED, times)
         waits.append(record.retry_at_seconds - 1000.0)
         assert life.told() == ([("upload-failed", "s1b1 → nas")] if times >= 3 else [])
         life.state.saves.busy[1] += 1
@@ -167,7 +167,7 @@ def test_a_source_that_changes_whenever_it_is_sent_is_told_and_left_alone_for_lo
     assert waits[-1] == 3600.0
     assert "rank_0.pt was written meanwhile" in life.state.problems.all()[0].text
     life.state.uploads.put(
-        1, life.state.uploads.record(*KEY).model_copy(update={"state": ShipState.SHIPPING, "reason": None})
+        1, life.state.uploads.record(*KEY).model_copy(update={"state": UploadState.UPLOADING, "reason": None})
     )
     assert life.told() == [("upload-failed", "s1b1 → nas")], "it is tried again just now"
     assert "rank_0.pt was written meanwhile" in life.state.problems.all()[0].text
@@ -222,9 +222,9 @@ def form_of_another(life: Life, generation: int = 2, *, disputed: bool = False) 
 def test_whoever_waits_for_another_node_says_so_and_looks_again(life: Life) -> None:
     """No problem of this node's, and no shards are missing."""
     part(life)
-    life.hears(m.ShipResult(outcome="waiting", reason="n2 makes it"))
+    life.hears(m.UploadResult(outcome="waiting", reason="n2 makes it"))
     record = life.state.uploads.record(*KEY)
-    assert (record.state, record.reason) == (ShipState.WAITING, "n2 makes it")
+    assert (record.state, record.reason) == (UploadState.WAITING, "n2 makes it")
     assert 170 < record.retry_at_seconds - time.monotonic() <= 180
     assert life.state.saves.conversion is None
     assert not life.state.uploads.waiting
@@ -234,17 +234,17 @@ def test_whoever_waits_for_another_node_says_so_and_looks_again(life: Life) -> N
 @pytest.mark.parametrize(
     ("state", "is_begun", "heard"),
     [
-        (ShipState.WAITING, False, True),
-        (ShipState.WAITING, True, False),
-        (ShipState.NEW, False, True),
-        (ShipState.NEW, True, False),
-        (ShipState.FAILED, False, True),
-        (ShipState.SHIPPING, False, False),
-        (ShipState.REFUSED, False, False),
+        (UploadState.WAITING, False, True),
+        (UploadState.WAITING, True, False),
+        (UploadState.NEW, False, True),
+        (UploadState.NEW, True, False),
+        (UploadState.FAILED, False, True),
+        (UploadState.UPLOADING, False, False),
+        (UploadState.REFUSED, False, False),
     ],
 )
 def test_a_form_that_another_node_committed_is_heard_of(
-    life: Life, state: ShipState, is_begun: bool, heard: bool
+    life: Life, state: UploadState, is_begun: bool, heard: bool
 ) -> None:
     """What was begun here is ended by its own order, which sweeps what it had sent."""
     part(life)
@@ -258,24 +258,24 @@ def test_a_form_that_another_node_committed_is_heard_of(
         assert life.state.uploads.record(*KEY) == record
     learn_forms(life.state, "nas", (ZERO, UNIVERSAL), (form_of_another(life),))
     found = life.state.uploads.record(*KEY)
-    assert (found.state is ShipState.COMMITTED, found.commit_sha256 == "5") == (heard, heard)
+    assert (found.state is UploadState.COMMITTED, found.commit_sha256 == "5") == (heard, heard)
     assert not heard or (found.is_damaged, found.hint, found.reason) == (False, "", None)
 
 
 @pytest.mark.parametrize(
     ("zero", "form", "stone", "found"),
     [
-        (True, True, False, ShipState.COMMITTED),
-        (True, False, False, ShipState.NEW),
-        (True, False, True, ShipState.RETIRED),
-        (False, False, False, ShipState.COMMITTED),
+        (True, True, False, UploadState.COMMITTED),
+        (True, False, False, UploadState.NEW),
+        (True, False, True, UploadState.DELETED),
+        (False, False, False, UploadState.COMMITTED),
     ],
 )
 def test_a_form_whose_commit_is_gone_is_sent_again(
-    life: Life, *, zero: bool, form: bool, stone: bool, found: ShipState
+    life: Life, *, zero: bool, form: bool, stone: bool, found: UploadState
 ) -> None:
     """Unless retention let it go; without its ZeRO form that one is looked for first."""
-    save, seen = life.state.saves.rows[1].save, life.link.observation
+    save, seen = life.state.saves.rows[1].save, life.session.observation
     assert seen is not None
     for one in (ZERO, UNIVERSAL):
         life.state.uploads.put(1, committed_record(save, form=one))
@@ -285,45 +285,45 @@ def test_a_form_whose_commit_is_gone_is_sent_again(
         view.model_copy(update={"key": key_of(save, one), "sha256": f"sha-{save.tag}-{one}"}) for one in there
     )
     stones = ((save.tag, 1, UNIVERSAL),) if stone else ()
-    life.link.observation = seen.model_copy(update={"commits": commits, "retired_beside": stones})
-    notice_lost(life.state, life.link, (ZERO, UNIVERSAL))
+    life.session.observation = seen.model_copy(update={"commits": commits, "retired_beside": stones})
+    notice_lost(life.state, life.session, (ZERO, UNIVERSAL))
     assert life.state.uploads.record(*KEY).state is found
-    assert (life.state.uploads.record(1, "nas", ZERO).state is ShipState.COMMITTED) is zero
+    assert (life.state.uploads.record(1, "nas", ZERO).state is UploadState.COMMITTED) is zero
     # what is looked for meanwhile is let be once its tombstone is seen
-    life.link.observation = life.link.observation.model_copy(
+    life.session.observation = life.session.observation.model_copy(
         update={"retired_beside": ((save.tag, 1, UNIVERSAL),)}
     )
-    notice_lost(life.state, life.link, (ZERO, UNIVERSAL))
-    assert life.state.uploads.record(*KEY).state is ShipState.RETIRED
+    notice_lost(life.state, life.session, (ZERO, UNIVERSAL))
+    assert life.state.uploads.record(*KEY).state is UploadState.DELETED
 
 
 @pytest.mark.parametrize(
     ("error", "found", "problems"),
     [
-        ("DamagedError", ShipState.REFUSED, {"source-damaged"}),
-        ("DocumentDamaged", ShipState.FAILED, set[str]()),
-        ("VerifyError", ShipState.FAILED, set[str]()),
+        ("DamagedError", UploadState.REFUSED, {"source-damaged"}),
+        ("DocumentDamaged", UploadState.FAILED, set[str]()),
+        ("VerifyError", UploadState.FAILED, set[str]()),
     ],
 )
 def test_only_damage_of_what_lies_here_refuses_a_save(
-    life: Life, error: str, found: ShipState, problems: set[str]
+    life: Life, error: str, found: UploadState, problems: set[str]
 ) -> None:
     """A document of the remote is read again, and whether the remote is there is asked at once."""
-    life.link.tag_views["s1b1"] = m.TagView(tag="s1b1", manifests=(), commits=(), retired=())
+    life.session.tag_views["s1b1"] = m.TagView(tag="s1b1", manifests=(), commits=(), retired=())
     life.hears(m.Failed(error=error, message="it is cut"))
     assert life.state.uploads.record(*KEY).state is found
     assert {code for code, _ in life.told()} == problems
     is_document = error == "DocumentDamaged"
     assert isinstance(life.scene.asked, m.Observe)
-    assert ("s1b1" in life.link.tag_views) is not is_document
-    assert life.link.attached is not None
+    assert ("s1b1" in life.session.tag_views) is not is_document
+    assert life.session.attached is not None
 
 
 def test_of_a_save_that_is_whole_here_nothing_is_heard(life: Life) -> None:
     life.state.uploads.put(1, committed_record(life.state.saves.rows[1].save))
-    life.state.uploads.put(1, ShipRecord(remote="nas", form=UNIVERSAL))
+    life.state.uploads.put(1, UploadRecord(remote="nas", form=UNIVERSAL))
     learn_forms(life.state, "nas", (ZERO, UNIVERSAL), (form_of_another(life, 1),))
-    assert life.state.uploads.record(*KEY).state is ShipState.NEW
+    assert life.state.uploads.record(*KEY).state is UploadState.NEW
 
 
 def test_an_order_names_the_commit_where_the_save_is_not_whole_here(life: Life) -> None:
@@ -356,7 +356,7 @@ class Client:
     def new_id(self) -> int:
         return len(Client.made)
 
-    def submit(self, order: m.Order, order_id: int) -> int:
+    def submit(self, order: m.Request, order_id: int) -> int:
         self.open_orders = (order_id,)
         return order_id
 
@@ -385,8 +385,8 @@ def test_the_memory_of_a_form_goes_with_the_process_that_made_it(
     client.open_orders = ()
     process.ended()
     assert client.said == [], "no form was made"
-    making = m.Making(folders=("t",), sealed=(), staging="/s", memory_bytes=1)
-    process.submit(m.ShipOrder.model_construct(root="/s", files=(), making=making))
+    making = m.DeriveRequest(folders=("t",), sealed=(), staging="/s", memory_bytes=1)
+    process.submit(m.UploadRequest.model_construct(root="/s", files=(), making=making))
     process.ended()
     assert client.said == ["busy"], "the form's order is open, or another one"
     client.open_orders = ()
@@ -394,7 +394,9 @@ def test_the_memory_of_a_form_goes_with_the_process_that_made_it(
     process.ended()
     assert client.said == ["busy", "ended"]
     zero = Committed(sha256="0", takeover_seconds=1.0)
-    afar = m.ShipOrder.model_construct(root="/s", files=(), making=making.model_copy(update={"zero": zero}))
+    afar = m.UploadRequest.model_construct(
+        root="/s", files=(), making=making.model_copy(update={"zero": zero})
+    )
     process.submit(afar)
     client.open_orders = ()
     process.ended()

@@ -70,7 +70,9 @@ def scene(
     disk = Disk(free_bytes=free_gb * GB, reserve_bytes=66 * GB, can_clone=False)
     view = job_view(here, local_retention=policy, unuploaded=unuploaded, disk=disk)
     if waiting:
-        view = replace(view, remotes=(replace(view.remotes[0], ships=ZERO, ships_save=waiting - 1),))
+        view = replace(
+            view, remotes=(replace(view.remotes[0], uploading=ZERO, uploading_save_id=waiting - 1),)
+        )
     moving = UploadProgress(done_bytes=54 * GB, total_bytes=60 * GB, started_seconds=time.monotonic())
     job = SimpleNamespace(
         view=view,
@@ -80,8 +82,10 @@ def scene(
             unuploaded=unuploaded,
             settle_seconds=10.0,
         ),
-        links={r.name: SimpleNamespace(is_away=is_away, left_alone=None, still_seconds=0.0) for r in remotes},
-        way=SimpleNamespace(beside=lambda job: []),
+        sessions={
+            r.name: SimpleNamespace(is_away=is_away, left_alone=None, idle_seconds=0.0) for r in remotes
+        },
+        disk_yield=SimpleNamespace(jobs_beside=lambda job: []),
         problems=Problems(),
     )
     state = SimpleNamespace(
@@ -341,7 +345,7 @@ def test_after_a_restart_an_unknown_link_fills_no_disk(how: str) -> None:
     assert outlook(*scene(free_gb=100, speeds=slow, unuploaded=how)).full_in_saves is not None
     assert outlook(*scene(free_gb=100, speeds={}, unuploaded=how, is_away=True)).full_in_saves == 1
     job, state = scene(free_gb=100, speeds={}, unuploaded=how)
-    job.links["nas"].left_alone = BackedOff(until=0.0, failures=6, reason="no space left there")
+    job.sessions["nas"].left_alone = BackedOff(until=0.0, failures=6, reason="no space left there")
     assert outlook(job, state).full_in_saves == 1
     found = alarms(*scene(free_gb=50, speeds={}, unuploaded=how))
     assert "lower save_total_limit" in found["disk-full-soon"]
@@ -361,19 +365,19 @@ def test_jobs_on_one_disk_know_of_each_other() -> None:
     assert outlook(mine, state).full_in_saves == 5
     other, other_state = scene(free_gb=330, speeds={}, limit=None)
     other.state = other_state
-    mine.way = SimpleNamespace(beside=lambda job: [other])
+    mine.disk_yield = SimpleNamespace(jobs_beside=lambda job: [other])
     assert outlook(mine, state).full_in_saves == 2
     assert "and that of 1 other job on this disk" in alarms(mine, state)["disk-full-soon"]
     rotated, rotated_state = scene(free_gb=330, speeds={"nas": 1e9}, limit=6)
     rotated.state = rotated_state
-    mine.way = SimpleNamespace(beside=lambda job: [rotated])
+    mine.disk_yield = SimpleNamespace(jobs_beside=lambda job: [rotated])
     assert outlook(mine, state).full_in_saves == 4, "it has its room, and needs that of the save that comes"
     ended, ended_state = scene(free_gb=330, speeds={}, limit=None, ago=7 * 86400.0)
     ended.state = ended_state
-    mine.way = SimpleNamespace(beside=lambda job: [ended])
+    mine.disk_yield = SimpleNamespace(jobs_beside=lambda job: [ended])
     assert outlook(mine, state).full_in_saves == 5, "a run that is over takes nothing more"
     unknown = SimpleNamespace(state=None, view=None)
-    mine.way = SimpleNamespace(beside=lambda job: [unknown])
+    mine.disk_yield = SimpleNamespace(jobs_beside=lambda job: [unknown])
     assert outlook(mine, state).full_in_saves == 5
 
 
@@ -381,7 +385,7 @@ def test_the_way_knows_who_is_beside_whom() -> None:
     way = DiskYield()
     for job, device in (("a", 1), ("b", 1), ("c", 2)):
         way.join(job, device, lambda: None)
-    assert (way.beside("a"), way.beside("c"), way.beside("d")) == (["b"], [], [])
+    assert (way.jobs_beside("a"), way.jobs_beside("c"), way.jobs_beside("d")) == (["b"], [], [])
 
 
 def test_a_disk_without_inodes_is_short() -> None:
@@ -459,8 +463,8 @@ def test_a_link_on_which_nothing_moves_is_not_called_slow() -> None:
     job, state = scene(speeds={"nas": 30e6})
     assert "link-slow" in alarms(job, state)
     job.problems = Problems()
-    job.links["s3"].still_seconds = 60.0
+    job.sessions["s3"].idle_seconds = 60.0
     assert "link-slow" in alarms(job, state), "not required"
     job.problems = Problems()
-    job.links["nas"].still_seconds = 10.0
+    job.sessions["nas"].idle_seconds = 10.0
     assert "link-slow" not in alarms(job, state)

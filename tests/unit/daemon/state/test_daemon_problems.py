@@ -14,10 +14,11 @@ import pytest
 from ckptd.base import files
 from ckptd.core.completeness.judge import State, Verdict
 from ckptd.core.model.manifest import Tombstone
-from ckptd.core.model.records import UNIVERSAL, ZERO, ShipRecord, ShipState
+from ckptd.core.model.records import UNIVERSAL, ZERO, UploadRecord, UploadState
 from ckptd.core.policy.actions import Plan
 from ckptd.core.policy.retention import RetentionPolicy, RetentionVerdict, Tier
-from ckptd.daemon.actions.control import Control, stalled_drain
+from ckptd.daemon.actions.control import Control
+from ckptd.daemon.health.drain import stalled_drain, stalled_remotes
 from ckptd.daemon.health.stalls import report_stalls, unfinished, way_out
 from ckptd.daemon.intake.clones import forget_lost_holds
 from ckptd.daemon.state import problems as of_problems
@@ -162,13 +163,13 @@ class House:
             file=Path("/jobs/run.toml"),
             is_matched=False,
         )
-        self.link = SimpleNamespace(name="nas", is_transferring=False, observation=None, still_seconds=0.0)
+        self.link = SimpleNamespace(name="nas", is_transferring=False, observation=None, idle_seconds=0.0)
         self.job = cast(
-            "Any", SimpleNamespace(config=config, problems=self.problems, links={"nas": self.link})
+            "Any", SimpleNamespace(config=config, problems=self.problems, sessions={"nas": self.link})
         )
 
-    def ship(self, number: int, state: ShipState, form: str = ZERO, **more: Any) -> None:
-        record = ShipRecord(remote="nas", form=form, state=state, **more)
+    def ship(self, number: int, state: UploadState, form: str = ZERO, **more: Any) -> None:
+        record = UploadRecord(remote="nas", form=form, state=state, **more)
         self.state.uploads.put(self.ids[number - 1], record)
 
     def ends(self, number: int, how: Any) -> None:
@@ -195,7 +196,7 @@ def planned(
     remote: dict[tuple[str, str], RetentionVerdict] | None = None,
 ) -> Plan:
     """Of a turn with nothing to do."""
-    return Plan(actions=(), local_fates=local or {}, remote_fates=remote or {})
+    return Plan(actions=(), local_verdicts=local or {}, remote_verdicts=remote or {})
 
 
 WRONG: dict[str, Any] = {
@@ -207,7 +208,7 @@ WRONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("end", ["vanished", "pruned", "saved again"])
 def test_a_damaged_save_is_told_of_while_it_lies_here(house: House, end: str) -> None:
-    house.ship(1, ShipState.REFUSED, **WRONG)
+    house.ship(1, UploadState.REFUSED, **WRONG)
     text = house.told()["source-damaged"]
     assert text == (
         "s1b1 → nas: rank_0.pt: record data/0 has CRC 1; bits flipped; "
@@ -226,15 +227,15 @@ def test_a_damaged_save_is_told_of_while_it_lies_here(house: House, end: str) ->
 
 
 def test_what_was_put_back_is_looked_at_anew(house: House) -> None:
-    house.ship(1, ShipState.REFUSED, **WRONG)
+    house.ship(1, UploadState.REFUSED, **WRONG)
     house.state.uploads.forget_damage(house.ids[0])
-    assert house.state.uploads.record(house.ids[0], "nas", ZERO).state is ShipState.NEW
+    assert house.state.uploads.record(house.ids[0], "nas", ZERO).state is UploadState.NEW
     assert house.told() == {}
 
 
 def test_a_damaged_hold_whose_folder_is_gone_is_told_of(house: House) -> None:
     """It is the last copy, so only a person can give it up: there is a command for it."""
-    house.ship(1, ShipState.REFUSED, **WRONG)
+    house.ship(1, UploadState.REFUSED, **WRONG)
     house.state.journal.set_held(house.ids[0], held=True)
     house.ends(1, "superseded")
     told = house.told()["source-damaged"]
@@ -249,32 +250,32 @@ def test_a_form_of_a_damaged_copy_is_told_of_until_it_is_made(house: House) -> N
         "hint": "ckptd verify --repair",
         "is_damaged": True,
     }
-    house.ship(1, ShipState.WAITING, UNIVERSAL, **wrong)
+    house.ship(1, UploadState.WAITING, UNIVERSAL, **wrong)
     assert house.told()["source-damaged"] == "s1b1 → nas: the object differs; ckptd verify --repair"
     assert unfinished(house.state) == {}, "its own bytes are right"
-    house.ship(1, ShipState.SHIPPING, UNIVERSAL, **wrong | {"reason": None})
+    house.ship(1, UploadState.UPLOADING, UNIVERSAL, **wrong | {"reason": None})
     assert house.told()["source-damaged"].startswith("s1b1 → nas: the object differs"), "tried again just now"
-    house.ship(1, ShipState.COMMITTED, UNIVERSAL)
+    house.ship(1, UploadState.COMMITTED, UNIVERSAL)
     assert house.told() == {}
 
 
 def test_a_form_that_nothing_tries_again_is_told_of_no_more(house: House) -> None:
     """Of an older save nobody makes it, unless a ladder leaves that alone."""
-    house.ship(1, ShipState.WAITING, UNIVERSAL, **WRONG)
-    house.ship(2, ShipState.WAITING)
+    house.ship(1, UploadState.WAITING, UNIVERSAL, **WRONG)
+    house.ship(2, UploadState.WAITING)
     assert set(house.told()) == {"source-damaged"}
-    house.ship(2, ShipState.COMMITTED)
+    house.ship(2, UploadState.COMMITTED)
     assert house.told() == {}
     (remote,) = house.job.config.remotes
     remote.policy = RetentionPolicy(save_total_limit=2, ladder=(Tier(form="universal", after_newer=3),))
     assert set(house.told()) == {"source-damaged"}
-    house.ship(1, ShipState.COMMITTED, UNIVERSAL, **WRONG)
+    house.ship(1, UploadState.COMMITTED, UNIVERSAL, **WRONG)
     assert house.told() == {}, "as an earlier release noted it"
 
 
 def test_damage_that_an_earlier_release_noted_is_told(house: House) -> None:
     """It wrote the state and the reason, and no more."""
-    house.ship(1, ShipState.REFUSED, reason="rank_0.pt: record data/0 has CRC 1")
+    house.ship(1, UploadState.REFUSED, reason="rank_0.pt: record data/0 has CRC 1")
     assert house.told()["source-damaged"] == (
         "s1b1 → nas: rank_0.pt: record data/0 has CRC 1; ckptd gc /jobs/run.toml --incomplete s1b1 removes it"
     )
@@ -282,7 +283,7 @@ def test_damage_that_an_earlier_release_noted_is_told(house: House) -> None:
 
 
 def test_the_way_out_is_a_repair_where_a_remote_has_it(house: House) -> None:
-    house.ship(1, ShipState.REFUSED, **WRONG)
+    house.ship(1, UploadState.REFUSED, **WRONG)
     house.state.uploads.put(house.ids[0], committed_record(sealed(1), remote="s3"))
     assert way_out(house.job, house.state, "s1b1") == (
         "ckptd verify /jobs/run.toml s1b1 --repair",
@@ -293,7 +294,7 @@ def test_the_way_out_is_a_repair_where_a_remote_has_it(house: House) -> None:
 
 
 def test_a_remote_that_is_configured_no_more_is_not_told_of(house: House) -> None:
-    house.ship(1, ShipState.FAILED, tries=9, reason="it is full")
+    house.ship(1, UploadState.FAILED, tries=9, reason="it is full")
     assert set(house.told()) == {"upload-failed"}
     house.job.config.remotes = ()
     assert house.told() == {}
@@ -330,11 +331,11 @@ def test_what_a_remote_will_not_let_go_is_told_while_it_is_to_go(house: House) -
     view = SimpleNamespace(key=key_of(save), sha256="sha")
 
     def refused(
-        commits: tuple[Any, ...], fates: dict[Any, RetentionVerdict], retiring: tuple[Any, ...] = ()
+        commits: tuple[Any, ...], verdicts: dict[Any, RetentionVerdict], retiring: tuple[Any, ...] = ()
     ) -> set[str]:
         house.state.deletions.note_refused("nas", "sha", "s1b1 (zero) of nas", NotPermitted("no"))
         house.link.observation = SimpleNamespace(commits=commits, retired=(stone,), retiring=retiring)
-        house.state.plan = planned(remote=fates)
+        house.state.plan = planned(remote=verdicts)
         return set(house.told())
 
     at = ("nas", key_of(save))
@@ -352,7 +353,7 @@ def test_a_hold_that_was_given_up_is_told_of_until_it_is_of_no_use(house: House,
     house.state.holds.released[house.ids[0]] = "s1b1 lost its hold"
     assert house.told() == {"hold-released": "s1b1 lost its hold; free space, or save less often"}
     if end == "committed":
-        house.ship(1, ShipState.COMMITTED)
+        house.ship(1, UploadState.COMMITTED)
     elif end == "vanished":
         house.ends(1, "vanished")
     else:
@@ -362,7 +363,7 @@ def test_a_hold_that_was_given_up_is_told_of_until_it_is_of_no_use(house: House,
 
 def test_a_transfer_that_was_cut_is_over_when_nothing_is_left_to_move(house: House) -> None:
     house.problems.put("transfer-stalled", "nas", "nas: no byte moved", "wait")
-    house.ship(1, ShipState.FAILED, tries=1, reason="cut")
+    house.ship(1, UploadState.FAILED, tries=1, reason="cut")
     assert set(house.told()) == {"transfer-stalled"}
     house.ends(1, "vanished")
     assert house.told() == {}
@@ -372,12 +373,12 @@ def test_an_upload_that_stands_still_is_said_before_it_is_cut(house: House) -> N
     """As a note: a flush may last so long. Once it was cut that is said instead."""
     said = []
     for seconds in (9.0, 10.0, 47.0, 0.0):
-        house.link.still_seconds = seconds
+        house.link.idle_seconds = seconds
         said += [text.partition(";")[0] for text in house.told().values()]
         assert all(problem.severity == "note" for problem in house.problems.all())
     still = "no byte of what is under way has moved"
     assert said == [f"remote nas has not answered for {seconds} s: {still}" for seconds in (10, 40)]
-    house.link.still_seconds, house.link.is_transferring = 47.0, True
+    house.link.idle_seconds, house.link.is_transferring = 47.0, True
     house.problems.put("transfer-stalled", "nas", "nas: cut", "wait")
     assert list(house.told().values()) == ["nas: cut; wait"]
 
@@ -393,7 +394,9 @@ def drains(
     state = SimpleNamespace(is_first_scan=False, plan=planned(), folders=SimpleNamespace(verdicts={}))
     links = {"nas": nas, "other": other}
     config = SimpleNamespace(settle_seconds=0.5)
-    return cast("Any", SimpleNamespace(config=config, view=view, links=links, state=state, needs_turn=False))
+    return cast(
+        "Any", SimpleNamespace(config=config, view=view, sessions=links, state=state, needs_turn=False)
+    )
 
 
 def test_a_drain_waits_for_no_remote_on_which_nothing_moves() -> None:
@@ -415,15 +418,15 @@ def test_a_drain_that_was_asked_for_says_what_it_need_not_wait_for(monkeypatch: 
     now = [100.0]
     monkeypatch.setattr("ckptd.daemon.actions.control.time.monotonic", lambda: now[0])
     control = Control()
-    assert control.stalled([drains()]) == ()
+    assert stalled_remotes(control, [drains()]) == ()
     control.begin_drain(120.0)
     told = []
     for seconds in (9.0, 10.0, 119.0, 121.0):
         now[0] = 100.0 + seconds
-        told.append(control.stalled([drains()]))
+        told.append(stalled_remotes(control, [drains()]))
     assert told == [(), ("nas",), ("nas",), ()]
     now[0] = 150.0
-    assert control.stalled([drains(is_moving=True)]) == ()
+    assert stalled_remotes(control, [drains(is_moving=True)]) == ()
 
 
 def test_a_hold_of_a_damaged_save_that_a_person_removed_is_forgotten(house: House, tmp_path: Path) -> None:
@@ -431,7 +434,7 @@ def test_a_hold_of_a_damaged_save_that_a_person_removed_is_forgotten(house: Hous
     folder.mkdir(parents=True)
     house.state.journal.set_held(1, held=True)
     house.state.load()
-    house.ship(1, ShipState.REFUSED, **WRONG)
+    house.ship(1, UploadState.REFUSED, **WRONG)
     with files.opened_dir(tmp_path) as fd:
         forget_lost_holds(house.state, fd)
         assert house.state.saves.rows[1].held

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from ckptd.base import files
-from ckptd.core.model.records import ZERO, ShipState
-from ckptd.core.policy.actions import Ship
+from ckptd.core.model.records import ZERO, UploadState
+from ckptd.core.policy.actions import Upload
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads.requests import hold_name
@@ -54,18 +54,22 @@ class Resent:
             _OneByOne(str(self.nas), owner="id-n0", window_bytes=1 << 20)
         )
         self.state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
-        self.orders: list[tuple[m.ShipOrder, Any]] = []
+        self.orders: list[tuple[m.UploadRequest, Any]] = []
         settings = self.node.settings(self.nas, job_id=JOB_ID)
         link = SimpleNamespace(
-            settings=settings, start_transfer=self._order, observe=lambda: None, well=lambda: None
+            settings=settings, start_transfer=self._order, observe=lambda: None, note_answer=lambda: None
         )
-        link.is_cancelled, link.move_failed, link.forget_tag = False, lambda *_, **__: None, lambda _: None
+        link.is_cancelled, link.note_transfer_failed, link.forget_tag = (
+            False,
+            lambda *_, **__: None,
+            lambda _: None,
+        )
         values = {"save_dir": self.node.save_dir, "shared_fs": False, "shared_takeover_seconds": 180.0}
         config = cast("Any", SimpleNamespace(**values, save_spread_seconds=60.0, remotes=(), file=None))
         links = cast("Any", {"nas": link})
-        self.shipping = UploadManager(config, "", self.state, links, cast("Any", None), lambda: None)
+        self.uploads = UploadManager(config, "", self.state, links, cast("Any", None), lambda: None)
 
-    def _order(self, order: m.ShipOrder, heard: Any, _form: str) -> int:
+    def _order(self, order: m.UploadRequest, heard: Any, _form: str) -> int:
         self.orders.append((order, heard))
         return len(self.orders)
 
@@ -81,10 +85,12 @@ class Resent:
         shutil.copytree(self.node.save_dir / self.node.tag, place)
         return save_id
 
-    def ship(self, save_id: int, *, cut_after: int = 99) -> ShipState:
+    def ship(self, save_id: int, *, cut_after: int = 99) -> UploadState:
         """One attempt; the link is cut after so many objects, whatever is under way beside them."""
         with files.opened_dir(self.node.save_dir) as fd:
-            self.shipping.ship(Ship(save_id=save_id, remote="nas", form=ZERO, generation=1, attempt=0), fd, 0)
+            self.uploads.upload(
+                Upload(save_id=save_id, remote="nas", form=ZERO, generation=1, attempt=0), fd, 0
+            )
         order, heard = self.orders.pop()
         done, lock = 0, threading.Lock()
 
@@ -92,7 +98,7 @@ class Resent:
             if done >= cut_after:
                 raise RemoteError("the network went")
 
-        def noted(what: m.Shipped) -> None:
+        def noted(what: m.UploadedObject) -> None:
             nonlocal done
             with lock:  # lanes come here at once; one of them may have looked before the cut
                 check()
@@ -131,10 +137,10 @@ def test_what_was_verified_of_one_is_not_believed_after_the_other(
 ) -> None:
     """The second replaced objects of the first, of the same size; then one of them goes on."""
     first = life.save(b"1", 5)
-    assert life.ship(first, cut_after=cuts[0]) is ShipState.FAILED
+    assert life.ship(first, cut_after=cuts[0]) is UploadState.FAILED
     second = life.save(b"2", 6)
-    assert life.ship(second, cut_after=cuts[1]) is ShipState.FAILED
+    assert life.ship(second, cut_after=cuts[1]) is UploadState.FAILED
     if ends == "the second":
-        assert life.ship(first, cut_after=1) is ShipState.FAILED
-    assert life.ship(first if ends == "the first" else second) is ShipState.COMMITTED
+        assert life.ship(first, cut_after=1) is UploadState.FAILED
+    assert life.ship(first if ends == "the first" else second) is UploadState.COMMITTED
     assert not life.committed_wrongly()

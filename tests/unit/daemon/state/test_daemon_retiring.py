@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.config.loader import job_from_arguments
 from ckptd.core.model.records import UNIVERSAL
-from ckptd.core.policy.actions import Retire
+from ckptd.core.policy.actions import DeleteRemote
 from ckptd.daemon.state import view_builder
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
-from ckptd.daemon.uploads.retire import RemoteDeleter
+from ckptd.daemon.uploads.remote_deletion import RemoteDeleter
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import remote_commit, sealed
@@ -42,8 +42,8 @@ def test_tries_of_one_removal_count_once_and_outlive_a_start(tmp_path: Path) -> 
     (remote,) = (config.name for config in job.remotes)
     retiring = RemoteDeleter(job, state, {remote: link}, Audit(tmp_path / "audit.jsonl"), lambda: None)
     for step in (1, 1, 1, 2):
-        retiring.retire(
-            Retire(remote=remote, commit=remote_commit(sealed(step)), reason="save_total_limit 2")
+        retiring.delete(
+            DeleteRemote(remote=remote, commit=remote_commit(sealed(step)), reason="save_total_limit 2")
         )
     assert len(ordered) == 4
     assert len(state.deletions.remote_at) == 2
@@ -76,7 +76,9 @@ def test_each_remote_has_a_belt_of_its_own_and_its_own_limit(tmp_path: Path) -> 
     retiring = RemoteDeleter(job, state, links, Audit(tmp_path / "audit.jsonl"), lambda: None)
     assert left(state) == [3, 4]
     for remote, step in (("nas", 1), ("nas", 2), ("nas", 3), ("other", 1)):
-        retiring.retire(Retire(remote=remote, commit=remote_commit(sealed(step)), reason="save_total_limit"))
+        retiring.delete(
+            DeleteRemote(remote=remote, commit=remote_commit(sealed(step)), reason="save_total_limit")
+        )
     assert left(state) == [0, 3]
     state.deletions.completed_at.append(time.monotonic())
     assert left(state) == [1, 4], "a save of this hour lets one more go from each"
@@ -102,7 +104,7 @@ def test_what_goes_from_a_remote_without_the_zero_form_uses_up_its_belt(tmp_path
     before = [view_builder._remote_deletions_left(job, state, one) for one in job.remotes]
     for remote in job.remotes:
         commit = remote_commit(sealed(1), UNIVERSAL)
-        retiring.retire(Retire(remote=remote.name, commit=commit, reason="save_total_limit 2"))
+        retiring.delete(DeleteRemote(remote=remote.name, commit=commit, reason="save_total_limit 2"))
     left = [view_builder._remote_deletions_left(job, state, one) for one in job.remotes]
     assert [was - now for was, now in zip(before, left, strict=True)] == [0, 1]
     state.journal.close()

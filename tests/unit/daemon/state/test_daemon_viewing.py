@@ -71,7 +71,7 @@ class House:
             others=(),
             is_claimed=True,
             is_transferring=False,
-            seconds_to_move=0.0,
+            seconds_to_transfer=0.0,
             uploading=None,
             known_tags=frozenset,
             settings=SimpleNamespace(node="n0"),
@@ -208,15 +208,15 @@ def _planned(
     """What the job's own turn plans with."""
     job: Any = SimpleNamespace(
         config=house.config,
-        links={house.link.name: house.link},
-        knowledge=SimpleNamespace(pins=frozenset(pins)),
-        rights=SimpleNamespace(are_held=rights),
-        nodes=SimpleNamespace(differing=lambda: differing, tenure=None),
+        sessions={house.link.name: house.link},
+        known_saves=SimpleNamespace(pins=frozenset(pins)),
+        deletion_rights=SimpleNamespace(are_held=rights),
+        peers=SimpleNamespace(differing=lambda: differing, lease_status=None),
         control=SimpleNamespace(pause=None, drain_view=lambda *_: None),
-        actor=SimpleNamespace(
-            scrubber=SimpleNamespace(damaged_tags=frozenset(damaged)), carry_out=lambda *_: None
+        executor=SimpleNamespace(
+            scrubber=SimpleNamespace(damaged_tags=frozenset(damaged)), execute=lambda *_: None
         ),
-        patience=SimpleNamespace(reserve=SimpleNamespace(keep=lambda *_: None)),
+        supervisor=SimpleNamespace(reserve=SimpleNamespace(keep=lambda *_: None)),
         state_dir=house.save_dir,
     )
     with files.opened_dir(house.save_dir) as fd:

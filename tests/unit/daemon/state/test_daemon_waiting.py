@@ -19,7 +19,7 @@ from ckptd.core.model.decision import Decision
 from ckptd.core.model.layouts import NamedShard, Role, ShardKey
 from ckptd.core.model.listing import FolderListing, SaveDirListing
 from ckptd.core.model.manifest import NodeManifest, manifest_key, name_in, sha256_of, to_bytes
-from ckptd.core.model.records import ZERO, ShipRecord, ShipState
+from ckptd.core.model.records import ZERO, UploadRecord, UploadState
 from ckptd.core.policy.planner import plan
 from ckptd.daemon.health.stalls import report_waiting
 from ckptd.daemon.intake.decisions import DECISIONS, write_decision
@@ -77,9 +77,9 @@ def seen(*, commits: tuple[m.CommitView, ...] = ()) -> m.TagView:
 class Life:
     """A node of two: its part of the save is shipped; `record` is what its journal says."""
 
-    def __init__(self, tmp_path: Path, record: ShipRecord) -> None:
+    def __init__(self, tmp_path: Path, record: UploadRecord) -> None:
         self.scene = Scene(tmp_path)
-        self.scene.link.settings = self.scene.link.settings.model_copy(update={"job_id": "j" * 32})
+        self.scene.session.settings = self.scene.session.settings.model_copy(update={"job_id": "j" * 32})
         self.state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
         self.state.journal.add_save(sealed(TWO_NODES[0], 1), found_first=False, adopted=True, seen_at=0.0)
         self.state.load()
@@ -89,10 +89,10 @@ class Life:
 
     def start_again(self) -> None:
         """With what is in the journal."""
-        self.knowledge = KnownSaves(
+        self.known_saves = KnownSaves(
             self.state,
             self._place,
-            {"nas": self.scene.link},
+            {"nas": self.scene.session},
             "n0",
             PreexistingSaves(frozenset(), frozenset()),
             60.0,
@@ -101,21 +101,21 @@ class Life:
         )
 
     @property
-    def record(self) -> ShipRecord:
+    def record(self) -> UploadRecord:
         return self.state.uploads.record(ROW, "nas", ZERO)
 
     def observes(self, *commits: m.CommitView) -> None:
-        self.scene.link.observation = m.Observation(identity=IDENTITY, commits=commits)
-        self.knowledge.choose_generations()
+        self.scene.session.observation = m.Observation(identity=IDENTITY, commits=commits)
+        self.known_saves.choose_generations()
 
     def lists(self, *whole: tuple[str, int, str]) -> None:
         """No COMMIT yet; of these all parts are listed."""
-        self.scene.link.observation = m.Observation(identity=IDENTITY, commits=(), listed_whole=whole)
-        self.knowledge.choose_generations()
+        self.scene.session.observation = m.Observation(identity=IDENTITY, commits=(), listed_whole=whole)
+        self.known_saves.choose_generations()
 
     def actions(self, now_seconds: float) -> list[str]:
         """What the planner wants."""
-        save = save_view(ROW, sealed(TWO_NODES[0], 1), ships={("nas", ZERO): self.record})
+        save = save_view(ROW, sealed(TWO_NODES[0], 1), uploads={("nas", ZERO): self.record})
         view = job_view([save], generations=self.state.uploads.generations, now_seconds=now_seconds)
         remote = replace(view.remotes[0], known_tags=frozenset({TAG}))
         view = replace(view, remotes=(remote,), local_forms=())
@@ -124,16 +124,18 @@ class Life:
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> Life:
-    record = ShipRecord(remote="nas", form=ZERO, state=ShipState.WAITING, generation=1, retry_at_seconds=1e9)
+    record = UploadRecord(
+        remote="nas", form=ZERO, state=UploadState.WAITING, generation=1, retry_at_seconds=1e9
+    )
     return Life(tmp_path, record)
 
 
 def test_what_waits_is_shipped_again_and_not_only_described(waiting: Life) -> None:
     """It was described for ever: the answer was not for what waits."""
     assert "Describe" in waiting.actions(2e9)
-    waiting.scene.link.tag_views[TAG] = seen()
-    waiting.knowledge.choose_generations()
-    assert "Ship" in waiting.actions(2e9)
+    waiting.scene.session.tag_views[TAG] = seen()
+    waiting.known_saves.choose_generations()
+    assert "Upload" in waiting.actions(2e9)
 
 
 @pytest.mark.parametrize("swaps", [True, False])
@@ -151,9 +153,9 @@ def test_a_save_that_two_nodes_swapped_says_why_it_is_never_committed(waiting: L
         reason="rank 1", missing=missing, parts=(other,)
     )
     job: Any = SimpleNamespace(
-        links={},
+        sessions={},
         problems=waiting.state.problems,
-        nodes=SimpleNamespace(others=()),
+        peers=SimpleNamespace(others=()),
         config=JobConfig.model_validate({"name": "run", "save_dir": "/x"}),
     )
     report_waiting(job, waiting.state)
@@ -167,31 +169,31 @@ def test_a_commit_that_another_node_made_ends_the_wait(waiting: Life) -> None:
     assert waiting.actions(0.0) == [], "nothing new: it waits"
     waiting.observes(view_of())
     assert waiting.actions(0.0) == ["Describe"]
-    waiting.scene.link.tag_views[TAG] = seen(commits=(view_of(),))
-    waiting.knowledge.choose_generations()
-    assert (waiting.record.state, waiting.record.commit_sha256) == (ShipState.COMMITTED, view_of().sha256)
+    waiting.scene.session.tag_views[TAG] = seen(commits=(view_of(),))
+    waiting.known_saves.choose_generations()
+    assert (waiting.record.state, waiting.record.commit_sha256) == (UploadState.COMMITTED, view_of().sha256)
 
 
 def test_what_was_read_of_a_tag_goes_once_another_node_committed_it(waiting: Life) -> None:
     """On all nodes but one each save left 185 kB in memory, for ever."""
-    views = waiting.scene.link.tag_views
+    views = waiting.scene.session.tag_views
     views[TAG] = seen()
-    waiting.knowledge.choose_generations()
+    waiting.known_saves.choose_generations()
     assert TAG in views, "it is still open"
     views[TAG] = seen(commits=(view_of(),))
     waiting.state.uploads.generations.clear()
-    waiting.knowledge.choose_generations()
-    assert waiting.record.state is ShipState.COMMITTED
+    waiting.known_saves.choose_generations()
+    assert waiting.record.state is UploadState.COMMITTED
     assert not views
 
 
 def test_what_was_read_of_a_tag_goes_with_it(waiting: Life) -> None:
     """A folder that was begun, asked about, and went before it was complete."""
-    views = waiting.scene.link.tag_views
+    views = waiting.scene.session.tag_views
     views[TAG], views["begun"], views["gone"] = seen(), seen(), seen()
     begun = FolderListing(tag="begun", folder=FolderIdentity(dev=1, ino=2), files=())
     waiting.state.folders.listing = SaveDirListing(device=1, folders=(begun,))
-    waiting.knowledge.choose_generations()
+    waiting.known_saves.choose_generations()
     assert views.keys() == {TAG, "begun"}
 
 
@@ -200,38 +202,38 @@ def test_a_disputed_commit_counts_no_more(tmp_path: Path) -> None:
     commit = view_of()
     life = Life(
         tmp_path,
-        ShipRecord(
+        UploadRecord(
             remote="nas",
             form=ZERO,
-            state=ShipState.COMMITTED,
+            state=UploadState.COMMITTED,
             generation=1,
             commit_key=commit.key,
             commit_sha256=commit.sha256,
         ),
     )
     life.observes(commit)
-    assert life.record.state is ShipState.COMMITTED
+    assert life.record.state is UploadState.COMMITTED
     life.observes(view_of(disputed=True))
-    assert (life.record.state, life.record.commit_sha256) == (ShipState.NEW, None)
+    assert (life.record.state, life.record.commit_sha256) == (UploadState.NEW, None)
     assert life.record.reason == f"{commit.key} is disputed"
-    life.scene.link.tag_views[TAG] = seen(commits=(view_of(disputed=True),))
-    life.knowledge.choose_generations()
+    life.scene.session.tag_views[TAG] = seen(commits=(view_of(disputed=True),))
+    life.known_saves.choose_generations()
     assert [answer.generation for answer in life.state.uploads.generations.values()] == [2]
 
 
 def test_a_new_journal_without_the_newest_that_a_remote_tells_of_needs_that_remote(waiting: Life) -> None:
     """Nothing as new lies here: were the remote away, a save after a rewind would count as an older one."""
-    links, [row] = [waiting.scene.link], waiting.state.saves.rows.values()
-    assert is_written_down(waiting.state, links, None)
-    assert is_written_down(waiting.state, links, row.save.order)
-    assert not is_written_down(waiting.state, links, row.save.order._replace(branch=row.save.branch + 1))
+    sessions, [row] = [waiting.scene.session], waiting.state.saves.rows.values()
+    assert is_written_down(waiting.state, sessions, None)
+    assert is_written_down(waiting.state, sessions, row.save.order)
+    assert not is_written_down(waiting.state, sessions, row.save.order._replace(branch=row.save.branch + 1))
 
 
 def test_what_never_comes_is_asked_for_ever_more_seldom() -> None:
     """A save that one node of a thousand never wrote; as soon as another part comes it is a minute again."""
     waits, before = [], None
     for reason in ("a and b", *["b"] * 7, "b, of another save"):
-        before = waiting_on(before, m.ShipResult(outcome="waiting", reason=reason), 60.0)
+        before = waiting_on(before, m.UploadResult(outcome="waiting", reason=reason), 60.0)
         waits.append(before.retry_seconds)
     assert waits == [60.0, 60.0, 120.0, 240.0, 480.0, 480.0, 480.0, 480.0, 60.0]
 
@@ -252,7 +254,7 @@ def test_once_no_part_is_missing_it_is_asked_within_a_minute(waiting: Life) -> N
     waiting.lists((TAG, 1, ZERO))
     assert waiting.record.retry_at_seconds == soon, "once: each look would put it off, or ask again"
     # what is asked in vain waits as before, until a part went and came again
-    answer = m.ShipResult(outcome="waiting", reason="a node replaces what it found there")
+    answer = m.UploadResult(outcome="waiting", reason="a node replaces what it found there")
     waiting.state.uploads.waiting[key] = waiting_on(waiting.state.uploads.waiting[key], answer, 60.0)
     waiting.state.uploads.put(ROW, waiting.record.model_copy(update={"retry_at_seconds": 1e9}))
     waiting.lists((TAG, 1, ZERO))
@@ -324,12 +326,12 @@ def test_another_nodes_pin_holds_while_the_remote_is_away(
     def pins(*decisions: Decision | None) -> set[str]:
         """As the remote shows them; None: it is away."""
         seen = m.Observation(identity=IDENTITY, commits=(), decisions=tuple(d for d in decisions if d))
-        waiting.scene.link.observation = None if None in decisions else seen
+        waiting.scene.session.observation = None if None in decisions else seen
         if is_restarted:
             waiting.start_again()
-        waiting.knowledge.refresh()
-        pinned = waiting.knowledge.pins
-        assert all(waiting.knowledge.is_pinned(tag) == (tag in pinned) for tag in (TAG, "other"))
+        waiting.known_saves.refresh()
+        pinned = waiting.known_saves.pins
+        assert all(waiting.known_saves.is_pinned(tag) == (tag in pinned) for tag in (TAG, "other"))
         return set(pinned)
 
     assert pins(None) == set()
@@ -352,14 +354,14 @@ def test_a_pin_that_the_folders_time_does_not_tell_is_known_by_the_next_turn(
     write_decision(tmp_path, Decision(kind="pin", tag="other", by="a person", serial=1))
     folder = tmp_path / DECISIONS
     os.utime(folder, (1e9, 1e9))
-    waiting.knowledge.refresh()
+    waiting.known_saves.refresh()
     write_decision(tmp_path, Decision(kind="pin", tag=TAG, by="a person", serial=2))
     os.utime(folder, (1e9, 1e9))
-    waiting.knowledge.refresh()
-    assert TAG not in waiting.knowledge.pins
-    assert waiting.knowledge.is_pinned(TAG)
-    waiting.knowledge.refresh()
-    assert TAG in waiting.knowledge.pins
+    waiting.known_saves.refresh()
+    assert TAG not in waiting.known_saves.pins
+    assert waiting.known_saves.is_pinned(TAG)
+    waiting.known_saves.refresh()
+    assert TAG in waiting.known_saves.pins
 
 
 def test_what_may_not_be_read_of_a_tag_is_asked_for_ever_more_seldom(waiting: Life) -> None:
@@ -367,17 +369,17 @@ def test_what_may_not_be_read_of_a_tag_is_asked_for_ever_more_seldom(waiting: Li
     life = waiting
     commit = view_of()
     life.state.saves.rows.clear()
-    life.scene.link.observation = m.Observation(identity=IDENTITY, commits=(commit,))
+    life.scene.session.observation = m.Observation(identity=IDENTITY, commits=(commit,))
     asked = len(life.scene.line.orders)
     for _ in range(20):
-        assert not life.knowledge.may_seal(TAG)
+        assert not life.known_saves.may_seal(TAG)
         if len(life.scene.line.orders) > asked:
             asked = len(life.scene.line.orders)
             assert isinstance(life.scene.asked, m.Describe)
             life.scene.answer(m.Failed(error="NotPermitted", message="it may not be read", hint=""))
-            assert life.scene.link.seconds_to_wake > 0
+            assert life.scene.session.seconds_to_wake > 0
     assert asked == len(life.scene.line.orders)
     assert sum(isinstance(order, m.Describe) for order in life.scene.line.orders) == 1
-    life.scene.link.well()
-    assert not life.knowledge.may_seal(TAG)
+    life.scene.session.note_answer()
+    assert not life.known_saves.may_seal(TAG)
     assert sum(isinstance(order, m.Describe) for order in life.scene.line.orders) == 1, "the tag has its own"

@@ -66,16 +66,16 @@ def hourly(scene: Scene, workers: AtOnce) -> tuple[Sealer, JobState, Callable[[]
     recogniser = SimpleNamespace(
         is_run_settled=lambda _: True, found_first=lambda: None, newest_first=lambda _: ()
     )
-    intake = Sealer(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
+    sealer = Sealer(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
     looks = itertools.count(1)
     began_seconds = time.monotonic()
 
     def look() -> Verdict:
         with files.opened_dir(scene.save_dir) as fd:
-            intake.look(scan(fd), fd, began_seconds + 2 * HOUR_SECONDS * next(looks))
+            sealer.look(scan(fd), fd, began_seconds + 2 * HOUR_SECONDS * next(looks))
         return state.folders.verdicts["global_step5"]
 
-    return intake, state, look
+    return sealer, state, look
 
 
 @pytest.mark.parametrize("path", [SHARD, "note.txt"])
@@ -84,7 +84,7 @@ def test_what_the_disk_never_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     scene, workers = Scene(tmp_path), AtOnce()
     scene.save(5)
     (scene.save_dir / "global_step5" / "note.txt").write_text("loss")
-    intake, state, look = hourly(scene, workers)
+    sealer, state, look = hourly(scene, workers)
 
     with monkeypatch.context() as patch:
         refuse(patch, path)
@@ -99,9 +99,9 @@ def test_what_the_disk_never_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert not state.failures.all()
         asked = workers.asked
         assert asked <= TRIES + 3
-        assert intake.next_due_seconds(time.monotonic()) > 1.0
-        assert not intake.is_due(time.monotonic())
-        assert intake.is_due(time.monotonic() + HOUR_SECONDS)  # a job at rest looks for it alone
+        assert sealer.next_due_seconds(time.monotonic()) > 1.0
+        assert not sealer.is_due(time.monotonic())
+        assert sealer.is_due(time.monotonic() + HOUR_SECONDS)  # a job at rest looks for it alone
     look()
     assert look().state is State.COMPLETE
     assert workers.asked > asked
@@ -131,20 +131,20 @@ def test_a_folder_that_goes_while_it_is_read_is_not_asked_for(
     recogniser = SimpleNamespace(
         is_run_settled=lambda _: True, found_first=lambda: None, newest_first=lambda _: ()
     )
-    intake = Sealer(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
+    sealer = Sealer(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
     now_seconds = time.monotonic()
     with files.opened_dir(scene.save_dir) as fd:
         for wait in (0.0, HOUR_SECONDS):
-            intake.look(scan(fd), fd, now_seconds + wait)
+            sealer.look(scan(fd), fd, now_seconds + wait)
         assert workers.waiting
         with monkeypatch.context() as patch:
             refuse(patch, SHARD)
             (scene.save_dir / "global_step5").rename(scene.save_dir / "_ckptd-gone")
-            intake.look(scan(fd), fd, now_seconds + HOUR_SECONDS)
+            sealer.look(scan(fd), fd, now_seconds + HOUR_SECONDS)
             (scene.save_dir / "_ckptd-gone").rename(scene.save_dir / "global_step5")
             for answer in workers.waiting:
                 answer()
-    assert not intake.is_due(now_seconds + 3 * HOUR_SECONDS)
+    assert not sealer.is_due(now_seconds + 3 * HOUR_SECONDS)
     journal.close()
 
 

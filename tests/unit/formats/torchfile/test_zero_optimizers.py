@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.cli.checkpoints.inspect import look
+from ckptd.cli.checkpoints.inspect import inspect_folder
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.core.model.loaders import stage3_loader_word
@@ -243,9 +243,9 @@ def test_a_slash_in_a_name_is_a_folder_and_weights_take_any_name(tmp_path: Path,
     value, _, data = load(tmp_path / "u" / "zero" / "pd.a" / "b" / "fp32.pt")
     tensor = value["param"] if isinstance(value, dict) else value
     assert tensor_bytes(tensor, data) == full_bytes("fp32", "pd.a/b", (5, 3))
-    seen = look(tmp_path / "u").checkpoints[0]
+    seen = inspect_folder(tmp_path / "u").checkpoints[0]
     assert (seen.is_complete, seen.tensors, seen.parameters) == (True, 2, 19)
-    assert look(tmp_path / "tag").checkpoints[0].parameters == 19
+    assert inspect_folder(tmp_path / "tag").checkpoints[0].parameters == 19
     convert(tmp_path / "tag", tmp_path / "w", ConvertOptions(form="weights"))
     assert set(read_folder(tmp_path / "w")) == set(shapes)
 

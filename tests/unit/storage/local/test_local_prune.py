@@ -21,7 +21,7 @@ from ckptd.core.model.records import DeletionIntent
 from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.core.policy.permit import DeletePermit
 from ckptd.core.policy.view import CommitRef
-from ckptd.daemon.actions.prune import LocalDeleter
+from ckptd.daemon.actions.local_deletion import LocalDeleter
 from ckptd.daemon.bootstrap import recover
 from ckptd.daemon.state.state import JobState
 from ckptd.errors import CkptdError, SourceChanged

@@ -25,7 +25,7 @@ from tests.unit.storage.remote.test_remote_lanes import assert_true
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.storage.remote.messages import Shipped, ShipResult
+    from ckptd.storage.remote.messages import UploadedObject, UploadResult
 
 __all__ = ["bare", "built", "scene"]
 
@@ -43,12 +43,12 @@ class Pair:
         self.ground: AttachedRemote = second.attached(self.store)
         self.done: list[str] = []
 
-        def dies(event: Shipped) -> None:
+        def dies(event: UploadedObject) -> None:
             if event.key == self.key:
                 msg = "enough"
                 raise Cancelled(msg)
 
-        def replaced(event: Shipped) -> None:
+        def replaced(event: UploadedObject) -> None:
             self.first.events.append(event)
             self.done.append(event.key)
             if event.key == self.key and self.done.count(self.key) == 1:
@@ -61,7 +61,7 @@ class Pair:
             replace(self.first.control(), on_done=replaced),
         )
 
-    def again(self) -> ShipResult:
+    def again(self) -> UploadResult:
         """The first node's next attempt, with what its journal holds."""
         order = self.first.order(self.first.sealed(), shipped=self.first.shipped())
         return ship(self.ground, order, self.first.control())

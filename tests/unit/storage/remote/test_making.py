@@ -19,7 +19,7 @@ from ckptd.core.model.records import UNIVERSAL
 from ckptd.errors import DamagedError, SourceChanged
 from ckptd.storage.remote.commit import ship
 from ckptd.storage.remote.documents import read_commit, read_generation
-from ckptd.storage.remote.messages import Making, Planned, ShipOrder, Shipped
+from ckptd.storage.remote.messages import DeriveRequest, Planned, UploadedObject, UploadRequest
 from ckptd.storage.remote.transfer import sealed
 from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores.memory import MemoryStore
@@ -30,7 +30,7 @@ from tests.support.tp_saves import megatron, write
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.storage.remote.messages import ShipResult
+    from ckptd.storage.remote.messages import UploadResult
     from ckptd.storage.remote.observe import AttachedRemote
 
 GROUPS: list[dict[str, tuple[int, ...]]] = [
@@ -55,14 +55,14 @@ class Scene:
         self.store = MemoryStore()
         self.ground: AttachedRemote = self.node.attached(self.store)
 
-    def order(self, form: str, shipped: tuple[Shipped, ...] = (), **changes: object) -> ShipOrder:
+    def order(self, form: str, shipped: tuple[UploadedObject, ...] = (), **changes: object) -> UploadRequest:
         save = self.node.sealed()
         order = self.node.order(save, form=form, shipped=shipped)
         source = DerivedSource(
             generation=1, fingerprints=save.fingerprints, plan_sha256="", layout="", alignment=0
         )
         tag = self.node.tag
-        making_ = Making(
+        making_ = DeriveRequest(
             folders=(tag,),
             sealed=tuple((f"{tag}/{f.path}", f.identity) for f in save.files),
             staging=str(self.staging),
@@ -76,7 +76,7 @@ class Scene:
             }
         )
 
-    def ship(self, order: ShipOrder, **changes: Any) -> ShipResult:
+    def ship(self, order: UploadRequest, **changes: Any) -> UploadResult:
         control = replace(self.node.control(), on_planned=self.node.events.append, **changes)
         return ship(self.ground, order, control, derive.opened)
 
@@ -122,7 +122,7 @@ def test_a_commit_that_is_there_is_not_planned_again(scene: Scene) -> None:
     assert len(scene.planned()) == 1
 
 
-def _stopped(scene: Scene, after: int) -> tuple[Shipped, ...]:
+def _stopped(scene: Scene, after: int) -> tuple[UploadedObject, ...]:
     """Cancelled when so many objects were done: what the journal knows of it."""
 
     def check() -> None:
@@ -160,7 +160,7 @@ def test_a_save_that_changes_meanwhile_is_never_committed(scene: Scene) -> None:
     data = (scene.shards / name).read_bytes()
     order = scene.order(UNIVERSAL)
 
-    def on_done(entry: Shipped) -> None:
+    def on_done(entry: UploadedObject) -> None:
         scene.node.events.append(entry)
         if len(scene.node.shipped()) == len(scene.objects(UNIVERSAL)) == scene.planned()[0].files:
             scene.node.rewrite(name, data)

@@ -25,7 +25,7 @@ from ckptd.errors import SourceChanged
 from ckptd.storage.remote.commit import ship
 from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.documents import read_commit, read_generation
-from ckptd.storage.remote.messages import Committed, Making, Planned, Retire, Shipped
+from ckptd.storage.remote.messages import Committed, DeleteCommit, DeriveRequest, Planned, UploadedObject
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.rate_limit import Cancelled
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ckptd.storage.remote.messages import ShipOrder, ShipResult
+    from ckptd.storage.remote.messages import UploadRequest, UploadResult
     from ckptd.storage.remote.observe import AttachedRemote
 
 GROUPS: list[dict[str, tuple[int, ...]]] = [
@@ -123,7 +123,7 @@ class Spread:
         for other in NAMES:
             self.beat(other, seconds_ago=TAKEOVER_SECONDS + 1 if other == name else 0.0)
 
-    def order(self, name: str, form: str = UNIVERSAL, **changes: object) -> ShipOrder:
+    def order(self, name: str, form: str = UNIVERSAL, **changes: object) -> UploadRequest:
         node = self.nodes[name]
         order = node.order(node.sealed(), form=form, shipped=node.shipped())
         source = DerivedSource(generation=1, fingerprints=(), plan_sha256="", layout="", alignment=0)
@@ -136,7 +136,7 @@ class Spread:
         } | changes
         manifest = order.manifest.model_copy(update={"source": source})
         return order.model_copy(
-            update={"files": (), "manifest": manifest, "making": Making.model_validate(values)}
+            update={"files": (), "manifest": manifest, "making": DeriveRequest.model_validate(values)}
         )
 
     def ship(
@@ -147,7 +147,7 @@ class Spread:
         check: Any = None,
         on_planned: Any = None,
         **changes: object,
-    ) -> ShipResult:
+    ) -> UploadResult:
         node = self.nodes[name]
         control = replace(node.control(), on_planned=on_planned or node.events.append)
         control = replace(control, check=check) if check is not None else control
@@ -298,7 +298,7 @@ def test_one_that_was_paused_is_replaced(spread: Spread) -> None:
 def test_two_at_once_leave_one_commit_and_one_folder(spread: Spread, tmp_path: Path) -> None:
     """A node that everybody took for dead goes on to its last byte while another one makes it all."""
     wanted = expected(spread, tmp_path / "made")
-    seen: list[ShipResult] = []
+    seen: list[UploadResult] = []
 
     def meanwhile() -> None:
         spread.falls_silent("n0")
@@ -546,7 +546,7 @@ def test_of_a_commit_that_is_gone_nothing_is_made(spread: Spread) -> None:
 def test_what_is_retired_is_not_made_again_and_forgets_who_made_it(spread: Spread) -> None:
     result = spread.ship("n0")
     assert result.commit is not None
-    order = Retire(
+    order = DeleteCommit(
         tag=spread.tag, generation=1, form=UNIVERSAL, reason="keys", commit_sha256=result.commit.sha256
     )
     retire(spread.grounds["n0"], order, lambda: None)
@@ -554,4 +554,4 @@ def test_what_is_retired_is_not_made_again_and_forgets_who_made_it(spread: Sprea
     assert not spread.sent(f"{spread.tag}_universal")
     assert spread.ship("n1").outcome == "conflict"
     assert not spread.attempts()
-    assert not [event for event in spread.nodes["n1"].events if isinstance(event, Shipped)][2:]
+    assert not [event for event in spread.nodes["n1"].events if isinstance(event, UploadedObject)][2:]

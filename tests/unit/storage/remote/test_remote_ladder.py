@@ -11,7 +11,7 @@ import pytest
 from ckptd.core.model.manifest import Dispute, side_key, stem, to_bytes
 from ckptd.errors import RefusedError
 from ckptd.storage.remote import observe
-from ckptd.storage.remote.messages import CommitView, Retire
+from ckptd.storage.remote.messages import CommitView, DeleteCommit
 from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.retire import retire
 from tests.stores.memory import MemoryStore
@@ -34,7 +34,7 @@ class Ladder:
     def step(self, *, store: MemoryStore | None = None, gone: CommitView | None = None) -> None:
         """What the daemon orders: ZeRO goes, universal stays."""
         view, commit = gone or self.zero, (gone or self.zero).commit
-        order = Retire(
+        order = DeleteCommit(
             tag=commit.tag,
             generation=commit.generation,
             form=commit.form,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ckptd.storage.remote.messages import Shipped, ShipResult
+    from ckptd.storage.remote.messages import UploadedObject, UploadResult
     from ckptd.storage.stores.base import ObjectInfo, Progress, Resume, Source
 
 LANES = 6
@@ -75,7 +75,7 @@ def node(tmp_path: Path) -> Node:
     return node
 
 
-def shipped_by(node: Node, store: MemoryStore, **more: object) -> ShipResult:
+def shipped_by(node: Node, store: MemoryStore, **more: object) -> UploadResult:
     ground = node.attached(store)
     return ship(ground, node.order(node.sealed()), replace(node.control(), **more))  # type: ignore[arg-type]
 
@@ -340,12 +340,12 @@ def test_nothing_is_committed_over_what_another_node_is_replacing(tmp_path: Path
     key = f"{first.tag}/notes.json"
     done: list[str] = []
 
-    def dies(event: Shipped) -> None:
+    def dies(event: UploadedObject) -> None:
         if event.key == key:
             msg = "enough"
             raise Cancelled(msg)
 
-    def replaced(event: Shipped) -> None:
+    def replaced(event: UploadedObject) -> None:
         done.append(event.key)
         if event.key == key and done.count(key) == 1:
             with pytest.raises(Cancelled):

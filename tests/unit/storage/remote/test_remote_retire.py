@@ -25,7 +25,7 @@ from ckptd.core.model.manifest import (
 from ckptd.errors import CommitConflict, NotFoundError, RefusedError
 from ckptd.storage.remote import observe
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.messages import Retire
+from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.base import Abilities
@@ -91,9 +91,9 @@ def commit_three(
     return ground, views
 
 
-def order_for(view: CommitView) -> Retire:
+def order_for(view: CommitView) -> DeleteCommit:
     c = view.commit
-    return Retire(
+    return DeleteCommit(
         tag=c.tag, generation=c.generation, form=c.form, reason="keep_last = 2", commit_sha256=view.sha256
     )
 

@@ -13,7 +13,7 @@ from ckptd.core.model.heartbeat import Heartbeat, heartbeat_key
 from ckptd.core.model.manifest import stem
 from ckptd.core.policy.leases import Shares, numbered, shares_folder
 from ckptd.storage.remote.coordination import Heartbeats
-from ckptd.storage.remote.messages import Retire
+from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import manifests_of, read_remote
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.directory import DirectoryStore
@@ -22,7 +22,7 @@ from tests.stores.scene import JOB_ID, Node
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.storage.remote.messages import ShipResult
+    from ckptd.storage.remote.messages import UploadResult
     from ckptd.storage.remote.observe import AttachedRemote
 
 TAKEOVER_SECONDS = 30.0
@@ -57,7 +57,7 @@ class Shared:
         at = time.time() - seconds_ago
         os.utime(self.nas / heartbeat_key(name), (at, at))
 
-    def ship(self, name: str) -> ShipResult:
+    def ship(self, name: str) -> UploadResult:
         """That host's order, with what it knows of earlier attempts."""
         host = self.hosts[name]
         order = host.order(host.sealed())
@@ -151,7 +151,7 @@ def test_one_that_came_later_waits_without_a_word(shared: Shared) -> None:
 def test_a_division_goes_with_its_checkpoint(shared: Shared) -> None:
     result = [shared.ship(name) for name in NAMES][-1]
     assert result.commit is not None
-    order = Retire(
+    order = DeleteCommit(
         tag=shared.tag, generation=1, form="zero", reason="test", commit_sha256=result.commit.sha256
     )
     host = shared.hosts["n0"]

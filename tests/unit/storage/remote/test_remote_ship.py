@@ -25,7 +25,7 @@ from ckptd.errors import (
 )
 from ckptd.storage.remote import observe
 from ckptd.storage.remote.commit import ship
-from ckptd.storage.remote.messages import Shipped
+from ckptd.storage.remote.messages import UploadedObject
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.directory import DirectoryStore
@@ -246,7 +246,7 @@ def test_a_file_written_while_the_last_one_is_sent_stops_the_commit(
     order, control = node.order(node.sealed()), node.control()
     done: list[str] = []
 
-    def on_done(event: Shipped) -> None:
+    def on_done(event: UploadedObject) -> None:
         done.append(event.key)
         if len(done) == len(order.files):
             node.rewrite(first, archive(b"later"))
@@ -343,7 +343,7 @@ def test_a_remote_that_changed_hands_while_files_were_sent_gets_no_manifest(
     other.write_bytes(identity.read_bytes().replace(JOB_ID.encode(), b"k" * 32))
     order, control = node.order(node.sealed()), node.control()
 
-    def on_done(event: Shipped) -> None:
+    def on_done(event: UploadedObject) -> None:
         if event.key.endswith(MODEL) and other.exists():
             os.replace(other, identity)
 

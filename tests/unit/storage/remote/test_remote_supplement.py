@@ -22,7 +22,7 @@ from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
 from ckptd.storage.remote import garbage, observe
 from ckptd.storage.remote.commit import supplement
-from ckptd.storage.remote.messages import Retire, ShipFile, ShipOrder, ShipResult
+from ckptd.storage.remote.messages import DeleteCommit, UploadFile, UploadRequest, UploadResult
 from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.memory import MemoryStore
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 X1 = "_ckptd/commits/global_step5~g1~zero~x1.json"
 
 
-def late(node: Node, name: str, data: bytes) -> ShipFile:
+def late(node: Node, name: str, data: bytes) -> UploadFile:
     """A file that somebody put into the checkpoint just now."""
     path = node.save_dir / node.tag / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
-    return ShipFile(
+    return UploadFile(
         path=name,
         key=f"{node.tag}/{name}",
         source=f"{node.tag}/{name}",
@@ -55,7 +55,7 @@ def late(node: Node, name: str, data: bytes) -> ShipFile:
     )
 
 
-def order_of(node: Node, commit_sha256: str, *rows: ShipFile) -> ShipOrder:
+def order_of(node: Node, commit_sha256: str, *rows: UploadFile) -> UploadRequest:
     order = node.order(node.sealed())
     return order.model_copy(update={"files": rows, "supplement_to": commit_sha256})
 
@@ -71,7 +71,7 @@ class Scene:
         self.commit = self.node.ship(self.ground, self.node.order(self.node.sealed())).commit
         assert self.commit is not None
 
-    def add(self, *rows: ShipFile) -> ShipResult:
+    def add(self, *rows: UploadFile) -> UploadResult:
         assert self.commit is not None
         return supplement(self.ground, order_of(self.node, self.commit.sha256, *rows), self.node.control())
 
@@ -179,7 +179,7 @@ def test_it_is_retired_with_its_commit_and_gc_counts_it_as_needed(scene: Scene) 
     assert (found.objects, found.unlisted) == ((), {})
     assert scene.commit is not None
     assert observe.confirm(scene.store, ((X1, sha256_of(scene.store.objects[X1])),)).ok
-    gone = Retire(
+    gone = DeleteCommit(
         tag="global_step5", generation=1, form="zero", reason="r", commit_sha256=scene.commit.sha256
     )
     retire(scene.ground, gone, lambda: None)

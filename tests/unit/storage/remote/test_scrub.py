@@ -111,7 +111,7 @@ class Thread:
     calls: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
-        self.state.plan = Plan(actions=(), local_fates={}, remote_fates={})
+        self.state.plan = Plan(actions=(), local_verdicts={}, remote_verdicts={})
         self.state.is_first_scan = False
         settings = RemoteSettings(
             name="nas",
@@ -122,20 +122,22 @@ class Thread:
             node="n0",
             node_id="i",
         )
-        self.link = RemoteSession(settings, self.state.problems, self.calls.put, lambda _: None, lambda: None)
+        self.session = RemoteSession(
+            settings, self.state.problems, self.calls.put, lambda _: None, lambda: None
+        )
         self.restart()
 
     def restart(self) -> None:
         """A new scrubber, as after a start of the daemon."""
         remote = RemoteConfig.model_validate({"name": "nas", "url": str(self.scene.nas), "scrub": "10TB/day"})
         job = self.scene.job(remote=False).model_copy(update={"remotes": (remote,), "name": "run"})
-        self.scrubber = Scrubber(job, self.state, {"nas": self.link})
+        self.scrubber = Scrubber(job, self.state, {"nas": self.session})
 
     def until(self, done: Callable[[], object], seconds: float = 200.0) -> None:
         """Turns until it is so."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and not done():
-            self.link.turn(time.monotonic())
+            self.session.turn(time.monotonic())
             self.scrubber.turn()
             if done():  # before an answer that may be there already
                 return
@@ -164,7 +166,7 @@ def thread(scene: RepairScene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Thre
     scene.state.mkdir()
     one = Thread(scene, JobState(journal=Journal(scene.state / "journal.db")))
     yield one
-    one.link.close()
+    one.session.close()
     one.state.journal.close()
 
 
@@ -190,7 +192,7 @@ def test_rot_is_a_problem_until_it_is_repaired(thread: Thread) -> None:
     # read lately: nothing more is read
     for _ in range(5):
         thread.scrubber.turn()
-    assert thread.link.scrub is None
+    assert thread.session.scrub is None
 
 
 def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
@@ -199,7 +201,7 @@ def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
     """A disk that fails answers with EIO: that ends neither the problem nor what keeps the other copies."""
     scene = thread.scene
     scene.flip(scene.shard(1, root=scene.nas))
-    thread.until(lambda: thread.proven == 2 and thread.link.scrub is None)
+    thread.until(lambda: thread.proven == 2 and thread.session.scrub is None)
     answers: list[Scrubbed] = []
 
     class Failing(DirectoryStore):
@@ -213,7 +215,7 @@ def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
         on_answer(answers[0])
         return 1
 
-    monkeypatch.setattr(thread.link, "order", order)
+    monkeypatch.setattr(thread.session, "request", order)
     thread.until(lambda: answers)
     assert (answers[0].bad, len(answers[0].unread)) == ((), 1)
     assert thread.scrubber.damaged_tags == {TAG}
@@ -241,14 +243,14 @@ def failing(
         answer = scrub(replace(ground(scene), store=Failing(str(scene.nas))), order, RateLimiter(), nothing)
 
         def answered() -> None:
-            thread.link.scrub = None
+            thread.session.scrub = None
             on_answer(answer)
 
         thread.calls.put(answered)
         return 1
 
-    thread.until(lambda: thread.link.observation is not None)
-    monkeypatch.setattr(thread.link, "order", order)
+    thread.until(lambda: thread.session.observation is not None)
+    monkeypatch.setattr(thread.session, "request", order)
     return fails
 
 
@@ -299,7 +301,7 @@ def test_what_is_known_damaged_is_kept_while_its_remote_is_away(thread: Thread) 
     """A daemon that starts without the network must not let the good copy go."""
     thread.scene.flip(thread.scene.shard(1, root=thread.scene.nas))
     thread.until(lambda: thread.problems)
-    thread.link.observation = None
+    thread.session.observation = None
     thread.restart()
     assert thread.scrubber.damaged_tags == {TAG}
 
@@ -321,14 +323,14 @@ def test_every_bad_checkpoint_is_looked_at_again(thread: Thread) -> None:
 
 def test_anything_else_comes_first(thread: Thread) -> None:
     """No reading while something moves, and what is under way makes way."""
-    thread.until(lambda: thread.link.is_ready)
+    thread.until(lambda: thread.session.is_ready)
     thread.state.saves.conversion = Conversion(save_id=1)
     time.sleep(0.2)
     thread.scrubber.turn()
-    assert thread.link.scrub is None
+    assert thread.session.scrub is None
     thread.state.saves.conversion = None
-    thread.until(lambda: thread.link.scrub is not None)
-    assert thread.link.open_orders == 0, "a slow reading is no work that the daemon waits for"
+    thread.until(lambda: thread.session.scrub is not None)
+    assert thread.session.open_requests == 0, "a slow reading is no work that the daemon waits for"
     thread.state.folders.in_flight = frozenset({"global_step15"})
-    thread.until(lambda: thread.link.scrub is None)
+    thread.until(lambda: thread.session.scrub is None)
     assert thread.problems == []

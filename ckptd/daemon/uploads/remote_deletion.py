@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.manifest import commit_key, node_in
-from ckptd.core.model.records import ZERO, ShipState
+from ckptd.core.model.records import ZERO, UploadState
 from ckptd.core.policy.remote import TURN_SECONDS
 from ckptd.errors import (
     CommitConflict,
@@ -22,7 +22,7 @@ from ckptd.errors import (
     RefusedError,
     SourceChanged,
 )
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 from ckptd.storage.child.slots import error_of
 from ckptd.storage.remote import messages as m
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.manifest import TombstoneHeader
-    from ckptd.core.policy.actions import Retire
+    from ckptd.core.policy.actions import DeleteRemote
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.errors import CkptdError
@@ -63,19 +63,19 @@ class RemoteDeleter:
         self,
         config: JobConfig,
         state: JobState,
-        links: Mapping[str, RemoteSession],
+        sessions: Mapping[str, RemoteSession],
         audit: Audit,
         wake: Callable[[], None],
     ) -> None:
         self._takes_zero = {remote.name: ZERO in remote.forms for remote in config.remotes}
         self._state = state
-        self._links = links
+        self._sessions = sessions
         self._audit = audit
         self._wake = wake
 
-    def retire(self, action: Retire) -> None:
+    def delete(self, action: DeleteRemote) -> None:
         """Tombstone, COMMIT, objects."""
-        link, commit, instead = self._links[action.remote], action.commit, action.instead
+        session, commit, instead = self._sessions[action.remote], action.commit, action.instead
         rests_on = [commit] if instead is None else [commit, instead]
         self._audit.write(
             "retire",
@@ -87,7 +87,7 @@ class RemoteDeleter:
         )
         if commit.form == ZERO or not self._takes_zero[action.remote]:
             self._state.deletions.begin_remote(action.remote, commit.sha256)
-        order = m.Retire(
+        order = m.DeleteCommit(
             tag=commit.tag,
             generation=commit.generation,
             form=commit.form,
@@ -96,68 +96,68 @@ class RemoteDeleter:
             instead=None if instead is None else (instead.form, instead.sha256),
             counted=action.counted,
         )
-        link.start_transfer(order, partial(self._retired, action))
+        session.start_transfer(order, partial(self._deleted, action))
         log.info(
             "%s (%s) retired from %s: %s",
             commit.tag,
             commit.form,
             action.remote,
             action.reason,
-            extra=doing("retire", commit.tag),
+            extra=line_fields("retire", commit.tag),
         )
 
-    def _retired(self, action: Retire, answer: m.Answer) -> None:
-        link, commit, state = self._links[action.remote], action.commit, self._state
-        about = _about(link, commit.tag, commit.form)
+    def _deleted(self, action: DeleteRemote, answer: m.Answer) -> None:
+        session, commit, state = self._sessions[action.remote], action.commit, self._state
+        about = _about(session, commit.tag, commit.form)
         if isinstance(answer, m.Failed):
-            self._not_retired(link, about, commit.sha256, error_of(answer))
+            self._not_deleted(session, about, commit.sha256, error_of(answer))
             return
-        link.forget_commit(commit.key)
+        session.forget_commit(commit.key)
         for save_id, records in list(state.uploads.records.items()):
             for record in list(records.values()):
                 if record.remote == action.remote and record.commit_sha256 == commit.sha256:
-                    state.uploads.update(save_id, record, state=ShipState.RETIRED)
-        link.forget_tag(commit.tag)
-        state.deletions.forget_refused(link.name, commit.sha256)
-        self._gone(link)
+                    state.uploads.update(save_id, record, state=UploadState.DELETED)
+        session.forget_tag(commit.tag)
+        state.deletions.forget_refused(session.name, commit.sha256)
+        self._gone(session)
 
-    def _gone(self, link: RemoteSession) -> None:
-        link.observe()
+    def _gone(self, session: RemoteSession) -> None:
+        session.observe()
         self._wake()
 
-    def _not_retired(self, link: RemoteSession, about: str, sha256: str, error: CkptdError) -> None:
+    def _not_deleted(self, session: RemoteSession, about: str, sha256: str, error: CkptdError) -> None:
         if isinstance(error, _NOT_ITS_FAULT):
             log.warning("%s stays: %s", about, error)
-            self._state.deletions.note_refused(link.name, sha256, about, error)
+            self._state.deletions.note_refused(session.name, sha256, about, error)
         elif not isinstance(error, SourceChanged):
-            link.move_failed(error)
+            session.note_transfer_failed(error)
         # else: it made way, and goes on when its turn comes again
-        link.observe()
+        session.observe()
         self._wake()
 
-    def finish(self, *, rests: bool) -> None:
+    def finish_interrupted(self, *, rests: bool) -> None:
         """Removals that a crash cut short: the tombstone is there, the rest goes now (P7).
 
         Called when the turn's uploads have their remotes: what sends comes before what removes.
         """
-        for link in () if rests else self._links.values():
-            seen = link.observation
-            if seen is None or not link.may_move or link.name in self._state.deletions.undecided:
+        for session in () if rests else self._sessions.values():
+            seen = session.observation
+            if seen is None or not session.may_transfer or session.name in self._state.deletions.undecided:
                 continue
-            stone = next((t for t in seen.retired if self._is_to_finish(link, seen, t)), None)
+            stone = next((t for t in seen.retired if self._is_to_finish(session, seen, t)), None)
             if stone is not None:
-                self._finish(link, stone)
+                self._finish(session, stone)
 
-    def _is_to_finish(self, link: RemoteSession, seen: m.Observation, stone: TombstoneHeader) -> bool:
+    def _is_to_finish(self, session: RemoteSession, seen: m.Observation, stone: TombstoneHeader) -> bool:
         stem = (stone.tag, stone.generation, stone.form)
         if stem not in seen.retiring:
             return False
-        if (link.name, stone.commit_sha256) in self._state.deletions.refused_lately():
+        if (session.name, stone.commit_sha256) in self._state.deletions.refused_lately():
             return False
-        begun = self._state.deletions.seconds_begun(link.name, stem)
-        return begun >= patience_seconds(seen, link.settings.node)
+        begun = self._state.deletions.seconds_begun(session.name, stem)
+        return begun >= patience_seconds(seen, session.settings.node)
 
-    def _finish(self, link: RemoteSession, stone: TombstoneHeader) -> None:
+    def _finish(self, session: RemoteSession, stone: TombstoneHeader) -> None:
         tag, generation, form = stone.tag, stone.generation, stone.form
         self._audit.write(
             "retire",
@@ -167,23 +167,23 @@ class RemoteDeleter:
             reason=f"what was cut short is finished: {stone.reason}",
             commits=[(commit_key(tag, generation, form), stone.commit_sha256)],
         )
-        order = m.Retire(
+        order = m.DeleteCommit(
             tag=tag,
             generation=generation,
             form=form,
             reason=stone.reason,
             commit_sha256=stone.commit_sha256,
         )
-        link.start_transfer(order, partial(self._finished, link, stone))
+        session.start_transfer(order, partial(self._finished, session, stone))
 
-    def _finished(self, link: RemoteSession, stone: TombstoneHeader, answer: m.Answer) -> None:
-        about = _about(link, stone.tag, stone.form)
+    def _finished(self, session: RemoteSession, stone: TombstoneHeader, answer: m.Answer) -> None:
+        about = _about(session, stone.tag, stone.form)
         if isinstance(answer, m.Failed):
-            self._not_retired(link, about, stone.commit_sha256, error_of(answer))
+            self._not_deleted(session, about, stone.commit_sha256, error_of(answer))
         else:
-            self._state.deletions.forget_refused(link.name, stone.commit_sha256)
-            self._gone(link)
+            self._state.deletions.forget_refused(session.name, stone.commit_sha256)
+            self._gone(session)
 
 
-def _about(link: RemoteSession, tag: str, form: str) -> str:
-    return f"{tag} ({form}) of {link.name}"
+def _about(session: RemoteSession, tag: str, form: str) -> str:
+    return f"{tag} ({form}) of {session.name}"

@@ -1,6 +1,6 @@
-"""Removing committed checkpoints from this node, and what an error left of that in the trash (P1, P7).
+"""Delete committed checkpoints from this node, and finish what an error left of that in the trash (P1, P7).
 
-A prune is journalled before the folder is renamed aside, and audited before it is called done. Once the
+A deletion is journalled before the folder is renamed aside, and audited before it is called done. Once the
 folder lies in the trash its intent stays open until every sealed file is gone: a restart would otherwise
 move the rest of it back, as a checkpoint that lacks files. What is whole there still is moved back: its
 permit has ended, and who pins it or loses its COMMIT meanwhile is asked by the next one (adr/0153).
@@ -19,7 +19,7 @@ from ckptd.core.model.records import UNIVERSAL, ZERO, DeletionIntent, DerivedSta
 from ckptd.core.policy.local import was_committed
 from ckptd.core.policy.permit import OptOutPermit
 from ckptd.errors import SourceChanged, StorageError
-from ckptd.observe.logs import doing
+from ckptd.observe.logs import line_fields
 from ckptd.storage.local import fs
 from ckptd.storage.local.scan import scan
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.listing import SaveDirListing
     from ckptd.core.model.records import DeletionRow
-    from ckptd.core.policy.actions import Prune
+    from ckptd.core.policy.actions import DeleteLocal
     from ckptd.core.policy.permit import DeletePermit
     from ckptd.daemon.state.state import JobState
     from ckptd.errors import CkptdError
@@ -52,7 +52,7 @@ class _End(Enum):
 
 
 class LocalDeleter:
-    """The prunes of one job; every method is called in the deciding thread."""
+    """The deletions of one job on this node; every method is called in the deciding thread."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LocalDeleter:
         self._audit = audit
         self._in_worker = in_worker
         self._wake = wake
-        self._pruning: set[int] = set()
+        self._deleting: set[int] = set()
         self._begun_at: dict[int, float] = {}
         """Deletion that an error cut short → when it was begun, for the hourly limit."""
         self._is_untidy = False
@@ -75,12 +75,12 @@ class LocalDeleter:
         self.is_pinned: Callable[[str], bool] = lambda _tag: False
         """Asked in a worker: as people have it at that moment."""
 
-    def prune(self, action: Prune, save_dir_fd: int) -> None:
+    def delete(self, action: DeleteLocal, save_dir_fd: int) -> None:
         """Remove a checkpoint under its permit."""
         state, permit = self._state, action.permit
-        if action.save_id in self._pruning:
+        if action.save_id in self._deleting:
             return
-        self._pruning.add(action.save_id)
+        self._deleting.add(action.save_id)
         name, leftovers = fs.trash_name(permit.tag), self._leftovers(permit.tag)
         deletion_id = state.journal.intend_deletion(action.save_id, name, _intent(permit))
         begun_at = state.deletions.begin_local(action.save_id)
@@ -108,20 +108,20 @@ class LocalDeleter:
         def done(was_removed: object) -> None:
             if not was_removed:
                 state.deletions.undo_local(begun_at)
-            end = self._pruned if was_removed else self._pinned
+            end = self._deleted if was_removed else self._kept
             end(deletion_id, action.save_id, permit.tag, permit.reason)
 
         def failed(error: CkptdError) -> None:
-            log.warning("pruning %s: %s", permit.tag, error, extra=doing("prune", permit.tag))
+            log.warning("pruning %s: %s", permit.tag, error, extra=line_fields("prune", permit.tag))
             if name in fs.trash_names(save_dir_fd):
                 state.deletions.set_interrupted(deletion_id, is_interrupted=True)
                 self._begun_at[deletion_id] = begun_at
                 self.later()
             elif not isinstance(error, SourceChanged) and _is_gone(save_dir_fd, permit.tag):
-                self._pruned(deletion_id, action.save_id, permit.tag, permit.reason)
+                self._deleted(deletion_id, action.save_id, permit.tag, permit.reason)
                 return
             else:
-                self._pruning.discard(action.save_id)
+                self._deleting.discard(action.save_id)
                 state.journal.end_deletion(deletion_id, done=False)
                 state.deletions.undo_local(begun_at)
             state.deletions.note_blocked(action.save_id, error)
@@ -145,21 +145,21 @@ class LocalDeleter:
                 )
             fs.remove_ours(fd, folder, name)
 
-    def _pinned(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
+    def _kept(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
         """It stays after all."""
-        log.info("%s stays (%s): it was pinned meanwhile", tag, reason, extra=doing("prune", tag))
-        self._pruning.discard(save_id)
+        log.info("%s stays (%s): it was pinned meanwhile", tag, reason, extra=line_fields("prune", tag))
+        self._deleting.discard(save_id)
         self._state.journal.end_deletion(deletion_id, done=False)
         self._wake()
 
-    def _pruned(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
+    def _deleted(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
         state = self._state
-        self._pruning.discard(save_id)
+        self._deleting.discard(save_id)
         state.journal.end_deletion(deletion_id, done=True)
         state.journal.end_save(save_id, "pruned")
         state.reload(save_id)
         state.deletions.forget_blocked(save_id)
-        log.info("%s pruned: %s", tag, reason, extra=doing("prune", tag))
+        log.info("%s pruned: %s", tag, reason, extra=line_fields("prune", tag))
         self._wake()
 
     # --- what an error left -----------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class LocalDeleter:
         return max(0.0, self._tidy_at_seconds - time.monotonic()) if is_due else None
 
     def tidy(self, save_dir_fd: int) -> None:
-        """Go on with prunes that an error cut short, and empty the trash of what is ours."""
+        """Go on with deletions that an error cut short, and empty the trash of what is ours."""
         if self.seconds_to_tidy != 0:
             return
         self._is_untidy = False
@@ -199,7 +199,7 @@ class LocalDeleter:
         """
         intent, may_go = row.intent, self._is_needless(row.save_id)
         what = f"pruning {intent.tag}"
-        self._pruning.add(row.save_id)
+        self._deleting.add(row.save_id)
 
         def work(fd: int) -> _End:
             if moved_back(fd, row.trash, intent, self._audit):
@@ -220,7 +220,7 @@ class LocalDeleter:
                 self._state.deletions.undo_local(begun_at)
                 self._taken_back(row)
             else:
-                self._pruned(row.id, row.save_id, intent.tag, intent.reason)
+                self._deleted(row.id, row.save_id, intent.tag, intent.reason)
 
         def failed(error: CkptdError) -> None:
             self._state.deletions.set_interrupted(row.id, is_interrupted=True)
@@ -231,12 +231,12 @@ class LocalDeleter:
     def _is_needless(self, save_id: int) -> bool:
         """Every required remote was heard since the start, and has it, or had it and let it go."""
         state = self._state
-        ships = state.uploads.of(save_id)
-        return state.deletions.observed.issuperset(state.required) and was_committed(ships, state.required)
+        uploads = state.uploads.of(save_id)
+        return state.deletions.observed.issuperset(state.required) and was_committed(uploads, state.required)
 
     def _taken_back(self, row: DeletionRow) -> None:
         """Planned again, for a permit of its own."""
-        self._pruning.discard(row.save_id)
+        self._deleting.discard(row.save_id)
         self._state.journal.end_deletion(row.id, done=False)
         self._wake()
 
@@ -278,7 +278,7 @@ def moved_back(save_dir_fd: int, name: str, intent: DeletionIntent, audit: Audit
         return False
     reason = "moved back: its removal was cut short before a file of it went"
     audit.write("trash", tag=intent.tag, generation=intent.generation, form=ZERO, reason=reason)
-    log.info("%s %s", intent.tag, reason, extra=doing("prune", intent.tag))
+    log.info("%s %s", intent.tag, reason, extra=line_fields("prune", intent.tag))
     return True
 
 
