@@ -126,6 +126,9 @@ class UniversalLayout:
         else:
             value = {k: v for k, v in inner.items() if k not in sharded}
             value["param_groups"] = groups
+        if value.get("group_paddings"):
+            # no padding is left where parameters are whole; only the last rank's shard counts any
+            value["group_paddings"] = [0] * len(value["group_paddings"])
         if self.superset:
             value["ds_version"] = inner.get("ds_version") or self.save.ds_version
             numbers = numbers_of(states_of(base), self.save.cells[0][0].shards[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import time
 from typing import TYPE_CHECKING
@@ -13,8 +12,6 @@ from ckptd.core.model.heartbeat import Heartbeat, NewestSave, SafeSave
 from ckptd.core.model.manifest import cells_of
 from ckptd.core.policy.local import newest as newest_save
 from ckptd.daemon.health.status import job_status
-from ckptd.daemon.uploads.peers import Peers
-from ckptd.daemon.uploads.shared_dir import SharedDirLease
 from ckptd.observe.status import rfc3339
 
 if TYPE_CHECKING:
@@ -22,28 +19,9 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.save import SealedSave
     from ckptd.daemon.health.watched_job import WatchedJob
-    from ckptd.daemon.state.state import JobState
 
 LAST_WORD_SECONDS = 10.0
 """How long a stop waits for remotes to take the last heartbeat: one of them may hang."""
-
-
-def peers_of(job: WatchedJob, state: JobState, node_id: str) -> Peers:
-    """The other nodes of a job."""
-    digest = config_digest(job.config)
-    shared_lease = SharedDirLease(job.config) if job.config.shared_fs else None
-    if shared_lease is not None:
-        job.local_actions.signals.holds = shared_lease.holds
-    return Peers(
-        state,
-        job.sessions,
-        lambda: heartbeat_of(job, node_id),
-        digest,
-        os.environ,
-        job.wake,
-        shared_lease,
-        job.config.shared_takeover_seconds,
-    )
 
 
 def heartbeat_of(job: WatchedJob, node_id: str) -> Heartbeat:

@@ -34,6 +34,18 @@ class IdlePolicy:
         self._planned_at_seconds = 0.0
         self._are_ready: tuple[bool, ...] = ()
 
+    def note_scan(self, now_seconds: float) -> None:
+        """Record when the folders were looked through."""
+        self.scanned_at_seconds = now_seconds
+
+    def note_look(self, now_seconds: float) -> None:
+        """Record when save_dir was seen to be the directory that is open."""
+        self.stood_at_seconds = now_seconds
+
+    def set_idle(self, *, is_idle: bool) -> None:
+        """Record whether the last plan left anything to do."""
+        self.is_now = is_idle
+
     @property
     def is_long(self) -> bool:
         """Nothing has happened for a while."""

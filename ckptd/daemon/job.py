@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.config.commands import node_name
@@ -32,7 +33,7 @@ from ckptd.daemon.bootstrap import (
 )
 from ckptd.daemon.health.checks import is_at_rest, notice_gone, report_problems
 from ckptd.daemon.health.drain import drain_view
-from ckptd.daemon.heartbeat import heartbeat_of, peers_of
+from ckptd.daemon.heartbeat import heartbeat_of
 from ckptd.daemon.idle import RESCAN_SECONDS, IdlePolicy
 from ckptd.daemon.intake.initial_scan import InitialScan
 from ckptd.daemon.intake.known_saves import KnownSaves
@@ -45,8 +46,10 @@ from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.state.view_builder import build_view, folders_to_watch, planned
 from ckptd.daemon.supervisor import JobSupervisor
+from ckptd.daemon.uploads.peers import Peers
 from ckptd.daemon.uploads.scrub import Scrubber
 from ckptd.daemon.uploads.session import RemoteSession
+from ckptd.daemon.uploads.shared_dir import SharedDirLease
 from ckptd.daemon.uploads.uploads import UploadManager
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
@@ -186,38 +189,54 @@ class Job:
             heard = on_attached(self, remote.name)
             own = (settings, self.problems, self.supervisor.post, heard, self.wake)
             self.sessions[remote.name] = RemoteSession(*own, remote.bandwidth, self._limits.child_slots)
-        forms = {remote.name: remote.forms for remote in self.config.remotes}
-        found = prior_state(self.config, journal, self.state_dir, save_dir_fd, self._initial_scan.tags)
-        spread = self.config.save_spread_seconds
-        self.known_saves = KnownSaves(
-            state, self.state_dir, self.sessions, self.node, found, spread, forms, self.wake
-        )
-        self.sealer = Sealer(self.config, state, self.workers, self.known_saves, self.wake)
-        self.uploads = UploadManager(
-            self.config, state.config_digest, state, self.sessions, self.audit, self.wake
-        )
-        self.local_actions = LocalActions(
-            self.config, state, self.workers, self.audit, self._limits.conversion_bytes, self.wake
-        )
-        self.local_actions.deleter.is_pinned = self.known_saves.is_pinned
-        scrubber = Scrubber(self.config, state, self.sessions)
-        self.peers = peers_of(self, state, node_id)
-        self.sealer.spread = self.peers.spread
-        ours = (self.node, node_id)
-        self.runs = self.known_saves.runs = Runs(
-            self.config,
-            state,
-            self.sessions,
-            save_dir_fd,
-            ours,
-            lambda: heartbeat_of(self, node_id),
-            self.wake,
-        )
-        self.peers.on_other_places = self.runs.sharers.__setitem__
-        self.executor = PlanExecutor(
-            self.sessions, self.uploads, self.local_actions, journal, self._limits, self.wake, scrubber
-        )
+        self._connect(state, node_id, save_dir_fd)
         return state
+
+    def _connect(self, state: JobState, node_id: str, save_dir_fd: int) -> None:
+        """Make what acts on the state, each with all that it needs."""
+        config, sessions = self.config, self.sessions
+        heartbeat = partial(heartbeat_of, self, node_id)
+        ours = (self.node, node_id)
+        self.runs = Runs(config, state, sessions, save_dir_fd, ours, heartbeat, self.wake)
+        shared_lease = SharedDirLease(config) if config.shared_fs else None
+        self.peers = Peers(
+            state,
+            sessions,
+            heartbeat,
+            state.config_digest,
+            os.environ,
+            self.wake,
+            shared_lease,
+            config.shared_takeover_seconds,
+            self.runs.sharers.__setitem__,
+        )
+        self.known_saves = KnownSaves(
+            state,
+            self.state_dir,
+            sessions,
+            self.node,
+            prior_state(config, state.journal, self.state_dir, save_dir_fd, self._initial_scan.tags),
+            config.save_spread_seconds,
+            {remote.name: remote.forms for remote in config.remotes},
+            self.wake,
+            self.runs,
+        )
+        self.sealer = Sealer(config, state, self.workers, self.known_saves, self.wake, self.peers.spread)
+        self.uploads = UploadManager(config, state.config_digest, state, sessions, self.audit, self.wake)
+        self.local_actions = LocalActions(
+            config,
+            state,
+            self.workers,
+            self.audit,
+            self._limits.conversion_bytes,
+            self.wake,
+            self.known_saves.is_pinned,
+            shared_lease.holds if shared_lease is not None else lambda: True,
+        )
+        scrubber = Scrubber(config, state, sessions)
+        self.executor = PlanExecutor(
+            sessions, self.uploads, self.local_actions, state.journal, self._limits, self.wake, scrubber
+        )
 
     def _finish_begun(self, state: JobState, save_dir_fd: int) -> None:
         """Finish deletions that a crash cut short, here and in remotes, unless another host has the lease."""
@@ -306,7 +325,7 @@ class Job:
 
     def _scan_and_act(self, save_dir_fd: int, now_seconds: float, *, is_asked: bool) -> None:
         is_asked |= self._save_detector.begin_scan() or self.disk_yield.is_saving(self)
-        self.idle.scanned_at_seconds = now_seconds
+        self.idle.note_scan(now_seconds)
         self.turns += 1
         if not self._still_stands(save_dir_fd, now_seconds):
             return
@@ -338,7 +357,6 @@ class Job:
         if self.idle.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
         self.plans += 1
-        self.sealer.accepted = self.known_saves.accepted
         self.sealer.look(listing, save_dir_fd, now_seconds)
         self.known_saves.adopt()
         self.known_saves.turn_of_runs()
@@ -353,7 +371,7 @@ class Job:
         self._plan_and_act(state, save_dir_fd)
         self._finish_begun(state, save_dir_fd)
         report_problems(self, state)
-        self.idle.is_now = is_at_rest(self) and not state.is_first_scan and not self.needs_turn
+        self.idle.set_idle(is_idle=is_at_rest(self) and not state.is_first_scan and not self.needs_turn)
         self.supervisor.works()
         if state.is_first_scan:
             state.end_first_scan()
@@ -380,7 +398,7 @@ class Job:
 
     def _still_stands(self, save_dir_fd: int, now_seconds: float) -> bool:
         """False: save_dir is another directory now, or gone (no file event tells); start over with that."""
-        self.idle.stood_at_seconds = now_seconds
+        self.idle.note_look(now_seconds)
         if is_still(self.config.save_dir, save_dir_fd):
             return True
         log.warning("%s was replaced or removed", self.config.save_dir)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ STAGE_2 = Recipe(stage=2, world_size=2)
 STAGE_3 = Recipe(stage=3, world_size=2)
 BF16 = Recipe(stage=1, world_size=2, grad_accum_dtype="fp32", two_groups=True)
 ROUND_ROBIN = Recipe(stage=2, world_size=2, round_robin=True, odd=True, universal_info=False)
+ONE_RANK = Recipe(stage=2, world_size=1, odd=True)
 GROUPS_TIED_FROZEN = Recipe(stage=2, world_size=4, dtype="fp32", two_groups=True, tie=True, freeze=True)
 PIPELINE = Recipe(stage=1, world_size=2, pipe=2)
 SUB_GROUPS = Recipe(stage=3, world_size=4, sub_group_size=20_000, freeze=True, odd=True)
@@ -33,6 +35,8 @@ CONVERTED = {
     "stage 3, bf16": STAGE_3,
     "BF16_Optimizer, two groups": BF16,
     "round robin, odd sizes, no universal info": ROUND_ROBIN,
+    "stage 2, one rank, odd sizes": ONE_RANK,
+    "BF16_Optimizer, one rank, odd sizes": replace(ONE_RANK, stage=1, grad_accum_dtype="fp32"),
     "two groups, tied, frozen, fp32, 4 ranks": GROUPS_TIED_FROZEN,
     "stage 3, sub-groups, frozen, odd, 4 ranks": SUB_GROUPS,
     "two pipeline stages": PIPELINE,

@@ -93,7 +93,7 @@ def _differ(a: Any, b: Any, where: str, found: list[str]) -> None:
 def _raw(tensor: Any) -> bytes:
     import torch
 
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return bytes(flat.numpy().tobytes())
 
 

@@ -62,6 +62,8 @@ class LocalActions:
         audit: Audit,
         conversion_bytes: Callable[[], int],
         wake: Callable[[], None],
+        is_pinned: Callable[[str], bool] = lambda _tag: False,
+        holds_lease: Callable[[], bool] = lambda: True,
     ) -> None:
         self._config = config
         self._state = state
@@ -69,8 +71,8 @@ class LocalActions:
         self._audit = audit
         self._conversion_bytes = conversion_bytes
         self._wake = wake
-        self.signals = Signals()
-        self.deleter = LocalDeleter(state, audit, self._in_worker, wake, config.trainer)
+        self.signals = Signals(holds=holds_lease)
+        self.deleter = LocalDeleter(state, audit, self._in_worker, wake, config.trainer, is_pinned)
         self._dropping: set[int] = set()
         self._releasing: set[int] = set()
 

@@ -61,6 +61,7 @@ class LocalDeleter:
         in_worker: InWorker,
         wake: Callable[[], None],
         trainer: str = "auto",
+        is_pinned: Callable[[str], bool] = lambda _tag: False,
     ) -> None:
         self._state = state
         self._trainer = trainer
@@ -72,7 +73,7 @@ class LocalDeleter:
         """Deletion that an error cut short → when it was begun, for the hourly limit."""
         self._is_untidy = False
         self._tidy_at_seconds = 0.0
-        self.is_pinned: Callable[[str], bool] = lambda _tag: False
+        self.is_pinned = is_pinned
         """Asked in a worker: as people have it at that moment."""
 
     def delete(self, action: DeleteLocal, save_dir_fd: int) -> None:

@@ -59,6 +59,11 @@ if TYPE_CHECKING:
 class Recogniser:
     """Asks the remotes whether they know a save already; None from `order_of` means "not known yet"."""
 
+    @property
+    def accepted(self) -> frozenset[tuple[tuple[str, str], ...]]:
+        """Fingerprint sets that a person accepted."""
+        return frozenset()
+
     def is_run_settled(self, ready: list[tuple[FolderListing, Verdict]]) -> bool:
         """Tell whether it is known of which run they are."""
         raise NotImplementedError
@@ -114,6 +119,7 @@ class KnownSaves(Recogniser):
         save_spread_seconds: float,
         forms: Mapping[str, tuple[str, ...]],
         wake: Callable[[], None],
+        runs: Runs | None = None,
     ) -> None:
         self._state = state
         self._state_dir = state_dir
@@ -125,7 +131,7 @@ class KnownSaves(Recogniser):
         self._first = FirstStart(beginning, state_dir, sessions, node, wake)
         self._decisions = Decisions(state.journal, state_dir)
         self._publisher = DecisionPublisher(state, sessions, wake)
-        self.runs: Runs | None = None
+        self._runs = runs
         """None: save_dir is of one run (a state that no job runs on)."""
 
     @property
@@ -191,15 +197,15 @@ class KnownSaves(Recogniser):
         """Tell whether the run is known: from the content of save_dir, else once every remote has
         answered.
         """
-        if self.runs is None:
+        if self._runs is None:
             return True
         has_heard_all = self.has_heard_all or self._goes_on_without
-        return self.runs.is_settled(ready, has_heard_all=has_heard_all)
+        return self._runs.is_settled(ready, has_heard_all=has_heard_all)
 
     def turn_of_runs(self) -> None:
         """Look at the run's word, and claim it where something is to be sent."""
-        if self.runs is not None:
-            self.runs.turn(has_heard_all=self.has_heard_all or self._goes_on_without)
+        if self._runs is not None:
+            self._runs.turn(has_heard_all=self.has_heard_all or self._goes_on_without)
 
     def may_seal(self, tag: str) -> bool:
         """All remotes observed once (a new journal), and asked about a tag that they know and we do not."""

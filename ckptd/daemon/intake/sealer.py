@@ -61,19 +61,21 @@ class Sealer:
         workers: JobWorkers,
         recogniser: Recogniser,
         wake: Callable[[], None],
+        spread: Callable[[str], Spread | None] = lambda _tag: None,
     ) -> None:
         self._config = config
         self._state = state
         self._recogniser = recogniser
         self._reading = ShardInspector(config, state, workers, wake)
-        self.spread: Callable[[str], Spread | None] = lambda _: None
+        self._spread = spread
         """What is known of other nodes' parts of a tag."""
         self._asked_at: dict[str, float] = {}  # durable ones that a remote was asked about
         self._compared: dict[str, tuple[FolderListing, SealedSave, bool]] = {}
         """Tag → what was compared last, and whether the folder still is that save."""
         self._grids: frozenset[tuple[int, int, int]] = frozenset()
         """(dp, mm_count, zero_stage) of what was sealed before this look."""
-        self.accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
+        self._accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
+        """Fingerprint sets that a person accepted, as of this look."""
         self.metrics = Metrics(config, state)
         self._writers = OpenWriters(str(config.save_dir))
         self.late = LateFiles(config, state, workers, self._writers, wake)
@@ -83,6 +85,7 @@ class Sealer:
         """Judge every folder of a fresh listing, inspect and flush what is due, seal what is durable."""
         state = self._state
         self._refuse_closed(listing)
+        self._accepted = self._recogniser.accepted
         self._ordering.look(listing, now_seconds)
         for gone in state.folders.update(listing):
             self._compared.pop(gone, None)
@@ -168,9 +171,9 @@ class Sealer:
             is_in_flight=self._recently_changed(folder, now_seconds),
             save_spread_seconds=self._config.save_spread_seconds,
             widest_save_seconds=self._state.saves.widest_save_seconds,
-            accepted=self.accepted,
+            accepted=self._accepted,
             known_grids=self._grids,
-            spread=self.spread(folder.tag),
+            spread=self._spread(folder.tag),
         )
         verdict = judge(
             folder, facts, memory_of(self._state.saves.of_tag(folder.tag), folder, facts), context

@@ -65,6 +65,7 @@ class Peers:
         wake: Callable[[], None],
         shared_lease: SharedDirLease | None = None,
         takeover_seconds: float = 3 * BEAT_SECONDS,
+        on_other_places: Callable[[str, tuple[SeenNode, ...]], object] = lambda _remote, _seen: None,
     ) -> None:
         self._state = state
         self._sessions = sessions
@@ -83,7 +84,7 @@ class Peers:
         self._beat_at: dict[str, float] = {}
         self._looked_at: dict[str, float] = {}
         self._asked_at: dict[str, float] = {}
-        self.on_other_places: Callable[[str, tuple[SeenNode, ...]], object] = lambda _remote, _seen: None
+        self._on_other_places = on_other_places
         """Told of daemons over other directories."""
 
     # --- heartbeats ------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class Peers:
             if isinstance(answer, m.Beats):
                 before, hosts = self.is_spread, self.hosts
                 self._beats[name] = _Heard(nodes=answer.nodes, at_seconds=time.monotonic())
-                self.on_other_places(name, answer.sharers)
+                self._on_other_places(name, answer.sharers)
                 is_news = shared_lease is not None and shared_lease.heard(answer.lease, asked_at)
                 if is_news or self.is_spread != before or self.hosts != hosts:
                     self._wake()

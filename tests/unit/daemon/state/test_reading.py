@@ -64,7 +64,7 @@ def hourly(scene: Scene, workers: AtOnce) -> tuple[Sealer, JobState, Callable[[]
     """Intake of one save, of step 5, and a look at it two hours after the one before."""
     state = JobState(journal=Journal(scene.root / "journal.db"), problems=Problems())
     recogniser = SimpleNamespace(
-        is_run_settled=lambda _: True, found_first=lambda: None, newest_first=lambda _: ()
+        accepted=frozenset(), is_run_settled=lambda _: True, found_first=lambda: None
     )
     sealer = Sealer(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
     looks = itertools.count(1)
@@ -129,7 +129,7 @@ def test_a_folder_that_goes_while_it_is_read_is_not_asked_for(
 
     workers = Later()
     recogniser = SimpleNamespace(
-        is_run_settled=lambda _: True, found_first=lambda: None, newest_first=lambda _: ()
+        accepted=frozenset(), is_run_settled=lambda _: True, found_first=lambda: None
     )
     sealer = Sealer(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
     now_seconds = time.monotonic()
