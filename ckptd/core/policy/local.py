@@ -80,9 +80,10 @@ def keep_local(view: JobView) -> LocalVerdicts:
         whole = [s for s in present if s.is_intact and s.id not in safe | unproven]
         loose = {s.id: s for s in whole if may_go_uncommitted(view, s)}
         by_policy = _by_policy(view, [*committed, *stepped], list(loose.values()))
+        top, proven = (newest(view, is_model_only=is_model_only, leaves_out=out) for out in ((), unproven))
         ground = _Ground(
-            top=newest(view, is_model_only=is_model_only),
-            top_whole=newest(view, is_model_only=is_model_only, leaves_out=unproven),
+            top=top,
+            newest=frozenset(one.id for one in (top, proven) if one is not None),
             unproven=unproven,
             newest_committed=max((s.order for s in committed), default=None),
             latest=view.latest,
@@ -177,8 +178,8 @@ class _Ground:
     """Hold the facts that each save is compared with."""
 
     top: SaveView | None
-    top_whole: SaveView | None
-    """The newest that is no unproven part; `top`, unless that is one."""
+    newest: frozenset[int]
+    """`top`, and the newest that is no unproven part."""
     unproven: frozenset[int]
     newest_committed: Order | None
     latest: str | None
@@ -196,8 +197,7 @@ def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose
     why = (
         (not is_committed and not is_loose, "not committed on every required remote"),
         (not save.is_intact, "changed since it was sealed"),
-        (save.id in ground.unproven, "no other node is known to hold the rest of it"),
-        (any(one is not None and save.id == one.id for one in (top, ground.top_whole)), "newest complete"),
+        (save.id in ground.newest, "newest complete"),
         (is_newer and not is_loose, "newer than the newest committed"),
         (save.save.tag == ground.latest, "latest names it"),
         (not save.is_adopted, "found at the first start (ckptd adopt)"),
@@ -211,6 +211,7 @@ def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose
         (save.save.tag == ground.resumed, "resumed from, and nothing saved since is committed"),
         (save.save.tag in ground.best, "best_model_checkpoint"),
         (is_committed and save.id in ground.unread, "its COMMIT was not read yet, which names the best"),
+        (save.id in ground.unproven, "no other node is known to hold the rest of it"),
     )
     return tuple(text for holds, text in why if holds)
 
