@@ -167,12 +167,6 @@ class RetentionPolicy(Model):
         """Thrown away after the next few."""
         return self.ephemeral is not None and step % self.ephemeral.every_steps != 0
 
-    def keeps_step(self, step: int) -> bool:
-        """Tell whether its step alone keeps a checkpoint for ever."""
-        every = self.keep_every_steps
-        is_multiple = every is not None and step % every == 0 and not self.is_ephemeral(step)
-        return is_multiple or step in self.keep_steps
-
     def lets_go(self, step: int) -> str:
         """Return why a checkpoint is deleted that no key keeps."""
         if self.ephemeral is not None and self.is_ephemeral(step):

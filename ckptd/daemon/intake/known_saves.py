@@ -316,21 +316,21 @@ class KnownSaves(Recogniser):
             case JoinGeneration(generation=g):
                 state.uploads.set_generation(key, GenerationAnswer(generation=g, attempt=record.attempt))
             case AlreadyCommitted() as already:
-                found = {
-                    "state": UploadState.COMMITTED,
-                    "generation": already.generation,
-                    "commit_key": already.commit_key,
-                    "commit_sha256": already.commit_sha256,
-                    "unlisted": already.unlisted,
-                }
-                state.uploads.put(row.id, record.model_copy(update=found))
+                state.uploads.update(
+                    row.id,
+                    record,
+                    state=UploadState.COMMITTED,
+                    generation=already.generation,
+                    commit_key=already.commit_key,
+                    commit_sha256=already.commit_sha256,
+                    unlisted=already.unlisted,
+                )
                 session.mark_outdated()  # the observation may be older than that COMMIT
                 log.info(
                     "%s (%s) is committed on %s already; nothing is sent", row.save.tag, form, session.name
                 )
             case GenerationRetired(generation=g):
-                update = {"state": UploadState.DELETED, "generation": g}
-                state.uploads.put(row.id, record.model_copy(update=update))
+                state.uploads.update(row.id, record, state=UploadState.DELETED, generation=g)
         if isinstance(choice, AlreadyCommitted | GenerationRetired):
             session.forget_tag(row.save.tag)  # no upload of ours ends it: that of another node was it
 

@@ -123,16 +123,17 @@ def learn_forms(state: JobState, remote: str, forms: Sequence[str], commits: Seq
             is_open = record.state in (UploadState.NEW, UploadState.WAITING, UploadState.FAILED)
             if view is None or not is_open or row.derived_of(form).plan_sha256:
                 continue
-            update = {
-                "state": UploadState.COMMITTED,
-                "generation": view.commit.generation,
-                "commit_key": view.key,
-                "commit_sha256": view.sha256,
-                "reason": None,
-                "hint": "",
-                "is_damaged": False,
-            }
-            state.uploads.put(row.id, record.model_copy(update=update))
+            state.uploads.update(
+                row.id,
+                record,
+                state=UploadState.COMMITTED,
+                generation=view.commit.generation,
+                commit_key=view.key,
+                commit_sha256=view.sha256,
+                reason=None,
+                hint="",
+                is_damaged=False,
+            )
 
 
 def notice_lost(state: JobState, session: RemoteSession, forms: Sequence[str]) -> None:
@@ -154,7 +155,7 @@ def notice_lost(state: JobState, session: RemoteSession, forms: Sequence[str]) -
         for record in sorted(records, key=lambda r: r.form != ZERO):
             where = (row.save.tag, record.generation or 0, record.form)
             if record.form != ZERO and where in seen.retired_beside and record.state in _CLAIMED_OR_OPEN:
-                state.uploads.put(row.id, record.model_copy(update={"state": UploadState.DELETED}))
+                state.uploads.update(row.id, record, state=UploadState.DELETED)
                 continue
             proof = (record.commit_key, record.commit_sha256)
             # a lesser form shares its generation with the ZeRO form, and could not be sent again
