@@ -386,6 +386,8 @@ class Job:
             pins=self.known_saves.pins | self.executor.scrubber.damaged_tags,
             may_delete=self.deletion_rights.are_held and not self.peers.differing(),
             is_paused=self.control.pause is not None or bool(state.other_host and state.other_host.stands_by),
+            # as long as this run has no id, a node of another one counts as the job's
+            is_spread=state.run_id is not None and self.peers.is_spread,
             lease=self.peers.lease_status,
             drain=drain_view(self, state),
         )

@@ -34,7 +34,7 @@ from ckptd.storage.stores.sources import records_of
 from tests.sim.decisions import HOUR_SECONDS
 from tests.sim.kernel import Killed
 from tests.sim.remotes import Client
-from tests.sim.trainer import SAVE_DIR, shards_of
+from tests.sim.trainer import RANKS, SAVE_DIR, shards_of
 from tests.sim.world import NAS, NAS_URL, STATE_DIR, World, job_config
 
 
@@ -966,3 +966,44 @@ def is_committed_there(world: World, step: int) -> bool:
         and row is not None
         and state.uploads.record(row.id, NAS, ZERO).state is UploadState.COMMITTED
     )
+
+
+class Alive(random.Random):
+    """Another run that claims its turn and beats."""
+
+    def random(self) -> float:
+        return 0.1
+
+
+@pytest.mark.parametrize("how", ["thin", "delete"])
+def test_what_a_dead_trainer_left_is_no_part_of_another_run(how: str) -> None:
+    """Life 4000710: before this run had an id, the heartbeat of another run's node made one rank of two look
+    like a node's part; it was sealed, and `unuploaded` let it go though nobody had the other rank.
+    """
+    rng = random.Random(0)
+    config = job_config(((NAS, True, None),), 1, "all", unuploaded=how)
+    world = World(1, config)
+    world.enter()
+    try:
+        world.kernel.mkdir(NAS_URL)
+        flush(world, "/sim/nas")
+        world.trainer.begin(1, rng)
+        while len(world.trainer.saves) == 0 or len(world.trainer.saves[0].written) < RANKS:
+            world.trainer.go_on(1)
+        world.trainer.abort()
+        world.live_on(5, rng)
+        world.another_commits(Alive())
+        world.live_on(100, rng)
+        assert world.job is not None
+        assert world.job.state is not None
+        row = world.job.state.saves.of_tag("global_step1")
+        assert row is not None, "it counts as a part until the run has an id"
+        assert row.save.is_part
+        world.another_ends()
+        for step in (3, 4, 5):
+            saved(world, step)
+            world.live_on(400, rng)
+        world.look()
+        assert sorted(world.kernel.listdir(SAVE_DIR))[1:3] == ["global_step1", "global_step5"]
+    finally:
+        world.leave()

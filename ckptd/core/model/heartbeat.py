@@ -1,7 +1,8 @@
 """`_ckptd/heartbeats/<node>.json`: what a node says of itself, about once a minute (docs/contract.md).
 
-Economy and words alone: who is missing, since when, what is at risk. Nothing is committed or deleted on the
-strength of one. Durations are by the node's own clock, so that a clock which is wrong changes none of them.
+Economy and words alone: who is missing, since when, what is at risk. Nothing is committed on the strength of
+one, and nothing deleted but what the job file lets go uncommitted. Durations are by the node's own clock, so
+that a clock which is wrong changes none of them.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from ckptd.core.model.manifest import cells_of
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, UploadState
 from ckptd.core.model.save import best_named
 from ckptd.core.policy.permit import may_go_uncommitted, uncommitted_policy
@@ -17,7 +18,7 @@ from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionVerdic
 from ckptd.core.policy.view import CommitRef
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from ckptd.core.model.records import UploadRecord
     from ckptd.core.model.save import Best, Order
@@ -29,10 +30,12 @@ NEWEST = "newest committed"
 """What the policy says of the newest that it is shown; of an uncommitted one it would not be true."""
 
 
-def newest(view: JobView, *, is_model_only: bool = False) -> SaveView | None:
+def newest(
+    view: JobView, *, is_model_only: bool = False, leaves_out: Collection[int] = ()
+) -> SaveView | None:
     """Return the newest intact save in (branch, step, save_seq); models alone are ranked among themselves."""
-    known = (s for s in view.saves if s.is_intact and s.is_model_only == is_model_only)
-    return max(known, key=lambda s: s.order, default=None)
+    known = (s for s in view.intact[is_model_only] if s.id not in leaves_out)
+    return next(known, None)
 
 
 def is_committed(view: JobView, save: SaveView) -> bool:
@@ -73,11 +76,15 @@ def keep_local(view: JobView) -> LocalVerdicts:
         safe = {s.id for s in present if is_committed(view, s)}
         committed = [s for s in present if s.id in safe and s.is_intact]
         stepped = [s for s in kind if not s.is_present and s.is_pruned and _is_ready(s)]
-        whole = [s for s in present if s.is_intact and s.id not in safe]
+        unproven = _unproven_parts(view, present)
+        whole = [s for s in present if s.is_intact and s.id not in safe | unproven]
         loose = {s.id: s for s in whole if may_go_uncommitted(view, s)}
         by_policy = _by_policy(view, [*committed, *stepped], list(loose.values()))
+        top, proven = (newest(view, is_model_only=is_model_only, leaves_out=out) for out in ((), unproven))
         ground = _Ground(
-            top=newest(view, is_model_only=is_model_only),
+            top=top,
+            newest=frozenset(one.id for one in (top, proven) if one is not None),
+            unproven=unproven,
             newest_committed=max((s.order for s in committed), default=None),
             latest=view.latest,
             resumed=_resumed(view),
@@ -171,6 +178,9 @@ class _Ground:
     """Hold the facts that each save is compared with."""
 
     top: SaveView | None
+    newest: frozenset[int]
+    """`top`, and the newest that is no unproven part."""
+    unproven: frozenset[int]
     newest_committed: Order | None
     latest: str | None
     resumed: str | None
@@ -187,7 +197,7 @@ def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose
     why = (
         (not is_committed and not is_loose, "not committed on every required remote"),
         (not save.is_intact, "changed since it was sealed"),
-        (top is not None and save.id == top.id, "newest complete"),
+        (save.id in ground.newest, "newest complete"),
         (is_newer and not is_loose, "newer than the newest committed"),
         (save.save.tag == ground.latest, "latest names it"),
         (not save.is_adopted, "found at the first start (ckptd adopt)"),
@@ -201,6 +211,7 @@ def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose
         (save.save.tag == ground.resumed, "resumed from, and nothing saved since is committed"),
         (save.save.tag in ground.best, "best_model_checkpoint"),
         (is_committed and save.id in ground.unread, "its COMMIT was not read yet, which names the best"),
+        (save.id in ground.unproven, "no other node is known to hold the rest of it"),
     )
     return tuple(text for holds, text in why if holds)
 
@@ -238,6 +249,29 @@ def _unread(view: JobView, present: Sequence[SaveView]) -> frozenset[int]:
     read = {(r.name, c.key) for r in view.remotes if r.is_required for c in r.commits}
     names = [r.name for r in view.remotes if r.is_required]
     return frozenset(s.id for s in parts if not {(n, s.upload(n, ZERO).commit_key) for n in names} <= read)
+
+
+def _unproven_parts(view: JobView, present: Sequence[SaveView]) -> frozenset[int]:
+    """Return the parts that may be all that a trainer wrote before it died; only a COMMIT proves them whole.
+
+    A part is sealed because another node was heard of, which may turn out to be of another run, and stays
+    sealed. Without a COMMIT the job must still be known to run on several nodes, and no save here may have
+    been written by more ranks of the same grid than this one.
+    """
+    done = (UploadState.COMMITTED, UploadState.DELETED)
+    parts = [s for s in present if s.save.is_part and all(r.state not in done for r in s.uploads.values())]
+    if not parts or not view.is_spread:
+        return frozenset(s.id for s in parts)
+    shares = {(_size_of(s), cells_of(s.save.files)) for s in present}
+    return frozenset(
+        s.id
+        for s in parts
+        if any(size == _size_of(s) and cells_of(s.save.files) < held for size, held in shares)
+    )
+
+
+def _size_of(save: SaveView) -> tuple[int, int]:
+    return save.save.grid.dp, save.save.grid.mm_count
 
 
 def may_be_newest(save: SaveView, newest_first: Sequence[SaveView]) -> bool:

@@ -293,6 +293,8 @@ class JobView:
     """(remote, COMMIT key) → since when nothing has kept it here; monotonic."""
     lease: LeaseStatus | None = None
     """save_dir is shared by hosts (adr/0110); None: it is this host's alone."""
+    is_spread: bool = False
+    """Other nodes of this run are known, which may hold the rest of a part."""
     resumed: ResumeMarker | None = None
     """What `resume` gave to the trainer last, whatever came of it since."""
     unsealed_tags: frozenset[str] = frozenset()

@@ -92,6 +92,7 @@ def build_view(
     pins: frozenset[str],
     may_delete: bool,
     is_paused: bool = False,
+    is_spread: bool = False,
     drain: Drain | None = None,
     lease: LeaseStatus | None = None,
 ) -> JobView:
@@ -103,11 +104,7 @@ def build_view(
         deletions.note_verdicts(state.plan.remote_verdicts)
     folders = {f.tag: f for f in listing.folders}
     return JobView(
-        saves=tuple(
-            _save(config, state, row, folders.get(row.save.tag), pins)
-            for row in state.saves.rows.values()
-            if row.state == "present" or row.held or _has_derived(row)
-        ),
+        saves=_saves(config, state, folders, pins),
         remotes=tuple(
             _remote(state, remote, sessions[remote.name], _remote_deletions_left(config, state, remote))
             for remote in config.remotes
@@ -124,6 +121,7 @@ def build_view(
         is_save_in_flight=bool(state.folders.in_flight),
         is_first_scan=state.is_first_scan,
         is_paused=is_paused,
+        is_spread=is_spread,
         drain=drain,
         lease=lease,
         may_delete=may_delete,
@@ -170,6 +168,17 @@ def folders_to_watch(state: JobState) -> list[str]:
         if folder.tag in tags
         for root in {"", *folder.roots}
     ]
+
+
+def _saves(
+    config: JobConfig, state: JobState, folders: Mapping[str, FolderListing], pins: frozenset[str]
+) -> tuple[SaveView, ...]:
+    """Return the saves that lie here, are held, or left a derived form."""
+    return tuple(
+        _save(config, state, row, folders.get(row.save.tag), pins)
+        for row in state.saves.rows.values()
+        if row.state == "present" or row.held or _has_derived(row)
+    )
 
 
 def _save(

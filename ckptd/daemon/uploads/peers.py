@@ -1,7 +1,8 @@
 """Track the job's other nodes: their heartbeats, and whether a save is spread over several nodes.
 
 A heartbeat changes when a part is uploaded and what status says, never what is safe: commits follow from
-manifests alone, deletions from COMMITs alone.
+manifests alone, deletions from COMMITs. Where the job file lets a checkpoint go uncommitted, a part must
+still have other nodes.
 """
 
 from __future__ import annotations

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from ckptd.core.model.layouts import Grid, ShardKey
+from ckptd.core.model.records import ZERO, UploadState
+from ckptd.core.model.save import SealedSave
 from ckptd.core.policy.actions import ConfirmCommits, DeleteLocal, Hold, ReleaseHold, Upload
 from ckptd.core.policy.permit import DeletePermit, OptOutPermit
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import Ephemeral, RetentionPolicy
 from ckptd.core.policy.view import CommitRef, Confirmation, Disk, JobView, SaveView
-from tests.support.core_views import NAS, job_view, key_of, remote_commit, save_view, sealed
+from tests.support.core_views import NAS, committed_record, job_view, key_of, remote_commit, save_view, sealed
 
 SHORT = Disk(free_bytes=10, reserve_bytes=1000, can_clone=False)
 
@@ -261,3 +264,73 @@ def test_a_permit_must_rest_on_something() -> None:
     assert OptOutPermit(**base, commits=ref, unuploaded="thin").is_grounded
     assert OptOutPermit(**base, commits=(), unuploaded="delete").is_grounded
     assert not OptOutPermit(**base, commits=ref, unuploaded="keep").is_grounded
+
+
+# --- A part that no COMMIT covers: perhaps all that the trainer wrote before it died ---------------------
+
+
+def ranks(step: int, *held: int, is_part: bool = True) -> SealedSave:
+    """A save of two ranks of which these lie here."""
+    save = sealed(step)
+    (file,) = save.files
+    files = tuple(
+        file.model_copy(update={"path": f"r{d}_optim_states.pt", "shard": ShardKey(d=d, mm=0)}) for d in held
+    )
+    grid = Grid(dp=2, mm_count=1, zero_stage=2)
+    return save.model_copy(update={"grid": grid, "files": files, "is_part": is_part})
+
+
+def spread(how: str, here: list[SaveView], *, is_spread: bool = True) -> JobView:
+    """All that is here is confirmed by the COMMIT of 3."""
+    answers = {s.id: commit_of(3) for s in here}
+    return job_view(here, unuploaded=how, confirmations=answers, is_spread=is_spread, disk=SHORT)
+
+
+@pytest.mark.parametrize("how", ["thin", "delete"])
+def test_a_part_whose_rest_no_node_is_known_to_hold_stays(how: str) -> None:
+    """Another node was heard of when it was sealed, and none of this run is known: nobody has the rest."""
+    here = [
+        save_view(1, ranks(1, 0), committed=False, is_held=True),
+        save_view(2, ranks(2, 0), committed=False),
+        save_view(3, ranks(3, 0, 1, is_part=False)),
+        save_view(4, ranks(4, 0, 1, is_part=False), committed=how == "thin"),
+    ]
+    view = spread(how, here, is_spread=False)
+    assert not {"s1b1", "s2b1"} & set(pruned(view))
+    assert [a.reason for a in of(view, ReleaseHold)] == ["disk pressure"]
+    assert "no other node is known to hold the rest of it" in plan(view).local_verdicts[1].keeps
+
+
+@pytest.mark.parametrize("how", ["thin", "delete"])
+def test_a_part_of_fewer_ranks_than_this_node_writes_stays(how: str) -> None:
+    here = [save_view(1, ranks(1, 0), committed=False), save_view(3, ranks(3, 0, 1, is_part=False))]
+    here.append(save_view(4, ranks(4, 0, 1, is_part=False), committed=False))
+    assert "s1b1" not in pruned(spread(how, here))
+
+
+@pytest.mark.parametrize("how", ["thin", "delete"])
+def test_a_part_of_a_job_over_several_nodes_goes_by_the_job_files_word(how: str) -> None:
+    """Also where this node wrote other ranks before."""
+    here = [
+        save_view(1, ranks(1, 1), committed=False),
+        save_view(2, ranks(2, 0), committed=False),
+        save_view(3, ranks(3, 0)),
+        save_view(4, ranks(4, 0), committed=False),
+    ]
+    assert {"s1b1", "s2b1"} <= set(pruned(spread(how, here)))
+
+
+def test_a_part_that_was_committed_is_whole_whoever_is_left() -> None:
+    retired = committed_record(sealed(1)).model_copy(update={"state": UploadState.DELETED})
+    first = save_view(1, ranks(1, 0), committed=False, uploads={(NAS, ZERO): retired})
+    here = [first, *(save_view(n, ranks(n, 0, 1, is_part=False)) for n in (3, 4))]
+    assert "s1b1" in pruned(spread("delete", here, is_spread=False))
+
+
+def test_delete_counts_no_such_part_as_the_newest_complete_one() -> None:
+    """Nor does it fill a place of the limit."""
+    here = [save_view(n, ranks(n, 0, 1, is_part=False), committed=False) for n in (1, 2)]
+    here.append(save_view(3, ranks(3, 0), committed=False))
+    view = spread("delete", here, is_spread=False)
+    assert pruned(view) == ["s1b1"]
+    assert "newest complete" in plan(view).local_verdicts[2].keeps

@@ -211,7 +211,7 @@ def _planned(
         sessions={house.link.name: house.link},
         known_saves=SimpleNamespace(pins=frozenset(pins)),
         deletion_rights=SimpleNamespace(are_held=rights),
-        peers=SimpleNamespace(differing=lambda: differing, lease_status=None),
+        peers=SimpleNamespace(differing=lambda: differing, lease_status=None, is_spread=True),
         control=SimpleNamespace(pause=None, drain=None),
         executor=SimpleNamespace(
             scrubber=SimpleNamespace(damaged_tags=frozenset(damaged)), execute=lambda *_: None
