@@ -44,17 +44,20 @@ def recover_holds(state: JobState, save_dir_fd: int) -> None:
     """Settle each hold found at the start: known, released, not yet journalled, or of a lost journal."""
     names = fs.names_in(save_dir_fd, fs.HOLD)
     known = {hold_name(row): row for row in state.saves.rows.values()}
+    holds = []
     for name in names:
         if name.startswith(base_names.TEMPORARY_PREFIX):
             with _told(state, name):
                 clones.remove_temporary(save_dir_fd, name)
-        elif name.endswith(_END):
-            if name.removesuffix(_END) not in names:
-                with _told(state, name):
-                    clones.release(save_dir_fd, name.removesuffix(_END))
-        else:
-            with _told(state, name, is_hold=True):
-                _take_up(state, save_dir_fd, name, known.get(name.removesuffix(".partial")))
+        elif not name.endswith(_END):
+            holds.append(name)
+        elif name.removesuffix(_END) not in names:
+            with _told(state, name):
+                clones.release(save_dir_fd, name.removesuffix(_END))
+    # after what describes no hold is gone: a hold may take that very name
+    for name in holds:
+        with _told(state, name, is_hold=True):
+            _take_up(state, save_dir_fd, name, known.get(name.removesuffix(".partial")))
     state.load()
 
 

@@ -199,6 +199,24 @@ def test_a_hold_of_which_a_restart_finds_no_note(
     journal.close()
 
 
+def test_a_hold_takes_the_name_of_what_described_none(tmp_path: Path) -> None:
+    """A description without its hold goes first: the only copy of a checkpoint may be given that name."""
+    held(tmp_path, "global_step5", 1, 5)
+    place = tmp_path / "_ckptd" / "hold"
+    shutil.copy(place / "global_step5.1.json", place / "global_step5.2.json")
+    other = Node(tmp_path, tag="global_step9")
+    other.write_all()
+    journal = Journal(tmp_path / "journal.db")
+    state = JobState(journal=journal, problems=Problems())
+    journal.add_save(other.sealed(step=9), found_first=False, adopted=True, seen_at=0.0)
+    state.load()
+    with files.opened_dir(tmp_path) as fd:
+        recover_holds(state, fd)
+    assert sorted(os.listdir(place)) == ["global_step5.2", "global_step5.2.json"]
+    assert [row.save.tag for row in state.saves.rows.values() if row.held] == ["global_step5"]
+    journal.close()
+
+
 @pytest.mark.parametrize("why", ["held twice", "pruned"])
 def test_a_hold_that_nobody_needs_goes_with_a_line(tmp_path: Path, why: str) -> None:
     """Of a journal that is lost, and of a save that this one has or let go; half of one has no line."""
