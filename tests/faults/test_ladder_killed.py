@@ -37,7 +37,7 @@ import os, signal, sys
 from ckptd.storage.stores.access import Access
 from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.documents import read_identity
-from ckptd.storage.remote.messages import Retire
+from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.remote.retire import retire
 
@@ -57,7 +57,7 @@ def dying(name):
 ground = AttachedRemote(store=store, abilities=store.probe(), identity=read_identity(store))
 for name in ("put", "put_if_absent", "delete"):
     dying(name)
-retire(ground, Retire.model_validate_json(order), lambda: None)
+retire(ground, DeleteCommit.model_validate_json(order), lambda: None)
 """
 TAG = "global_step10"
 
