@@ -33,7 +33,7 @@ _OWN = {
     "CKPTD_SAVE_DIR",
 }
 _DROPPED = ("CKPTD_INCOMPLETE_AFTER", "never")
-"""What earlier versions took and nothing heeds."""
+"""A variable of earlier versions and its only value: accepted, without effect."""
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 

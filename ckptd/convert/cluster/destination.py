@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LEAST_SECONDS = 2.0
 _SHARE = 10
-"""Of the time between two writes, one in so many parts may go into writing."""
+"""At most one part in so many of the time between two writes is spent writing."""
 
 
 @dataclass(slots=True)

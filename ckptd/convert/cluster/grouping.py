@@ -40,7 +40,7 @@ Home = frozenset[str]
 ANYWHERE: Home = frozenset()
 MAX_PARTS = 10_000
 SAVED_BYTES = 1 << 20
-"""What would be one request becomes several for no less."""
+"""Bytes that a split by holders must save before one request becomes several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who reads, and how many bytes that others hold, or nobody."""
+    """Hold the home chosen for a piece and the bytes of the piece that only other homes hold."""
 
     home: Home
     foreign_bytes: int
@@ -185,13 +185,13 @@ class Layout:
         return borders if replace(even, borders=borders).parts <= MAX_PARTS else ()
 
     def home_of_part(self, item: Item, offset: int, nbytes: int) -> Home:
-        """Who is to send that piece of an output."""
+        """Return the home that should upload a piece of an output."""
         if not self._holders:
             return ANYWHERE
         return chosen(totals_of(self._runs(item), offset, offset + nbytes)).home
 
     def home(self, items: Iterable[Item]) -> Home:
-        """Who is to send these whole."""
+        """Return the home that should upload these outputs whole."""
         if not self._holders:
             return ANYWHERE
         totals: dict[Home, int] = {}

@@ -26,7 +26,7 @@ class Job(Model):
     note_key: str
     """Whose attempt the destination is, at the moment."""
     abilities: Abilities | None
-    """Of the destination, found out once."""
+    """Abilities of an S3 destination, found out once for all tasks; None: another store."""
     file_mode: int
     folder_mode: int
     gid: int | None

@@ -54,7 +54,7 @@ class TaskBuilder:
         self._known = known
         self._holders = holders
         self.numbers = count(1)
-        """Of tasks, which have one each."""
+        """Numbers of the tasks, one each."""
 
     def making(
         self, missing: dict[str, list[int]], there: Mapping[str, int], *, threads: int, verify: bool

@@ -119,7 +119,7 @@ def died_of(status: int) -> str:
 POLL_SECONDS = 0.02
 """A pause takes hold after so long at most: a save may last half a second."""
 WAIT_SECONDS = 1.0
-"""Of a child that nobody stops or pauses: how long its silence may last unseen."""
+"""Longest wait for a line of a child that nobody stops or pauses, before its end is looked for."""
 STOP_SECONDS = 10.0
 _MAX_WORDS_BYTES = 1 << 20
 

@@ -408,15 +408,15 @@ class Forecast:
     parameters: int
     files: int
     bytes: int
-    """Of what would be made."""
+    """Bytes of the output that would be made."""
     clones: bool
     """Extents are shared between source and destination's file system."""
     bytes_cloned: int
     bytes_copied: int
     bytes_misplaced: int
+    """Bytes of `bytes_copied` whose offsets differ modulo the block, though extents can be cloned here."""
     notes: tuple[str, ...]
-    """As `ConvertReport.notes`."""
-    """Of the copied: in ranges whose offsets do not agree modulo the block, though extents clone here."""
+    """Notes, as in `ConvertReport.notes`."""
     disk_bytes: int
     """New disk, about."""
     free_bytes: int
