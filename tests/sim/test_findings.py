@@ -777,6 +777,33 @@ def test_an_older_one_that_a_note_held_up_is_no_rewind() -> None:
         made.leave()
 
 
+def test_an_older_one_that_two_others_passed_goes_before_both() -> None:
+    """Life 5002663: it went between the two, and a limit of three deleted the one that it had overtaken."""
+    made, rng = World(1, job_config(((NAS, True, None),), 3, "all")), random.Random(0)
+    made.enter()
+    try:
+        made.kernel.mkdir(NAS_URL)
+        flush(made, "/sim/nas")
+        saved(made, 2)
+        made.live_on(100, rng)
+        made.kill()
+        saved(made, 1, 4)
+        made.live_on(2, rng)
+        saved(made, 2)
+        for line in range(20):
+            dropped(made, "global_step1/README.md", b"line %d" % line)
+            made.live_on(2, rng)
+        assert orders(made) == {"global_step4": (1, 4), "global_step2": (2, 2)}
+        made.live_on(200, rng)
+        assert orders(made) == {"global_step1": (1, 1), "global_step4": (1, 4), "global_step2": (2, 2)}
+        saved(made, 5)
+        made.live_on(200, rng)
+        folders = {name for name in made.kernel.listdir(SAVE_DIR) if name.startswith("global_step")}
+        assert folders == {"global_step4", "global_step2", "global_step5"}
+    finally:
+        made.leave()
+
+
 @pytest.mark.parametrize("late", ["global_step4", "global_step5"])
 def test_an_older_one_that_the_disk_does_not_flush_at_once_is_no_rewind(
     monkeypatch: pytest.MonkeyPatch, late: str

@@ -118,8 +118,10 @@ class Ordering:
                 if original is not None or not was_found:  # what a new journal finds is old, without doubt
                     self._guessed.add(folder.tag)
                 return order
-        is_old = was_found or self._was_passed(folder, step, highest)
-        return rebuilt_order(step, highest) if is_old else next_order(step, highest)
+        passed_by = self._passed_by(folder, step, highest)
+        if was_found or passed_by is not None:
+            return rebuilt_order(step, passed_by or highest)
+        return next_order(step, highest)
 
     def _went_on_elsewhere(self, folder: FolderListing, own: Order | None, remote: Order) -> bool:
         """Another node committed the newest, and this one, written while nobody looked, is not later.
@@ -133,17 +135,22 @@ class Ordering:
         since_ns = min((f.identity.mtime_ns for f in folder.shards), default=0)
         return self._known.may_precede(since_ns, remote)
 
-    def _was_passed(self, folder: FolderListing, step: int, highest: Order | None) -> bool:
-        """The newest was sealed while this older one lay there and could not be yet: no run was rewound."""
+    def _passed_by(self, folder: FolderListing, step: int, highest: Order | None) -> Order | None:
+        """The oldest of the saves that were sealed while this older one lay there and could not be yet.
+
+        None unless the newest save is one of them; with one, no run was rewound.
+        """
         listing = self._state.folders.listing
         here = {f.tag: f for f in listing.folders} if listing is not None else {}
-        newest = next((row for row in self._state.saves.rows.values() if row.save.order == highest), None)
-        other = here.get(newest.save.tag) if newest is not None else None
-        if newest is None or other is None or step >= newest.save.step:
-            return False
-        was_there = newest.state == "present" and folder.tag in newest.save.beside and self._is_sealed(other)
-        mine = self._found(folder, Order(newest.save.branch, step, 0))
-        return was_there and is_proven(mine, self._found(other, newest.save.order))
+        passed_by = []
+        for row in self._state.saves.rows.values():
+            other, order = here.get(row.save.tag), row.save.order
+            was_there = row.state == "present" and folder.tag in row.save.beside
+            if not was_there or other is None or step >= row.save.step or not self._is_sealed(other):
+                continue
+            if is_proven(self._found(folder, Order(order.branch, step, 0)), self._found(other, order)):
+                passed_by.append(order)
+        return min(passed_by) if highest in passed_by else None
 
     def beside(self, tag: str) -> tuple[str, ...]:
         """Other folders with shards that are not the save that was sealed of their tag, if any was."""
