@@ -120,6 +120,29 @@ def test_a_lost_journal_goes_on_with_the_run_and_an_emptied_directory_does_not(t
         assert commits(x)["global_step1~g2~zero"]["run_id"] not in runs
 
 
+def test_a_copy_of_another_runs_checkpoint_in_an_emptied_directory_begins_a_run(tmp_path: Path) -> None:
+    """Life 6000006: it went on with that run, and its limit would have deleted what the other committed."""
+    with ExitStack() as stack:
+        x, y = two(stack, tmp_path)
+        x.save(3)
+        x.start()
+        x.wait_committed("global_step3~g1")
+        assert x.stop() == 0
+        y.start()
+        y.save(2, OTHER_RUN)
+        y.wait_committed("global_step2~g1")
+        assert y.stop() == 0
+        before = commits(x)
+        shutil.rmtree(x.save_dir / "global_step3")
+        shutil.copytree(y.save_dir / "global_step2", x.save_dir / "global_step2")
+        (x.save_dir / "latest").write_text("global_step2")
+        x.start()
+        x.wait_committed("global_step2~g2")
+        after = commits(x)
+        assert after["global_step2~g2~zero"]["run_id"] not in {one["run_id"] for one in before.values()}
+        assert {stem: after[stem] for stem in before} == before
+
+
 def test_a_copied_directory_is_another_place(tmp_path: Path) -> None:
     """`cp -a` brings the node id along: both were one place, let into one remote, and both called safe."""
     with ExitStack() as stack:

@@ -112,7 +112,8 @@ class Runs:
         out.
 
         A directory without a word is of the run whose committed checkpoint lies in it, byte by byte; else a
-        run begins. So it is where nothing was left that a training could have loaded, and it begins anew.
+        run begins. So it is where nothing was left that a training could have loaded, and it begins anew: of
+        runs that lie there again only its own and those that were saved in this directory are gone on with.
         """
         if not ready:
             return self._file is not None
@@ -126,11 +127,20 @@ class Runs:
             return False
         known = self._recognised(ready)
         left = self.run_id
-        if known is None:
+        if known is None or (left is not None and known != left and not self._was_saved_here(known)):
             self._begin(secrets.token_hex(16), "begun", left=left)
-        elif self._file is None or known != left:
+        elif known != left:
             self._begin(known, "recognised")
         return True
+
+    def _was_saved_here(self, run_id: str) -> bool:
+        """Tell whether a remote names this directory as a place of that run: another directory's run is not
+        gone on with for a copy of its checkpoint, since this job's limits would delete what it committed.
+        """
+        seen = [session.seen_all for session in self._sessions.values() if session.seen_all is not None]
+        return any(
+            row.run_id == run_id and row.save_dir == self._save_dir for one in seen for row in one.rows
+        )
 
     def _begin(self, run_id: str, how: How, left: str | None = None) -> None:
         log.info("%s: run %s, %s", self._save_dir, short(run_id), how)
