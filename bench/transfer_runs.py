@@ -86,7 +86,7 @@ def up(tool: str, save: Save, way: Way, *, verify: str = "read-back", kill_after
         url = f"s3://{BUCKET}/{save.name}"
         words = [str(save.save_dir), save.form, url, "--endpoint", way.endpoint, "--verify", verify]
         words += ["--kill-after", str(kill_after)] if kill_after else []
-        run = _run([sys.executable, "-m", "bench.ship", *words])
+        run = _run([sys.executable, "-m", "bench.upload", *words])
         told = json.loads(run.stdout)
     else:
         run = _run([*POLITE, *_up_command(tool, save, way.endpoint)])
@@ -177,7 +177,7 @@ def directory(tool: str, save: Save, *, verify: str = "none") -> Sample:
         told = _whole(run)
     else:
         words = [str(save.save_dir), save.form, str(out), "--verify", verify]
-        run = _run([sys.executable, "-m", "bench.ship", *words])
+        run = _run([sys.executable, "-m", "bench.upload", *words])
         told = json.loads(run.stdout)
     copies = sorted((out / save.folder.name).iterdir())
     cached = max(0, _cached([*save.files, *copies]) - before)
@@ -203,7 +203,7 @@ def there_and_back(save: Save) -> Sample:
         with servers.rclone(place) as server:
             url = f"s3://{servers.BUCKET}/{save.name}"
             words = [str(save.save_dir), save.form, url, "--endpoint", server.endpoint]
-            run = _run([sys.executable, "-m", "bench.ship", *words])
+            run = _run([sys.executable, "-m", "bench.upload", *words])
             out = place / "back"
             words = [sys.executable, "-m", "ckptd", "restore", url, "--to", str(out)]
             _run(words, AWS_ENDPOINT_URL=server.endpoint)

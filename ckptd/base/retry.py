@@ -116,7 +116,7 @@ class Breaker:
         return max(0.0, self._retry_at_seconds - self._clock())
 
     @property
-    def left_alone(self) -> BackedOff | None:
+    def backed_off(self) -> BackedOff | None:
         """Return what status shows while `PATIENCE` is spent; also while the probe is under way."""
         return self._alone
 

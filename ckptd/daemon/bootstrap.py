@@ -185,7 +185,7 @@ def on_attached(job: WatchedJob, name: str) -> Callable[[m.Attached], None]:
         if answer.living and not job.config.shared_fs:
             text = other_writers(answer.living, name, answer.identity.created)
             job.problems.put("name-shared", name, text, NEXT_STEP, lasts_seconds=_TOLD_SECONDS)
-        job.job_id = answer.identity.job_id
+        job.learn_job_id(answer.identity.job_id)
         job.state.journal.set_meta(f"job_id:{name}", answer.identity.job_id)
         job.state.journal.set_meta(f"remote_id:{name}", answer.identity.remote_id)
         where = job.sessions[name].settings.url
@@ -343,13 +343,13 @@ def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
             try:
                 finish(save_dir_fd, deletion)
             except StorageError as error:
-                log.warning("pruning %s: %s", tag, error, extra=line_fields("prune", tag))
+                log.warning("deleting %s: %s", tag, error, extra=line_fields("delete-local", tag))
                 state.deletions.set_interrupted(deletion.id, is_interrupted=True)
-                state.failures.note(f"pruning {tag}", error)
+                state.failures.note(f"deleting {tag}", error)
                 continue
             state.journal.end_deletion(deletion.id, done=True)
             state.journal.end_save(deletion.save_id, "pruned")
-            log.info("finished pruning %s", tag, extra=line_fields("prune", tag))
+            log.info("finished deleting %s", tag, extra=line_fields("delete-local", tag))
         else:
             row = state.saves.rows.get(deletion.save_id)
             # one that was saved again since, in part perhaps, is judged by what was sealed before (P4)
@@ -418,7 +418,7 @@ def _sweep_partials(state: JobState, save_dir_fd: int, audit: Audit) -> None:
             is_mirror = place == fs.STAGING and name.startswith(MIRROR)
             if is_mirror or (is_partial and name[1 : -len(PARTIAL_END)] not in present):
                 fs.remove_idle(save_dir_fd, place, name)
-    for form in WEIGHTS:  # as versions made them that shipped them from here
+    for form in WEIGHTS:  # as earlier releases made them to upload them from here
         for name in fs.names_in(save_dir_fd, f"{fs.DERIVED}/{form}"):
             why = "forms for remotes alone are not kept here"
             audit.write("drop-derived", tag=name, generation=0, form=form, reason=why)

@@ -256,6 +256,14 @@ class Job:
         """A result arrived: plan again."""
         self.needs_turn = True
 
+    def sleep(self) -> None:
+        """Make no turn before the next is due."""
+        self.needs_turn = False
+
+    def learn_job_id(self, job_id: str) -> None:
+        """Take the job's id from a remote that was attached."""
+        self.job_id = job_id
+
     def seconds_to_next(self, now_seconds: float) -> float:
         """Return how long the loop may sleep for this job's sake."""
         if self.needs_turn:

@@ -95,7 +95,10 @@ class JobSupervisor:
             job.state.journal.give_up()
         self._again_at_seconds = time.monotonic() + wait_seconds
         job.close()
-        job.needs_turn = wait_seconds == 0.0
+        if wait_seconds:
+            job.sleep()
+        else:
+            job.wake()
 
 
 def _in_words(error: OSError | RuntimeError) -> CkptdError | None:

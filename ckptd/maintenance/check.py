@@ -277,7 +277,7 @@ def _remote(
     if isinstance(answer, CkptdError):
         yield _absent(what, remote, owner, answer)
         return
-    if (error := _twin(job, remote, answer, seen)) is not None:
+    if (error := _same_directory(job, remote, answer, seen)) is not None:
         yield failed(what, error)
         return
     seen[remote.name] = answer
@@ -337,7 +337,7 @@ def _who_writes(
         yield Finding(what=what, verdict="note", text=text, hint=IS_OWN_RUN)
 
 
-def _twin(
+def _same_directory(
     job: JobConfig, remote: RemoteConfig, answer: Attached, seen: Mapping[str, Attached]
 ) -> ConfigError | None:
     """Return an error where a remote is the same directory as another one: two paths to it are one copy."""

@@ -357,10 +357,10 @@ def _rows(seen: Sequence[SeenNode], safe: CommitView | None, ahead: Set[str]) ->
     """Return the nodes of the safe COMMIT and those that are alive, or went on after it; who left before it
     is nobody's loss.
     """
-    shipped = _nodes_of(safe.commit) if safe is not None else set()
+    uploaded = _nodes_of(safe.commit) if safe is not None else set()
     known = {one.node: one for one in seen}
-    names = shipped | {one.node for one in seen if safe is None or not one.is_dead} | ahead
-    return tuple(_row(name, known.get(name), is_in_safe=name in shipped) for name in sorted(names))
+    names = uploaded | {one.node for one in seen if safe is None or not one.is_dead} | ahead
+    return tuple(_row(name, known.get(name), is_in_safe=name in uploaded) for name in sorted(names))
 
 
 def _nodes_of(commit: Commit) -> set[str]:
@@ -510,7 +510,7 @@ def _open_save(
         step=lead.step,
         generation=lead.generation,
         mm_count=lead.grid.mm_count,
-        # since the first part was shipped
+        # since the first part was uploaded
         age_seconds=max((now_seconds - i.mtime_ns / 1e9 for i in infos if i.mtime_ns), default=0.0),
         parts=tuple(
             Part(node=m.node, generation=m.generation, last_seconds=m.save_window.last // 10**9)

@@ -198,7 +198,8 @@ class Verifier:
         counting = [v for v in views if not v.disputed and stem_of(v.commit) not in retired]
         if not counting and not damaged:
             msg = f"{self._remote.url} holds no committed checkpoint"
-            raise NothingCommitted(msg, hint="disputed and retired ones do not count" if views else "")
+            hint = "disputed ones, and those that retention deleted, do not count" if views else ""
+            raise NothingCommitted(msg, hint=hint)
         is_all = tag is None and is_wanted is None
         self._list(None if is_all else {view.commit.folder for view in views})
         rows = [self._one(view, stem_of(view.commit) in retired) for view in views]

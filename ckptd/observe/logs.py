@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Style = Literal["auto", "text", "json"]
 STYLES: tuple[str, ...] = get_args(Style)
-Action = Literal["complete", "ship", "commit", "convert", "hold", "prune", "retire", "vanish"]
+Action = Literal["complete", "upload", "commit", "convert", "hold", "delete-local", "delete-remote", "vanish"]
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")

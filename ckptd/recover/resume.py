@@ -509,7 +509,7 @@ class PinnedSelection:
             msg = f"{tag} cannot be fetched: {error.message}{others}"
             return _of_its_kind(error, msg, "call it again, on every node, once the remote answers")
         if self._views and key not in views_by_save(sources.remotes, FORMS):
-            msg = f"{tag} was retired while it was fetched"
+            msg = f"{tag} was deleted from the remote while it was fetched"
             return RefusedError(msg, hint="does a daemon run? stop it, and call resume again on every node")
         noted = (note for note in choice.notes if note.startswith(f"{tag} ("))
         why = self._why.message if self._why is not None else next(noted, "damaged")

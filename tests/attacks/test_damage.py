@@ -144,8 +144,8 @@ def flipped(path: Path, at: int, bit: int) -> Iterator[None]:
             os.pwrite(file.fileno(), bytes([value]), at)
 
 
-def shipped(folder_fd: int, name: str, patch: pytest.MonkeyPatch) -> str:
-    """How far a damaged file gets: "torn", "damaged" (in the upload's pass), or "shipped"."""
+def uploaded(folder_fd: int, name: str, patch: pytest.MonkeyPatch) -> str:
+    """How far a damaged file gets: "torn", "damaged" (in the upload's pass), or "uploaded"."""
     if inspected(folder_fd, name, patch).archive is not Archive.ZIP:
         return "torn"
     with files.reading(folder_fd, name) as fd:
@@ -156,10 +156,10 @@ def shipped(folder_fd: int, name: str, patch: pytest.MonkeyPatch) -> str:
             return "torn"
         except DamagedError:
             return "damaged"
-    return "shipped"
+    return "uploaded"
 
 
-def test_no_flipped_bit_of_a_record_is_shipped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_flipped_bit_of_a_record_is_uploaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every bit of every record is under the CRC that torch.save wrote; what passes lay between records."""
     started, runs, missed, between = time.monotonic(), 0, [], 0
     rng = random.Random(9)
@@ -170,7 +170,7 @@ def test_no_flipped_bit_of_a_record_is_shipped(folder: Path, monkeypatch: pytest
             for at, bit in flips(path.stat().st_size, rng, 1 if FULL else 4):
                 runs += 1
                 with flipped(path, at, bit):
-                    if shipped(folder_fd, path.name, monkeypatch) == "shipped":
+                    if uploaded(folder_fd, path.name, monkeypatch) == "uploaded":
                         is_inside = any(r.offset <= at < r.offset + r.size for r in records)
                         missed += [(path.name, at, bit)] if is_inside else []
                         between += not is_inside
@@ -212,7 +212,7 @@ def test_every_flipped_bit_in_the_remote_is_found(folder: Path, tmp_path: Path) 
     assert runs > 10
 
 
-def test_a_file_that_changed_after_it_was_sealed_is_not_shipped(
+def test_a_file_that_changed_after_it_was_sealed_is_not_uploaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its identity is compared when it is opened: even with size and mtime put back (P4)."""
@@ -221,14 +221,14 @@ def test_a_file_that_changed_after_it_was_sealed_is_not_shipped(
     (scene.save_dir / "tokenizer.json").write_text("{}")
     path = scene.save_dir / folder.name / sorted(os.listdir(folder))[0]
     status = path.stat()
-    real = scene._ship
+    real = scene._upload
 
-    def ship_after_a_flip(*arguments: Any) -> Any:
+    def upload_after_a_flip(*arguments: Any) -> Any:
         with flipped(path, path.stat().st_size // 2, 3):
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
             return real(*arguments)
 
-    monkeypatch.setattr(scene, "_ship", ship_after_a_flip)
+    monkeypatch.setattr(scene, "_upload", upload_after_a_flip)
     with pytest.raises(CkptdError, match="was written since it was sealed"):
         scene.commit(folder.name, 2)
     assert not list((scene.nas / "_ckptd").rglob("commits/*"))

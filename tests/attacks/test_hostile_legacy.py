@@ -135,7 +135,7 @@ def test_no_pickle_of_a_legacy_file_runs_anything(tmp_path: Path, kind: str, pla
 
 
 def test_a_pickle_that_ends_the_child_costs_its_own_facts_alone(tmp_path: Path) -> None:
-    """Its framing and fingerprint stand, so that it can still ship raw; the file after it is read."""
+    """Its framing and fingerprint stand, so that it can still upload raw; the file after it is read."""
     made = write_stage12(tmp_path / "tag", GROUPS, 2)
     other = OPTIM.replace("rank_0", "rank_1", 1)
     as_legacy(made.folder / other)

@@ -76,7 +76,7 @@ def test_names_that_nobody_expects(here: Node) -> None:
 
 @pytest.mark.full
 def test_side_files_with_such_names(here: Node) -> None:
-    """In a checkpoint: shipped byte for byte and restored, or it keeps its folder here and says why."""
+    """In a checkpoint: uploaded byte for byte and restored, or it keeps its folder here and says why."""
     root = os.fsencode(here.save_dir)
     here.start()
     save(root + b"/global_step90", 90)
@@ -90,8 +90,8 @@ def test_side_files_with_such_names(here: Node) -> None:
     save(root + b"/global_step99", 99)
     here.wait_committed("global_step99~g1")
     commits = here.commits()
-    shipped = {n: commits[f"global_step{90 + n}~g1"]["files"] == 4 for n in range(1, len(SIDES) + 1)}
-    kept = {f"global_step{90 + n}" for n, is_shipped in shipped.items() if not is_shipped}
+    uploaded = {n: commits[f"global_step{90 + n}~g1"]["files"] == 4 for n in range(1, len(SIDES) + 1)}
+    kept = {f"global_step{90 + n}" for n, is_uploaded in uploaded.items() if not is_uploaded}
     assert len(kept) == 3
     here.wait("pruned", lambda: here.local_tags() == kept | {"global_step99"})
     here.wait("said", lambda: all(here.checkpoint(tag)["keep"] for tag in kept))
@@ -106,7 +106,7 @@ def test_side_files_with_such_names(here: Node) -> None:
             done = here.ckptd("restore", here.nas, tag, "--to", here.root / "back")
             assert done.returncode == 0, done.stderr
             back = os.fsencode(here.root / "back" / tag) + b"/" + side
-            assert os.path.exists(back) == shipped[number]
+            assert os.path.exists(back) == uploaded[number]
 
 
 def _fifo(path: Path) -> None:

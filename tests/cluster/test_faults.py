@@ -113,9 +113,9 @@ def test_two_attempts_at_one_tag_never_mix(tmp_path: Path) -> None:
         # by Slurm's word: node b has nothing to say yet
         pair(here, step_in_seconds=2, environment={"SLURM_JOB_NUM_NODES": "2"})
         here.nodes["a"].write(RUN, 0, 2)
-        here.wait("a shipped", lambda: "a" in here.manifests(TAG))
+        here.wait("a uploaded", lambda: "a" in here.manifests(TAG))
         here.nodes["b"].write(runs.OTHER_2, 1, 2)
-        here.wait("b shipped", lambda: "b" in here.manifests(TAG, 2))
+        here.wait("b uploaded", lambda: "b" in here.manifests(TAG, 2))
         for name, other, generation in (("a", "b", 2), ("b", "a", 1)):
             words = f"node {other} uploaded another save of this tag, as generation {generation}"
             here.wait(f"{name} to say so", partial(said, here, name, words), 240)
@@ -150,7 +150,7 @@ def test_a_part_grows_and_ranks_that_saved_here_before_are_waited_for(tmp_path: 
         here.nodes["b"].write(RUN, 1, 2, only=late)
         here.wait_committed(f"{TAG}~g1")
         assert any(late in path for path in sent(here, TAG, "b"))
-        # now it is known who lives here: rank 2 alone is not shipped as this node's part
+        # now it is known who lives here: rank 2 alone is not uploaded as this node's part
         here.nodes["b"].write(RUN, 1, 4, only="rank_2_")
         here.nodes["b"].write(RUN, 1, 4, only="model_states")
         here.nodes["a"].write(RUN, 0, 4)
@@ -242,7 +242,7 @@ def ip(*arguments: str) -> None:
 def test_a_node_cut_off_the_network_comes_back_to_one_commit(
     tmp_path: Path, island: tuple[str, servers.Server]
 ) -> None:
-    """Node b lives in a network namespace of its own; its wire is pulled before it can ship its part."""
+    """Node b lives in a network namespace of its own; its wire is pulled before it can upload its part."""
     space, server = island
     with cluster(tmp_path, server) as here:
         here.add("a").start()

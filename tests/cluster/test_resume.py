@@ -33,7 +33,7 @@ def resume(node: ClusterNode, wish: Again, rank: int) -> str:
 
 
 def committed(here: Cluster, run: runs.Run) -> None:
-    """Both nodes ship their parts of the run's first save, and end."""
+    """Both nodes upload their parts of the run's first save, and end."""
     for number, name in enumerate(("a", "b")):
         here.add(name, local="save_total_limit = 2\nforms = []").start()
         here.nodes[name].write(run, number, STEP)

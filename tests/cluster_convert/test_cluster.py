@@ -292,7 +292,7 @@ def test_clients_end_with_their_conversion(save: Path, tmp_path: Path) -> None:
     with scene.workers(1) as cluster, Client(cluster.scheduler_address, set_as_default=False) as client:
         for number in range(3):
             clustered(cluster, save, tmp_path / f"u{number}")
-            assert set(client.run(work.kept_open).values()) == {0}
+            assert set(client.run(work.open_clients).values()) == {0}
 
 
 @pytest.mark.full

@@ -98,7 +98,7 @@ def node(tmp_path: Path) -> Node:
     scene.checkpoint(made.save_dir / TAG, stage=2, hidden=64)
     (tmp_path / "nas").mkdir()
     store = DirectoryStore(str(tmp_path / "nas"), owner="t")
-    result = made.ship(made.attached(store), made.order(made.sealed(step=7)))
+    result = made.upload(made.attached(store), made.order(made.sealed(step=7)))
     assert result.outcome == "committed"
     shutil.copytree(made.save_dir / TAG, tmp_path / "nas" / "global_step8")
     return made

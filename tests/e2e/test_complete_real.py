@@ -78,7 +78,7 @@ def inspect(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_run_repeated_with_another_layout_is_shipped_and_resumed(
+def test_a_run_repeated_with_another_layout_is_uploaded_and_resumed(
     name: str, switched: Path, tmp_path: Path
 ) -> None:
     save_dir = copy_of(switched / name, tmp_path / "save")

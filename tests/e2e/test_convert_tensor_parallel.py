@@ -258,11 +258,11 @@ def test_drifted_copies_are_seen_before_anything_is_sent(saves: Path, tmp_path: 
     """By the process that makes a form while it sends it (adr/0093)."""
     name, change, pattern, words = REFUSED["drifted copies"]
     scene = Scene(tmp_path / "n", changed(saves, name, tmp_path / "in", change, pattern))
-    result = scene.ship(scene.order(UNIVERSAL))
+    result = scene.upload(scene.order(UNIVERSAL))
     assert (result.outcome, scene.objects(UNIVERSAL)) == ("refused", {})
     assert re.search(words, result.reason or "")
     good = Scene(tmp_path / "m", saves / name)
-    assert good.ship(good.order(UNIVERSAL)).outcome == "committed"
+    assert good.upload(good.order(UNIVERSAL)).outcome == "committed"
 
 
 def test_a_missing_tensor_rank_is_named(saves: Path, tmp_path: Path) -> None:

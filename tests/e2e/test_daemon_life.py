@@ -210,7 +210,7 @@ def test_state_lost_then_garbage(tmp_path: Path) -> None:
 
 
 def test_first_start_deletes_nothing_until_adopted(tmp_path: Path) -> None:
-    """Of five old checkpoints the newest is shipped and none deleted; adopt lets the limit hold."""
+    """Of five old checkpoints the newest is uploaded and none deleted; adopt lets the limit hold."""
     with node(tmp_path) as here:
         for step in range(1, 6):
             here.save(step)

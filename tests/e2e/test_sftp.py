@@ -1,4 +1,4 @@
-"""A real checkpoint over SFTP: shipped by the daemon, listed, and brought back to an emptied node."""
+"""A real checkpoint over SFTP: uploaded by the daemon, listed, and brought back to an emptied node."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def memory_mib(pid: int) -> int:
     return (int(values["Private_Dirty"]) + int(values["Private_Clean"])) >> 10
 
 
-def test_shipped_over_sftp_and_resumed_from_it(node: Node, server: Sshd) -> None:
+def test_uploaded_over_sftp_and_resumed_from_it(node: Node, server: Sshd) -> None:
     check = node.ckptd("check", node.job_file, "--init-remote")
     assert check.returncode == 0, check.stdout + check.stderr
     assert "create-only writes are enforced; verified by read-back" in " ".join(check.stdout.split())

@@ -41,7 +41,7 @@ def test_all_four_outlive_the_state_directory(tmp_path: Path) -> None:
         decide(here, "pin", "global_step2")
         shutil.rmtree(here.save_dir / "_ckptd")
         here.start()
-        # accepted and adopted: shipped, then let go; adopted and pinned: shipped and kept; 3: nobody's word
+        # accepted and adopted: uploaded, then let go; adopted and pinned: uploaded and kept; 3: nobody's word
         for step in (1, 2):
             here.wait_committed(f"global_step{step}~g1", 40)
         kept = {"global_step2", "global_step3", "global_step4"}

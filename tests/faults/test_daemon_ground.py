@@ -108,7 +108,7 @@ def test_no_room_is_no_want_of_rights(tmp_path: Path) -> None:
 @pytest.mark.full
 @as_root
 def test_a_save_dir_that_turns_read_only(tmp_path: Path) -> None:
-    """The state lies elsewhere: what is complete is shipped, nothing goes, and later it catches up."""
+    """The state lies elsewhere: what is complete is uploaded, nothing goes, and later it catches up."""
     (tmp_path / "nvme").mkdir()
     mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", tmp_path / "nvme")
     try:

@@ -157,7 +157,7 @@ def test_a_file_that_came_late_is_committed_beside_and_the_folder_goes(tmp_path:
 
 
 def test_a_file_that_is_still_open_keeps_its_folder(tmp_path: Path) -> None:
-    """It is not shipped before whoever writes it is done; status says which file (P1, H8)."""
+    """It is not uploaded before whoever writes it is done; status says which file (P1, H8)."""
     with node(tmp_path, local="save_total_limit = 1") as here:
         here.start()
         here.save(1)
@@ -199,7 +199,7 @@ def test_modes_are_never_wider_and_nothing_of_ours_lies_in_a_checkpoint(tmp_path
         )
 
 
-def test_the_trainer_deletes_while_it_is_shipped(tmp_path: Path) -> None:
+def test_the_trainer_deletes_while_it_is_uploaded(tmp_path: Path) -> None:
     """The attempt ends without a COMMIT, the loss is said, the daemon goes on with the next one."""
     with node(tmp_path, remote='bandwidth = "300kB/s"') as here:
         here.start()
@@ -215,7 +215,7 @@ def test_the_trainer_deletes_while_it_is_shipped(tmp_path: Path) -> None:
         assert "global_step1~g1" not in here.commits()
 
 
-def test_the_trainer_saves_again_while_it_is_shipped(tmp_path: Path) -> None:
+def test_the_trainer_saves_again_while_it_is_uploaded(tmp_path: Path) -> None:
     """P4: the attempt over two saves is dropped; what is committed holds one save only."""
     with node(tmp_path, remote='bandwidth = "150kB/s"') as here:
         here.start()
@@ -231,7 +231,7 @@ def test_the_trainer_saves_again_while_it_is_shipped(tmp_path: Path) -> None:
         assert all(same_bytes(here, folder, OTHER_RUN, 1) for folder in folders)
 
 
-def test_a_bit_that_flipped_after_the_save_is_not_shipped(tmp_path: Path) -> None:
+def test_a_bit_that_flipped_after_the_save_is_not_uploaded(tmp_path: Path) -> None:
     """The zip's own CRC is checked in the upload's pass: a damaged record is named and never committed."""
     with node(tmp_path) as here:
         here.save(1, tag="staged")

@@ -157,7 +157,7 @@ def test_a_remote_of_another_job_and_one_on_the_same_disk(tmp_path: Path) -> Non
 
 
 def test_a_commit_that_vanishes_before_the_prune(tmp_path: Path) -> None:
-    """A COMMIT deleted behind our back: the permit's fresh read refuses, the save is shipped again first."""
+    """A COMMIT deleted behind our back: the permit's fresh read refuses, the save is uploaded again first."""
     with node(tmp_path, local="save_total_limit = 2") as here:
         here.start()
         for step in (1, 2):

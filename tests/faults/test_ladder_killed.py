@@ -39,7 +39,7 @@ from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.documents import read_identity
 from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.stores.open import open_store
-from ckptd.storage.remote.retire import retire
+from ckptd.storage.remote.deletion import delete_commit
 
 url, endpoint, left, order = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 store = open_store(url, access=Access(endpoint_url=endpoint or None))
@@ -57,7 +57,7 @@ def dying(name):
 ground = AttachedRemote(store=store, abilities=store.probe(), identity=read_identity(store))
 for name in ("put", "put_if_absent", "delete"):
     dying(name)
-retire(ground, DeleteCommit.model_validate_json(order), lambda: None)
+delete_commit(ground, DeleteCommit.model_validate_json(order), lambda: None)
 """
 TAG = "global_step10"
 
@@ -74,7 +74,7 @@ class Scene:
             node.tag = f"global_step{step}"
             node.write_all(str(step).encode(), size=20)
             for form in forms:
-                result = node.ship(ground, node.order(node.sealed(step=step), form=form))
+                result = node.upload(ground, node.order(node.sealed(step=step), form=form))
                 assert result.commit is not None
                 views.append(result.commit)
         self.order = order_of(views[0], views[1])

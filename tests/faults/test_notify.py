@@ -108,7 +108,7 @@ def test_webhook_heartbeat_and_hooks(house: House, receiver: Receiver) -> None:
     lines = [json.loads(line) for line in house.log.read_text().splitlines()]
     done = [(line["job"], line["action"], line["tag"]) for line in lines if "action" in line]
     assert [one for one in done if one[2] == "global_step1" and one[1] != "convert"] == [
-        ("one", action, "global_step1") for action in ("complete", "ship", "commit")
+        ("one", action, "global_step1") for action in ("complete", "upload", "commit")
     ]
     assert "SECRET-PATH" not in json.dumps(house.status())
 

@@ -1,7 +1,7 @@
 """Model: two saves of one tag, one or two nodes, their store operations interleaved, crashes between.
 
 Never a COMMIT over bytes of two saves, and no whole save left uncommitted for ever (docs/design.md §3, §5;
-H1, H3). The shipped code runs against a store in memory whose every operation waits for its turn. Two
+H1, H3). The real code runs against a store in memory whose every operation waits for its turn. Two
 seeded bugs show that the model sees what it is for: no generations, and no comparison of saves.
 """
 
@@ -26,7 +26,7 @@ from ckptd.core.model.generation import (
 )
 from ckptd.errors import CkptdError
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.observe import AttachedRemote, describe, live_commits, manifests_of, observe
 from ckptd.storage.stores.checksums import crc64, to_hex
 from tests.stores.memory import MemoryStore
@@ -225,7 +225,7 @@ class Actor:
         order = self.node.order(save, generation=choice.generation)
         # words that tell saves apart, no archives
         files = tuple(file.model_copy(update={"check_zip_crc": False}) for file in order.files)
-        ship(ground, order.model_copy(update={"files": files}), self.node.control())
+        upload_form(ground, order.model_copy(update={"files": files}), self.node.control())
 
 
 def check_commits(shared: MemoryStore) -> set[int]:

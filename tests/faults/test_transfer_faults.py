@@ -45,7 +45,7 @@ class Scene:
         self.before_bytes = 0
 
     def save(self, megabytes: int = MEGABYTES) -> None:
-        """A save that is not shipped yet."""
+        """A save that is not uploaded yet."""
         self.folder = self.rig.save(next(STEPS), megabytes)
         self.before_bytes = self.between.sent_bytes(f"/{self.folder.name}/")
 
@@ -55,9 +55,9 @@ class Scene:
         self.between.faults.append(fault)
         return fault
 
-    def ship(self, seconds: float = 200.0, *, orphans: int = 0) -> None:
+    def upload(self, seconds: float = 200.0, *, orphans: int = 0) -> None:
         """Until it is committed; then everything that must hold after any fault does."""
-        self.rig.ship(seconds)
+        self.rig.upload(seconds)
         client, tag = self.server.client(), self.folder.name
         for path in self.folder.iterdir():
             found = client.get_object(Bucket=servers.BUCKET, Key=f"run/{tag}/{path.name}")["Body"].read()
@@ -107,7 +107,7 @@ def _resets(scene: Scene) -> None:
         scene.fault("cut", rf"PUT .*{BIG}\?.*partNumber={part}", after_bytes=after)
         for part, after in ((1, 0), (3, 3 << 20))
     ]
-    scene.ship()
+    scene.upload()
     assert [fault.hits for fault in faults] == [1, 1]
 
 
@@ -120,7 +120,7 @@ def _flaps(scene: Scene) -> None:
             scene.between.cut()
             end = time.monotonic() + seconds
             scene.rig.until("a while", lambda end=end: time.monotonic() > end)  # type: ignore[misc]
-    scene.ship()
+    scene.upload()
 
 
 @pytest.mark.parametrize("way", [_resets, _flaps] if FULL else [_resets])
@@ -138,7 +138,7 @@ def test_a_storm_of_slow_down(scene: Scene) -> None:
     dice, requests = random.Random(5), 12 if FULL else 2
     storm = [scene.fault("busy", rf".*{BIG}") for _ in range(requests) if dice.random() < 0.9]
     before = len(scene.between.requests)
-    scene.ship()
+    scene.upload()
     assert [fault.hits for fault in storm] == [1] * len(storm)
     assert scene.sent_again_bytes <= scene.size_bytes // 10
     assert len(scene.between.requests) - before < 60 + 10 * requests
@@ -150,7 +150,7 @@ def test_two_hundred_with_an_error_inside(scene: Scene) -> None:
     body = "<?xml version='1.0'?><Error><Code>InternalError</Code><Message>try again</Message></Error>"
     head = f"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
     fault = scene.fault("answer", rf"POST .*{BIG}\?uploadId", answer=f"{head}{body}".encode())
-    scene.ship()
+    scene.upload()
     assert fault.hits == 1
     assert scene.sent_again_bytes <= PART_BYTES
 
@@ -173,7 +173,7 @@ def test_every_answer_is_lost_once(scene: Scene) -> None:
     scene.save()
     faults = {what: scene.fault("lose-answer", where) for what, where in LOST.items()}
     # an upload whose beginning nobody heard of has no name here: the bucket's own rule ends it
-    scene.ship(orphans=1)
+    scene.upload(orphans=1)
     assert {what: fault.hits for what, fault in faults.items()} == dict.fromkeys(LOST, 1)
     assert scene.sent_again_bytes <= 2 * PART_BYTES
 
@@ -191,7 +191,7 @@ def test_two_hundred_is_no_proof(scene: Scene, what: str) -> None:
     kind, where, error = LIES[what]
     scene.save(megabytes=1)
     fault = scene.fault(kind, where, after_bytes=1 << 18)
-    scene.ship()
+    scene.upload()
     assert fault.hits == 1
     assert type(scene.rig.failures[0]) is error
     assert scene.sent_again_bytes <= scene.size_bytes
@@ -218,7 +218,7 @@ def test_full_or_denied_or_busy_in_the_middle(
     scene.rig.until("said", lambda: any(words in text for text in scene.rig.said))
     assert isinstance(scene.rig.failures[0], kind)
     fault.times = 0
-    scene.ship()
+    scene.upload()
     # that part, and what was in flight beside it
     assert scene.sent_again_bytes <= 3 * PART_BYTES
 
@@ -231,7 +231,7 @@ def _drips(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.between.latency_seconds = 0.2
     fault = scene.fault("drip", rf"PUT .*{BIG}", times=3, bytes_per_second=1 << 20)
     began = time.monotonic()
-    scene.ship()
+    scene.upload()
     assert time.monotonic() - began > 12
     assert fault.hits == 3
     assert not scene.rig.failures
@@ -249,7 +249,7 @@ def _hangs(scene: Scene, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
         codes = {problem.code for problem in scene.rig.problems.all()}
         assert "transfer-stalled" in codes, "a buffer that took some bytes is no sign of health"
     assert "no byte moved" in " ".join(scene.rig.said)
-    scene.ship()
+    scene.upload()
     assert fault.hits == cuts
     assert "transfer-stalled" not in {problem.code for problem in scene.rig.problems.all()}
     assert scene.sent_again_bytes <= (cuts + 1) * PART_BYTES

@@ -48,7 +48,7 @@ class Nas:
         self.steps = 0
 
     def save(self) -> Path:
-        """A save that is not shipped yet; its folder in the remote is there already."""
+        """A save that is not uploaded yet; its folder in the remote is there already."""
         self.steps += 1
         folder = self.rig.save(self.steps, MEGABYTES)
         (self.root / folder.name).mkdir(exist_ok=True)
@@ -137,7 +137,7 @@ def test_what_nfs_refuses_and_we_can_do_without(nas: Nas, what: str) -> None:
     commits = nas.root / "_ckptd" / "commits"
     paths = (nas.root / folder.name, commits, nas.root) if "flush" in what else ()
     with injected(nas.child, *PASSING[what], paths=paths):
-        nas.rig.ship()
+        nas.rig.upload()
     assert not nas.rig.failures
     assert nas.is_whole(folder)
 
@@ -164,7 +164,7 @@ def test_what_an_nfs_server_says_late(nas: Nas, what: str) -> None:
     folder = nas.save()
     with injected(nas.child, fault, paths=(partial_of(nas, folder),)):
         nas.rig.until("a failure", lambda: nas.rig.failures)
-    nas.rig.ship()
+    nas.rig.upload()
     # each thread of each attempt has a first call of its own
     assert {type(error) for error in nas.rig.failures} == {kind}
     assert words in nas.rig.failures[0].message
@@ -185,7 +185,7 @@ def test_a_squashed_root_and_missing_links_are_said(nas: Nas) -> None:
         nas.rig.until("denied", lambda: nas.rig.failures)
     assert "the server squashes root (root_squash)" in nas.rig.failures[0].message
     assert "run ckptd as the user who trains" in nas.rig.failures[0].hint
-    nas.rig.ship()
+    nas.rig.upload()
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_a_mount_that_hangs_hurts_only_its_own_child(
         assert far.failures, "the hung one is cut"
         assert any("no byte moved" in text for text in far.said)
         process.send_signal(signal.SIGCONT)
-        far.ship()
+        far.upload()
         there = point / "run" / folder.name
         assert {p.name: p.read_bytes() for p in there.iterdir()} == {
             p.name: p.read_bytes() for p in folder.iterdir()

@@ -1,4 +1,4 @@
-"""One remote as the daemon sees it, its child and its server real, and saves of a trainer to ship.
+"""One remote as the daemon sees it, its child and its server real, and saves of a trainer to upload.
 
 The test plays the deciding thread: it turns the link, orders what a daemon would order, keeps what a journal
 would keep, and tries again for as long as it takes. What the problems say is what status shows.
@@ -40,7 +40,7 @@ class Rig:
         self.session = RemoteSession(
             self.settings, self.problems, self._calls.put, lambda _: None, lambda: None
         )
-        self._shipped: dict[str, m.UploadedObject] = {}
+        self._uploaded: dict[str, m.UploadedObject] = {}
         self._partly: dict[str, m.PartlyUploaded] = {}
         self._order: m.UploadRequest | None = None
         self._is_saved = False
@@ -54,14 +54,14 @@ class Rig:
         self.node.write_all()
         payload = os.urandom(1 << 20)
         self.node.write({BIG: archive(payload, megabytes)})
-        self._shipped, self._partly, self.result, self._order = {}, {}, None, None
+        self._uploaded, self._partly, self.result, self._order = {}, {}, None, None
         self.failures, self._is_saved = [], True
         return self.node.save_dir / self.node.tag
 
     # --- the deciding thread ---------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """One pass: answers, then the link, then an order to ship where there may be one."""
+        """One pass: answers, then the link, then an order to upload where there may be one."""
         while True:
             try:
                 self._calls.get(timeout=0.01)()
@@ -72,7 +72,7 @@ class Rig:
             if problem.text not in self.said:
                 self.said.append(problem.text)
         if self.result is None and self.session.may_transfer and self._is_saved:
-            self._ship()
+            self._upload()
 
     def until(self, what: str, done: Callable[[], object], seconds: float = 200.0) -> None:
         """Turn until it is so."""
@@ -82,7 +82,7 @@ class Rig:
             assert time.monotonic() < end, message
             self.turn()
 
-    def ship(self, seconds: float = 200.0) -> m.UploadResult:
+    def upload(self, seconds: float = 200.0) -> m.UploadResult:
         """Until the save that was written last is committed, whatever fails meanwhile."""
         self.until("a COMMIT", lambda: self.result is not None, seconds)
         assert self.result is not None
@@ -93,7 +93,7 @@ class Rig:
         """End the child."""
         self.session.close()
 
-    def _ship(self) -> None:
+    def _upload(self) -> None:
         attached = self.session.attached
         assert attached is not None
         if self._order is None:
@@ -104,13 +104,13 @@ class Rig:
                 update={"files": tuple(sorted(order.files, key=lambda f: -f.bytes))}
             )
         again = self._order.model_copy(
-            update={"shipped": tuple(self._shipped.values()), "partly": tuple(self._partly.values())}
+            update={"uploaded": tuple(self._uploaded.values()), "partly": tuple(self._partly.values())}
         )
         self.session.transfer = self.session.request(again, self._heard)
 
     def _heard(self, answer: m.Answer) -> None:
         if isinstance(answer, m.ObjectDone):
-            self._shipped[answer.object.key] = answer.object
+            self._uploaded[answer.object.key] = answer.object
             self._partly.pop(answer.object.key, None)
         elif isinstance(answer, m.TransferProgress):
             if answer.flushed_bytes or answer.token:

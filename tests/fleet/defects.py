@@ -13,7 +13,8 @@ from ckptd.core.policy import deletion, local, planner
 from ckptd.core.policy import remote as keeping_remote
 from ckptd.core.policy.remote import keep_remote
 from ckptd.daemon.state import remote_sync
-from ckptd.storage.remote import commit, retire
+from ckptd.storage.remote import commit
+from ckptd.storage.remote import deletion as remote_deletion
 from tests.fleet import node
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
     ),
     "generations skipped": ([(node, "choose_generation", _no_generations)], "has no COMMIT"),
     "retired by local view": (
-        [(planner, "keep_remote", _by_local_view), (retire, "_protected", lambda *_: None)],
+        [(planner, "keep_remote", _by_local_view), (remote_deletion, "_protected", lambda *_: None)],
         "though the policy keeps it",
     ),
     "orders not taken from COMMITs": (
@@ -95,7 +96,7 @@ DEFECTS: dict[str, tuple[list[tuple[Any, str, Any]], str]] = {
         [
             (node, "as_committed", _orders_alone),
             (keeping_remote, "best_there", _unheard),
-            (retire, "best_named", _unheard),
+            (remote_deletion, "best_named", _unheard),
         ],
         "is the best",
     ),

@@ -1,7 +1,7 @@
 """Virtual time for programs that block: one runs at a time, in an order that a seed alone decides.
 
 A program is an ordinary function in a thread of its own; where it would wait for an answer it hands the baton
-to whoever is next in virtual time. So shipped code runs unchanged, and may be ended at any of its requests.
+to whoever is next in virtual time. So real code runs unchanged, and may be ended at any of its requests.
 """
 
 from __future__ import annotations

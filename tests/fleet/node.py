@@ -1,4 +1,4 @@
-"""One node of a simulated fleet: what its daemon does between its disk and the remote, over the shipped code.
+"""One node of a simulated fleet: what its daemon does between its disk and the remote, over the real code.
 
 As `daemon/job.py` has it: observe, seal, choose generations, plan, act. The planner, retention, generations,
 shipping, committing and retiring are ckptd's own; the journal is a list, a file one line.
@@ -35,7 +35,7 @@ from ckptd.daemon.uploads.remote_deletion import patience_seconds
 from ckptd.daemon.uploads.session import commits_of, of_run
 from ckptd.daemon.uploads.uploads import STEP_IN_SECONDS
 from ckptd.errors import CkptdError, SourceChanged
-from ckptd.storage.remote import commit, observe, retire
+from ckptd.storage.remote import commit, deletion, observe
 from ckptd.storage.remote.documents import IDENTITY_KEY, DocumentCache
 from ckptd.storage.remote.messages import DeleteCommit, UploadedObject, UploadFile, UploadRequest
 from ckptd.storage.remote.transfer import Control
@@ -136,7 +136,7 @@ class Row:
     save: SealedSave
     record: UploadRecord
     state: str = "present"
-    shipped: dict[str, UploadedObject] = field(default_factory=dict)
+    uploaded: dict[str, UploadedObject] = field(default_factory=dict)
     manifest_sha256: str = ""
     waiting: CommitWait | None = None
     heard: Commit | None = None
@@ -596,7 +596,7 @@ class Daemon:
             case act.Describe(tag=tag):
                 self._describe(tag)
             case act.Upload():
-                self._ship(action)
+                self._upload(action)
             case act.ConfirmCommits(save_id=save_id, commits=commits):
                 asked = self.engine.now
                 refs = tuple((ref.key, ref.sha256) for ref in commits)
@@ -651,7 +651,7 @@ class Daemon:
         )
         self.is_stale = True
         self.tag_views.pop(action.commit.tag, None)
-        retire.retire(self.ground, order, lambda: None)
+        deletion.delete_commit(self.ground, order, lambda: None)
         for row in self.machine.rows:
             if row.record.commit_sha256 == action.commit.sha256:
                 row.record = row.record.model_copy(update={"state": UploadState.DELETED})
@@ -669,7 +669,7 @@ class Daemon:
             tag=tag, generation=generation, form=form, reason=stone.reason, commit_sha256=stone.commit_sha256
         )
         self.is_stale = True
-        retire.retire(self.ground, order, lambda: None)
+        deletion.delete_commit(self.ground, order, lambda: None)
         return True
 
     def _finishes_at(self, seen: Observation) -> float:
@@ -677,24 +677,24 @@ class Daemon:
         since = self.retiring_since.get(seen.retiring[0])
         return 0.0 if since is None else since + patience_seconds(seen, self.machine.name)
 
-    def _ship(self, action: act.Upload) -> None:
+    def _upload(self, action: act.Upload) -> None:
         row = self.machine.rows[action.save_id - 1]
         if row.record.generation not in (None, action.generation):
-            row.shipped.clear()
+            row.uploaded.clear()
         row.record = row.record.model_copy(update={"generation": action.generation})
         order = self._order(row, action.generation)
         control = Control(
             pacer=_PACER,
             check=lambda: None,
             on_moving=lambda *_: None,
-            on_done=lambda done: row.shipped.update({done.key: done}),
+            on_done=lambda done: row.uploaded.update({done.key: done}),
         )
         self.is_stale = True
         with self._asking():
             try:
-                result = commit.ship(self.ground, order, control, self._origin)
+                result = commit.upload_form(self.ground, order, control, self._origin)
             except SourceChanged:
-                row.shipped.clear()
+                row.uploaded.clear()
                 row.record = self._again(row.record)
                 return
             except CkptdError:
@@ -717,7 +717,7 @@ class Daemon:
             update = {"state": UploadState.WAITING, "retry_at_seconds": again}
             row.record = row.record.model_copy(update=update)
         else:
-            row.shipped.clear()
+            row.uploaded.clear()
             row.record = self._again(row.record)
 
     def _again(self, record: UploadRecord) -> UploadRecord:
@@ -773,7 +773,7 @@ class Daemon:
             root="",
             manifest=head,
             files=rows,
-            shipped=tuple(row.shipped.values()),
+            uploaded=tuple(row.uploaded.values()),
             steps_in=row.record.state is UploadState.WAITING,
         )
 

@@ -90,11 +90,11 @@ class Told:
 
 
 class InOrder(Transfer):
-    """The shipped transfer, its files one after the other in the thread that asks."""
+    """The real transfer, its files one after the other in the thread that asks."""
 
     def run(self) -> Carried:
         for file in self._order.files:
-            sent = self._ship(file)
+            sent = self._upload_one(file)
             if sent is not None:
                 self._verify(sent)
         results = tuple(self._results[file.key] for file in self._order.files)
@@ -441,7 +441,7 @@ class Fleet:
 
 @contextmanager
 def staged() -> Iterator[None]:
-    """The shipped code, its files and its clock those of the fleet that runs."""
+    """The real code, its files and its clock those of the fleet that runs."""
 
     def here() -> Daemon:
         return CURRENT[threading.current_thread().name]
@@ -486,7 +486,7 @@ def tell(seed: int, shape: Shape, *, is_loud: bool = False) -> Told:
 
 def lived(fleet: Fleet) -> Told:
     """As `tell`, of a fleet that has not begun."""
-    random.seed(fleet.told.seed)  # how long shipped code waits after a failure
+    random.seed(fleet.told.seed)  # how long real code waits after a failure
     try:
         return fleet.run()
     except Broken as error:

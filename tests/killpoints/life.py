@@ -1,4 +1,4 @@
-"""A whole life of one job: four saves, each shipped, converted, pruned and retired, cut where it is told.
+"""A whole life of one job: four saves, each uploaded, converted, pruned and retired, cut where it is told.
 
 A life is lived by one process after another: each is forked from a warm one, may be killed at one call, and
 the next goes on where the trainer is. What the trainer has written lies outside of all of them.
@@ -24,7 +24,7 @@ from tests.killpoints.seams import Fate, Seams
 from tests.killpoints.standins import Clock
 
 TURNS = 400
-"""A save is shipped, converted, pruned and all in some forty turns; more than this is a standstill."""
+"""A save is uploaded, converted, pruned and all in some forty turns; more than this is a standstill."""
 TURNS_AFTER = 1200
 """After an error: removals that failed count for the hourly limit, which allows them again after an hour."""
 HURT_SECONDS = 300.0

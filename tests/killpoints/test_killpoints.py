@@ -124,7 +124,7 @@ READ = {
     "what lies in save_dir": "readdir @ storage/local/scan.py:scan:",
     "which files lie in a folder": "listdir @ storage/local/scan.py:_walk:",
     "a shard while it is sealed": "pread @ convert/engine/inspect_child.py:_facts:",
-    "a shard while it is shipped": "preadv @ storage/stores/sources.py:read_into:",
+    "a shard while it is uploaded": "preadv @ storage/stores/sources.py:read_into:",
     "a shard while it is converted": "copy_file_range @ base/extents.py:copy_range:",
 }
 

@@ -1,6 +1,6 @@
 """A small world of places that claim a run in one remote: all interleavings of their requests (adr/0185).
 
-The shipped `claim_run` runs over a store that answers one request a step. Between any two of them another
+The real `claim_run` runs over a store that answers one request a step. Between any two of them another
 place asks, a daemon dies or is not heard of for long, and comes back.
 """
 
@@ -126,7 +126,7 @@ class World:
         )
         return State(self._rows, places)
 
-    # --- the shipped code ------------------------------------------------------------------------------
+    # --- the real code ------------------------------------------------------------------------------
 
     def _claim(self, io: Io, key: Hashable) -> tuple[Hashable, ...]:
         assert isinstance(key, tuple)

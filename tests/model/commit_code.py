@@ -1,6 +1,6 @@
 """Shipped code, one store operation at a time: what the world of the commit protocol is made of.
 
-`commit.ship`, `observe.describe`, `retire.retire` and the transfer's decisions run as they are, against a
+`commit.upload`, `observe.describe`, `retire.retire` and the transfer's decisions run as they are, against a
 store whose verbs are questions to the world; a file is one object of a few bytes, which moves in one step.
 """
 
@@ -21,7 +21,7 @@ from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.daemon.state.remote_sync import unread_manifests
 from ckptd.daemon.uploads.session import commits_of
 from ckptd.errors import SourceChanged, TargetExists, VerifyError
-from ckptd.storage.remote import commit, documents, observe, retire
+from ckptd.storage.remote import commit, deletion, documents, observe
 from ckptd.storage.remote.messages import UploadFile, UploadRequest
 from ckptd.storage.remote.transfer import Carried, Transfer
 from ckptd.storage.stores.base import ObjectInfo
@@ -54,8 +54,8 @@ class Slot(NamedTuple):
     """The machines that stand there one after the other."""
     paths: tuple[str, ...] = ()
     """The shards that its ranks save."""
-    task: str = "ship"
-    """Or `retire` (the generation that the save number names), or `read` (as a restore does)."""
+    task: str = "upload"
+    """Or `delete_commit` (the generation that the save number names), or `read` (as a restore does)."""
 
 
 TWO_NODES = (Slot(("n0",), (OPTIM.format(d=0), MODEL)), Slot(("n1", "n1b"), (OPTIM.format(d=1),)))
@@ -98,7 +98,7 @@ def sealed(slot: Slot, number: int) -> SealedSave:
 
 @cache
 def order_of(slot: Slot, name: int, number: int, generation: int) -> UploadRequest:
-    """The daemon's order to ship a save as a generation."""
+    """The daemon's order to upload a save as a generation."""
     save = sealed(slot, number)
     node = slot.names[name]
     folder = folder_name(TAG, generation, "zero")
@@ -229,11 +229,11 @@ class LocalFile:
 
 
 class StepTransfer(Transfer):
-    """The shipped transfer, its files one after the other and each a few bytes."""
+    """The real transfer, its files one after the other and each a few bytes."""
 
     def run(self) -> Carried:
         for file in self._order.files:
-            sent = self._ship(file)
+            sent = self._upload_one(file)
             if sent is not None:
                 self._verify(sent)
         return Carried(
@@ -295,7 +295,7 @@ def asking(io: Io) -> Iterator[None]:
 
 @contextmanager
 def stepwise(*, is_pointing: bool) -> Iterator[None]:
-    """The shipped code, with files and time of this world; `is_pointing`: pointers in many steps too."""
+    """The real code, with files and time of this world; `is_pointing`: pointers in many steps too."""
 
     def point(_store: object, _cache: object = None) -> None:
         _IO[-1].ask("point", "latest")
@@ -309,7 +309,7 @@ def stepwise(*, is_pointing: bool) -> Iterator[None]:
         mock.patch.object(observe, "parse", lru_cache(maxsize=None)(documents_of.parse)),
     ]
     if not is_pointing:
-        patches += [mock.patch.object(commit, "point", point), mock.patch.object(retire, "point", point)]
+        patches += [mock.patch.object(commit, "point", point), mock.patch.object(deletion, "point", point)]
     for patch in patches:
         patch.start()
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptd.core.model.generation import AlreadyCommitted, GenerationChoice, JoinGeneration
 from ckptd.core.model.manifest import commit_key, sha256_of, to_bytes
 from ckptd.errors import CkptdError
-from ckptd.storage.remote import commit, documents, observe, retire
+from ckptd.storage.remote import commit, deletion, documents, observe
 from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
 from ckptd.storage.remote.transfer import Control
@@ -44,7 +44,7 @@ class Actor(NamedTuple):
     name: int
     """Index in the slot's names."""
     saved: int
-    """The save that lies on its disk, 0: none; of `retire`: the generation that is to go."""
+    """The save that lies on its disk, 0: none; of `delete_commit`: the generation that is to go."""
     is_done: bool
     """Its save is committed, as far as it knows; its task is fulfilled."""
     at: int
@@ -74,9 +74,9 @@ class Rules:
 
     slots: tuple[Slot, ...] = TWO_NODES
     before: tuple[int, ...] = ()
-    """Saves that all nodes shipped, one after the other, before the story begins."""
+    """Saves that all nodes uploaded, one after the other, before the story begins."""
     listed: tuple[int, ...] = ()
-    """Slots that have shipped the save at hand."""
+    """Slots that have uploaded the save at hand."""
     asleep: tuple[int, ...] = ()
     """Slots whose daemon does not run."""
     saves: int = 2
@@ -110,19 +110,19 @@ class World:
 
     def __post_init__(self) -> None:
         self.programs = Programs(self._run)
-        self._is_retiring = any(slot.task == "retire" for slot in self.rules.slots)
+        self._is_deleting = any(slot.task == "delete" for slot in self.rules.slots)
 
     def start(self) -> State:
-        """Everybody holds the save after those before; the first generation is what `retire` is about."""
+        """Everybody holds the save after those before; the first generation is the one to be deleted."""
         rules, store = self.rules, self._intern({documents.IDENTITY_KEY: to_bytes(IDENTITY)})
         now = len(rules.before) + 1
-        shipped = [(number, index) for number in rules.before for index in range(len(rules.slots))]
-        for number, index in [*shipped, *((now, index) for index in rules.listed)]:
-            if rules.slots[index].task == "ship":
+        uploaded = [(number, index) for number in rules.before for index in range(len(rules.slots))]
+        for number, index in [*uploaded, *((now, index) for index in rules.listed)]:
+            if rules.slots[index].task == "upload":
                 store = self._alone(store, index, Actor(0, number, False, IDLE, 0))
-        if self._is_retiring:
+        if self._is_deleting:
             self._retired_sha256 = sha256_of(self._stores[store][commit_key(TAG, 1, "zero")])
-        saved = {"ship": now, "retire": 1, "read": 0}
+        saved = {"upload": now, "delete": 1, "read": 0}
         actors = [
             Actor(0, saved[slot.task], False, IDLE, crashes)
             for slot, crashes in zip(rules.slots, rules.crashes, strict=True)
@@ -164,15 +164,15 @@ class World:
             return "use", number, choice.generation
         return "already" if isinstance(choice, AlreadyCommitted) else "retired", number
 
-    def _ship(self, io: Io, index: int, name: int, number: int, generation: int) -> tuple[Hashable, ...]:
+    def _upload(self, io: Io, index: int, name: int, number: int, generation: int) -> tuple[Hashable, ...]:
         order = code.order_of(self.rules.slots[index], name, number, generation)
-        return commit.ship(self._ground(io), order, _CONTROL, code.on_this_disk).outcome, number
+        return commit.upload_form(self._ground(io), order, _CONTROL, code.on_this_disk).outcome, number
 
-    def _retire(self, io: Io, generation: int) -> tuple[Hashable, ...]:
+    def _delete(self, io: Io, generation: int) -> tuple[Hashable, ...]:
         order = DeleteCommit(
             tag=TAG, generation=generation, form="zero", reason="", commit_sha256=self._retired_sha256
         )
-        retire.retire(self._ground(io), order, lambda: None)
+        deletion.delete_commit(self._ground(io), order, lambda: None)
         return "retired", generation
 
     def _read(self, io: Io) -> tuple[Hashable, ...]:
@@ -198,11 +198,11 @@ class World:
     def _next(self, index: int, actor: Actor) -> tuple[Hashable, ...] | None:
         """What an idle slot begins."""
         task = self.rules.slots[index].task
-        if actor.is_done or (task == "ship" and actor.saved == 0):
+        if actor.is_done or (task == "upload" and actor.saved == 0):
             return None
         return {
-            "ship": ("describe", index, actor.saved),
-            "retire": ("retire", actor.saved),
+            "upload": ("describe", index, actor.saved),
+            "delete": ("delete", actor.saved),
             "read": ("read",),
         }[task]
 
@@ -241,7 +241,7 @@ class World:
             return op is not None
         folder, _, path = str(op[1]).rpartition("/")
         slots = [number for number, slot in enumerate(self.rules.slots) if path in slot.paths]
-        is_own = slots == [index] and not (self._is_retiring and folder == TAG)
+        is_own = slots == [index] and not (self._is_deleting and folder == TAG)
         is_seen = op[0] == "upload" and op[1] in self._judge(store).keys
         return is_own and not is_seen and op[0] in ("get", "stat", "upload") and actor.stray is None
 
@@ -252,7 +252,7 @@ class World:
         if actor.stray is not None:
             _, after = self._answer(store, actor.stray, actor)
             yield f"{name}: late {_words(actor.stray)}", actor._replace(stray=None), after, True
-        if slot.task == "ship" and actor.saved < self.rules.saves:
+        if slot.task == "upload" and actor.saved < self.rules.saves:
             fresh = actor._replace(saved=max(actor.saved + 1, len(self.rules.before) + 1), is_done=False)
             yield f"{name}: save {fresh.saved}", fresh, store, False
         if actor.crashes and actor.at != IDLE:
@@ -280,7 +280,7 @@ class World:
         yield f"{name}: {_words(op)} → {_short(answer)}", after, then, True
 
     def _has_lost(self, store: int, index: int, actor: Actor) -> bool:
-        is_shipping = self.rules.slots[index].task == "ship"
+        is_shipping = self.rules.slots[index].task == "upload"
         return is_shipping and actor.is_done and actor.saved not in self._judge(store).committed
 
     def _crashes(self, store: int, actor: Actor, name: str) -> Iterator[Move]:
@@ -316,7 +316,7 @@ class World:
         outcome, number, *more = self.programs.result(actor.at)
         assert isinstance(number, int)
         if outcome == "use" and number == actor.saved:
-            key = ("ship", index, actor.name, number, more[0])
+            key = ("upload", index, actor.name, number, more[0])
             return actor._replace(at=self.programs.begin(key))
         if outcome == "restored":
             return actor._replace(at=IDLE, is_done=True, saved=number)
@@ -328,7 +328,7 @@ class World:
         verb, key = op[0], str(op[1]) if len(op) > 1 else ""
         if verb not in ("get", "list") or key == documents.IDENTITY_KEY:
             return verb == "get"
-        if self._is_retiring:
+        if self._is_deleting:
             return False
         if key.startswith("_ckptd/retired/"):
             return True
@@ -391,11 +391,11 @@ class World:
             return True
         whole = 0
         for number in range(1, self.rules.saves + 1):
-            held = [(actor.saved == number, slot.paths) for slot, actor in pairs if slot.task == "ship"]
+            held = [(actor.saved == number, slot.paths) for slot, actor in pairs if slot.task == "upload"]
             shares = [is_held or all((number, p) in judged.listed for p in paths) for is_held, paths in held]
             if any(is_held for is_held, _ in held) and all(shares):
                 whole = number
-        gone = all(actor.saved not in judged.kept for slot, actor in pairs if slot.task == "retire")
+        gone = all(actor.saved not in judged.kept for slot, actor in pairs if slot.task == "delete")
         return gone and max(judged.committed, default=0) >= whole
 
     def _judge(self, store: int) -> Judged:

@@ -169,7 +169,7 @@ class DiskWorld(World):
                 self.left_to_send -= self.scenario.link
                 if self.left_to_send <= 0 or not remote.is_there:
                     self.left_to_send = 0.0
-                    self.finish_ship(remote)
+                    self.finish_upload(remote)
             remote.observe()
         if self.converting is not None and not self.in_flight:
             self.left_to_convert = (self.left_to_convert or self.scenario.convert) - 1

@@ -1,4 +1,4 @@
-"""Explicit-state search over shipped code: every interleaving of programs, state by state (breadth first).
+"""Explicit-state search over real code: every interleaving of programs, state by state (breadth first).
 
 A program is an ordinary function that touches the world through `Io.ask` alone. Where it stands is told by
 the answers it got so far, so a state keeps a number for them; the function runs again from its beginning only

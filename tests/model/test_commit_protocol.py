@@ -1,6 +1,6 @@
-"""All interleavings of nodes that ship saves of a tag: no COMMIT over two, no whole save left (H1-H3, H12).
+"""All interleavings of nodes that upload saves of a tag: no COMMIT over two, no whole save left (H1-H3, H12).
 
-The shipped code runs (tests/model/commit_code.py); "left" means that no fair future commits it. Each world
+The real code runs (tests/model/commit_code.py); "left" means that no fair future commits it. Each world
 prints how many states it has. Seeded protocols show that the search sees what it is for.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptd.storage.remote.messages import TagView
 
 ONE_NODE = (Slot(("n0",), (OPTIM.format(d=0), OPTIM.format(d=1), MODEL)),)
-RETIRE, ALSO, READ = Slot(("r0",), task="retire"), Slot(("r1",), task="retire"), Slot(("x",), task="read")
+RETIRE, ALSO, READ = Slot(("r0",), task="delete"), Slot(("r1",), task="delete"), Slot(("x",), task="read")
 SUPERSEDED: dict[str, object] = {"before": (1,), "listed": (0,), "asleep": (0,)}
 """Save 1 is committed; of save 2 the second node's part is missing."""
 BOTH_COMMITTED: dict[str, object] = {"before": (1,), "listed": (0, 1), "asleep": (0, 1)}

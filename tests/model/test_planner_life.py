@@ -158,7 +158,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["nas", "s3"]))
     def upload_ends(self, name: str) -> None:
-        self.world.finish_ship(self.world.remotes[name])
+        self.world.finish_upload(self.world.remotes[name])
 
     @rule(gain=st.integers(1, 3))
     def a_save_comes_while_a_form_is_sent(self, gain: int) -> None:
@@ -177,7 +177,7 @@ class Life(RuleBasedStateMachine):
             self.world.first_scan = False
             for remote in self.world.remotes.values():
                 if self.world.form_on_its_way(remote) == ZERO:
-                    self.world.finish_ship(remote)
+                    self.world.finish_upload(remote)
 
     @rule()
     def conversion_ends(self) -> None:
@@ -254,7 +254,7 @@ class Life(RuleBasedStateMachine):
                 assert not rungs or rungs[-1].form == "gone" or not remote.emptied
 
     def teardown(self) -> None:
-        """Everything heals; the job comes to rest with all shipped and the limits kept."""
+        """Everything heals; the job comes to rest with all uploaded and the limits kept."""
         if not hasattr(self, "world"):
             return
         world = self.world
@@ -264,7 +264,7 @@ class Life(RuleBasedStateMachine):
         for _ in range(300):
             world.now_seconds += 10
             for remote in world.remotes.values():
-                world.finish_ship(remote)
+                world.finish_upload(remote)
                 remote.observe()
             world.finish_conversion()
             actions = world.actions()
@@ -344,7 +344,7 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
         )
         monkeypatch.setattr(
             planner,
-            "_retire",
+            "_remote_deletions",
             lambda view, keeps: [
                 DeleteRemote(remote=r.name, commit=c, reason="broken")
                 for r in view.remotes

@@ -262,7 +262,7 @@ class World:
         self._put(save_id, record.model_copy(update={"state": UploadState.NEW}))
         remote.shipping = None
 
-    def finish_ship(self, remote: Remote) -> None:
+    def finish_upload(self, remote: Remote) -> None:
         """The upload ends: committed if the source held still (or a hold did), else given up."""
         form = self.form_on_its_way(remote)
         save_id, remote.shipping = remote.shipping, None

@@ -22,7 +22,7 @@ from ckptd.observe.audit import Audit
 from ckptd.storage.child import service
 from ckptd.storage.local import clones as hold
 from ckptd.storage.local import fs
-from ckptd.storage.remote import commit, messages, observe, retire, transfer
+from ckptd.storage.remote import commit, deletion, messages, observe, transfer
 from ckptd.storage.remote import transfer as origin
 from ckptd.storage.remote.documents import read_generation
 from ckptd.storage.remote.messages import DeleteCommit
@@ -55,7 +55,7 @@ def _objects_first(ground: Any, order: DeleteCommit, check: Callable[[], None]) 
         for file in known.manifest.files:
             check()
             ground.store.delete(file.key)
-    retire.retire(ground, order, check)
+    deletion.delete_commit(ground, order, check)
 
 
 def _overwritten(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> bool:
@@ -63,7 +63,7 @@ def _overwritten(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> b
     return True
 
 
-def _shipped_is_committed(state: Any) -> None:
+def _uploaded_is_committed(state: Any) -> None:
     for save_id, records in list(state.uploads.records.items()):
         for record in list(records.values()):
             if record.state is UploadState.UPLOADING:
@@ -129,9 +129,9 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (origin.SealedFiles, "recheck", lambda _self: None),
         (origin.SealedFiles, "why_changed", lambda _self, _file: None),
     ),
-    "objects go before their COMMIT": ((service, "retire", _objects_first),),
+    "objects go before their COMMIT": ((service, "delete_commit", _objects_first),),
     "create-only replaces": ((files, "create_exclusive", _overwritten),),
-    "what was on its way counts as committed": ((bootstrap, "_take_up_again", _shipped_is_committed),),
+    "what was on its way counts as committed": ((bootstrap, "_take_up_again", _uploaded_is_committed),),
     "identities are not compared before a prune": (
         (fs, "check_identities", lambda *_, **__: None),
         (fs, "finish_prune", _remove_all),
@@ -147,7 +147,7 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "pins are not looked at": (
         (known_saves.KnownSaves, "pins", frozenset()),
         (known_saves.KnownSaves, "is_pinned", lambda *_: False),
-        (retire, "is_pinned", lambda *_: False),
+        (deletion, "is_pinned", lambda *_: False),
     ),
     "keep_every_steps is not looked at": ((retention, "_permanent", _by_limit_alone),),
     "keep_best is not looked at": (

@@ -157,7 +157,7 @@ def test_what_proving_our_rights_left_is_swept(world: World) -> None:
 
 
 def test_a_shard_whose_first_block_a_power_cut_took_is_no_side_file(world: World) -> None:
-    """Without its magic it was read as a file that has no CRCs, and shipped."""
+    """Without its magic it was read as a file that has no CRCs, and uploaded."""
     name = "mp_rank_00_model_states.pt"
     whole = shards_of(1, 1)[name]
     world.kernel.actor = "trainer"

@@ -660,7 +660,7 @@ class World:
         say = self.judge.say
         if not self.is_at_rest():
             say("liveness", f"the daemon does not come to rest: {self._words()}")
-        here = self._shipped_here()
+        here = self._uploaded_here()
         required = [remote.name for remote in self.config.remotes if remote.required]
         # what may go uncommitted is not sent while the hourly limit or a doubt holds it here
         for save in here if self.config.unuploaded == "keep" else here[-1:]:
@@ -708,10 +708,10 @@ class World:
 
     def is_in_doubt(self) -> bool:
         """The clock was set back, and more stay than may: their times contradict until the next save."""
-        return self.was_set_back and bool(self._above_limit(self._shipped_here()))
+        return self.was_set_back and bool(self._above_limit(self._uploaded_here()))
 
-    def _shipped_here(self) -> list[Save]:
-        """What lies here whole and is shipped, and believed to be one save, without anybody being asked."""
+    def _uploaded_here(self) -> list[Save]:
+        """What lies here whole and is uploaded, and believed to be one save, without anybody being asked."""
         alive = [s for s in self.trainer.saves if s.is_finished and not s.is_gone and not s.is_rotated]
         found_first = self._found_first() if self.config.backfill != "all" else frozenset()
         spread = self.config.save_spread_seconds - 1
@@ -739,7 +739,7 @@ class World:
         return beyond if len(beyond) + 1 > keys.most else []
 
     def _found_first(self) -> frozenset[str]:
-        """Tags that ckptd noted as older than itself: not shipped without being asked."""
+        """Tags that ckptd noted as older than itself: not uploaded without being asked."""
         kernel, folder = self.kernel, f"{STATE_DIR}/decisions"
         try:
             names = kernel.listdir(folder)

@@ -208,12 +208,12 @@ class StoreConformance:
     def test_as_many_small_objects_at_once_as_it_says(self, store: Store) -> None:
         contents = {f"t/{n % 3}/{n:02}": f"{n}".encode() * 4000 for n in range(3 * store.lanes)}
 
-        def ship(key: str) -> None:
+        def upload(key: str) -> None:
             crc = send(store, key, contents[key])
             assert store.verify(key, len(contents[key]), crc, lambda done: None)
 
         with ThreadPoolExecutor(store.lanes) as pool:
-            list(pool.map(ship, contents))
+            list(pool.map(upload, contents))
         assert {info.key: info.bytes for info in store.list("t/")} == {k: len(v) for k, v in contents.items()}
         assert all(store.get(key) == data for key, data in list(contents.items())[::7])
 

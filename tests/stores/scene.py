@@ -15,7 +15,7 @@ from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.formats.torchfile.archive import Framing, frame, read_directory
 from ckptd.formats.torchfile.fingerprint import fingerprint
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.messages import RemoteSettings, UploadedObject, UploadFile, UploadRequest
 from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.transfer import Control
@@ -113,7 +113,7 @@ class Node:
         generation: int = 1,
         job_id: str = JOB_ID,
         form: str = "zero",
-        shipped: tuple[UploadedObject, ...] = (),
+        uploaded: tuple[UploadedObject, ...] = (),
         partly: tuple[PartlyUploaded, ...] = (),
         extras: tuple[str, ...] = (),
     ) -> UploadRequest:
@@ -162,7 +162,7 @@ class Node:
             for name in extras
         ]
         return UploadRequest(
-            root=str(self.save_dir), manifest=manifest, files=tuple(rows), shipped=shipped, partly=partly
+            root=str(self.save_dir), manifest=manifest, files=tuple(rows), uploaded=uploaded, partly=partly
         )
 
     def control(self) -> Control:
@@ -171,15 +171,15 @@ class Node:
 
         return Control(pacer=self.pacer, check=lambda: None, on_moving=on_moving, on_done=self.events.append)
 
-    def shipped(self) -> tuple[UploadedObject, ...]:
+    def uploaded(self) -> tuple[UploadedObject, ...]:
         return tuple(event for event in self.events if isinstance(event, UploadedObject))
 
     def attached(self, store: Store, **more: object) -> AttachedRemote:
         found = attach(store, self.settings(store.url, job_id=JOB_ID, **more))
         return ground_of(store, found)
 
-    def ship(self, ground: AttachedRemote, order: UploadRequest) -> UploadResult:
-        return ship(ground, order, self.control())
+    def upload(self, ground: AttachedRemote, order: UploadRequest) -> UploadResult:
+        return upload_form(ground, order, self.control())
 
     def rewrite(self, name: str, data: bytes) -> None:
         """Save again in place, as trainers do: same inode, other times."""

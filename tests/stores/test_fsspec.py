@@ -30,7 +30,7 @@ from ckptd.errors import (
     RemoteNotOurs,
     RemoteUnreachable,
 )
-from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.stores import sftp_session
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import Progress, Resume
@@ -88,7 +88,10 @@ def a_form_is_made_while_it_is_sent(store: Store, tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     convert(scene.shards, tmp_path / "made", ConvertOptions())
     ground = scene.node.attached(store)
-    assert ship(ground, scene.order(UNIVERSAL), scene.node.control(), derive.opened).outcome == "committed"
+    assert (
+        upload_form(ground, scene.order(UNIVERSAL), scene.node.control(), derive.opened).outcome
+        == "committed"
+    )
     head = folder_name(scene.node.tag, 1, UNIVERSAL)
     for path in (p for p in (tmp_path / "made").rglob("*") if p.is_file()):
         data = path.read_bytes()

@@ -66,7 +66,7 @@ def node(tmp_path: Path) -> Node:
     return node
 
 
-def shipped_leaves_the_cache_as_it_was(node: Node, store: Store) -> None:
+def uploaded_leaves_the_cache_as_it_was(node: Node, store: Store) -> None:
     folder = node.save_dir / node.tag
     order = node.order(node.sealed())
     # sealing reads the files to name them; what a trainer's reading left is set up again
@@ -81,7 +81,7 @@ def shipped_leaves_the_cache_as_it_was(node: Node, store: Store) -> None:
     assert before[CACHED][-1][1] >= whole
     assert before[NOT] == before["not.json"] == ()
     assert 2 * MIB <= sum(end - begin for begin, end in before[HALF]) <= 5 * MIB
-    assert node.ship(node.attached(store), order).outcome == "committed"
+    assert node.upload(node.attached(store), order).outcome == "committed"
     after = {path.name: pages_of(runs_of(path)) for path in folder.iterdir()}
     for name, runs in before.items():
         assert after[name] <= pages_of(runs), f"{name}: pages were left behind"
@@ -92,7 +92,7 @@ def shipped_leaves_the_cache_as_it_was(node: Node, store: Store) -> None:
 def test_a_directory(node: Node, tmp_path: Path) -> None:
     (tmp_path / "nas").mkdir()
     store = DirectoryStore(str(tmp_path / "nas"), owner="id-n0", window_bytes=4 * MIB)
-    shipped_leaves_the_cache_as_it_was(node, store)
+    uploaded_leaves_the_cache_as_it_was(node, store)
     for path in (tmp_path / "nas" / node.tag).iterdir():
         assert runs_of(path) == (), path
 
@@ -102,7 +102,7 @@ def test_s3(node: Node, moto: servers.Server, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(name, value)
     access = Access(endpoint_url=moto.endpoint, part_size_bytes=5 * MIB)
     store = open_store(f"s3://{servers.BUCKET}/{secrets.token_hex(4)}", access=access)
-    shipped_leaves_the_cache_as_it_was(node, store)
+    uploaded_leaves_the_cache_as_it_was(node, store)
 
 
 def test_runs_agree_with_the_kernels_count(tmp_path: Path) -> None:

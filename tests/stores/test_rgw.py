@@ -94,7 +94,7 @@ if os.environ.get("CKPTD_FULL"):
         assert "tags are ignored on objects that are sent in parts" in store.abilities.notes
 
     def test_encryption_that_is_ignored_is_no_encryption(rgw: servers.Server) -> None:
-        """Ceph 16 takes the header of SSE-S3 and stores in the clear: nothing is shipped there then."""
+        """Ceph 16 takes the header of SSE-S3 and stores in the clear: nothing is uploaded there then."""
         with pytest.raises(ConfigError, match='sse = "AES256" is ignored by the server'):
             store_at(rgw.endpoint, sse="AES256")
 

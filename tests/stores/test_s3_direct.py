@@ -283,9 +283,9 @@ def node(tmp_path: Path) -> Node:
     return node
 
 
-def shipped_to(store: S3Store, node: Node) -> tuple[UploadResult, NodeManifest]:
+def uploaded_to(store: S3Store, node: Node) -> tuple[UploadResult, NodeManifest]:
     ground = node.attached(store)
-    result = node.ship(ground, node.order(node.sealed()))
+    result = node.upload(ground, node.order(node.sealed()))
     (key,) = [info.key for info in store.list("_ckptd/") if "/nodes/" in info.key and node.tag in info.key]
     return result, parse(NodeManifest, store.get(key) or b"", "")
 
@@ -302,14 +302,14 @@ def test_small_files_fly_and_cost_one_request_each(between: Proxy, node: Node) -
     store = store_at(between.endpoint)
     assert store.flights > 0
     between.requests.clear()
-    result, manifest = shipped_to(store, node)
+    result, manifest = uploaded_to(store, node)
     assert result.outcome == "committed"
     as_saved(store, node, manifest)
     assert {file.proof for file in manifest.files} == {"part-etags"}
     lines = [line for line in between.requests if f"/{node.tag}/side" in line]
     assert len([line for line in lines if line.startswith("PUT")]) == SMALL
     assert not [line for line in lines if line.startswith("HEAD")]
-    assert len(node.shipped()) == len(manifest.files)
+    assert len(node.uploaded()) == len(manifest.files)
 
 
 @pytest.mark.parametrize("kind", ["flip-up", "forget"])
@@ -319,10 +319,10 @@ def test_what_arrived_changed_or_never_is_found_and_sent_again(
     store = store_at(between.endpoint)
     between.faults = [Fault(kind, "PUT.*side39", after_bytes=500)]
     with pytest.raises(VerifyError, match="side39"):
-        shipped_to(store, node)
+        uploaded_to(store, node)
     assert store.stat(f"{node.tag}/side39.json") is None
-    order = node.order(node.sealed(), shipped=node.shipped())
-    assert node.ship(node.attached(store), order).outcome == "committed"
+    order = node.order(node.sealed(), uploaded=node.uploaded())
+    assert node.upload(node.attached(store), order).outcome == "committed"
     data = (node.save_dir / node.tag / "side39.json").read_bytes()
     assert store.get(f"{node.tag}/side39.json") == data
 
@@ -331,7 +331,7 @@ def test_what_arrived_changed_or_never_is_found_and_sent_again(
 def test_what_fails_in_flight_goes_the_other_way(between: Proxy, node: Node, kind: Kind) -> None:
     store = store_at(between.endpoint)
     between.faults = [Fault(kind, "PUT.*side(07|19|23)", times=3, after_bytes=100)]
-    result, manifest = shipped_to(store, node)
+    result, manifest = uploaded_to(store, node)
     assert between.faults[0].hits == 3
     assert result.outcome == "committed"
     as_saved(store, node, manifest)
@@ -353,7 +353,7 @@ def test_what_another_put_there_meanwhile_is_compared(
         return iter(found)
 
     monkeypatch.setattr(store, "list", listed)
-    result, manifest = shipped_to(store, node)
+    result, manifest = uploaded_to(store, node)
     assert is_done
     assert result.outcome == "committed"
     as_saved(store, node, manifest)
@@ -374,5 +374,5 @@ def test_a_file_that_is_written_while_it_is_sent_is_dropped(
 
     monkeypatch.setattr(store, "begin", begin)
     with pytest.raises(Exception, match=r"side11\.json was written while it was uploaded"):
-        node.ship(node.attached(store), order)
+        node.upload(node.attached(store), order)
     assert not [info for info in store.list("_ckptd/") if "/commits/" in info.key]

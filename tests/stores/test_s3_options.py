@@ -285,7 +285,7 @@ def _text(value: bytes | str) -> str:
 
 
 def test_check_prints_what_is_set_and_what_the_store_can_do(moto: servers.Server, tmp_path: Path) -> None:
-    """One table per remote, before anything is shipped; an option that the server refuses fails there."""
+    """One table per remote, before anything is uploaded; an option that the server refuses fails there."""
     job = tmp_path / "job.toml"
     text = (
         f'save_dir = "{tmp_path}/run"\n[[remote]]\nname = "s3"\nurl = "s3://{servers.BUCKET}/check"\n'

@@ -47,7 +47,7 @@ def resized(save: SealedSave, size_bytes: int) -> SealedSave:
 
 
 def committed_record(save: SealedSave, remote: str = NAS, form: str = ZERO) -> UploadRecord:
-    """A committed ship."""
+    """A committed upload."""
     return UploadRecord(
         remote=remote,
         form=form,

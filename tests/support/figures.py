@@ -47,10 +47,10 @@ FAULTS = {
         "`tests/attacks/test_interleavings.py`",
     ),
     "F11": (
-        "the trainer deletes while it is shipped",
+        "the trainer deletes while it is uploaded",
         (
-            "`tests/faults/test_daemon_input.py` `test_the_trainer_deletes_while_it_is_shipped`, "
-            "`test_the_trainer_saves_again_while_it_is_shipped`; "
+            "`tests/faults/test_daemon_input.py` `test_the_trainer_deletes_while_it_is_uploaded`, "
+            "`test_the_trainer_saves_again_while_it_is_uploaded`; "
             "`tests/faults/test_daemon_rotation.py` "
             "`test_one_that_vanishes_while_it_is_sent_ends_with_the_file_under_way`"
         ),

@@ -28,7 +28,8 @@ from ckptd.recover.resume import Resume
 from ckptd.recover.select.copies import Nodes
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.commit import upload_form
+from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.messages import (
     DeleteCommit,
     RemoteSettings,
@@ -37,7 +38,6 @@ from ckptd.storage.remote.messages import (
     UploadResult,
 )
 from ckptd.storage.remote.observe import AttachedRemote
-from ckptd.storage.remote.retire import retire
 from ckptd.storage.remote.transfer import Control
 from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.open import open_store
@@ -156,7 +156,7 @@ class Scene:
         below = self.save_dir / tag
         names = sorted(str(p.relative_to(below)) for p in below.rglob("*") if p.is_file() and only(p.name))
         rows = inspect_files(self.save_dir / tag, names)
-        ship_files = [
+        upload_files = [
             UploadFile(
                 path=row.path,
                 key=f"{folder}/{row.path}",
@@ -169,7 +169,7 @@ class Scene:
             )
             for row in rows
         ]
-        ship_files.append(
+        upload_files.append(
             UploadFile(
                 path=f"_extra/{EXTRA}",
                 key=f"{folder}/_extra/{EXTRA}",
@@ -180,12 +180,14 @@ class Scene:
                 fingerprint="",
             )
         )
-        return self._ship("zero", folder, tag, step, (branch, save_seq, generation), tuple(ship_files), None)
+        return self._upload(
+            "zero", folder, tag, step, (branch, save_seq, generation), tuple(upload_files), None
+        )
 
     def commit_universal(
         self, tag: str, step: int, *, keep: bool = False, below: str = "", root: str = "", attempt: int = 1
     ) -> UploadResult:
-        """Convert, ship the universal form, and remove it from the node unless `keep`.
+        """Convert, upload the universal form, and remove it from the node unless `keep`.
 
         `below`: as where it lies beside a trainer's files, in a folder of the ZeRO form's own; `root`: where
         in the checkpoint the shards lie.
@@ -218,7 +220,7 @@ class Scene:
         marks = inspect_files(source, sorted(p.name for p in source.iterdir()))
         folder = folder_name(tag, 1, "zero" if below else form, attempt)
         paths = sorted(p for p in (self.save_dir / derived).rglob("*") if p.is_file())
-        ship_files = tuple(
+        upload_files = tuple(
             UploadFile(
                 path=f"{below}{p.relative_to(self.save_dir / derived)}",
                 key=f"{folder}/{below}{p.relative_to(self.save_dir / derived)}",
@@ -239,7 +241,7 @@ class Scene:
             layout=report.layout,
             alignment=0,
         )
-        result = self._ship(form, folder, tag, step, (1, 1, 1), ship_files, made_from)
+        result = self._upload(form, folder, tag, step, (1, 1, 1), upload_files, made_from)
         if not keep:
             (self.save_dir / derived).rename(self.root / f"gone-{form}-{tag}")
         return result
@@ -256,20 +258,20 @@ class Scene:
             commit_sha256=gone.commit.sha256,
             instead=(left.commit.form, left.sha256) if left else None,
         )
-        retire(self.ground(), order, lambda: None)
+        delete_commit(self.ground(), order, lambda: None)
 
-    def _ship(
+    def _upload(
         self,
         form: str,
         folder: str,
         tag: str,
         step: int,
         place: tuple[int, int, int],
-        ship_files: tuple[UploadFile, ...],
+        upload_files: tuple[UploadFile, ...],
         source: DerivedSource | None,
     ) -> UploadResult:
         ground = self.ground()
-        times = [f.identity.mtime_ns for f in ship_files if f.identity]
+        times = [f.identity.mtime_ns for f in upload_files if f.identity]
         manifest = NodeManifest(
             job_id=ground.identity.job_id,
             tag=tag,
@@ -289,11 +291,11 @@ class Scene:
             source=source,
             files=(),
         )
-        order = UploadRequest(root=str(self.save_dir), manifest=manifest, files=ship_files)
+        order = UploadRequest(root=str(self.save_dir), manifest=manifest, files=upload_files)
         control = Control(
             pacer=RateLimiter(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None
         )
-        return ship(ground, order, control)
+        return upload_form(ground, order, control)
 
     def job(self, *, remote: bool = True, **options: Any) -> JobConfig:
         """The job as `ckptd resume SAVE_DIR URL` makes it."""

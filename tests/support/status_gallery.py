@@ -46,16 +46,18 @@ def daemon(**changes: Any) -> st.DaemonStatus:
     return replace(made, **changes)
 
 
-def checkpoint(step: int, *, state: str = "committed", ship: str = "", **changes: Any) -> st.CheckpointStatus:
-    """One of 12 GB, on its way to s3 as `ship` says."""
+def checkpoint(
+    step: int, *, state: str = "committed", upload: str = "", **changes: Any
+) -> st.CheckpointStatus:
+    """One of 12 GB, on its way to s3 as `upload` says."""
     form = st.FormStatus(
-        state=ship or ("committed" if state == "committed" else "waiting"),
-        bytes_total=12_000_000_000 if ship == "shipping" else 0,
-        bytes_done=7_500_000_000 if ship == "shipping" else 0,
-        eta_seconds=240.0 if ship == "shipping" else None,
+        state=upload or ("committed" if state == "committed" else "waiting"),
+        bytes_total=12_000_000_000 if upload == "shipping" else 0,
+        bytes_done=7_500_000_000 if upload == "shipping" else 0,
+        eta_seconds=240.0 if upload == "shipping" else None,
         commit_sha256="3fa9c2d17b0e" * 5 if state == "committed" else None,
-        generation=1 if state == "committed" or ship == "shipping" else None,
-        started_at=before(500) if ship or state == "committed" else None,
+        generation=1 if state == "committed" or upload == "shipping" else None,
+        started_at=before(500) if upload or state == "committed" else None,
         ended_at=before(180) if state == "committed" else None,
     )
     made = st.CheckpointStatus(
@@ -139,7 +141,7 @@ def problem(
 
 def behind(**changes: Any) -> st.JobStatus:
     """Step 4500 is on its way."""
-    both = (checkpoint(4500, state="uploading", ship="shipping"), checkpoint(4000))
+    both = (checkpoint(4500, state="uploading", upload="shipping"), checkpoint(4000))
     return job(
         **{
             "state": "behind",
@@ -213,7 +215,7 @@ def whole(step: int) -> st.CheckpointStatus:
 
 LONG = (
     *(whole(4000 - 50 * n) for n in range(30)),
-    checkpoint(2400, ship="failed"),
+    checkpoint(2400, upload="failed"),
     *(whole(2300 - 50 * n) for n in range(4)),
     checkpoint(2000, state="pruned"),
 )
@@ -235,7 +237,7 @@ def documents() -> dict[str, st.Status]:
     )
     gone = checkpoint(3500, state="pruned")
     gone = replace(gone, local=replace(gone.local, present=False, held=False))
-    one = (checkpoint(4500, state="uploading", ship="shipping"),)
+    one = (checkpoint(4500, state="uploading", upload="shipping"),)
     forgetful = job(safe=None, steps_at_risk=4000, seconds_at_risk=None, problems=(UNREACHABLE,))
     old = {"as_of": before(7200)}
     return {

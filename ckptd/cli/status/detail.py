@@ -49,7 +49,7 @@ def _lines(
         [f"{tag}: not on this node"] if here is None else [_title(here, is_alive), f"  here: {_here(here)}"]
     )
     for name, forms in (here or {"remotes": {}})["remotes"].items():
-        lines += [f"  {name}: {_shipped(form, state, here, is_alive)}" for form, state in forms.items()]
+        lines += [f"  {name}: {_upload_state(form, state, here, is_alive)}" for form, state in forms.items()]
     if here is not None and (why := _fate(here)):
         lines.append(f"  {why}")
     for name, ones in held.items():
@@ -91,7 +91,7 @@ def _here(here: dict[str, Any]) -> str:
     return text + (", held by clone until it is committed" if local["held"] else "")
 
 
-def _shipped(form: str, state: dict[str, Any], here: dict[str, Any] | None, is_alive: bool) -> str:
+def _upload_state(form: str, state: dict[str, Any], here: dict[str, Any] | None, is_alive: bool) -> str:
     is_uploading = state["state"] == "shipping"
     text = f"{form} {'uploading' if is_uploading else state['state']}"
     if is_uploading and not is_alive:

@@ -178,7 +178,7 @@ def running(attempt: str) -> int:
     return _attempts.running(attempt)
 
 
-def kept_open() -> int:
+def open_clients() -> int:
     """Pairs of clients that this process keeps for its attempts."""
     return _attempts.open
 

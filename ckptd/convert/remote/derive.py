@@ -135,7 +135,7 @@ class DerivedUpload:
             SourceChanged: it comes out otherwise, for a shard was damaged then, or is.
         """
         made = {file.key: file for file in self.order.files if file.is_made}
-        sent = [(one.key, one.bytes, from_hex(one.crc64nvme)) for one in self.order.shipped]
+        sent = [(one.key, one.bytes, from_hex(one.crc64nvme)) for one in self.order.uploaded]
         sent += [(one.key, one.flushed_bytes, one.crc64) for one in self.order.partly]
         for key, nbytes, crc in sent:
             file = made.get(key)
@@ -177,7 +177,7 @@ def _planned(
     update = {"plan_sha256": plan_sha256, "layout": header.layout, "alignment": header.block_bytes}
     manifest = order.manifest.model_copy(update={"source": source.model_copy(update=update)})
     is_other = making.plan_sha256 not in ("", plan_sha256)
-    done = {"shipped": (), "partly": ()} if is_other else {}
+    done = {"uploaded": (), "partly": ()} if is_other else {}
     return order.model_copy(update={"manifest": manifest, "files": found, **done})
 
 
@@ -351,7 +351,7 @@ def _of_objects(
         records=records,
     )
     # what an earlier attempt sent was of bytes that nobody compared then, and that may be mended by now
-    everything = bool(order.shipped or order.partly) and order.manifest.form == UNIVERSAL
+    everything = bool(order.uploaded or order.partly) and order.manifest.form == UNIVERSAL
 
     def recheck_objects() -> None:
         ranges.recheck()

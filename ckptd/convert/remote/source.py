@@ -48,7 +48,7 @@ _COMPANION_LIMIT_BYTES = 64 << 20
 class RemoteFile:
     """One source: `path` in the mirror, `key` below the store's root; `crc64` hex where a manifest has it.
 
-    `local`: where it lay below the save_dir of the node that shipped it, and `fingerprint`, where a manifest
+    `local`: where it lay below the save_dir of the node that uploaded it, and `fingerprint`, where a manifest
     says that.
     """
 

@@ -46,7 +46,7 @@ class UncommittedSave:
     generation: int
     mm_count: int
     age_seconds: float
-    """Since a part of it was sealed, or shipped."""
+    """Since a part of it was sealed, or uploaded."""
     parts: Sequence[Part] = ()
     """Of its tag, in all open generations."""
 

@@ -311,7 +311,7 @@ class Checksums(Model):
 
 
 class ManifestFile(Model):
-    """One file as shipped and verified."""
+    """One file as uploaded and verified."""
 
     path: str
     key: str
@@ -329,7 +329,7 @@ class ManifestFile(Model):
 
 
 class NodeManifest(Document):
-    """ "This is what I shipped and verified, and how": one node's part of one save."""
+    """ "This is what I uploaded and verified, and how": one node's part of one save."""
 
     job_id: str
     tag: str
@@ -406,7 +406,7 @@ class Commit(Document):
             return None
 
     @property
-    def stands_alone(self) -> bool:
+    def is_self_contained(self) -> bool:
         """Usable without the ZeRO form: all but a universal form that lies beside a trainer's other files."""
         return self.form != "universal" or "_universal" in self.folder.removeprefix(encode_name(self.tag))
 

@@ -127,7 +127,7 @@ class SaveRow(Model):
 
 
 class ObjectRow(Model):
-    """Progress of one object of a ship: `proof` set when it is durable and verified."""
+    """Progress of one object of a upload: `proof` set when it is durable and verified."""
 
     key: str
     bytes: int

@@ -85,7 +85,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
+class DiskUse:
     """The disk, what lies on it, and what may be deleted from it."""
 
     free_bytes: int
@@ -108,7 +108,7 @@ class Ground:
     """A ladder leaves a universal form, and those to come can be made."""
     trainer_keeps: int | None = None
     """What the trainer's own rotation leaves here; None: it removes nothing."""
-    others: tuple[tuple[Ground, Pace], ...] = ()
+    others: tuple[tuple[DiskUse, Pace], ...] = ()
     """Other jobs that save to this disk."""
 
     @property
@@ -142,13 +142,13 @@ class Fit:
         return self.full_at_seconds is not None
 
 
-def saves_that_fit(ground: Ground, pace: Pace) -> Fit:
+def saves_that_fit(disk_use: DiskUse, pace: Pace) -> Fit:
     """Return how many more saves fit, if the run goes on at this pace.
 
     Save n + 1 fits if its bytes fit into: free + bytes here now − bytes that are kept after n more saves.
     """
-    disk = _Disk(ground, pace)
-    others = [_Disk(other, its_pace) for other, its_pace in ground.others]
+    disk = _Disk(disk_use, pace)
+    others = [_Disk(other, its_pace) for other, its_pace in disk_use.others]
 
     def room(count: int) -> int:
         at_seconds = disk.begins_seconds(count) + disk.flight_seconds
@@ -176,15 +176,15 @@ def saves_that_fit(ground: Ground, pace: Pace) -> Fit:
 class _Disk:
     """The bytes that one job keeps on its disk after so many more saves."""
 
-    def __init__(self, ground: Ground, pace: Pace) -> None:
-        self.ground, self.pace = ground, pace
+    def __init__(self, disk_use: DiskUse, pace: Pace) -> None:
+        self.disk_use, self.pace = disk_use, pace
         self.flight_seconds = min(pace.flight_seconds, pace.every_seconds)
-        self.here_bytes = sum(piece.bytes for piece in ground.pieces)
-        newest_first = sorted(ground.pieces, key=lambda p: p.order, reverse=True)
+        self.here_bytes = sum(piece.bytes for piece in disk_use.pieces)
+        newest_first = sorted(disk_use.pieces, key=lambda p: p.order, reverse=True)
         self._judged = newest_first[:_MOST_JUDGED]
         self._older_bytes = sum(piece.bytes for piece in newest_first[_MOST_JUDGED:])
         self._top = newest_first[0].order if newest_first else Order(1, pace.last_step, 0)
-        self._safe = max((piece.order for piece in ground.pieces if piece.is_committed), default=None)
+        self._safe = max((piece.order for piece in disk_use.pieces if piece.is_committed), default=None)
         self._coming: list[Piece] = []
         self._kept: dict[int, int] = {}
 
@@ -196,13 +196,13 @@ class _Disk:
 
     def needed_bytes(self, count: int) -> int:
         """Return what the save after `count` more still has to write."""
-        written = self.ground.written_bytes if count == 0 else 0
+        written = self.disk_use.written_bytes if count == 0 else 0
         return max(self.pace.largest_bytes - written, 0)
 
     def room_bytes(self, count: int) -> int:
         """Return the free bytes that the save after `count` more finds; below 0: one before lacked it."""
-        written = self.ground.written_bytes if count else 0
-        return self.ground.free_bytes + self.here_bytes + written - self.kept_bytes(count)
+        written = self.disk_use.written_bytes if count else 0
+        return self.disk_use.free_bytes + self.here_bytes + written - self.kept_bytes(count)
 
     def taken_bytes(self, at_seconds: float) -> int:
         """Return what this job will have taken of the free space by then, a save in flight included."""
@@ -219,9 +219,9 @@ class _Disk:
 
     def _stays(self, count: int) -> list[Piece]:
         pieces = [*self._come(count)[::-1], *self._judged]
-        if count == 0 and self.ground.is_in_flight:
+        if count == 0 and self.disk_use.is_in_flight:
             return pieces  # nothing is deleted while a save is written
-        if self.ground.deletes:
+        if self.disk_use.deletes:
             open_ones = [p for p in pieces if not p.is_committed and not self._is_passed(p)]
             waiting = [p for p in open_ones if p.is_sent]
             number = self._waiting(waiting, count)
@@ -232,7 +232,7 @@ class _Disk:
             if not self._may_skip:
                 unsent |= {p.key for p in open_ones if not p.is_sent}
             pieces = self._by_policy(pieces, unsent, undated)
-        keeps = self.ground.trainer_keeps
+        keeps = self.disk_use.trainer_keeps
         if keeps is not None:
             rotated = [p for p in pieces if p.is_trainers and ZERO in p.forms][keeps:]
             gone = {piece.key for piece in rotated}
@@ -242,8 +242,8 @@ class _Disk:
     def _come(self, count: int) -> list[Piece]:
         branch, step, seq = self._top
         pace = self.pace
-        forms = _BOTH if self.ground.makes_universal else _ZERO
-        upload_seconds = pace.usual_bytes / (self.ground.link_bytes_per_second or math.inf)
+        forms = _BOTH if self.disk_use.makes_universal else _ZERO
+        upload_seconds = pace.usual_bytes / (self.disk_use.link_bytes_per_second or math.inf)
         between = max(pace.every_seconds, upload_seconds)
         for n in range(len(self._coming) + 1, count + 1):
             at = pace.now_unix_seconds - pace.since_last_seconds + n * between
@@ -266,7 +266,7 @@ class _Disk:
             for piece in newest_first
             if piece.key not in unsent
         ]
-        kept = apply_policy(counted, self.ground.policy)
+        kept = apply_policy(counted, self.disk_use.policy)
         top = newest_first[0].key if newest_first else ""
         return [
             piece
@@ -280,38 +280,38 @@ class _Disk:
     @property
     def _may_skip(self) -> bool:
         """Whether a save may be deleted without an upload."""
-        return self.ground.unuploaded == "delete"
+        return self.disk_use.unuploaded == "delete"
 
     def _is_passed(self, piece: Piece) -> bool:
         """Return whether it needs no upload: with `thin` a newer one is committed already."""
-        if self.ground.unuploaded != "thin" or piece.key == self.ground.sent:
+        if self.disk_use.unuploaded != "thin" or piece.key == self.disk_use.sent:
             return False
         return self._safe is not None and self._safe > piece.order
 
     def _waiting(self, waiting: Sequence[Piece], count: int) -> int:
         """Return how many saves wait for the link when the save after `count` more begins."""
-        link, pace = self.ground.link_bytes_per_second, self.pace
+        link, pace = self.disk_use.link_bytes_per_second, self.pace
         if link == math.inf:
             return 0
         if not link:
             return len(waiting)
         size = max(pace.usual_bytes, 1)
         now = [piece for piece in waiting if not piece.key.startswith("+")]
-        backlog = sum(self.ground.left_bytes if p.key == self.ground.sent else p.bytes for p in now)
+        backlog = sum(self.disk_use.left_bytes if p.key == self.disk_use.sent else p.bytes for p in now)
         least = size - link * max(pace.every_seconds - self.flight_seconds, 0.0) if count else 0.0
         left = max(backlog + count * size - link * self.begins_seconds(count), least, 0.0)
         return min(math.ceil(left / size - 1e-6), len(waiting))
 
     def _fixed(self, waiting: int, count: int) -> int:
         """Return how many of those that wait cannot be deleted before they are uploaded."""
-        link, pace, ground = self.ground.link_bytes_per_second, self.pace, self.ground
+        link, pace, disk_use = self.disk_use.link_bytes_per_second, self.pace, self.disk_use
         if not link or link == math.inf:
             return 0 if self._may_skip else waiting
         upload_saves = pace.usual_bytes / link / pace.every_seconds
         if self._may_skip:  # the limit counts it, unless so many newer ones came while it was uploaded
-            return min(waiting, int(upload_saves > (ground.policy.save_total_limit or 1)))
-        first = ground.left_bytes if ground.sent is not None else pace.usual_bytes
-        if ground.unuploaded == "thin" and link * self.begins_seconds(count) >= first:
+            return min(waiting, int(upload_saves > (disk_use.policy.save_total_limit or 1)))
+        first = disk_use.left_bytes if disk_use.sent is not None else pace.usual_bytes
+        if disk_use.unuploaded == "thin" and link * self.begins_seconds(count) >= first:
             # what came during one upload is deleted at the end of the next; the coming save is one of it
             coming = 2 * upload_saves + self.flight_seconds / pace.every_seconds
             return min(waiting, max(math.ceil(coming - 1e-6) - 1, 1))
@@ -390,7 +390,7 @@ class Forecast:
     """The same with what these keys of the policy keep."""
 
 
-def forecast(saves: Sequence[Saved], ground: Ground, *, now_seconds: float) -> Forecast:
+def forecast(saves: Sequence[Saved], disk_use: DiskUse, *, now_seconds: float) -> Forecast:
     """What to expect if the run goes on as it did."""
     recent = _recent(saves)
     if recent is None:
@@ -400,13 +400,13 @@ def forecast(saves: Sequence[Saved], ground: Ground, *, now_seconds: float) -> F
     every = median(gaps)
     steps = _steps(recent)
     pace = _pace(recent, gaps, now_seconds)
-    fit = saves_that_fit(ground, pace) if pace is not None else Fit()
+    fit = saves_that_fit(disk_use, pace) if pace is not None else Fit()
     is_full = fit.is_full
-    speed = ground.link_bytes_per_second or 0.0
+    speed = disk_use.link_bytes_per_second or 0.0
     late = now_seconds - recent[-1].at_seconds - every
     is_late = len(recent) >= LEAST and late + every > max(OVERDUE_FACTOR * every, OVERDUE_SECONDS)
     # where nothing of ours is rotated it presses nobody: two saves, perhaps close to each other, are too few
-    is_slow = 0 < speed < production and (ground.policy.deletes or len(recent) >= LEAST)
+    is_slow = 0 < speed < production and (disk_use.policy.deletes or len(recent) >= LEAST)
     told = Forecast(
         production_bytes_per_second=production,
         save_every_seconds=every,
@@ -418,9 +418,9 @@ def forecast(saves: Sequence[Saved], ground: Ground, *, now_seconds: float) -> F
         if is_slow and steps is not None
         else None,
     )
-    if pace is None or not ground.deletes or not (is_full or is_slow):
+    if pace is None or not disk_use.deletes or not (is_full or is_slow):
         return told
-    return _explained(told, ground, pace, is_bounded=ground.unuploaded == "delete" or speed >= production)
+    return _explained(told, disk_use, pace, is_bounded=disk_use.unuploaded == "delete" or speed >= production)
 
 
 def pace_of(saves: Sequence[Saved], now_seconds: float) -> Pace | None:
@@ -465,25 +465,25 @@ def _pace(recent: Sequence[Saved], gaps: Sequence[float], now_seconds: float) ->
     )
 
 
-def _explained(told: Forecast, ground: Ground, pace: Pace, *, is_bounded: bool) -> Forecast:
+def _explained(told: Forecast, disk_use: DiskUse, pace: Pace, *, is_bounded: bool) -> Forecast:
     """What would spare this disk: `thin`, a lower limit, or other keys."""
-    if ground.unuploaded != "delete" and not is_bounded:
-        thin = saves_that_fit(replace(ground, unuploaded="thin"), pace)
-        told = replace(told, is_spared_by_thin=ground.policy.limits and not thin.is_full)
-        ground = replace(ground, link_bytes_per_second=math.inf)
-    fast = saves_that_fit(ground, pace)
+    if disk_use.unuploaded != "delete" and not is_bounded:
+        thin = saves_that_fit(replace(disk_use, unuploaded="thin"), pace)
+        told = replace(told, is_spared_by_thin=disk_use.policy.limits and not thin.is_full)
+        disk_use = replace(disk_use, link_bytes_per_second=math.inf)
+    fast = saves_that_fit(disk_use, pace)
     if told.full_in_saves is None or not fast.is_full or 2 * fast.saves > 3 * told.full_in_saves + 2:
         return told  # a faster link would help for long
-    limit = ground.policy.save_total_limit
-    if limit is not None and _fills(ground, pace, RetentionPolicy(save_total_limit=limit)):
+    limit = disk_use.policy.save_total_limit
+    if limit is not None and _fills(disk_use, pace, RetentionPolicy(save_total_limit=limit)):
         return replace(told, is_limit_too_high=True)
-    keys = [key for key in _KEYS if getattr(ground.policy, key)]
-    spare = [key for key in keys if not _fills(ground, pace, _without(ground.policy, key))]
+    keys = [key for key in _KEYS if getattr(disk_use.policy, key)]
+    spare = [key for key in keys if not _fills(disk_use, pace, _without(disk_use.policy, key))]
     return replace(told, kept_by=tuple(spare or keys))
 
 
-def _fills(ground: Ground, pace: Pace, policy: RetentionPolicy) -> bool:
-    return saves_that_fit(replace(ground, policy=policy), pace).is_full
+def _fills(disk_use: DiskUse, pace: Pace, policy: RetentionPolicy) -> bool:
+    return saves_that_fit(replace(disk_use, policy=policy), pace).is_full
 
 
 def _without(policy: RetentionPolicy, key: str) -> RetentionPolicy:
@@ -545,7 +545,7 @@ def rotation_of(rows: Iterable[SaveRow]) -> Rotation | None:
     return Rotation(keeps=max(keeps - is_pending, 1), newest_gone=newest)
 
 
-def ground_of(
+def disk_use_of(
     view: JobView,
     link_bytes_per_second: float | None,
     left_bytes: int | None,
@@ -554,7 +554,7 @@ def ground_of(
     is_in_flight: bool = False,
     unsealed: Sequence[tuple[str, int, int]] = (),
     rotation: Rotation | None = None,
-) -> Ground:
+) -> DiskUse:
     """The disk of a job; `left_bytes`: of the upload under way, `unsealed`: (tag, step, bytes) without a row.
 
     `written_bytes`: of the save in flight; it counts as free, for that save has it already.
@@ -565,12 +565,14 @@ def ground_of(
         newest = Order(newest.branch, max(step, newest.step), newest.save_seq + 1)
         pieces.append(Piece(key=tag, order=newest, bytes=size))
     required = [remote for remote in view.remotes if remote.is_required]
-    ships = [r.uploading_save_id for r in required if r.uploading == ZERO and r.uploading_save_id is not None]
-    sent = next((p for p in pieces if p.key in {str(n) for n in ships} and not p.is_committed), None)
+    uploading = [
+        r.uploading_save_id for r in required if r.uploading == ZERO and r.uploading_save_id is not None
+    ]
+    sent = next((p for p in pieces if p.key in {str(n) for n in uploading} and not p.is_committed), None)
     # a remote that never answered may know of a pin, so that nothing goes by the job file alone either
     is_silent = link_bytes_per_second is None and bool(unobserved_remotes(view))
     rests = view.is_paused or view.drain is not None or not view.may_delete
-    return Ground(
+    return DiskUse(
         free_bytes=view.disk.free_bytes + _remade_bytes(view),
         pieces=tuple(pieces),
         policy=view.local_retention,

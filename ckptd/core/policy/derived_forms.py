@@ -96,13 +96,13 @@ def _will_be_left(view: JobView, save: SaveView) -> bool:
     """Tell whether a local tier will keep the universal form in place of the ZeRO form."""
     policy = view.local_retention
     climbs = policy.has_rung(UNIVERSAL) and not policy.is_ephemeral(save.save.step)
-    return climbs and save.is_intact and save.loads_alone and not save.is_pinned
+    return climbs and save.is_intact and save.is_self_contained and not save.is_pinned
 
 
 def kept_until_converted(save: SaveView, verdict: RetentionVerdict | None) -> bool:
     """Tell whether a save stays whole here only because its universal form, which can be made, is missing."""
     is_awaited = verdict is not None and verdict.awaits == UNIVERSAL
-    return is_awaited and save.loads_alone and save.is_convertible and save.is_intact
+    return is_awaited and save.is_self_contained and save.is_convertible and save.is_intact
 
 
 def _has_source(view: JobView, save: SaveView, remote: RemoteView) -> bool:
@@ -158,7 +158,7 @@ def worth_creating(view: JobView, local: LocalVerdicts, saves: list[SaveView]) -
 
 def _proven(ready: list[SaveView], here: set[str]) -> list[SaveView]:
     valid = (s for s in ready if s.is_intact or s.save.tag not in here)
-    return [s for s in valid if s.universal.is_source_verified or _is_shipped_anywhere(s)]
+    return [s for s in valid if s.universal.is_source_verified or _is_uploaded_anywhere(s)]
 
 
 def _is_restored(view: JobView, proven: list[SaveView]) -> bool:
@@ -177,7 +177,7 @@ def _is_restored(view: JobView, proven: list[SaveView]) -> bool:
     return not proven or max(orders) > proven[-1].order
 
 
-def _is_shipped_anywhere(save: SaveView) -> bool:
+def _is_uploaded_anywhere(save: SaveView) -> bool:
     """Tell whether any remote committed the ZeRO form: its upload checked the source's zip CRCs."""
     return any(r.state is UploadState.COMMITTED and r.form == ZERO for r in save.uploads.values())
 

@@ -81,7 +81,7 @@ def keep_local(view: JobView) -> LocalVerdicts:
         loose = {s.id: s for s in whole if may_go_uncommitted(view, s)}
         by_policy = _by_policy(view, [*committed, *stepped], list(loose.values()))
         top, proven = (newest(view, is_model_only=is_model_only, leaves_out=out) for out in ((), unproven))
-        ground = _Ground(
+        facts = _Facts(
             top=top,
             newest=frozenset(one.id for one in (top, proven) if one is not None),
             unproven=unproven,
@@ -96,7 +96,7 @@ def keep_local(view: JobView) -> LocalVerdicts:
             verdict = by_policy.get(str(save.id), {}).get(ZERO) or RetentionVerdict()
             is_safe, is_loose = save.id in safe, save.id in loose
             zero[save.id] = verdict.kept_for(
-                *_protection(save, ground, is_committed=is_safe, is_loose=is_loose)
+                *_protection(save, facts, is_committed=is_safe, is_loose=is_loose)
             )
         for save in (*present, *stepped) if view.local_retention.has_rung(UNIVERSAL) else ():
             verdict = by_policy.get(str(save.id), {}).get(UNIVERSAL) or RetentionVerdict()
@@ -162,7 +162,7 @@ def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) 
             score=score_of(view, save.save.best),
         ),
         forms=frozenset(forms | ({UNIVERSAL} if is_ready else set())),
-        standing=_ALONE if is_ready and save.loads_alone else frozenset(),
+        standing=_ALONE if is_ready and save.is_self_contained else frozenset(),
     )
 
 
@@ -174,7 +174,7 @@ def score_of(view: JobView, best: Best | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ground:
+class _Facts:
     """Hold the facts that each save is compared with."""
 
     top: SaveView | None
@@ -191,27 +191,27 @@ class _Ground:
     """Newest first."""
 
 
-def _protection(save: SaveView, ground: _Ground, *, is_committed: bool, is_loose: bool) -> tuple[str, ...]:
-    top, newest_committed = ground.top, ground.newest_committed
+def _protection(save: SaveView, facts: _Facts, *, is_committed: bool, is_loose: bool) -> tuple[str, ...]:
+    top, newest_committed = facts.top, facts.newest_committed
     is_newer = newest_committed is None or save.order > newest_committed
     why = (
         (not is_committed and not is_loose, "not committed on every required remote"),
         (not save.is_intact, "changed since it was sealed"),
-        (save.id in ground.newest, "newest complete"),
+        (save.id in facts.newest, "newest complete"),
         (is_newer and not is_loose, "newer than the newest committed"),
-        (save.save.tag == ground.latest, "latest names it"),
+        (save.save.tag == facts.latest, "latest names it"),
         (not save.is_adopted, "found at the first start (ckptd adopt)"),
         (save.is_busy, "being read"),
         (bool(save.has_unlisted), _unlisted(save) if save.has_unlisted else ""),
         (
-            may_be_newest(save, ground.intact),
+            may_be_newest(save, facts.intact),
             "nothing proves that it is not the newest (the next save will)",
         ),
         (_is_ahead(save, top), _ahead(save, top)),
-        (save.save.tag == ground.resumed, "resumed from, and nothing saved since is committed"),
-        (save.save.tag in ground.best, "best_model_checkpoint"),
-        (is_committed and save.id in ground.unread, "its COMMIT was not read yet, which names the best"),
-        (save.id in ground.unproven, "no other node is known to hold the rest of it"),
+        (save.save.tag == facts.resumed, "resumed from, and nothing saved since is committed"),
+        (save.save.tag in facts.best, "best_model_checkpoint"),
+        (is_committed and save.id in facts.unread, "its COMMIT was not read yet, which names the best"),
+        (save.id in facts.unproven, "no other node is known to hold the rest of it"),
     )
     return tuple(text for holds, text in why if holds)
 

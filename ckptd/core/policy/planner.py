@@ -71,11 +71,11 @@ def plan(view: JobView) -> Plan:
     else:
         loose = deletable_uncommitted(view, local.zero)
         actions += _holds(view, loose, is_enough=next_to_evict(view, local) is not None)
-        moves = [action for remote in view.remotes for action in _ship(view, remote, loose)]
+        moves = [action for remote in view.remotes for action in _uploads(view, remote, loose)]
         # a remote does one thing at a time: a new ZeRO form comes before what removes, all else after it, so
         # that a link which is never idle, or a remote that is full, still loses what is due
         first = {m.remote for m in moves if isinstance(m, Upload) and _comes_before_removals(view, m)}
-        removals = [action for action in _retire(view, remote_fates) if action.remote not in first]
+        removals = [action for action in _remote_deletions(view, remote_fates) if action.remote not in first]
         removing = {action.remote for action in removals}
         actions += [
             m for m in moves if not (isinstance(m, Upload | UploadLateFiles) and m.remote in removing)
@@ -117,8 +117,8 @@ def _drain(view: JobView, drain: Drain) -> tuple[Drained, list[Action]]:
     late = {s.id for r in counts for s in courses[r.name].late}
     actions: list[Action] = []
     for remote in (*counts, *others):
-        may_ship = remote in counts or not missing
-        order = courses[remote.name].order if may_ship else ()
+        may_upload = remote in counts or not missing
+        order = courses[remote.name].order if may_upload else ()
         actions += _on_course(view, remote, order)
     tags = tuple(s.save.tag for s in missing)
     return Drained(missing=tags, late=tuple(s.save.tag for s in missing if s.id in late)), actions
@@ -165,7 +165,7 @@ def _on_course(view: JobView, remote: RemoteView, order: Sequence[tuple[SaveView
         return [] if is_right else [CancelUpload(remote=remote.name, reason="draining")]
     if remote.is_busy or first is None:
         return []
-    return [_ship_or_describe(view, first[0], remote, first[1], is_streamed=first[1] != ZERO)]
+    return [_upload_or_describe(view, first[0], remote, first[1], is_streamed=first[1] != ZERO)]
 
 
 def _is_under_way_or_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
@@ -229,7 +229,7 @@ def _was_committed(view: JobView, save: SaveView) -> bool:
     return was_committed(save.uploads, required)
 
 
-def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Action]:
+def _uploads(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Action]:
     """At most one: the newest save's zero form first; derived forms only when no zero form waits."""
     if not remote.is_attached:
         return []
@@ -243,7 +243,7 @@ def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Acti
             return [CancelUpload(remote=remote.name, reason="another node was faster")]
         return []
     if zero is not None:
-        return [_ship_or_describe(view, zero, remote, ZERO)]
+        return [_upload_or_describe(view, zero, remote, ZERO)]
     whole = (s for s in newest_first if s.is_intact and not s.is_busy)
     late = (
         s for s in whole if s.lacking.get(remote.name) and (s.id, remote.name) not in view.not_to_upload_late
@@ -254,7 +254,7 @@ def _ship(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Acti
         for save in to_derive(view, remote, form) if form in remote.forms else ():
             is_here = save.derived(form).state is DerivedState.READY
             if _is_due(view, save, remote, form) and (is_here or is_converted_on_the_fly(view, save, form)):
-                return [_ship_or_describe(view, save, remote, form, is_streamed=not is_here)]
+                return [_upload_or_describe(view, save, remote, form, is_streamed=not is_here)]
     return []
 
 
@@ -271,7 +271,7 @@ def _is_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> boo
     return is_open and view.now_seconds >= record.retry_at_seconds
 
 
-def _ship_or_describe(
+def _upload_or_describe(
     view: JobView, save: SaveView, remote: RemoteView, form: str, *, is_streamed: bool = False
 ) -> Action:
     answer = view.generations.get((save.id, remote.name, form))
@@ -301,7 +301,7 @@ def _convert(view: JobView, local: LocalVerdicts) -> list[Action]:
     """Plan one local conversion: newest first; every save if extents clone, else only the newest and those
     that a tier waits for.
 
-    Forms that only remotes take are never made on disk (see `_ship`).
+    Forms that only remotes take are never made on disk (see `_uploads`).
     """
     if view.is_converting and view.disk.is_full:
         return [StopConverting(reason=PRESSURE)]
@@ -322,7 +322,7 @@ def _convert(view: JobView, local: LocalVerdicts) -> list[Action]:
     return []
 
 
-def _retire(view: JobView, verdicts: dict[tuple[str, str], RetentionVerdict]) -> list[DeleteRemote]:
+def _remote_deletions(view: JobView, verdicts: dict[tuple[str, str], RetentionVerdict]) -> list[DeleteRemote]:
     """Remote retention, one COMMIT per remote and turn: derived forms of what goes, then the zero form."""
     if view.is_first_scan or not view.may_delete:
         return []

@@ -57,7 +57,7 @@ class Generation:
                 score=score_of(view, best),
             ),
             forms=frozenset(self.commits),
-            standing=frozenset(form for form, c in self.commits.items() if c.loads_alone),
+            standing=frozenset(form for form, c in self.commits.items() if c.is_self_contained),
         )
 
 

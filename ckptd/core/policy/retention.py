@@ -167,7 +167,7 @@ class RetentionPolicy(Model):
         """Thrown away after the next few."""
         return self.ephemeral is not None and step % self.ephemeral.every_steps != 0
 
-    def lets_go(self, step: int) -> str:
+    def why_deleted(self, step: int) -> str:
         """Return why a checkpoint is deleted that no key keeps."""
         if self.ephemeral is not None and self.is_ephemeral(step):
             return f"ephemeral: the newest {self.ephemeral.keep} stay"
@@ -226,7 +226,7 @@ def apply_policy(
             # what is thrown away after the next few is not kept in a lesser form for years
             ladder = () if policy.is_ephemeral(step) else policy.ladder
             age = ages.get(key, Age(0, None))
-            found[key] = step_down(ladder, age, one.forms, one.standing, policy.lets_go(step))
+            found[key] = step_down(ladder, age, one.forms, one.standing, policy.why_deleted(step))
     return found
 
 

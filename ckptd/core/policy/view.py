@@ -148,7 +148,7 @@ class SaveView:
         return not self.save.grid.is_model_only and not self.save.is_part
 
     @property
-    def loads_alone(self) -> bool:
+    def is_self_contained(self) -> bool:
         """Tell whether the universal form loads alone; trainers' layouts have files beside it (ADR 0050)."""
         return self.save.roots == ("",)
 
@@ -180,7 +180,7 @@ class RemoteCommit:
     best: Best | None = None
     best_tag: str | None = None
     """The tag that its trainer called the best so far."""
-    loads_alone: bool = True
+    is_self_contained: bool = True
     """It can be used when the other forms of its generation are gone."""
     config_digest: str = ""
     """Of all nodes whose manifests it rests on; empty: they disagree."""

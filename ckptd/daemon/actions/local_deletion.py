@@ -113,7 +113,7 @@ class LocalDeleter:
             end(deletion_id, action.save_id, permit.tag, permit.reason)
 
         def failed(error: CkptdError) -> None:
-            log.warning("pruning %s: %s", permit.tag, error, extra=line_fields("prune", permit.tag))
+            log.warning("deleting %s: %s", permit.tag, error, extra=line_fields("delete-local", permit.tag))
             if name in fs.trash_names(save_dir_fd):
                 state.deletions.set_interrupted(deletion_id, is_interrupted=True)
                 self._begun_at[deletion_id] = begun_at
@@ -127,7 +127,7 @@ class LocalDeleter:
                 state.deletions.undo_local(begun_at)
             state.deletions.note_blocked(action.save_id, error)
 
-        self._in_worker(f"pruning {permit.tag}", save_dir_fd, work, done, failed)
+        self._in_worker(f"deleting {permit.tag}", save_dir_fd, work, done, failed)
 
     def _leftovers(self, tag: str) -> list[tuple[str, str]]:
         """(folder, name) of conversions that nobody goes on with: half made, or made and never noted."""
@@ -148,7 +148,9 @@ class LocalDeleter:
 
     def _kept(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
         """It stays after all."""
-        log.info("%s stays (%s): it was pinned meanwhile", tag, reason, extra=line_fields("prune", tag))
+        log.info(
+            "%s stays (%s): it was pinned meanwhile", tag, reason, extra=line_fields("delete-local", tag)
+        )
         self._deleting.discard(save_id)
         self._state.journal.end_deletion(deletion_id, done=False)
         self._wake()
@@ -160,7 +162,7 @@ class LocalDeleter:
         state.journal.end_save(save_id, "pruned")
         state.reload(save_id)
         state.deletions.forget_blocked(save_id)
-        log.info("%s pruned: %s", tag, reason, extra=line_fields("prune", tag))
+        log.info("%s deleted here: %s", tag, reason, extra=line_fields("delete-local", tag))
         self._wake()
 
     # --- what an error left -----------------------------------------------------------------------------
@@ -199,7 +201,7 @@ class LocalDeleter:
         A whole folder waits in the trash while another save has its name.
         """
         intent, may_go = row.intent, self._is_needless(row.save_id)
-        what = f"pruning {intent.tag}"
+        what = f"deleting {intent.tag}"
         self._deleting.add(row.save_id)
 
         def work(fd: int) -> _End:
@@ -251,7 +253,7 @@ class LocalDeleter:
             tag, place = row.intent.tag, f"{fs.TRASH}/{row.trash}"
             text = f"an older {tag} lies in {place}: its removal was cut short, and its name is taken"
             hint = "it is deleted once it is committed everywhere and not pinned; else move it away by hand"
-            self._state.failures.note(f"pruning {tag}", StorageError(text, hint=hint))
+            self._state.failures.note(f"deleting {tag}", StorageError(text, hint=hint))
 
     def _untidy(self, what: str, error: CkptdError) -> None:
         log.warning("%s: %s", what, error)
@@ -279,7 +281,7 @@ def moved_back(save_dir_fd: int, name: str, intent: DeletionIntent, audit: Audit
         return False
     reason = "moved back: its removal was cut short before a file of it went"
     audit.write("trash", tag=intent.tag, generation=intent.generation, form=ZERO, reason=reason)
-    log.info("%s %s", intent.tag, reason, extra=line_fields("prune", intent.tag))
+    log.info("%s %s", intent.tag, reason, extra=line_fields("delete-local", intent.tag))
     return True
 
 

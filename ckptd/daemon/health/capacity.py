@@ -17,8 +17,8 @@ from ckptd.core.policy.blockers import adopting
 from ckptd.core.policy.capacity import (
     Forecast,
     Saved,
+    disk_use_of,
     forecast,
-    ground_of,
     pace_of,
     rotation_of,
 )
@@ -27,7 +27,7 @@ from ckptd.daemon.uploads.session import STILL_SECONDS
 
 if TYPE_CHECKING:
     from ckptd.core.model.save import SaveWindow
-    from ckptd.core.policy.capacity import Ground, Pace
+    from ckptd.core.policy.capacity import DiskUse, Pace
     from ckptd.core.policy.view import Disk, JobView
     from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.state import JobState
@@ -68,19 +68,19 @@ def link_speed(job: WatchedJob, state: JobState) -> float | None:
 def outlook(job: WatchedJob, state: JobState) -> Forecast:
     """What to expect of this job if the trainer goes on as it did, and those beside it on its disk."""
     now = time.time()
-    others = tuple((_ground(other, its), pace) for other, its, pace in _beside(job, now))
-    ground = replace(_ground(job, state), others=others)
-    told = forecast(_saves(job, state), ground, now_seconds=now)
+    others = tuple((_disk_use(other, its), pace) for other, its, pace in _beside(job, now))
+    disk_use = replace(_disk_use(job, state), others=others)
+    told = forecast(_saves(job, state), disk_use, now_seconds=now)
     if job.view is not None and job.view.disk.lacks_files:
         return replace(told, full_in_saves=0, full_in_seconds=0.0, lacks_files=True)
     return told
 
 
-def _ground(job: WatchedJob, state: JobState) -> Ground:
+def _disk_use(job: WatchedJob, state: JobState) -> DiskUse:
     assert job.view is not None
     latest_rows = islice(reversed(state.saves.rows.values()), _ROWS)
     rests = _is_paused(job.view, state)
-    return ground_of(
+    return disk_use_of(
         job.view if rests == job.view.is_paused else replace(job.view, is_paused=rests),
         _link(job, state),
         _left_bytes(job.view, state),
@@ -130,7 +130,7 @@ def _link(job: WatchedJob, state: JobState) -> float | None:
     case, and the slowness of a link that nobody knows frightens nobody after each restart.
     """
     required = [job.sessions[remote.name] for remote in job.config.remotes if remote.required]
-    if not required or any(session.is_away or session.left_alone for session in required):
+    if not required or any(session.is_away or session.backed_off for session in required):
         return None
     return link_speed(job, state) or math.inf
 

@@ -159,7 +159,7 @@ def report_problems(job: WatchedJob, state: JobState) -> None:
             )
         elif session.observation is None:  # as it was said when it could not be looked at for that
             see.stays("remote-damaged", session.name)
-        if (alone := session.left_alone) is not None:
+        if (alone := session.backed_off) is not None:
             text = f"{shown_remote(session.name, session.settings.url)} is {alone}"
             see.see(
                 "remote-left-alone",

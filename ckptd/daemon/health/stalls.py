@@ -118,7 +118,7 @@ def report_stalls(job: WatchedJob, state: JobState) -> None:
     report_uploads(job, state)
     _see_late(job, state)
     report_deletions(job.problems, state)
-    _see_retirements(job, state)
+    _see_deletions(job, state)
     _see_holds(job, state)
     _see_still(job)
     _forget_stalls(job, state)
@@ -205,7 +205,7 @@ def report_deletions(problems: Problems, state: JobState) -> None:
         problems.see("prune-blocked", tag, f"{tag} stays: {stays.text}", stays.hint, severity=severity)
 
 
-def _see_retirements(job: WatchedJob, state: JobState) -> None:
+def _see_deletions(job: WatchedJob, state: JobState) -> None:
     for (remote, sha256), refusal in list(state.deletions.refused.items()):
         if _is_wanted_gone(job, state, remote, sha256):
             job.problems.see("retire-blocked", refusal.about, refusal.text, refusal.hint)

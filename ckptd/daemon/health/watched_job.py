@@ -64,5 +64,11 @@ class WatchedJob(Protocol):
     def wake(self) -> None:
         """Plan again soon."""
 
+    def sleep(self) -> None:
+        """Make no turn before the next is due."""
+
+    def learn_job_id(self, job_id: str) -> None:
+        """Take the job's id from a remote that was attached."""
+
     def close(self) -> None:
         """Give up the lock and everything that is open."""

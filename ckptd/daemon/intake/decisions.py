@@ -223,7 +223,7 @@ _OF_ONE = (DamagedError, RefusedError)
 
 
 @dataclass
-class _Told:
+class _Published:
     """Track what was published to one remote."""
 
     basis: tuple[tuple[Decision, ...], tuple[Decision, ...]] = ((), ())
@@ -251,12 +251,12 @@ class DecisionPublisher:
         self._state = state
         self._sessions = sessions
         self._wake = wake
-        self._told = {name: _Told() for name in sessions}
+        self._told = {name: _Published() for name in sessions}
 
     def turn(self, words: tuple[Decision, ...]) -> None:
         """Compare with what each remote showed last, and order what it lacks: one at a time, once a look."""
         for name, session in self._sessions.items():
-            told, seen = self._told.setdefault(name, _Told()), session.observation
+            told, seen = self._told.setdefault(name, _Published()), session.observation
             if seen is None:
                 continue  # nothing is retired from it either
             if (basis := (words, seen.decisions)) != told.basis:
@@ -271,15 +271,15 @@ class DecisionPublisher:
                 told.looked_at_seconds = session.observed_at_seconds
                 self._order(session, told)
 
-    def _is_due(self, session: RemoteSession, told: _Told) -> bool:
+    def _is_due(self, session: RemoteSession, told: _Published) -> bool:
         if told.left or not session.is_ready or told.looked_at_seconds == session.observed_at_seconds:
             return False
         return told.lacks != told.done or time.monotonic() - told.done_at_seconds >= _AGAIN_SECONDS
 
-    def _order(self, session: RemoteSession, told: _Told) -> None:
+    def _order(self, session: RemoteSession, told: _Published) -> None:
         session.request(m.Record(decision=told.left[0]), partial(self._recorded, session, told))
 
-    def _recorded(self, session: RemoteSession, told: _Told, answer: m.Answer) -> None:
+    def _recorded(self, session: RemoteSession, told: _Published, answer: m.Answer) -> None:
         word = told.left.pop(0)
         if isinstance(answer, m.Failed):
             error = answer.raised

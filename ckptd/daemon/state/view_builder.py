@@ -268,7 +268,7 @@ def _planned(view: CommitView) -> RemoteCommit:
         committed_at_seconds=commit.committed_at_seconds,
         best=commit.best,
         best_tag=commit.names_best,
-        loads_alone=commit.stands_alone,
+        is_self_contained=commit.is_self_contained,
         config_digest=commit.config_digest,
         nodes=frozenset(node_in(ref.key) for ref in commit.manifests),
     )

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ckptd.errors import CkptdError
     from ckptd.observe.audit import Audit
 
-log = logging.getLogger("ckptd.retire")
+log = logging.getLogger("ckptd.deletion")
 
 _NOT_ITS_FAULT = (RefusedError, DamagedError, CommitConflict, NotFoundError, NotPermitted)
 """The remote works and takes uploads; what was asked of it cannot be done as things are."""
@@ -97,12 +97,12 @@ class RemoteDeleter:
         )
         session.start_transfer(order, partial(self._deleted, action))
         log.info(
-            "%s (%s) retired from %s: %s",
+            "%s (%s) deleted from %s: %s",
             commit.tag,
             commit.form,
             action.remote,
             action.reason,
-            extra=line_fields("retire", commit.tag),
+            extra=line_fields("delete-remote", commit.tag),
         )
 
     def _deleted(self, action: DeleteRemote, answer: m.Answer) -> None:

@@ -253,7 +253,7 @@ def upload_request(
         manifest=manifest,
         files=files,
         making=making,
-        shipped=_verified(objects),
+        uploaded=_verified(objects),
         partly=tuple(
             m.PartlyUploaded(key=o.key, flushed_bytes=o.flushed_bytes, crc64=int(o.crc64, 16), token=o.token)
             for o in objects
@@ -284,14 +284,14 @@ def late_upload_request(
     run_id: str | None = None,
 ) -> m.UploadRequest:
     """Files that came after the COMMIT that `record` knows, for a supplement beside it."""
-    ship = Upload(
+    zero = Upload(
         save_id=action.save_id,
         remote=action.remote,
         form=ZERO,
         generation=record.generation or 1,
         attempt=1,
     )
-    folder = _folder_of(row, ship)
+    folder = _folder_of(row, zero)
     files = tuple(
         m.UploadFile(
             path=f.path,
@@ -309,7 +309,7 @@ def late_upload_request(
     )
     order = upload_request(
         row,
-        ship,
+        zero,
         files,
         None,
         root=root,

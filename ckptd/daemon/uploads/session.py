@@ -228,7 +228,7 @@ class RemoteSession:
     @property
     def seconds_to_transfer(self) -> float:
         """Return how long no upload is tried because the last ones failed; 0 when one may be."""
-        return self._transfers_breaker.seconds_left if self._transfers_breaker.left_alone else 0.0
+        return self._transfers_breaker.seconds_left if self._transfers_breaker.backed_off else 0.0
 
     @property
     def seconds_to_wake(self) -> float:
@@ -238,9 +238,9 @@ class RemoteSession:
         )
 
     @property
-    def left_alone(self) -> BackedOff | None:
+    def backed_off(self) -> BackedOff | None:
         """Return the operation that failed so often that it is tried only seldom; None: there is none."""
-        return self._requests_breaker.left_alone or self._transfers_breaker.left_alone
+        return self._requests_breaker.backed_off or self._transfers_breaker.backed_off
 
     # --- turn ------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from ckptd.observe.audit import Audit
 
 
-log = logging.getLogger("ckptd.ship")
+log = logging.getLogger("ckptd.uploads")
 
 STEP_IN_SECONDS = 60.0
 """Until a part that waits is looked at again, and replicas are sent that their owner did not send (H29)."""
@@ -138,7 +138,7 @@ class UploadManager:
             state.saves.begin_conversion(action.save_id, action.form)
         session.start_transfer(order, lambda answer: self._on_answer(action, answer), action.form)
         what = (row.save.tag, action.form, action.remote, action.generation, total / 1e6)
-        log.info("%s (%s) → %s as generation %d: %.1f MB", *what, extra=line_fields("ship", row.save.tag))
+        log.info("%s (%s) → %s as generation %d: %.1f MB", *what, extra=line_fields("upload", row.save.tag))
 
     def _sources(
         self, row: SaveRow, action: Upload, save_dir_fd: int, memory_bytes: int
@@ -253,7 +253,7 @@ class UploadManager:
             update = {"state": DerivedState.REFUSED, "reason": answer.reason, "hint": answer.hint}
             derived = state.saves.rows[action.save_id].derived_of(action.form)
             state.saves.put_derived(action.save_id, derived.model_copy(update=update), action.form)
-            log.warning("%s (%s): %s", tag, action.form, answer.reason, extra=line_fields("ship", tag))
+            log.warning("%s (%s): %s", tag, action.form, answer.reason, extra=line_fields("upload", tag))
         else:
             record = self._again(record, answer.reason or "another save holds this generation")
             if action.form != ZERO:
@@ -285,7 +285,7 @@ class UploadManager:
         state, session = self._state, self._sessions[action.remote]
         key, tag = (action.save_id, action.remote, action.form), state.saves.rows[action.save_id].save.tag
         log.warning(
-            "%s → %s (%s): %s", tag, action.remote, action.form, error, extra=line_fields("ship", tag)
+            "%s → %s (%s): %s", tag, action.remote, action.form, error, extra=line_fields("upload", tag)
         )
         record = record.model_copy(update={"hint": error.hint, "is_damaged": False})
         if isinstance(error, errors.SourceChanged):
@@ -404,7 +404,7 @@ class SupplementUploader:
             row.save.tag,
             action.remote,
             len(action.files),
-            extra=line_fields("ship", row.save.tag),
+            extra=line_fields("upload", row.save.tag),
         )
 
     def _on_answer(self, action: UploadLateFiles, answer: m.Answer) -> None:

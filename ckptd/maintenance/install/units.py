@@ -63,8 +63,8 @@ def unit(name: str, program: tuple[str, ...]) -> str:
 def _unit_file(name: str) -> Traversable:
     """Return the file of a unit: in the wheel it lies in the package, in a checkout beside it."""
     package = importlib.resources.files("ckptd")
-    shipped = package / "systemd" / name
-    return shipped if shipped.is_file() else package / ".." / "systemd" / name
+    bundled = package / "systemd" / name
+    return bundled if bundled.is_file() else package / ".." / "systemd" / name
 
 
 def slice_unit(memory_max_bytes: int) -> str:

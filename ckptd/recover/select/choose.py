@@ -23,7 +23,7 @@ from ckptd.recover.select.copies import (
     files_for_node,
     is_held,
     is_made_from,
-    stands_alone,
+    is_self_contained,
 )
 from ckptd.recover.select.inventory import NodeMemory
 
@@ -184,7 +184,7 @@ def _candidate(order: Order, tag: str, copies: Sequence[Copy], *, may_be_model: 
         if copy.view.commit.form != UNIVERSAL:
             continue
         if found is None:
-            if stands_alone(copy):
+            if is_self_contained(copy):
                 found = Candidate(tag=tag, order=order, grid=copy.view.commit.grid, universals=(copy,))
         elif is_made_from(copy, found.fingerprints):
             found = replace(found, universals=(*found.universals, copy))
@@ -209,7 +209,7 @@ def committed_weights(
         found = [
             Candidate(tag=one, order=order, grid=copy.view.commit.grid, universals=(copy,))
             for copy in copies
-            if stands_alone(copy)
+            if is_self_contained(copy)
         ]
         if found:
             return found

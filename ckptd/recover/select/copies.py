@@ -89,7 +89,7 @@ DESCRIPTION = "ckptd.json"
 """At the root of a derived form."""
 
 
-def stands_alone(copy: Copy) -> bool:
+def is_self_contained(copy: Copy) -> bool:
     """A derived form that loads without its ZeRO form: whole at its folder's root."""
     return any(file.path == DESCRIPTION for file in copy.files)
 
@@ -188,7 +188,7 @@ def _cells_here(copy: Copy, nodes: Nodes) -> frozenset[Cell] | None:
     found = [cells for manifest in copy.manifests if (cells := cells_of(manifest.files))]
     parts = [sorted(map(topology.rank_of, cells)) for cells in found]
     was_even = len(set(map(len, parts))) == 1 and _lie_within(parts, len(parts[0]))
-    # a node that was replaced shipped in two parts
+    # a node that was replaced uploaded in two parts
     if not was_even and not _lie_within(parts, len(here)):
         return None
     return frozenset(map(topology.cell_of, here))

@@ -196,7 +196,7 @@ class Sources:
         else:
             sight = sight if self._runs is None else self._runs.only(sight, self.run_id)
             self.remotes = [sight if old.name == remote.name else old for old in self.remotes]
-            text = f"{copy.view.commit.tag} was retired meanwhile; looked again"
+            text = f"{copy.view.commit.tag} was deleted from the remote meanwhile; looked again"
             self.say(said_of(remote.name, remote.url, text))
 
     def give_up_on(self, step: Step | None, steps: Sequence[Step], error: CkptdError) -> bool:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from ckptd.errors import CkptdError, RemoteError, RemoteNotOurs, from_os_error
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.commit import ship, supplement
+from ckptd.storage.remote.commit import supplement, upload_form
 from ckptd.storage.remote.coordination import Heartbeats, claim_run, hold_lease, remove_stale_temporaries
+from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import DocumentCache
 from ckptd.storage.remote.messages import (
     Alive,
@@ -58,7 +59,6 @@ from ckptd.storage.remote.observe import (
     still_ours,
 )
 from ckptd.storage.remote.repair import scrub
-from ckptd.storage.remote.retire import retire
 from ckptd.storage.remote.transfer import Control, sealed
 from ckptd.storage.stores.base import WINDOW_BYTES, Progress
 from ckptd.storage.stores.open import open_store
@@ -91,7 +91,7 @@ class Service:
         self._open_origin = open_origin
         self._pacer = RateLimiter()
         self._settings: RemoteSettings | None = None
-        self._ground: AttachedRemote | None = None
+        self._remote: AttachedRemote | None = None
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
         self._documents = DocumentCache()
@@ -104,7 +104,7 @@ class Service:
         """Note that an order to attach was read: what is read after it means that remote, whichever thread is
         first.
         """
-        self._settings, self._ground, self._observed = settings, None, None
+        self._settings, self._remote, self._observed = settings, None, None
         self._pacer.set_rate(settings.bytes_per_second)
 
     def steer(self, order: Pace | Cancel) -> None:
@@ -122,7 +122,7 @@ class Service:
         except CkptdError as error:
             if isinstance(error, RemoteError):
                 # the mount may be another one by now: the next order proves it again
-                self._ground = None
+                self._remote = None
             answer = Failed(**error.as_data)
         except OSError as error:
             where = f"remote {self._settings.url if self._settings else '?'}"
@@ -136,61 +136,63 @@ class Service:
                 return self._attach(order.settings)
         reporter = _Reporter(order_id, self._emit, self._cancelled)
         found = self._attached()
-        ground = replace(found, store=watched(found.store, reporter.heard))
+        attached = replace(found, store=watched(found.store, reporter.heard))
         if isinstance(order, Observe):
-            return self._observe(ground, order)
+            return self._observe(attached, order)
         if isinstance(order, Describe):
             node = self._settings.node if self._settings else None
-            return describe(ground.store, order.tag, ground.identity, node=node, manifests=ground.manifests)
+            return describe(
+                attached.store, order.tag, attached.identity, node=node, manifests=attached.manifests
+            )
         if isinstance(order, Confirm):
-            return confirm(ground.store, order.commits, ground.identity)
+            return confirm(attached.store, order.commits, attached.identity)
         if isinstance(order, ClaimRun):
-            still_ours(ground.store, ground.identity)
-            return self._claim(ground, order)
+            still_ours(attached.store, attached.identity)
+            return self._claim(attached, order)
         if isinstance(order, Beat):
             return self._beat(found, order)
         if isinstance(order, UploadRequest):
-            return self._ship(ground, order, reporter.control(self._pacer))
+            return self._upload(attached, order, reporter.control(self._pacer))
         if isinstance(order, Scrub):
-            return scrub(ground, order, reporter.control(self._pacer).pacer, reporter.check)
+            return scrub(attached, order, reporter.control(self._pacer).pacer, reporter.check)
         if isinstance(order, DeleteCommit):
-            retire(ground, order, reporter.check)
+            delete_commit(attached, order, reporter.check)
         else:
-            _note(ground, order)
+            _note(attached, order)
         return Done()
 
-    def _observe(self, ground: AttachedRemote, order: Observe) -> Observation | Unchanged:
+    def _observe(self, attached: AttachedRemote, order: Observe) -> Observation | Unchanged:
         """Answer what the remote holds, or that it has not changed."""
-        seen = observe(ground.store, ground.identity, self._documents)
+        seen = observe(attached.store, attached.identity, self._documents)
         bare = seen.model_copy(update={"free_bytes": None})
         before, self._observed = self._observed, bare
         is_same = order.only_changed and bare == before
         # a put of a process that died may arrive after a newer one; at the second look, for a COMMIT that was
         # made a moment ago is about to be pointed at, and a late listing may not show it yet
         is_wrong = before is not None and not (before.is_pointing or seen.is_pointing)
-        if is_wrong and ground.abilities.create_only:
+        if is_wrong and attached.abilities.create_only:
             with suppress(CkptdError):  # of a remote that may only be read
-                point(ground.store, self._documents)
+                point(attached.store, self._documents)
         return Unchanged(free_bytes=seen.free_bytes) if is_same else seen
 
-    def _claim(self, ground: AttachedRemote, order: ClaimRun) -> Claimed:
+    def _claim(self, attached: AttachedRemote, order: ClaimRun) -> Claimed:
         def beat(run_id: str) -> None:
             self._claimed[order.claim.run_id] = run_id
             if order.heartbeat is not None:
-                said = {"run_id": run_id, "job_id": ground.identity.job_id}
-                self._heartbeats(ground).put(order.heartbeat.model_copy(update=said))
+                said = {"run_id": run_id, "job_id": attached.identity.job_id}
+                self._heartbeats(attached).put(order.heartbeat.model_copy(update=said))
 
-        return Claimed(run=claim_run(ground.store, order.claim, ground.identity.job_id, beat))
+        return Claimed(run=claim_run(attached.store, order.claim, attached.identity.job_id, beat))
 
-    def _heartbeats(self, ground: AttachedRemote) -> Heartbeats:
-        if self._beats is None or self._beats.store is not ground.store:
-            self._beats = Heartbeats(ground.store)
+    def _heartbeats(self, attached: AttachedRemote) -> Heartbeats:
+        if self._beats is None or self._beats.store is not attached.store:
+            self._beats = Heartbeats(attached.store)
         return self._beats
 
-    def _beat(self, ground: AttachedRemote, order: Beat) -> Beats:
+    def _beat(self, attached: AttachedRemote, order: Beat) -> Beats:
         """Write ours and look at the others'."""
-        still_ours(ground.store, ground.identity)
-        self._beats = self._heartbeats(ground)
+        still_ours(attached.store, attached.identity)
+        self._beats = self._heartbeats(attached)
         if (said := order.heartbeat) is not None:
             # one that was ordered before the daemon heard of its claim tells of no other run
             run_id = self._claimed.get(said.run_id or "", said.run_id)
@@ -200,15 +202,15 @@ class Service:
         if order.takeover_seconds is not None and beat is not None:
             # after our heartbeat: who looks for a silent holder from now on finds us alive
             lease = hold_lease(
-                ground.store, beat.job_id, beat.node, beat.node_id, nodes, order.takeover_seconds
+                attached.store, beat.job_id, beat.node, beat.node_id, nodes, order.takeover_seconds
             )
         sharers = self._beats.elsewhere(beat) if beat is not None else ()
         return Beats(nodes=nodes, sharers=sharers, lease=lease)
 
-    def _ship(self, ground: AttachedRemote, order: UploadRequest, control: Control) -> UploadResult:
+    def _upload(self, attached: AttachedRemote, order: UploadRequest, control: Control) -> UploadResult:
         if order.supplement_to is not None:
-            return supplement(ground, order, control)
-        return ship(ground, order, control, self._open_origin)
+            return supplement(attached, order, control)
+        return upload_form(attached, order, control, self._open_origin)
 
     def _attach(self, settings: RemoteSettings) -> Attached:
         """Prove the remote and remember it; the lock is held."""
@@ -219,11 +221,11 @@ class Service:
             read_back=settings.verify != "none",
             window_bytes=self._window_bytes,
         )
-        self._settings, self._ground = settings, None
+        self._settings, self._remote = settings, None
         found = attach(store, settings)
         self._tidy(store)
         self._settings = known(settings, found)
-        self._ground = AttachedRemote(
+        self._remote = AttachedRemote(
             store=store, abilities=found.abilities, identity=found.identity, documents=self._documents
         )
         return found
@@ -237,17 +239,18 @@ class Service:
             self._is_tidied = True
 
     def _attached(self) -> AttachedRemote:
-        ground = self._ground
-        if ground is not None:
-            return ground
+        """Return the attached remote, attached anew where it was lost."""
+        attached = self._remote
+        if attached is not None:
+            return attached
         with self._lock:
-            if self._ground is None:
+            if self._remote is None:
                 if self._settings is None:
                     msg = "the remote was not attached"
                     raise RemoteNotOurs(msg, hint="attach comes first")
                 self._attach(self._settings)
-            assert self._ground is not None
-            return self._ground
+            assert self._remote is not None
+            return self._remote
 
 
 class _Reporter:
@@ -309,23 +312,23 @@ class _Reporter:
             )
         )
 
-    def _on_done(self, shipped: UploadedObject) -> None:
-        self._flushed.pop(shipped.key, None)
-        self._send(ObjectDone(object=shipped))
+    def _on_done(self, uploaded: UploadedObject) -> None:
+        self._flushed.pop(uploaded.key, None)
+        self._send(ObjectDone(object=uploaded))
 
     def _send(self, event: TransferProgress | ObjectDone | Planned | Alive) -> None:
         self._at = time.monotonic()
         self._emit(self._id, event)
 
 
-def _note(ground: AttachedRemote, order: Request) -> None:
+def _note(attached: AttachedRemote, order: Request) -> None:
     """Carry out small changes: a person's decision, the pointers, uploads that nobody goes on with."""
     if isinstance(order, Record):
-        publish(ground.store, order.decision, ground.identity)
+        publish(attached.store, order.decision, attached.identity)
     elif isinstance(order, Discard):
-        still_ours(ground.store, ground.identity)
+        still_ours(attached.store, attached.identity)
         for key, token in order.uploads:
-            ground.store.discard(key, token)
+            attached.store.discard(key, token)
     elif isinstance(order, Point):
-        still_ours(ground.store, ground.identity)
-        point(ground.store)
+        still_ours(attached.store, attached.identity)
+        point(attached.store)

@@ -29,7 +29,7 @@ BELT_SECONDS = 3600.0
 _AT_ONCE = 1000
 _FACTS_SECONDS = 86400.0
 _MADE = (DerivedState.READY, DerivedState.CONVERTING)
-SHIPS = "SELECT save_id, record FROM ships"
+UPLOADS = "SELECT save_id, record FROM ships"
 SAVES = (
     "SELECT id, sealed, state, found_first, adopted, held, derived, seen_at, sealed_at, ended_at, weights "
     "FROM saves"
@@ -114,7 +114,7 @@ def outlived(db: Connection, spare: Collection[int]) -> list[tuple[int, SealedSa
     return found
 
 
-def let_go(db: Connection, saves: Iterable[tuple[int, SealedSave]], widest_seconds: float) -> None:
+def forget_saves(db: Connection, saves: Iterable[tuple[int, SealedSave]], widest_seconds: float) -> None:
     """Remove rows of saves, and what hangs on them; their orders stay. In the caller's transaction."""
     for save_id, save in saves:
         order = json.dumps([save.branch, save.step, save.save_seq])

@@ -139,7 +139,7 @@ class Journal:
         if gone or saves:
             with self._transaction():
                 self._db.executemany("DELETE FROM facts WHERE identity=?", gone)
-                past.let_go(self._db, saves, widest_seconds)
+                past.forget_saves(self._db, saves, widest_seconds)
         return [save_id for save_id, _ in saves]
 
     @whole
@@ -217,13 +217,13 @@ class Journal:
         """Store the state of a save's local universal form."""
         self._db.execute("UPDATE saves SET derived=? WHERE id=?", (record.model_dump_json(), save_id))
 
-    # --- ships -----------------------------------------------------------------------------------------
+    # --- uploads -----------------------------------------------------------------------------------------
 
     @whole
     def uploads(self, *ids: int) -> dict[int, dict[tuple[str, str], UploadRecord]]:
         """Return save id → (remote, form) → record; `ids`: these alone."""
         result: dict[int, dict[tuple[str, str], UploadRecord]] = {}
-        for save_id, text in self._db.execute(f"{past.SHIPS} {_only('save_id', ids)}", ids):
+        for save_id, text in self._db.execute(f"{past.UPLOADS} {_only('save_id', ids)}", ids):
             record = UploadRecord.model_validate_json(text)
             result.setdefault(save_id, {})[record.remote, record.form] = record
         return result

@@ -204,7 +204,7 @@ def scan_folder(save_dir_fd: int, tag: str, before: FolderListing | None = None)
 
 
 def _is_fit(path: str) -> bool:
-    """Whether a file may be shipped under its name; this runs for every file of a node at every look."""
+    """Whether a file may be uploaded under its name; this runs for every file of a node at every look."""
     is_plain = path.isascii() and path.isprintable() and base_names.TEMPORARY_PREFIX not in path
     return is_plain or name_problem(path) is None
 

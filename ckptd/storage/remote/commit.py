@@ -135,8 +135,8 @@ def left_out(whole: UploadRequest, ours: NodeManifest) -> tuple[str, ...]:
 # --- upload and commit -----------------------------------------------------------------------------------
 
 
-def ship(
-    ground: AttachedRemote, order: UploadRequest, control: Control, open_origin: OpenOrigin = sealed
+def upload_form(
+    attached: AttachedRemote, order: UploadRequest, control: Control, open_origin: OpenOrigin = sealed
 ) -> UploadResult:
     """Upload one form of one save and commit it if the manifests of its generation cover the grid.
 
@@ -149,15 +149,15 @@ def ship(
         RefusedError: another node writes to a store without create-only writes (P10).
         RemoteError: as the store.
     """
-    still_ours(ground.store, ground.identity)
-    one_writer(ground, order)
-    taken = derive_attempts.claim_attempt(ground, order)
+    still_ours(attached.store, attached.identity)
+    one_writer(attached, order)
+    taken = derive_attempts.claim_attempt(attached, order)
     if isinstance(taken, UploadResult):
         return taken
     root = open_root(order.root)
     try:
-        shipping = _Shipping(ground, taken, control, root)
-        return derive_attempts.finish_attempt(ground, taken, lambda: shipping.run(open_origin))
+        shipping = _Upload(attached, taken, control, root)
+        return derive_attempts.finish_attempt(attached, taken, lambda: shipping.run(open_origin))
     finally:
         os.close(root)
 
@@ -172,9 +172,9 @@ def open_root(path: str) -> int:
         raise SourceUnreadable(f"opening {path}: {error.strerror or error}") from error
 
 
-class _Shipping:
-    def __init__(self, ground: AttachedRemote, order: UploadRequest, control: Control, root: int) -> None:
-        self._ground, self._store, self._identity = ground, ground.store, ground.identity
+class _Upload:
+    def __init__(self, attached: AttachedRemote, order: UploadRequest, control: Control, root: int) -> None:
+        self._attached, self._store, self._identity = attached, attached.store, attached.identity
         self._order = self._whole = order
         self._control = control
         self._root = root
@@ -184,13 +184,13 @@ class _Shipping:
         seen = self._look()
         reason = self._conflict(seen)
         if reason is None and self._store.get(side_key("retired", stem(*self._where))) is not None:
-            reason = f"generation {self._where[1]} of {self._where[0]} was retired"
+            reason = f"generation {self._where[1]} of {self._where[0]} was deleted by retention"
         if reason is not None:
             return UploadResult(outcome="conflict", reason=reason)
         commit = read_commit(self._store, self._where)
         if commit is not None:
             return self._beside(commit, seen.read)
-        if derive_attempts.folder_in_use(self._ground, self._where, self._order.manifest.folder):
+        if derive_attempts.folder_in_use(self._attached, self._where, self._order.manifest.folder):
             reason = f"a ZeRO form lists objects in {self._order.manifest.folder} under this form's names"
             return UploadResult(outcome="conflict", reason=reason)  # the next attempt has its own folder
         self._order = leave_to_owner(self._order, lambda: self._look(is_all=True).read)
@@ -208,12 +208,12 @@ class _Shipping:
     def _look(
         self, ours: KnownManifest | None = None, *, is_all: bool = False, commit: CommitView | None = None
     ) -> GenerationSnapshot:
-        node, cache = None if is_all else self._order.manifest.node, self._ground.manifests
+        node, cache = None if is_all else self._order.manifest.node, self._attached.manifests
         return read_snapshot(self._store, self._where, cache, node=node, ours=ours, commit=commit)
 
     def _carry(self, origin: Origin, seen: GenerationSnapshot) -> UploadResult:
         self._order = origin.order
-        listed = ManifestIndex(self._store, self._order.manifest, seen, self._ground.manifests)
+        listed = ManifestIndex(self._store, self._order.manifest, seen, self._attached.manifests)
         carried = Transfer(self._store, origin, self._root, listed, self._control).run()
         # a manifest speaks of one save, so nothing may have changed while the last file was sent (P4)
         origin.recheck()
@@ -270,7 +270,7 @@ class _Shipping:
             if rewritten is not None:
                 self._dispute(commit, rewritten)
                 return UploadResult(outcome="conflict", reason=rewritten, commit=None)
-        point(self._store, self._ground.documents)
+        point(self._store, self._attached.documents)
         return UploadResult(
             outcome="committed",
             commit=commit,
@@ -298,7 +298,7 @@ class _Shipping:
             at=now_utc(),
         )
         self._store.put_if_absent(side_key("disputes", stem(*self._where)), to_bytes(dispute))
-        point(self._store, self._ground.documents)
+        point(self._store, self._attached.documents)
 
     # --- manifest and COMMIT ----------------------------------------------------------------------------
 
@@ -370,7 +370,7 @@ class _Shipping:
             return waiting(waits, ours, carried, generation.absent(members) if missing else ())
         if existing is None:
             # two that began at once saw nobody: what the other listed since must not join ours
-            one_writer(self._ground, self._order)
+            one_writer(self._attached, self._order)
         return self._ended(existing or self._create(members), ours, carried)
 
     def _ended(self, commit: CommitView, ours: KnownManifest, carried: Carried) -> UploadResult:
@@ -409,15 +409,15 @@ class _Shipping:
         return found
 
 
-def one_writer(ground: AttachedRemote, order: UploadRequest) -> None:
+def one_writer(attached: AttachedRemote, order: UploadRequest) -> None:
     """Refuse a second writing node on a store that enforces no create-only write."""
-    if ground.abilities.create_only:
+    if attached.abilities.create_only:
         return
     node = order.manifest.node
-    for info in ground.store.list(f"{ROOT}/nodes/"):
+    for info in attached.store.list(f"{ROOT}/nodes/"):
         other = node_in(info.key)
         if other != node:
-            msg = f"{ground.store.url} enforces no create-only write and node {other} writes there too"
+            msg = f"{attached.store.url} enforces no create-only write and node {other} writes there too"
             cure = f'if this is that node under another name: node_name = "{other}" in the job file'
             raise RefusedError(msg, hint=f"one node per such store, nothing is committed by this one; {cure}")
 
@@ -434,7 +434,7 @@ def now_utc() -> str:
 _TRIES = 100
 
 
-def supplement(ground: AttachedRemote, order: UploadRequest, control: Control) -> UploadResult:
+def supplement(attached: AttachedRemote, order: UploadRequest, control: Control) -> UploadResult:
     """Upload files beside the COMMIT that `order.supplement_to` quotes, and create a SUPPLEMENT over them.
 
     Outcomes: committed (what lies there already is not sent again); conflict: that COMMIT does not count.
@@ -444,19 +444,19 @@ def supplement(ground: AttachedRemote, order: UploadRequest, control: Control) -
         RefusedError: another node writes to a store without create-only writes (P10).
         RemoteError: as the store.
     """
-    still_ours(ground.store, ground.identity)
-    one_writer(ground, order)
+    still_ours(attached.store, attached.identity)
+    one_writer(attached, order)
     root = open_root(order.root)
     try:
-        return _Supplementing(ground, order, control, root).run()
+        return _Supplementing(attached, order, control, root).run()
     finally:
         os.close(root)
 
 
 class _Supplementing:
-    def __init__(self, ground: AttachedRemote, order: UploadRequest, control: Control, root: int) -> None:
-        self._ground = ground
-        self._store = ground.store
+    def __init__(self, attached: AttachedRemote, order: UploadRequest, control: Control, root: int) -> None:
+        self._attached = attached
+        self._store = attached.store
         self._order = order
         self._control = control
         self._root = root
@@ -471,15 +471,15 @@ class _Supplementing:
         absent = [file for file in self._order.files if _row(file) not in held]
         if not absent:
             return self._result(base, before, 0, sum(file.bytes for file in self._order.files))
-        seen = read_snapshot(self._store, self._where, self._ground.manifests, node=None)
+        seen = read_snapshot(self._store, self._where, self._attached.manifests, node=None)
         listed = seen.read
         order = self._order.model_copy(update={"files": tuple(self._placed(f, base, listed) for f in absent)})
         with sealed(order, self._root, self._control, self._store) as origin:
-            known = ManifestIndex(self._store, order.manifest, seen, self._ground.manifests)
+            known = ManifestIndex(self._store, order.manifest, seen, self._attached.manifests)
             carried = Transfer(self._store, origin, self._root, known, self._control).run()
             # what is listed is what the files hold now (P4)
             origin.recheck()
-        still_ours(self._store, self._ground.identity)
+        still_ours(self._store, self._attached.identity)
         ours = self._put_manifest(carried.files)
         release_lease(self._store, ours.manifest)
         if self._base() is None:

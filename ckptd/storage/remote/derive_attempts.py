@@ -17,6 +17,7 @@ from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.policy.leases import Attempt, attempt_folder, attempts_folder, judge_lease, numbered
 from ckptd.errors import DamagedError, DocumentDamaged, RefusedError, VerifyError
 from ckptd.storage.remote.coordination import Heartbeats, append_row, latest_row
+from ckptd.storage.remote.deletion import listed_elsewhere
 from ckptd.storage.remote.documents import (
     ManifestCache,
     manifests_of_commit,
@@ -26,7 +27,6 @@ from ckptd.storage.remote.documents import (
     stem_of,
 )
 from ckptd.storage.remote.messages import UploadResult
-from ckptd.storage.remote.retire import listed_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import Store
 
 
-def claim_attempt(ground: AttachedRemote, order: UploadRequest) -> UploadRequest | UploadResult:
+def claim_attempt(attached: AttachedRemote, order: UploadRequest) -> UploadRequest | UploadResult:
     """Claim an attempt for this order: returns the order with the attempt's folder, or the final result.
 
     It ends before anything is read where the form is committed by whoever it was, refused, retired, or made
@@ -47,19 +47,20 @@ def claim_attempt(ground: AttachedRemote, order: UploadRequest) -> UploadRequest
     making = order.making
     if making is None or making.zero is None:
         return order
-    store, ours, where = ground.store, order.manifest, stem_of(order.manifest)
+    store, ours, where = attached.store, order.manifest, stem_of(order.manifest)
     commit = read_commit(store, where)
     if commit is not None and not commit.disputed:
-        return _committed(ground, order, commit)
+        return _committed(attached, order, commit)
     if store.get(side_key("retired", stem(*where))) is not None:
-        return UploadResult(outcome="conflict", reason=f"generation {where[1]} of {where[0]} was retired")
+        reason = f"generation {where[1]} of {where[0]} was deleted by retention"
+        return UploadResult(outcome="conflict", reason=reason)
     takeover_seconds = making.zero.takeover_seconds
-    is_taken = folder_in_use(ground, where, attempt_folder(*where, making.below, 1))
+    is_taken = folder_in_use(attached, where, attempt_folder(*where, making.below, 1))
 
     def wanted(found: Attempt | None) -> Attempt | None:
         fresh = Attempt(job_id=ours.job_id, number=0, node=ours.node, node_id=ours.node_id)
         if found is not None and found.refused is not None:
-            return fresh if found.damaged and _is_mended(ground, order, found) else None
+            return fresh if found.damaged and _is_mended(attached, order, found) else None
         of_another = found is not None and found.node != ours.node
         heard = Heartbeats(store).of(found.node) if found is not None and of_another else None
         others = (heard,) if heard is not None else ()
@@ -76,7 +77,7 @@ def claim_attempt(ground: AttachedRemote, order: UploadRequest) -> UploadRequest
     return _as_attempt(order, making, attempt.number)
 
 
-def folder_in_use(ground: AttachedRemote, where: Stem, folder: str) -> bool:
+def folder_in_use(attached: AttachedRemote, where: Stem, folder: str) -> bool:
     """Whether a ZeRO form lists objects under the names of a universal form that is sent into `folder` (P3).
 
     Earlier releases sent what a person had put beside a trainer's shards under its own path: ours would go
@@ -85,13 +86,13 @@ def folder_in_use(ground: AttachedRemote, where: Stem, folder: str) -> bool:
     tag, generation, form = where
     if form != UNIVERSAL or folder != folder_name(tag, generation, ZERO):
         return False
-    seen = read_snapshot(ground.store, (tag, generation, ZERO), ground.manifests, node=None)
+    seen = read_snapshot(attached.store, (tag, generation, ZERO), attached.manifests, node=None)
     keys = (file.key for known in seen.read for file in known.manifest.files)
     return any(key.startswith(f"{folder}/") and is_in_form(key.removeprefix(f"{folder}/")) for key in keys)
 
 
 def finish_attempt(
-    ground: AttachedRemote, order: UploadRequest, run: Callable[[], UploadResult]
+    attached: AttachedRemote, order: UploadRequest, run: Callable[[], UploadResult]
 ) -> UploadResult:
     """Finish an attempt by `run`: with the COMMIT that is there, whosever it is; a failure is recorded for
     all.
@@ -99,22 +100,22 @@ def finish_attempt(
     making = order.making
     if making is None or making.zero is None:
         return run()
-    looked = shards_look(ground.store, order, ManifestCache())
+    looked = shards_look(attached.store, order, ManifestCache())
     try:
         result = run()
     except (VerifyError, DocumentDamaged):
         raise  # what was sent, or what `_ckptd/` says now; not what it is made of
     except DamagedError as error:
         result = UploadResult(outcome="damaged", reason=error.message, hint=error.hint)
-        _tell(ground, order, result, looked)
+        _tell(attached, order, result, looked)
         return result
     where = stem_of(order.manifest)
     if result.outcome == "refused":
-        _tell(ground, order, result)
-    commit = read_commit(ground.store, where)
+        _tell(attached, order, result)
+    commit = read_commit(attached.store, where)
     if commit is None or commit.disputed:
         return result
-    found = _committed(ground, order, commit)
+    found = _committed(attached, order, commit)
     return result if result.outcome == "committed" else found
 
 
@@ -129,15 +130,15 @@ def _as_attempt(order: UploadRequest, making: DeriveRequest, number: int) -> Upl
     return order.model_copy(update={"manifest": manifest, "files": files})
 
 
-def _is_mended(ground: AttachedRemote, order: UploadRequest, refusal: Attempt) -> bool:
+def _is_mended(attached: AttachedRemote, order: UploadRequest, refusal: Attempt) -> bool:
     """Whether the shards look otherwise than in the newest refusal, and than in all before it.
 
     Before it: releases that have another digest for the same look publish it in turn with this one, and each
     would take the other's word for a mended shard, without end (docs/internals/commit.md).
     """
-    store, folder = ground.store, attempts_folder(*stem_of(order.manifest))
+    store, folder = attached.store, attempts_folder(*stem_of(order.manifest))
     # of manifests that are known first: many nodes ask this again and again
-    if refusal.damaged == shards_look(store, order, ground.manifests):
+    if refusal.damaged == shards_look(store, order, attached.manifests):
         return False
     looked = shards_look(store, order, ManifestCache())
     keys = [numbered(folder, number) for number in range(refusal.number - 1, 0, -1)]
@@ -161,10 +162,10 @@ def shards_look(store: Store, order: UploadRequest, cache: ManifestCache) -> str
     return sha256_of("".join([*rows, *unreadable]).encode())
 
 
-def _tell(ground: AttachedRemote, order: UploadRequest, result: UploadResult, damaged: str = "") -> None:
+def _tell(attached: AttachedRemote, order: UploadRequest, result: UploadResult, damaged: str = "") -> None:
     """Record that there is no such form, while the row is ours: the next node then does not try it."""
     ours, folder = order.manifest, attempts_folder(*stem_of(order.manifest))
-    number, found = latest_row(ground.store, folder, Attempt)
+    number, found = latest_row(attached.store, folder, Attempt)
     if found is None or found.node_id != ours.node_id:
         return
     refusal = Attempt(
@@ -176,22 +177,22 @@ def _tell(ground: AttachedRemote, order: UploadRequest, result: UploadResult, da
         hint=result.hint,
         damaged=damaged,
     )
-    ground.store.put_if_absent(numbered(folder, number + 1), to_bytes(refusal))
+    attached.store.put_if_absent(numbered(folder, number + 1), to_bytes(refusal))
 
 
-def _committed(ground: AttachedRemote, order: UploadRequest, commit: CommitView) -> UploadResult:
+def _committed(attached: AttachedRemote, order: UploadRequest, commit: CommitView) -> UploadResult:
     with contextlib.suppress(DamagedError, RefusedError):  # what cannot be read may list some of it: it stays
-        _sweep(ground, order, commit.commit)
+        _sweep(attached, order, commit.commit)
     return UploadResult(outcome="committed", commit=commit)
 
 
-def _sweep(ground: AttachedRemote, order: UploadRequest, commit: Commit) -> None:
+def _sweep(attached: AttachedRemote, order: UploadRequest, commit: Commit) -> None:
     """Delete objects of losing attempts that the committed one has too and that no manifest lists.
 
     Unfinished uploads are given up by their own node when it hears of the COMMIT.
     """
     assert order.making is not None
-    store, where, row = ground.store, stem_of(commit), attempts_folder(*stem_of(commit))
+    store, where, row = attached.store, stem_of(commit), attempts_folder(*stem_of(commit))
     last, _ = latest_row(store, row, Attempt)
     folders = {n: attempt_folder(*where, order.making.below, n) for n in range(1, last + 1)}
     others = {number: folder for number, folder in folders.items() if folder != commit.folder}
@@ -202,7 +203,7 @@ def _sweep(ground: AttachedRemote, order: UploadRequest, commit: Commit) -> None
     for number, folder in others.items():
         there = {info.key for info in store.list(f"{folder}/")}
         mine = {folder + tail for tail in tails} & there
-        for key in sorted(mine - listed_elsewhere(ground, where, mine) if mine else ()):
+        for key in sorted(mine - listed_elsewhere(attached, where, mine) if mine else ()):
             store.delete(key)
         data = store.get(numbered(row, number))
         if data is not None and parse(Attempt, data, row).node_id == order.manifest.node_id:

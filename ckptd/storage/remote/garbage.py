@@ -16,6 +16,7 @@ from ckptd.core.model.manifest import Tombstone, folder_name
 from ckptd.core.model.runs import run_of
 from ckptd.errors import CommitConflict, DamagedError, NotFoundError, RefusedError
 from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import (
     LEASES,
     read_commits,
@@ -27,7 +28,6 @@ from ckptd.storage.remote.documents import (
 from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import AttachedRemote, still_ours
 from ckptd.storage.remote.repair import SPARE, holds, staging_key
-from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.base import Abilities
 
 if TYPE_CHECKING:
@@ -131,9 +131,9 @@ def carry_out(
     """Finish removals, then remove objects; `on_done` after each.
 
     Raises:
-        RefusedError, CommitConflict: as `retire`.
+        RefusedError, CommitConflict: as `delete_commit`.
     """
-    ground = AttachedRemote(
+    attached = AttachedRemote(
         store=store, abilities=Abilities(create_only=True, checksum=None, resumable=True), identity=identity
     )
     for stone, size in found.retiring:
@@ -144,8 +144,8 @@ def carry_out(
             reason=stone.reason,
             commit_sha256=stone.commit_sha256,
         )
-        retire(ground, order, lambda: None)
-        on_done(_garbage(folder_name(*stem_of(stone)), size, f"retired: {stone.reason}", stem_of(stone)))
+        delete_commit(attached, order, lambda: None)
+        on_done(_garbage(folder_name(*stem_of(stone)), size, f"deleted: {stone.reason}", stem_of(stone)))
     seen, garbage = found.manifests, {one.key for one in found.objects}
     for begin in range(0, len(found.objects), _AT_A_TIME):
         still_ours(store, identity)
@@ -206,7 +206,7 @@ def remove_run(
     Raises:
         RemoteError, NotPermitted, StorageError: the remote does not do it; said again, it goes on.
     """
-    ground = AttachedRemote(
+    attached = AttachedRemote(
         store=store, abilities=Abilities(create_only=True, checksum=None, resumable=True), identity=identity
     )
     for view in sorted(commits, key=lambda one: (order_of(one.commit), one.commit.form == "zero")):
@@ -220,7 +220,7 @@ def remove_run(
             ends_run=True,
         )
         try:
-            retire(ground, order, lambda: None)
+            delete_commit(attached, order, lambda: None)
         except (RefusedError, DamagedError, CommitConflict, NotFoundError) as error:
             on_left(error)
         else:
@@ -310,7 +310,8 @@ def _objects(seen: _Seen, stones: dict[Stem, Tombstone], sizes: dict[str, int]) 
         for path, _ in stone.fingerprints:
             key = f"{folder}/{path}"
             if key in sizes and key not in seen.listed:
-                objects[key] = _garbage(key, sizes[key], "retired; sent again by a straggler", where)
+                reason = "deleted by retention; sent again by a late node"
+                objects[key] = _garbage(key, sizes[key], reason, where)
     return objects
 
 

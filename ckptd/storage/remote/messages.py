@@ -257,7 +257,7 @@ class Claimed(Model):
 
 
 class UploadFile(Model):
-    """One file to ship."""
+    """One file to upload."""
 
     path: str
     key: str
@@ -319,13 +319,13 @@ class DeriveRequest(Model):
     memory_bytes: int
     """What the process that makes it may use (P12)."""
     plan_sha256: str = ""
-    """The plan that `UploadRequest.shipped` and `partly` were made by."""
+    """The plan that `UploadRequest.uploaded` and `partly` were made by."""
 
 
 class UploadRequest(Model):
     """Ship one form of one save, verify it, write the node manifest, commit by coverage, move `latest`."""
 
-    op: Literal["ship"] = "ship"
+    op: Literal["upload"] = "upload"
     root: str
     """Absolute path of the folder that `UploadFile.source` is relative to (save_dir)."""
     manifest: NodeManifest
@@ -333,7 +333,7 @@ class UploadRequest(Model):
     files: tuple[UploadFile, ...]
     making: DeriveRequest | None = None
     """What is made besides; `files` are then those that are not."""
-    shipped: tuple[UploadedObject, ...] = ()
+    uploaded: tuple[UploadedObject, ...] = ()
     partly: tuple[PartlyUploaded, ...] = ()
     save_spread_seconds: float = 60.0
     steps_in: bool = False
@@ -345,11 +345,11 @@ class UploadRequest(Model):
 
 
 class UploadResult(Model):
-    """How an order to ship ended, when it did not fail."""
+    """How an order to upload ended, when it did not fail."""
 
-    kind: Literal["shipped"] = "shipped"
+    kind: Literal["uploaded"] = "uploaded"
     outcome: Literal["committed", "waiting", "conflict", "refused", "damaged"]
-    """waiting: shipped, other nodes' shards are missing; conflict: this generation holds another save;
+    """waiting: uploaded, other nodes' shards are missing; conflict: this generation holds another save;
     refused: the save has no such form; damaged: nor will it, until what the remote holds is mended."""
     reason: str | None = None
     hint: str = ""
@@ -414,7 +414,7 @@ class Alive(Model):
 class DeleteCommit(Model):
     """Remote retention: tombstone, then COMMIT, then objects that no COMMIT lists, then `latest`."""
 
-    op: Literal["retire"] = "retire"
+    op: Literal["delete"] = "delete"
     tag: str
     generation: int
     form: str
@@ -572,7 +572,7 @@ def in_short(order: Request) -> Request:
     them.
     """
     if isinstance(order, UploadRequest):
-        return order.model_copy(update={"files": (), "shipped": (), "partly": ()})
+        return order.model_copy(update={"files": (), "uploaded": (), "partly": ()})
     return order
 
 

@@ -252,7 +252,7 @@ def confirm(
         if store.get(side_key("disputes", stem(*where))) is not None:
             return Confirmed(ok=False, reason=f"{key} is disputed")
         if store.get(side_key("retired", stem(*where))) is not None:
-            return Confirmed(ok=False, reason=f"{key} is being retired")
+            return Confirmed(ok=False, reason=f"{key} is being deleted")
         settled(store, key)
     return Confirmed(ok=True)
 

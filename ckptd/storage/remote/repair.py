@@ -199,7 +199,7 @@ class ObjectRepairer:
         found = confirm(self._store, ((view.key, view.sha256),), self._identity)
         if not found.ok:
             msg = f"{view.commit.tag} is not repaired: {found.reason}"
-            raise RefusedError(msg, hint="what is disputed or retired does not count for anybody")
+            raise RefusedError(msg, hint="what is disputed or being deleted does not count for anybody")
 
     def _is_alone(self, file: ManifestFile) -> None:
         """Refuse an object that is listed with two contents: nobody can say which one is right."""
@@ -253,7 +253,7 @@ class ObjectRepairer:
 _STEP_BYTES = 4 << 20
 
 
-def scrub(ground: AttachedRemote, order: Scrub, pacer: RateLimiter, check: Callable[[], None]) -> Scrubbed:
+def scrub(attached: AttachedRemote, order: Scrub, pacer: RateLimiter, check: Callable[[], None]) -> Scrubbed:
     """Compare the next objects; `check` may raise between two steps.
 
     What rights or I/O keep from being read is neither good nor bad: it is named, and the rest is compared.
@@ -261,8 +261,8 @@ def scrub(ground: AttachedRemote, order: Scrub, pacer: RateLimiter, check: Calla
     Raises:
         RemoteUnreachable, RemoteNotOurs: the remote is not there, or another one.
     """
-    store = ground.store
-    still_ours(store, ground.identity)
+    store = attached.store
+    still_ours(store, attached.identity)
     where = stem_of_key(order.commit_key)
     view = read_commit(store, where) if where is not None else None
     if view is None or view.sha256 != order.commit_sha256:
@@ -301,7 +301,7 @@ def scrub(ground: AttachedRemote, order: Scrub, pacer: RateLimiter, check: Calla
             bad.append(found)
         read += objects[key].bytes
         last = key
-    if bad and not confirm(store, ((view.key, view.sha256),), ground.identity).ok:
+    if bad and not confirm(store, ((view.key, view.sha256),), attached.identity).ok:
         return Scrubbed(read_bytes=read, is_gone=True)
     return Scrubbed(
         read_bytes=read, next_after=None if is_whole else last, bad=tuple(bad), unread=tuple(unread)

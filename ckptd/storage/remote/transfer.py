@@ -209,7 +209,7 @@ class Transfer:
         self._order = order = origin.order
         self._root = root
         self._control = control
-        self._shipped = {entry.key: entry for entry in order.shipped}
+        self._uploaded = {entry.key: entry for entry in order.uploaded}
         self._partly: dict[str, PartlyUploaded] = {entry.key: entry for entry in order.partly}
         self._listed = listed
         self._results: dict[str, ManifestFile] = {}
@@ -224,7 +224,7 @@ class Transfer:
 
         Raises:
             SourceChanged: a file is not the one that was sealed (P4), or the order was cancelled.
-            DamagedError: a record's CRC32 is not what `torch.save` wrote; nothing of the file was shipped.
+            DamagedError: a record's CRC32 is not what `torch.save` wrote; nothing of the file was uploaded.
             VerifyError: the remote holds other bytes than were sent.
             CommitConflict: another save's object lies under that key and a manifest lists it.
         """
@@ -243,12 +243,12 @@ class Transfer:
         with ThreadPoolExecutor(lanes + FLYING_LANES + ways, "lane") as pool:
             for _ in range(FLYING_LANES if flying else 0):
                 pool.submit(self._lanes.begin([flying], self._fly))
-            lane = self._lanes.begin(small, self._ship_beside)
+            lane = self._lanes.begin(small, self._upload_beside)
             for _ in range(min(lanes, len(small))):
                 pool.submit(lane)
             for _ in range(ways - 1):
-                pool.submit(self._lanes.begin([large], self._ship_in_order))
-            self._lanes.begin([large], self._ship_in_order)()
+                pool.submit(self._lanes.begin([large], self._upload_in_order))
+            self._lanes.begin([large], self._upload_in_order)()
         self._lanes.settle()
         return Carried(
             files=tuple(self._results[file.key] for file in self._order.files),
@@ -256,13 +256,13 @@ class Transfer:
             bytes_skipped=self._skipped,
         )
 
-    def _ship_in_order(self, files: deque[UploadFile]) -> None:
+    def _upload_in_order(self, files: deque[UploadFile]) -> None:
         """Upload in order from `files`, which may be shared with another thread, until there is none."""
         with ThreadPoolExecutor(1, "verify") as verifier:
             waiting: Future[None] | None = None
             while (file := next_of(files)) is not None:
                 self._check()
-                sent = self._ship(file)
+                sent = self._upload_one(file)
                 # one copy is read back while the next is sent; never more, so that memory stays flat
                 if waiting is not None:
                     waiting.result()
@@ -270,15 +270,15 @@ class Transfer:
             if waiting is not None:
                 waiting.result()
 
-    def _ship_beside(self, file: UploadFile) -> None:
+    def _upload_beside(self, file: UploadFile) -> None:
         self._check()
-        sent = self._ship(file)
+        sent = self._upload_one(file)
         if sent is not None:
             self._verify(sent)
 
     def _may_fly(self, file: UploadFile) -> bool:
         """Whether it is a small sealed file that no earlier attempt began and of which nothing lies there."""
-        is_begun = file.key in self._shipped or file.key in self._partly
+        is_begun = file.key in self._uploaded or file.key in self._partly
         if file.is_extra or is_begun or file.bytes > TINY_BYTES or self._origin.most_lanes < FLYING_LANES:
             return False
         is_absent = self._held is not None and self._held_bytes(file) is None
@@ -292,7 +292,7 @@ class Transfer:
             while (file := next_of(files)) is not None:
                 started = self._begin(file)
                 if started is None:
-                    self._ship_beside(file)
+                    self._upload_beside(file)
                     continue
                 under_way.append((file, started))
                 held_bytes += file.bytes
@@ -324,7 +324,7 @@ class Transfer:
         try:
             crc = started.end(lambda done: self._tell_whole(file, file.bytes, done))
         except TargetExists:
-            self._ship_beside(file)
+            self._upload_beside(file)
             return
         self._verify(_Sent(file=file, bytes=file.bytes, crc=crc, fingerprint=file.fingerprint))
 
@@ -335,10 +335,10 @@ class Transfer:
 
     # --- one file ---------------------------------------------------------------------------------------
 
-    def _ship(self, file: UploadFile) -> _Sent | None:
+    def _upload_one(self, file: UploadFile) -> _Sent | None:
         """Send one file; None when it lies there already, verified."""
         if file.is_extra:
-            return self._ship_extra(file)
+            return self._upload_extra(file)
         if self._take_record(file, None, file.fingerprint):
             return None
         with self._origin.opened(file) as source:
@@ -349,7 +349,7 @@ class Transfer:
             raise SourceChanged(msg, hint=_AGAIN)
         return sent
 
-    def _ship_extra(self, file: UploadFile) -> _Sent | None:
+    def _upload_extra(self, file: UploadFile) -> _Sent | None:
         data, source = inline(file) if file.inline is not None else read_whole(self._root, file)
         fingerprint = sha256_of(data)
         if self._take_record(file, crc64(data), fingerprint):
@@ -358,7 +358,7 @@ class Transfer:
 
     def _take_record(self, file: UploadFile, crc: int | None, fingerprint: str) -> bool:
         """Use what an earlier attempt finished, if it is still there with that size (and CRC, when known)."""
-        record = self._shipped.get(file.key)
+        record = self._uploaded.get(file.key)
         if record is None or (crc is not None and from_hex(record.crc64nvme) != crc):
             return False
         if self._held_bytes(file) != record.bytes or (crc is None and record.bytes != file.bytes):

@@ -138,7 +138,7 @@ class Source(Protocol):
         ...
 
     def drop(self, offset: int, length: int) -> None:
-        """The range was shipped: its cached pages are no longer needed (P12)."""
+        """The range was uploaded: its cached pages are no longer needed (P12)."""
         ...
 
 

@@ -165,7 +165,7 @@ class SftpSink:
         if self._is_open:
             self._is_open = False
             quietly(self._pipeline.forget)
-            self._drive.session.let_go(self._handle)
+            self._drive.session.close_file(self._handle)
 
 
 # --- the drive -------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class SftpConnection:
         try:
             yield SftpReader(self, handle)
         finally:
-            self.session.let_go(handle)
+            self.session.close_file(handle)
 
     def free_bytes(self, path: str) -> int | None:
         """Ask by statvfs, where the server offers it."""

@@ -124,7 +124,7 @@ class Session(paramiko.SFTPClient):  # type: ignore[misc]
         _, answer = self._request(kind, *words)
         return answer
 
-    def let_go(self, handle: bytes) -> None:
+    def close_file(self, handle: bytes) -> None:
         """Close a file whatever became of it; a dead server is not waited for."""
         if not self.is_broken:
             with suppress(Exception):

@@ -49,12 +49,12 @@ def nas(tmp_path: Path) -> Path:
     root.mkdir()
     store = DirectoryStore(str(root), owner="t")
     for number in range(NODES):
-        ship(store, tmp_path, number)
+        upload(store, tmp_path, number)
         store.put(heartbeat_key(f"n{number}"), to_bytes(beat(number)))
     return root
 
 
-def ship(
+def upload(
     store: DirectoryStore,
     tmp_path: Path,
     number: int,
@@ -70,7 +70,7 @@ def ship(
         if f"rank_{number}_" not in path.name and not (number == 0 and path.name.startswith("mp_rank")):
             path.unlink()
     save = node.sealed(step=step, branch=branch, seconds=at_seconds)
-    node.ship(node.attached(store), node.order(save))
+    node.upload(node.attached(store), node.order(save))
 
 
 def put(nas: Path, heartbeat: Heartbeat, seconds_ago: float = 0.0) -> None:
@@ -136,7 +136,7 @@ def test_a_dead_node_is_named(nas: Path) -> None:
 def test_a_save_that_lacks_a_nodes_part_is_behind_and_says_whose(nas: Path, tmp_path: Path) -> None:
     store = DirectoryStore(str(nas), owner="t")
     for number in range(3):
-        ship(store, tmp_path, number, tag="global_step9", step=9)
+        upload(store, tmp_path, number, tag="global_step9", step=9)
         put(nas, beat(number, step=9))
     found = document(nas)
     assert (found["verdict"], found["newest_step"]) == ("behind", 9)
@@ -160,7 +160,7 @@ def test_after_a_rewind_the_new_branch_is_told(nas: Path, tmp_path: Path, are_ti
             # of a node that was replaced and knows of no rewind
             known = 0 if number == 2 else branch
             at_seconds = 100 * at if are_times_named else 0
-            ship(store, tmp_path, number, f"global_step{step}", step, known, at_seconds)
+            upload(store, tmp_path, number, f"global_step{step}", step, known, at_seconds)
     aged(nas, 600)
     if not are_times_named:
         # then the store's times tell what came last
@@ -218,7 +218,7 @@ def test_the_end_of_a_job_whose_last_save_is_not_committed(nas: Path) -> None:
 def test_a_part_of_a_node_that_has_ended_is_on_no_way(nas: Path, tmp_path: Path) -> None:
     store = DirectoryStore(str(nas), owner="t")
     for number in range(3):
-        ship(store, tmp_path, number, tag="global_step9", step=9)
+        upload(store, tmp_path, number, tag="global_step9", step=9)
     aged(nas, 600)
     for number in range(NODES):
         put(nas, beat(number, step=9))
@@ -288,7 +288,7 @@ def test_who_left_before_the_run_went_on_from_an_older_save(nas: Path, tmp_path:
     store = DirectoryStore(str(nas), owner="t")
     if sent:
         for number in range(3):
-            ship(store, tmp_path, number, tag="global_step50", step=50)
+            upload(store, tmp_path, number, tag="global_step50", step=50)
     aged(nas, 7200)
     for number in range(NODES):
         put(nas, ended(number, step=50), seconds_ago=7000)
@@ -299,7 +299,7 @@ def test_who_left_before_the_run_went_on_from_an_older_save(nas: Path, tmp_path:
         for path in (node.save_dir / "global_step8").iterdir():
             if f"rank_{number}_" not in path.name and not (number == 0 and "model_states" in path.name):
                 path.unlink()
-        node.ship(node.attached(store), node.order(node.sealed(step=8, branch=0, seconds=5000)))
+        node.upload(node.attached(store), node.order(node.sealed(step=8, branch=0, seconds=5000)))
         put(nas, named(f"m{number}", 8, ranks=(number,)), seconds_ago=10)
     found = looked(nas)
     assert found.headline.startswith("SAFE: step 8 committed "), found.headline
@@ -333,7 +333,7 @@ def ship_cells(
     node.write({n: archive(f"{n} {generation}".encode() * 50) for n in names})
     grid = Grid(dp=2, mm_count=2, tp=1, pp=2, zero_stage=1)
     save = node.sealed(step=9, seconds=last).model_copy(update={"grid": grid})
-    assert node.ship(node.attached(store), node.order(save, generation=generation)).outcome == "waiting"
+    assert node.upload(node.attached(store), node.order(save, generation=generation)).outcome == "waiting"
     for path in (nas / "_ckptd" / "nodes").rglob("*.json"):
         os.utime(path, (time.time() - 600, time.time() - 600))
 
@@ -399,7 +399,7 @@ def test_a_reader_whose_clock_is_behind_says_so(nas: Path) -> None:
 def test_nothing_committed_is_not_safe(tmp_path: Path) -> None:
     root = tmp_path / "nas"
     root.mkdir()
-    ship(DirectoryStore(str(root), owner="t"), tmp_path, 0)
+    upload(DirectoryStore(str(root), owner="t"), tmp_path, 0)
     done = status(root)
     assert done.returncode == 1
     assert done.stdout.startswith("job  NOT SAFE: nothing is committed yet")

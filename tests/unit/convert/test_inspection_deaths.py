@@ -91,7 +91,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_names_do_not_vouch_for_what_nobody_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut in half, and its reader is killed: it would have been shipped as whole."""
+    """Cut in half, and its reader is killed: it would have been uploaded as whole."""
     (saved / SHARD).write_bytes((saved / SHARD).read_bytes()[: (saved / SHARD).stat().st_size // 2])
     with monkeypatch.context() as patch:
         kill(patch, SHARD)
@@ -131,7 +131,7 @@ def test_a_death_is_no_finding_while_there_is_time(
 def test_after_too_many_deaths_the_rest_is_read_without_pickles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rest were not even framed: nothing of such a folder could be shipped."""
+    """The rest were not even framed: nothing of such a folder could be uploaded."""
     write_stage12(tmp_path / TAG, [{"w": (16, 4)}], MAX_DEATHS + 2, step=5)
     shards = [name for name in names(tmp_path / TAG) if "optim" in name]
     with monkeypatch.context() as patch:

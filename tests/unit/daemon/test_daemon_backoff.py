@@ -38,22 +38,22 @@ def test_after_some_failures_in_a_row_it_is_left_alone_at_growing_intervals() ->
     breaker = Breaker(clock=clock, unix=lambda: clock.now + 7 * 86400)
     for _ in range(PATIENCE - 1):
         breaker.failed("no answer")
-        assert breaker.left_alone is None
+        assert breaker.backed_off is None
     waits = []
     for _ in range(7):
         breaker.failed("still no answer")
         waits.append(breaker.seconds_left)
     for wait, most in zip(waits, (30, 60, 60, 60, 60, 60, 60), strict=True):
         assert 0.75 * most <= wait <= most
-    alone = breaker.left_alone
+    alone = breaker.backed_off
     assert alone is not None
     until = time.strftime("%H:%M:%S", time.localtime(clock.now + 7 * 86400 + waits[-1]))
     assert str(alone) == f"left alone until {until} after {PATIENCE + 6} failures: still no answer"
     clock.now += 301
     assert not breaker.seconds_left, "the probe may go"
-    assert str(breaker.left_alone) == str(alone), "until it has succeeded"
+    assert str(breaker.backed_off) == str(alone), "until it has succeeded"
     assert [breaker.succeeded(), breaker.succeeded()] == [True, False]
-    assert str(breaker.left_alone) == "None"
+    assert str(breaker.backed_off) == "None"
 
 
 def test_one_success_begins_anew() -> None:
@@ -62,7 +62,7 @@ def test_one_success_begins_anew() -> None:
         for _ in range(PATIENCE - 1):
             breaker.failed("flaps")
         assert not breaker.succeeded()
-    assert breaker.left_alone is None
+    assert breaker.backed_off is None
 
 
 def test_what_fails_is_asked_once_at_a_time_and_more_seldom() -> None:

@@ -50,7 +50,9 @@ class Two:
         self.scenes = {name: Scene(tmp_path / name, name) for name in ("nas", "b")}
         self.sessions = {name: scene.session for name, scene in self.scenes.items()}
         state = SimpleNamespace(journal=self.journal)
-        self.job = SimpleNamespace(sessions=self.sessions, state=state, job_id=None, wake=lambda: None)
+        self.job = SimpleNamespace(
+            sessions=self.sessions, state=state, job_id=None, wake=lambda: None, learn_job_id=lambda _: None
+        )
         for name, session in self.sessions.items():
             session.attached = session.observation = None
             session.settings = session.settings.model_copy(update={"remote_id": None, "job_id": None})

@@ -414,7 +414,7 @@ def test_every_manifest_is_read_once(tmp_path: Path) -> None:
     for step in range(1, 7):
         node.tag = f"global_step{step}"
         node.write_all(str(step).encode(), size=20)
-        node.ship(ground, node.order(node.sealed(step=step)))
+        node.upload(ground, node.order(node.sealed(step=step)))
     marks = tuple((f"shard{number:03}", "mark") for number in range(250))
     document = Tombstone(
         tag="old",
@@ -442,7 +442,7 @@ def test_every_manifest_is_read_once(tmp_path: Path) -> None:
         node.write_all(one.key.encode(), size=20)
         order = node.order(node.sealed(step=100))
         first = order.files[0].model_copy(update={"key": wanted}) if one.key[-3:] == "050" else order.files[0]
-        node.ship(ground, order.model_copy(update={"files": (first, *order.files[1:])}))
+        node.upload(ground, order.model_copy(update={"files": (first, *order.files[1:])}))
 
     garbage.carry_out(store, identity, found, gone)
     assert [key for key in store.objects if key.startswith("old/")] == [wanted]
@@ -527,7 +527,7 @@ def test_what_our_killed_upload_left_is_known_by_the_journal(scene: RepairScene)
     assert any("2 objects (8 B) are in no manifest" in line for line in scene.said)
     journal.end_save(save_id, "vanished")
     journal.set_held(save_id, held=True)
-    assert gc(scene).removed == [], "its hold is shipped"
+    assert gc(scene).removed == [], "its hold is uploaded"
     journal.set_held(save_id, held=False)
     dry = gc(scene, dry_run=True)
     assert [(row.what, row.bytes) for row in dry.removed] == [("global_step7/ours", 5)]

@@ -46,7 +46,8 @@ def lines_of(out: io.StringIO) -> list[dict[str, Any]]:
 def test_a_line_names_job_tag_and_action(written: Callable[[logging.Formatter], io.StringIO]) -> None:
     text, data = written(TextLines()), written(JsonLines())
     with job_lines("llama"):
-        log.info("%s pruned: %s", "global_step1", "two newer", extra=line_fields("prune", "global_step1"))
+        fields = line_fields("delete-local", "global_step1")
+        log.info("%s deleted here: %s", "global_step1", "two newer", extra=fields)
         with job_lines("qwen"):
             log.warning("a line\nof two, and €")
     log.error("of no job")
@@ -57,8 +58,8 @@ def test_a_line_names_job_tag_and_action(written: Callable[[logging.Formatter], 
         "logger": "ckptd.test_logs",
         "job": "llama",
         "tag": "global_step1",
-        "action": "prune",
-        "text": "global_step1 pruned: two newer",
+        "action": "delete-local",
+        "text": "global_step1 deleted here: two newer",
     }
     assert (second["job"], second["text"]) == ("qwen", "a line\nof two, and €")
     assert "job" not in third
@@ -66,7 +67,7 @@ def test_a_line_names_job_tag_and_action(written: Callable[[logging.Formatter], 
     no_text = logging.makeLogRecord({"msg": "\udcff", "name": "x"})
     assert "\\udcff" in JsonLines().format(no_text)
     shown = text.getvalue().splitlines()
-    assert shown[0].endswith("INFO ckptd.test_logs [llama]: global_step1 pruned: two newer")
+    assert shown[0].endswith("INFO ckptd.test_logs [llama]: global_step1 deleted here: two newer")
     assert shown[-1].endswith("ERROR ckptd.test_logs: of no job")
 
 

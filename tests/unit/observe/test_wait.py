@@ -38,7 +38,7 @@ def test_not_yet_is_what_is_on_its_way_or_still_to_come() -> None:
 @pytest.mark.parametrize("state", ["torn re-save", "incomplete", "suspect", "refused", "vanished", "retired"])
 def test_never_says_why(state: str) -> None:
     here = replace(checkpoint(4500).local, held=False)
-    broken = replace(checkpoint(4500, state=state, ship="waiting"), reason=None, local=here)
+    broken = replace(checkpoint(4500, state=state, upload="waiting"), reason=None, local=here)
     verdict, text = judge_step(read(behind(checkpoints=(broken, checkpoint(4000)))), 4500)
     assert verdict == "cannot"
     assert text.startswith("step 4500 (global_step4500) is not committed and will not be: ")
@@ -53,7 +53,7 @@ def test_a_step_that_the_run_has_passed_is_not_waited_for() -> None:
 
 def test_a_run_that_was_rewound_is_waited_for_again() -> None:
     """Step 4500 of branch 1 is safe; branch 2 is on its way to the same step."""
-    again = checkpoint(4500, state="uploading", ship="shipping", branch=2)
+    again = checkpoint(4500, state="uploading", upload="shipping", branch=2)
     rewound = job(
         safe=replace(job().safe, step=4500, tag="global_step4500"),  # type: ignore[type-var]
         checkpoints=(again, checkpoint(4500)),
@@ -63,15 +63,15 @@ def test_a_run_that_was_rewound_is_waited_for_again() -> None:
 
 
 def unsealed(state: str, tag: str = "global_step4000", step: int | None = None) -> CheckpointStatus:
-    made = checkpoint(4000, state=state, ship="waiting")
+    made = checkpoint(4000, state=state, upload="waiting")
     return replace(made, branch=None, step=step, tag=tag, generation=None)
 
 
 def test_the_newest_save_of_a_step_decides_not_the_one_that_is_safe() -> None:
     """The run was rewound and has saved step 4000 again in its branch, under the same tag or another."""
     for again in (
-        checkpoint(4000, state="uploading", ship="shipping"),
-        checkpoint(4000, state="uploading", ship="shipping", tag="again4000"),
+        checkpoint(4000, state="uploading", upload="shipping"),
+        checkpoint(4000, state="uploading", upload="shipping", tag="again4000"),
         replace(checkpoint(4000, state="vanished"), local=replace(checkpoint(4000).local, held=True)),
         unsealed("resaving"),
         unsealed("sealing", "again4000", 4000),

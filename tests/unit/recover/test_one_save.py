@@ -177,7 +177,7 @@ def test_what_is_retired_meanwhile(job: Job) -> None:
     def retire(what: str, done: int, total: int) -> None:
         gone.unlink(missing_ok=True)
 
-    with pytest.raises(RefusedError, match="was retired while it was fetched") as caught:
+    with pytest.raises(RefusedError, match="was deleted from the remote while it was fetched") as caught:
         job.resume(1, tell=retire)
     assert "on every node" in caught.value.hint
     assert not (job.node(1).save_dir / "latest").exists()

@@ -172,7 +172,7 @@ def test_half_a_form_of_somebody_elses_is_not_used(hf: HfScene) -> None:
 
 
 @pytest.mark.parametrize("has_universal", [False, True])
-def test_a_form_that_was_shipped_late_is_in_nobodys_way(hf: HfScene, has_universal: bool) -> None:
+def test_a_form_that_was_uploaded_late_is_in_nobodys_way(hf: HfScene, has_universal: bool) -> None:
     """It comes back with the checkpoint, but where another number of ranks wants a form that is proven."""
     hf.commit(TAG, 10)
     if has_universal:

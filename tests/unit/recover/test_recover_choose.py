@@ -28,7 +28,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     for step in range(1, COUNT + 1):
         node.tag = f"global_step{step}"
         node.write_all(str(step).encode(), size=20)
-        assert node.ship(ground, node.order(node.sealed(step=step))).commit is not None
+        assert node.upload(ground, node.order(node.sealed(step=step))).commit is not None
     return store.objects
 
 

@@ -80,7 +80,7 @@ def test_a_universal_form_beside_files_that_are_gone_is_none(scene: RestoreScene
     universal = scene.commit_universal(OLD, 5, below="global_step5_universal/")
     assert zero.commit is not None
     assert universal.commit is not None
-    assert not universal.commit.commit.stands_alone
+    assert not universal.commit.commit.is_self_contained
     (scene.nas / zero.commit.key).unlink()
     scene.lose_node()
     with pytest.raises(NothingCommitted):

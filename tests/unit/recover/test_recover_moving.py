@@ -15,8 +15,8 @@ from ckptd.recover.restore import Restore
 from ckptd.recover.resume import Resume
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
+from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.messages import DeleteCommit
-from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.base import DOCUMENT_LIMIT_BYTES
 from ckptd.storage.stores.open import open_store
 from tests.attacks.test_hostile_remotes import rewrite
@@ -40,7 +40,7 @@ def retired(scene: RestoreScene, *tags: str) -> None:
             order = DeleteCommit(
                 tag=c.tag, generation=c.generation, form=c.form, reason="keep_last", commit_sha256=view.sha256
             )
-            retire(ground, order, lambda: None)
+            delete_commit(ground, order, lambda: None)
 
 
 def restored(scene: RestoreScene, when: str, then: Callable[[], None], tag: str | None = None) -> Path:

@@ -53,7 +53,7 @@ def part(node: str, grid: Grid, names: Iterable[str]) -> NodeManifest:
 
 
 def saved(grid: Grid, held: Sequence[Iterable[str]], nodes: Sequence[str] = NAMES) -> Copy:
-    """A committed save of which each node shipped some files."""
+    """A committed save of which each node uploaded some files."""
     manifests = tuple(part(node, grid, names) for node, names in zip(nodes, held, strict=True))
     known = [KnownManifest(key=manifest_key(m, SHA), sha256=SHA, manifest=m) for m in manifests]
     commit = build_commit(known, committed_by="a", committed_at="then", config_digest="c")
@@ -144,7 +144,7 @@ def test_before_degrees_were_recorded_layer_files_tell_them() -> None:
     assert len(wanted(copy, 4, 2)) == 2 + 4 + 4
 
 
-def test_a_node_that_was_replaced_shipped_under_two_names() -> None:
+def test_a_node_that_was_replaced_uploaded_under_two_names() -> None:
     held = by_rank(PIPELINE, STAGES)
     held[2:3] = [[name] for name in held[2]]
     copy = saved(PIPELINE, held, nodes=("a", "b", "c", "c2", "c3", "d"))

@@ -88,7 +88,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     node.write({f"s{n:02}": (b"s" + os.urandom(n * 60))[: n * 60] for n in range(40)})
     node.write({"exactly": b"e" + os.urandom(1399), "empty": b"", "big.pt": archive(os.urandom(9000))})
     store = Served()
-    assert node.ship(node.attached(store), node.order(node.sealed())).outcome == "committed"
+    assert node.upload(node.attached(store), node.order(node.sealed())).outcome == "committed"
     seen = read_remote(store)
     (view,) = live_commits(seen)
     manifests = tuple(manifests_of(store, view))

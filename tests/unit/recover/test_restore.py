@@ -76,7 +76,7 @@ def test_of_several_generations_the_newest(scene: RestoreScene) -> None:
     with pytest.raises(DamagedError, match="damaged"):
         scene.restore(TAG)
     assert not (scene.dir / TAG).exists()
-    # of one save that was shipped twice the older generation never counts
+    # of one save that was uploaded twice the older generation never counts
     scene.commit(TAG, 10, save_seq=2, generation=3)
     scene.restore(TAG)
     assert scene.got(TAG) == scene.shards(TAG)

@@ -177,7 +177,7 @@ class Sending:
 
     def _send(self, number: int) -> None:
         begin, length = self._upload.cuts.range_of(number)
-        told = _Told(self._source, lambda end: self._moved(number, end - begin))
+        told = _CountedSource(self._source, lambda end: self._moved(number, end - begin))
         request = {"UploadId": self._upload.upload_id, "PartNumber": number}
         with self._place(), self._room:
             sent = send_range(self._store, self._key, told, (begin, length), request)
@@ -202,7 +202,7 @@ class Sending:
         self._on_progress(self._upload.progress(sum(self._moving.values())))
 
 
-class _Told(WrappedSource):
+class _CountedSource(WrappedSource):
     """A source that reports where each step that was read ended."""
 
     def __init__(self, inner: Source, tell: Callable[[int], None]) -> None:
@@ -250,7 +250,7 @@ def send_range(
     if sent is not None:
         return sent
     number, can = request.get("PartNumber"), store.abilities
-    inner = source.inner if isinstance(source, _Told) else source
+    inner = source.inner if isinstance(source, _CountedSource) else source
     known = crc64_of(inner, offset, length, is_read_again=True) if can.checksum else None
     checked = {"ChecksumCRC64NVME": encoded(known)} if known is not None else {}
     for _ in range(_TRIES if number else 1):

@@ -86,7 +86,7 @@ def test_a_daemon_says_it_at_its_first_start(remote: Remote, is_shared: bool) ->
     remote.beat("other")
     journal = Journal(remote.root / "journal.db")
     job = SimpleNamespace(
-        sessions={}, problems=Problems(), job_id=None, wake=lambda: None,
+        sessions={}, problems=Problems(), job_id=None, wake=lambda: None, learn_job_id=lambda _: None,
         state=SimpleNamespace(journal=journal),
         config=SimpleNamespace(shared_fs=is_shared),
     )  # fmt: skip

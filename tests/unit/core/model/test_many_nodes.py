@@ -209,7 +209,7 @@ def with_replica(save: SealedSave) -> tuple[SealedSave, NodeManifest]:
 
 
 def test_a_replica_that_was_taken_over_is_committed_already() -> None:
-    """It once was shipped again as a generation that nobody else joined."""
+    """It once was uploaded again as a generation that nobody else joined."""
     save, listed = with_replica(sealed(5))
     seen = SeenManifest(generation=1, form="zero", manifest=listed, committed=True)
     made = SeenCommit(generation=1, form="zero", key=commit_key(save.tag, 1, "zero"), sha256="c")

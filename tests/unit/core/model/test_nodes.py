@@ -108,7 +108,7 @@ class TestReplicas:
         node.write({MODEL: archive(mark * 3000), OPTIM.format(d=rank): archive(b"%d" % rank * 3000)})
         return node
 
-    def ship(self, node: Node, store: DirectoryStore, *, steps_in: bool = False) -> UploadResult:
+    def upload(self, node: Node, store: DirectoryStore, *, steps_in: bool = False) -> UploadResult:
         ground = node.attached(store)
         save = node.sealed().model_copy(update={"is_part": True})
         order = node.order(save)
@@ -119,14 +119,14 @@ class TestReplicas:
             )
             for f in order.files
         )
-        return node.ship(ground, order.model_copy(update={"files": files, "steps_in": steps_in}))
+        return node.upload(ground, order.model_copy(update={"files": files, "steps_in": steps_in}))
 
     @pytest.mark.parametrize("first", [0, 1])
     def test_they_are_sent_once_whoever_comes_first(self, tmp_path: Path, first: int) -> None:
         store = DirectoryStore(str(tmp_path / "nas"), owner="t")
         (tmp_path / "nas").mkdir()
         nodes = [self.node(tmp_path, f"n{rank}", rank) for rank in (0, 1)]
-        outcomes = [self.ship(nodes[rank], store).outcome for rank in (first, 1 - first)]
+        outcomes = [self.upload(nodes[rank], store).outcome for rank in (first, 1 - first)]
         assert outcomes == ["waiting", "committed"]
         sent = [path for path in manifest_paths(tmp_path / "nas") if path == MODEL]
         assert sent == [MODEL]
@@ -135,17 +135,17 @@ class TestReplicas:
         store = DirectoryStore(str(tmp_path / "nas"), owner="t")
         (tmp_path / "nas").mkdir()
         late_node = self.node(tmp_path, "n1", 1)
-        assert self.ship(late_node, store).outcome == "waiting"
+        assert self.upload(late_node, store).outcome == "waiting"
         assert MODEL not in manifest_paths(tmp_path / "nas")
-        assert self.ship(late_node, store, steps_in=True).outcome == "waiting"
+        assert self.upload(late_node, store, steps_in=True).outcome == "waiting"
         assert MODEL in manifest_paths(tmp_path / "nas")
 
     def test_what_is_left_to_its_owner_still_tells_two_saves_apart(self, tmp_path: Path) -> None:
         """Node 1 leaves its model states unsent; they are of another save, and node 0 must not join it."""
         store = DirectoryStore(str(tmp_path / "nas"), owner="t")
         (tmp_path / "nas").mkdir()
-        self.ship(self.node(tmp_path, "n1", 1, mark=b"x"), store)
-        result = self.ship(self.node(tmp_path, "n0", 0, mark=b"m"), store)
+        self.upload(self.node(tmp_path, "n1", 1, mark=b"x"), store)
+        result = self.upload(self.node(tmp_path, "n0", 0, mark=b"m"), store)
         assert result.outcome == "conflict"
         assert "holds other tensors" in (result.reason or "")
 

@@ -246,7 +246,7 @@ def test_where_its_name_is_taken_it_stays_while_it_is_needed(
         killed.start()
         killed.later(monkeypatch)
         [name] = killed.trash
-        said = killed.state.failures.all()[f"pruning {TAG}"]
+        said = killed.state.failures.all()[f"deleting {TAG}"]
         assert f"{fs.TRASH}/{name}" in said.text
         assert "by hand" in said.hint
         killed.start()

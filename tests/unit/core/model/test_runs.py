@@ -12,10 +12,10 @@ from ckptd.core.model.runs import Claim
 from ckptd.daemon.uploads.session import commits_of, of_run
 from ckptd.errors import RefusedError
 from ckptd.storage.remote.coordination import claim_run
+from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import read_commits
 from ckptd.storage.remote.messages import DeleteCommit, UploadRequest
 from ckptd.storage.remote.observe import describe, observe
-from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.open import open_store
 from tests.stores.scene import Node
 
@@ -36,7 +36,7 @@ class Two:
         order = node.order(node.sealed(step=step), generation=generation)
         order = order.model_copy(update={"manifest": order.manifest.model_copy(update={"run_id": run})})
         assert isinstance(order, UploadRequest)
-        assert node.ship(self.grounds[run], order).outcome == "committed"
+        assert node.upload(self.grounds[run], order).outcome == "committed"
         return order.manifest
 
     def claim(self, run: str) -> None:
@@ -80,8 +80,8 @@ def test_the_newest_of_each_run_stays(two: Two) -> None:
         tag="global_step10", generation=1, form="zero", reason="r", commit_sha256=view.sha256
     )
     with pytest.raises(RefusedError, match="newest"):
-        retire(two.grounds["y"], order, lambda: None)
-    retire(two.grounds["y"], order.model_copy(update={"ends_run": True}), lambda: None)
+        delete_commit(two.grounds["y"], order, lambda: None)
+    delete_commit(two.grounds["y"], order.model_copy(update={"ends_run": True}), lambda: None)
     stone = two.store.get("_ckptd/retired/global_step10~g1~zero.json")
     assert stone is not None
     assert parse(Tombstone, stone, "").run_id == "x"

@@ -1,6 +1,6 @@
 """Nodes without model states: whose manifests tell them the grid and the step, and whose do not (adr/0104).
 
-Real documents in a directory; what a daemon asks, judges, chooses and ships is the shipped code. Its link is
+Real documents in a directory; what a daemon asks, judges, chooses and ships is the real code. Its link is
 a call.
 """
 
@@ -186,13 +186,13 @@ class Daemon:
             named=unread_manifests(view),
         )
 
-    def ship(self, step: int | None = None, *, optimizer_step: int | None = None) -> UploadResult:
+    def upload(self, step: int | None = None, *, optimizer_step: int | None = None) -> UploadResult:
         """As the save that it is, or is thought to be."""
         save = self.sealed(self.step if step is None else step, optimizer_step=optimizer_step)
         choice = self.choice(save)
         assert isinstance(choice, JoinGeneration)
         order = self.node.order(save, generation=choice.generation)
-        return self.node.ship(self.node.attached(self.store), order)
+        return self.node.upload(self.node.attached(self.store), order)
 
 
 @dataclass
@@ -223,26 +223,26 @@ def save_on(pair: tuple[Daemon, Daemon], step: int, at: int = 0, dp: int = 4) ->
 
 
 def commit_on(pair: tuple[Daemon, Daemon], step: int, at: int = 0, dp: int = 4) -> None:
-    """What one and the other then ship."""
+    """What one and the other then upload."""
     first, second = pair
     save_on(pair, step, at, dp)
-    assert first.ship().outcome == "waiting"
+    assert first.upload().outcome == "waiting"
     verdict = second.judged()
     assert verdict.state is State.COMPLETE
-    assert second.ship(verdict.step).outcome == "committed"
+    assert second.upload(verdict.step).outcome == "committed"
 
 
 @pytest.mark.parametrize("others", [1, 8, 9, 15])
 def test_however_many_parts_are_there_one_of_them_tells(job: Job, others: int) -> None:
-    """Nodes ship in the order of their ranks, or the last first; the one that comes last commits."""
+    """Nodes upload in the order of their ranks, or the last first; the one that comes last commits."""
     daemons = [job.daemon(f"n{rank:02d}") for rank in range(others + 1)]
     for rank, daemon in enumerate(daemons):
         daemon.save((rank,), others + 1, 5, model=rank == 0)
-    result = daemons[0].ship()
+    result = daemons[0].upload()
     for daemon in (*daemons[2:][::-1], daemons[1]):
         verdict = daemon.judged()
         assert (verdict.state, verdict.step) == (State.COMPLETE, 5), verdict.reason
-        result = daemon.ship(verdict.step)
+        result = daemon.upload(verdict.step)
         assert len(daemon.read) <= FEW
     assert result.outcome == "committed"
     assert result.commit is not None and len(result.commit.commit.manifests) == others + 1
@@ -254,7 +254,7 @@ def test_what_was_read_once_is_not_read_again_however_many_come(job: Job) -> Non
     for rank in reversed(range(15)):
         daemon = job.daemon(f"n{rank}")
         daemon.save((rank,), 16, 5)
-        daemon.ship()
+        daemon.upload()
         assert waiting.judged().state is State.INCOMPLETE, "of another save"
     assert waiting.asked == 15
     assert len(waiting.read) == FEW
@@ -271,7 +271,7 @@ def test_one_that_is_damaged_is_passed_over(job: Job, store: DirectoryStore) -> 
     for rank in range(15):
         daemon = job.daemon(f"n{rank}")
         daemon.save((rank,), 16, 5)
-        daemon.ship()
+        daemon.upload()
     (lowest,) = (info.key for info in store.list("_ckptd/nodes/") if "/n0~" in info.key)
     store.put(lowest, b"{")
     assert waiting.judged().state is State.COMPLETE
@@ -288,10 +288,10 @@ class TestOneTag:
             memory = Memory(shards=before, is_part=True)
             waiting = second.judged(memory)
             assert (waiting.state, waiting.grid) == (State.INCOMPLETE, None), waiting.reason
-            assert first.ship().outcome == "waiting"
+            assert first.upload().outcome == "waiting"
             verdict = second.judged(memory)
             assert (verdict.state, verdict.step) == (State.COMPLETE, number)
-            result = second.ship(verdict.step)
+            result = second.upload(verdict.step)
             assert result.outcome == "committed" and result.commit is not None
             assert (result.commit.commit.step, result.commit.commit.generation) == (number, number // 100)
 
@@ -306,13 +306,13 @@ class TestOneTag:
         """Further apart than one save takes; both generations are open."""
         pair = first, second = job.pair()
         save_on(pair, 100)
-        first.ship()
+        first.upload()
         save_on(pair, 200, LATER)
         assert second.judged().state is State.INCOMPLETE
-        first.ship()
+        first.upload()
         verdict = second.judged()
         assert (verdict.state, verdict.step) == (State.COMPLETE, 200)
-        result = second.ship(verdict.step)
+        result = second.upload(verdict.step)
         assert result.outcome == "committed" and result.commit is not None
         assert result.commit.commit.generation == 2
 
@@ -322,10 +322,10 @@ class TestOneTag:
         pair = first, second = job.pair()
         save_on(pair, 200, at)
         first.save((0, 1), 4, 100, 0, model=True)
-        first.ship(optimizer_step=100)
+        first.upload(optimizer_step=100)
         assert second.judged().state is State.INCOMPLETE
         first.save((0, 1), 4, 200, at, model=True)
-        first.ship(optimizer_step=200)
+        first.upload(optimizer_step=200)
         verdict = second.judged()
         assert (verdict.state, verdict.step) == (State.COMPLETE, 200)
         second.save((2, 3), 4, 100, 0)
@@ -335,9 +335,9 @@ class TestOneTag:
         """Manifests of older releases, of saves that followed each other within seconds."""
         pair = first, second = job.pair()
         save_on(pair, 100)
-        first.ship()
+        first.upload()
         save_on(pair, 200, 30)
-        first.ship()
+        first.upload()
         assert [told.step for told in evidence_of(describe(job.store, "last"))] == [100, 200]
         assert second.judged().state is State.INCOMPLETE
 
@@ -346,8 +346,8 @@ class TestOneTag:
         daemons = [job.daemon(f"n{n}") for n in range(3)]
         for rank, daemon in enumerate(daemons):
             daemon.save((rank,), 3, 100, model=rank == 0)
-        daemons[0].ship()
-        daemons[1].ship(daemons[1].judged().step)
+        daemons[0].upload()
+        daemons[1].upload(daemons[1].judged().step)
         daemons[1].save((1,), 3, 200, 30)
         assert daemons[1].judged().state is State.INCOMPLETE
 
@@ -361,16 +361,16 @@ class TestAnotherGrid:
             commit_on(pair, 9)
         else:
             save_on(pair, 9)
-            first.ship()
+            first.upload()
         (second.node.save_dir / "last" / OPTIM.format(d=2)).unlink()
         (second.node.save_dir / "last" / OPTIM.format(d=3)).unlink()
         save_on(pair, 9, LATER, dp=8)
         assert second.judged().state is State.INCOMPLETE
-        assert first.ship().outcome == "waiting"
+        assert first.upload().outcome == "waiting"
         verdict = second.judged()
         assert verdict.state is State.COMPLETE, verdict.reason
         assert verdict.grid is not None and verdict.grid.dp == 8
-        result = second.ship(verdict.step)
+        result = second.upload(verdict.step)
         assert result.outcome == "committed" and result.commit is not None
         assert (result.commit.commit.generation, result.commit.commit.grid.dp) == (2, 8)
 
@@ -382,10 +382,10 @@ class TestAnotherGrid:
         for d in (2, 3):
             (first.node.save_dir / "last" / OPTIM.format(d=d)).unlink()
         assert second.judged().state is State.INCOMPLETE
-        first.ship()
+        first.upload()
         verdict = second.judged()
         assert verdict.state is State.COMPLETE, verdict.reason
-        result = second.ship(verdict.step)
+        result = second.upload(verdict.step)
         assert result.outcome == "committed" and result.commit is not None
         assert result.commit.commit.grid.dp == 4
 
@@ -397,7 +397,7 @@ class TestLostJournal:
         daemons = [job.daemon(f"n{rank:02d}") for rank in range(nodes)]
         for rank, daemon in enumerate(daemons):
             daemon.save((rank,), nodes, 7, model=rank == 0)
-        outcomes = [daemon.ship().outcome for daemon in daemons]
+        outcomes = [daemon.upload().outcome for daemon in daemons]
         assert outcomes == ["waiting"] * (nodes - 1) + ["committed"]
         again = job.daemon("n01")
         again.node, again.at = daemons[1].node, at
@@ -419,7 +419,7 @@ class TestLostJournal:
         daemons = [job.daemon(f"n{rank:02d}") for rank in range(12)]
         for rank, daemon in enumerate(daemons):
             daemon.save((rank,), 12, 7, model=rank == 0)
-            daemon.ship()
+            daemon.upload()
         (daemons[1].node.save_dir / "last" / OPTIM.format(d=1)).unlink()
         daemons[1].save((5,), 12, 8, 1)
         assert daemons[1].judged().state is State.INCOMPLETE

@@ -56,8 +56,8 @@ def test_it_takes_the_generation_of_the_commit_it_is_made_of() -> None:
     save = part()
     zero = committed_record(save.save).model_copy(update={"generation": 3})
     view = job_view([replace(save, uploads={(NAS, ZERO): zero})])
-    (ship,) = [x for x in plan(view).actions if isinstance(x, a.Upload)]
-    assert (ship.generation, ship.form) == (3, UNIVERSAL)
+    (upload,) = [x for x in plan(view).actions if isinstance(x, a.Upload)]
+    assert (upload.generation, upload.form) == (3, UNIVERSAL)
 
 
 def test_the_newest_committed_one_alone_and_what_was_begun_first() -> None:

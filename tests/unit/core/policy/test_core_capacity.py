@@ -15,12 +15,12 @@ from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.model.save import Order, SaveWindow
 from ckptd.core.policy import capacity, retention
 from ckptd.core.policy.capacity import (
-    Ground,
+    DiskUse,
     Pace,
     Piece,
     Saved,
+    disk_use_of,
     forecast,
-    ground_of,
     rotation_of,
     saves_that_fit,
 )
@@ -106,7 +106,7 @@ def told_after(disk: Lived, look: Look, number: int) -> Any:
     policy = RetentionPolicy(
         save_total_limit=disk.limit, keep_every_steps=disk.every_steps, keep_within_seconds=disk.within
     )
-    ground = Ground(
+    disk_use = DiskUse(
         free_bytes=disk.room - SIZE * len(here),
         pieces=pieces,
         policy=policy,
@@ -116,7 +116,7 @@ def told_after(disk: Lived, look: Look, number: int) -> Any:
         left_bytes=int(left),
         trainer_keeps=disk.trainer,
     )
-    return forecast(saves, ground, now_seconds=now)
+    return forecast(saves, disk_use, now_seconds=now)
 
 
 @st.composite
@@ -163,7 +163,7 @@ def run(count: int) -> list[Saved]:
     return [Saved(at_seconds=EVERY * n, bytes=SIZE, step=10 * n) for n in range(1, count + 1)]
 
 
-def ground(room: int, count: int, policy: RetentionPolicy, **more: Any) -> Ground:
+def disk_use(room: int, count: int, policy: RetentionPolicy, **more: Any) -> DiskUse:
     """So many committed ones, the disk has room for `room` further."""
     orders = [Order(1, 10 * n, n) for n in range(1, count + 1)]
     pieces = tuple(
@@ -173,7 +173,7 @@ def ground(room: int, count: int, policy: RetentionPolicy, **more: Any) -> Groun
         for o in orders
     )
     settings: dict[str, Any] = {"pieces": pieces, "policy": policy, "link_bytes_per_second": math.inf}
-    return Ground(free_bytes=room * SIZE, **settings | more)
+    return DiskUse(free_bytes=room * SIZE, **settings | more)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,9 @@ def ground(room: int, count: int, policy: RetentionPolicy, **more: Any) -> Groun
 )
 def test_every_key_that_keeps_fills_a_disk(policy: dict[str, Any], fit: int, kept_by: str) -> None:
     """However fast the link is; each is named."""
-    told = forecast(run(6), ground(4, 6, RetentionPolicy(**policy), makes_universal=True), now_seconds=3600.0)
+    told = forecast(
+        run(6), disk_use(4, 6, RetentionPolicy(**policy), makes_universal=True), now_seconds=3600.0
+    )
     assert told.full_in_saves is not None
     assert told.full_in_saves == fit
     assert told.kept_by == (kept_by,)
@@ -207,7 +209,7 @@ def test_what_lets_go_in_time_fills_nothing() -> None:
         RetentionPolicy(save_total_limit=1, ladder=ends),
         RetentionPolicy(save_total_limit=2, ephemeral=Ephemeral(every_steps=20, keep=1)),
     ):
-        both = ground(3, 6, policy, makes_universal=True)
+        both = disk_use(3, 6, policy, makes_universal=True)
         forms = frozenset({ZERO, UNIVERSAL})
         both = replace(both, pieces=tuple(replace(piece, forms=forms) for piece in both.pieces))
         assert forecast(run(6), both, now_seconds=3600.0).full_in_saves is None
@@ -215,7 +217,7 @@ def test_what_lets_go_in_time_fills_nothing() -> None:
 
 def test_nothing_is_let_go_while_removals_rest() -> None:
     """A pause, a drain: what is sent does not matter."""
-    here = ground(3, 2, RetentionPolicy(save_total_limit=2))
+    here = disk_use(3, 2, RetentionPolicy(save_total_limit=2))
     assert forecast(run(6), here, now_seconds=3600.0).full_in_saves is None
     view = job_view(
         [save_view(n, resized(sealed(10 * n), SIZE)) for n in (1, 2)],
@@ -223,7 +225,7 @@ def test_nothing_is_let_go_while_removals_rest() -> None:
         disk=Disk(free_bytes=3 * SIZE, reserve_bytes=0, can_clone=False),
     )
     for told, paused in ((None, False), (3, True)):
-        here = ground_of(replace(view, is_paused=paused), math.inf, None)
+        here = disk_use_of(replace(view, is_paused=paused), math.inf, None)
         assert forecast(run(6), here, now_seconds=3600.0).full_in_saves == told
 
 
@@ -231,7 +233,7 @@ def test_a_first_commit_below_the_limit_frees_nothing() -> None:
     """Eight stay: of eleven places two are taken, and a link for three of four saves spares none."""
     saves = run(2)
     link = SIZE / EVERY * 0.75
-    here = ground(7, 2, RetentionPolicy(save_total_limit=8), link_bytes_per_second=link)
+    here = disk_use(7, 2, RetentionPolicy(save_total_limit=8), link_bytes_per_second=link)
     told = forecast(saves, here, now_seconds=1200.0)
     assert told.full_in_saves == 7
 
@@ -251,9 +253,9 @@ def test_a_trainer_that_rotates_keeps_as_many_as_it_kept() -> None:
     assert learned.keeps == 2
     due = rotation_of([*rows, gone(7, at=None, state="present")])
     assert due == learned
-    told = forecast(run(6), ground(1, 2, RetentionPolicy(), trainer_keeps=2), now_seconds=3600.0)
+    told = forecast(run(6), disk_use(1, 2, RetentionPolicy(), trainer_keeps=2), now_seconds=3600.0)
     assert told.full_in_saves is None
-    short = forecast(run(6), ground(1, 1, RetentionPolicy(), trainer_keeps=2), now_seconds=3600.0)
+    short = forecast(run(6), disk_use(1, 1, RetentionPolicy(), trainer_keeps=2), now_seconds=3600.0)
     assert short.full_in_saves == 1, "it keeps two, and the third comes before one goes"
 
 
@@ -273,13 +275,13 @@ def test_two_jobs_fill_one_disk_together(limit: int, room: int, times: float) ->
     policy = RetentionPolicy(save_total_limit=limit)
     pace = Pace(sizes_bytes=(SIZE,), every_seconds=EVERY * times, flight_seconds=10.0, since_last_seconds=0.0)
     mine = Pace(sizes_bytes=(SIZE,), every_seconds=EVERY, flight_seconds=10.0)
-    alone = saves_that_fit(Ground(free_bytes=room * SIZE), mine)
-    rotated = ((ground(10**6, limit, policy), pace),)
-    beside = saves_that_fit(Ground(free_bytes=room * SIZE, others=rotated), mine)
+    alone = saves_that_fit(DiskUse(free_bytes=room * SIZE), mine)
+    rotated = ((disk_use(10**6, limit, policy), pace),)
+    beside = saves_that_fit(DiskUse(free_bytes=room * SIZE, others=rotated), mine)
     assert alone.saves == room
     assert room - 1 <= beside.saves <= room, "it gives back what it takes"
-    endless = ((Ground(free_bytes=10**6 * SIZE), pace),)
-    both = saves_that_fit(Ground(free_bytes=room * SIZE, others=endless), mine)
+    endless = ((DiskUse(free_bytes=10**6 * SIZE), pace),)
+    both = saves_that_fit(DiskUse(free_bytes=room * SIZE, others=endless), mine)
     count = 0
     while (count + 1) + math.floor((count + 1) / times) <= room:
         count += 1
@@ -291,9 +293,9 @@ def test_two_jobs_fill_one_disk_together(limit: int, room: int, times: float) ->
 def test_a_disk_that_cannot_hold_the_limit_and_one_is_never_silent(limit: int, link: float | None) -> None:
     """The oldest is deleted only after the newest is committed; with room for one more nothing is said."""
     policy = RetentionPolicy(save_total_limit=limit)
-    short = forecast(run(6), ground(0, limit, policy, link_bytes_per_second=link), now_seconds=3600.0)
+    short = forecast(run(6), disk_use(0, limit, policy, link_bytes_per_second=link), now_seconds=3600.0)
     assert short.full_in_saves == 0
-    room = ground(1, limit, policy, link_bytes_per_second=SIZE / EVERY * 5)
+    room = disk_use(1, limit, policy, link_bytes_per_second=SIZE / EVERY * 5)
     assert forecast(run(6), room, now_seconds=3600.0).full_in_saves is None
 
 
@@ -324,7 +326,7 @@ def test_ten_thousand_checkpoints_cost_little(
 ) -> None:
     """The policy is asked about 20 times, of the newest thousand; older ones count as they lie."""
     questions, count = asked(monkeypatch), 10_000
-    here = ground(3, count, policy, link_bytes_per_second=2 * SIZE / EVERY)
+    here = disk_use(3, count, policy, link_bytes_per_second=2 * SIZE / EVERY)
     if not is_committed:
         waiting = tuple(replace(p, is_committed=False, committed_at_seconds=None) for p in here.pieces)
         here = replace(here, pieces=waiting)

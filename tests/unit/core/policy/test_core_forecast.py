@@ -9,7 +9,7 @@ import pytest
 
 from ckptd.core.model.records import ZERO, DerivedRecord, DerivedState
 from ckptd.core.model.save import Order
-from ckptd.core.policy.capacity import Forecast, Ground, Piece, Saved, forecast, ground_of
+from ckptd.core.policy.capacity import DiskUse, Forecast, Piece, Saved, disk_use_of, forecast
 from ckptd.core.policy.retention import RetentionPolicy
 from tests.model.disk import CHUNKS, DiskWorld, Scenario, drawn, live
 from tests.support.core_views import job_view, resized, save_view, sealed
@@ -26,7 +26,7 @@ def run(
     ]
 
 
-def ground(
+def disk_use(
     free_gb: float,
     link: float | None,
     policy: RetentionPolicy,
@@ -34,7 +34,7 @@ def ground(
     here: int = 0,
     waiting: int = 0,
     **more: Any,
-) -> Ground:
+) -> DiskUse:
     """A disk with the last `here` of six saves of 60 GB every 500 steps; the newest `waiting` not sent."""
     pieces = tuple(
         Piece(
@@ -47,14 +47,14 @@ def ground(
         for n in range(7 - here, 7)
     )
     free = int(free_gb * GB)
-    return Ground(free_bytes=free, link_bytes_per_second=link, policy=policy, pieces=pieces, **more)
+    return DiskUse(free_bytes=free, link_bytes_per_second=link, policy=policy, pieces=pieces, **more)
 
 
 ONE = RetentionPolicy(save_total_limit=1)
 
 
 def test_a_link_that_keeps_up_never_fills_the_disk() -> None:
-    told = forecast(run(6), ground(130, GB, ONE, here=1), now_seconds=3600.0)
+    told = forecast(run(6), disk_use(130, GB, ONE, here=1), now_seconds=3600.0)
     assert told.full_in_saves is None
     assert told.save_steps_for_link is None
     assert told.production_bytes_per_second == pytest.approx(0.1 * GB)
@@ -64,7 +64,7 @@ def test_a_link_that_keeps_up_never_fills_the_disk() -> None:
 def test_without_rotation_or_remote_production_alone_counts(link: float | None) -> None:
     """Nothing is deleted without a key; a remote that is away takes nothing. Slow is still slow."""
     saves = run(6)
-    here = ground(150, link, ONE if link is None else RetentionPolicy(), here=1)
+    here = disk_use(150, link, ONE if link is None else RetentionPolicy(), here=1)
     told = forecast(saves, here, now_seconds=3600.0)
     assert told.full_in_saves == 2
     assert told.full_in_seconds == pytest.approx(1500.0)
@@ -90,7 +90,7 @@ def filled_by_kept(fit: int, *, limit: int, here: int, every: int, period: int) 
 def test_what_keep_every_steps_keeps_fills_a_disk(how: Any, every: int, limit: int, fit: int) -> None:
     """However fast the link is."""
     policy = RetentionPolicy(save_total_limit=limit, keep_every_steps=every)
-    here = ground(fit * 60, GB, policy, here=2, unuploaded=how)
+    here = disk_use(fit * 60, GB, policy, here=2, unuploaded=how)
     told = forecast(run(6), here, now_seconds=3600.0)
     assert told.kept_by == ("keep_every_steps",)
     assert not told.is_limit_too_high
@@ -105,7 +105,7 @@ def test_what_keep_every_steps_keeps_fills_a_disk(how: Any, every: int, limit: i
 def test_a_slow_link_carries_less_away_where_some_stay() -> None:
     """100 MB/s come, 50 MB/s are sent, and a third of that stays: 67 MB/s fill the disk."""
     policy = RetentionPolicy(save_total_limit=1, keep_every_steps=1500)
-    told = forecast(run(6), ground(600, 50e6, policy, here=1), now_seconds=3600.0)
+    told = forecast(run(6), disk_use(600, 50e6, policy, here=1), now_seconds=3600.0)
     assert told.full_in_saves is not None
     assert abs(told.full_in_saves - 600 / 60 * 3 / 2) <= 1
     assert not told.kept_by
@@ -116,13 +116,13 @@ def test_steps_that_meet_no_multiple_are_not_kept(last: int, every: int) -> None
     """Of saves every 500 steps from 1 on none is a multiple of 1000; every seventh is one of 700."""
     saves = [replace(save, step=save.step - 3000 + last) for save in run(6)]
     policy = RetentionPolicy(save_total_limit=1, keep_every_steps=every)
-    full = forecast(saves, ground(600, GB, policy), now_seconds=3600.0).full_in_saves
+    full = forecast(saves, disk_use(600, GB, policy), now_seconds=3600.0).full_in_saves
     assert full == (pytest.approx(60, abs=7) if every == 700 else None)
 
 
 def test_a_slow_link_gets_the_interval_that_it_could_carry() -> None:
     """Production 100 MB/s every 500 steps, link 30 MB/s: every 1,700 steps."""
-    told = forecast(run(6), ground(600, 30e6, ONE, here=1), now_seconds=3600.0)
+    told = forecast(run(6), disk_use(600, 30e6, ONE, here=1), now_seconds=3600.0)
     assert told.save_steps_for_link == 1700
 
 
@@ -133,20 +133,20 @@ def test_a_save_is_overdue_after_three_times_the_usual(
     count: int, quiet_seconds: float, late: float | None
 ) -> None:
     saves = run(count)
-    room = Ground(free_bytes=GB)
+    room = DiskUse(free_bytes=GB)
     told = forecast(saves, room, now_seconds=saves[-1].at_seconds + quiet_seconds)
     assert told.overdue_seconds == late
 
 
 def test_quick_saves_are_not_overdue_before_ten_minutes() -> None:
     saves = run(6, every_seconds=2.0)
-    room = Ground(free_bytes=GB)
+    room = DiskUse(free_bytes=GB)
     assert forecast(saves, room, now_seconds=saves[-1].at_seconds + 590).overdue_seconds is None
     assert forecast(saves, room, now_seconds=saves[-1].at_seconds + 610).overdue_seconds is not None
 
 
 def test_one_save_or_saves_of_one_instant_say_nothing() -> None:
-    room = Ground(free_bytes=GB)
+    room = DiskUse(free_bytes=GB)
     assert forecast(run(1), room, now_seconds=0.0) == Forecast()
     assert forecast(run(3, every_seconds=0.0), room, now_seconds=0.0) == Forecast()
 
@@ -156,7 +156,7 @@ def test_a_rest_is_not_saving_time(every_seconds: float) -> None:
     """One night among six saves: production, cadence and the disk are as they were before it."""
     saves = run(12, every_seconds=every_seconds, gigabytes=100.0)
     link = 0.3 * 100 * GB / every_seconds
-    room = ground(300, link, ONE)
+    room = disk_use(300, link, ONE)
     for before in range(3, 12):
         rested = [
             replace(save, at_seconds=save.at_seconds + 36_000 * (n >= before))
@@ -176,7 +176,7 @@ def test_a_rest_is_not_saving_time(every_seconds: float) -> None:
 def test_what_was_copied_here_together_tells_no_cadence(seconds: float) -> None:
     """Five from elsewhere, then the run's own first one an hour later."""
     saves = [*run(5, every_seconds=seconds), Saved(at_seconds=3600.0, bytes=60 * GB, step=3000)]
-    room = ground(600, 0.2 * GB, ONE)
+    room = disk_use(600, 0.2 * GB, ONE)
     told = forecast(saves, room, now_seconds=3600.0)
     assert told.production_bytes_per_second == pytest.approx(300 * GB / 3600.0, rel=0.01)
     assert told.full_in_saves is None
@@ -187,14 +187,14 @@ def test_saves_in_pairs_are_no_rests() -> None:
     saves = [
         Saved(at_seconds=at, bytes=60 * GB, step=int(at)) for n in range(3) for at in (n * 1200, n * 1200 + 2)
     ]
-    room = Ground(free_bytes=GB)
+    room = DiskUse(free_bytes=GB)
     for some in (saves, saves[:5], saves[:4], saves[1:], saves[:3]):
         told = forecast(some, room, now_seconds=3000.0)
         span = some[-1].at_seconds - some[0].at_seconds
         assert told.production_bytes_per_second == pytest.approx(60 * GB * (len(some) - 1) / span)
 
 
-def thin_room(world: DiskWorld, scenario: Scenario) -> Ground:
+def thin_room(world: DiskWorld, scenario: Scenario) -> DiskUse:
     """What a daemon would know of this disk."""
     view = world.view()
     left = int(world.left_to_send or scenario.sizes[0])
@@ -202,7 +202,7 @@ def thin_room(world: DiskWorld, scenario: Scenario) -> Ground:
         replace(r, uploading=ZERO, uploading_save_id=world.remotes["nas"].shipping) for r in view.remotes
     )
     left_bytes = left if remotes[0].uploading_save_id is not None else None
-    return ground_of(replace(view, remotes=remotes), scenario.link, left_bytes, written_bytes=world.written)
+    return disk_use_of(replace(view, remotes=remotes), scenario.link, left_bytes, written_bytes=world.written)
 
 
 def foretold(scenario: Scenario) -> tuple[bool, list[int | None]]:
@@ -259,8 +259,8 @@ def test_forms_that_can_be_made_again_are_room() -> None:
         form = DerivedRecord(state=DerivedState.READY, is_cloned=is_cloned, bytes=50 * GB)
         here = [save_view(n, resized(sealed(500 * n), 60 * GB), universal=form) for n in (1,)]
         view = job_view(here)
-        assert ground_of(view, None, None).free_bytes == view.disk.free_bytes + yields
-    room = ground(70, GB, RetentionPolicy(save_total_limit=3), here=3)
+        assert disk_use_of(view, None, None).free_bytes == view.disk.free_bytes + yields
+    room = disk_use(70, GB, RetentionPolicy(save_total_limit=3), here=3)
     assert forecast(run(6), room, now_seconds=3600.0).full_in_saves is None
     short = replace(room, free_bytes=20 * GB)
     assert forecast(run(6), short, now_seconds=3600.0).is_limit_too_high
@@ -269,7 +269,7 @@ def test_forms_that_can_be_made_again_are_room() -> None:
 def test_one_name_for_all_saves_fills_no_disk() -> None:
     """Each is written over the one before."""
     saves = [replace(save, tag="last") for save in run(6)]
-    room = ground(1, GB, RetentionPolicy(save_total_limit=3), here=1)
+    room = disk_use(1, GB, RetentionPolicy(save_total_limit=3), here=1)
     assert forecast(saves, room, now_seconds=3600.0).full_in_saves is None
     named = [replace(save, tag=f"step{save.step}") for save in saves]
     assert forecast(named, room, now_seconds=3600.0).full_in_saves == 0

@@ -241,7 +241,7 @@ def test_delete_waits_for_the_pins_of_a_remote_that_was_not_heard_since_the_star
     assert pruned(view(was_heard=False, is_required=False)) != []
 
 
-def test_without_the_right_to_delete_the_older_ones_are_shipped() -> None:
+def test_without_the_right_to_delete_the_older_ones_are_uploaded() -> None:
     view = loose({4}, "thin", may_delete=False)
     only_old = replace(view, saves=tuple(s for s in view.saves if s.id <= 4))
     assert [a.save_id for a in of(only_old, Upload)] == [3]

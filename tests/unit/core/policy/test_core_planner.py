@@ -1,4 +1,4 @@
-"""The planner: what may go, what is shipped and converted first; each protection of P1 and P5 by itself."""
+"""The planner: what may go, what is uploaded and converted first; each protection of P1 and P5 by itself."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_ships_the_newest_first_and_zero_before_universal() -> None:
 
 
 def test_a_tag_that_the_remote_knows_is_described_first() -> None:
-    """Nothing is shipped under a tag of the remote before its generations are known."""
+    """Nothing is uploaded under a tag of the remote before its generations are known."""
     save = save_view(1, sealed(1), committed=False)
     view = job_view([save])
     known = replace(view, remotes=(replace(view.remotes[0], known_tags=frozenset({"s1b1"})),))
@@ -217,13 +217,13 @@ def test_a_tag_that_the_remote_knows_is_described_first() -> None:
     assert len(of(known, Describe)) == 1
 
 
-@pytest.mark.parametrize(("backfill", "shipped"), [("newest", [3]), ("all", [3]), ("none", [])])
-def test_backfill(backfill: str, shipped: list[int]) -> None:
+@pytest.mark.parametrize(("backfill", "uploaded"), [("newest", [3]), ("all", [3]), ("none", [])])
+def test_backfill(backfill: str, uploaded: list[int]) -> None:
     """Of what was found at the first start: the newest, all (newest first), or none."""
     saves = [
         save_view(n, sealed(n), committed=False, was_found_first=True, is_adopted=False) for n in (1, 2, 3)
     ]
-    assert [a.save_id for a in of(job_view(saves, backfill=backfill), Upload)] == shipped
+    assert [a.save_id for a in of(job_view(saves, backfill=backfill), Upload)] == uploaded
     rest = [replace(saves[2], uploads={(NAS, ZERO): committed_record(saves[2].save)}), *saves[:2]]
     again = [a.save_id for a in of(job_view(rest, backfill=backfill), Upload)]
     assert again == ([2] if backfill == "all" else [])
@@ -301,7 +301,7 @@ def test_no_form_is_made_that_goes_at_once(limit: int) -> None:
 
 
 def test_a_backing_off_ship_is_not_due() -> None:
-    """A failed ship waits for its time; other remotes and saves are not held up."""
+    """A failed upload waits for its time; other remotes and saves are not held up."""
     save = sealed(2)
     record = committed_record(save).model_copy(
         update={"state": UploadState.FAILED, "retry_at_seconds": 200.0}
@@ -336,7 +336,7 @@ def _streaming(*saves: SaveView, forms: tuple[str, ...] = (ZERO, UNIVERSAL, BF16
     return replace(view, remotes=tuple(replace(r, forms=forms) for r in view.remotes))
 
 
-def _shipped(view: JobView) -> list[tuple[int, str, bool]]:
+def _uploaded(view: JobView) -> list[tuple[int, str, bool]]:
     return [(s.save_id, s.form, s.is_streamed) for s in of(view, Upload)]
 
 
@@ -349,38 +349,38 @@ def test_forms_that_are_not_kept_here_are_streamed_and_never_made() -> None:
     """Universal before weights, of the newest whose ZeRO form is committed there, one at a time."""
     first, second = _save(1), _save(2)
     view = _streaming(first, second)
-    assert _shipped(view) == [(2, UNIVERSAL, True)]
+    assert _uploaded(view) == [(2, UNIVERSAL, True)]
     assert of(view, Convert) == []
-    assert _shipped(_streaming(first, _with_form(second, UNIVERSAL))) == [(2, BF16, True)]
+    assert _uploaded(_streaming(first, _with_form(second, UNIVERSAL))) == [(2, BF16, True)]
     waiting = _save(2, committed=False)
-    assert _shipped(_streaming(first, waiting)) == [(2, ZERO, False)]
-    assert _shipped(_streaming(first, second, is_save_in_flight=True)) == []
-    assert _shipped(_streaming(first, second, is_converting=True)) == []
-    assert _shipped(_streaming(replace(second, is_intact=False))) == []
+    assert _uploaded(_streaming(first, waiting)) == [(2, ZERO, False)]
+    assert _uploaded(_streaming(first, second, is_save_in_flight=True)) == []
+    assert _uploaded(_streaming(first, second, is_converting=True)) == []
+    assert _uploaded(_streaming(replace(second, is_intact=False))) == []
     for state in (UploadState.COMMITTED, UploadState.DELETED, UploadState.REFUSED):
         done = _with_form(_with_form(second, UNIVERSAL, state), BF16, state)
-        assert _shipped(_streaming(first, done)) == []
+        assert _uploaded(_streaming(first, done)) == []
 
 
 def test_what_is_kept_here_is_sent_from_here() -> None:
     save = _save(1, universal=DerivedRecord(state=DerivedState.READY))
-    assert _shipped(replace(_streaming(save), local_forms=(UNIVERSAL,))) == [(1, UNIVERSAL, False)]
-    assert _shipped(_streaming(save)) == [(1, UNIVERSAL, False)], "it lies here still"
+    assert _uploaded(replace(_streaming(save), local_forms=(UNIVERSAL,))) == [(1, UNIVERSAL, False)]
+    assert _uploaded(_streaming(save)) == [(1, UNIVERSAL, False)], "it lies here still"
     view = replace(_streaming(_save(1)), local_forms=(UNIVERSAL,))
-    assert (_shipped(view), of(view, Convert)) == ([(1, BF16, True)], [Convert(save_id=1)])
+    assert (_uploaded(view), of(view, Convert)) == ([(1, BF16, True)], [Convert(save_id=1)])
 
 
 def test_a_form_that_was_refused_is_not_tried_on_any_remote() -> None:
     refused = DerivedRecord(state=DerivedState.REFUSED)
-    assert _shipped(_streaming(_save(1, universal=refused, weights={BF16: refused}))) == []
+    assert _uploaded(_streaming(_save(1, universal=refused, weights={BF16: refused}))) == []
 
 
 def test_what_was_begun_is_finished_before_a_newer_one_is_begun() -> None:
     """Else a link that is slower than saving would carry one beginning after the other."""
     first, second = _with_form(_save(1), UNIVERSAL, UploadState.NEW), _save(2)
-    assert _shipped(_streaming(first, second)) == [(1, UNIVERSAL, True)]
-    assert _shipped(_streaming(replace(first, is_intact=False), second)) == [(2, UNIVERSAL, True)]
-    assert _shipped(_streaming(_with_form(first, UNIVERSAL), second)) == [(2, UNIVERSAL, True)]
+    assert _uploaded(_streaming(first, second)) == [(1, UNIVERSAL, True)]
+    assert _uploaded(_streaming(replace(first, is_intact=False), second)) == [(2, UNIVERSAL, True)]
+    assert _uploaded(_streaming(_with_form(first, UNIVERSAL), second)) == [(2, UNIVERSAL, True)]
 
 
 def test_a_derived_form_makes_way_for_a_zero_form() -> None:
@@ -408,7 +408,7 @@ def test_a_remote_without_zero_gets_its_forms_once_the_required_ones_have_theirs
     assert of(_with_farm(save), Upload) == [
         Upload(save_id=1, remote=FARM, form=BF16, generation=1, attempt=1, is_streamed=True)
     ]
-    assert _shipped(_with_farm(_save(1, committed=False))) == [(1, ZERO, False)]
+    assert _uploaded(_with_farm(_save(1, committed=False))) == [(1, ZERO, False)]
     known = _with_farm(save, known_tags=frozenset({save.save.tag}))
     assert of(known, Describe) == [Describe(remote=FARM, tag=save.save.tag, save_id=1, form=BF16)]
     answered = replace(known, generations={(1, FARM, BF16): GenerationAnswer(generation=3)})

@@ -43,7 +43,7 @@ def test_a_universal_form_beside_a_trainers_files_takes_nothings_place() -> None
     policy = RetentionPolicy(save_total_limit=1, ladder=(Tier(form="universal", after_newer=1),))
     view = aged_remote(policy, 2, ZERO, UNIVERSAL)
     nas = view.remotes[0]
-    beside = tuple(replace(c, loads_alone=c.form == ZERO) for c in nas.commits)
+    beside = tuple(replace(c, is_self_contained=c.form == ZERO) for c in nas.commits)
     assert of(replace(view, remotes=(replace(nas, commits=beside),)), DeleteRemote) == []
 
 

@@ -144,9 +144,9 @@ def test_ephemeral_ones_have_a_limit_of_their_own() -> None:
 
 def test_what_goes_says_which_limit_was_its_own() -> None:
     policy = RetentionPolicy(ephemeral=Ephemeral(every_steps=500, keep=2), save_total_limit=1)
-    assert policy.lets_go(600) == "ephemeral: the newest 2 stay"
-    assert policy.lets_go(1000) == "save_total_limit 1"
-    assert RetentionPolicy(keep_every_steps=500).lets_go(600) == "kept by no retention key"
+    assert policy.why_deleted(600) == "ephemeral: the newest 2 stay"
+    assert policy.why_deleted(1000) == "save_total_limit 1"
+    assert RetentionPolicy(keep_every_steps=500).why_deleted(600) == "kept by no retention key"
 
 
 @pytest.mark.parametrize("step", range(0, 2100, 100))

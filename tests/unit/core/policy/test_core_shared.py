@@ -132,7 +132,7 @@ def test_a_store_without_times_gives_no_lease(tmp_path: Path) -> None:
 # --- the plan --------------------------------------------------------------------------------------------
 
 
-def ship(form: str) -> a.Upload:
+def upload(form: str) -> a.Upload:
     return a.Upload(save_id=1, remote="nas", form=form, generation=1, attempt=1)
 
 
@@ -144,8 +144,8 @@ def permit(until_seconds: float | None = None) -> DeletePermit:
 
 
 PLAN: list[a.Action] = [
-    ship("zero"),
-    ship("universal"),
+    upload("zero"),
+    upload("universal"),
     a.Convert(save_id=1),
     a.Hold(save_id=1),
     a.DeleteLocal(save_id=1, permit=permit()),
@@ -158,7 +158,7 @@ def test_a_plan_of_a_directory_of_ones_own_stays_as_it_is() -> None:
 
 
 def test_without_the_lease_a_host_sends_its_share_and_no_more() -> None:
-    assert on_shared(PLAN, LeaseStatus(holds_lease=False)) == [ship("zero")]
+    assert on_shared(PLAN, LeaseStatus(holds_lease=False)) == [upload("zero")]
 
 
 def test_the_holder_does_all_but_hold() -> None:

@@ -97,11 +97,11 @@ def test_the_log_calls_a_remote_by_its_name_or_its_url(
 def test_a_look_that_came_too_late_is_asked_for_in_full_again(tmp_path: Path) -> None:
     """It was thrown away, so the child's "nothing new since then" would hide the COMMIT for ever."""
     scene = Scene(tmp_path)
-    scene.session.transfer = ship = scene.session.request(m.Point(), lambda _: None)
+    scene.session.transfer = upload = scene.session.request(m.Point(), lambda _: None)
     scene.session.observe()
     look = len(scene.line.orders)
     assert scene.asked == m.Observe(only_changed=True)
-    scene.answer(m.Done(), ship)
+    scene.answer(m.Done(), upload)
     scene.answer(AFTER, look)
     assert scene.session.observation == BEFORE, "asked before our change: out of date"
     assert scene.asked == m.Observe(only_changed=False)
@@ -113,10 +113,10 @@ def test_a_look_that_came_too_late_is_asked_for_in_full_again(tmp_path: Path) ->
 
 def test_unchanged_that_was_asked_before_our_change_is_asked_again(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    scene.session.transfer = ship = scene.session.request(m.Point(), lambda _: None)
+    scene.session.transfer = upload = scene.session.request(m.Point(), lambda _: None)
     scene.session.observe()
     look = len(scene.line.orders)
-    scene.answer(m.Done(), ship)
+    scene.answer(m.Done(), upload)
     scene.answer(m.Unchanged(), look)
     assert len(scene.line.orders) == look + 1
     scene.answer(AFTER)
@@ -135,8 +135,8 @@ def test_only_the_regular_look_is_no_work(tmp_path: Path) -> None:
     scene.answer(m.Unchanged())
     scene.session.turn(2e9)
     look = len(scene.line.orders)
-    scene.session.transfer = ship = scene.session.request(m.Point(), lambda _: None)
-    scene.answer(m.Done(), ship)
+    scene.session.transfer = upload = scene.session.request(m.Point(), lambda _: None)
+    scene.answer(m.Done(), upload)
     assert scene.session.open_requests == 1, "the regular one under way will be asked again"
     scene.answer(m.Unchanged(), look)
     assert scene.session.open_requests == 1
@@ -159,7 +159,7 @@ def test_an_upload_that_stands_still_is_cut_and_said_until_something_is_durable(
     """What a socket's buffer took is no sign of health: only what is flushed there, or a whole object."""
     scene = Scene(tmp_path)
 
-    def ship() -> int:
+    def upload() -> int:
         scene.session.transfer = order = scene.session.request(m.Point(), lambda _: None)
         return order
 
@@ -169,7 +169,7 @@ def test_an_upload_that_stands_still_is_cut_and_said_until_something_is_durable(
     def codes() -> set[str]:
         return {problem.code for problem in scene.problems.all()}
 
-    first = ship()
+    first = upload()
     scene.line.idle = 59.0
     scene.session.turn(1e6)
     assert codes() == set()
@@ -181,7 +181,7 @@ def test_an_upload_that_stands_still_is_cut_and_said_until_something_is_durable(
     assert "no byte moved for 60 s" in text
     scene.answer(UNREACHABLE, first)
     scene.line.idle = 0.0
-    second = ship()
+    second = upload()
     scene.answer(moving(10, 5), second)
     scene.answer(moving(90, 5), second)
     scene.session.note_answer()
@@ -248,14 +248,14 @@ def test_a_remote_that_answers_and_takes_no_upload_is_left_alone_with_uploads(tm
         scene.session.note_answer()
     assert scene.session.is_ready
     assert 0 < scene.session.seconds_to_transfer <= 30
-    assert "after 6 failures: it is full" in str(scene.session.left_alone)
+    assert "after 6 failures: it is full" in str(scene.session.backed_off)
     may_move = [scene.session.may_transfer]
     order = scene.session.request(m.Point(), lambda _: None)
     scene.session.transfer = order
     scene.answer(m.Done(), order)
     may_move.append(scene.session.may_transfer)
     assert may_move == [False, True]
-    assert str(scene.session.left_alone) == "None"
+    assert str(scene.session.backed_off) == "None"
 
 
 def test_a_remote_that_never_answers_is_left_alone(tmp_path: Path) -> None:
@@ -266,4 +266,4 @@ def test_a_remote_that_never_answers_is_left_alone(tmp_path: Path) -> None:
     scene.session.turn(1e9)
     assert len(scene.line.orders) == orders
     assert 20 < scene.session.seconds_to_retry() <= 30
-    assert "left alone until" in str(scene.session.left_alone)
+    assert "left alone until" in str(scene.session.backed_off)

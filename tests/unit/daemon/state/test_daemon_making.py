@@ -91,8 +91,8 @@ def life(tmp_path: Path) -> Life:
 def test_a_form_that_cannot_be_made_is_refused_once(life: Life) -> None:
     """Status says why; no remote is asked for it again."""
     life.hears(m.UploadResult(outcome="refused", reason="it holds two engines", hint="convert each"))
-    ship, derived = life.state.uploads.record(*KEY), life.state.saves.rows[1].derived
-    assert (ship.state, ship.reason) == (UploadState.REFUSED, "it holds two engines")
+    upload, derived = life.state.uploads.record(*KEY), life.state.saves.rows[1].derived
+    assert (upload.state, upload.reason) == (UploadState.REFUSED, "it holds two engines")
     assert (derived.state, derived.hint) == (DerivedState.REFUSED, "convert each")
     assert life.state.saves.conversion is None
     life.state.problems.begin_turn()

@@ -83,7 +83,7 @@ def scene(
             settle_seconds=10.0,
         ),
         sessions={
-            r.name: SimpleNamespace(is_away=is_away, left_alone=None, idle_seconds=0.0) for r in remotes
+            r.name: SimpleNamespace(is_away=is_away, backed_off=None, idle_seconds=0.0) for r in remotes
         },
         disk_yield=SimpleNamespace(jobs_beside=lambda job: []),
         problems=Problems(),
@@ -345,7 +345,7 @@ def test_after_a_restart_an_unknown_link_fills_no_disk(how: str) -> None:
     assert outlook(*scene(free_gb=100, speeds=slow, unuploaded=how)).full_in_saves is not None
     assert outlook(*scene(free_gb=100, speeds={}, unuploaded=how, is_away=True)).full_in_saves == 1
     job, state = scene(free_gb=100, speeds={}, unuploaded=how)
-    job.sessions["nas"].left_alone = BackedOff(until=0.0, failures=6, reason="no space left there")
+    job.sessions["nas"].backed_off = BackedOff(until=0.0, failures=6, reason="no space left there")
     assert outlook(job, state).full_in_saves == 1
     found = alarms(*scene(free_gb=50, speeds={}, unuploaded=how))
     assert "lower save_total_limit" in found["disk-full-soon"]

@@ -168,7 +168,7 @@ class House:
             "Any", SimpleNamespace(config=config, problems=self.problems, sessions={"nas": self.link})
         )
 
-    def ship(self, number: int, state: UploadState, form: str = ZERO, **more: Any) -> None:
+    def upload(self, number: int, state: UploadState, form: str = ZERO, **more: Any) -> None:
         record = UploadRecord(remote="nas", form=form, state=state, **more)
         self.state.uploads.put(self.ids[number - 1], record)
 
@@ -208,7 +208,7 @@ WRONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("end", ["vanished", "pruned", "saved again"])
 def test_a_damaged_save_is_told_of_while_it_lies_here(house: House, end: str) -> None:
-    house.ship(1, UploadState.REFUSED, **WRONG)
+    house.upload(1, UploadState.REFUSED, **WRONG)
     text = house.told()["source-damaged"]
     assert text == (
         "s1b1 → nas: rank_0.pt: record data/0 has CRC 1; bits flipped; "
@@ -227,7 +227,7 @@ def test_a_damaged_save_is_told_of_while_it_lies_here(house: House, end: str) ->
 
 
 def test_what_was_put_back_is_looked_at_anew(house: House) -> None:
-    house.ship(1, UploadState.REFUSED, **WRONG)
+    house.upload(1, UploadState.REFUSED, **WRONG)
     house.state.uploads.forget_damage(house.ids[0])
     assert house.state.uploads.record(house.ids[0], "nas", ZERO).state is UploadState.NEW
     assert house.told() == {}
@@ -235,7 +235,7 @@ def test_what_was_put_back_is_looked_at_anew(house: House) -> None:
 
 def test_a_damaged_hold_whose_folder_is_gone_is_told_of(house: House) -> None:
     """It is the last copy, so only a person can give it up: there is a command for it."""
-    house.ship(1, UploadState.REFUSED, **WRONG)
+    house.upload(1, UploadState.REFUSED, **WRONG)
     house.state.journal.set_held(house.ids[0], held=True)
     house.ends(1, "superseded")
     told = house.told()["source-damaged"]
@@ -250,32 +250,32 @@ def test_a_form_of_a_damaged_copy_is_told_of_until_it_is_made(house: House) -> N
         "hint": "ckptd verify --repair",
         "is_damaged": True,
     }
-    house.ship(1, UploadState.WAITING, UNIVERSAL, **wrong)
+    house.upload(1, UploadState.WAITING, UNIVERSAL, **wrong)
     assert house.told()["source-damaged"] == "s1b1 → nas: the object differs; ckptd verify --repair"
     assert unfinished(house.state) == {}, "its own bytes are right"
-    house.ship(1, UploadState.UPLOADING, UNIVERSAL, **wrong | {"reason": None})
+    house.upload(1, UploadState.UPLOADING, UNIVERSAL, **wrong | {"reason": None})
     assert house.told()["source-damaged"].startswith("s1b1 → nas: the object differs"), "tried again just now"
-    house.ship(1, UploadState.COMMITTED, UNIVERSAL)
+    house.upload(1, UploadState.COMMITTED, UNIVERSAL)
     assert house.told() == {}
 
 
 def test_a_form_that_nothing_tries_again_is_told_of_no_more(house: House) -> None:
     """Of an older save nobody makes it, unless a ladder leaves that alone."""
-    house.ship(1, UploadState.WAITING, UNIVERSAL, **WRONG)
-    house.ship(2, UploadState.WAITING)
+    house.upload(1, UploadState.WAITING, UNIVERSAL, **WRONG)
+    house.upload(2, UploadState.WAITING)
     assert set(house.told()) == {"source-damaged"}
-    house.ship(2, UploadState.COMMITTED)
+    house.upload(2, UploadState.COMMITTED)
     assert house.told() == {}
     (remote,) = house.job.config.remotes
     remote.policy = RetentionPolicy(save_total_limit=2, ladder=(Tier(form="universal", after_newer=3),))
     assert set(house.told()) == {"source-damaged"}
-    house.ship(1, UploadState.COMMITTED, UNIVERSAL, **WRONG)
+    house.upload(1, UploadState.COMMITTED, UNIVERSAL, **WRONG)
     assert house.told() == {}, "as an earlier release noted it"
 
 
 def test_damage_that_an_earlier_release_noted_is_told(house: House) -> None:
     """It wrote the state and the reason, and no more."""
-    house.ship(1, UploadState.REFUSED, reason="rank_0.pt: record data/0 has CRC 1")
+    house.upload(1, UploadState.REFUSED, reason="rank_0.pt: record data/0 has CRC 1")
     assert house.told()["source-damaged"] == (
         "s1b1 → nas: rank_0.pt: record data/0 has CRC 1; ckptd gc /jobs/run.toml --incomplete s1b1 removes it"
     )
@@ -283,7 +283,7 @@ def test_damage_that_an_earlier_release_noted_is_told(house: House) -> None:
 
 
 def test_the_way_out_is_a_repair_where_a_remote_has_it(house: House) -> None:
-    house.ship(1, UploadState.REFUSED, **WRONG)
+    house.upload(1, UploadState.REFUSED, **WRONG)
     house.state.uploads.put(house.ids[0], committed_record(sealed(1), remote="s3"))
     assert way_out(house.job, house.state, "s1b1") == (
         "ckptd verify /jobs/run.toml s1b1 --repair",
@@ -294,7 +294,7 @@ def test_the_way_out_is_a_repair_where_a_remote_has_it(house: House) -> None:
 
 
 def test_a_remote_that_is_configured_no_more_is_not_told_of(house: House) -> None:
-    house.ship(1, UploadState.FAILED, tries=9, reason="it is full")
+    house.upload(1, UploadState.FAILED, tries=9, reason="it is full")
     assert set(house.told()) == {"upload-failed"}
     house.job.config.remotes = ()
     assert house.told() == {}
@@ -353,7 +353,7 @@ def test_a_hold_that_was_given_up_is_told_of_until_it_is_of_no_use(house: House,
     house.state.holds.released[house.ids[0]] = "s1b1 lost its hold"
     assert house.told() == {"hold-released": "s1b1 lost its hold; free space, or save less often"}
     if end == "committed":
-        house.ship(1, UploadState.COMMITTED)
+        house.upload(1, UploadState.COMMITTED)
     elif end == "vanished":
         house.ends(1, "vanished")
     else:
@@ -363,7 +363,7 @@ def test_a_hold_that_was_given_up_is_told_of_until_it_is_of_no_use(house: House,
 
 def test_a_transfer_that_was_cut_is_over_when_nothing_is_left_to_move(house: House) -> None:
     house.problems.put("transfer-stalled", "nas", "nas: no byte moved", "wait")
-    house.ship(1, UploadState.FAILED, tries=1, reason="cut")
+    house.upload(1, UploadState.FAILED, tries=1, reason="cut")
     assert set(house.told()) == {"transfer-stalled"}
     house.ends(1, "vanished")
     assert house.told() == {}
@@ -434,7 +434,7 @@ def test_a_hold_of_a_damaged_save_that_a_person_removed_is_forgotten(house: Hous
     folder.mkdir(parents=True)
     house.state.journal.set_held(1, held=True)
     house.state.load()
-    house.ship(1, UploadState.REFUSED, **WRONG)
+    house.upload(1, UploadState.REFUSED, **WRONG)
     with files.opened_dir(tmp_path) as fd:
         forget_lost_holds(house.state, fd)
         assert house.state.saves.rows[1].held

@@ -22,7 +22,7 @@ from ckptd.daemon.uploads.uploads import UploadManager
 from ckptd.errors import CkptdError, RemoteError
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import messages as m
-from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
 from ckptd.storage.remote.transfer import Control
 from ckptd.storage.stores.checksums import crc64, to_hex
@@ -85,7 +85,7 @@ class Resent:
         shutil.copytree(self.node.save_dir / self.node.tag, place)
         return save_id
 
-    def ship(self, save_id: int, *, cut_after: int = 99) -> UploadState:
+    def upload(self, save_id: int, *, cut_after: int = 99) -> UploadState:
         """One attempt; the link is cut after so many objects, whatever is under way beside them."""
         with files.opened_dir(self.node.save_dir) as fd:
             self.uploads.upload(
@@ -107,7 +107,7 @@ class Resent:
 
         control = Control(pacer=RateLimiter(), check=check, on_moving=lambda *_: None, on_done=noted)
         try:
-            heard(ship(self.ground, order, control))
+            heard(upload_form(self.ground, order, control))
         except CkptdError as error:
             heard(m.Failed(error=type(error).__name__, message=error.message))
         return self.state.uploads.record(save_id, "nas", ZERO).state
@@ -137,10 +137,10 @@ def test_what_was_verified_of_one_is_not_believed_after_the_other(
 ) -> None:
     """The second replaced objects of the first, of the same size; then one of them goes on."""
     first = life.save(b"1", 5)
-    assert life.ship(first, cut_after=cuts[0]) is UploadState.FAILED
+    assert life.upload(first, cut_after=cuts[0]) is UploadState.FAILED
     second = life.save(b"2", 6)
-    assert life.ship(second, cut_after=cuts[1]) is UploadState.FAILED
+    assert life.upload(second, cut_after=cuts[1]) is UploadState.FAILED
     if ends == "the second":
-        assert life.ship(first, cut_after=1) is UploadState.FAILED
-    assert life.ship(first if ends == "the first" else second) is UploadState.COMMITTED
+        assert life.upload(first, cut_after=1) is UploadState.FAILED
+    assert life.upload(first if ends == "the first" else second) is UploadState.COMMITTED
     assert not life.committed_wrongly()

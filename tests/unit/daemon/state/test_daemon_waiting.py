@@ -75,7 +75,7 @@ def seen(*, commits: tuple[m.CommitView, ...] = ()) -> m.TagView:
 
 
 class Life:
-    """A node of two: its part of the save is shipped; `record` is what its journal says."""
+    """A node of two: its part of the save is uploaded; `record` is what its journal says."""
 
     def __init__(self, tmp_path: Path, record: UploadRecord) -> None:
         self.scene = Scene(tmp_path)
@@ -130,7 +130,7 @@ def waiting(tmp_path: Path) -> Life:
     return Life(tmp_path, record)
 
 
-def test_what_waits_is_shipped_again_and_not_only_described(waiting: Life) -> None:
+def test_what_waits_is_uploaded_again_and_not_only_described(waiting: Life) -> None:
     """It was described for ever: the answer was not for what waits."""
     assert "Describe" in waiting.actions(2e9)
     waiting.scene.session.tag_views[TAG] = seen()

@@ -13,7 +13,7 @@ from ckptd.core.model.manifest import Lease, lease_key, to_bytes
 from ckptd.errors import RefusedError
 from ckptd.maintenance.gc import Collector
 from ckptd.recover.select.inventory import RemoteInventory
-from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.observe import AttachedRemote, live_commits, read_remote
 from ckptd.storage.remote.repair import compare, lapse, leases_of
 from ckptd.storage.stores.rate_limit import Cancelled
@@ -53,9 +53,11 @@ class Pair:
             self.done.append(event.key)
             if event.key == self.key and self.done.count(self.key) == 1:
                 with pytest.raises(Cancelled):
-                    ship(self.ground, second.order(second.sealed()), replace(second.control(), on_done=dies))
+                    upload_form(
+                        self.ground, second.order(second.sealed()), replace(second.control(), on_done=dies)
+                    )
 
-        self.outcome = ship(
+        self.outcome = upload_form(
             self.ground,
             self.first.order(self.first.sealed()),
             replace(self.first.control(), on_done=replaced),
@@ -63,8 +65,8 @@ class Pair:
 
     def again(self) -> UploadResult:
         """The first node's next attempt, with what its journal holds."""
-        order = self.first.order(self.first.sealed(), shipped=self.first.shipped())
-        return ship(self.ground, order, self.first.control())
+        order = self.first.order(self.first.sealed(), uploaded=self.first.uploaded())
+        return upload_form(self.ground, order, self.first.control())
 
     def gone(self, node: str = "n1", *, dry_run: bool = False) -> list[str]:
         """What `gc --gone` removes."""

@@ -17,7 +17,7 @@ from ckptd.convert.remote import derive
 from ckptd.core.model.manifest import DerivedSource, folder_name
 from ckptd.core.model.records import UNIVERSAL
 from ckptd.errors import DamagedError, SourceChanged
-from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.documents import read_commit, read_generation
 from ckptd.storage.remote.messages import DeriveRequest, Planned, UploadedObject, UploadRequest
 from ckptd.storage.remote.transfer import sealed
@@ -55,9 +55,9 @@ class Scene:
         self.store = MemoryStore()
         self.ground: AttachedRemote = self.node.attached(self.store)
 
-    def order(self, form: str, shipped: tuple[UploadedObject, ...] = (), **changes: object) -> UploadRequest:
+    def order(self, form: str, uploaded: tuple[UploadedObject, ...] = (), **changes: object) -> UploadRequest:
         save = self.node.sealed()
-        order = self.node.order(save, form=form, shipped=shipped)
+        order = self.node.order(save, form=form, uploaded=uploaded)
         source = DerivedSource(
             generation=1, fingerprints=save.fingerprints, plan_sha256="", layout="", alignment=0
         )
@@ -76,9 +76,9 @@ class Scene:
             }
         )
 
-    def ship(self, order: UploadRequest, **changes: Any) -> UploadResult:
+    def upload(self, order: UploadRequest, **changes: Any) -> UploadResult:
         control = replace(self.node.control(), on_planned=self.node.events.append, **changes)
-        return ship(self.ground, order, control, derive.opened)
+        return upload_form(self.ground, order, control, derive.opened)
 
     def objects(self, form: str) -> dict[str, bytes]:
         head = f"{folder_name(self.node.tag, 1, form)}/"
@@ -102,7 +102,7 @@ def test_what_is_sent_is_what_convert_makes(scene: Scene, tmp_path: Path, form: 
     """And the manifest says of which plan; the plan itself never had a name."""
     options = ConvertOptions() if form == UNIVERSAL else ConvertOptions(form="weights")
     report = convert(scene.shards, tmp_path / "made", options)
-    result = scene.ship(scene.order(form))
+    result = scene.upload(scene.order(form))
     assert result.outcome == "committed"
     files = (p for p in (tmp_path / "made").rglob("*") if p.is_file())
     assert scene.objects(form) == {str(p.relative_to(tmp_path / "made")): p.read_bytes() for p in files}
@@ -115,9 +115,9 @@ def test_what_is_sent_is_what_convert_makes(scene: Scene, tmp_path: Path, form: 
 
 
 def test_a_commit_that_is_there_is_not_planned_again(scene: Scene) -> None:
-    scene.ship(scene.order(UNIVERSAL))
+    scene.upload(scene.order(UNIVERSAL))
     before = dict(scene.store.objects)
-    assert scene.ship(scene.order(UNIVERSAL)).outcome == "committed"
+    assert scene.upload(scene.order(UNIVERSAL)).outcome == "committed"
     assert scene.store.objects == before
     assert len(scene.planned()) == 1
 
@@ -126,19 +126,19 @@ def _stopped(scene: Scene, after: int) -> tuple[UploadedObject, ...]:
     """Cancelled when so many objects were done: what the journal knows of it."""
 
     def check() -> None:
-        if len(scene.node.shipped()) >= after:
+        if len(scene.node.uploaded()) >= after:
             raise Cancelled("enough")
 
     with pytest.raises(Cancelled):
-        scene.ship(scene.order(UNIVERSAL), check=check)
-    return scene.node.shipped()
+        scene.upload(scene.order(UNIVERSAL), check=check)
+    return scene.node.uploaded()
 
 
 def test_an_attempt_goes_on_where_one_of_the_same_plan_ended(scene: Scene) -> None:
     """Nothing that it finished is made or sent again."""
     done = _stopped(scene, 3)
     assert scene.is_untouched(UNIVERSAL)
-    result = scene.ship(scene.order(UNIVERSAL, done, plan_sha256=scene.planned()[0].plan_sha256))
+    result = scene.upload(scene.order(UNIVERSAL, done, plan_sha256=scene.planned()[0].plan_sha256))
     assert result.outcome == "committed"
     assert result.bytes_skipped >= sum(entry.bytes for entry in done)
     assert result.bytes_sent + result.bytes_skipped == scene.planned()[0].bytes
@@ -150,7 +150,7 @@ def test_what_another_plan_sent_is_compared_and_not_believed(scene: Scene) -> No
     first = done[0].key
     good = scene.store.objects[first]
     scene.store.objects[first] = bytes(len(good))
-    assert scene.ship(scene.order(UNIVERSAL, done, plan_sha256="0" * 64)).outcome == "committed"
+    assert scene.upload(scene.order(UNIVERSAL, done, plan_sha256="0" * 64)).outcome == "committed"
     assert scene.store.objects[first] == good
 
 
@@ -162,15 +162,15 @@ def test_a_save_that_changes_meanwhile_is_never_committed(scene: Scene) -> None:
 
     def on_done(entry: UploadedObject) -> None:
         scene.node.events.append(entry)
-        if len(scene.node.shipped()) == len(scene.objects(UNIVERSAL)) == scene.planned()[0].files:
+        if len(scene.node.uploaded()) == len(scene.objects(UNIVERSAL)) == scene.planned()[0].files:
             scene.node.rewrite(name, data)
 
     with pytest.raises(SourceChanged):
-        scene.ship(order, on_done=on_done)
+        scene.upload(order, on_done=on_done)
     assert len(scene.objects(UNIVERSAL)) == scene.planned()[0].files, "changed too early"
     scene.node.events.clear()
     with pytest.raises(SourceChanged):
-        scene.ship(order)
+        scene.upload(order)
     assert not scene.planned()
     assert scene.is_untouched(UNIVERSAL)
 
@@ -180,14 +180,14 @@ def test_planning_ends_when_the_order_is_cancelled(scene: Scene) -> None:
         raise Cancelled("at once")
 
     with pytest.raises(Cancelled):
-        scene.ship(scene.order(UNIVERSAL), check=check)
+        scene.upload(scene.order(UNIVERSAL), check=check)
     assert not scene.planned()
 
 
 def test_a_form_that_cannot_be_made_is_an_answer(scene: Scene) -> None:
     """Nothing is sent, and nobody tries it again."""
     two = scene.order(UNIVERSAL, folders=(scene.node.tag, "other"))
-    result = scene.ship(two)
+    result = scene.upload(two)
     assert (result.outcome, scene.objects(UNIVERSAL)) == ("refused", {})
     assert "two engines" in (result.reason or "")
     assert result.hint
@@ -228,14 +228,14 @@ def test_copies_that_differ_by_damage_are_no_form_that_will_never_be(tmp_path: P
     shard.write_bytes(data)
     order = scene.order(UNIVERSAL)
     if is_drift:
-        result = scene.ship(order)
+        result = scene.upload(order)
         assert (result.outcome, "different copies" in str(result.reason)) == ("refused", True)
     else:
         with pytest.raises(DamagedError, match=shard.name):
-            scene.ship(order)
+            scene.upload(order)
 
 
 def test_a_remotes_lasting_child_makes_nothing(scene: Scene) -> None:
     with pytest.raises(Exception, match="makes no universal"):
-        ship(scene.ground, scene.order(UNIVERSAL), scene.node.control(), sealed)
+        upload_form(scene.ground, scene.order(UNIVERSAL), scene.node.control(), sealed)
     assert scene.ground.identity.job_id == JOB_ID

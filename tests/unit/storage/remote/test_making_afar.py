@@ -22,11 +22,11 @@ from ckptd.core.model.manifest import DerivedSource, commit_key, manifest_key, s
 from ckptd.core.model.records import UNIVERSAL
 from ckptd.core.policy.leases import Attempt, attempts_folder, numbered
 from ckptd.errors import SourceChanged
-from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import read_commit, read_generation
 from ckptd.storage.remote.messages import Committed, DeleteCommit, DeriveRequest, Planned, UploadedObject
-from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.base import partial_name
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.rate_limit import Cancelled
@@ -101,7 +101,7 @@ class Spread:
         self.grounds: dict[str, AttachedRemote] = {n: self.nodes[n].attached(self.stores[n]) for n in NAMES}
         for name in ("n0", "n1"):
             node = self.nodes[name]
-            node.ship(self.grounds[name], node.order(node.sealed()))
+            node.upload(self.grounds[name], node.order(node.sealed()))
         for name in NAMES:
             self.beat(name)
         commit = read_commit(self.stores["n0"], (self.tag, 1, "zero"))
@@ -126,7 +126,7 @@ class Spread:
 
     def order(self, name: str, form: str = UNIVERSAL, **changes: object) -> UploadRequest:
         node = self.nodes[name]
-        order = node.order(node.sealed(), form=form, shipped=node.shipped())
+        order = node.order(node.sealed(), form=form, uploaded=node.uploaded())
         source = DerivedSource(generation=1, fingerprints=(), plan_sha256="", layout="", alignment=0)
         values = {
             "folders": (self.tag,),
@@ -140,7 +140,7 @@ class Spread:
             update={"files": (), "manifest": manifest, "making": DeriveRequest.model_validate(values)}
         )
 
-    def ship(
+    def upload(
         self,
         name: str,
         form: str = UNIVERSAL,
@@ -152,7 +152,7 @@ class Spread:
         node = self.nodes[name]
         control = replace(node.control(), on_planned=on_planned or node.events.append)
         control = replace(control, check=check) if check is not None else control
-        return ship(self.grounds[name], self.order(name, form, **changes), control, derive.opened)
+        return upload_form(self.grounds[name], self.order(name, form, **changes), control, derive.opened)
 
     def sent(self, folder: str) -> dict[str, bytes]:
         """What lies in a folder of the remote."""
@@ -173,11 +173,11 @@ class Spread:
             now()
         first = ""
         with suppress(SourceChanged):
-            first = self.ship("n0", form, on_planned=now).outcome
+            first = self.upload("n0", form, on_planned=now).outcome
         rows = (self.nas / attempts_folder(self.tag, 1, form)).glob("*.json")
         assert all(Attempt.model_validate_json(row.read_bytes()).refused is None for row in rows), first
         self.nodes["n0"].events.clear()  # as the daemon does: what was sent of it is not gone on with
-        assert first == "committed" or self.ship("n0", form).outcome == "committed"
+        assert first == "committed" or self.upload("n0", form).outcome == "committed"
         return self.sent(self.folder_of(form))
 
     def planned(self, name: str) -> list[Planned]:
@@ -215,11 +215,11 @@ def after(spread: Spread, name: str, objects: int, then: Callable[[], None]) -> 
     done: list[int] = []
 
     def check() -> None:
-        if not done and len(spread.nodes[name].shipped()) >= objects + before:
+        if not done and len(spread.nodes[name].uploaded()) >= objects + before:
             done.append(1)
             then()
 
-    before = len(spread.nodes[name].shipped())
+    before = len(spread.nodes[name].uploaded())
     return check
 
 
@@ -233,7 +233,7 @@ def test_a_node_without_the_shards_makes_the_form_that_all_of_them_make(tmp_path
     spread = Spread(tmp_path, LARGE)
     wanted = expected(spread, tmp_path / "made", form)
     spread.stores["n2"].shard_bytes = 0
-    result = spread.ship("n2", form)
+    result = spread.upload("n2", form)
     assert result.outcome == "committed"
     assert result.commit is not None
     assert spread.sent(f"{spread.tag}_{form}") == wanted
@@ -245,7 +245,7 @@ def test_a_node_without_the_shards_makes_the_form_that_all_of_them_make(tmp_path
     assert marks.keys() == {path.name for path in spread.whole.iterdir()}
     assert not list((spread.nodes["n2"].save_dir / "staging").iterdir())
     for name in ("n0", "n1"):
-        again = spread.ship(name, form)
+        again = spread.upload(name, form)
         assert (again.outcome, again.commit) == ("committed", result.commit)
         assert not spread.planned(name)
 
@@ -255,24 +255,24 @@ def test_others_wait_for_the_one_that_makes_it_and_replace_it_when_it_is_silent(
 ) -> None:
     wanted = expected(spread, tmp_path / "made")
     with pytest.raises(Cancelled):
-        spread.ship("n0", check=after(spread, "n0", 2, stop))
+        spread.upload("n0", check=after(spread, "n0", 2, stop))
     begun = spread.sent(f"{spread.tag}_universal")
     assert begun
     key = next(iter(begun))
     partial = partial_name(spread.stores["n0"]._owner, f"{spread.tag}_universal/{key}")
     half = (spread.nas / f"{spread.tag}_universal" / key).with_name(partial)
     half.write_bytes(b"half an upload")
-    waiting = spread.ship("n1")
+    waiting = spread.upload("n1")
     assert (waiting.outcome, waiting.reason) == ("waiting", "n0 makes it")
     assert not spread.planned("n1")
     spread.falls_silent("n0")
-    assert spread.ship("n1").outcome == "committed"
+    assert spread.upload("n1").outcome == "committed"
     assert [(a.number, a.node) for a in spread.attempts()] == [(1, "n0"), (2, "n1")]
     assert spread.sent(spread.folder()) == wanted
     assert spread.folder() == f"{spread.tag}_universal.a2"
     left = spread.sent(f"{spread.tag}_universal")
     assert list(left.values()) == [b"half an upload"], "nobody will go on with it; its own node gives that up"
-    assert spread.ship("n0").outcome == "committed"
+    assert spread.upload("n0").outcome == "committed"
     assert not (spread.nas / f"{spread.tag}_universal").exists()
     assert len(spread.planned("n0")) == 1
 
@@ -280,9 +280,9 @@ def test_others_wait_for_the_one_that_makes_it_and_replace_it_when_it_is_silent(
 def test_one_that_goes_on_after_a_break_goes_on_in_its_own_folder(spread: Spread, tmp_path: Path) -> None:
     wanted = expected(spread, tmp_path / "made")
     with pytest.raises(Cancelled):
-        spread.ship("n0", check=after(spread, "n0", 2, stop))
-    done = spread.nodes["n0"].shipped()
-    result = spread.ship("n0", plan_sha256=spread.planned("n0")[0].plan_sha256)
+        spread.upload("n0", check=after(spread, "n0", 2, stop))
+    done = spread.nodes["n0"].uploaded()
+    result = spread.upload("n0", plan_sha256=spread.planned("n0")[0].plan_sha256)
     assert result.outcome == "committed"
     assert result.bytes_skipped >= sum(one.bytes for one in done if one.key.startswith(f"{spread.tag}_"))
     assert [a.number for a in spread.attempts()] == [1]
@@ -291,9 +291,9 @@ def test_one_that_goes_on_after_a_break_goes_on_in_its_own_folder(spread: Spread
 
 def test_one_that_was_paused_is_replaced(spread: Spread) -> None:
     with pytest.raises(Cancelled):
-        spread.ship("n0", check=after(spread, "n0", 1, stop))
+        spread.upload("n0", check=after(spread, "n0", 1, stop))
     spread.beat("n0", state="paused")
-    assert spread.ship("n1").outcome == "committed"
+    assert spread.upload("n1").outcome == "committed"
 
 
 def test_two_at_once_leave_one_commit_and_one_folder(spread: Spread, tmp_path: Path) -> None:
@@ -303,9 +303,9 @@ def test_two_at_once_leave_one_commit_and_one_folder(spread: Spread, tmp_path: P
 
     def meanwhile() -> None:
         spread.falls_silent("n0")
-        seen.append(spread.ship("n1"))
+        seen.append(spread.upload("n1"))
 
-    late = spread.ship("n0", check=after(spread, "n0", 2, meanwhile))
+    late = spread.upload("n0", check=after(spread, "n0", 2, meanwhile))
     assert [result.outcome for result in (*seen, late)] == ["committed", "committed"]
     assert late.commit == seen[0].commit
     assert spread.folder() == f"{spread.tag}_universal.a2"
@@ -318,7 +318,7 @@ def test_two_at_once_leave_one_commit_and_one_folder(spread: Spread, tmp_path: P
 def test_what_another_manifest_lists_is_not_swept(spread: Spread) -> None:
     """Whoever lists an object of a dead attempt's folder keeps it."""
     with pytest.raises(Cancelled):
-        spread.ship("n0", check=after(spread, "n0", 2, stop))
+        spread.upload("n0", check=after(spread, "n0", 2, stop))
     held = next(iter(spread.sent(f"{spread.tag}_universal")))
     key = f"{spread.tag}_universal/{held}"
     (other, *_) = read_generation(spread.stores["n0"], (spread.tag, 1, "zero"))
@@ -327,15 +327,15 @@ def test_what_another_manifest_lists_is_not_swept(spread: Spread) -> None:
     data = to_bytes(listing)
     spread.stores["n0"].put_if_absent(manifest_key(listing, sha256_of(data)), data)
     spread.falls_silent("n0")
-    assert spread.ship("n1").outcome == "committed"
+    assert spread.upload("n1").outcome == "committed"
     assert set(spread.sent(f"{spread.tag}_universal")) == {held}
 
 
 def test_a_form_that_cannot_be_made_is_told_to_all(spread: Spread) -> None:
-    first = spread.ship("n0", folders=(spread.tag, f"{spread.tag}/other"))
+    first = spread.upload("n0", folders=(spread.tag, f"{spread.tag}/other"))
     assert first.outcome == "refused"
     spread.falls_silent("n0")
-    second = spread.ship("n1")
+    second = spread.upload("n1")
     assert (second.outcome, second.reason, second.hint) == ("refused", first.reason, first.hint)
     assert not spread.planned("n1")
 
@@ -348,17 +348,17 @@ def test_of_a_damaged_object_nothing_is_committed_until_it_is_mended(tmp_path: P
     shard = next(p for p in (spread.nas / spread.tag).iterdir() if "pp_rank_1_" in p.name)
     good = shard.read_bytes()
     shard.write_bytes(_with_damaged_storages(good))
-    first = spread.ship("n0", form)
+    first = spread.upload("n0", form)
     assert (first.outcome, f"{spread.tag}/{shard.name}" in str(first.reason)) == ("damaged", True)
     assert len(spread.sent(f"{spread.tag}_{form}")) == len(wanted), "it was found out of what was read of it"
     for name in NAMES:
-        again = spread.ship(name, form)
+        again = spread.upload(name, form)
         assert (again.outcome, again.reason, again.hint) == ("damaged", first.reason, first.hint)
     assert [len(spread.planned(name)) for name in NAMES] == [1, 0, 0]
     assert read_commit(spread.stores["n0"], (spread.tag, 1, form)) is None
 
     shard.write_bytes(good)
-    assert spread.ship("n1", form).outcome == "committed"
+    assert spread.upload("n1", form).outcome == "committed"
     commit = read_commit(spread.stores["n0"], (spread.tag, 1, form))
     assert commit is not None
     assert commit.commit.folder == f"{spread.tag}_{form}.a3"
@@ -407,7 +407,7 @@ def test_copies_that_differ_on_the_way_alone_have_not_drifted_apart(tmp_path: Pa
         good = shard.read_bytes()
         if is_damage:
             shard.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-            first = spread.ship("n1")
+            first = spread.upload("n1")
             assert (first.outcome, shard.name in str(first.reason)) == ("damaged", True), first.reason
         else:
             made = spread.answered_wrongly(shard.name, {at: 1}, is_planned=True)
@@ -420,12 +420,12 @@ def test_what_lies_beside_damaged_shards_mends_nothing(tmp_path: Path) -> None:
     shard = next(p for p in (spread.nas / spread.tag).iterdir() if "pp_rank_1_" in p.name)
     good = shard.read_bytes()
     shard.write_bytes(_with_damaged_storages(good))
-    assert spread.ship("n0").outcome == "damaged"
+    assert spread.upload("n0").outcome == "damaged"
     (spread.nas / spread.tag / "late.txt").write_bytes(b"a note")
-    assert [spread.ship(name).outcome for name in NAMES] == ["damaged"] * 3
+    assert [spread.upload(name).outcome for name in NAMES] == ["damaged"] * 3
     assert [len(spread.planned(name)) for name in NAMES] == [1, 0, 0], "nobody tries it again"
     shard.write_bytes(good)
-    assert spread.ship("n2").outcome == "committed"
+    assert spread.upload("n2").outcome == "committed"
 
 
 def test_a_node_of_an_earlier_release_says_the_same_otherwise(tmp_path: Path) -> None:
@@ -445,10 +445,10 @@ def test_a_node_of_an_earlier_release_says_the_same_otherwise(tmp_path: Path) ->
 
     for _ in range(3):
         of_an_earlier_release()
-        assert [spread.ship(name).outcome for name in ("n0", "n2")] == ["damaged"] * 2
+        assert [spread.upload(name).outcome for name in ("n0", "n2")] == ["damaged"] * 2
     assert [len(spread.planned(name)) for name in NAMES] == [1, 0, 0], "read once by all of this release"
     shard.write_bytes(good)
-    assert spread.ship("n2").outcome == "committed"
+    assert spread.upload("n2").outcome == "committed"
 
 
 def test_a_bit_of_what_weights_are_made_of_is_seen(tmp_path: Path) -> None:
@@ -465,7 +465,7 @@ def test_a_bit_of_what_weights_are_made_of_is_seen(tmp_path: Path) -> None:
         begin, size = _payload(bytes(data), largest[number])
         data[begin + size - 1] ^= 1
         shard.write_bytes(data)
-        outcomes.append(spread.ship("n0", FP32).outcome)
+        outcomes.append(spread.upload("n0", FP32).outcome)
         if outcomes[-1] == "committed":
             assert spread.sent(f"{spread.tag}_{FP32}") == expected(spread, root / "made", FP32)
     assert sorted(outcomes) == ["committed", "committed", "damaged"]
@@ -483,7 +483,7 @@ def test_what_planning_reads_of_a_damaged_object_is_not_believed(spread: Spread,
             at = data.rindex(b"PK\x01\x02") + 16
     data[at] ^= 1
     shard.write_bytes(bytes(data))
-    assert spread.ship("n0").outcome == "damaged"
+    assert spread.upload("n0").outcome == "damaged"
     assert not spread.planned("n0")
 
 
@@ -495,11 +495,11 @@ def test_a_directory_that_a_flipped_bit_makes_unreadable_is_damage_that_ends(spr
     data = bytearray(good)
     data[data.rindex(b"PK\x01\x02") + at] ^= 1
     shard.write_bytes(data)
-    first = spread.ship("n0")
+    first = spread.upload("n0")
     assert (first.outcome, shard.name in str(first.reason)) == ("damaged", True)
-    assert spread.ship("n1").outcome == "damaged"
+    assert spread.upload("n1").outcome == "damaged"
     shard.write_bytes(good)
-    assert spread.ship("n1").outcome == "committed"
+    assert spread.upload("n1").outcome == "committed"
 
 
 def _payload(data: bytes, info: zipfile.ZipInfo) -> tuple[int, int]:
@@ -515,14 +515,14 @@ def test_what_was_sent_of_a_shard_that_was_mended_since_is_sent_again(spread: Sp
     good = shard.read_bytes()
     shard.write_bytes(_with_damaged_storages(good))
     with pytest.raises(Cancelled):
-        spread.ship("n0", check=after(spread, "n0", 6, stop))
+        spread.upload("n0", check=after(spread, "n0", 6, stop))
     shard.write_bytes(good)
     plan_sha256 = spread.planned("n0")[0].plan_sha256
     with pytest.raises(SourceChanged, match="made of other bytes"):
-        spread.ship("n0", plan_sha256=plan_sha256)
+        spread.upload("n0", plan_sha256=plan_sha256)
     assert read_commit(spread.stores["n0"], (spread.tag, 1, UNIVERSAL)) is None
     spread.nodes["n0"].events.clear()  # as the journal forgets what it knew of that attempt
-    assert spread.ship("n0", plan_sha256=plan_sha256).outcome == "committed"
+    assert spread.upload("n0", plan_sha256=plan_sha256).outcome == "committed"
     assert spread.sent(spread.folder()) == wanted
 
 
@@ -540,19 +540,19 @@ def _with_damaged_storages(data: bytes) -> bytes:
 def test_of_a_commit_that_is_gone_nothing_is_made(spread: Spread) -> None:
     (spread.nas / commit_key(spread.tag, 1, "zero")).unlink()
     with pytest.raises(SourceChanged, match="no longer holds"):
-        spread.ship("n0")
+        spread.upload("n0")
     assert not spread.planned("n0")
 
 
 def test_what_is_retired_is_not_made_again_and_forgets_who_made_it(spread: Spread) -> None:
-    result = spread.ship("n0")
+    result = spread.upload("n0")
     assert result.commit is not None
     order = DeleteCommit(
         tag=spread.tag, generation=1, form=UNIVERSAL, reason="keys", commit_sha256=result.commit.sha256
     )
-    retire(spread.grounds["n0"], order, lambda: None)
+    delete_commit(spread.grounds["n0"], order, lambda: None)
     assert not spread.attempts()
     assert not spread.sent(f"{spread.tag}_universal")
-    assert spread.ship("n1").outcome == "conflict"
+    assert spread.upload("n1").outcome == "conflict"
     assert not spread.attempts()
     assert not [event for event in spread.nodes["n1"].events if isinstance(event, UploadedObject)][2:]

@@ -11,12 +11,12 @@ import pytest
 from ckptd.core.model.manifest import Dispute, side_key, stem, to_bytes
 from ckptd.errors import RefusedError
 from ckptd.storage.remote import observe
+from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.messages import CommitView, DeleteCommit
 from ckptd.storage.remote.observe import AttachedRemote
-from ckptd.storage.remote.retire import retire
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import Node
-from tests.unit.storage.remote.test_remote_retire import Dying, Killed
+from tests.unit.storage.remote.test_remote_deletion import Dying, Killed
 
 FOLDER = "global_step10_universal"
 
@@ -45,7 +45,7 @@ class Ladder:
         ground = AttachedRemote(
             store=store or self.store, abilities=self.ground.abilities, identity=self.ground.identity
         )
-        retire(ground, order, lambda: None)
+        delete_commit(ground, order, lambda: None)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def ladder(tmp_path: Path) -> Ladder:
         node.tag = f"global_step{step}"
         node.write_all(str(step).encode(), size=20)
         for form in forms:
-            result = node.ship(ground, node.order(node.sealed(step=step), form=form))
+            result = node.upload(ground, node.order(node.sealed(step=step), form=form))
             assert result.commit is not None
             views.append(result.commit)
     return Ladder(ground, store, *views)

@@ -13,7 +13,7 @@ import pytest
 from ckptd.core.model.manifest import NodeManifest, parse
 from ckptd.errors import RemoteNotOurs, SourceChanged, StorageError, VerifyError
 from ckptd.storage.remote.attach import take_over
-from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.observe import live_commits, manifests_of, observe
 from ckptd.storage.remote.transfer import SMALL_BYTES
 from ckptd.storage.stores.checksums import crc64, to_hex
@@ -75,19 +75,19 @@ def node(tmp_path: Path) -> Node:
     return node
 
 
-def shipped_by(node: Node, store: MemoryStore, **more: object) -> UploadResult:
+def uploaded_by(node: Node, store: MemoryStore, **more: object) -> UploadResult:
     ground = node.attached(store)
-    return ship(ground, node.order(node.sealed()), replace(node.control(), **more))  # type: ignore[arg-type]
+    return upload_form(ground, node.order(node.sealed()), replace(node.control(), **more))  # type: ignore[arg-type]
 
 
 def test_many_at_once_each_once_and_listed_in_order(node: Node) -> None:
     store = Watched()
-    assert shipped_by(node, store).outcome == "committed"
+    assert uploaded_by(node, store).outcome == "committed"
     names = [path.name for path in sorted((node.save_dir / node.tag).iterdir())]
     assert sorted(store.begun) == [f"{node.tag}/{name}" for name in names]
     assert LANES // 2 <= store.most <= LANES
     assert store.asked == []
-    assert {event.key for event in node.shipped()} == set(store.begun)
+    assert {event.key for event in node.uploaded()} == set(store.begun)
     (key,) = [key for key in store.objects if "/nodes/" in key and node.tag in key]
     manifest = parse(NodeManifest, store.objects[key], "")
     assert [file.path for file in manifest.files] == names
@@ -97,7 +97,7 @@ def test_many_at_once_each_once_and_listed_in_order(node: Node) -> None:
 def test_large_files_keep_their_order_beside(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptd.storage.remote.transfer.SMALL_BYTES", 1000)
     store = Watched()
-    assert shipped_by(node, store).outcome == "committed"
+    assert uploaded_by(node, store).outcome == "committed"
     large = [key for key in store.begun if key.endswith(".pt")]
     assert large == sorted(large)
     assert len(large) == 3
@@ -120,7 +120,7 @@ def test_the_next_large_file_begins_before_the_one_before_it_ends(node: Node) ->
         assert store.second.wait(200), f"nothing began beside {key}"
 
     store = Overlapping(before=begins)
-    assert shipped_by(node, store).outcome == "committed"
+    assert uploaded_by(node, store).outcome == "committed"
     assert store.most == 2
     assert len(store.begun) == len(set(store.begun)) > COUNT
 
@@ -136,7 +136,7 @@ def test_the_error_of_one_large_file_ends_the_other(node: Node) -> None:
 
     store = Overlapping(before=broken)
     with pytest.raises(StorageError, match="over there fails"):
-        shipped_by(node, store)
+        uploaded_by(node, store)
     assert store.running == 0
     assert len(store.begun) <= 4
     assert not [key for key in store.objects if "/commits/" in key]
@@ -185,7 +185,7 @@ def test_the_error_of_one_lane_ends_all_and_is_the_one_that_is_raised(
     store = Watched(before=broken)
     before = set(threading.enumerate())
     with pytest.raises(StorageError, match="over there fails"):
-        shipped_by(node, store)
+        uploaded_by(node, store)
     assert store.running == 0
     assert set(threading.enumerate()) <= before
     index = next(n for n, key in enumerate(store.begun) if key.endswith(bad))
@@ -193,9 +193,9 @@ def test_the_error_of_one_lane_ends_all_and_is_the_one_that_is_raised(
     assert not store.partial
     assert not [key for key in store.objects if "/commits/" in key]
     store.before = lambda key: None
-    again = ship(
+    again = upload_form(
         node.attached(store),
-        node.order(node.sealed(), shipped=node.shipped()),
+        node.order(node.sealed(), uploaded=node.uploaded()),
         node.control(),
     )
     assert again.outcome == "committed"
@@ -212,7 +212,7 @@ def test_cancelling_is_heard_by_every_lane(node: Node) -> None:
             raise Cancelled(msg)
 
     with pytest.raises(Cancelled, match="enough"):
-        shipped_by(node, store, check=check, on_done=done.append)
+        uploaded_by(node, store, check=check, on_done=done.append)
     assert len(done) <= 9 + LANES
     assert not store.partial
 
@@ -230,7 +230,7 @@ def test_a_copy_that_differs_in_one_lane_ends_the_attempt(node: Node) -> None:
 
     store.before = rot
     with pytest.raises(VerifyError, match="differs"):
-        shipped_by(node, store)
+        uploaded_by(node, store)
     assert not [key for key in store.objects if "/commits/" in key]
 
 
@@ -243,7 +243,7 @@ def test_a_file_that_changes_while_lanes_run_stops_everything(node: Node) -> Non
 
     store = Watched(before=rewrite)
     with pytest.raises(SourceChanged, match=name):
-        shipped_by(node, store)
+        uploaded_by(node, store)
     assert not [key for key in store.objects if "/nodes/" in key and node.tag in key]
     assert not store.partial
 
@@ -261,10 +261,10 @@ def test_what_came_after_the_listing_is_compared_not_replaced(node: Node) -> Non
     store = Watched(before=meanwhile)
     # the first attempt finds bytes that no manifest lists and that are not the file's; the next replaces them
     with pytest.raises(Exception, match="appeared"):
-        shipped_by(node, store)
+        uploaded_by(node, store)
     assert store.objects[f"{node.tag}/{same}"] == (node.save_dir / node.tag / same).read_bytes()
     store.before = lambda key: None
-    assert shipped_by(node, store).outcome == "committed"
+    assert uploaded_by(node, store).outcome == "committed"
     for name in (same, other):
         assert store.objects[f"{node.tag}/{name}"] == (node.save_dir / node.tag / name).read_bytes()
 
@@ -296,7 +296,7 @@ def test_small_is_what_a_restart_may_send_again(node: Node, monkeypatch: pytest.
     def moving(key: str, _total: int, progress: Progress) -> None:
         flushed[key] = max(flushed.get(key, 0), progress.flushed_bytes)
 
-    assert shipped_by(node, Watched(), on_moving=moving).outcome == "committed"
+    assert uploaded_by(node, Watched(), on_moving=moving).outcome == "committed"
     assert flushed[f"{node.tag}/{OPTIM.format(d=0)}"] > 9000
     assert flushed[f"{node.tag}/{OPTIM.format(d=1)}"] == 0
 
@@ -320,10 +320,10 @@ def test_what_another_node_committed_meanwhile_is_not_taken_for_nobodys(tmp_path
             while not (keys <= set(store.begun) and store.running == 1) and time.monotonic() < end:
                 time.sleep(0.001)
             store.before = lambda _: None
-            assert shipped_by(first, store).outcome == "committed"
+            assert uploaded_by(first, store).outcome == "committed"
 
     store.before = overtaken
-    again = ship(ground, order, second.control())
+    again = upload_form(ground, order, second.control())
     assert again.outcome == "committed"
     assert store.objects[key] == b"1" * 40
 
@@ -349,15 +349,15 @@ def test_nothing_is_committed_over_what_another_node_is_replacing(tmp_path: Path
         done.append(event.key)
         if event.key == key and done.count(key) == 1:
             with pytest.raises(Cancelled):
-                ship(ground, second.order(second.sealed()), replace(second.control(), on_done=dies))
+                upload_form(ground, second.order(second.sealed()), replace(second.control(), on_done=dies))
             assert store.objects[key] == b"2" * 40
 
-    outcome = ship(ground, first.order(first.sealed()), replace(first.control(), on_done=replaced))
+    outcome = upload_form(ground, first.order(first.sealed()), replace(first.control(), on_done=replaced))
     assert_true(store)
     assert outcome.outcome == "waiting"
     assert "n1" in (outcome.reason or "")
     for node in (second, first):
-        outcome = ship(ground, node.order(node.sealed()), node.control())
+        outcome = upload_form(ground, node.order(node.sealed()), node.control())
         assert_true(store)
     assert outcome.outcome == "committed"
     assert not [name for name in store.objects if "/leases/" in name]
@@ -382,5 +382,5 @@ def test_a_remote_that_is_taken_over_while_files_are_sent_gets_no_commit(node: N
 
     store.before = taken
     with pytest.raises(RemoteNotOurs):
-        ship(ground, node.order(node.sealed()), node.control())
+        upload_form(ground, node.order(node.sealed()), node.control())
     assert not [key for key in store.objects if key.startswith(("_ckptd/commits/", "_ckptd/nodes/"))]

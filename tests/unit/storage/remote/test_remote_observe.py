@@ -31,7 +31,7 @@ def test_what_was_retired_is_not_remembered(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         node.tag = f"global_step{step}"
         node.write_all(str(step).encode(), size=20)
-        node.ship(ground, node.order(node.sealed(step=step)))
+        node.upload(ground, node.order(node.sealed(step=step)))
     cache = DocumentCache()
     assert len(observe(store, cache=cache).commits) == 3
     assert len(cache) == 3
@@ -45,7 +45,7 @@ def test_only_what_lasts_is_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     node = Node(tmp_path / "save")
     node.write_all()
     nas = tmp_path / "nas"
-    node.ship(node.attached(open_store(str(nas))), node.order(node.sealed()))
+    node.upload(node.attached(open_store(str(nas))), node.order(node.sealed()))
     heard: list[Answer] = []
     service = Service(lambda _, answer: heard.append(answer))
     settings = node.settings(nas)
@@ -70,7 +70,7 @@ def test_a_pointer_that_a_late_put_left_behind_is_put_right(tmp_path: Path) -> N
     for step in (10, 20):
         node.tag = f"global_step{step}"
         node.write_all(str(step).encode(), size=20)
-        node.ship(ground, node.order(node.sealed(step=step)))
+        node.upload(ground, node.order(node.sealed(step=step)))
     heard: list[Answer] = []
     service = Service(lambda _, answer: heard.append(answer))
     service.expect(node.settings(nas))
@@ -92,7 +92,7 @@ def test_no_reader_is_misled_by_a_pointer(tmp_path: Path) -> None:
     for step in (10, 20):
         node.tag = f"global_step{step}"
         node.write_all(str(step).encode(), size=20)
-        node.ship(ground, node.order(node.sealed(step=step)))
+        node.upload(ground, node.order(node.sealed(step=step)))
     store.put("latest", b"global_step10")
     assert look_at(str(nas), {}).name == "global_step20"
 
@@ -119,7 +119,7 @@ def test_what_was_retired_costs_a_name(tmp_path: Path) -> None:
     """Neither reads nor the line through the pipe grow with what every tombstone lists."""
     node, store = Node(tmp_path / "save"), CountingStore()
     node.write_all()
-    node.ship(node.attached(store), node.order(node.sealed()))
+    node.upload(node.attached(store), node.order(node.sealed()))
     store.count()
     observe(store)
     alone = store.count()
@@ -131,7 +131,7 @@ def test_what_was_retired_costs_a_name(tmp_path: Path) -> None:
     assert len(cache) == 1
     assert len(seen.retired_tags) == 300
     assert len(seen.model_dump_json()) < 300 * 40 + 4000
-    node.ship(node.attached(store), node.order(node.sealed(step=20)))
+    node.upload(node.attached(store), node.order(node.sealed(step=20)))
     assert not [key for key in store.gets if "/retired/old_" in key]
     store.count()
     (stone,) = describe(store, "old_step7").retired
@@ -143,7 +143,7 @@ def test_tombstones_that_matter_are_read(tmp_path: Path) -> None:
     """Of removals that are under way, of disputed COMMITs, and all of them where nothing counts any more."""
     node, store = Node(tmp_path / "save"), CountingStore()
     node.write_all()
-    node.ship(node.attached(store), node.order(node.sealed()))
+    node.upload(node.attached(store), node.order(node.sealed()))
     for step in range(5):
         entomb(store, step)
     assert observe(store).retired == ()

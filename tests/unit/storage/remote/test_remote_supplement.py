@@ -22,8 +22,8 @@ from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
 from ckptd.storage.remote import garbage, observe
 from ckptd.storage.remote.commit import supplement
+from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.messages import DeleteCommit, UploadFile, UploadRequest, UploadResult
-from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import MODEL, OPTIM, Node, archive
@@ -68,7 +68,7 @@ class Scene:
         self.node = Node(root / "save")
         self.node.write_all()
         self.ground: AttachedRemote = self.node.attached(self.store)
-        self.commit = self.node.ship(self.ground, self.node.order(self.node.sealed())).commit
+        self.commit = self.node.upload(self.ground, self.node.order(self.node.sealed())).commit
         assert self.commit is not None
 
     def add(self, *rows: UploadFile) -> UploadResult:
@@ -124,7 +124,7 @@ def test_two_nodes_put_their_own_beside_one_commit(tmp_path: Path) -> None:
     for rank, node in enumerate(nodes):
         node.write({MODEL: archive(b"m" * 999), OPTIM.format(d=rank): archive(bytes([rank + 48]) * 999)})
     grounds = [node.attached(store) for node in nodes]
-    results = [n.ship(g, n.order(n.sealed())) for n, g in zip(nodes, grounds, strict=True)]
+    results = [n.upload(g, n.order(n.sealed())) for n, g in zip(nodes, grounds, strict=True)]
     commit = results[-1].commit
     assert commit is not None
     for node, ground in zip(nodes, grounds, strict=True):
@@ -146,7 +146,7 @@ def test_what_another_node_has_under_that_name_does_not_take_its_place(tmp_path:
         node.write({"note.txt": f"of {node.name}".encode()})
         store = DirectoryStore(str(tmp_path / "nas"), owner=f"id-{node.name}", window_bytes=1 << 20)
         grounds.append(node.attached(store))
-        results.append(node.ship(grounds[rank], node.order(node.sealed())))
+        results.append(node.upload(grounds[rank], node.order(node.sealed())))
     commit = results[1].commit
     assert commit is not None
     assert results[1].unlisted == ("note.txt",)
@@ -173,7 +173,7 @@ def test_what_another_node_has_under_that_name_does_not_take_its_place(tmp_path:
 def test_it_is_retired_with_its_commit_and_gc_counts_it_as_needed(scene: Scene) -> None:
     newer = replace(scene.node, tag="global_step6")
     newer.write_all()
-    newer.ship(scene.ground, newer.order(newer.sealed(step=6), generation=1))
+    newer.upload(scene.ground, newer.order(newer.sealed(step=6), generation=1))
     scene.add(late(scene.node, "notes.txt", b"one"))
     found = garbage.find(scene.store, scene.ground.identity)
     assert (found.objects, found.unlisted) == ((), {})
@@ -182,7 +182,7 @@ def test_it_is_retired_with_its_commit_and_gc_counts_it_as_needed(scene: Scene) 
     gone = DeleteCommit(
         tag="global_step5", generation=1, form="zero", reason="r", commit_sha256=scene.commit.sha256
     )
-    retire(scene.ground, gone, lambda: None)
+    delete_commit(scene.ground, gone, lambda: None)
     assert not [key for key in scene.store.objects if "global_step5" in key and "/retired/" not in key]
     assert not observe.confirm(scene.store, ((X1, "0"),)).ok
 

@@ -1,4 +1,4 @@
-"""`python -m bench.ship SAVE_DIR FORM URL`: one order as the daemon gives it, from the order to the COMMIT.
+"""`python -m bench.upload SAVE_DIR FORM URL`: one order as the daemon gives it, from the order to the COMMIT.
 
 Prints one JSON object: wall and CPU seconds of this process and of the remote's child while the order ran.
 With --kill-after the child is killed with SIGKILL and ordered to go on with what a journal would know.
@@ -56,7 +56,7 @@ class Orderer:
 
     settings: RemoteSettings
     answers: queue.SimpleQueue[Answer] = field(default_factory=queue.SimpleQueue)
-    shipped: dict[str, UploadedObject] = field(default_factory=dict)
+    uploaded: dict[str, UploadedObject] = field(default_factory=dict)
     partly: dict[str, PartlyUploaded] = field(default_factory=dict)
     cpu_of_dead: float = 0.0
 
@@ -87,13 +87,13 @@ class Orderer:
                 key=answer.key, flushed_bytes=answer.flushed_bytes, crc64=answer.crc64, token=answer.token
             )
         elif isinstance(answer, ObjectDone):
-            self.shipped[answer.object.key] = answer.object
+            self.uploaded[answer.object.key] = answer.object
             self.partly.pop(answer.object.key, None)
         else:
             self.answers.put(answer)
 
 
-def ship(orderer: Orderer, save: Save, kill_after: float | None) -> Shipping:
+def upload(orderer: Orderer, save: Save, kill_after: float | None) -> Shipping:
     """Attach, order, wait for the COMMIT.
 
     Raises:
@@ -114,7 +114,7 @@ def ship(orderer: Orderer, save: Save, kill_after: float | None) -> Shipping:
     answer, kills = orderer.ask(order), 0
     while isinstance(answer, Failed) and kill_after is not None and kills < 3:
         kills += 1
-        again = {"shipped": tuple(orderer.shipped.values()), "partly": tuple(orderer.partly.values())}
+        again = {"uploaded": tuple(orderer.uploaded.values()), "partly": tuple(orderer.partly.values())}
         answer = orderer.ask(order.model_copy(update=again))
     if not isinstance(answer, UploadResult) or answer.outcome != "committed":
         raise RuntimeError(f"not committed: {answer}")
@@ -122,7 +122,7 @@ def ship(orderer: Orderer, save: Save, kill_after: float | None) -> Shipping:
         attach_seconds=attach_seconds,
         wall_seconds=time.monotonic() - started,
         cpu_seconds=time.process_time() + orderer.child_cpu() + orderer.cpu_of_dead - cpu,
-        proof=", ".join(sorted({object_.proof for object_ in orderer.shipped.values()})),
+        proof=", ".join(sorted({object_.proof for object_ in orderer.uploaded.values()})),
         kills=kills,
     )
 
@@ -150,7 +150,7 @@ def main() -> None:
     )
     orderer = Orderer(settings)
     try:
-        print(json.dumps(asdict(ship(orderer, Save(given.save_dir, given.form), given.kill_after))))
+        print(json.dumps(asdict(upload(orderer, Save(given.save_dir, given.form), given.kill_after))))
     finally:
         orderer.client.close()
 

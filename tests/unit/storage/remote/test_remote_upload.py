@@ -24,7 +24,7 @@ from ckptd.errors import (
     VerifyError,
 )
 from ckptd.storage.remote import observe
-from ckptd.storage.remote.commit import ship
+from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.messages import UploadedObject
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
 from ckptd.storage.stores.checksums import crc64, to_hex
@@ -62,7 +62,7 @@ def test_a_save_lands_as_the_trainer_wrote_it_and_is_committed(
     node: Node, nas: Path, ground: AttachedRemote
 ) -> None:
     (node.save_dir / "tokenizer.json").write_bytes(b"{}")
-    result = node.ship(ground, node.order(node.sealed(), extras=("tokenizer.json",)))
+    result = node.upload(ground, node.order(node.sealed(), extras=("tokenizer.json",)))
     assert result.outcome == "committed"
     for path in (node.save_dir / node.tag).iterdir():
         copy = nas / node.tag / path.name
@@ -105,7 +105,7 @@ class ReadBackLate(MemoryStore):
 def test_one_is_read_back_while_the_next_is_sent(node: Node) -> None:
     """By the order of events: who reads back before it sends on would wait for itself."""
     store = ReadBackLate()
-    assert node.ship(node.attached(store), node.order(node.sealed())).outcome == "committed"
+    assert node.upload(node.attached(store), node.order(node.sealed())).outcome == "committed"
     assert store.is_second_sent.is_set()
 
 
@@ -121,7 +121,7 @@ def test_a_commit_that_is_not_given_back_as_created_is_none(node: Node) -> None:
     """P3: nobody rests on it, so nothing local goes for it."""
     store = GivesBackAnother()
     with pytest.raises(RemoteError, match="does not give back _ckptd/commits/") as caught:
-        node.ship(node.attached(store), node.order(node.sealed()))
+        node.upload(node.attached(store), node.order(node.sealed()))
     assert "ckptd check" in caught.value.hint
 
 
@@ -157,10 +157,10 @@ def test_a_side_file_that_changed_between_manifest_and_commit_is_not_called_comm
     store = NoCommit()
     ground = node.attached(store)
     with pytest.raises(RemoteError):
-        node.ship(ground, node.order(node.sealed()))
+        node.upload(ground, node.order(node.sealed()))
     store.is_broken = False
     node.write({"trainer_notes.json": b"two, longer"})
-    result = node.ship(ground, node.order(node.sealed(save_seq=1)))
+    result = node.upload(ground, node.order(node.sealed(save_seq=1)))
     assert (result.outcome, result.unlisted) == ("committed", ("trainer_notes.json",))
 
 
@@ -172,7 +172,7 @@ def test_a_node_whose_side_file_is_not_the_one_that_is_listed_says_so(tmp_path: 
         one.write({OPTIM.format(d=rank): archive(b"%d" % rank * 500), MODEL: archive(b"m" * 500)})
         one.write({"note.txt": f"of {name}".encode(), "same.txt": b"of both"})
         store = DirectoryStore(str(nas), owner=f"id-{name}", window_bytes=1 << 20)
-        results.append(one.ship(one.attached(store), one.order(one.sealed())))
+        results.append(one.upload(one.attached(store), one.order(one.sealed())))
     assert [result.outcome for result in results] == ["waiting", "committed"]
     assert results[1].unlisted == ("note.txt",)
 
@@ -180,7 +180,7 @@ def test_a_node_whose_side_file_is_not_the_one_that_is_listed_says_so(tmp_path: 
 def test_a_manifest_of_a_dead_daemon_that_comes_late_is_not_committed(node: Node) -> None:
     """P4: it has the higher revision, and what it lists lies there no more."""
     store = TakesLateRequests()
-    outcome = node.ship(node.attached(store), node.order(node.sealed()))
+    outcome = node.upload(node.attached(store), node.order(node.sealed()))
     assert outcome.outcome == "conflict", outcome
     assert "came between" in (outcome.reason or "")
     assert not live_commits(read_remote(store))
@@ -188,8 +188,8 @@ def test_a_manifest_of_a_dead_daemon_that_comes_late_is_not_committed(node: Node
 
 def test_shipping_again_sends_nothing(node: Node, ground: AttachedRemote) -> None:
     order = node.order(node.sealed())
-    first = node.ship(ground, order)
-    again = node.ship(ground, order)
+    first = node.upload(ground, order)
+    again = node.upload(ground, order)
     assert (again.outcome, again.bytes_sent) == ("committed", 0)
     assert again.manifest_sha256 == first.manifest_sha256
 
@@ -201,7 +201,7 @@ def test_what_lies_there_already_is_compared_not_sent(node: Node, nas: Path, gro
         (nas / node.tag / name).write_bytes((node.save_dir / node.tag / name).read_bytes())
     torn = (node.save_dir / node.tag / OPTIM.format(d=1)).read_bytes()
     (nas / node.tag / OPTIM.format(d=1)).write_bytes(bytes([torn[0] ^ 1]) + torn[1:])
-    result = node.ship(ground, order)
+    result = node.upload(ground, order)
     assert result.outcome == "committed"
     assert (nas / node.tag / OPTIM.format(d=1)).read_bytes() == torn
     side = len(b"print()")
@@ -212,11 +212,11 @@ def test_records_of_an_earlier_attempt_are_used_while_the_object_is_there(
     node: Node, nas: Path, ground: AttachedRemote
 ) -> None:
     order = node.order(node.sealed())
-    node.ship(ground, order)
-    shipped = node.shipped()
+    node.upload(ground, order)
+    uploaded = node.uploaded()
     (nas / "_ckptd/commits/global_step5~g1~zero.json").unlink()
     (nas / node.tag / MODEL).unlink()
-    result = node.ship(ground, order.model_copy(update={"shipped": shipped}))
+    result = node.upload(ground, order.model_copy(update={"uploaded": uploaded}))
     assert result.outcome == "committed"
     assert result.bytes_sent == (node.save_dir / node.tag / MODEL).stat().st_size
 
@@ -227,7 +227,7 @@ def test_a_file_written_since_it_was_sealed_stops_everything(
     save = node.sealed()
     node.rewrite(OPTIM.format(d=1), archive(b"other"))
     with pytest.raises(SourceChanged, match="written since"):
-        node.ship(ground, node.order(save))
+        node.upload(ground, node.order(save))
     assert not list((nas / "_ckptd").glob("commits/*"))
     assert not list((nas / "_ckptd").glob("nodes/*/*"))
 
@@ -239,7 +239,7 @@ def test_a_file_written_while_the_last_one_is_sent_stops_the_commit(
     node.write({MODEL: archive(b"again" * 2000)})
     first = order.files[0].path
     with pytest.raises(SourceChanged):
-        node.ship(ground, order)
+        node.upload(ground, order)
 
     node.write_all()
     shutil.rmtree(nas / node.tag, ignore_errors=True)
@@ -252,12 +252,12 @@ def test_a_file_written_while_the_last_one_is_sent_stops_the_commit(
             node.rewrite(first, archive(b"later"))
 
     with pytest.raises(SourceChanged, match=first):
-        ship(ground, order, replace(control, on_done=on_done))
+        upload_form(ground, order, replace(control, on_done=on_done))
     assert not list((nas / "_ckptd").glob("nodes/*/*"))
 
 
 @pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
-def test_a_bit_that_flipped_since_the_save_is_found_and_nothing_of_the_file_is_shipped(
+def test_a_bit_that_flipped_since_the_save_is_found_and_nothing_of_the_file_is_uploaded(
     node: Node, nas: Path, ground: AttachedRemote, at: float
 ) -> None:
     name = OPTIM.format(d=0)
@@ -267,7 +267,7 @@ def test_a_bit_that_flipped_since_the_save_is_found_and_nothing_of_the_file_is_s
     data[int(len(data) * at)] ^= 16
     path.write_bytes(data)
     with pytest.raises(DamagedError, match=rf"{name}: record data/\d has CRC"):
-        node.ship(ground, node.order(node.sealed()))
+        node.upload(ground, node.order(node.sealed()))
     assert not (nas / node.tag / name).exists()
     assert not list((nas / node.tag).glob(".ckptd-part-*")) if (nas / node.tag).exists() else True
 
@@ -286,14 +286,14 @@ def test_a_copy_that_differs_is_removed_and_not_committed(
 
     monkeypatch.setattr("ckptd.storage.stores.directory.publish", rotten)
     with pytest.raises(VerifyError):
-        node.ship(ground, node.order(node.sealed()))
+        node.upload(ground, node.order(node.sealed()))
     assert not list((nas / "_ckptd").glob("commits/*"))
 
 
 def test_a_remote_that_lost_its_identity_gets_nothing(node: Node, nas: Path, ground: AttachedRemote) -> None:
     (nas / "_ckptd/remote.json").unlink()
     with pytest.raises(RemoteNotOurs, match=r"remote\.json"):
-        node.ship(ground, node.order(node.sealed()))
+        node.upload(ground, node.order(node.sealed()))
     assert not (nas / node.tag).exists()
 
 
@@ -303,17 +303,17 @@ def test_a_commit_that_cannot_be_read_stays_as_it_is(
 ) -> None:
     """That says nothing of the save that is sent, and its generation is nobody's any more."""
     order = node.order(node.sealed())
-    assert node.ship(ground, order).outcome == "committed"
+    assert node.upload(ground, order).outcome == "committed"
     commit = nas / "_ckptd/commits/global_step5~g1~zero.json"
     commit.write_bytes(cut)
     with pytest.raises(DocumentDamaged, match=commit.name):
-        node.ship(ground, order)
+        node.upload(ground, order)
     assert commit.read_bytes() == cut
     where = (node.tag, 1, "zero")
     view = observe.describe(ground.store, node.tag, node="n0")
     assert (view.unreadable, view.commits) == ((where,), ())
     assert observe.observe(ground.store).unreadable == (where,)
-    assert node.ship(ground, node.order(node.sealed(), generation=2)).outcome == "committed"
+    assert node.upload(ground, node.order(node.sealed(), generation=2)).outcome == "committed"
 
 
 def test_a_tombstone_that_cannot_be_read_keeps_its_generation(
@@ -331,7 +331,7 @@ def test_an_identity_that_cannot_be_read_says_nothing_of_the_save(
 ) -> None:
     (nas / "_ckptd/remote.json").write_bytes(b"")
     with pytest.raises(DocumentDamaged, match=r"remote\.json"):
-        node.ship(ground, node.order(node.sealed()))
+        node.upload(ground, node.order(node.sealed()))
     assert not (nas / node.tag).exists()
 
 
@@ -348,7 +348,7 @@ def test_a_remote_that_changed_hands_while_files_were_sent_gets_no_manifest(
             os.replace(other, identity)
 
     with pytest.raises(RemoteNotOurs, match="was made again"):
-        ship(ground, order, replace(control, on_done=on_done))
+        upload_form(ground, order, replace(control, on_done=on_done))
     assert not list((nas / "_ckptd").glob("nodes/*/*"))
 
 
@@ -357,18 +357,18 @@ def test_two_nodes_cover_the_grid_and_the_second_commits(tmp_path: Path, nas: Pa
     nodes[0].write({MODEL: archive(b"m" * 999), OPTIM.format(d=0): archive(b"0" * 999)})
     nodes[1].write({MODEL: archive(b"m" * 999), OPTIM.format(d=1): archive(b"1" * 999)})
     grounds = [n.attached(DirectoryStore(str(nas), owner=n.name)) for n in nodes]
-    first = nodes[0].ship(grounds[0], nodes[0].order(nodes[0].sealed()))
+    first = nodes[0].upload(grounds[0], nodes[0].order(nodes[0].sealed()))
     assert first.outcome == "waiting"
     assert "rank 1" in (first.reason or "")
     assert "so far only a uploaded its part" in (first.reason or "")
     assert observe.observe(grounds[0].store).uncommitted == (("global_step5", 1, "zero"),)
     assert not (nas / "latest").exists(), "it names only what is committed (P6)"
-    second = nodes[1].ship(grounds[1], nodes[1].order(nodes[1].sealed()))
+    second = nodes[1].upload(grounds[1], nodes[1].order(nodes[1].sealed()))
     assert second.outcome == "committed"
     assert second.commit is not None
     assert len(second.commit.commit.manifests) == 2
     assert second.commit.commit.files == 3
-    again = nodes[0].ship(grounds[0], nodes[0].order(nodes[0].sealed()))
+    again = nodes[0].upload(grounds[0], nodes[0].order(nodes[0].sealed()))
     assert (again.outcome, again.commit) == ("committed", second.commit)
 
 
@@ -397,7 +397,7 @@ def test_swapped_tensors_of_two_nodes_under_one_name_are_not_one_save(
             empty = order.manifest.model_copy(update={"empty_folders": ("offloaded_tensors/rank00",)})
             order = order.model_copy(update={"manifest": empty})
         ground = one.attached(DirectoryStore(str(nas), owner=name))
-        results.append(one.ship(ground, order))
+        results.append(one.upload(ground, order))
     assert [result.outcome for result in results] == ["waiting", "conflict"]
     assert "local rank" in (results[1].reason or "")
     assert not list((nas / "_ckptd").glob("commits/*"))
@@ -425,11 +425,11 @@ def test_a_commit_names_its_manifests_where_a_listing_does_not_yet(tmp_path: Pat
         node.write(model | {OPTIM.format(d=d): archive(str(d).encode() * 999)})
         grounds.append(node.attached(store))
         orders.append(node.order(node.sealed()))
-        results.append(node.ship(grounds[-1], orders[-1]))
+        results.append(node.upload(grounds[-1], orders[-1]))
     assert results[-1].outcome == "committed"
     store.is_late = True
     for name, ground, order in zip(names, grounds, orders, strict=True):
-        again = Node(tmp_path / name, name).ship(ground, order)
+        again = Node(tmp_path / name, name).upload(ground, order)
         assert (again.outcome, again.commit) == ("committed", results[-1].commit), again.reason
         view = observe.describe(store, "global_step5", node=name)
         listed = [seen.manifest.node for seen in view.manifests if seen.committed]
@@ -442,10 +442,10 @@ def test_a_replica_is_sent_by_whoever_has_it(tmp_path: Path, nas: Path) -> None:
     b, c = (Node(tmp_path / name, name) for name in ("b", "c"))
     b.write({MODEL: archive(b"m" * 999), OPTIM.format(d=1): archive(b"1" * 999)})
     c.write({OPTIM.format(d=0): archive(b"0" * 999)})
-    first = b.ship(b.attached(DirectoryStore(str(nas), owner="b")), b.order(b.sealed()))
+    first = b.upload(b.attached(DirectoryStore(str(nas), owner="b")), b.order(b.sealed()))
     assert first.outcome == "waiting"
     assert (nas / b.tag / MODEL).read_bytes() == archive(b"m" * 999)
-    second = c.ship(c.attached(DirectoryStore(str(nas), owner="c")), c.order(c.sealed()))
+    second = c.upload(c.attached(DirectoryStore(str(nas), owner="c")), c.order(c.sealed()))
     assert second.outcome == "committed", second.reason
     assert second.commit is not None
     assert second.commit.commit.files == 3
@@ -456,11 +456,11 @@ def test_another_save_in_the_generation_is_a_conflict(tmp_path: Path, nas: Path)
     a.write({MODEL: archive(b"m" * 999), OPTIM.format(d=0): archive(b"0" * 999)})
     b.write({OPTIM.format(d=1): archive(b"1" * 999)})
     ground = a.attached(DirectoryStore(str(nas)))
-    a.ship(ground, a.order(a.sealed(seconds=0)))
-    late = b.ship(ground, b.order(b.sealed(seconds=1000)))
+    a.upload(ground, a.order(a.sealed(seconds=0)))
+    late = b.upload(ground, b.order(b.sealed(seconds=1000)))
     assert late.outcome == "conflict"
     assert "1000 s apart" in (late.reason or "")
-    other_step = b.ship(ground, b.order(b.sealed(step=6)))
+    other_step = b.upload(ground, b.order(b.sealed(step=6)))
     assert other_step.outcome == "conflict"
     assert not (nas / "_ckptd/commits").exists() or not list((nas / "_ckptd/commits").iterdir())
     assert not (nas / a.tag / OPTIM.format(d=1)).exists()
@@ -472,11 +472,11 @@ def test_a_node_whose_files_changed_before_the_others_joined_disputes(tmp_path: 
     b.write({OPTIM.format(d=1): archive(b"1" * 999)})
     ground = a.attached(DirectoryStore(str(nas)))
     order = a.order(a.sealed())
-    a.ship(ground, order)
+    a.upload(ground, order)
     a.rewrite(OPTIM.format(d=0), archive(b"second save"))
-    committed = b.ship(ground, b.order(b.sealed()))
+    committed = b.upload(ground, b.order(b.sealed()))
     assert committed.outcome == "committed"
-    result = a.ship(ground, order)
+    result = a.upload(ground, order)
     assert result.outcome == "conflict"
     seen = read_remote(ground.store)
     assert [view.disputed for view in seen.commits] == [True]
@@ -493,20 +493,20 @@ def test_a_second_node_commits_nothing_on_a_store_without_create_only(tmp_path: 
     a, b = Node(tmp_path / "a", "a"), Node(tmp_path / "b", "b")
     a.write_all()
     b.write_all()
-    assert a.ship(a.attached(store), a.order(a.sealed())).outcome == "committed"
+    assert a.upload(a.attached(store), a.order(a.sealed())).outcome == "committed"
     order = b.order(b.sealed(), generation=2)
     with pytest.raises(RefusedError, match="node a writes there too") as caught:
-        b.ship(b.attached(store), order)
+        b.upload(b.attached(store), order)
     # what a requeue under another host name needs, and nobody else should do
     assert 'node_name = "a"' in caught.value.hint
     as_told = order.manifest.model_copy(update={"node": "a"})
-    assert b.ship(b.attached(store), order.model_copy(update={"manifest": as_told})).outcome == "committed"
+    assert b.upload(b.attached(store), order.model_copy(update={"manifest": as_told})).outcome == "committed"
 
 
 def test_extras_that_are_too_large_are_refused(node: Node, ground: AttachedRemote) -> None:
     (node.save_dir / "big").write_bytes(b"x" * ((16 << 20) + 1))
     with pytest.raises(RefusedError):
-        node.ship(ground, node.order(node.sealed(), extras=("big",)))
+        node.upload(ground, node.order(node.sealed(), extras=("big",)))
 
 
 def test_an_extra_that_changed_between_attempts_is_sent_anew(
@@ -515,13 +515,13 @@ def test_an_extra_that_changed_between_attempts_is_sent_anew(
     (node.save_dir / "t.json").write_bytes(b"one")
     save = node.sealed()
     order = node.order(save, extras=("t.json",))
-    node.ship(ground, order)
+    node.upload(ground, order)
     for path in (nas / "_ckptd").rglob("global_step5~g1~zero*/*.json"):
         path.unlink()
     (nas / "_ckptd/commits/global_step5~g1~zero.json").unlink()
     (node.save_dir / "t.json").write_bytes(b"two!")
-    order = node.order(save, extras=("t.json",), shipped=node.shipped())
-    result = node.ship(ground, order)
+    order = node.order(save, extras=("t.json",), uploaded=node.uploaded())
+    result = node.upload(ground, order)
     assert result.outcome == "committed"
     assert (nas / node.tag / "_extra/t.json").read_bytes() == b"two!"
     assert result.manifest_key is not None

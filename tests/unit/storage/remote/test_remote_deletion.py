@@ -25,9 +25,9 @@ from ckptd.core.model.manifest import (
 from ckptd.errors import CommitConflict, NotFoundError, RefusedError
 from ckptd.storage.remote import observe
 from ckptd.storage.remote.attach import attach
+from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import AttachedRemote
-from ckptd.storage.remote.retire import retire
 from ckptd.storage.stores.base import Abilities
 from tests.stores.counting import CountingStore
 from tests.stores.memory import MemoryStore
@@ -85,7 +85,7 @@ def commit_three(
         node.write_all(str(step).encode(), size=20)
         order = node.order(node.sealed(step=step))
         named = order.manifest.model_copy(update={"best_checkpoint": best})
-        result = node.ship(ground, order.model_copy(update={"manifest": named}))
+        result = node.upload(ground, order.model_copy(update={"manifest": named}))
         assert result.commit is not None
         views.append(result.commit)
     return ground, views
@@ -100,21 +100,21 @@ def order_for(view: CommitView) -> DeleteCommit:
 
 def test_a_retired_checkpoint_is_gone_but_for_its_tombstone(tmp_path: Path, store: MemoryStore) -> None:
     ground, views = commit_three(tmp_path, store)
-    retire(ground, order_for(views[0]), lambda: None)
+    delete_commit(ground, order_for(views[0]), lambda: None)
     left = [key for key in store.objects if "global_step10" in key]
     assert left == ["_ckptd/retired/global_step10~g1~zero.json"]
     stone = parse(Tombstone, store.objects[left[0]], "")
     assert len(stone.fingerprints) == 4
     seen = observe.observe(store)
     assert (len(seen.commits), seen.retiring, seen.latest) == (2, (), "global_step30")
-    retire(ground, order_for(views[0]), lambda: None)
+    delete_commit(ground, order_for(views[0]), lambda: None)
 
 
 def test_killed_between_any_two_changes_and_repeated(tmp_path: Path, store: MemoryStore) -> None:
     ground, views = commit_three(tmp_path, store)
     before = dict(store.objects)
     finished = MemoryStore(objects=dict(before))
-    retire(
+    delete_commit(
         AttachedRemote(store=finished, abilities=ground.abilities, identity=ground.identity),
         order_for(views[0]),
         lambda: None,
@@ -123,7 +123,7 @@ def test_killed_between_any_two_changes_and_repeated(tmp_path: Path, store: Memo
         dying = Dying(dict(before), changes)
         cut = AttachedRemote(store=dying, abilities=ground.abilities, identity=ground.identity)
         try:
-            retire(cut, order_for(views[0]), lambda: None)
+            delete_commit(cut, order_for(views[0]), lambda: None)
         except Killed:
             pass
         else:
@@ -136,7 +136,7 @@ def test_killed_between_any_two_changes_and_repeated(tmp_path: Path, store: Memo
         assert whole or "global_step10" not in committed
         if seen.retired_tags and after.objects != finished.objects:
             assert seen.retiring == (("global_step10", 1, "zero"),)
-        retire(
+        delete_commit(
             AttachedRemote(store=after, abilities=ground.abilities, identity=ground.identity),
             order_for(views[0]),
             lambda: None,
@@ -149,16 +149,16 @@ def test_objects_that_another_manifest_lists_stay(tmp_path: Path, store: MemoryS
     node.tag = "global_step10"
     node.write_all(size=20)
     ground = node.attached(store)
-    zero = node.ship(ground, node.order(node.sealed(step=10)))
+    zero = node.upload(ground, node.order(node.sealed(step=10)))
     order = node.order(node.sealed(step=10), form="universal")
     shared = [f.model_copy(update={"key": f"global_step10/{f.path}"}) for f in order.files]
-    universal = node.ship(ground, order.model_copy(update={"files": tuple(shared)}))
+    universal = node.upload(ground, order.model_copy(update={"files": tuple(shared)}))
     assert universal.outcome == "committed"
     node.tag = "global_step20"
     node.write_all(size=20)
-    node.ship(ground, node.order(node.sealed(step=20)))
+    node.upload(ground, node.order(node.sealed(step=20)))
     assert zero.commit is not None
-    retire(ground, order_for(zero.commit), lambda: None)
+    delete_commit(ground, order_for(zero.commit), lambda: None)
     assert all(file.key in store.objects for file in shared)
     assert [view.commit.form for view in observe.observe(store).commits] == ["universal", "zero"]
 
@@ -167,27 +167,27 @@ def test_what_may_not_go_stays(tmp_path: Path, store: MemoryStore) -> None:
     ground, views = commit_three(tmp_path, store)
     before = dict(store.objects)
     with pytest.raises(RefusedError, match="newest"):
-        retire(ground, order_for(views[2]), lambda: None)
+        delete_commit(ground, order_for(views[2]), lambda: None)
     wrong = order_for(views[0]).model_copy(update={"commit_sha256": "0" * 64})
     with pytest.raises(CommitConflict):
-        retire(ground, wrong, lambda: None)
+        delete_commit(ground, wrong, lambda: None)
     absent = order_for(views[0]).model_copy(update={"generation": 7})
     with pytest.raises(NotFoundError):
-        retire(ground, absent, lambda: None)
+        delete_commit(ground, absent, lambda: None)
     assert store.objects == before
     observe.record(store, Decision(kind="pin", tag="global_step10"))
     with pytest.raises(RefusedError, match="pinned"):
-        retire(ground, order_for(views[0]), lambda: None)
+        delete_commit(ground, order_for(views[0]), lambda: None)
     observe.record(store, Decision(kind="unpin", tag="global_step10"))
-    retire(ground, order_for(views[0]), lambda: None)
+    delete_commit(ground, order_for(views[0]), lambda: None)
 
 
 def test_the_best_stays_as_the_newest_commit_has_it(tmp_path: Path, store: MemoryStore) -> None:
     """Whatever was planned from an older look: the word may have come since."""
     ground, views = commit_three(tmp_path, store, best="global_step10")
     with pytest.raises(RefusedError, match="best"):
-        retire(ground, order_for(views[0]), lambda: None)
-    retire(ground, order_for(views[1]), lambda: None)
+        delete_commit(ground, order_for(views[0]), lambda: None)
+    delete_commit(ground, order_for(views[1]), lambda: None)
 
 
 class Pinning(MemoryStore):
@@ -207,7 +207,7 @@ def test_a_pin_that_comes_while_commits_are_read_counts(tmp_path: Path) -> None:
     ground, views = commit_three(tmp_path, store)
     store.is_awaited = True
     with pytest.raises(RefusedError, match="pinned"):
-        retire(ground, order_for(views[0]), lambda: None)
+        delete_commit(ground, order_for(views[0]), lambda: None)
     assert not store.is_awaited
 
 
@@ -220,10 +220,10 @@ def test_a_damaged_manifest_stops_retention(tmp_path: Path, store: MemoryStore) 
     before = dict(store.objects)
     for view in views[:2]:
         with pytest.raises(RefusedError, match="nothing"):
-            retire(ground, order_for(view), lambda: None)
+            delete_commit(ground, order_for(view), lambda: None)
     assert store.objects == before
     del store.objects[beside]
-    retire(ground, order_for(views[0]), lambda: None)
+    delete_commit(ground, order_for(views[0]), lambda: None)
     assert key in store.objects
 
 
@@ -233,7 +233,7 @@ def test_pointers_follow_branch_and_step_not_the_step_alone(tmp_path: Path, stor
     for tag, branch, step in (("global_step100", 0, 100), ("global_step60", 1, 60)):
         node.tag = tag
         node.write_all(tag.encode(), size=20)
-        node.ship(ground, node.order(node.sealed(step=step, branch=branch)))
+        node.upload(ground, node.order(node.sealed(step=step, branch=branch)))
     assert store.objects["latest"] == b"global_step60"
     store.objects["latest"] = b"nonsense"
     observe.point(store)
@@ -285,7 +285,7 @@ def test_a_newer_format_stops_everything(tmp_path: Path, store: MemoryStore) -> 
     with pytest.raises(RefusedError, match=r"2\.0"):
         observe.observe(store)
     with pytest.raises(RefusedError):
-        retire(ground, order_for(views[0]), lambda: None)
+        delete_commit(ground, order_for(views[0]), lambda: None)
     store.objects[key] = b"{half"
     assert observe.observe(store).damaged != ()
 
@@ -310,10 +310,10 @@ def test_a_commit_that_was_counted_and_is_disputed_meanwhile_saves_the_one_befor
     store.put(key, to_bytes(dispute))
     before = dict(store.objects)
     with pytest.raises(CommitConflict, match=third.key):
-        retire(ground, order, lambda: None)
+        delete_commit(ground, order, lambda: None)
     assert store.objects == before
     store.delete(key)
-    retire(ground, order, lambda: None)
+    delete_commit(ground, order, lambda: None)
     assert first.key not in store.objects
 
 
@@ -327,7 +327,7 @@ def test_a_removal_reads_what_may_lie_in_its_folder(tmp_path: Path) -> None:
     store.count()
     observe.observe(store, cache=ground.documents)
     store.count()
-    retire(ground, order_for(views[0]), lambda: None)
+    delete_commit(ground, order_for(views[0]), lambda: None)
     assert not [key for key in store.gets if "kept_step" in key]
     assert store.count() < 20
     assert not [key for key in store.objects if key.startswith("global_step10/")]
@@ -339,7 +339,7 @@ def test_what_a_strange_commit_lists_stays(tmp_path: Path) -> None:
     _, views = commit_three(tmp_path, store)
     ours = [key for key in store.objects if key.startswith("global_step10/")]
     copy_commit(store, views[0], "strange")
-    retire(attached(store), order_for(views[0]), lambda: None)
+    delete_commit(attached(store), order_for(views[0]), lambda: None)
     assert all(key in store.objects for key in ours)
 
 
@@ -348,7 +348,7 @@ def test_keys_in_strange_folders_are_looked_for_everywhere(tmp_path: Path) -> No
     _, views = commit_three(tmp_path, store)
     manifest = next(key for key in store.objects if key.startswith("_ckptd/nodes/global_step30"))
     copy_commit(store, views[2], "other_step5", folder="other_step5")
-    retire(attached(store), order_for(found(store, "other_step5")), lambda: None)
+    delete_commit(attached(store), order_for(found(store, "other_step5")), lambda: None)
     assert manifest in store.objects
     assert [key for key in store.objects if key.startswith("global_step30/")]
 

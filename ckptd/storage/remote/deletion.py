@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import Store
 
 
-def retire(ground: AttachedRemote, order: DeleteCommit, check: Callable[[], None]) -> None:
+def delete_commit(attached: AttachedRemote, order: DeleteCommit, check: Callable[[], None]) -> None:
     """Remove one committed form of one generation; `check` may raise between two removals.
 
     Raises:
@@ -47,8 +47,8 @@ def retire(ground: AttachedRemote, order: DeleteCommit, check: Callable[[], None
             or the form that is to be left instead is not whole.
         NotFoundError: no such COMMIT and no tombstone.
     """
-    store = ground.store
-    still_ours(store, ground.identity)
+    store = attached.store
+    still_ours(store, attached.identity)
     where: Stem = (order.tag, order.generation, order.form)
     damaged: list[str] = []
     manifests = read_generation(store, where, damaged)
@@ -56,10 +56,10 @@ def retire(ground: AttachedRemote, order: DeleteCommit, check: Callable[[], None
         msg = f"nothing of {order.tag} is removed: {damaged[0]}"
         raise RefusedError(msg, hint="what a damaged manifest lists is not known; see `ckptd gc`")
     mine = objects_of(known.manifest for known in manifests)
-    needed = listed_elsewhere(ground, where, mine.keys())
+    needed = listed_elsewhere(attached, where, mine.keys())
     commit = read_commit(store, where)
-    _entomb(ground, order, where, commit, manifests)
-    point(store, ground.documents)
+    _entomb(attached, order, where, commit, manifests)
+    point(store, attached.documents)
     store.delete(commit_key(*where))
     for key in _supplements(store, where):
         store.delete(key)
@@ -72,18 +72,18 @@ def retire(ground: AttachedRemote, order: DeleteCommit, check: Callable[[], None
         check()
         store.delete(known.key)
     forget_rows(store, where)
-    point(store, ground.documents)
+    point(store, attached.documents)
 
 
 def _entomb(
-    ground: AttachedRemote,
+    attached: AttachedRemote,
     order: DeleteCommit,
     where: Stem,
     commit: CommitView | None,
     manifests: tuple[KnownManifest, ...],
 ) -> None:
     """Create the tombstone, or find the one that an earlier attempt left."""
-    store, key = ground.store, side_key("retired", stem(*where))
+    store, key = attached.store, side_key("retired", stem(*where))
     data = store.get(key)
     if data is not None:
         stone = parse(Tombstone, data, key)
@@ -93,11 +93,11 @@ def _entomb(
         return
     if commit is None:
         msg = f"{store.url} has no COMMIT of {order.tag}, generation {order.generation}, form {order.form}"
-        raise NotFoundError(msg, hint="it was retired elsewhere, or never committed")
+        raise NotFoundError(msg, hint="another node deleted it, or it was never committed")
     if commit.sha256 != order.commit_sha256:
         msg = f"{commit.key} is {commit.sha256[:12]}, not {order.commit_sha256[:12]}"
         raise CommitConflict(msg, hint="look again; nothing was removed")
-    _protected(ground, order, commit)
+    _protected(attached, order, commit)
     members = [known.manifest for known in manifests if _is_listed(known, commit)]
     stone = Tombstone(
         tag=order.tag,
@@ -112,27 +112,27 @@ def _entomb(
         fingerprints=fingerprints_of(members) if order.form == "zero" else (),
     )
     if not store.put_if_absent(key, to_bytes(stone)):
-        _entomb(ground, order, where, commit, manifests)
+        _entomb(attached, order, where, commit, manifests)
 
 
-def _protected(ground: AttachedRemote, order: DeleteCommit, commit: CommitView) -> None:
+def _protected(attached: AttachedRemote, order: DeleteCommit, commit: CommitView) -> None:
     """Refuse what retention may never touch, judged by the remote alone (P5); which COMMITs there are is
     listed afresh."""
-    store = ground.store
+    store = attached.store
     if order.instead is not None:
         _whole(store, order, *order.instead)
     if not commit.disputed and not order.ends_run:
-        _spared(ground, order, commit)
+        _spared(attached, order, commit)
     # last, for another node's pin may come while all that is read
     if is_pinned(store, order.tag):
         msg = f"{order.tag} is pinned"
         raise RefusedError(msg, hint=f"`ckptd unpin JOB {shlex.quote(order.tag)}` first")
 
 
-def _spared(ground: AttachedRemote, order: DeleteCommit, commit: CommitView) -> None:
+def _spared(attached: AttachedRemote, order: DeleteCommit, commit: CommitView) -> None:
     """Refuse what is the newest or the best there, and what would go for a COMMIT that does not count."""
-    store = ground.store
-    found = read_commits(store, cache=ground.documents)
+    store = attached.store
+    found = read_commits(store, cache=attached.documents)
     # a COMMIT may be disputed while manifests are read, which takes minutes of many nodes
     lost = next((v for v in found.commits if v.disputed and v.sha256 in order.counted), None)
     if lost is not None:
@@ -167,7 +167,7 @@ def _whole(store: Store, order: DeleteCommit, form: str, sha256: str) -> None:
     about = f"{order.tag} stays as it is: its {form} form in {store.url}"
     if commit is None or commit.sha256 != sha256 or commit.disputed or _is_entombed(store, where):
         msg = f"{about} does not count"
-        raise RefusedError(msg, hint="it was retired, disputed or replaced; see `ckptd list`")
+        raise RefusedError(msg, hint="it was deleted, disputed or replaced; see `ckptd list`")
     listed = [known.manifest for known in read_generation(store, where, []) if _is_listed(known, commit)]
     if len(listed) != len(commit.commit.manifests):
         msg = f"{about} lacks a manifest"
@@ -193,7 +193,7 @@ def _supplements(store: Store, where: Stem) -> list[str]:
     return [key for late, key in keys if late is not None and late[:3] == where]
 
 
-def listed_elsewhere(ground: AttachedRemote, where: Stem, mine: Collection[str]) -> set[str]:
+def listed_elsewhere(attached: AttachedRemote, where: Stem, mine: Collection[str]) -> set[str]:
     """Return those of our keys that any other manifest lists, committed or not: they stay (H17).
 
     Keys lie in folders that are named after tag and generation, so only manifests of that generation, and of
@@ -201,15 +201,15 @@ def listed_elsewhere(ground: AttachedRemote, where: Stem, mine: Collection[str])
     its format. Where one of ours lies elsewhere, all others are read.
     """
     folders = {key.partition("/")[0] for key in mine}
-    others = generations_with_manifests(ground.store) - {where}
+    others = generations_with_manifests(attached.store) - {where}
     if all(_may_hold(where, folder) for folder in folders):
-        commits = read_commits(ground.store, cache=ground.documents).commits
+        commits = read_commits(attached.store, cache=attached.documents).commits
         strange = {stem_of(v.commit) for v in commits if v.commit.folder.partition("/")[0] in folders}
         near = {other for other in others if any(_may_hold(other, folder) for folder in folders)}
         others = near | (others & strange) | (others - {stem_of(v.commit) for v in commits})
     needed: set[str] = set()
     for other in others:
-        needed |= _readable(ground, other) & set(mine)
+        needed |= _readable(attached, other) & set(mine)
     return needed
 
 
@@ -219,9 +219,9 @@ def _may_hold(where: Stem, folder: str) -> bool:
     return folder == base or folder.startswith((f"{base}_", f"{base}.a"))
 
 
-def _readable(ground: AttachedRemote, where: Stem) -> set[str]:
-    keys = [info.key for info in ground.store.list(manifest_folder(where))]
-    found, damaged = read_keys(ground.store, where, keys, ground.manifests)
+def _readable(attached: AttachedRemote, where: Stem) -> set[str]:
+    keys = [info.key for info in attached.store.list(manifest_folder(where))]
+    found, damaged = read_keys(attached.store, where, keys, attached.manifests)
     if damaged:
         msg = f"nothing is removed: {damaged[0]}"
         raise RefusedError(msg, hint="it may list objects that are about to be deleted; see `ckptd gc`")
