@@ -38,7 +38,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test pytest adams bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house docs \
+.PHONY: help check-tools setup run test pytest adams bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -128,6 +128,10 @@ bench-transfer: setup $(PEERS) ## transfers against boto3, s3fs, awscrt, s5cmd, 
 
 bench-interference: setup ## step and save times of a real training with and without ckptd (writes docs/performance.md)
 	$(PY) -m bench.interference $(ARGS)
+
+bench-paired: setup ## this tree against another commit, in turns (BEFORE=COMMIT); none of it should be slower
+	test -d .build/before-$(BEFORE) || git worktree add --detach .build/before-$(BEFORE) $(BEFORE)
+	$(PY) -m bench.paired .build/before-$(BEFORE) $(ARGS)
 
 bench-cluster: setup ## a conversion from bucket to bucket by 1, 2 and 4 workers (writes docs/performance.md, docs/cluster.png)
 	$(PY) -m bench.cluster $(ARGS)

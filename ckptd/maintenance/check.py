@@ -20,6 +20,7 @@ import psutil
 from ckptd import errors
 from ckptd.base import files
 from ckptd.base.humanize import ago
+from ckptd.base.names import IDENTITY_KEY
 from ckptd.base.owned_dirs import lies_in_save_dir
 from ckptd.config.budget import MIB, divide, shortage
 from ckptd.config.commands import node_name
@@ -51,7 +52,6 @@ from ckptd.storage.local.state_dir import filesystem_type, is_network, state_bas
 from ckptd.storage.remote.attach import NEXT_STEP, are_one, one_place
 from ckptd.storage.remote.coordination import NEXT_STEP as IS_OWN_RUN
 from ckptd.storage.remote.coordination import other_writers
-from ckptd.storage.remote.documents import IDENTITY_KEY
 from ckptd.storage.remote.messages import Attach, Attached, Failed, RemoteSettings
 from ckptd.storage.stores.access import access_of, credentials_path
 from ckptd.storage.stores.open import is_s3

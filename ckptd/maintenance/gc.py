@@ -38,6 +38,7 @@ from ckptd.recover.select.copies import DESCRIPTION
 from ckptd.recover.select.job import journal_rows
 from ckptd.recover.select.runs import Runs, alive
 from ckptd.recover.select.steps import DERIVED_UNIVERSAL
+from ckptd.storage.child.apart import open_apart
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local import clones, fs
 from ckptd.storage.local.fs import remove_incomplete
@@ -46,7 +47,6 @@ from ckptd.storage.local.state_dir import read_node_id
 from ckptd.storage.remote.coordination import remove_stale_temporaries, stale_temporaries
 from ckptd.storage.remote.garbage import Garbage, carry_out, find, remove_run, remove_unlisted
 from ckptd.storage.remote.repair import compare, lapse, leases_of
-from ckptd.storage.stores.apart import open_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckptd.base.identity import FileIdentity, FolderIdentity
+from ckptd.base.names import IDENTITY_KEY
 from ckptd.base.retry import backoff_seconds
 from ckptd.core.completeness.markers import replicas
 from ckptd.core.completeness.order import next_order, sealing_order
@@ -36,7 +37,7 @@ from ckptd.daemon.uploads.session import commits_of, of_run
 from ckptd.daemon.uploads.uploads import STEP_IN_SECONDS
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.storage.remote import commit, deletion, observe
-from ckptd.storage.remote.documents import IDENTITY_KEY, DocumentCache
+from ckptd.storage.remote.documents import DocumentCache
 from ckptd.storage.remote.messages import DeleteCommit, UploadedObject, UploadFile, UploadRequest
 from ckptd.storage.remote.transfer import Control
 from ckptd.storage.stores.base import Abilities

@@ -18,6 +18,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from ckptd.base.names import IDENTITY_KEY
 from ckptd.core.model import manifest as documents_of
 from ckptd.core.model.manifest import RemoteIdentity, to_bytes
 from ckptd.core.policy.remote import keep_remote
@@ -115,7 +116,7 @@ class Fleet:
         self.engine: Engine = Engine() if first is None else first.engine
         self.remote: Remote = Remote() if first is None else first.remote
         if first is None:
-            self.remote.put("put", documents.IDENTITY_KEY, to_bytes(IDENTITY))
+            self.remote.put("put", IDENTITY_KEY, to_bytes(IDENTITY))
         else:
             self.told.lines = first.told.lines
         self.job = self._drawn_job()

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckptd.base.names import IDENTITY_KEY
 from ckptd.core.model.generation import AlreadyCommitted, GenerationChoice, JoinGeneration
 from ckptd.core.model.manifest import commit_key, sha256_of, to_bytes
 from ckptd.errors import CkptdError
-from ckptd.storage.remote import commit, deletion, documents, observe
+from ckptd.storage.remote import commit, deletion, observe
 from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
 from ckptd.storage.remote.transfer import Control
@@ -114,7 +115,7 @@ class World:
 
     def start(self) -> State:
         """Everybody holds the save after those before; the first generation is the one to be deleted."""
-        rules, store = self.rules, self._intern({documents.IDENTITY_KEY: to_bytes(IDENTITY)})
+        rules, store = self.rules, self._intern({IDENTITY_KEY: to_bytes(IDENTITY)})
         now = len(rules.before) + 1
         uploaded = [(number, index) for number in rules.before for index in range(len(rules.slots))]
         for number, index in [*uploaded, *((now, index) for index in rules.listed)]:
@@ -326,7 +327,7 @@ class World:
     def _is_stable(self, store: int, op: tuple[Hashable, ...]) -> bool:
         """A read whose answer nothing can change any more needs no step of its own."""
         verb, key = op[0], str(op[1]) if len(op) > 1 else ""
-        if verb not in ("get", "list") or key == documents.IDENTITY_KEY:
+        if verb not in ("get", "list") or key == IDENTITY_KEY:
             return verb == "get"
         if self._is_deleting:
             return False

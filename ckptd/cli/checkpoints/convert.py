@@ -201,8 +201,7 @@ def _refuse_remote(there: Path | str) -> None:
     """Refuse a folder in a directory remote, whose daemons keep what is there, and `latest_universal`."""
     from pathlib import Path
 
-    from ckptd.convert.remote.convert import within_remote
-    from ckptd.convert.remote.source import directory_remote
+    from ckptd.storage.stores.open import directory_remote, within_remote
 
     if isinstance(there, Path) and (root := directory_remote(there)) is not None:
         raise within_remote(str(there), root)

@@ -94,8 +94,8 @@ def register(app: typer.Typer) -> None:
 def _conversion(collector: Collector, where: Where) -> bool:
     """Tell whether the URL is where a conversion was killed; what it left open is given up."""
     from ckptd.errors import RemoteError
+    from ckptd.storage.child.apart import open_apart
     from ckptd.storage.stores.access import access_of
-    from ckptd.storage.stores.apart import open_apart
 
     (remote,) = where.remotes
     try:

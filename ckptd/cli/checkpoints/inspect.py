@@ -388,8 +388,8 @@ def _listed_in(parent: Path, folder: str) -> dict[str, str] | None:
 
     A remote whose documents cannot be read lists nothing: its own COMMITs are what makes it whole (P3).
     """
+    from ckptd.storage.child.apart import open_apart
     from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
-    from ckptd.storage.stores.apart import open_apart
 
     if not (parent / "_ckptd" / "remote.json").is_file():
         return None

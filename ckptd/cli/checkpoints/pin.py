@@ -131,8 +131,8 @@ def _record_remotely(config: JobConfig, decision: Decision, owner: Owner) -> Dec
 
 
 def _opened(remote: RemoteConfig) -> Store:
+    from ckptd.storage.child.apart import open_apart
     from ckptd.storage.stores.access import access_of
-    from ckptd.storage.stores.apart import open_apart
 
     return open_apart(remote.name, remote.url, access_of(remote))
 

@@ -69,11 +69,11 @@ def _bind(config: JobConfig, remote: RemoteConfig, fd: int) -> None:
     """Let save_dir hold the newest run of the remote, so that the daemon goes on with what it committed."""
     from ckptd.core.model.runs import short
     from ckptd.recover.select.runs import bind
+    from ckptd.storage.child.apart import open_apart
     from ckptd.storage.local.run_file import read_run
     from ckptd.storage.remote.attach import identity_of
     from ckptd.storage.remote.coordination import newest_run
     from ckptd.storage.stores.access import access_of
-    from ckptd.storage.stores.apart import open_apart
 
     store = open_apart(remote.name, remote.url, access_of(remote))
     row, held = newest_run(store), read_run(fd, str(config.save_dir))
@@ -98,11 +98,11 @@ def _must_be_silent(config: JobConfig, remote: RemoteConfig, state_dir: Path | N
     from ckptd.base.humanize import ago
     from ckptd.core.model.heartbeat import DEAD_SECONDS
     from ckptd.errors import LockHeld
+    from ckptd.storage.child.apart import open_apart
     from ckptd.storage.local.state_dir import own_node_id
     from ckptd.storage.remote.attach import identity_of
     from ckptd.storage.remote.coordination import live_nodes
     from ckptd.storage.stores.access import access_of
-    from ckptd.storage.stores.apart import open_apart
 
     store = open_apart(remote.name, remote.url, access_of(remote))
     found = identity_of(store)
@@ -118,9 +118,9 @@ def _must_be_silent(config: JobConfig, remote: RemoteConfig, state_dir: Path | N
 
 def _one(config: JobConfig, remote: RemoteConfig, journal: Journal | None) -> str:
     """Take one remote over where it is another's; what was done."""
+    from ckptd.storage.child.apart import open_apart
     from ckptd.storage.remote.attach import identity_of, take_over
     from ckptd.storage.stores.access import access_of
-    from ckptd.storage.stores.apart import open_apart
 
     store = open_apart(remote.name, remote.url, access_of(remote))
     found = identity_of(store)

@@ -24,13 +24,12 @@ from ckptd.convert.engine.staging import check_destination, check_place, open_st
 from ckptd.convert.options import ClusterReport
 from ckptd.convert.outputs import description_of
 from ckptd.convert.reader import identity_of
-from ckptd.convert.remote.convert import POINTER, RemoteConversion, temporary_place, within_remote
+from ckptd.convert.remote.convert import POINTER, RemoteConversion, temporary_place
 from ckptd.convert.remote.reader import RemoteRanges
-from ckptd.convert.remote.source import directory_remote
 from ckptd.convert.remote.uploader import NOTE, publish_in_store, target_exists
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import from_hex
-from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.open import directory_remote, open_store, within_remote
 from ckptd.storage.stores.s3.store import S3Store
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ from ckptd.errors import (
     StorageError,
     from_os_error,
 )
-from ckptd.storage.stores.apart import open_apart
+from ckptd.storage.child.apart import open_apart
 from ckptd.storage.stores.fsspec_store import FilesStore
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3.store import S3Store

@@ -21,8 +21,8 @@ from ckptd.convert.remote.reader import RemoteRanges
 from ckptd.convert.remote.source import RemoteFile
 from ckptd.convert.remote.uploader import Target, Uploader
 from ckptd.errors import CkptdError, SourceChanged
+from ckptd.storage.child.apart import open_apart
 from ckptd.storage.stores.access import Access
-from ckptd.storage.stores.apart import open_apart
 
 if TYPE_CHECKING:
     import threading

@@ -30,20 +30,12 @@ from ckptd.convert.engine.staging import (
 )
 from ckptd.convert.engine.supervisor import Conversion, Forecast, numpy_for, origin_of, planned
 from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
-from ckptd.convert.remote.source import (
-    PARALLEL,
-    RemoteSource,
-    ancestors,
-    is_root,
-    look_at,
-    make_mirror,
-    of_copy,
-)
+from ckptd.convert.remote.source import PARALLEL, RemoteSource, is_root, look_at, make_mirror, of_copy
 from ckptd.convert.remote.uploader import target_exists
 from ckptd.recover.select.copies import DESCRIPTION
+from ckptd.storage.child.apart import open_apart
 from ckptd.storage.stores.access import Access, access_of
-from ckptd.storage.stores.apart import open_apart
-from ckptd.storage.stores.open import clean_environment
+from ckptd.storage.stores.open import ancestors, clean_environment, within_remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -256,12 +248,6 @@ def convert_copy(
     return RemoteConversion(
         source, target, options, os.environ, on_progress=on_progress, work_dir=work_dir
     ).run()
-
-
-def within_remote(place: str, root: str) -> errors.RefusedError:
-    """Nothing is made in a remote of ckptd."""
-    msg = f"{place} lies in the remote of ckptd {root}, which its daemons keep"
-    return errors.RefusedError(msg, hint="choose a place outside it")
 
 
 def _target(url: str, environ: Mapping[str, str]) -> Destination:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import files
 from ckptd.base.extents import write_at
+from ckptd.base.names import IDENTITY_KEY
 from ckptd.config.loader import remote_from_arguments
 from ckptd.convert.engine.staging import CONFIGS, MARKS, is_companion, is_config
 from ckptd.core.model.generation import choose_pointers, objects_of, order_of
@@ -21,10 +22,9 @@ from ckptd.core.model.manifest import EXTRA_FOLDER
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, SourceChanged
 from ckptd.formats.torchfile import skeleton
 from ckptd.recover.select.inventory import read_remote_inventory
-from ckptd.storage.remote.documents import IDENTITY_KEY
+from ckptd.storage.child.apart import open_apart
 from ckptd.storage.stores.access import Access, access_of
-from ckptd.storage.stores.apart import open_apart
-from ckptd.storage.stores.open import is_s3
+from ckptd.storage.stores.open import ancestors
 from ckptd.storage.stores.parallel import FailFastPool
 
 if TYPE_CHECKING:
@@ -230,22 +230,6 @@ def of_copy(copy: Copy) -> RemoteSource:
     name, remote = Path(copy.view.commit.tag).name, copy.remote
     found = [of_manifest(file, f"{name}/{file.path}", copy.view.commit.tag) for file in copy.files]
     return source_of(remote.url, remote.access, remote.store, name, found)
-
-
-def ancestors(url: str) -> list[str]:
-    """Return the URL, or absolute path, and those above it that can be the root of a remote."""
-    if "://" not in url:
-        return [url, *map(str, Path(url).parents)]
-    scheme, _, rest = url.partition("://")
-    parts = rest.split("/")
-    least = 2 if is_s3(url) else 1
-    return [f"{scheme}://{'/'.join(parts[:n])}" for n in range(len(parts), least - 1, -1)]
-
-
-def directory_remote(folder: Path) -> str | None:
-    """The root of the directory remote that a folder, there or yet to be made, lies in; None: in none."""
-    roots = ancestors(os.path.realpath(folder))[:4]
-    return next((root for root in roots if os.path.lexists(os.path.join(root, IDENTITY_KEY))), None)
 
 
 def is_root(url: str, access: Access, *, must_answer: bool) -> bool:

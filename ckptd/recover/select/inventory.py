@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckptd.base.names import ROOT, name_problem, tag_problem
+from ckptd.base.names import IDENTITY_KEY, ROOT, name_problem, tag_problem
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, Verdict, judge, step_of
 from ckptd.core.model.layouts import Role
@@ -20,12 +20,12 @@ from ckptd.core.model.records import WEIGHTS
 from ckptd.core.model.save import Order
 from ckptd.core.policy.leases import shares_folder
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs, StorageError
+from ckptd.storage.child.apart import open_apart
 from ckptd.storage.local.scan import scan, written_folders
 from ckptd.storage.local.state_dir import own_node_id
-from ckptd.storage.remote.documents import IDENTITY_KEY, stem_of
+from ckptd.storage.remote.documents import stem_of
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
 from ckptd.storage.stores.access import Access
-from ckptd.storage.stores.apart import open_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence, Set

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from ckptd.base.names import IDENTITY_KEY
 from ckptd.base.owned_dirs import path_of
 from ckptd.config.commands import default_config_dir
 from ckptd.config.loader import job_from_memory, load_daemon, load_job_file, resolve_job
 from ckptd.core.model.listing import OURS
 from ckptd.errors import CkptdError, NotFoundError, RemoteNotOurs
 from ckptd.storage.local.state_dir import JOB, private_place, remembered_job, state_dir_of
-from ckptd.storage.remote.documents import IDENTITY_KEY
 from ckptd.storage.remote.messages import known_url
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.base import files
-from ckptd.base.names import ROOT
+from ckptd.base.names import IDENTITY_KEY, ROOT
 from ckptd.core.model.manifest import RemoteIdentity, to_bytes
 from ckptd.errors import CkptdError, NoSpaceError, RemoteNotOurs, RemoteUnreachable, from_os_error
 from ckptd.storage.remote.coordination import live_nodes, newest_run
-from ckptd.storage.remote.documents import IDENTITY_KEY, read_identity
+from ckptd.storage.remote.documents import read_identity
 from ckptd.storage.remote.messages import Attached
 from ckptd.storage.stores.fsspec_store import FilesStore
 from ckptd.storage.stores.open import directory_path

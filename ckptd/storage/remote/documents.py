@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptd.base.names import ROOT
+from ckptd.base.names import IDENTITY_KEY, ROOT
 from ckptd.core.model.decision import Decision
 from ckptd.core.model.generation import KnownManifest
 from ckptd.core.model.manifest import (
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import ObjectInfo, Store
 
 
-IDENTITY_KEY = f"{ROOT}/remote.json"
 LEASES = f"{ROOT}/leases/"
 _TRIES = 3
 _AFTER_SLASH = chr(ord("/") + 1)

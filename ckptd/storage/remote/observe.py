@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal
 
-from ckptd.base.names import ROOT, encode_name
+from ckptd.base.names import IDENTITY_KEY, ROOT, encode_name
 from ckptd.core.model.decision import PINS, Decision, lacking
 from ckptd.core.model.generation import choose_pointers, order_of
 from ckptd.core.model.manifest import (
@@ -33,7 +33,6 @@ from ckptd.core.policy.blockers import supplement_of
 from ckptd.errors import CkptdError, DamagedError, NotPermitted, RemoteNotOurs, StorageError
 from ckptd.storage.remote.coordination import read_runs
 from ckptd.storage.remote.documents import (
-    IDENTITY_KEY,
     DocumentCache,
     GenerationSnapshot,
     ManifestCache,

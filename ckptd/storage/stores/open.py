@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import ckptd
+from ckptd.base.names import IDENTITY_KEY
 from ckptd.config.schemes import scheme_of
-from ckptd.errors import ConfigError
+from ckptd.errors import ConfigError, RefusedError
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import WINDOW_BYTES
 
@@ -31,6 +32,28 @@ def directory_path(url: str) -> Path | None:
 def is_s3(url: str) -> bool:
     """True for what the S3 store speaks to."""
     return url.startswith("s3://")
+
+
+def ancestors(url: str) -> list[str]:
+    """Return the URL, or absolute path, and those above it that can be the root of a remote."""
+    if "://" not in url:
+        return [url, *map(str, Path(url).parents)]
+    scheme, _, rest = url.partition("://")
+    parts = rest.split("/")
+    least = 2 if is_s3(url) else 1
+    return [f"{scheme}://{'/'.join(parts[:n])}" for n in range(len(parts), least - 1, -1)]
+
+
+def directory_remote(folder: Path) -> str | None:
+    """The root of the directory remote that a folder, there or yet to be made, lies in; None: in none."""
+    roots = ancestors(os.path.realpath(folder))[:4]
+    return next((root for root in roots if os.path.lexists(os.path.join(root, IDENTITY_KEY))), None)
+
+
+def within_remote(place: str, root: str) -> RefusedError:
+    """Nothing is made in a remote of ckptd."""
+    msg = f"{place} lies in the remote of ckptd {root}, which its daemons keep"
+    return RefusedError(msg, hint="choose a place outside it")
 
 
 def open_store(

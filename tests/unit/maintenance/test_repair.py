@@ -16,7 +16,7 @@ from ckptd.core.model.manifest import Tombstone, to_bytes
 from ckptd.errors import NothingCommitted
 from ckptd.maintenance.repair import HERE
 from ckptd.recover.fetch import Fetcher
-from ckptd.storage.stores.apart import ApartStore
+from ckptd.storage.child.apart import ApartStore
 from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.attacks.test_hostile_remotes import rewrite
 from tests.support.repair_scene import LONG_AGO_NS, RepairScene, bare, built, outcomes, run_here, scene

@@ -1,18 +1,14 @@
 """Read and write a directory remote through a process of its own, on behalf of a command.
 
 A call on a dead hard mount does not return, and no signal ends it. So a command never touches the path of a
-remote: this store passes each call to a child, `python -m ckptd.storage.stores.apart FD PATH OWNER
-WINDOW_BYTES`, waits for a limited time, and then raises `RemoteUnreachable`; the child is killed, and left
-behind where even that does not end it. Each thread that calls has a socket of its own to the child
-(docs/adr/0182).
+remote: this store passes each call to a child (`apart_child`), waits for a limited time, and then raises
+`RemoteUnreachable`; the child is killed, and left behind where even that does not end it. Each thread that
+calls has a socket of its own to the child (docs/adr/0182).
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
-import itertools
-import os
 import socket
 import subprocess
 import sys
@@ -25,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ckptd import errors
 from ckptd.base import process
 from ckptd.config.quantities import shown_remote
-from ckptd.errors import CkptdError, RemoteUnreachable
+from ckptd.errors import RemoteUnreachable
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import WINDOW_BYTES
 from ckptd.storage.stores.open import clean_environment, directory_path, open_store
@@ -41,8 +37,6 @@ _VERBS = frozenset(
         *("flush_name", "stale_temporaries", "partial_bytes"),
     }
 )
-_BATCH = 500
-_BATCH_SECONDS = 1.0
 _DEFAULT = Access()
 
 
@@ -225,7 +219,7 @@ class ApartStore:
         with theirs:
             self._child = process.spawn(
                 [
-                    *(sys.executable, "-m", "ckptd.storage.stores.apart", str(theirs.fileno())),
+                    *(sys.executable, "-m", "ckptd.storage.child.apart_child", str(theirs.fileno())),
                     *(self._path, self._owner, str(self._window_bytes)),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -247,106 +241,3 @@ def _rebuilt(kind: str, message: str, hint: str, number: int | None) -> Exceptio
     if number is not None:
         return OSError(number, message)
     return errors.error_named(kind, message, hint)
-
-
-# --- the child -------------------------------------------------------------------------------------------
-
-
-class _FarSource:
-    """A source that lies with the parent; `Source` for the directory's own store."""
-
-    def __init__(self, lane: Connection, facts: tuple[int, int, int, int | None]) -> None:
-        self._lane = lane
-        self.size_bytes, self.mode, self.folder_mode, self.gid = facts
-
-    def read_into(self, offset: int, buffer: memoryview) -> int:
-        """See `Source.read_into`."""
-        data = self._ask(("read", offset, len(buffer)))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def drop(self, offset: int, length: int) -> None:
-        """See `Source.drop`."""
-        self._ask(("drop", offset, length))
-
-    def tell(self, progress: Progress) -> None:
-        """Pass on how far the object is."""
-        self._ask(progress)
-
-    def _ask(self, frame: object) -> bytes:
-        self._lane.send(("value", frame))
-        answer: bytes = self._lane.recv()
-        return answer
-
-
-def main() -> None:
-    """Serve the directory until the parent's end of the control socket is closed."""
-    from ckptd.base.process import end_with_parent
-
-    end_with_parent()
-    control = socket.socket(fileno=int(sys.argv[1]))
-    store = open_store(sys.argv[2], owner=sys.argv[3], window_bytes=int(sys.argv[4]))
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not data:
-            os._exit(0)
-        for fd in array.array("i", descriptors):
-            threading.Thread(target=_serve, args=(Connection(fd), store), daemon=True).start()
-
-
-def _serve(lane: Connection, store: Store) -> None:
-    """Carry out the calls of one thread, one after another."""
-    with contextlib.suppress(EOFError, OSError), lane:
-        while True:
-            verb, arguments = lane.recv()
-            try:
-                for value in _carried_out(store, verb, arguments, lane):
-                    lane.send(("value", value))
-                    lane.recv()
-            except CkptdError as error:
-                lane.send(("error", (*error.as_data.values(), None)))
-            except OSError as error:
-                lane.send(("error", ("OSError", str(error.strerror or error), "", error.errno or 5)))
-            except Exception as error:  # noqa: BLE001 - the parent says what went wrong here
-                words = f"{type(error).__name__}: {error}"
-                lane.send(("error", ("StorageError", words, "it is a bug: please report it", None)))
-            else:
-                lane.send(("end", None))
-
-
-def _carried_out(store: Store, verb: str, arguments: Any, lane: Connection) -> Iterator[Any]:
-    if verb == "list":
-        found = iter(store.list(*arguments))
-        while batch := _batch(found):
-            yield batch
-    elif verb == "stream":
-        yield from store.stream(*arguments)
-    elif verb == "verify":
-
-        def moving(done: int) -> None:
-            lane.send(("value", done))
-            lane.recv()
-
-        key, size_bytes, crc64 = arguments
-        yield store.verify(key, size_bytes, crc64, moving)
-    elif verb == "upload":
-        key, facts, resume = arguments
-        source = _FarSource(lane, facts)
-        yield store.upload(key, source, resume=resume, on_progress=source.tell)
-    else:
-        yield getattr(store, verb)(*arguments)
-
-
-def _batch(found: Iterator[ObjectInfo]) -> list[ObjectInfo]:
-    """Return the next few objects, fewer where they come slowly."""
-    end = time.monotonic() + _BATCH_SECONDS
-    batch: list[ObjectInfo] = []
-    for info in itertools.islice(found, _BATCH):
-        batch.append(info)
-        if time.monotonic() > end:
-            break
-    return batch
-
-
-if __name__ == "__main__":
-    main()
