@@ -37,6 +37,7 @@ def register(app: typer.Typer) -> None:
         help="Is my run safe? What is under way, what needs a person, and what to type. Exit code 0: safe; "
         "3: behind, or nothing is committed yet (also before the first checkpoint); 1: a person is needed "
         "or no daemon watches.",
+        epilog="ckptd status\nckptd status llama-7b --watch\nckptd status s3://my-bucket/llama-7b",
     )
     def status(
         job: str | None = typer.Argument(
@@ -55,7 +56,11 @@ def register(app: typer.Typer) -> None:
         ),
         watch: bool = typer.Option(False, "--watch", help="Again and again, until Ctrl-C."),
         interval: float = typer.Option(
-            _INTERVAL_SECONDS, "--interval", min=_LEAST_INTERVAL_SECONDS, help="Of --watch, in seconds."
+            _INTERVAL_SECONDS,
+            "--interval",
+            min=_LEAST_INTERVAL_SECONDS,
+            metavar="SECONDS",
+            help="Between two looks of --watch.",
         ),
         live: bool = typer.Option(False, "--live", help="Exit 0 while the daemon's turns go on, else 1."),
         state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
