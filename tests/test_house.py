@@ -32,7 +32,7 @@ ROOMS = (
     ("storage.journal", "storage.local", "maintenance.install", "convert"),
     ("storage.stores", "storage.remote", "storage.child", "convert.engine"),
     ("recover.select", "convert.remote", "convert.cluster"),
-    ("daemon.resources", "daemon.state", "daemon.uploads", "recover"),
+    ("daemon.resources", "daemon.state", "daemon.uploads", "recover", "filesystem"),
     ("maintenance", "daemon.intake"),
     ("daemon.actions",),
     ("daemon.health",),
