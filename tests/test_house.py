@@ -59,6 +59,7 @@ REMOVERS = {
 }  # fmt: skip
 
 MAY_REMOVE = {
+    "filesystem.py": "renames its own download into place, or removes it",
     "base/files.py": "defines the descriptor-relative primitives",
     "storage/local/fs.py": (
         "prunes with a permit; one folder that a person gave up; holds, derived forms and trash are ours"
