@@ -74,9 +74,8 @@ def test_what_will_be_uploaded_and_what_each_save_costs_is_said_before_the_start
     size_bytes = sum(p.stat().st_size for p in (scene.save_dir / "global_step15").iterdir())
     rows = told()
     (existing,) = rows["existing"]
-    assert existing.text.startswith("3 checkpoints lie here already: global_step15 is uploaded; the other 2")
-        "3 checkpoints lie here already: global_step15 is uploaded; the other 2 stay"
-    )
+    said = "3 checkpoints lie here already: global_step15 is uploaded; the other 2 stay"
+    assert existing.text.startswith(said)
     assert "CKPTD_BACKFILL=all" in existing.hint
     cost = next(row for row in rows["remote nas"] if "a save of this size" in row.text)
     total_bytes = size_bytes * 30 / 14
