@@ -37,16 +37,13 @@ def register(app: typer.Typer) -> None:
             None, metavar="SAVE_DIR|FILE", help="Where the trainer saves; or a job file, alone."
         ),
         url: str | None = typer.Argument(
-            None,
-            help="Where its checkpoints go: a directory on another file system, s3://bucket/prefix, sftp://…",
+            None, help="Where its checkpoints go: a directory elsewhere, s3://bucket/prefix, sftp://…"
         ),
         # as text: a file that may not be read stops its own job alone, not all of them
         job: list[str] = typer.Option(
             [], "--job", metavar="FILE", help="A job file or its name; for several jobs, several times."
         ),
-        config_dir: Path | None = typer.Option(
-            None, "--config-dir", help="All jobs of DIR/jobs.d, with DIR/ckptd.toml."
-        ),
+        config_dir: Path | None = typer.Option(None, "--config-dir", help="All jobs of DIR/jobs.d."),
         once: bool = typer.Option(
             False, "--once", envvar="CKPTD_ONCE", help="Work until nothing is left to do, then exit."
         ),
@@ -76,9 +73,8 @@ def register(app: typer.Typer) -> None:
         from ckptd.daemon.loop import Daemon
 
         drain_seconds = _drain_seconds(drain) if drain else None
-        is_alone = save_dir is not None and url is None and not job
-        if is_alone and _names_a_job(save_dir, None, os.environ, config_dir):
-            save_dir, job = None, [save_dir]
+        if url is None and not job:
+            save_dir, job = _as_job(save_dir, os.environ, config_dir)
         _configure_logs(log_level, log_format)
         again = partial(
             load,
@@ -92,6 +88,19 @@ def register(app: typer.Typer) -> None:
         )
         daemon = Daemon(again(), os.environ, once=once, drain_seconds=drain_seconds, reload=again)
         raise typer.Exit(daemon.run())
+
+
+def _as_job(
+    save_dir: str | None, environ: Mapping[str, str], config_dir: Path | None
+) -> tuple[str | None, list[str]]:
+    """Return SAVE_DIR and no job, or no SAVE_DIR and the job that it names when it stands alone.
+
+    Raises:
+        NotFoundError: a job file was meant, and it is not there (66).
+    """
+    if save_dir is not None and _names_a_job(save_dir, None, environ, config_dir):
+        return None, [save_dir]
+    return save_dir, []
 
 
 def _configure_logs(level: str, style: str) -> None:
