@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.cli.checkpoints.inspect import inspect_folder
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.errors import RefusedError
+from ckptd.maintenance.inspection import inspect_folder
 from tests.support import consolidated, ranks, stock
 from tests.support.disguise import disguise
 from tests.support.real import CACHE, START_SECONDS, TAG, Recipe, expect, locked, prepare, save_dir_of

@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from ckptd.base import files
-from ckptd.cli.checkpoints.inspect import inspect_folder
 from ckptd.convert.engine import children
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions, ConvertReport
 from ckptd.errors import BehindError, NoSpaceError, TargetExists
+from ckptd.maintenance.inspection import inspect_folder
 from ckptd.storage.local.scan import scan
 from tests.faults import dying
 from tests.support.real import REPOSITORY

@@ -11,7 +11,6 @@ from ckptd.cli.output import cell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
     from ckptd.convert.cluster.pool import Address
     from ckptd.convert.engine.supervisor import Forecast
@@ -74,13 +73,15 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         from dataclasses import replace
 
+        from ckptd.convert.remote.ends import ends_of, forecast_ends
+
         options = replace(
             _options(compat, memory_budget, verify, not no_strict, inject_missing_state),
             **_form(form, dtype, max_shard_size, compat),
         )
         address = _address(cluster)
         if dry_run:
-            seen = look_ahead(source, destination, options)
+            seen = forecast_ends(*ends_of(source, destination), options)
             _print_json(seen) if as_json else _print_rows(forecast_rows(seen))
             return
         report = run(source, destination, options, as_json=as_json, address=address)
@@ -146,74 +147,6 @@ def _options(compat: str, budget: str, verify: bool, strict: bool, inject: bool)
     )
 
 
-def resolve_source(source: Path) -> Path:
-    """Return the checkpoint folder that SRC means: itself, or what `latest` in it names.
-
-    Raises:
-        NotFoundError: neither.
-    """
-    from ckptd.base import files
-    from ckptd.convert.engine.staging import list_source
-    from ckptd.errors import NotFoundError
-    from ckptd.storage.local.scan import read_pointer
-
-    folder = list_source(source)
-    if folder.shards or "offloaded_tensors" in folder.folders:
-        return source
-    with files.opened_dir(folder.path) as fd:
-        tag = read_pointer(fd, "latest")
-    if tag is None:
-        hint = f"name a checkpoint folder: {', '.join(folder.folders[:5])}" if folder.folders else ""
-        raise NotFoundError(f"{source} holds no shards and no `latest`", hint=hint)
-    files.check_relative(tag)
-    return source / tag
-
-
-def look_ahead(source: str, destination: str, options: ConvertOptions) -> Forecast:
-    """Return the forecast of a conversion without doing it."""
-    import os
-
-    from ckptd.convert.engine.supervisor import forecast
-
-    begin, there = _ends(source, destination)
-    if isinstance(begin, str) or isinstance(there, str):
-        from ckptd.convert.remote.convert import RemoteConversion
-
-        return RemoteConversion(begin, there, options, os.environ).forecast()
-    return forecast(begin, there, options)
-
-
-def _ends(source: str, destination: str) -> tuple[Path | str, Path | str]:
-    """Return the checkpoint folder and the folder to make, each here or a URL."""
-    here, there = end_of(source), end_of(destination)
-    _refuse_remote(there)
-    return here if isinstance(here, str) else resolve_source(here), there
-
-
-def end_of(text: str) -> Path | str:
-    """Return a path of this machine, or the URL of a place elsewhere."""
-    from pathlib import Path
-
-    from ckptd.base.process import must_answer
-    from ckptd.storage.stores.open import directory_path
-
-    path = directory_path(text)
-    if "://" in text and path is None:
-        return text
-    must_answer(str(path or text))
-    return path or Path(text)
-
-
-def _refuse_remote(there: Path | str) -> None:
-    """Refuse a folder in a directory remote, whose daemons keep what is there, and `latest_universal`."""
-    from pathlib import Path
-
-    from ckptd.storage.stores.open import directory_remote, within_remote
-
-    if isinstance(there, Path) and (root := directory_remote(there)) is not None:
-        raise within_remote(str(there), root)
-
-
 def _address(cluster: str) -> Address | None:
     if not cluster:
         return None
@@ -230,13 +163,13 @@ def run(
     import signal
     import threading
 
-    from ckptd.convert.engine.supervisor import convert as convert_folder
+    from ckptd.convert.remote.ends import convert_ends, ends_of
 
     stop = threading.Event()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
-    begin, there = _ends(source, destination)
+    begin, there = ends_of(source, destination)
     with showing(as_json=as_json) as tell:
         if address is not None:
             from ckptd.convert.cluster.conversion import Clustered
@@ -247,14 +180,7 @@ def run(
                 on_progress=tell,
                 should_stop=stop.is_set,
             ).run()
-        if isinstance(begin, str) or isinstance(there, str):
-            from ckptd.convert.remote.convert import RemoteConversion
-
-            ranged = RemoteConversion(
-                begin, there, options, os.environ, on_progress=tell, should_stop=stop.is_set
-            )
-            return ranged.run()
-        return convert_folder(begin, there, options, on_progress=tell, should_stop=stop.is_set)
+        return convert_ends(begin, there, options, on_progress=tell, should_stop=stop.is_set)
 
 
 def _print_json(report: ConvertReport | Forecast) -> None:

@@ -37,25 +37,19 @@ def register(app: typer.Typer) -> None:
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
         import json
-        import os
         from dataclasses import asdict
-        from datetime import UTC, datetime
         from pathlib import Path
 
+        from ckptd.api import checkpoints
         from ckptd.cli.output import print_note
         from ckptd.cli.screen import screen
-        from ckptd.maintenance.listing import list_remote
-        from ckptd.recover.select.runs import Runs
-        from ckptd.recover.select.sources import said_of, where_of
+        from ckptd.recover.select.sources import said_of
 
         failures: dict[str, CkptdError] = {}
         directory = Path(config_dir) if config_dir else None
-        where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
-        sights = list(where.read(print_note, failures))
-        if run is not None and sights:
-            runs = Runs(sights)
-            sights = [runs.only(sight, runs.named(run)) for sight in sights]
-        listings = [list_remote(sight, datetime.now(UTC)) for sight in sights]
+        listings = checkpoints(
+            job, run=run, remote=remote, config_dir=directory, say=print_note, failures=failures
+        )
         if as_json:
             shown = {"schema_version": 1, "remotes": [asdict(listing) for listing in listings]}
             print(json.dumps(shown, indent=1))

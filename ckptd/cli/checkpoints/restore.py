@@ -53,14 +53,12 @@ def register(app: typer.Typer) -> None:
         dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; change nothing."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
-        import os
         from pathlib import Path
 
+        from ckptd.api import restoring
         from ckptd.cli.output import print_answer, print_note, progress_bar, reports_when_stopped
         from ckptd.recover.plan import RecoveryOptions
-        from ckptd.recover.restore import Restore
         from ckptd.recover.select.copies import Nodes
-        from ckptd.recover.select.sources import where_of
 
         _must_be_a_directory_here(to)
         options = RecoveryOptions(
@@ -73,10 +71,10 @@ def register(app: typer.Typer) -> None:
             dry_run=dry_run,
         )
         directory = Path(config_dir) if config_dir else None
-        where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
-
         with reports_when_stopped() as stopped, progress_bar() as tell:
-            work = Restore(where, Path(to), options, print_note, tell)
+            work = restoring(
+                job, to, options, remote=remote, config_dir=directory, say=print_note, on_progress=tell
+            )
             stopped(work.when_stopped)
             done = work.run()
         for line in done.advice:

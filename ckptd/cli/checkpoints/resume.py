@@ -9,9 +9,7 @@ import typer
 from ckptd.cli.output import ENV_JOB
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ckptd.config.schema import JobConfig
+    pass
 
 _HELP = (
     "Make save_dir resumable in place; print the path to load. A launch script trains on exit code 0 "
@@ -47,18 +45,14 @@ def register(app: typer.Typer) -> None:
         dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; change nothing."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
-        import os
         from pathlib import Path
 
+        from ckptd.api import resuming
         from ckptd.cli.output import print_answer, print_note, progress_bar, reports_when_stopped
         from ckptd.recover.plan import RecoveryOptions
-        from ckptd.recover.resume import Resume
         from ckptd.recover.select.copies import Nodes
-        from ckptd.recover.select.job import state_dir_hint
 
-        environ = dict(os.environ)
         directory = Path(config_dir) if config_dir else None
-        config = _job(job, url, environ, directory)
         options = RecoveryOptions(
             world_size=world_size,
             nodes=Nodes(count=nnodes, rank=node_rank, world_size=world_size),
@@ -66,32 +60,11 @@ def register(app: typer.Typer) -> None:
             remote=remote,
             tag=tag,
             run=run,
-            state_dir=state_dir_hint(config, environ, directory),
         )
-
         with reports_when_stopped() as stopped, progress_bar() as tell:
-            work = Resume(config, options, print_note, tell)
+            work = resuming(job, url, options, config_dir=directory, say=print_note, on_progress=tell)
             stopped(work.when_stopped)
             done = work.run()
         for line in done.advice:
             print_note(line)
         print_answer(str(done.path))
-
-
-def _job(job: str, url: str | None, environ: dict[str, str], directory: Path | None) -> JobConfig:
-    from ckptd.cli.output import print_note
-    from ckptd.config.loader import job_from_arguments
-    from ckptd.errors import CkptdError
-    from ckptd.recover.select.job import job_named
-
-    if url is None:
-        return job_named(job, environ, config_dir=directory)
-    options: dict[str, str] = {}
-    try:
-        known = job_named(job, environ, config_dir=directory)
-    except CkptdError as error:
-        print_note(f"{error}; going on with {url} alone")
-        known = None
-    if known is not None and (known.file is not None or known.remotes):
-        options = {"name": known.name}
-    return job_from_arguments(job, url, options, environ)

@@ -9,13 +9,11 @@ import typer
 from ckptd.cli.output import ENV_JOB_OR_URL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from rich.table import Table
 
     from ckptd.config.schema import JobConfig
-    from ckptd.core.model.manifest import Commit
     from ckptd.errors import CkptdError
     from ckptd.maintenance.repair import RepairResult
     from ckptd.maintenance.verify import Slice, VerifiedRemote
@@ -54,13 +52,12 @@ def register(app: typer.Typer) -> None:
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
-        import os
         from pathlib import Path
 
+        from ckptd.api import verify as verify_remotes
         from ckptd.cli.output import print_note, progress_bar
-        from ckptd.errors import CkptdError, UsageError
-        from ckptd.maintenance.verify import Slice, Verifier, exit_code, slice_of
-        from ckptd.recover.select.sources import said_of, where_of
+        from ckptd.errors import UsageError
+        from ckptd.maintenance.verify import Slice, exit_code, slice_of
 
         read = slice_of(part) if part is not None else Slice() if read_data else None
         directory = Path(config_dir) if config_dir else None
@@ -71,35 +68,23 @@ def register(app: typer.Typer) -> None:
         if repair:
             run_repair(job, tag, read, remote, directory, dry_run=dry_run, as_json=as_json)
             return
-        where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
-        found: list[VerifiedRemote] = []
         failures: dict[str, CkptdError] = {}
         with progress_bar() as on_progress:
-            is_wanted = _of_run(where, run) if run is not None else None
-            for sight in where.read(print_note, failures, is_tolerant=True):
-                try:
-                    found.append(Verifier(sight, read=read, on_progress=on_progress).run(tag, is_wanted))
-                except CkptdError as error:
-                    failures[sight.name] = error
-                    print_note(said_of(sight.name, sight.url, str(error)))
+            found = verify_remotes(
+                job,
+                tag,
+                read=read,
+                run=run,
+                remote=remote,
+                config_dir=directory,
+                on_progress=on_progress,
+                say=print_note,
+                failures=failures,
+            )
         print_report(found, as_json=as_json)
         code = exit_code(found) or next((error.exit_code for error in failures.values()), 0)
         if code:
             raise typer.Exit(code)
-
-
-def _of_run(where: Where, run: str) -> Callable[[Commit], bool]:
-    """Tell whether a COMMIT is of the run whose id begins so.
-
-    Raises:
-        NotFoundError, UsageError: as `Runs.named`. CkptdError: no remote answers.
-    """
-    from ckptd.core.model.runs import run_of
-    from ckptd.recover.select.runs import Runs
-
-    runs = Runs(open_remotes(where)[0])
-    run_id = runs.named(run)
-    return lambda commit: runs.is_same(run_of(commit, commit.job_id), run_id)
 
 
 def print_report(

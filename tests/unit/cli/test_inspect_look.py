@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ckptd.cli.checkpoints.inspect import inspect_folder
 from ckptd.cli.main import build_app
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.errors import NotFoundError
+from ckptd.maintenance.inspection import inspect_folder
 from tests.support.synthetic import Shapes, write_stage3, write_stage12
 
 GROUPS: list[Shapes] = [{f"w{i}": (5, 3) for i in range(20)}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ckptd.cli.checkpoints.inspect import inspect_folder
+from ckptd.maintenance.inspection import inspect_folder
 from tests.support.recover_scene import Scene, scene
 
 __all__ = ["scene"]

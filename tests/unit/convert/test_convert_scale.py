@@ -16,7 +16,6 @@ import pytest
 
 from bench import sparse
 from ckptd.base import extents, files
-from ckptd.cli.checkpoints.inspect import inspect_folder
 from ckptd.convert import reader
 from ckptd.convert.engine.executor import Tally, interior
 from ckptd.convert.engine.supervisor import convert, forecast
@@ -27,6 +26,7 @@ from ckptd.convert.reader import Sources, descriptors, identity_of
 from ckptd.errors import DamagedError, RefusedError, SourceChanged, TargetExists
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.zero import shards
+from ckptd.maintenance.inspection import inspect_folder
 from tests.support.real import REPOSITORY
 from tests.support.synthetic import Shapes, write_stage3, write_stage12
 from tests.unit.formats.zero.test_zero_ranges import convert_here

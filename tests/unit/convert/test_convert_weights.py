@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from ckptd.base.files import opened_real
-from ckptd.cli.checkpoints.inspect import inspect_folder
 from ckptd.convert.engine.staging import find_origin, list_source
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions, Dtype
 from ckptd.convert.remote.source import look_at, make_mirror, of_commit
 from ckptd.errors import BehindError, CkptdError, DamagedError, RefusedError, SourceChanged
+from ckptd.maintenance.inspection import inspect_folder
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.support.synthetic import Shapes, write_stage12

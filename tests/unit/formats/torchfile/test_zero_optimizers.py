@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ckptd.cli.checkpoints.inspect import inspect_folder
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions
 from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero.optimizers import stage3_loader_word
+from ckptd.maintenance.inspection import inspect_folder
 from tests.support.reading import load, tensor_bytes
 from tests.support.synthetic import Shapes, Shard, full_bytes, write_stage3, write_stage12
 from tests.support.weights import read_folder

@@ -1,0 +1,319 @@
+"""What the commands do, as functions: `import ckptd; ckptd.restore("s3://bucket/run", "here")`.
+
+Each takes what the command of its name takes and returns typed results. Errors are those of `ckptd.errors`,
+with the message, hint and exit code that the command would end with: the commands call these functions.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from ckptd.config.schema import JobConfig
+    from ckptd.convert.options import Compat, ConvertProgress, ConvertReport, Dtype, Form
+    from ckptd.core.model.manifest import Commit
+    from ckptd.errors import CkptdError
+    from ckptd.maintenance.inspection import Inspection
+    from ckptd.maintenance.listing import RemoteListing
+    from ckptd.maintenance.verify import Slice, VerifiedRemote
+    from ckptd.recover.plan import RecoveryOptions
+    from ckptd.recover.recovery import Recovered
+    from ckptd.recover.restore import Restore
+    from ckptd.recover.resume import Resume
+
+    PathLike = str | os.PathLike[str]
+    Say = Callable[[str], None]
+    Failures = dict[str, CkptdError]
+
+
+def inspect(folder: PathLike) -> Inspection:
+    """Inspect a tag folder, a save_dir, a universal folder or exported weights of this machine.
+
+    Raises:
+        NotFoundError: there is no checkpoint.
+
+    >>> ckptd.inspect("nvme/run").checkpoints[0].step
+    5
+    """
+    from ckptd.base.process import must_answer
+    from ckptd.errors import UsageError
+    from ckptd.maintenance.inspection import inspect_folder
+
+    path = os.fspath(folder)
+    if "://" in path:
+        hint = f"ckptd list {path}; of one checkpoint: ckptd convert --dry-run {path} DST"
+        raise UsageError(f"inspect looks at folders of this machine; {path} is a URL", hint=hint)
+    must_answer(path)
+    return inspect_folder(Path(path))
+
+
+def convert(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    form: Form = "universal",
+    dtype: Dtype = "fp32",
+    compat: Compat = "auto",
+    memory_budget_bytes: int = 512 << 20,
+    verify: bool = False,
+    on_progress: Callable[[ConvertProgress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> ConvertReport:
+    """Convert a checkpoint into the universal form, or into weights; both ends may be URLs.
+
+    Raises:
+        RefusedError, DamagedError: it has no such form, or is damaged. TargetExists, NoSpaceError, ….
+
+    >>> report = ckptd.convert("nvme/run/global_step5", "universal", verify=True)
+    >>> report.parameters
+    50
+    """
+    from ckptd.convert.options import ConvertOptions
+    from ckptd.convert.remote.ends import convert_ends, ends_of
+
+    options = ConvertOptions(
+        form=form, dtype=dtype, compat=compat, memory_budget_bytes=memory_budget_bytes, verify=verify
+    )
+    return convert_ends(
+        *ends_of(os.fspath(source), os.fspath(destination)),
+        options,
+        on_progress=on_progress,
+        should_stop=should_stop or (lambda: False),
+    )
+
+
+def checkpoints(
+    job: str,
+    *,
+    run: str | None = None,
+    remote: str | None = None,
+    config_dir: Path | None = None,
+    say: Say | None = None,
+    failures: Failures | None = None,
+) -> list[RemoteListing]:
+    """List what is committed in a remote, or in each remote of a job; oldest first.
+
+    Args:
+        job: a job's name, file or save_dir; or the URL of a remote.
+        failures: takes the errors of remotes that do not answer, by name; else the first is raised.
+        say: is told each note, such as why a remote does not answer.
+
+    >>> [one.tag for one in ckptd.checkpoints("nas/run")[0].checkpoints]
+    ['global_step5']
+    """
+    from datetime import UTC, datetime
+
+    from ckptd.maintenance.listing import list_remote
+    from ckptd.recover.select.runs import Runs
+    from ckptd.recover.select.sources import where_of
+
+    where = where_of(job, os.environ, only=remote, config_dir=config_dir)
+    with _raising(failures) as failed:
+        sights = list(where.read(say or _silent, failed))
+    if run is not None and sights:
+        runs = Runs(sights)
+        sights = [runs.only(sight, runs.named(run)) for sight in sights]
+    return [list_remote(sight, datetime.now(UTC)) for sight in sights]
+
+
+def verify(
+    job: str,
+    tag: str | None = None,
+    *,
+    read: Slice | None = None,
+    run: str | None = None,
+    remote: str | None = None,
+    config_dir: Path | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    say: Say | None = None,
+    failures: Failures | None = None,
+) -> list[VerifiedRemote]:
+    """Prove committed checkpoints again from the remotes alone; damage is in the result, not raised.
+
+    Args:
+        tag: only this one; None: every COMMIT.
+        read: `Slice()` reads every byte, `Slice(1, 7)` a seventh; None: documents, presence and sizes.
+        failures, say: as `checkpoints`.
+
+    >>> {row.verdict for row in ckptd.verify("nas/run")[0].commits}
+    {'good'}
+    """
+    from ckptd.core.model.runs import run_of
+    from ckptd.errors import CkptdError
+    from ckptd.maintenance.verify import Verifier
+    from ckptd.recover.select.runs import Runs
+    from ckptd.recover.select.sources import said_of, where_of
+
+    where = where_of(job, os.environ, only=remote, config_dir=config_dir)
+    found: list[VerifiedRemote] = []
+    tell = say or _silent
+    with _raising(failures) as failed:
+        sights = list(where.read(tell, failed, is_tolerant=True))
+        runs = Runs(sights)
+        run_id = runs.named(run) if run is not None and sights else None
+
+        def is_wanted(commit: Commit) -> bool:
+            return run_id is None or runs.is_same(run_of(commit, commit.job_id), run_id)
+
+        for sight in sights:
+            try:
+                found.append(Verifier(sight, read=read, on_progress=on_progress).run(tag, is_wanted))
+            except CkptdError as error:
+                failed[sight.name] = error
+                tell(said_of(sight.name, sight.url, str(error)))
+    return found
+
+
+def restore(
+    job: str,
+    to: PathLike,
+    tag: str | None = None,
+    *,
+    form: str | None = None,
+    world_size: int | None = None,
+    ranks: Iterable[int] | None = None,
+    run: str | None = None,
+    remote: str | None = None,
+    dry_run: bool = False,
+    say: Say | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Recovered:
+    """Put a committed checkpoint into another directory; the result's `path` is what to load.
+
+    Args:
+        job: a job's name, file or save_dir; or the URL of a remote.
+        tag: which one; None: the newest, and if that is damaged the one before it.
+        form: zero, universal or weights-bf16 …; None: zero, for another grid universal.
+        world_size: ranks that will load it.
+        ranks: only the ZeRO shards of these data-parallel ranks.
+
+    Raises:
+        NothingCommitted, DamagedError, TargetExists, NoSpaceError, RemoteUnreachable, ….
+
+    >>> ckptd.restore("nas/run", "here").path.name
+    'global_step5'
+    """
+    from ckptd.recover.plan import RecoveryOptions
+
+    options = RecoveryOptions(
+        tag=tag,
+        run=run,
+        form=form,
+        world_size=world_size,
+        ranks=frozenset(ranks) if ranks is not None else None,
+        dry_run=dry_run,
+    )
+    return restoring(job, to, options, remote=remote, say=say, on_progress=on_progress).run()
+
+
+def restoring(
+    job: str,
+    to: PathLike,
+    options: RecoveryOptions,
+    *,
+    remote: str | None = None,
+    config_dir: Path | None = None,
+    say: Say | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Restore:
+    """Return a restore that has not begun: `run()` carries it out, `when_stopped()` says what it left."""
+    from ckptd.recover.restore import Restore
+    from ckptd.recover.select.sources import where_of
+
+    where = where_of(job, os.environ, only=remote, config_dir=config_dir)
+    return Restore(where, Path(to), options, say or _silent, on_progress)
+
+
+def resume(
+    job: str,
+    url: str | None = None,
+    *,
+    world_size: int | None = None,
+    tag: str | None = None,
+    run: str | None = None,
+    remote: str | None = None,
+    dry_run: bool = False,
+    say: Say | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Recovered:
+    """Make a save_dir resumable in place; the result's `path` is what to resume from.
+
+    Args:
+        job: a job's name or file, or a save_dir; `url`: its remote where no job file names one.
+        world_size: ranks of the coming run; another number than before gets the universal form.
+
+    Raises:
+        NothingCommitted: a training begins anew (the command ends with 4). Others as `restore`.
+
+    >>> ckptd.resume("nvme/run", "nas/run").path.name
+    'global_step5'
+    """
+    from ckptd.recover.plan import RecoveryOptions
+    from ckptd.recover.select.copies import Nodes
+
+    options = RecoveryOptions(
+        world_size=world_size,
+        nodes=Nodes(world_size=world_size),
+        dry_run=dry_run,
+        remote=remote,
+        tag=tag,
+        run=run,
+    )
+    return resuming(job, url, options, say=say, on_progress=on_progress).run()
+
+
+def resuming(
+    job: str,
+    url: str | None,
+    options: RecoveryOptions,
+    *,
+    config_dir: Path | None = None,
+    say: Say | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Resume:
+    """Return a resume that has not begun, as `restoring`."""
+    from dataclasses import replace
+
+    from ckptd.recover.resume import Resume
+    from ckptd.recover.select.job import state_dir_hint
+
+    tell = say or _silent
+    config = _job(job, url, config_dir, tell)
+    options = replace(options, state_dir=state_dir_hint(config, os.environ, config_dir))
+    return Resume(config, options, tell, on_progress)
+
+
+def _job(job: str, url: str | None, config_dir: Path | None, say: Say) -> JobConfig:
+    from ckptd.config.loader import job_from_arguments
+    from ckptd.errors import CkptdError
+    from ckptd.recover.select.job import job_named
+
+    if url is None:
+        return job_named(job, os.environ, config_dir=config_dir)
+    options: dict[str, str] = {}
+    try:
+        known = job_named(job, os.environ, config_dir=config_dir)
+    except CkptdError as error:
+        say(f"{error}; going on with {url} alone")
+        known = None
+    if known is not None and (known.file is not None or known.remotes):
+        options = {"name": known.name}
+    return job_from_arguments(job, url, options, os.environ)
+
+
+def _silent(_: str) -> None:
+    """Who gives no `say` is told nothing but the result and errors."""
+
+
+@contextmanager
+def _raising(failures: Failures | None) -> Iterator[Failures]:
+    """Collect errors of remotes in `failures`; where the caller gave none, raise the first at the end."""
+    own: Failures = {}
+    yield own if failures is None else failures
+    for error in own.values():
+        raise error
