@@ -32,7 +32,7 @@ ROOMS = (
     ("storage.journal", "storage.local", "maintenance.install", "convert"),
     ("storage.stores", "storage.remote", "storage.child", "convert.engine"),
     ("recover.select", "convert.remote", "convert.cluster"),
-    ("daemon.resources", "daemon.state", "daemon.uploads", "recover"),
+    ("daemon.resources", "daemon.state", "daemon.uploads", "recover", "filesystem"),
     ("maintenance", "daemon.intake"),
     ("daemon.actions",),
     ("daemon.health",),
@@ -59,6 +59,7 @@ REMOVERS = {
 }  # fmt: skip
 
 MAY_REMOVE = {
+    "filesystem.py": "renames its own download into place, or removes it",
     "base/files.py": "defines the descriptor-relative primitives",
     "storage/local/fs.py": (
         "prunes with a permit; one folder that a person gave up; holds, derived forms and trash are ours"

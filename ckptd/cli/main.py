@@ -10,102 +10,27 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-import typer
-
 from ckptd import __version__
 from ckptd.base.humanize import printable
+from ckptd.cli.verbs import VERBS
 from ckptd.errors import CkptdError, UsageError, from_os_error
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    import typer
 
 
-VERBS: tuple[str, ...] = (
-    "run",
-    "status",
-    "reload",
-    "drain",
-    "wait",
-    "pause",
-    "unpause",
-    "check",
-    "init",
-    "inspect",
-    "convert",
-    "resume",
-    "restore",
-    "list",
-    "verify",
-    "pin",
-    "unpin",
-    "accept",
-    "adopt",
-    "gc",
-    "takeover",
-    "remove",
-    "install-service",
-    "uninstall-service",
-)
-"""In the order of `ckptd --help`."""
-
-_MODULES = {
-    "run": "daemon.run",
-    "status": "status.command",
-    "reload": "daemon.reload",
-    "drain": "daemon.drain",
-    "wait": "daemon.wait",
-    "pause": "daemon.pause",
-    "unpause": "daemon.pause",
-    "check": "setup.check",
-    "init": "setup.init",
-    "inspect": "checkpoints.inspect",
-    "convert": "checkpoints.convert",
-    "resume": "checkpoints.resume",
-    "restore": "checkpoints.restore",
-    "list": "checkpoints.listing",
-    "verify": "checkpoints.verify",
-    "pin": "checkpoints.pin",
-    "unpin": "checkpoints.pin",
-    "accept": "checkpoints.pin",
-    "adopt": "checkpoints.pin",
-    "gc": "checkpoints.gc",
-    "takeover": "setup.takeover",
-    "remove": "setup.remove",
-    "install-service": "setup.service",
-    "uninstall-service": "setup.service",
-}
-"""The module of `ckptd.cli` whose function `register(app)` adds the verb."""
-
-EPILOG = (
-    "Exit codes: 0 done, safe · 1 a person is needed · 2 usage · 3 behind · 4 nothing committed: start fresh "
-    "· 65 damaged or refused · 66 not found · 69 remote unreachable or not ours · 73 target exists · 74 I/O "
-    "or no space · 75 another daemon owns it · 77 permission · 78 configuration"
-)
+_COMPLETION = "_CKPTD_COMPLETE"
+"""Set by a shell that asks for completions: then no argument is no question."""
 
 
-def _version(value: bool) -> None:
-    if value:
-        print(f"ckptd {__version__}")
-        raise typer.Exit
-
-
-def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
+def build_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
     """Build the Typer application with the modules of `verbs` registered."""
-    app = typer.Typer(
-        name="ckptd",
-        help="Keeps DeepSpeed checkpoints safe: complete, universal, uploaded, verified, rotated.",
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        epilog=EPILOG,
-    )
+    from ckptd.cli.app import new_app
 
-    @app.callback()
-    def root(
-        version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print it."),
-    ) -> None:
-        """Keeps DeepSpeed checkpoints safe: complete, universal, uploaded, verified, rotated."""
-
-    for module in dict.fromkeys(_MODULES[verb] for verb in verbs):
+    app = new_app()
+    for module in dict.fromkeys(VERBS[verb].module for verb in verbs):
         importlib.import_module(f"ckptd.cli.{module}").register(app)
     return app
 
@@ -113,19 +38,42 @@ def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `ckptd`; never shows a traceback for an error of the tree (CKPTD_DEBUG=1 does)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    wanted = next((a for a in arguments if not a.startswith("-")), None)
-    verbs = (wanted,) if wanted in VERBS else VERBS
     try:
         _refuse_empty(arguments)
+        if _COMPLETION not in os.environ:
+            _answer(arguments)
+        if arguments[:1] == ["help"]:
+            arguments = [*arguments[1:], "--help"]
         if arguments[:1] == ["status"]:
             _show_status(arguments[1:])
+        wanted = next((a for a in arguments if not a.startswith("-")), None)
+        verbs = (wanted,) if wanted in VERBS else VERBS
         build_app(verbs)(arguments, prog_name="ckptd")
     except CkptdError as error:
         _fail(error)
+    except BrokenPipeError:  # `ckptd status | head`: what Typer does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except OSError as error:
         _fail(from_os_error(error, str(error.filename or "I/O")))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _answer(arguments: Sequence[str]) -> None:
+    """Print help or the version where nothing else is asked for, and exit: nothing has to be loaded."""
+    if list(arguments) in (["version"], ["-V"], ["--version"]):
+        print(f"ckptd {__version__}")
+    elif list(arguments) in ([], ["help"], ["-h"], ["--help"]):
+        from ckptd.cli.help import overview
+        from ckptd.cli.output import print_line
+
+        for line in overview().splitlines():
+            print_line(line)
+    else:
+        return
+    sys.stdout.flush()
+    sys.exit(0 if arguments else UsageError.exit_code)
 
 
 def _show_status(arguments: Sequence[str]) -> None:
@@ -133,16 +81,12 @@ def _show_status(arguments: Sequence[str]) -> None:
 
     Typer loads pydantic to turn a text into a text, which is half of what `status` takes (docs/adr/0197).
     """
-    command = importlib.import_module(f"ckptd.cli.{_MODULES['status']}")
+    command = importlib.import_module(f"ckptd.cli.{VERBS['status'].module}")
     options = command.parse(arguments)
     if options is None:
         return
-    try:
-        code = command.show(**vars(options))
-        sys.stdout.flush()
-    except BrokenPipeError:  # `ckptd status | head`: what Typer does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+    code = command.show(**vars(options))
+    sys.stdout.flush()
     sys.exit(code)
 
 

@@ -137,6 +137,10 @@ def _unknown(value: str, name: str, environ: Mapping[str, str], where: str) -> C
     if name.startswith(_SLURM):
         msg = f'{where} = "{value}": {name} is not set here'
         return ConfigError(msg, hint="it is set in a step of a Slurm job (srun); start ckptd in one")
+    if f"${{{name}}}" in value:
+        full = os.path.expandvars(value)
+        hint = f'write "{full}"' if full != value else "{hostname}, {node_name} and {SLURM_…} are filled in"
+        return ConfigError(f'{where} = "{value}": variables of the environment are not read here', hint=hint)
     known = [HOSTNAME, "node_name", *sorted(n for n in environ if n.startswith(_SLURM))]
     import difflib  # 2 ms of every `ckptd status`
 

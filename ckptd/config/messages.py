@@ -41,47 +41,50 @@ def toml_keys(section: type[Section]) -> dict[str, str]:
 
 
 def explain(error: ValidationError, kind: type[Section], data: dict[str, Any], where: str) -> ConfigError:
-    """Return the first problem as message, with a hint and the number of further ones."""
-    problems = error.errors(include_url=False)
-    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    path = _shown_path(first["loc"])
-    section, key = _section_of(first["loc"], kind)
-    subject = f"{where}: {path}" if path else where
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    if any(is_secret(part) for part in first["loc"] if isinstance(part, str)):
-        return ConfigError(
-            f"{subject}: a secret does not belong in a configuration file{more}",
-            hint="remove it here, and use the environment or the store's own credential files",
-        )
-    if first["type"] == "extra_forbidden":
-        message, hint = _unknown(subject, first["loc"], first["input"], section, key)
-    elif first["type"] == "missing":
-        message, hint = f"{subject} is missing", f"{key}: {toml_keys(section).get(key, '')}"
-        message, hint = _maybe_meant(first, message, hint, section, data)
-    else:
-        reason = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "model_type":
-            header = f"[{_without_places(path)}]" if path.endswith("]") else path
-            reason = f"it is a table; write [{header}] and its keys below"
-        if first["type"] == "tuple_type":
-            reason = _list_wanted(path, first["input"])
-        # what was written as credentials, or looks like a key, may be a secret; so may a key of a table
-        is_shown = key and key not in _UNSHOWN and not holds_secret(first["input"])
-        is_shown = is_shown and not _is_table(first["input"])
-        shown = f" = {_shown(first['input'])}" if is_shown else ""
-        if len(first["loc"]) == 2 and isinstance(first["input"], dict):
-            # a rule of the whole table: its name tells more than its beginning
-            shown = f' ("{first["input"].get("name", "")}")'
-        message, hint = f"{subject}{shown}: {reason}", _help(section, key)
-    return ConfigError(message + more, hint=hint)
+    """Return every problem as one sentence, unknown keys first, each with a hint."""
+    problems = sorted(error.errors(include_url=False), key=lambda p: p["type"] != "extra_forbidden")
+    # a key that is spelt wrong is not missing as well
+    unknown_in = {p["loc"][:-1] for p in problems if p["type"] == "extra_forbidden"}
+    problems = [p for p in problems if p["type"] != "missing" or p["loc"][:-1] not in unknown_in]
+    told = [_explained(problem, kind, data, "" if len(problems) > 1 else where) for problem in problems]
+    if len(told) == 1:
+        return ConfigError(told[0][0], hint=told[0][1])
+    messages = "; ".join(f"({number}) {message}" for number, (message, _) in enumerate(told, 1))
+    hints = " ".join(f"({number}) {hint}" for number, (_, hint) in enumerate(told, 1) if hint)
+    return ConfigError(f"{where}: {len(told)} mistakes: {messages}", hint=hints)
 
 
-def _maybe_meant(
-    first: ErrorDetails, message: str, hint: str, section: type[Section], data: dict[str, Any]
+def _explained(
+    problem: ErrorDetails, kind: type[Section], data: dict[str, Any], where: str
 ) -> tuple[str, str]:
-    if section is JobConfig and first["loc"] == ("save_dir",) and not data:
-        return message, "the file is empty; `ckptd init SAVE_DIR URL` prints one"
-    return message, hint
+    """Return what is wrong, and what to do; `where`: the file, "" where it is named already."""
+    path = _shown_path(problem["loc"])
+    section, key = _section_of(problem["loc"], kind)
+    subject = ": ".join(part for part in (where, path) if part) or "it"
+    if any(is_secret(part) for part in problem["loc"] if isinstance(part, str)):
+        hint = "remove it here, and use the environment or the store's own credential files"
+        return f"{subject}: a secret does not belong in a configuration file", hint
+    if problem["type"] == "extra_forbidden":
+        return _unknown(subject, problem["loc"], problem["input"], section, key)
+    if problem["type"] == "missing":
+        hint = f"{key}: {toml_keys(section).get(key, '')}"
+        if section is JobConfig and problem["loc"] == ("save_dir",) and not data:
+            hint = "the file is empty; `ckptd init SAVE_DIR URL` prints one"
+        return f"{subject} is missing", hint
+    reason = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "model_type":
+        header = f"[{_without_places(path)}]" if path.endswith("]") else path
+        reason = f"it is a table; write [{header}] and its keys below"
+    if problem["type"] == "tuple_type":
+        reason = _list_wanted(path, problem["input"])
+    # what was written as credentials, or looks like a key, may be a secret; so may a key of a table
+    is_shown = key and key not in _UNSHOWN and not holds_secret(problem["input"])
+    is_shown = is_shown and not _is_table(problem["input"])
+    shown = f" = {_shown(problem['input'])}" if is_shown else ""
+    if len(problem["loc"]) == 2 and isinstance(problem["input"], dict):
+        # a rule of the whole table: its name tells more than its beginning
+        shown = f' ("{problem["input"].get("name", "")}")'
+    return f"{subject}{shown}: {reason}", _help(section, key)
 
 
 def _list_wanted(path: str, value: object) -> str:

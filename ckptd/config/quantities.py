@@ -6,6 +6,7 @@ unambiguous spelling. Sizes are parsed by pydantic's ByteSize, durations as ISO 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from bisect import bisect_right
@@ -203,7 +204,9 @@ def absolute_path(value: object) -> Path:
         reject('a path is a string, such as "/nvme/llama-7b"')
     path = Path(str(value))
     if not path.is_absolute():
-        reject("the path must be absolute")
+        # whoever reads the file may have another home, so nothing is expanded
+        full = os.path.expandvars(os.path.expanduser(str(value)))
+        reject("the path must be absolute" + (f': write "{full}"' if os.path.isabs(full) else ""))
     if "\0" in str(value) or ".." in path.parts:
         reject("the path must not contain '..' or NUL")
     return path

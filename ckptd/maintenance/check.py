@@ -24,13 +24,13 @@ from ckptd.base.names import IDENTITY_KEY
 from ckptd.base.owned_dirs import lies_in_save_dir
 from ckptd.config.budget import MIB, divide, shortage
 from ckptd.config.commands import node_name
-from ckptd.config.quantities import show_bytes, shown_remote
+from ckptd.config.quantities import show_bandwidth, show_bytes, show_seconds, shown_remote
 from ckptd.convert.engine.inspect import inspect_files, probe_restrictions
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import STAGE_0, judge
 from ckptd.core.model.layouts import Role, parse_shard_name
 from ckptd.core.model.listing import KNOWN_ALONE
-from ckptd.core.model.records import ZERO
+from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.model.runs import short
 from ckptd.errors import (
     CkptdError,
@@ -140,6 +140,7 @@ def check_job(
     yield _state(job, daemon, environ, jobs_in_daemon)
     if job.shared_fs:
         yield _shared(job, _state_dir(job, daemon, environ, jobs_in_daemon))
+    yield from _uploads(job, _state_dir(job, daemon, environ, jobs_in_daemon))
     owner = owner_of(job, _state_dir(job, daemon, environ, jobs_in_daemon))
     seen: dict[str, Attached] = {}
     for remote in job.remotes:
@@ -168,6 +169,44 @@ def _stage_0(job: JobConfig) -> Iterator[Finding]:
             if verdict.reason == STAGE_0:
                 text = f"{folder.tag} is {STAGE_0}: nothing of it is sent"
                 yield failed("layout", RefusedError(text, hint=KNOWN_ALONE))
+
+
+_BYTES_A_PARAMETER = {ZERO: 14, UNIVERSAL: 16, "weights-fp32": 4, "weights-bf16": 2, "weights-fp16": 2}
+"""With 16-bit weights and Adam, whose states make up nearly all of a checkpoint (docs/formats.md)."""
+
+
+def _uploads(job: JobConfig, state_dir: Path | None) -> Iterator[Finding]:
+    """Say which of the checkpoints that lie here will be uploaded, and what each save costs on the link."""
+    try:
+        with files.opened_dir(job.save_dir) as fd:
+            listing = scan(fd, job.trainer)
+    except OSError:
+        return  # told already
+    saves = [folder for folder in listing.folders if folder.shards and not folder.is_model_only]
+    if not saves:
+        return
+    newest = max(saves, key=lambda folder: max(file.identity.mtime_ns for file in folder.shards))
+    is_begun = state_dir is not None and (state_dir / "journal.db").exists()
+    if len(saves) > 1 and job.backfill != "all" and not is_begun:
+        rest = f"the other {len(saves) - 1} stay" if job.backfill == "newest" else f"all {len(saves)} stay"
+        first = f"{newest.tag} is uploaded; " if job.backfill == "newest" else ""
+        text = f"{len(saves)} checkpoints lie here already: {first}{rest} on this node alone, never deleted"
+        hint = 'backfill = "all" (CKPTD_BACKFILL=all) uploads and rotates them too'
+        yield Finding(what="existing", verdict="note", text=text, hint=hint)
+    size_bytes = sum(file.identity.size_bytes for file in newest.files)
+    for remote in job.remotes:
+        each = size_bytes / _BYTES_A_PARAMETER[ZERO]
+        costs = [(form, each * _BYTES_A_PARAMETER[form]) for form in remote.forms]
+        total_bytes = sum(cost for _, cost in costs)
+        text = f"a save of this size uploads about {show_bytes(round(total_bytes))}"
+        if len(costs) > 1:
+            text += f" ({', '.join(f'{form} {show_bytes(round(cost))}' for form, cost in costs)})"
+        if rate := remote.bandwidth.at(time.time()):
+            text += f", {show_seconds(total_bytes / rate)} at {show_bandwidth(rate)}"
+        halves = ZERO in remote.forms and UNIVERSAL in remote.forms
+        hint = 'forms = ["zero"] halves it: `ckptd convert` makes the universal form when it is needed'
+        what = shown_remote(remote.name, remote.url)
+        yield Finding(what=what, verdict="note", text=text, hint=hint if halves else "")
 
 
 def _at_rest(job: JobConfig) -> Context:

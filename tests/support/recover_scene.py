@@ -197,9 +197,10 @@ class Scene:
             tag, step, "universal", options, keep=keep, below=below, root=root, attempt=attempt
         )
 
-    def commit_weights(self, tag: str, step: int) -> UploadResult:
+    def commit_weights(self, tag: str, step: int, root: str = "") -> UploadResult:
         """The same with weights in fp32."""
-        return self._commit_derived(tag, step, "weights-fp32", ConvertOptions(form="weights"), keep=False)
+        options = ConvertOptions(form="weights")
+        return self._commit_derived(tag, step, "weights-fp32", options, keep=False, root=root)
 
     def _commit_derived(
         self,
@@ -217,7 +218,7 @@ class Scene:
         derived = f"_ckptd/derived/{form}/{tag}"
         (self.save_dir / derived).parent.mkdir(parents=True, exist_ok=True)
         report = convert(source, self.save_dir / derived, options)
-        marks = inspect_files(source, sorted(p.name for p in source.iterdir()))
+        marks = inspect_files(source, sorted(p.name for p in source.iterdir() if p.is_file()))
         folder = folder_name(tag, 1, "zero" if below else form, attempt)
         paths = sorted(p for p in (self.save_dir / derived).rglob("*") if p.is_file())
         upload_files = tuple(

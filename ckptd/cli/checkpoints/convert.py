@@ -18,12 +18,19 @@ if TYPE_CHECKING:
     from ckptd.convert.options import Compat, ConvertOptions, ConvertProgress, ConvertReport, Dtype, Form
 
 
+_HELP = (
+    "Convert a checkpoint to the universal form or to weights. The universal form loads on any number of "
+    "GPUs; weights are safetensors."
+)
+_EXAMPLES = """\
+ckptd convert /nvme/llama-7b/global_step4000 ./llama-7b-universal
+ckptd convert /nvme/llama-7b ./weights --form weights --dtype bf16"""
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(
-        help="Convert a DeepSpeed checkpoint into a universal one (any number of GPUs) or into weights."
-    )
+    @app.command(help=_HELP, epilog=_EXAMPLES)
     def convert(
         source: str = typer.Argument(
             ..., metavar="SRC", help="A tag folder, or a save_dir with `latest`; a path or a URL."
@@ -31,20 +38,20 @@ def register(app: typer.Typer) -> None:
         destination: str = typer.Argument(
             ..., metavar="DST", help="Folder to make; must not exist; a path or a URL."
         ),
-        form: str = typer.Option("universal", help="universal, or weights (safetensors)."),
-        dtype: str = typer.Option("", help="Of weights: fp32 (default), bf16, fp16.", show_default=False),
+        form: str = typer.Option("universal", metavar="FORM", help="universal, or weights (safetensors)."),
+        dtype: str = typer.Option("", help="Of weights: fp32 (default), bf16, fp16."),
         max_shard_size: str = typer.Option(
-            "",
-            "--max-shard-size",
-            "--max_shard_size",
-            help="Of weights: largest file (default 5GB).",
-            show_default=False,
+            "", "--max-shard-size", "--max_shard_size", help="Of weights: largest file (default 5GB)."
         ),
         compat: str = typer.Option(
             "auto", help="strict: as ds_to_universal writes; superset: loads in stages 1, 2 and 3; auto."
         ),
         memory_budget: str = typer.Option(
-            "512MiB", "--memory-budget", "--memory_budget", help="E.g. 256MiB."
+            "512MiB",
+            "--memory-budget",
+            "--memory_budget",
+            metavar="SIZE",
+            help="Memory it may take.",
         ),
         verify: bool = typer.Option(False, help="Check the source's CRCs, and the output against the plan."),
         no_strict: bool = typer.Option(False, "--no-strict", "--no_strict", help="Allow unused patterns."),
@@ -56,7 +63,7 @@ def register(app: typer.Typer) -> None:
             "universal_checkpoint_info; several are not joined without it.",
         ),
         cluster: str = typer.Option(
-            "", help="Dask workers: tcp://HOST:PORT, local:N, slurm[:N].", show_default=False
+            "", metavar="ADDRESS", help="Dask workers: tcp://HOST:PORT, local:N, slurm[:N]."
         ),
         dry_run: bool = typer.Option(
             False, "--dry-run", help="Only plan, and say what converting would make and cost."

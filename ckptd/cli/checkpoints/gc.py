@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ckptd.recover.select.sources import Where
 
 _HELP = (
-    "Remove what nothing counts on and is provably ours: removals that were cut short, objects of replaced "
-    "manifests, leftovers of killed work. Checkpoints are never garbage."
+    "Delete leftovers that nothing needs. Only what is provably ckptd's: deletions that were cut short, "
+    "objects of replaced manifests, leftovers of killed work. Checkpoints are never garbage."
 )
 
 
@@ -33,7 +33,7 @@ _HELP_RUN = "All checkpoints of this earlier run in the remotes (see `ckptd list
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(help=_HELP)
+    @app.command(help=_HELP, epilog="ckptd gc llama-7b --dry-run\nckptd gc llama-7b")
     def gc(
         job: str = typer.Argument(
             ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; a remote."

@@ -36,7 +36,8 @@ def register(app: typer.Typer) -> None:
     """Add the verb."""
 
     @app.command(
-        help="Say what a checkpoint folder, save_dir, universal folder or weights hold. 65: not whole."
+        help="Show what a folder of checkpoints or weights holds. Exit code 65: it is not whole.",
+        epilog="ckptd inspect /nvme/llama-7b\nckptd inspect /nvme/llama-7b/global_step4000",
     )
     def inspect(
         folder: str = typer.Argument(

@@ -20,7 +20,11 @@ _WHAT_IS_LEFT = {"model-only": "only a model", "weights-only": "only weights: no
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(name="list", help="List committed checkpoints, oldest first.")
+    @app.command(
+        name="list",
+        help="List committed checkpoints, oldest first.",
+        epilog="ckptd list llama-7b\nckptd list s3://my-bucket/llama-7b --json",
+    )
     def list_command(
         job: str = typer.Argument(
             ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; or a remote."

@@ -32,22 +32,34 @@ _CONFIG_DIR: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and
 def register(app: typer.Typer) -> None:
     """Add the verbs."""
 
-    @app.command("pin", help="Never delete this checkpoint, here or in a remote.")
+    @app.command(
+        "pin",
+        help="Never delete this checkpoint, here or in a remote.",
+        epilog="ckptd pin llama-7b global_step4000",
+    )
     def pin(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
         _decide(job, "pin", [tag], config_dir)
 
-    @app.command("unpin", help="Take a pin back.")
+    @app.command("unpin", help="Take a pin back.", epilog="ckptd unpin llama-7b global_step4000")
     def unpin(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
         _decide(job, "unpin", [tag], config_dir)
 
-    @app.command("accept", help="A suspect checkpoint is one save after all: upload and commit it.")
+    @app.command(
+        "accept",
+        help="Upload and commit a suspect checkpoint after all. It is one save, though it looked like two.",
+        epilog="ckptd accept llama-7b global_step4000",
+    )
     def accept(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
         _decide(job, "accept", [tag], config_dir)
 
-    @app.command("adopt", help="Checkpoints found at the first start may be deleted like any other.")
+    @app.command(
+        "adopt",
+        help="Upload and rotate checkpoints found at the first start. They are then deleted like any other.",
+        epilog="ckptd adopt llama-7b\nckptd adopt llama-7b global_step100",
+    )
     def adopt(
         job: str = _JOB,
-        tags: list[str] = typer.Argument(None, metavar="[TAG ...]", help="Some of them; default: all."),
+        tags: list[str] = typer.Argument(None, metavar="TAG ...", help="Some of them; default: all."),
         config_dir: str = _CONFIG_DIR,
     ) -> None:
         _decide(job, "adopt", tags or ["*"], config_dir)

@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _HELP = (
-    "Put a committed checkpoint into another directory, so that DeepSpeed loads it there; prints the path to "
-    "load from. Without TAG the newest; a damaged one is named, and the one before it is taken. Calling it "
-    "again checks what is there and fetches only what is missing or bad."
+    "Put a committed checkpoint into another directory. Prints the path that DeepSpeed loads. Without TAG "
+    "the newest; a damaged one is named, and the one before it is taken. Calling it again checks what is "
+    "there and fetches only what is missing or bad."
 )
+_EXAMPLES = """\
+ckptd restore s3://my-bucket/llama-7b --to ./llama-7b
+ckptd restore llama-7b global_step4000 --to /scratch/eval --world-size 8"""
 _HELP_RUN = "Of this run (see `ckptd list`); default: the job's own, else the newest."
 _RANKS = re.compile(r"^\d{1,7}(-\d{1,7})?$")
 _MOST_RANKS = 1 << 20
@@ -25,7 +28,7 @@ _MOST_RANKS = 1 << 20
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(help=_HELP)
+    @app.command(help=_HELP, epilog=_EXAMPLES)
     def restore(
         job: str = typer.Argument(
             ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; a remote."
@@ -35,16 +38,16 @@ def register(app: typer.Typer) -> None:
             ..., metavar="DIR", help="Where to; made where absent. Not a save_dir in use."
         ),
         form: str = typer.Option(
-            None,
-            metavar="zero|universal|weights-…",
-            help="Default: zero, universal for another --world-size.",
+            None, help="zero, universal or weights-bf16 …; default: zero, for another grid universal."
         ),
-        world_size: int = typer.Option(None, min=1, help="Ranks that will load it; another grid: universal."),
-        ranks: str | None = typer.Option(
-            None, metavar="0,2-3", help="Only the ZeRO shards of these data-parallel ranks."
+        world_size: int = typer.Option(
+            None, min=1, metavar="N", help="Ranks that will load it; another grid: universal."
         ),
-        nnodes: int = typer.Option(1, min=1, help="Nodes that restore together, each its own shards."),
-        node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
+        ranks: str | None = typer.Option(None, help="Only the ZeRO shards of these data ranks: 0,2-3."),
+        nnodes: int = typer.Option(
+            1, min=1, metavar="N", help="Nodes that restore together, each its own shards."
+        ),
+        node_rank: int = typer.Option(0, min=0, metavar="N", help="Which of them this is."),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         run: str | None = typer.Option(None, metavar="RUN", help=_HELP_RUN),
         dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; change nothing."),

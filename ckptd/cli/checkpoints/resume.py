@@ -14,23 +14,31 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
 
 _HELP = (
-    "Make save_dir resumable, in place; prints the path to resume from. A launch script trains on exit code 0"
-    " (resume) and 4 (start fresh), and on nothing else."
+    "Make save_dir resumable in place; print the path to load. A launch script trains on exit code 0 "
+    "(resume) and 4 (start fresh), and on nothing else."
 )
+_EXAMPLES = """\
+ckptd resume llama-7b
+ckptd resume /nvme/llama-7b s3://my-bucket/llama-7b --world-size 16
+ckptd resume llama-7b --dry-run"""
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(help=_HELP)
+    @app.command(help=_HELP, epilog=_EXAMPLES)
     def resume(
         job: str = typer.Argument(
             ..., metavar="JOB|SAVE_DIR", envvar=ENV_JOB, help="A job's name or file, or its save_dir."
         ),
         url: str = typer.Argument(None, metavar="URL", help="The remote, when no job file names it."),
-        world_size: int = typer.Option(None, min=1, help="Ranks of the coming run; another grid: universal."),
-        nnodes: int = typer.Option(1, min=1, help="Nodes that resume together; only committed ones count."),
-        node_rank: int = typer.Option(0, min=0, help="Which of them this is."),
+        world_size: int = typer.Option(
+            None, min=1, metavar="N", help="Ranks of the coming run; another grid: universal."
+        ),
+        nnodes: int = typer.Option(
+            1, min=1, metavar="N", help="Nodes that resume together; only committed ones count."
+        ),
+        node_rank: int = typer.Option(0, min=0, metavar="N", help="Which of them this is."),
         tag: str = typer.Option(None, metavar="TAG", help="Only this checkpoint; default: the newest."),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         run: str | None = typer.Option(

@@ -23,17 +23,21 @@ if TYPE_CHECKING:
     from ckptd.recover.select.sources import Where
 
 _HELP = (
-    "Prove committed checkpoints again from the remote alone: documents, presence and size of every object; "
-    "with --read-data every byte. Exits 0 when all is as committed, 65 when something differs. --repair puts "
-    "it right from intact bytes on the node or in another remote."
+    "Prove committed checkpoints again from the remote alone. Documents, presence and size of every object; "
+    "with --read-data every byte. Exit code 0: all is as committed; 65: something differs. --repair puts it "
+    "right from intact bytes on the node or in another remote."
 )
+_EXAMPLES = """\
+ckptd verify llama-7b
+ckptd verify s3://my-bucket/llama-7b global_step4000 --read-data
+ckptd verify llama-7b global_step4000 --repair --dry-run"""
 _SHOWN_UNLISTED = 5
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(help=_HELP)
+    @app.command(help=_HELP, epilog=_EXAMPLES)
     def verify(
         job: str = typer.Argument(
             ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; a remote."

@@ -24,8 +24,8 @@ AGAIN_SECONDS = 0.5
 _NOT_BEGUN = ("saving", "unknown", "resaving", "sealing")
 
 _HELP = (
-    "Before the node is taken away: stop conversions and removals, upload what is complete here, newest "
-    "first, and say at once what will not make it. Exit code 0: all of it is committed; 3: the deadline "
+    "Upload what is complete before the node is taken away. Conversions and deletions stop, the newest goes "
+    "first, and what will not make it is said at once. Exit code 0: all of it is committed; 3: the deadline "
     "passed; 1: some of it cannot be committed as it is."
 )
 
@@ -33,12 +33,14 @@ _HELP = (
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command("drain", help=_HELP)
+    @app.command("drain", help=_HELP, epilog="ckptd drain llama-7b --deadline 2m")
     def drain(
         job: str = typer.Argument(
             None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
         ),
-        deadline: str = typer.Option("120s", "--deadline", help="How long there is (30s, 2min)."),
+        deadline: str = typer.Option(
+            "120s", "--deadline", metavar="DURATION", help="How long there is (30s, 2m)."
+        ),
         state_dir: str = typer.Option(None, "--state-dir", help="Where status.json lies."),
         config_dir: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:

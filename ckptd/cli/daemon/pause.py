@@ -23,13 +23,18 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "pause",
-        help="Uploads, conversions and removals of a job rest on this node until `unpause`, also after a "
+        help="Stop uploads, conversions and deletions of a job. On this node, until `unpause`, also after a "
         "restart. Watching, holds and alarms go on.",
+        epilog="ckptd pause llama-7b\nckptd unpause llama-7b",
     )
     def pause(job: str = _JOB, state_dir: str = _STATE_DIR, config_dir: str = _CONFIG_DIR) -> None:
         _set(job, state_dir, config_dir, is_paused=True)
 
-    @app.command("unpause", help="Go on where `pause` stopped: nothing committed is sent again.")
+    @app.command(
+        "unpause",
+        help="Go on where `pause` stopped. Nothing that is committed is uploaded again.",
+        epilog="ckptd unpause llama-7b",
+    )
     def unpause(job: str = _JOB, state_dir: str = _STATE_DIR, config_dir: str = _CONFIG_DIR) -> None:
         _set(job, state_dir, config_dir, is_paused=False)
 

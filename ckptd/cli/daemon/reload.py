@@ -23,7 +23,12 @@ WAIT_SECONDS = 30.0
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command("reload", help="Let the running daemon read its configuration again.")
+    @app.command(
+        "reload",
+        help="Let the running daemon read its configuration again. A job file that is wrong is named and "
+        "left out; what runs goes on as it was.",
+        epilog="ckptd reload llama-7b",
+    )
     def reload(
         job: str | None = typer.Argument(
             None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."

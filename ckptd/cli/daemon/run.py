@@ -16,34 +16,50 @@ if TYPE_CHECKING:
 
     from ckptd.config.loader import LoadedConfig
 
+_HELP = (
+    "Watch a save_dir: upload, verify and rotate its checkpoints. This is the daemon: leave it running "
+    "beside training. Name a save_dir and where its checkpoints go, or job files; without either it runs all "
+    "jobs of /etc/ckptd/USER/jobs.d."
+)
+_EXAMPLES = """\
+ckptd run /nvme/llama-7b s3://my-bucket/llama-7b
+ckptd run --job llama-7b.toml
+ckptd run /nvme/llama-7b /mnt/nas/llama-7b --once"""
 _LEVELS = ("debug", "info", "warning", "error")
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command("run", help="Run the daemon: watch, convert, upload, commit, keep save_total_limit.")
+    @app.command("run", help=_HELP, epilog=_EXAMPLES)
     def run(
         save_dir: str | None = typer.Argument(None, help="Where the trainer saves."),
         url: str | None = typer.Argument(
-            None, help="Where they go: a directory on another file system, s3://bucket/prefix, sftp://…"
+            None,
+            help="Where its checkpoints go: a directory on another file system, s3://bucket/prefix, sftp://…",
         ),
         # as text: a file that may not be read stops its own job alone, not all of them
         job: list[str] = typer.Option(
-            [], "--job", help="A job file or its name; may be given several times."
+            [], "--job", metavar="FILE", help="A job file or its name; may be given several times."
         ),
-        config_dir: Path | None = typer.Option(None, "--config-dir", help="ckptd.toml and jobs.d/*.toml."),
+        config_dir: Path | None = typer.Option(
+            None, "--config-dir", help="All jobs of DIR/jobs.d, with DIR/ckptd.toml."
+        ),
         once: bool = typer.Option(
             False, "--once", envvar="CKPTD_ONCE", help="Work until nothing is left to do, then exit."
         ),
         drain: str | None = typer.Option(
-            None, "--drain", envvar="CKPTD_DRAIN", help="On SIGTERM finish uploads for at most T (20m)."
+            None,
+            "--drain",
+            envvar="CKPTD_DRAIN",
+            metavar="DURATION",
+            help="On SIGTERM finish uploads, for at most so long (20m).",
         ),
         save_total_limit: int | None = typer.Option(
-            None, "--save-total-limit", min=1, help="Keep that many (of SAVE_DIR URL)."
+            None, "--save-total-limit", min=1, metavar="N", help="Keep that many here (with SAVE_DIR URL)."
         ),
         same_filesystem: bool = typer.Option(
-            False, "--same-filesystem", help="Allow URL on save_dir's own disk (tests)."
+            False, "--same-filesystem", help="Allow URL on the disk of SAVE_DIR (for tests)."
         ),
         log_level: str = typer.Option("info", "--log-level", help="debug, info, warning or error."),
         log_format: str = typer.Option(
@@ -53,19 +69,12 @@ def register(app: typer.Typer) -> None:
             help="text, json, or auto: json to the journal, else text.",
         ),
     ) -> None:
-        import logging
         from functools import partial
 
         from ckptd.daemon.loop import Daemon
-        from ckptd.observe import logs
 
-        _must_be_one_of("--log-level", log_level.lower(), _LEVELS)
-        _must_be_one_of("--log-format", log_format, logs.STYLES)
         drain_seconds = _drain_seconds(drain) if drain else None
-        logs.configure(os.environ, log_level.upper(), log_format)  # type: ignore[arg-type]
-        logging.getLogger("watchdog").setLevel(logging.WARNING)
-        # at every end it calls an event that came too late an error
-        logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
+        _configure_logs(log_level, log_format)
         again = partial(
             load,
             os.environ,
@@ -78,6 +87,19 @@ def register(app: typer.Typer) -> None:
         )
         daemon = Daemon(again(), os.environ, once=once, drain_seconds=drain_seconds, reload=again)
         raise typer.Exit(daemon.run())
+
+
+def _configure_logs(level: str, style: str) -> None:
+    import logging
+
+    from ckptd.observe import logs
+
+    _must_be_one_of("--log-level", level.lower(), _LEVELS)
+    _must_be_one_of("--log-format", style, logs.STYLES)
+    logs.configure(os.environ, level.upper(), style)  # type: ignore[arg-type]
+    logging.getLogger("watchdog").setLevel(logging.WARNING)
+    # at every end it calls an event that came too late an error
+    logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
 
 
 def _must_be_one_of(option: str, value: str, allowed: Sequence[str]) -> None:

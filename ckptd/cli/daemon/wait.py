@@ -35,11 +35,14 @@ def register(app: typer.Typer) -> None:
         "wait",
         help="Wait until the checkpoint of a step is committed. Exit code 0: it is; 3: --timeout passed; "
         "1: it cannot be, and why.",
+        epilog="ckptd wait llama-7b --step 4000 --timeout 1h",
     )
     def wait(
         job: str = typer.Argument(..., envvar=ENV_JOB, help="SAVE_DIR, job file or job name."),
-        step: int = typer.Option(..., "--step", min=0, help="The trainer's global step."),
-        timeout: str = typer.Option(None, "--timeout", help="At most so long (90s, 1h); default: for ever."),
+        step: int = typer.Option(..., "--step", min=0, metavar="N", help="The trainer's global step."),
+        timeout: str = typer.Option(
+            None, "--timeout", metavar="DURATION", help="At most so long (90s, 1h); default: for ever."
+        ),
         state_dir: str = typer.Option(None, "--state-dir", help="Where status.json lies."),
         config_dir: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:

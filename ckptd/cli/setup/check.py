@@ -24,10 +24,15 @@ _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "r
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(help="Prove rights, remote, room and restrictions of jobs; changes nothing that stays.")
+    @app.command(
+        help="Test permissions, disk space and remotes of jobs. What it writes for that, it deletes again.",
+        epilog="ckptd check /nvme/llama-7b s3://my-bucket/llama-7b\nckptd check llama-7b.toml",
+    )
     def check(
         files: list[str] = typer.Argument(
-            None, metavar="[JOB ...]", help="Files, names or SAVE_DIRs; SAVE_DIR URL as of run; default: all."
+            None,
+            metavar="JOB ...",
+            help="Files, names or SAVE_DIRs; or SAVE_DIR URL as for run; default: all.",
         ),
         init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
         no_probe: bool = typer.Option(False, "--no-probe", help="Write nothing, ask no remote."),

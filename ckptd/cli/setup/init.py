@@ -8,7 +8,10 @@ import typer
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(help="Print a commented job file: every key, its default, its unit.")
+    @app.command(
+        help="Print a commented job file with every key and its default.",
+        epilog="ckptd init /nvme/llama-7b s3://my-bucket/llama-7b > llama-7b.toml",
+    )
     def init(
         save_dir: str = typer.Argument(..., metavar="SAVE_DIR", help="Where the trainer saves."),
         url: str = typer.Argument(

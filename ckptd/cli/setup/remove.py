@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from ckptd.maintenance.uninstall import Piece
 
 _HELP = (
-    "Take back what ckptd put on this node: _ckptd/, latest_universal, the state directory. Never a file of "
-    "the trainer's, never anything in a remote. The job file stays."
+    "Remove what ckptd put on this node. That is _ckptd/, latest_universal and the state directory; never a "
+    "file of the trainer's, never anything in a remote. The job file stays."
 )
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command("remove", help=_HELP)
+    @app.command("remove", help=_HELP, epilog="ckptd remove llama-7b --dry-run\nckptd remove llama-7b")
     def remove(
         job: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir."),
         dry_run: bool = typer.Option(False, "--dry-run", help="Only list it, with bytes."),

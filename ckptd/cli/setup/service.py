@@ -26,7 +26,11 @@ _DRY = typer.Option(False, "--dry-run", help="Say what would be done; do nothing
 def register(app: typer.Typer) -> None:
     """Add the verbs."""
 
-    @app.command("install-service", help="Install ckptd as a systemd service, or write its drop-in anew.")
+    @app.command(
+        "install-service",
+        help="Install ckptd as a systemd service. Called again, it writes the service's drop-in anew.",
+        epilog="sudo ckptd install-service --run-as alice --now\nckptd install-service --user --now",
+    )
     def install(
         user: bool = _USER,
         run_as: str = _RUN_AS,
@@ -49,7 +53,11 @@ def register(app: typer.Typer) -> None:
         for line in _next_steps(target, loaded, place, started=now):
             _say(f"→ {line}")
 
-    @app.command("uninstall-service", help="Stop the service and remove its units; no checkpoint, no state.")
+    @app.command(
+        "uninstall-service",
+        help="Stop the systemd service and remove its units. No checkpoint and no state is removed.",
+        epilog="sudo ckptd uninstall-service --run-as alice",
+    )
     def uninstall(user: bool = _USER, run_as: str = _RUN_AS, root: str = _ROOT, dry_run: bool = _DRY) -> None:
         from ckptd.maintenance.install.plan import uninstall_steps
 

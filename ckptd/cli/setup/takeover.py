@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from ckptd.storage.journal.journal import Journal
 
 _HELP = (
-    "Make the remotes of a job its own, though another job's name or id is in them: after a rename, or when "
-    "its state is of another remote. Daemons that write there under the old identity stop."
+    "Make the remotes of a job its own. For remotes that bear another job's name or id: after a rename, or "
+    "when the job's state is of another remote. Daemons that write there under the old identity stop."
 )
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(help=_HELP)
+    @app.command(help=_HELP, epilog="ckptd takeover llama-7b --remote nas")
     def takeover(
         job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB, help="A job's name, file or save_dir."),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),

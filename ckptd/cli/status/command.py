@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 
 _INTERVAL_SECONDS, _LEAST_INTERVAL_SECONDS = 2.0, 0.1
 
+_SIGNS = """Signs:
+  ✓ committed: every byte was compared there     ○ waits for its turn
+  ✗ failed, refused or stopped                   – not there
+  ██▌ 50 %, 4 min: is uploaded, and time left
+  kept copy: deleted by the trainer, kept here until it is committed
+  ! needs a person    ~ is behind    · is worth knowing
+  without UTF-8: + o x - # and *"""
+"""The legend of the screen, for --help."""
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -36,16 +45,8 @@ def register(app: typer.Typer) -> None:
         "status",
         help="Is my run safe? What is under way, what needs a person, and what to type. Exit code 0: safe; "
         "3: behind, or nothing is committed yet (also before the first checkpoint); 1: a person is needed "
-        "or no daemon watches.\n\n"
-        "\b\n"
-        "✓ committed: every byte was compared there\n"
-        "○ waits for its turn\n"
-        "✗ failed, refused or stopped\n"
-        "– not there\n"
-        "██▌ 50 %, 4 min: being uploaded, and the time left\n"
-        "kept copy: deleted by the trainer, kept here until it is committed\n"
-        "! needs a person, ~ is behind, · is worth knowing\n\n"
-        "Where the terminal shows no UTF-8: + o x - # and *.",
+        f"or no daemon watches.\n\n{_SIGNS}",
+        epilog="ckptd status\nckptd status llama-7b --watch\nckptd status s3://my-bucket/llama-7b",
     )
     def status(
         job: str | None = typer.Argument(
@@ -64,7 +65,11 @@ def register(app: typer.Typer) -> None:
         ),
         watch: bool = typer.Option(False, "--watch", help="Again and again, until Ctrl-C."),
         interval: float = typer.Option(
-            _INTERVAL_SECONDS, "--interval", min=_LEAST_INTERVAL_SECONDS, help="Of --watch, in seconds."
+            _INTERVAL_SECONDS,
+            "--interval",
+            min=_LEAST_INTERVAL_SECONDS,
+            metavar="SECONDS",
+            help="Between two looks of --watch.",
         ),
         live: bool = typer.Option(False, "--live", help="Exit 0 while the daemon's turns go on, else 1."),
         state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),

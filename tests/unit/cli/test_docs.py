@@ -15,7 +15,8 @@ from typer.main import get_group
 
 from bench.docs_nav import decisions, without_code_links
 from ckptd import __version__
-from ckptd.cli.main import VERBS, build_app
+from ckptd.cli.main import build_app
+from ckptd.cli.verbs import VERBS
 from ckptd.daemon.state.problems import CODES
 from tests.support import configuration_page, console
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ckptd.cli.daemon.run import load
-from ckptd.cli.main import VERBS
+from ckptd.cli.verbs import VERBS
 from ckptd.config import environment
 from ckptd.errors import UsageError
 from tests.support.repair_scene import RepairScene, built, run_here, scene

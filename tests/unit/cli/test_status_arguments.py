@@ -55,6 +55,6 @@ def test_help_and_errors_are_typers(arguments: list[str], capsys: pytest.Capture
     assert parse(arguments) is None
     with pytest.raises(SystemExit) as ended:
         main(["status", *arguments])
-    assert ended.value.code == (0 if arguments == ["--help"] else 2)
+    assert ended.value.code == (0 if arguments in (["--help"], ["-h"]) else 2)
     said = capsys.readouterr()
     assert "status" in said.out + said.err

@@ -239,6 +239,34 @@ def test_hints_say_where_a_key_belongs(
     assert refusal(write(tmp_path, base)).hint == hint
 
 
+def test_all_mistakes_are_said_at_once(tmp_path: Path, base: dict[str, Any]) -> None:
+    """One a time, a file with five took five tries. A key that is spelt wrong is not missing as well."""
+    base["settle"] = "5 sekunden"
+    base["remote"][0]["badnwidth"] = "1MB/s"
+    base["local"]["save_totl_limit"] = 3
+    error = refusal(path := write(tmp_path, base))
+    assert error.message.startswith(f"{path}: 3 mistakes: (1) ")
+    assert 'remote[0].badnwidth = "1MB/s": no such key; (3) settle = "5 sekunden": ' in error.message
+    assert "(1) local.save_totl_limit = 3: no such key; (2) " in error.message
+    assert error.message.count(str(path)) == 1
+    assert 'did you mean "bandwidth"? ' in error.hint
+    assert "(3) a save is complete when nothing changed for so long" in error.hint
+    del base["settle"], base["remote"][0]["badnwidth"], base["local"]["save_totl_limit"]
+    base["save_dri"] = base.pop("save_dir")
+    assert refusal(write(tmp_path, base)).hint == 'did you mean "save_dir"?'
+
+
+@pytest.mark.parametrize("written", ["~/llama", "$HOME/llama", "${HOME}/llama"])
+def test_a_path_below_home_is_named_whole(
+    tmp_path: Path, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    """It is not expanded: the daemon and who asks for its status may have two homes."""
+    monkeypatch.setenv("HOME", "/home/you")
+    base["save_dir"] = written
+    told = refusal(write(tmp_path, base))
+    assert "/home/you/llama" in f"{told.message} {told.hint}"
+
+
 def test_the_corpus_is_large() -> None:
     assert len(MUTANTS) >= 500
     for section, model in (("", JobConfig), ("local", LocalConfig), ("remote", RemoteConfig)):

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from ckptd.config.loader import load_daemon, load_job
-from ckptd.config.quantities import parse_share
+from ckptd.config.quantities import parse_share, show_bytes, show_seconds
 from ckptd.config.schema import DaemonConfig
 from ckptd.errors import ConfigError, NotPermitted
 from ckptd.maintenance.check import check_job, check_outlets
 from ckptd.storage.local.probe import Finding, probe_save_dir
 from ckptd.storage.local.state_dir import filesystem_type, is_network, prepare_state_dir, state_dir_of
+from tests.support.recover_scene import Scene
 
 UNIT = Path(__file__).parents[3] / "systemd" / "ckptd@.service"
 NOBODY = 65534
@@ -54,6 +55,39 @@ def ckptd(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ckptd", *arguments], capture_output=True, text=True, check=False, timeout=60
     )
+
+
+def test_what_will_be_uploaded_and_what_each_save_costs_is_said_before_the_start(tmp_path: Path) -> None:
+    """Who comes with a running training is told what becomes of its checkpoints, and of the link."""
+    path, scene = job_file(tmp_path), Scene(tmp_path)
+    path.write_text(path.read_text() + 'bandwidth = "1kB/s"\nforms = ["zero", "universal"]\n')
+
+    def told() -> dict[str, list[Finding]]:
+        found: dict[str, list[Finding]] = {}
+        for finding in check_job(load_job(path), DaemonConfig(), os.environ):
+            found.setdefault(finding.what, []).append(finding)
+        return found
+
+    assert "existing" not in told()
+    for step in (5, 10, 15):
+        scene.save(step)
+    size_bytes = sum(p.stat().st_size for p in (scene.save_dir / "global_step15").iterdir())
+    rows = told()
+    (existing,) = rows["existing"]
+    said = "3 checkpoints lie here already: global_step15 is uploaded; the other 2 stay"
+    assert existing.text.startswith(said)
+    assert "CKPTD_BACKFILL=all" in existing.hint
+    cost = next(row for row in rows["remote nas"] if "a save of this size" in row.text)
+    total_bytes = size_bytes * 30 / 14
+    assert f"uploads about {show_bytes(round(total_bytes))} (zero {show_bytes(size_bytes)}, " in cost.text
+    assert f", {show_seconds(total_bytes / 1000)} at 1 kB/s" in cost.text
+    assert 'forms = ["zero"] halves it' in cost.hint
+    path.write_text(f'backfill = "all"\n{path.read_text()}'.replace('["zero", "universal"]', '["zero"]'))
+    rows = told()
+    assert "existing" not in rows
+    cost = next(row for row in rows["remote nas"] if "a save of this size" in row.text)
+    assert f"about {show_bytes(size_bytes)}, " in cost.text
+    assert cost.hint == ""
 
 
 WITHOUT_RIGHTS = (  # root too keeps to modes without its capabilities
