@@ -280,7 +280,7 @@ def long_names() -> st.JobStatus:
 
 def of_the_readme() -> st.Status:
     """One upload under way, one committed checkpoint, two that left this node."""
-    newer, older = behind().checkpoints
+    newer, _ = behind().checkpoints
     rows = (newer, whole(4000), *(replace(gone_from_here(n), local=GONE) for n in (3500, 3000)))
     one = behind(
         name="llama-7b",

@@ -19,6 +19,8 @@ STALE_SECONDS = 60.0
 FULL_SOON_SAVES = 10
 """A disk that is full later than that is told below the first line alone."""
 
+MANY_SAVES = 1000
+"""Room for so many needs no word."""
 SHOWN_REMOTES = 2
 """On the first line by their names; the table has all of them."""
 
@@ -104,7 +106,7 @@ def clauses(job: dict[str, Any], life: Life, now: float) -> list[str]:
     since = seconds_since(job["as_of"], now) if job.get("as_of") else life.age_seconds
     runs = job["state"] != "invalid"
     said = [life.reason if runs else "", _committed(job, since)]
-    said += [_under_way(job) if life.is_well else "", _risk(job, since), *_control(job, now)]
+    said += [_under_way(job) if life.is_well else "", _risk(job, since, life), *_control(job, now)]
     said.append(_full(job) if life.is_well else "")
     needed = sum(problem["severity"] == "attention" for problem in job["problems"])
     if needed and runs:
@@ -188,13 +190,18 @@ def _unseen(job: dict[str, Any]) -> str:
     return f"what is committed is not known: {', '.join(away)} not attached yet" if away else ""
 
 
-def _risk(job: dict[str, Any], since_seconds: float) -> str:
-    """Say what a lost node would cost now: saved steps that are here alone, and the training since."""
+def _risk(job: dict[str, Any], since_seconds: float, life: Life) -> str:
+    """Say what a lost node would cost now: saved steps that are here alone, and the training since.
+
+    Where all that was saved is safe, and a newer save would be seen: the time since the last one.
+    """
     steps, seconds = job.get("steps_at_risk") or 0, job.get("seconds_at_risk")
     if seconds is None:
         return f"{steps} steps at risk" if steps else ""
     span = ago(seconds + since_seconds)
-    return f"{steps} steps, {span} of training at risk" if steps else f"last save {span} ago"
+    if steps:
+        return f"{steps} steps, {span} of training at risk"
+    return f"last save {span} ago" if life.is_well else f"{span} of training at risk"
 
 
 def _control(job: dict[str, Any], now: float) -> list[str]:
@@ -273,11 +280,11 @@ def disk_clauses(job: dict[str, Any]) -> list[str]:
     if not disk:
         return []
     free, saves = f"disk {size_of(disk['free_bytes'])} free", disk.get("full_in_saves")
-    next_bytes = disk.get("next_save_bytes")
+    room = disk["free_bytes"] // disk["next_save_bytes"] if disk.get("next_save_bytes") else MANY_SAVES
     if saves is not None:
         said = [free, f"full in {saves} saves, {ago(disk['full_in_seconds'])} at this pace"]
     else:
-        said = [f"{free} ({disk['free_bytes'] // next_bytes} saves)" if next_bytes else free]
+        said = [free if room >= MANY_SAVES else f"{free} ({room} saves)"]
     if disk.get("unfinished_bytes"):
         said.append(f"{size_of(disk['unfinished_bytes'])} in saves cut short, damaged or in doubt")
     for key, title in (("production", "trainer writes"), ("link", "upload")):
