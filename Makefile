@@ -38,7 +38,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test pytest adams bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house docs \
+.PHONY: help check-tools setup run test pytest adams bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house dist docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -47,7 +47,7 @@ help: ## this list
 check-tools:
 	@fail=0; \
 	if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
-	  echo "missing: Python 3.11 (found: $$("$(PYTHON)" --version 2>/dev/null || echo none)); name one with PYTHON=/path/to/python3.11"; fail=1; \
+	  echo "missing: Python 3.11, for which the pinned torch is (found: $$("$(PYTHON)" --version 2>/dev/null || echo none)); name one with PYTHON=/path/to/python3.11; ckptd itself runs on 3.11 to 3.13"; fail=1; \
 	elif ! "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null; then \
 	  echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt install python3.11-venv)"; fail=1; \
 	elif ! "$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then \
@@ -187,6 +187,9 @@ fleet: setup ## simulated nodes: 10,000 histories of <= 8, 100 of 64 x 50, one o
 
 figures: $(INSTALL) ## write what the long runs came to into docs/faults.md
 	$(PY) -m tests.support.figures
+
+dist: $(INSTALL) ## the sdist and the wheel with their checksums in dist/
+	rm -rf dist && $(VENV)/bin/hatchling build -d dist && cd dist && sha256sum * > SHA256SUMS
 
 house: $(INSTALL) ## how the code is laid out, now and before the rooms (writes the picture of docs/internals/architecture.md)
 	$(PY) -m tests.support.house

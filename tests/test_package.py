@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-import venv
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.support.recover_scene import Scene
+
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 280
+SUPPORTED = (11, 12, 13)
+"""Minor versions of Python 3."""
 MOST_BYTES = 120_000_000
 """Of a base install, by the bytes of its files; pip and setuptools, which the venv brought, are not of it."""
 
@@ -62,15 +67,57 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert not any(r.lower().startswith(("torch", "deepspeed", "numpy", "matplotlib")) for r in required)
 
 
+def pythons() -> dict[str, Path]:
+    """Version → interpreter, of those that this machine has among the supported ones; always our own."""
+    ours = f"3.{sys.version_info.minor}"
+    found = {ours: Path(sys.executable)}
+    for minor in SUPPORTED:
+        version = f"3.{minor}"
+        # of pyenv's own commands on PATH those alone work that its user has chosen
+        by_pyenv = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
+        on_path = shutil.which(f"python{version}", path="/usr/local/bin:/usr/bin")
+        if version not in found and (at := on_path or next(iter(by_pyenv), None)):
+            found[version] = Path(at)
+    return found
+
+
+PYTHONS = pythons()
+
+
 @pytest.mark.timeout(600)
-def test_a_clean_environment_has_no_torch_and_the_command_works(wheel: Path, tmp_path: Path) -> None:
-    home = tmp_path / "venv"
-    venv.create(home, with_pip=True)
-    python = home / "bin" / "python"
-    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel)
+@pytest.mark.parametrize("version", PYTHONS)
+def test_a_clean_environment_has_no_torch_and_the_commands_work(
+    wheel: Path, tmp_path: Path, version: str
+) -> None:
+    """From `pip install` to a restored checkpoint, with each Python that is here."""
+    home, is_ours = tmp_path / "venv", PYTHONS[version] == Path(sys.executable)
+    run(PYTHONS[version], "-m", "venv", home)
+    python, ckptd = home / "bin" / "python", home / "bin" / "ckptd"
+    pinned = ("-c", ROOT / "constraints.txt") if is_ours else ()
+    run(python, "-m", "pip", "install", "-q", *pinned, wheel)
     listed = {row["name"].lower() for row in json.loads(run(python, "-m", "pip", "list", "--format=json"))}
     assert "ckptd" in listed
     assert installed_bytes(home) <= MOST_BYTES
     assert not listed & {"torch", "deepspeed", "numpy", "matplotlib", "moto"}
-    assert "install-service" in run(home / "bin" / "ckptd", "--help", cwd=tmp_path)
-    assert run(home / "bin" / "ckptd", "--version", cwd=tmp_path).startswith("ckptd ")
+    assert "restore" in run(ckptd, "--help", cwd=tmp_path)
+    assert run(ckptd, "--version", cwd=tmp_path).startswith("ckptd ")
+    scene = Scene(tmp_path)
+    tag = scene.save(10)
+    run(ckptd, "run", scene.save_dir, scene.nas, "--same-filesystem", "--once", cwd=tmp_path)
+    assert json.loads(run(ckptd, "list", scene.nas, "--json"))["remotes"][0]["checkpoints"][0]["tag"] == tag
+    run(ckptd, "verify", scene.nas, "--read-data")
+    run(ckptd, "restore", scene.nas, "--to", tmp_path / "there")
+    for path in (scene.save_dir / tag).iterdir():
+        assert (tmp_path / "there" / tag / path.name).read_bytes() == path.read_bytes()
+    run(ckptd, "convert", scene.save_dir / tag, tmp_path / "universal")
+    assert (tmp_path / "universal" / "zero").is_dir()
+    seen = "import fsspec; print(fsspec.filesystem('ckptd', url='nas/run').ls('', detail=False))"
+    assert tag in run(python, "-c", seen.replace("nas/run", str(scene.nas)))
+
+
+def test_supported_pythons_are_named_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">=3.{SUPPORTED[0]}"
+    named = [f"Programming Language :: Python :: 3.{minor}" for minor in SUPPORTED]
+    assert [line for line in project["classifiers"] if ":: Python ::" in line] == named
+    assert f"Python 3.{SUPPORTED[0]} to 3.{SUPPORTED[-1]}" in (ROOT / "README.md").read_text()

@@ -23,7 +23,7 @@ _HELP = (
 )
 _EXAMPLES = """\
 ckptd run /nvme/llama-7b s3://my-bucket/llama-7b
-ckptd run --job llama-7b.toml
+ckptd run llama-7b.toml
 ckptd run /nvme/llama-7b /mnt/nas/llama-7b --once"""
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -33,18 +33,17 @@ def register(app: typer.Typer) -> None:
 
     @app.command("run", help=_HELP, epilog=_EXAMPLES)
     def run(
-        save_dir: str | None = typer.Argument(None, help="Where the trainer saves."),
+        save_dir: str | None = typer.Argument(
+            None, metavar="SAVE_DIR|FILE", help="Where the trainer saves; or a job file, alone."
+        ),
         url: str | None = typer.Argument(
-            None,
-            help="Where its checkpoints go: a directory on another file system, s3://bucket/prefix, sftp://…",
+            None, help="Where its checkpoints go: a directory elsewhere, s3://bucket/prefix, sftp://…"
         ),
         # as text: a file that may not be read stops its own job alone, not all of them
         job: list[str] = typer.Option(
-            [], "--job", metavar="FILE", help="A job file or its name; may be given several times."
+            [], "--job", metavar="FILE", help="A job file or its name; for several jobs, several times."
         ),
-        config_dir: Path | None = typer.Option(
-            None, "--config-dir", help="All jobs of DIR/jobs.d, with DIR/ckptd.toml."
-        ),
+        config_dir: Path | None = typer.Option(None, "--config-dir", help="All jobs of DIR/jobs.d."),
         once: bool = typer.Option(
             False, "--once", envvar="CKPTD_ONCE", help="Work until nothing is left to do, then exit."
         ),
@@ -74,6 +73,8 @@ def register(app: typer.Typer) -> None:
         from ckptd.daemon.loop import Daemon
 
         drain_seconds = _drain_seconds(drain) if drain else None
+        if url is None and not job:
+            save_dir, job = _as_job(save_dir, os.environ, config_dir)
         _configure_logs(log_level, log_format)
         again = partial(
             load,
@@ -87,6 +88,19 @@ def register(app: typer.Typer) -> None:
         )
         daemon = Daemon(again(), os.environ, once=once, drain_seconds=drain_seconds, reload=again)
         raise typer.Exit(daemon.run())
+
+
+def _as_job(
+    save_dir: str | None, environ: Mapping[str, str], config_dir: Path | None
+) -> tuple[str | None, list[str]]:
+    """Return SAVE_DIR and no job, or no SAVE_DIR and the job that it names when it stands alone.
+
+    Raises:
+        NotFoundError: a job file was meant, and it is not there (66).
+    """
+    if save_dir is not None and _names_a_job(save_dir, None, environ, config_dir):
+        return None, [save_dir]
+    return save_dir, []
 
 
 def _configure_logs(level: str, style: str) -> None:
@@ -151,11 +165,11 @@ def load(
         return loader.load_all(directory, environ)
     if jobs:
         msg = "SAVE_DIR and --job exclude each other"
-        raise UsageError(msg, hint="ckptd run SAVE_DIR URL, or ckptd run --job FILE")
+        raise UsageError(msg, hint="ckptd run SAVE_DIR URL, or ckptd run FILE")
     url = url or environ.get("CKPTD_URL")
     if _names_a_job(save_dir, url, environ, config_dir):
-        msg = f"{save_dir} is a job, no SAVE_DIR"
-        raise UsageError(msg, hint=shlex.join(["ckptd", "run", "--job", save_dir]))
+        msg = f"{save_dir} is a job, no SAVE_DIR: it names its own remotes"
+        raise UsageError(msg, hint=shlex.join(["ckptd", "run", save_dir]))
     url = url or _remembered_url(save_dir, environ, config_dir, verb)
     if not url:
         msg = "there is no URL: nothing would leave this node"
@@ -171,16 +185,9 @@ def load(
 def _remembered_url(
     save_dir: str, environ: Mapping[str, str], config_dir: Path | None, verb: str
 ) -> str | None:
-    """Return the URL that `check SAVE_DIR` means; a daemon is started by what is written out.
-
-    Raises:
-        NotFoundError: a job file was meant, and it is not there (66).
-    """
-    from ckptd.errors import NotFoundError
+    """Return the URL that `check SAVE_DIR` means; a daemon is started by what is written out."""
     from ckptd.recover.select.job import job_named
 
-    if save_dir.endswith(".toml") and not os.path.exists(save_dir):
-        raise NotFoundError(f"no file {save_dir}", hint="`ckptd init SAVE_DIR URL` prints one")
     if verb == "run" or not os.path.isdir(save_dir):
         return None
     known = job_named(os.path.abspath(save_dir), environ, config_dir=config_dir)
@@ -206,10 +213,19 @@ def _file_of(job: Path, config_dir: Path, environ: Mapping[str, str]) -> Path:
 
 
 def _names_a_job(save_dir: str, url: str | None, environ: Mapping[str, str], config_dir: Path | None) -> bool:
-    """Tell whether SAVE_DIR names a job file or, without a URL, a job that the configuration knows."""
+    """Tell whether SAVE_DIR names a job file or, without a URL, a job that the configuration knows.
 
-    if url or save_dir.endswith(".toml"):
-        return save_dir.endswith(".toml") and os.path.isfile(save_dir)
+    Raises:
+        NotFoundError: a job file was meant, and it is not there (66).
+    """
+    from ckptd.errors import NotFoundError
+
+    if save_dir.endswith(".toml"):
+        if url is None and not os.path.exists(save_dir):
+            raise NotFoundError(f"no file {save_dir}", hint="`ckptd init SAVE_DIR URL` prints one")
+        return os.path.isfile(save_dir)
+    if url or environ.get("CKPTD_URL"):
+        return False
     directory = config_dir or commands.default_config_dir(environ)
     return not os.path.exists(save_dir) and _file_of(Path(save_dir), directory, environ) != Path(save_dir)
 

@@ -370,7 +370,7 @@ def _where_then(job: str | None) -> str:
     if job is not None and "/" in job and not os.path.exists(job):
         return f"{job} is not there: a remote that is not mounted, or a SAVE_DIR that is spelt otherwise?"
     if job is not None and job.endswith(".toml"):
-        return f"is it running? start it with: ckptd run --job {shlex.quote(job)}"
+        return f"is it running? start it with: ckptd run {shlex.quote(job)}"
     place = shlex.quote(job) if job is not None and os.path.isdir(job) else "SAVE_DIR"
     return f"is it running? start it with: ckptd run {place} URL"
 

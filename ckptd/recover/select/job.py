@@ -1,6 +1,6 @@
 """Find the job that a command means by JOB or SAVE_DIR, and determine whose its remotes must be.
 
-A job that `ckptd run SAVE_DIR URL` or `ckptd run --job FILE` started is in no configuration directory; its
+A job that `ckptd run SAVE_DIR URL` or `ckptd run FILE` started is in no configuration directory; its
 state directory keeps how it was started (`job.json`), which a wiped node has no longer. A remote's owner is
 known by the job id in the daemon's journal, else by the name: a job file may be renamed, and its daemon goes
 on.

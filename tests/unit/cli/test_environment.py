@@ -95,7 +95,7 @@ def test_a_job_is_run_by_its_name_and_not_taken_for_a_save_dir(single: RepairSce
     for word in ("run", str(path)):
         with pytest.raises(UsageError, match="is a job, no SAVE_DIR") as refused:
             load(environ, save_dir=word)
-        assert refused.value.hint == f"ckptd run --job {word}"
+        assert refused.value.hint == f"ckptd run {word}"
     # with a URL it is a directory that is still to come
     assert load(environ, save_dir="run", url=str(single.nas2)).jobs[0].file is None
     ((_, unknown),) = load(environ, jobs=[Path("nobody")]).problems
@@ -203,3 +203,32 @@ def test_a_job_by_name_in_another_place(scene: RepairScene, capsys: pytest.Captu
         assert run_here(capsys, "status", *arguments, "--json").returncode == 66
         done = run_here(capsys, "status", *arguments, "--json", "--config-dir", place)
         assert [job["name"] for job in json.loads(done.stdout)["jobs"]] == ["run"]
+
+
+def test_a_job_file_alone_is_run(
+    single: RepairScene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with --job: whatever CKPTD_URL says, which is another job's; a file that is not there is named."""
+    path = job_file(single, single.root / "conf")
+    ran: list[tuple[object, ...]] = []
+
+    class Daemon:
+        def __init__(self, loaded: Any, *_: object, **__: object) -> None:
+            ran.extend((job.file, job.save_dir) for job in loaded.jobs)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr("ckptd.daemon.loop.Daemon", Daemon)
+    monkeypatch.setattr("ckptd.cli.daemon.run._configure_logs", lambda *_: None)
+    assert run_here(capsys, "run", path).returncode == 0
+    assert ran == [(path, single.save_dir)]
+    monkeypatch.delenv("CKPTD_URL")
+    assert run_here(capsys, "run", "run").returncode == 0
+    assert ran[1:] == ran[:1]
+    for url in ("", str(single.nas)):
+        monkeypatch.setenv("CKPTD_URL", url)
+        done = run_here(capsys, "run", single.root / "none.toml")
+        assert (done.returncode, len(ran)) == (66, 2)
+        assert f"no file {single.root / 'none.toml'}" in done.stderr
+    assert run_here(capsys, "run", path, single.nas).returncode == 2

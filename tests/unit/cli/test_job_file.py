@@ -89,7 +89,7 @@ def test_another_job_of_that_name_is_not_meant(scene: Scene, job_file: Path) -> 
     [
         ("status {file}/", 66, "is a file, no SAVE_DIR"),
         ("status {root}/notes", 66, "the name of a job file ends in .toml"),
-        ("status {file}", 66, "start it with: ckptd run --job {file}\n"),
+        ("status {file}", 66, "start it with: ckptd run {file}\n"),
         ("status s3://bucket/run --live", 2, "--live is of this node's daemon"),
         ("status {root}/remote --retention", 2, "--retention is of this node's daemon"),
         ("status {root}/remote --watch", 2, "--watch is of this node's daemon"),
