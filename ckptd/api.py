@@ -1,4 +1,4 @@
-"""What the commands do, as functions: `import ckptd; ckptd.restore("s3://bucket/run", "here")`.
+"""What the commands do, as functions: `from ckptd import api; api.restore("s3://bucket/run", "here")`.
 
 Each takes what the command of its name takes and returns typed results. Errors are those of `ckptd.errors`,
 with the message, hint and exit code that the command would end with: the commands call these functions.
@@ -37,7 +37,7 @@ def inspect(folder: PathLike) -> Inspection:
     Raises:
         NotFoundError: there is no checkpoint.
 
-    >>> ckptd.inspect("nvme/run").checkpoints[0].step
+    >>> api.inspect("nvme/run").checkpoints[0].step
     5
     """
     from ckptd.base.process import must_answer
@@ -69,9 +69,9 @@ def convert(
     Raises:
         RefusedError, DamagedError: it has no such form, or is damaged. TargetExists, NoSpaceError, ….
 
-    >>> report = ckptd.convert("nvme/run/global_step5", "universal", verify=True)
-    >>> report.parameters
-    50
+    >>> report = api.convert("nvme/run/global_step5", "universal", verify=True)
+    >>> report.step
+    5
     """
     from ckptd.convert.options import ConvertOptions
     from ckptd.convert.remote.ends import convert_ends, ends_of
@@ -103,7 +103,7 @@ def checkpoints(
         failures: takes the errors of remotes that do not answer, by name; else the first is raised.
         say: is told each note, such as why a remote does not answer.
 
-    >>> [one.tag for one in ckptd.checkpoints("nas/run")[0].checkpoints]
+    >>> [one.tag for one in api.checkpoints("nas/run")[0].checkpoints]
     ['global_step5']
     """
     from datetime import UTC, datetime
@@ -140,7 +140,7 @@ def verify(
         read: `Slice()` reads every byte, `Slice(1, 7)` a seventh; None: documents, presence and sizes.
         failures, say: as `checkpoints`.
 
-    >>> {row.verdict for row in ckptd.verify("nas/run")[0].commits}
+    >>> {row.verdict for row in api.verify("nas/run")[0].commits}
     {'good'}
     """
     from ckptd.core.model.runs import run_of
@@ -195,7 +195,7 @@ def restore(
     Raises:
         NothingCommitted, DamagedError, TargetExists, NoSpaceError, RemoteUnreachable, ….
 
-    >>> ckptd.restore("nas/run", "here").path.name
+    >>> api.restore("nas/run", "here").path.name
     'global_step5'
     """
     from ckptd.recover.plan import RecoveryOptions
@@ -250,7 +250,7 @@ def resume(
     Raises:
         NothingCommitted: a training begins anew (the command ends with 4). Others as `restore`.
 
-    >>> ckptd.resume("nvme/run", "nas/run").path.name
+    >>> api.resume("nvme/run", "nas/run").path.name
     'global_step5'
     """
     from ckptd.recover.plan import RecoveryOptions

@@ -36,7 +36,7 @@ ROOMS = (
     ("maintenance", "daemon.intake"),
     ("daemon.actions",),
     ("daemon.health",),
-    ("daemon",),
+    ("daemon", "api"),
     ("cli", "cli.status", "cli.daemon", "cli.setup", "cli.checkpoints"),
     ("__main__",),
 )
