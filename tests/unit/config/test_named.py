@@ -98,12 +98,13 @@ def test_every_verb_knows_the_url_of_a_run(scene: Scene) -> None:
     scene.save(2)
     run = ("run", scene.save_dir, scene.nas, "--same-filesystem", "--save-total-limit", 7, "--once")
     assert ckptd(scene, *run, CKPTD_SETTLE="1s", CKPTD_NAME="llama").returncode == 0
-    for verb in ("list", "verify", "gc", "drain", "resume", "adopt"):
-        done = ckptd(scene, verb, scene.save_dir)
+    for verb in ("list", "verify", "gc", "drain", "resume", "accept"):
+        existing = ["--existing"] if verb == "accept" else []
+        done = ckptd(scene, verb, scene.save_dir, *existing)
         assert done.returncode == 0, (verb, done.stderr)
     assert "global_step2" in ckptd(scene, "list", scene.save_dir).stdout
-    for verb in ("pin", "unpin"):
-        assert ckptd(scene, verb, scene.save_dir, "global_step2").returncode == 0
+    for option in ((), ("--remove",)):
+        assert ckptd(scene, "pin", scene.save_dir, "global_step2", *option).returncode == 0
     job = job_named(str(scene.save_dir), {}, config_dir=scene.root / "conf")
     assert (job.name, job.settle_seconds, job.local.save_total_limit) == ("llama", 1.0, 7)
     assert job.remotes[0].same_filesystem
