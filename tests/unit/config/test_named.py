@@ -128,7 +128,7 @@ def test_only_what_is_suspect_is_accepted(scene: Scene) -> None:
     for number, shard in enumerate(sorted(folder.glob("*.pt"))):
         os.utime(shard, (1_700_000_000 + 9000 * number,) * 2)
     done = ckptd(scene, "accept", scene.save_dir, "global_step4")
-    assert (done.returncode, "accept global_step4: recorded" in done.stdout) == (0, True), done
+    assert (done.returncode, "global_step4: accepted, recorded" in done.stdout) == (0, True), done
 
 
 def test_a_file_outside_the_configuration_is_remembered(scene: Scene) -> None:

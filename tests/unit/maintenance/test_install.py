@@ -160,6 +160,21 @@ def test_what_somebody_else_wrote_stays(tmp_path: Path) -> None:
     assert at.unit.exists()
 
 
+def test_what_an_older_ckptd_wrote_is_written_anew_and_removed(tmp_path: Path) -> None:
+    """Its first line names the verbs as they were called."""
+    at = target(tmp_path)
+    at.drop_in.parent.mkdir(parents=True)
+    first, _, rest = DROP_IN.text.partition("\n")
+    was = first.replace("service install", "install-service").replace(
+        "service uninstall", "uninstall-service"
+    )
+    assert was != first
+    at.drop_in.write_text(f"{was}\n{rest}")
+    assert at.drop_in in [s.path for s in uninstall_steps(at) if isinstance(s, Remove)]
+    write_files(tmp_path, at, DROP_IN)
+    assert at.drop_in.read_text() == DROP_IN.text
+
+
 def test_a_systemctl_that_refuses_is_quoted(tmp_path: Path) -> None:
     script = tmp_path / "systemctl"
     script.write_text("#!/bin/sh\necho 'Unit is masked.' >&2; exit 1\n")
