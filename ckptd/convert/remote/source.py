@@ -15,7 +15,7 @@ from ckptd.base import files
 from ckptd.base.extents import write_at
 from ckptd.base.names import IDENTITY_KEY
 from ckptd.config.loader import remote_from_arguments
-from ckptd.convert.engine.staging import CONFIGS, MARKS, is_companion, is_config
+from ckptd.convert.engine.staging import MARKS, is_companion, is_config
 from ckptd.core.model.generation import choose_pointers, objects_of, order_of
 from ckptd.core.model.layouts import parse_shard_name
 from ckptd.core.model.manifest import EXTRA_FOLDER
@@ -111,7 +111,7 @@ def _beside(above: Iterable[ManifestFile], prefix: str) -> Iterator[tuple[str, M
         path = file.path.removeprefix(f"{head}/") if head else file.path
         is_below = not head or path != file.path
         is_shards = bool(prefix) and file.path.startswith(prefix)
-        if is_below and not is_shards and ("/" not in path or is_config(path)):
+        if is_below and not is_shards and _lies_beside(path):
             yield path, file
 
 
@@ -287,7 +287,7 @@ def _plain(url: str, access: Access) -> RemoteSource:
         files.check_relative(tag)
         name, cut = Path(tag).name, len(tag) + 1
         found = [_of_listing(i, f"{name}/{k[cut:]}") for k, i in listed.items() if k.startswith(f"{tag}/")]
-        found += [_of_listing(info, key) for key, info in listed.items() if "/" not in key]
+        found += [_of_listing(info, key) for key, info in listed.items() if _lies_beside(key)]
     else:
         found = [_of_listing(info, f"{name}/{key}") for key, info in listed.items()]
         found += _trainers_folder(store) if above else []
@@ -296,9 +296,15 @@ def _plain(url: str, access: Access) -> RemoteSource:
 
 def _trainers_folder(store: Store) -> list[RemoteFile]:
     """Files beside the folder of the shards, where a configuration and a mark lie among them."""
-    if all(store.stat(name) is None for name in CONFIGS) or all(store.stat(mark) is None for mark in MARKS):
+    if all(store.stat(mark) is None for mark in MARKS):
         return []
-    return [_of_listing(info, info.key) for info in store.list("") if "/" not in info.key]
+    found = [_of_listing(info, info.key) for info in store.list("") if _lies_beside(info.key)]
+    return found if any(is_config(file.path) for file in found) else []
+
+
+def _lies_beside(path: str) -> bool:
+    """Tell whether a file is one of the folder above the shards, or configures an adapter there."""
+    return "/" not in path or is_config(path)
 
 
 def _of_listing(info: ObjectInfo, path: str) -> RemoteFile:

@@ -21,7 +21,7 @@ from ckptd.cli.checkpoints.inspect import inspect_folder
 from ckptd.convert.engine.staging import find_origin, list_source
 from ckptd.convert.engine.supervisor import convert
 from ckptd.convert.options import ConvertOptions, Dtype
-from ckptd.convert.remote.source import make_mirror, of_commit
+from ckptd.convert.remote.source import look_at, make_mirror, of_commit
 from ckptd.errors import BehindError, CkptdError, DamagedError, RefusedError, SourceChanged
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.directory import DirectoryStore
@@ -390,6 +390,27 @@ def test_the_configuration_of_an_adapter_comes_along_from_a_remote(tmp_path: Pat
     assert beside == {"config.json", "policy/adapter_config.json"}
     origin = find_origin(list_source(place / "global_step7"))
     assert set(origin.companions) == beside
+
+
+@pytest.mark.parametrize("named", ["global_step7", "latest"])
+def test_the_configuration_of_an_adapter_comes_along_from_a_folder_without_a_commit(
+    tmp_path: Path, named: str
+) -> None:
+    """A copy of a trainer's folder on a share: named by the folder of the shards, or by the one above."""
+    above = tmp_path / "share" / "run"
+    shapes: list[Shapes] = [{f"{LORA}.lora_A.policy.weight": (2, 30)}]
+    write_stage12(above / "global_step7", shapes, 2, stage=2)
+    (above / "latest").write_text("global_step7")
+    for name in ("policy/adapter_config.json", "policy/optimizer.json"):
+        (above / name).parent.mkdir(exist_ok=True)
+        (above / name).write_text("{}")
+    source = look_at(str(above if named == "latest" else above / named), {})
+    place = tmp_path / "mirror"
+    place.mkdir()
+    with opened_real(str(place)) as fd:
+        make_mirror(source, fd, companions=True)
+    assert {str(path.relative_to(place)) for path in place.rglob("*.json")} == {"policy/adapter_config.json"}
+    assert find_origin(list_source(place / "global_step7")).companions == ("policy/adapter_config.json",)
 
 
 def test_latest_universal_is_not_for_weights(tmp_path: Path) -> None:
