@@ -50,7 +50,9 @@ def help_of(command: Any, usage: str, parameters: Sequence[Any]) -> str:
     arguments = [(_name(one), _text(one)) for one in parameters if one.param_type_name == "argument"]
     options = [(_name(one), _text(one)) for one in parameters if one.param_type_name == "option"]
     blocks = [[f"Usage: {usage}"], _wrapped(sentence)]
-    blocks += [_wrapped(details)] if details else []
+    # a paragraph of several lines is a list, and stays as it is
+    paragraphs = details.split("\n\n") if details else []
+    blocks += [part.split("\n") if "\n" in part else _wrapped(part) for part in paragraphs]
     blocks += [["Arguments:", *_table(arguments)]] if arguments else []
     blocks += [["Options:", *_table(options)]]
     examples = (command.epilog or "").split("\n")

@@ -6,6 +6,7 @@ files and nodes come from outside. Cells are made by `cell`; this console covers
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderableType
 
 ELSEWHERE = 200
-"""Columns where stdout is no terminal."""
+"""Columns where stdout is no terminal and COLUMNS says nothing."""
+_ASCII = str.maketrans("●✓✗○█▉▊▋▌▍▎▏→·–…", "*+xo####====>--.")
+"""What stands for the signs of ckptd where they cannot be shown: one character each, so that lines keep
+their width."""
 
 
 class Screen(Console):
@@ -34,15 +38,21 @@ class Screen(Console):
         super().__init__(markup=False, emoji=False, highlight=False, stderr=stderr, width=width, file=file)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render like rich, but escape characters that a terminal would obey."""
+        """Render like rich, but escape characters that a terminal would obey, and those it cannot show."""
+        is_plain = self.is_dumb_terminal or not self.encoding.startswith("utf")
         for segment in super().render(renderable, options):
             text, style, control = segment
-            if control or text == "\n" or text.isprintable():
+            if control or text == "\n" or (text.isprintable() and not is_plain):
                 yield segment
-            else:
-                yield Segment("\n".join(map(printable, text.split("\n"))), style)
+                continue
+            shown = "\n".join(map(printable, text.split("\n")))
+            if is_plain:
+                shown = shown.translate(_ASCII).encode(self.encoding, "replace").decode(self.encoding)
+            yield Segment(shown, style)
 
 
-def screen() -> Screen:
-    """Return the console of stdout."""
-    return Screen(width=None if sys.stdout.isatty() else ELSEWHERE)
+def screen(elsewhere: int = ELSEWHERE) -> Screen:
+    """Return the console of stdout; `elsewhere`: its columns where that is no terminal."""
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() and int(columns) else elsewhere
+    return Screen(width=None if sys.stdout.isatty() else width)

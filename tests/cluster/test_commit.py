@@ -72,4 +72,4 @@ def test_two_nodes_make_one_commit(tmp_path: Path, moto: Server, run: runs.Run, 
         if not on_s3:
             told = here.nodes["a"].ckptd("status", here.nas)
             assert told.returncode == 0, told.stdout + told.stderr
-            assert told.stdout.startswith("run  SAFE: ended ")
+            assert told.stdout.startswith("run  ● SAFE  ended ")

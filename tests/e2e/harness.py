@@ -97,7 +97,7 @@ class Node:
                 [*self.under, sys.executable, "-m", "ckptd", "run", "--job", str(self.job_file), *options],
                 stdout=log,
                 stderr=log,
-                env=os.environ | self.environment,
+                env=os.environ | {"COLUMNS": "200"} | self.environment,
             )
         self.processes.append(process)
         deadline = time.monotonic() + seconds
@@ -122,7 +122,7 @@ class Node:
                 stderr=log,
                 timeout=timeout_seconds,
                 check=False,
-                env=os.environ | self.environment,
+                env=os.environ | {"COLUMNS": "200"} | self.environment,
             ).returncode
 
     def kill(self) -> None:
@@ -154,7 +154,7 @@ class Node:
             text=True,
             timeout=timeout_seconds,
             check=False,
-            env=os.environ | self.environment,
+            env=os.environ | {"COLUMNS": "200"} | self.environment,
         )
 
     # --- the trainer -----------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def test_automatic_naming_with_a_limit_of_its_own(tmp_path: Path) -> None:
         here.wait("no problem", lambda: here.status()["state"] == "ok" and not here.problems(), 20)
         shown = here.ckptd("status", here.save_dir)
         assert shown.returncode == 0, shown.stdout + shown.stderr
-        assert "SAFE: step 6" in shown.stdout
+        assert "● SAFE  step 6" in shown.stdout
         assert here.stop() == 0
         shutil.rmtree(here.root / "nvme")
         (here.root / "nvme").mkdir()

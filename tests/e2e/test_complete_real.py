@@ -56,7 +56,8 @@ def switched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ckptd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ckptd", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    wide = os.environ | {"COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=wide)
 
 
 def node_of(save_dir: Path, root: Path) -> Node:

@@ -123,7 +123,7 @@ def test_what_fits_is_committed_and_what_will_not_make_it_is_said_at_once(here: 
     assert took > window
     first = here.ckptd("status", here.job_file).stdout.splitlines()[0]
     assert "the drain's deadline passed, not committed: " in first
-    assert "PAUSED: step 4" in first
+    assert "● PAUSED  step 4" in first
 
 
 @FULL
@@ -164,7 +164,7 @@ def test_all_of_it_is_committed_and_nothing_else_is_begun(tmp_path: Path) -> Non
         assert set(here.commits()) == {"global_step1~g1", "global_step2~g1"}
         assert here.commits("universal") == {}
         here.wait("its first line", lambda: (here.status().get("drain") or {}).get("is_done"))
-        assert "SAFE: step 2" in here.ckptd("status", here.job_file).stdout
+        assert "● SAFE  step 2" in here.ckptd("status", here.job_file).stdout
 
 
 def _shipping(here: Node) -> set[str]:
@@ -286,7 +286,7 @@ def test_a_pause_holds_within_a_second_and_over_a_restart(here: Node) -> None:
     time.sleep(1.5)
     assert arrived(here) == before
     shown = here.ckptd("status", here.job_file)
-    assert (shown.returncode, "run  PAUSED: nothing is committed yet" in shown.stdout) == (3, True)
+    assert (shown.returncode, "run  ● PAUSED  nothing is committed yet" in shown.stdout) == (3, True)
     here.kill()
     here.start()
     here.save(2)

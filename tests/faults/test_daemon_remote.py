@@ -202,7 +202,7 @@ def test_a_commit_whose_time_is_none_costs_its_age_alone(tmp_path: Path) -> None
         daemon = here.start()
         here.wait("told", lambda: (here.status()["safe"] or {}).get("committed_at") == "")
         assert here.status()["safe"]["step"] == 1
-        assert "committed at an unknown time" in here.ckptd("status", here.job_file).stdout
+        assert "on nas, at an unknown time" in here.ckptd("status", here.job_file).stdout
         here.save(2)
         here.wait_committed("global_step2~g1")
         assert daemon.poll() is None

@@ -26,7 +26,7 @@ def test_before_the_first_checkpoint_status_says_that_it_waits(tmp_path: Path) -
         here.start()
         here.wait("published", (place / "status.json").exists)
         done = here.ckptd("status", here.save_dir)
-        assert (done.returncode, "WAITING: no checkpoint yet" in done.stdout) == (3, True), done.stdout
+        assert (done.returncode, "● WAITING  no checkpoint yet" in done.stdout) == (3, True), done.stdout
         assert here.ckptd("status", here.save_dir, "--live").returncode == 0
         done = here.ckptd("drain", here.job_file, "--deadline", "60s")
         assert (done.returncode, "nothing is complete here yet" in done.stdout) == (0, True), done.stderr
@@ -35,10 +35,10 @@ def test_before_the_first_checkpoint_status_says_that_it_waits(tmp_path: Path) -
         here.wait_committed("global_step1~g1")
         here.wait("its own place", lambda: here.status().get("safe"))
         assert not place.exists()
-        assert "SAFE: step 1" in here.ckptd("status", here.save_dir).stdout
+        assert "● SAFE  step 1" in here.ckptd("status", here.save_dir).stdout
         here.kill()
         done = here.ckptd("status", here.save_dir)
-        assert (done.returncode, "NOT WATCHED: the daemon (process" in done.stdout) == (1, True)
+        assert (done.returncode, "● NOT WATCHED  the daemon (process" in done.stdout) == (1, True)
         assert here.ckptd("status", here.save_dir, "--live").returncode == 1
 
 

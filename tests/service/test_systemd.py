@@ -91,7 +91,7 @@ def test_started_it_ships_converts_and_answers(machine: Booted) -> None:
     for where in ((), ("--state-dir", f"/var/lib/ckptd/{USER}")):
         said = machine.run("ckptd", "status", *where)
         assert said.returncode == 0, said.stdout + said.stderr
-        assert "SAFE: step 1" in said.stdout
+        assert "● SAFE  step 1" in said.stdout
     limit = int(machine.show(SERVICE, "MemoryMax"))
     group = machine.memory / "ckptd.slice" / f"ckptd@{USER}.service"
     group = next(machine.memory.rglob(SERVICE), group)

@@ -1,4 +1,4 @@
-"""Every answer that `ckptd status` gives, over documents as a daemon writes them.
+"""Every screen that `ckptd status` shows, over documents as a daemon writes them.
 
 The times are of one moment; `python -m tests.support.status_gallery > tests/golden/status.txt` keeps its
 texts.
@@ -14,8 +14,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
-from rich.console import Console
-
+from ckptd.cli.screen import Screen
 from ckptd.cli.status.command import screen
 from ckptd.cli.status.words import exit_code, life_of
 from ckptd.observe import status as st
@@ -213,13 +212,82 @@ def whole(step: int) -> st.CheckpointStatus:
     return replace(one, remotes={"s3": {"zero": zero, "universal": zero}})
 
 
+def gone_from_here(step: int) -> st.CheckpointStatus:
+    """One that was deleted here, and whose clone is kept until it is committed."""
+    one = checkpoint(step, state="pruned")
+    return replace(one, local=replace(one.local, present=False, held=True))
+
+
+GONE = st.LocalStatus(present=False, universal="none", held=False)
 LONG = (
     *(whole(4000 - 50 * n) for n in range(30)),
     checkpoint(2400, upload="failed"),
     *(whole(2300 - 50 * n) for n in range(4)),
-    checkpoint(2000, state="pruned"),
+    gone_from_here(2000),
 )
 """More than fit below their headline; an old one is not settled, one left the node."""
+
+
+HUNDRED = tuple(whole(100_000 - 1000 * n) for n in range(100))
+LEFT = "found at the first start: not sent (backfill); `ckptd accept llama --existing` sends and rotates it"
+
+
+def in_remotes(one: st.CheckpointStatus, *names: str) -> st.CheckpointStatus:
+    """The same on several remotes, with the forms of its first."""
+    (forms,) = one.remotes.values()
+    return replace(one, remotes=dict.fromkeys(names, forms))
+
+
+def several(*names: str) -> st.JobStatus:
+    """One upload under way to each of several remotes; an older checkpoint failed on the last."""
+    older = in_remotes(whole(4000), *names)
+    failed = st.FormStatus(state="failed", reason="no byte moved for 60 s")
+    older.remotes[names[-1]] = {"zero": failed, "universal": st.FormStatus(state="waiting")}
+    newer = in_remotes(checkpoint(4500, state="uploading", upload="shipping"), *names)
+    remotes = tuple(replace(REMOTE, name=name) for name in names)
+    return behind(checkpoints=(newer, older), remotes=remotes)
+
+
+def with_notes() -> st.JobStatus:
+    """Checkpoints of which something is to be said: a doubtful one, and three from before ckptd."""
+    doubtful = checkpoint(
+        4200,
+        state="suspect",
+        remotes={},
+        reason="two saves? its optimizer shard is 51 s older",
+        next_step="ckptd accept llama global_step4200",
+    )
+    before_ckptd = (checkpoint(n, state="complete", remotes={"s3": {}}, reason=LEFT) for n in (900, 600, 300))
+    pinned = replace(whole(4000), pinned=True)
+    return job(checkpoints=(doubtful, pinned, *before_ckptd))
+
+
+LONG_NAME = "experiment-17-llama-7b-long-context-continued"
+
+
+def long_names() -> st.JobStatus:
+    """A run whose every name is long."""
+    tag = f"{LONG_NAME}-global_step4500"
+    one = replace(checkpoint(4500, state="uploading", upload="shipping"), tag=tag, branch=2)
+    remotes = ("object-store-frankfurt", "network-attached-storage")
+    named = several(*remotes)
+    return replace(
+        named,
+        name=LONG_NAME,
+        checkpoints=(in_remotes(one, *remotes), *named.checkpoints[1:]),
+    )
+
+
+def of_the_readme() -> st.Status:
+    """One upload under way, one committed checkpoint, two that left this node."""
+    newer, _ = behind().checkpoints
+    rows = (newer, whole(4000), *(replace(gone_from_here(n), local=GONE) for n in (3500, 3000)))
+    one = behind(
+        name="llama-7b",
+        checkpoints=tuple(in_remotes(row, "nas") for row in rows),
+        remotes=(replace(REMOTE, name="nas"),),
+    )
+    return st.Status(generated_at=before(3.0), daemon=daemon(), jobs=(one,))
 
 
 def documents() -> dict[str, st.Status]:
@@ -244,6 +312,11 @@ def documents() -> dict[str, st.Status]:
         "safe": of(job()),
         "safe, and older ones left this node": of(job(checkpoints=(checkpoint(4000), gone))),
         "safe, a long run": of(job(checkpoints=LONG)),
+        "safe, a hundred checkpoints": of(job(checkpoints=HUNDRED)),
+        "behind, two remotes": of(several("nas", "s3")),
+        "behind, many remotes": of(several("nas", "s3", "backup", "archive-eu", "archive-us", "tape")),
+        "behind, long names": of(long_names()),
+        "something to say of checkpoints": of(with_notes()),
         "waiting for the first checkpoint": of(NOTHING_YET),
         "the first save is written": of(
             job(
@@ -300,21 +373,27 @@ def plain(document: st.Status) -> dict[str, Any]:
     return read
 
 
-def shown(document: st.Status) -> str:
-    """What stands on the screen at `NOW`, 200 columns wide, and the exit code."""
+def shown(document: st.Status, *, width: int = 80, retention: bool = False, encoding: str = "utf-8") -> str:
+    """What stands on the screen at `NOW`, and the exit code."""
     read = plain(document)
-    out = io.StringIO()
-    console = Console(file=out, width=200, highlight=False)
-    for part in screen(read, NOW, retention=False):
-        console.print(part)
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
+    console = Screen(file=out, width=width)
+    for part in screen(read, NOW, retention=retention):
+        console.print(part, soft_wrap=True)
+    out.seek(0)
     code = exit_code(read["jobs"], is_alive=life_of(read, NOW).is_well)
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    return "\n".join([*lines, f"[exit {code}]"]).replace(f"process {os.getpid()}", "process 4711")
+    return f"{out.read()}[exit {code}]".replace(f"process {os.getpid()}", "process 4711")
 
 
 def gallery() -> str:
-    """All of them."""
-    return "\n\n".join(f"=== {name}\n{shown(document)}" for name, document in documents().items()) + "\n"
+    """All of them in 80 columns, and some otherwise."""
+    every = documents()
+    screens = {name: shown(document) for name, document in every.items()}
+    for name in ("behind, two remotes", "behind, many remotes", "something to say of checkpoints"):
+        screens[f"{name}, in 160 columns"] = shown(every[name], width=160)
+    screens["behind, two remotes, --retention"] = shown(every["behind, two remotes"], retention=True)
+    screens["behind, two remotes, in ASCII"] = shown(every["behind, two remotes"], encoding="ascii")
+    return "\n\n".join(f"=== {name}\n{text}" for name, text in screens.items()) + "\n"
 
 
 if __name__ == "__main__":

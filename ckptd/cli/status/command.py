@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 
 _INTERVAL_SECONDS, _LEAST_INTERVAL_SECONDS = 2.0, 0.1
 
+_SIGNS = """Signs:
+  ✓ committed: every byte was compared there     ○ waits for its turn
+  ✗ failed, refused or stopped                   – not there
+  ██▌ 50 %, 4 min: is uploaded, and time left
+  kept copy: deleted by the trainer, kept here until it is committed
+  ! needs a person    ~ is behind    · is worth knowing
+  without UTF-8: + o x - # and *"""
+"""The legend of the screen, for --help."""
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -36,7 +45,7 @@ def register(app: typer.Typer) -> None:
         "status",
         help="Is my run safe? What is under way, what needs a person, and what to type. Exit code 0: safe; "
         "3: behind, or nothing is committed yet (also before the first checkpoint); 1: a person is needed "
-        "or no daemon watches.",
+        f"or no daemon watches.\n\n{_SIGNS}",
         epilog="ckptd status\nckptd status llama-7b --watch\nckptd status s3://my-bucket/llama-7b",
     )
     def status(
@@ -196,17 +205,19 @@ def _print_json(document: dict[str, Any], tag: str | None, *, is_alive: bool) ->
 
 def _print(document: dict[str, Any], tag: str | None, retention: bool) -> None:
     from ckptd.cli.screen import screen as console_of_stdout
+    from ckptd.cli.status.drawing import ELSEWHERE
 
-    console = console_of_stdout()
+    console = console_of_stdout(ELSEWHERE)
     if tag is None:
         for part in screen(document, time.time(), retention=retention):
-            console.print(part)
+            # a command to type is never broken
+            console.print(part, soft_wrap=True)
         return
     from ckptd.cli.status.detail import story_of
 
     is_alive = words.life_of(document, time.time()).is_well
     for line in story_of(printable_everywhere(document["jobs"]), tag, is_alive=is_alive)[1]:
-        console.print(cell(line))
+        console.print(cell(line), soft_wrap=True)
 
 
 def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds: float) -> int:
@@ -254,31 +265,31 @@ _STYLES = {"attention": "red", "behind": "yellow"}
 
 def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any]:
     """Return everything that is shown, top to bottom, for a console of rich."""
+    from ckptd.cli.status.drawing import clauses_line, headline, prose
+
     life = words.life_of(document, now)
     parts: list[Any] = []
     for job in printable_everywhere(document["jobs"]):
-        headline = cell(words.headline(job, life, now), _colour(job, life))
-        parts.append(cell(f"{job['name']}  ", "bold").append_text(headline))
+        parts += [cell("")] if parts else []
+        parts.append(headline(job["name"], words.verdict(job, life), words.clauses(job, life, now)))
         if not life.is_well and job["state"] != "invalid":
             parts.append(cell(f"  → {words.start_it(job, life)}"))
         for severity, line in words.problem_lines(job, now):
-            parts.append(cell(f"  {line}", _STYLES.get(severity, "")))
-        said = [words.disk_line(job), words.shared_line(job)]
-        said += [words.abilities(remote, is_all=retention) for remote in job.get("remotes", [])]
-        parts += [cell(f"  {line}", "dim") for line in said if line]
+            style = _STYLES.get(severity, "")
+            is_step = line.startswith(words.NEXT)
+            parts.append(cell(f"  {line}", style) if is_step else prose(line, style))
         if job["checkpoints"]:
             parts.append(checkpoints_table(job, retention=retention, is_alive=life.is_well))
         parts += [remote_table(remote) for remote in job.get("remotes", []) if retention]
-    if error := document["daemon"].get("notify_error"):
-        parts.append(cell(f"! nobody was told: {error}", "yellow"))
-    if error := document["daemon"].get("metrics_error"):
-        parts.append(cell(f"! no metrics at {error}", "yellow"))
+        said = [words.shared_line(job)]
+        said += [words.abilities(remote, is_all=retention) for remote in job.get("remotes", [])]
+        parts += [prose(line, "dim") for line in said if line]
+        if said_of_disk := words.disk_clauses(job):
+            parts.append(clauses_line(said_of_disk, "dim"))
+    for key, text in (("notify_error", "nobody was told:"), ("metrics_error", "no metrics at")):
+        if error := document["daemon"].get(key):
+            parts.append(cell(f"! {text} {error}", "yellow"))
     return parts
-
-
-def _colour(job: dict[str, Any], life: words.Life) -> str:
-    code = words.exit_code([job], is_alive=life.is_well)
-    return {0: "green", 3: "yellow"}.get(code, "red")
 
 
 def find_status(job: str | None, state_dir: Path | None, config_dir: Path | None = None) -> dict[str, Any]:

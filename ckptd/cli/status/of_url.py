@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.table import Table
+    from rich.text import Text
 
     from ckptd.maintenance.fleet_status import FleetStatus
     from ckptd.recover.select.runs import RunView
@@ -53,58 +53,62 @@ def show_url(url: str, config_dir: Path | None, *, as_json: bool) -> int:
 
 
 def _print(found: FleetStatus) -> None:
-    from ckptd.cli.output import cell
     from ckptd.cli.screen import screen
+    from ckptd.cli.status.drawing import ELSEWHERE, Drawing, headline, prose
 
-    console = screen()
-    headline = cell(found.headline, {0: "green", 3: "yellow"}.get(found.exit_code, "red"))
-    console.print(cell(f"{found.job}  ", "bold").append_text(headline))
-    for problem in found.problems:
-        console.print(cell(f"  ! {problem}", "red"))
+    verdict, _, said = found.headline.partition(": ")
+    parts: list[Any] = [headline(found.job, verdict, said.replace("; ", ", ").split(", "))]
+    parts += [prose(f"! {problem}", "red") for problem in found.problems]
     for row in found.uncommitted:
         nodes = ", ".join(row.nodes)
-        said = f"{row.tag} (generation {row.generation}): {nodes} uploaded their parts; {row.text}"
-        console.print(cell(f"  ~ {said}", "yellow"))
+        text = f"{row.tag} (generation {row.generation}): {nodes} uploaded their parts; {row.text}"
+        parts.append(prose(f"~ {text}", "yellow"))
     for run in found.runs[1:]:
         if run.checkpoints:
-            console.print(cell(f"  ~ {_left(run)}", "yellow"))
+            parts.append(prose(f"~ {_left(run)}", "yellow"))
+    if found.nodes:
+        parts.append(Drawing(lambda _, width: _table(found, width)))
     if found.clock == "reader":
-        console.print(cell("  ages: the store's times, by this machine's clock", "dim"))
+        parts.append(prose("ages: the store's times, by this machine's clock", "dim"))
     if found.clock == "nodes":
-        console.print(cell("  ages: by the nodes' own clocks; this store keeps no times", "dim"))
-    console.print(_table(found))
+        parts.append(prose("ages: by the nodes' own clocks; this store keeps no times", "dim"))
+    console = screen(ELSEWHERE)
+    for part in parts:
+        console.print(part, soft_wrap=True)
 
 
 def _left(run: RunView) -> str:
-    from ckptd.config.quantities import show_bytes
+    from ckptd.cli.status.tables import size_of
     from ckptd.core.model.runs import short
 
     place = f" of {run.user}@{run.host}:{run.save_dir}" if run.host else ""
-    held = f"{run.checkpoints} checkpoints ({show_bytes(run.bytes)})"
+    held = f"{run.checkpoints} checkpoints ({size_of(run.bytes)})"
     return (
         f"earlier run {short(run.run_id)}{place}: {held} stay until `ckptd gc JOB --run {short(run.run_id)}`"
     )
 
 
-def _table(found: FleetStatus) -> Table:
-    from rich.table import Table
-
+def _table(found: FleetStatus, width: int) -> list[Text]:
+    """Return a line for each node, with the columns that there is room for."""
     from ckptd.base.humanize import ago
-    from ckptd.cli.output import cells
+    from ckptd.cli.output import cell, cells
+    from ckptd.cli.status.drawing import table
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("node", "ranks", "newest", "state", "heard of", "version", ""):
-        table.add_column(column)
+    rows = []
     for row in found.nodes:
+        newest = "–" if row.newest_step is None else f"step {row.newest_step}"
+        state = cell("✗ dead?", "red") if row.is_dead else cell(row.state)
         heard = "never" if row.heard_seconds_ago is None else f"{ago(row.heard_seconds_ago)} ago"
-        texts = (
-            row.node,
-            row.ranks or "-",
-            "-" if row.newest_step is None else f"step {row.newest_step}",
-            "dead?" if row.is_dead else row.state,
-            heard,
-            row.ckptd_version or "-",
-            "in the safe COMMIT" if row.is_in_safe else "",
+        in_safe = cell("✓" if row.is_in_safe else "", "green")
+        rows.append(
+            [*cells(row.node, row.ranks, newest), state, *cells(heard, row.ckptd_version or ""), in_safe]
         )
-        table.add_row(*cells(*texts))
-    return table
+    titles = ("node", "ranks", "newest", "state", "heard of", "version", "in safe COMMIT")
+
+    def laid_out(*left_out: str) -> list[Text]:
+        shown = [n for n, title in enumerate(titles) if title not in left_out]
+        return table([titles[n] for n in shown], [[row[n] for n in shown] for row in rows])
+
+    choices = (laid_out(), laid_out("version"), laid_out("version", "ranks"))
+    fitting = (lines for lines in choices if max(line.cell_len for line in lines) <= width)
+    return next(fitting, choices[-1])

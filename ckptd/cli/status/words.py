@@ -19,6 +19,13 @@ STALE_SECONDS = 60.0
 FULL_SOON_SAVES = 10
 """A disk that is full later than that is told below the first line alone."""
 
+MANY_SAVES = 1000
+"""Room for so many needs no word."""
+SHOWN_REMOTES = 2
+"""On the first line by their names; the table has all of them."""
+
+NEXT = "  → "
+"""Before what to type next."""
 _MARKS = {"attention": "!", "behind": "~"}
 
 
@@ -90,23 +97,26 @@ def is_there(pid: int) -> bool:
 
 
 def headline(job: dict[str, Any], life: Life, now: float) -> str:
-    """Write the first line: is my run safe?"""
+    """Write the first line without the job's name: is my run safe?"""
+    return f"{verdict(job, life)}  {' · '.join(clauses(job, life, now))}"
+
+
+def clauses(job: dict[str, Any], life: Life, now: float) -> list[str]:
+    """Say what the verdict rests on, what is under way, and what a person asked for or must do."""
     since = seconds_since(job["as_of"], now) if job.get("as_of") else life.age_seconds
-    verdict = _verdict(job, life)
-    clauses = [_committed(job, since)]
-    if not life.is_well and job["state"] != "invalid":
-        clauses.insert(0, life.reason)
-    clauses += [_risk(job, since), *_control(job, now)]
-    if life.is_well:
-        clauses += [_under_way(job), _full(job)]
+    runs = job["state"] != "invalid"
+    said = [life.reason if runs else "", _committed(job, since)]
+    said += [_under_way(job) if life.is_well else "", _risk(job, since, life), *_control(job, now)]
+    said.append(_full(job) if life.is_well else "")
     needed = sum(problem["severity"] == "attention" for problem in job["problems"])
-    if needed and job["state"] != "invalid":
-        clauses.append("1 thing needs a person" if needed == 1 else f"{needed} things need a person")
-    clauses += [f"OPT-OUT {text}" for text in job["opt_outs"]]
-    return f"{verdict}: {'; '.join(clause for clause in clauses if clause)}"
+    if needed and runs:
+        said.append("1 thing needs a person" if needed == 1 else f"{needed} things need a person")
+    said += [f"OPT-OUT {text}" for text in job["opt_outs"]]
+    return [clause for clause in said if clause]
 
 
-def _verdict(job: dict[str, Any], life: Life) -> str:
+def verdict(job: dict[str, Any], life: Life) -> str:
+    """Return the word that answers: is my run safe?"""
     if job["state"] == "invalid":
         return "NOT SAFE"
     if not life.is_well:
@@ -137,7 +147,28 @@ def _committed(job: dict[str, Any], since_seconds: float) -> str:
             return "no ZeRO checkpoint is here"
         return words.get(job["state"]) or _unproved(job) or _unseen(job) or "nothing is committed yet"
     when = f"{ago(safe['age_seconds'] + since_seconds)} ago" if safe["committed_at"] else "at an unknown time"
-    return f"step {safe['step']} ({safe['tag']}) committed {when}"
+    step, tag = safe["step"], safe["tag"]
+    named = f"step {step}" if tag == f"global_step{step}" else f"step {step} ({tag})"
+    where = _remotes_with(job, tag)
+    return f"{named} on {where}, {when}" if where else f"{named} committed {when}"
+
+
+def _remotes_with(job: dict[str, Any], tag: str) -> str:
+    """Name the remotes that hold a checkpoint, as far as the document tells; empty: it does not."""
+    told = [
+        name
+        for checkpoint in job["checkpoints"]
+        if checkpoint["tag"] == tag
+        for name, forms in checkpoint["remotes"].items()
+        if forms.get("zero", {}).get("state") == "committed"
+    ] or [
+        remote["name"]
+        for remote in job.get("remotes", ())
+        if any(held["tag"] == tag and "zero" in held["forms"] for held in remote.get("held", ()))
+    ]
+    if len(told) > SHOWN_REMOTES:
+        return f"{len(told)} remotes"
+    return " and ".join("the remote" if name == "remote" else name for name in told)
 
 
 def _unproved(job: dict[str, Any]) -> str | None:
@@ -159,13 +190,18 @@ def _unseen(job: dict[str, Any]) -> str:
     return f"what is committed is not known: {', '.join(away)} not attached yet" if away else ""
 
 
-def _risk(job: dict[str, Any], since_seconds: float) -> str:
-    """Say what a lost node would cost now: saved steps that are here alone, and the training since."""
+def _risk(job: dict[str, Any], since_seconds: float, life: Life) -> str:
+    """Say what a lost node would cost now: saved steps that are here alone, and the training since.
+
+    Where all that was saved is safe, and a newer save would be seen: the time since the last one.
+    """
     steps, seconds = job.get("steps_at_risk") or 0, job.get("seconds_at_risk")
     if seconds is None:
         return f"{steps} steps at risk" if steps else ""
     span = ago(seconds + since_seconds)
-    return f"{steps} steps, {span} of training at risk" if steps else f"{span} of training at risk"
+    if steps:
+        return f"{steps} steps, {span} of training at risk"
+    return f"last save {span} ago" if life.is_well else f"{span} of training at risk"
 
 
 def _control(job: dict[str, Any], now: float) -> list[str]:
@@ -174,10 +210,12 @@ def _control(job: dict[str, Any], now: float) -> list[str]:
     paused, drain = job.get("paused"), job.get("drain")
     if paused:
         said.append(f"paused by {paused['by']} {ago(seconds_since(paused['since'], now))} ago")
+    left = datetime.fromisoformat(drain["deadline_at"]).timestamp() - now if drain else 0.0
     if drain and drain["is_done"]:
-        said.append(f"drained: {all_committed(len(drain.get('unsent', ())))}")
+        # it says nothing of what is saved later, nor once the node was to be gone
+        if left > 0 and not job.get("steps_at_risk"):
+            said.append(f"drained: {all_committed(len(drain.get('unsent', ())))}")
     elif drain:
-        left = datetime.fromisoformat(drain["deadline_at"]).timestamp() - now
         text = f"draining, {ago(left)} left" if left > 0 else "the drain's deadline passed"
         text += f", no byte moves to {', '.join(drain['stalled'])}" if drain.get("stalled") else ""
         late, word = (drain["late"], "will not make it") if left > 0 else (drain["missing"], "not committed")
@@ -197,13 +235,14 @@ def _under_way(job: dict[str, Any]) -> str:
     if not moving:
         return ""
     is_derived, tag, name, form, state = min(moving, key=lambda one: one[0])
-    what = f"{tag} ({form})" if is_derived else tag
+    what = f"{tag} {form}" if is_derived else tag
+    where = f" to {name}" if len(job.get("remotes", ())) > 1 else ""
     done = f" {100 * state['bytes_done'] / state['bytes_total']:.0f} %" if state["bytes_total"] else ""
     eta = state.get("eta_seconds")
-    to_go = f", {ago(eta)} to go" if eta is not None else ""
+    left = f", {ago(eta)} left" if eta is not None else ""
     more = f" (and {len(moving) - 1} more)" if len(moving) > 1 else ""
     slowly = ", slowed by a save on this disk" if job.get("making_way") else ""
-    return f"{what} → {name}{done}{to_go}{more}{slowly}"
+    return f"next: {what}{where}{done}{left}{more}{slowly}"
 
 
 def _full(job: dict[str, Any]) -> str:
@@ -222,7 +261,7 @@ def problem_lines(job: dict[str, Any], now: float) -> list[tuple[str, str]]:
         age = ago(seconds_since(problem["since"], now))
         lines.append((severity, f"{_MARKS.get(severity, '·')} {problem['text']} ({age})"))
         if problem["next_step"]:
-            lines.append((severity, f"  → {problem['next_step']}"))
+            lines.append((severity, f"{NEXT}{problem['next_step']}"))
     return lines
 
 
@@ -235,21 +274,23 @@ def start_it(job: dict[str, Any], life: Life) -> str:
     return f"{first}: {how}; until then nothing of {job['save_dir']} is uploaded"
 
 
-def disk_line(job: dict[str, Any]) -> str:
+def disk_clauses(job: dict[str, Any]) -> list[str]:
     """Describe room and speeds; empty: not known."""
     disk = job.get("disk")
     if not disk:
-        return ""
-    parts = [f"{size_of(disk['free_bytes'])} free"]
-    if disk.get("full_in_saves") is not None:
-        parts.append(f"full in {disk['full_in_saves']} saves / {ago(disk['full_in_seconds'])} at this pace")
+        return []
+    free, saves = f"disk {size_of(disk['free_bytes'])} free", disk.get("full_in_saves")
+    room = disk["free_bytes"] // disk["next_save_bytes"] if disk.get("next_save_bytes") else MANY_SAVES
+    if saves is not None:
+        said = [free, f"full in {saves} saves, {ago(disk['full_in_seconds'])} at this pace"]
+    else:
+        said = [free if room >= MANY_SAVES else f"{free} ({room} saves)"]
     if disk.get("unfinished_bytes"):
-        parts.append(f"{size_of(disk['unfinished_bytes'])} in saves cut short, damaged or in doubt")
-    if job.get("production_bytes_per_second"):
-        parts.append(f"production {size_of(job['production_bytes_per_second'])}/s")
-    if job.get("link_bytes_per_second"):
-        parts.append(f"link {size_of(job['link_bytes_per_second'])}/s")
-    return ", ".join(parts)
+        said.append(f"{size_of(disk['unfinished_bytes'])} in saves cut short, damaged or in doubt")
+    for key, title in (("production", "trainer writes"), ("link", "upload")):
+        if speed := job.get(f"{key}_bytes_per_second"):
+            said.append(f"{title} {size_of(speed)}/s")
+    return said
 
 
 def shared_line(job: dict[str, Any]) -> str:

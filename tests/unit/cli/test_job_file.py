@@ -63,7 +63,7 @@ def test_a_file_that_is_not_named_as_its_job(scene: Scene, job_file: Path) -> No
         while (done := ckptd("wait", job_file, "--step", 1, "--timeout", "10s")).returncode:
             assert time.monotonic() < deadline, done.stderr
         for command, said in (
-            (("status", job_file), "run-9  SAFE: step 1"),
+            (("status", job_file), "run-9  ● SAFE  step 1"),
             (("pause", job_file), "run-9: paused"),
             (("pause", job_file, "--off"), "run-9: goes on"),
             (("drain", job_file, "--deadline", "60s"), "run-9: drained, all that is complete here"),
@@ -71,7 +71,7 @@ def test_a_file_that_is_not_named_as_its_job(scene: Scene, job_file: Path) -> No
             done = ckptd(*command)
             assert (done.returncode, said in done.stdout) == (0, True), (command, done)
     done = ckptd("status", job_file)
-    assert (done.returncode, "run-9  NOT WATCHED: the daemon was stopped" in done.stdout) == (1, True), done
+    assert (done.returncode, "run-9  ● NOT WATCHED  the daemon was stopped" in done.stdout) == (1, True), done
 
 
 def test_another_job_of_that_name_is_not_meant(scene: Scene, job_file: Path) -> None:
@@ -122,8 +122,8 @@ def test_a_save_dir_whose_name_no_job_takes(tmp_path: Path, folder: str, name: s
     run = ("run", save_dir, scene.nas, "--same-filesystem", "--once")
     assert ckptd(*run).returncode == 0
     done = ckptd("status", save_dir)
-    assert done.stdout.startswith(f"{name}  NOT WATCHED: the daemon was stopped"), done
-    assert "step 1 (global_step1) committed" in done.stdout
+    assert done.stdout.startswith(f"{name}  ● NOT WATCHED  the daemon was stopped"), done
+    assert "step 1 on the remote, " in done.stdout
     shutil.rmtree(save_dir)
     again = ckptd("resume", save_dir, scene.nas)
     assert (again.returncode, (save_dir / "global_step1").is_dir()) == (0, True), again

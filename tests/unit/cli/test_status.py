@@ -73,9 +73,9 @@ def publish(house: Path, name: str, text: dict[str, Any]) -> None:
     (house / "state" / name / "status.json").write_text(json.dumps(text))
 
 
-def status(house: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def status(house: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """The command, as any user runs it."""
-    environment = os.environ | {"CKPTD_CONFIG_DIR": str(house / "etc")}
+    environment = os.environ | {"CKPTD_CONFIG_DIR": str(house / "etc")} | environ
     command = [sys.executable, "-m", "ckptd", "status", *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
@@ -147,7 +147,7 @@ def test_a_daemon_that_nobody_has_waited_for_is_gone(house: Path) -> None:
         publish(house, "a", document("a", pid=zombie.pid, at=just_now(), root=house))
         done, live = status(house, "a"), status(house, "a", "--live")
     assert (done.returncode, live.returncode) == (1, 1)
-    assert f"NOT WATCHED: the daemon (process {zombie.pid}) is gone" in done.stdout
+    assert f"● NOT WATCHED  the daemon (process {zombie.pid}) is gone" in done.stdout
 
 
 @pytest.mark.parametrize("state", ["committed", "shipping"])
@@ -181,8 +181,8 @@ def test_an_opt_out_stands_on_the_first_line(house: Path) -> None:
     text = document("a", pid=os.getpid(), at=just_now(), root=house)
     text["jobs"][0]["opt_outs"] = ['unuploaded = "thin": checkpoints may go before they are committed']
     publish(house, "a", text)
-    first = status(house, "a").stdout.splitlines()[0]
-    assert first.startswith("a  NOT SAFE")
+    first = status(house, "a", COLUMNS="200").stdout.splitlines()[0]
+    assert first.startswith("a  ● NOT SAFE")
     assert 'OPT-OUT unuploaded = "thin"' in first
 
 
@@ -215,9 +215,10 @@ def test_a_save_that_was_cut_short_is_shown_with_its_bytes_and_the_command(house
     ]
     publish(house, "a", text)
     shown = " ".join(status(house, "a").stdout.split())
-    assert "full in 2 saves / 40 min at this pace" in shown
-    assert "12.0 GB in saves cut short, damaged or in doubt, production 800.0 MB/s, link 200.0 MB/s" in shown
-    assert "rank 1; ckptd gc a --incomplete global_step9 removes it" in shown
+    assert "full in 2 saves, 40 min at this pace" in shown
+    speeds = "trainer writes 800 MB/s upload 200 MB/s"
+    assert f"12.0 GB in saves cut short, damaged or in doubt · {speeds}" in shown
+    assert "rank 1 → ckptd gc a --incomplete global_step9 removes it" in shown
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"generated_at": 1, "daemon": {}, "jobs": []}', '{"x'])
@@ -282,4 +283,4 @@ def test_any_user_is_answered() -> None:
         process.join()
     finally:
         shutil.rmtree(base)
-    assert (code, "a  NOT SAFE: nothing is committed yet" in said) == (3, True), said
+    assert (code, "a  ● NOT SAFE  nothing is committed yet" in said) == (3, True), said

@@ -101,6 +101,7 @@ def status(nas: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
         timeout=200,
+        env=os.environ | {"COLUMNS": "250"},
     )
 
 
@@ -113,8 +114,8 @@ def test_a_safe_job_is_said_in_one_line(nas: Path) -> None:
     done = status(nas)
     first = done.stdout.splitlines()[0]
     assert done.returncode == 0, done.stdout + done.stderr
-    assert first.startswith("job  SAFE: step 5 committed ")
-    assert ", 4/4 nodes, 11 min of training at risk" in first
+    assert first.startswith("job  ● SAFE  step 5 committed ")
+    assert " · 4/4 nodes · 11 min of training at risk" in first
     assert all(f"n{number} " in done.stdout for number in range(NODES))
 
 
@@ -196,7 +197,7 @@ def test_a_job_that_ended_in_order_stays_safe(nas: Path) -> None:
         put(nas, ended(number), seconds_ago=DAYS + number)
     done = status(nas)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[0].rstrip() == "job  SAFE: ended 3 d ago, newest step 5 committed"
+    assert done.stdout.splitlines()[0].rstrip() == "job  ● SAFE  ended 3 d ago · newest step 5 committed"
     assert "dead?" not in done.stdout
     found = looked(nas)
     assert (found.problems, found.seconds_at_risk) == ((), 660)
@@ -402,7 +403,7 @@ def test_nothing_committed_is_not_safe(tmp_path: Path) -> None:
     upload(DirectoryStore(str(root), owner="t"), tmp_path, 0)
     done = status(root)
     assert done.returncode == 1
-    assert done.stdout.startswith("job  NOT SAFE: nothing is committed yet")
+    assert done.stdout.startswith("job  ● NOT SAFE  nothing is committed yet")
 
 
 def test_no_remote_there_is_said(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from ckptd.cli.status.detail import story_of
 from ckptd.cli.status.watch import watch_lines, watch_screen
-from ckptd.cli.status.words import life_of, start_it
+from ckptd.cli.status.words import Life, headline, life_of, start_it
 from ckptd.errors import NotFoundError
 from ckptd.observe.schema import schema_text
 from ckptd.observe.status import pid_space, rfc3339
@@ -43,14 +43,35 @@ def test_every_answer_is_as_it_was_judged_to_be_right() -> None:
     assert g.gallery() == GOLDEN.read_text()
 
 
+def test_the_readme_shows_what_is_shown() -> None:
+    screen, _, _ = g.shown(g.of_the_readme()).rpartition("[exit ")
+    assert screen in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.parametrize("name", list(g.documents()))
-def test_no_first_line_is_long_and_none_calls_safe_what_is_not(name: str) -> None:
+def test_no_line_is_long_and_no_first_line_calls_safe_what_is_not(name: str) -> None:
+    """But for what is to be typed, which nobody breaks; no line ends with blanks."""
     document = g.documents()[name]
-    first = g.shown(document).splitlines()[0]
-    assert len(first) <= 200, first
-    is_safe = "  SAFE: " in first
+    lines = g.shown(document).splitlines()
+    assert [line for line in lines if len(line) > 80 and "→" not in line] == []
+    assert [line for line in lines if line != line.rstrip()] == []
+    is_safe = "● SAFE  " in lines[0]
     one = document.jobs[0]
     assert not is_safe or (one.safe is not None and not one.steps_at_risk and document.daemon.alive)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_a_checkpoint_takes_one_line_however_wide_the_terminal_is(width: int) -> None:
+    """Its tag is whole, and the state in each remote that is shown stands behind it."""
+    document = g.documents()["behind, many remotes"]
+    lines = g.shown(document, width=width).splitlines()
+    (row,) = (line for line in lines if line.startswith("  global_step4500"))
+    (title,) = (line for line in lines if line.startswith("  tag "))
+    assert len(row) <= width
+    names = title.split()
+    assert row.count("62 %") == sum(name in names for name in ("nas", "s3", "backup", "tape")) + sum(
+        name.startswith("archive") for name in names
+    )
 
 
 @pytest.mark.parametrize("free_bytes", [3000, 1000])
@@ -180,7 +201,7 @@ def test_watch_without_a_terminal_is_a_line_per_interval(state_dir: Path) -> Non
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=200)
     assert (process.returncode, said) == (1, "")
-    assert re.match(r"\d{4}-\S+Z llama  BEHIND: step 4000 ", lines[0])
+    assert re.match(r"\d{4}-\S+Z llama  BEHIND  step 4000 ", lines[0])
 
 
 def test_a_closed_pipe_ends_a_watch(state_dir: Path) -> None:
@@ -242,6 +263,39 @@ def test_colours_only_on_a_terminal_that_wants_them(state_dir: Path) -> None:
     assert COLOUR.search(on_a_terminal(*where))
     assert not COLOUR.search(on_a_terminal(*where, NO_COLOR="1"))
     assert "\x1b" not in ckptd(*where).stdout
+
+
+def test_a_verdict_has_its_colour(tmp_path: Path) -> None:
+    """What is safe is green, what is behind yellow, what is neither red; a wait has none."""
+    for name, style in (("safe", "1;32"), ("behind", "1;33"), ("nothing committed yet", "1;31")):
+        publish(tmp_path, name)
+        assert f"\x1b[{style}m● " in on_a_terminal("--state-dir", tmp_path)
+    publish(tmp_path, "waiting for the first checkpoint")
+    assert "\x1b[1m● WAITING" in on_a_terminal("--state-dir", tmp_path)
+
+
+def test_without_utf_8_signs_are_ascii(state_dir: Path) -> None:
+    """By the encoding of stdout, and on a terminal that is called dumb; as wide as COLUMNS says."""
+    plain = ckptd("--state-dir", state_dir, PYTHONIOENCODING="ascii", COLUMNS="100").stdout
+    assert "llama  * BEHIND  step 4000 on s3, 3 min ago - next: global_step4500 62 %, 4 min left" in plain
+    assert "+ zero  o universal" in plain
+    assert "######=" in plain
+    assert plain.isascii()
+    assert on_a_terminal("--state-dir", state_dir, TERM="dumb").isascii()
+    assert "● BEHIND" in ckptd("--state-dir", state_dir).stdout
+
+
+def test_help_explains_the_signs() -> None:
+    said = ckptd("--help", COLUMNS="100").stdout
+    assert [sign for sign in "✓○✗–█!~·" if sign not in said] == []
+
+
+def test_a_drain_that_is_over_is_told_no_more() -> None:
+    """Once its time is up, or as soon as something was saved after it: then it says nothing."""
+    job = g.plain(g.documents()["drained"])["jobs"][0]
+    assert "drained: all" in headline(job, Life(), g.NOW)
+    assert "drained" not in headline(job, Life(), g.NOW + 600)
+    assert "drained" not in headline(job | {"steps_at_risk": 500}, Life(), g.NOW)
 
 
 def test_status_of_a_save_dir_needs_no_configuration(state_dir: Path) -> None:

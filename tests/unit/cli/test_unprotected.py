@@ -188,7 +188,7 @@ def test_the_daemon_says_it_while_it_lies_there_and_status_is_not_safe(tmp_path:
         "since": "2026-01-01T00:00:00Z",
     }
     job = {"state": "attention", "safe": None, "problems": [problem], "opt_outs": [], "checkpoints": []}
-    assert headline(job, Life(), 0.0).startswith("NOT SAFE: ")
+    assert headline(job, Life(), 0.0).startswith("NOT SAFE  ")
     assert exit_code([job], is_alive=True) == 1
     for name in ("checkpoint-8", "checkpoint-12"):
         (tmp_path / name).rename(tmp_path.parent / f"{tmp_path.name}-{name}")

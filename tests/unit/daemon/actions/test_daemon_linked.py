@@ -108,9 +108,9 @@ def test_status_says_not_safe(watched: Watched) -> None:
         "checkpoints": [],
         "opt_outs": [],
     }
-    assert headline(job, Life(), 0.0).startswith("NOT SAFE: step 5")
+    assert headline(job, Life(), 0.0).startswith("NOT SAFE  step 5")
     job["problems"][0]["severity"] = "note"
-    assert headline(job, Life(), 0.0).startswith("SAFE: step 5")
+    assert headline(job, Life(), 0.0).startswith("SAFE  step 5")
 
 
 def test_a_drain_does_not_say_that_all_is_committed(watched: Watched) -> None:
