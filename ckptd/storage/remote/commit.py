@@ -45,9 +45,11 @@ from ckptd.storage.remote.documents import (
 )
 from ckptd.storage.remote.manifest_index import (
     ManifestIndex,
+    holds_lease,
     manifest_entry,
     pending_replacement,
     release_lease,
+    replaced_object,
 )
 from ckptd.storage.remote.messages import CommitView, UploadResult
 from ckptd.storage.remote.observe import AttachedRemote, point, still_ours
@@ -213,6 +215,9 @@ class _Upload:
 
     def _carry(self, origin: Origin, seen: GenerationSnapshot) -> UploadResult:
         self._order = origin.order
+        sent = {file.key for file in self._order.files}
+        left = [file.key for file in self._whole.files if file.key not in sent]
+        is_doubtful = bool(left) and holds_lease(self._store, self._order.manifest)
         listed = ManifestIndex(self._store, self._order.manifest, seen, self._attached.manifests)
         carried = Transfer(self._store, origin, self._root, listed, self._control).run()
         # a manifest speaks of one save, so nothing may have changed while the last file was sent (P4)
@@ -222,6 +227,10 @@ class _Upload:
         # another save may have been listed meanwhile: ours beside it would spoil the generation for both
         seen = self._look()
         reason = self._conflict(seen)
+        if reason is not None:
+            return UploadResult(outcome="conflict", reason=reason)
+        # what an earlier attempt of ours replaced may be what another node has listed since (docs/adr/0083)
+        reason = replaced_object(self._store, left, self._look(is_all=True).read) if is_doubtful else None
         if reason is not None:
             return UploadResult(outcome="conflict", reason=reason)
         ours = self._put_manifest(carried.files, seen.read)

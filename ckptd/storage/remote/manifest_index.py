@@ -96,9 +96,27 @@ class ManifestIndex:
 
 def release_lease(store: Store, ours: NodeManifest) -> None:
     """Remove the lease: our manifest lists now what we replaced."""
-    key = lease_key(ours)
-    if any(info.key == key for info in store.list(lease_folder(stem_of(ours)))):
-        store.delete(key)
+    if holds_lease(store, ours):
+        store.delete(lease_key(ours))
+
+
+def holds_lease(store: Store, ours: NodeManifest) -> bool:
+    """Tell whether our lease lies there: an attempt may have replaced objects that it then did not list."""
+    return any(info.key == lease_key(ours) for info in store.list(lease_folder(stem_of(ours))))
+
+
+def replaced_object(store: Store, keys: Iterable[str], listed: Iterable[KnownManifest]) -> str | None:
+    """Return why one of these objects is not what a manifest lists; None: each is, or nobody lists it.
+
+    Reads each of them that is listed.
+    """
+    rows = _by_key(listed)
+    for key in keys:
+        found = rows.get(key, [])
+        if found and _crc_of(store, key) not in {file.checksums.crc64nvme for _, file in found}:
+            node = found[0][0].manifest.node
+            return f"{key} is not what {node} listed: an attempt of this node replaced it and was cut short"
+    return None
 
 
 def pending_replacement(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ckptd.convert.remote.uploader import NOTE
 from ckptd.core.model.manifest import Lease, lease_key, to_bytes
-from ckptd.errors import RefusedError
+from ckptd.errors import RefusedError, RemoteUnreachable
 from ckptd.maintenance.gc import Collector
 from ckptd.recover.select.inventory import RemoteInventory
 from ckptd.storage.remote.commit import upload_form
@@ -18,11 +18,12 @@ from ckptd.storage.remote.observe import AttachedRemote, live_commits, read_remo
 from ckptd.storage.remote.repair import compare, lapse, leases_of
 from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores.memory import MemoryStore
-from tests.stores.scene import Node
+from tests.stores.scene import MODEL, OPTIM, Node, archive
 from tests.support.repair_scene import RepairScene, bare, built, run_here, scene
 from tests.unit.storage.remote.test_remote_lanes import assert_true
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ckptd.storage.remote.messages import UploadedObject, UploadResult
@@ -175,3 +176,63 @@ def test_what_a_killed_conversion_left_is_told(tmp_path: Path, capsys: pytest.Ca
     assert "zero/y.pt" not in (tmp_path / NOTE).read_text()
     assert (tmp_path / "zero" / "x.pt").read_bytes() == b"12345"
     assert "nothing to remove" in run_here(capsys, "gc", f"file://{tmp_path}").stdout
+
+
+class CutReplacement(MemoryStore):
+    """The first node lists the object just before the second removes it, whose upload is then cut short."""
+
+    def __init__(self, key: str, first_lists: Callable[[], object]) -> None:
+        super().__init__()
+        self.key, self.first_lists = key, first_lists
+        self.is_removed = self.is_cut = False
+
+    def delete(self, key: str) -> None:
+        if key == self.key and not self.is_removed:
+            self.is_removed = True
+            self.first_lists()
+        super().delete(key)
+
+    def upload(self, key: str, *arguments: Any, **more: Any) -> int:
+        if key == self.key and not self.is_cut:
+            self.is_cut = True
+            raise RemoteUnreachable("no answer")
+        return super().upload(key, *arguments, **more)
+
+
+def test_what_a_cut_replacement_removed_is_not_committed_as_another_node_listed_it(tmp_path: Path) -> None:
+    """History 413074: its next attempt left the replica to the first node, took its lease away, and made a
+    COMMIT that lists an object which is not there (P3)."""
+    nodes = {name: Node(tmp_path / name, name) for name in ("n0", "n1")}
+    for rank, node in enumerate(nodes.values()):
+        node.write(
+            {MODEL: archive(node.name.encode() * 999), OPTIM.format(d=rank): archive(b"%d" % rank * 9)}
+        )
+
+    def attempt(name: str, generation: int = 1) -> UploadResult:
+        node = nodes[name]
+        order = node.order(node.sealed(), generation=generation)
+        is_replica = name == "n1"
+        rows = tuple(
+            f.model_copy(update={"tensor_fingerprint": "same", "is_replica": is_replica})
+            if f.path == MODEL
+            else f
+            for f in order.files
+        )
+        order = order.model_copy(update={"files": rows, "steps_in": is_replica})
+        return upload_form(node.attached(store), order, node.control())
+
+    key = f"{nodes['n0'].tag}/{MODEL}"
+    store = CutReplacement(key, lambda: attempt("n0"))
+    store.objects[key] = archive(b"n0" * 999)  # its answer was lost, so that no manifest lists it yet
+    with pytest.raises(RemoteUnreachable):
+        attempt("n1")
+    again = attempt("n1")
+    assert (again.outcome, again.reason) == (
+        "conflict",
+        f"{key} is not what n0 listed: an attempt of this node replaced it and was cut short",
+    )
+    assert attempt("n0").outcome == "waiting", "the lease stays: nobody commits this generation"
+    assert not [one for one in store.objects if "/commits/" in one]
+    assert attempt("n1", 2).outcome == "waiting"
+    assert attempt("n0", 2).outcome == "committed"
+    assert_true(store)

@@ -265,7 +265,7 @@ def test_confirm_names_what_is_wrong(tmp_path: Path, store: MemoryStore) -> None
     assert not observe.confirm(store, ()).ok
     assert not observe.confirm(store, (good, (views[0].key, "0" * 64))).ok
     store.objects["_ckptd/retired/global_step10~g1~zero.json"] = b"{}"
-    assert "retired" in (observe.confirm(store, (good,)).reason or "")
+    assert "is being deleted" in (observe.confirm(store, (good,)).reason or "")
     del store.objects[views[1].key]
     assert "gone" in (observe.confirm(store, ((views[1].key, views[1].sha256),)).reason or "")
 
