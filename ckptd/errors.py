@@ -229,7 +229,7 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 READ_ONLY = (
     "the file system is read-only: mount it writable; a service may write what its job files named when it "
-    "was installed, `ckptd install-service` names them anew"
+    "was installed, `ckptd service install` names them anew"
 )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import __version__
 from ckptd.base.humanize import printable
-from ckptd.cli.verbs import VERBS
+from ckptd.cli.verbs import OLD_NAMES, VERBS
 from ckptd.errors import CkptdError, UsageError, from_os_error
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             _answer(arguments)
         if arguments[:1] == ["help"]:
             arguments = [*arguments[1:], "--help"]
+        arguments = _with_todays_name(arguments)
         if arguments[:1] == ["status"]:
             _show_status(arguments[1:])
         wanted = next((a for a in arguments if not a.startswith("-")), None)
@@ -74,6 +75,17 @@ def _answer(arguments: Sequence[str]) -> None:
         return
     sys.stdout.flush()
     sys.exit(0 if arguments else UsageError.exit_code)
+
+
+def _with_todays_name(arguments: list[str]) -> list[str]:
+    """Return the arguments with a verb's old name replaced, which is said."""
+    if not arguments or arguments[0] not in OLD_NAMES:
+        return arguments
+    from ckptd.cli.output import print_note
+
+    now = OLD_NAMES[arguments[0]]
+    print_note(f"`ckptd {arguments[0]}` is `ckptd {' '.join(now)}` now; the next release takes that alone")
+    return [*now, *arguments[1:]]
 
 
 def _show_status(arguments: Sequence[str]) -> None:

@@ -26,13 +26,11 @@ GROUPS: dict[str, dict[str, Verb]] = {
     "Set up": {
         "init": Verb("setup.init", "Print a commented job file with every key and its default"),
         "check": Verb("setup.check", "Test permissions, disk space and remotes of jobs"),
-        "install-service": Verb("setup.service", "Install ckptd as a systemd service"),
-        "uninstall-service": Verb("setup.service", "Stop the systemd service and remove its units"),
+        "service": Verb("setup.service", "Install or remove ckptd as a systemd service"),
     },
     "A running daemon": {
         "reload": Verb("daemon.reload", "Let the running daemon read its configuration again"),
         "pause": Verb("daemon.pause", "Stop uploads, conversions and deletions of a job"),
-        "unpause": Verb("daemon.pause", "Go on where `pause` stopped"),
         "drain": Verb("daemon.drain", "Upload what is complete before the node is taken away"),
         "wait": Verb("daemon.wait", "Wait until the checkpoint of a step is committed"),
     },
@@ -40,19 +38,27 @@ GROUPS: dict[str, dict[str, Verb]] = {
         "inspect": Verb("checkpoints.inspect", "Show what a folder of checkpoints or weights holds"),
         "convert": Verb("checkpoints.convert", "Convert a checkpoint to the universal form or to weights"),
         "pin": Verb("checkpoints.pin", "Never delete this checkpoint, here or in a remote"),
-        "unpin": Verb("checkpoints.pin", "Take a pin back"),
-        "accept": Verb("checkpoints.pin", "Upload and commit a suspect checkpoint after all"),
-        "adopt": Verb("checkpoints.pin", "Upload and rotate checkpoints found at the first start"),
+        "accept": Verb("checkpoints.pin", "Upload a suspect checkpoint, or those from before ckptd"),
     },
     "Housekeeping": {
         "gc": Verb("checkpoints.gc", "Delete leftovers that nothing needs"),
         "takeover": Verb("setup.takeover", "Make the remotes of a job its own"),
-        "remove": Verb("setup.remove", "Remove what ckptd put on this node"),
+        "uninstall": Verb("setup.uninstall", "Remove what ckptd put on this node"),
     },
 }
 """In the order of `ckptd --help`."""
 
 VERBS: dict[str, Verb] = {name: verb for group in GROUPS.values() for name, verb in group.items()}
+
+OLD_NAMES: dict[str, tuple[str, ...]] = {
+    "adopt": ("accept", "--existing"),
+    "install-service": ("service", "install"),
+    "remove": ("uninstall",),
+    "uninstall-service": ("service", "uninstall"),
+    "unpause": ("pause", "--off"),
+    "unpin": ("pin", "--remove"),
+}
+"""Verbs of 0.1, taken until the release after 0.2 and listed nowhere."""
 
 EXIT_CODES: dict[int, str] = {
     0: "done, safe",

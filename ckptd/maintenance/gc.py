@@ -408,7 +408,7 @@ class Collector:
         """
         tag = listing.tag
         if tag in pins:
-            raise RefusedError(f"{tag} is pinned", hint=f"{command_for(job, 'unpin', tag)} first")
+            raise RefusedError(f"{tag} is pinned", hint=f"{command_for(job, 'pin', tag, '--remove')} first")
         if not listing.is_checkpoint:
             raise RefusedError(f"{job.save_dir}/{tag} is no checkpoint folder", hint="ckptd leaves it alone")
         busy = why_busy(str(job.save_dir), fd, tag)

@@ -1,4 +1,4 @@
-"""Remove what ckptd put on a node, and nothing else: never a trainer's file (`ckptd remove`).
+"""Remove what ckptd put on a node, and nothing else: never a trainer's file (`ckptd uninstall`).
 
 First a plan of everything that lies there, then its execution: what no remote is known to have is named, and
 unless a person says so nothing at all is removed.

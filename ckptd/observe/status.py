@@ -194,7 +194,7 @@ class DrainStatus:
     refused: tuple[str, ...] = ()
     """Of those, what cannot be committed as it is: a person is needed."""
     unsent: tuple[str, ...] = ()
-    """Found at the first start and left to `ckptd adopt` (backfill): neither missing nor committed."""
+    """Found at the first start and not accepted (backfill): neither missing nor committed."""
     stalled: tuple[str, ...] = ()
     """Remotes on which nothing moves and that all which is missing waits for: `ckptd drain` gives them up."""
 

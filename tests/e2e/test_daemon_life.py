@@ -218,7 +218,7 @@ def test_first_start_deletes_nothing_until_adopted(tmp_path: Path) -> None:
         assert set(here.commits()) == {"global_step5~g1"}
         assert len(here.local_tags()) == 5
 
-        assert here.ckptd("adopt", here.job_file).returncode == 0
+        assert here.ckptd("accept", here.job_file, "--existing").returncode == 0
         here.start()
         here.wait("the limit", lambda: here.local_tags() == {"global_step4", "global_step5"}, 40)
 
@@ -244,7 +244,7 @@ def test_what_was_saved_before_a_remote_first_answered_was_not_found(tmp_path: P
         sent = {f"global_step{n}~g1" for n in (2, 3, 4, 5)}
         here.wait("the limit", lambda: here.local_tags() == kept)
         here.wait("all but the older of the two", lambda: set(here.commits()) == sent)
-        why = "found at the first start (ckptd adopt)"
+        why = "found at the first start (ckptd accept --existing)"
         here.wait("the reason", lambda: why in here.checkpoint("global_step1").get("keep", ()))
         assert here.local_tags() == kept
 
@@ -266,7 +266,7 @@ def test_pin_survives_the_journal(tmp_path: Path) -> None:
         here.wait("2 gone", lambda: here.local_tags() == {"global_step1", "global_step3"})
         here.wait("2 retired", lambda: set(here.commits()) == {"global_step1~g1", "global_step3~g1"})
 
-        assert here.ckptd("unpin", here.job_file, "global_step1").returncode == 0
+        assert here.ckptd("pin", here.job_file, "global_step1", "--remove").returncode == 0
         here.wait("1 gone", lambda: here.local_tags() == {"global_step3"})
         here.wait("1 retired", lambda: set(here.commits()) == {"global_step3~g1"})
 

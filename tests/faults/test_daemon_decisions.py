@@ -25,7 +25,7 @@ def decide(here: Node, *words: str) -> None:
 
 
 def test_all_four_outlive_the_state_directory(tmp_path: Path) -> None:
-    """pin, adopt and accept with the daemon down, then everything of ckptd's on the node is lost."""
+    """pin and both kinds of accept with the daemon down, then everything of ckptd's on the node is lost."""
     with node(tmp_path, local="forms = []\nsave_total_limit = 1", remote='forms = ["zero"]') as here:
         for step in (1, 2, 3, 4):
             here.save(step)
@@ -37,7 +37,7 @@ def test_all_four_outlive_the_state_directory(tmp_path: Path) -> None:
         assert set(here.commits()) == {"global_step4~g1"}
         here.stop()
         decide(here, "accept", "global_step1")
-        decide(here, "adopt", "global_step1", "global_step2")
+        decide(here, "accept", "--existing", "global_step1", "global_step2")
         decide(here, "pin", "global_step2")
         shutil.rmtree(here.save_dir / "_ckptd")
         here.start()
@@ -47,15 +47,15 @@ def test_all_four_outlive_the_state_directory(tmp_path: Path) -> None:
         kept = {"global_step2", "global_step3", "global_step4"}
         here.wait("the limit", lambda: here.local_tags() == kept, 40)
         here.wait("the pin", lambda: "pinned" in here.checkpoint("global_step2")["keep"])
-        why = ["not committed on every required remote", "found at the first start (ckptd adopt)"]
+        why = ["not committed on every required remote", "found at the first start (ckptd accept --existing)"]
         here.wait("the reasons", lambda: here.checkpoint("global_step3")["keep"] == why)
         left = here.checkpoint("global_step3")
         assert {form["state"] for forms in left["remotes"].values() for form in forms.values()} == {"none"}
-        adopts = f"`ckptd adopt {here.job_file}` sends and rotates it"
+        adopts = f"`ckptd accept {here.job_file} --existing` sends and rotates it"
         assert left["reason"] == f"found at the first start: not sent (backfill); {adopts}"
         assert left["next_step"] is None, "it is whole: nothing to remove"
         here.stop()
-        decide(here, "unpin", "global_step2")
+        decide(here, "pin", "--remove", "global_step2")
         shutil.rmtree(here.save_dir / "_ckptd")
         here.start()
         here.wait("the pin's end", lambda: here.local_tags() == {"global_step3", "global_step4"}, 40)

@@ -295,7 +295,7 @@ def test_a_pause_holds_within_a_second_and_over_a_restart(here: Node) -> None:
     time.sleep(1.0)
     assert arrived(here) == before
     assert here.commits() == {}
-    assert here.ckptd("unpause", here.job_file).returncode == 0
+    assert here.ckptd("pause", here.job_file, "--off").returncode == 0
     here.write_job(remote=ZERO_ONLY)
     assert here.ckptd("reload", here.job_file).returncode == 0
     here.wait_committed("global_step1~g1", 60)

@@ -113,7 +113,7 @@ def test_what_was_wanted_here_is_said_though_the_remote_has_it(tmp_path: Path) -
         here.wait("one to stay", lambda: gone_but_safe(here) == {"global_step1"}, 60)
         assert not lost(here)
         here.wait("an alarm, for a pin", lambda: here.status()["state"] == "attention", 90)
-        assert here.ckptd("unpin", here.job_file, "global_step1").returncode == 0
+        assert here.ckptd("pin", here.job_file, "global_step1", "--remove").returncode == 0
         here.wait("the job to be well: nothing is lost", lambda: here.status()["state"] == "ok", 60)
 
 

@@ -1,4 +1,4 @@
-"""`ckptd remove` on a node where a real daemon ran: what is ours goes, what is the trainer's stays."""
+"""`ckptd uninstall` on a node where a real daemon ran: what is ours goes, what is the trainer's stays."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_everything_of_ours_goes_and_nothing_else(tmp_path: Path) -> None:
         here.save(1)
         here.wait_committed("global_step1~g1")
         here.wait("its universal form", lambda: "global_step1~g1" in here.commits("universal"))
-        done = here.ckptd("remove", here.job_file)
+        done = here.ckptd("uninstall", here.job_file)
         assert (done.returncode, "a daemon owns" in done.stderr) == (75, True)
         assert here.stop() == 0
         aside = here.save_dir / fs.ASIDE / "global_step9"
@@ -60,12 +60,12 @@ def test_everything_of_ours_goes_and_nothing_else(tmp_path: Path) -> None:
         (aside / "shard.pt").write_bytes(b"the trainer's")
         (here.state / "mine.txt").write_text("not ckptd's")
         before, remote = everything(here.save_dir), everything(here.nas)
-        done = here.ckptd("remove", here.job_file, "--dry-run")
+        done = here.ckptd("uninstall", here.job_file, "--dry-run")
         assert done.returncode == 0, done.stderr
         assert "would remove: latest_universal" in done.stdout
         assert "would remove: _ckptd/derived/universal/global_step1" in done.stdout
         assert everything(here.save_dir).keys() == before.keys()
-        done = here.ckptd("remove", here.job_file)
+        done = here.ckptd("uninstall", here.job_file)
         assert done.returncode == 0, done.stderr
         assert "stays: _ckptd/aside/global_step9" in done.stderr
         assert "mine.txt" in done.stderr
@@ -78,9 +78,9 @@ def test_everything_of_ours_goes_and_nothing_else(tmp_path: Path) -> None:
         assert everything(here.nas) == remote
         (here.state / "mine.txt").unlink()
         assert here.ckptd("gc", here.job_file, "--aside").returncode == 0
-        assert here.ckptd("remove", here.job_file).returncode == 0
+        assert here.ckptd("uninstall", here.job_file).returncode == 0
         assert not (here.save_dir / "_ckptd").exists()
-        assert "nothing of ckptd's is here" in here.ckptd("remove", here.job_file).stdout
+        assert "nothing of ckptd's is here" in here.ckptd("uninstall", here.job_file).stdout
         # and a daemon that comes again takes up where the remote stands
         assert here.once() == 0
         assert same_bytes(here, "global_step1", RUN, 1)
@@ -99,17 +99,17 @@ def test_what_is_nowhere_else_is_named_and_refused(tmp_path: Path) -> None:
         a_hold(here, "global_step1")
         (mine,) = (here.save_dir / "_ckptd/hold").glob("global_step1.*")
         shutil.copytree(mine, mine.with_name(f"another{mine.suffix}"))  # of another journal
-        done = here.ckptd("remove", here.job_file, "--dry-run")
+        done = here.ckptd("uninstall", here.job_file, "--dry-run")
         assert done.returncode == 65, done.stderr
         assert "refused without --uncommitted: _ckptd/hold/global_step2." in done.stdout
         assert f"refused without --uncommitted: _ckptd/hold/another{mine.suffix}" in done.stdout
         assert "would remove: _ckptd/hold/global_step1." in done.stdout
         before = everything(here.save_dir).keys()
-        done = here.ckptd("remove", here.job_file)
+        done = here.ckptd("uninstall", here.job_file)
         assert (done.returncode, "global_step2 is not committed" in done.stderr) == (65, True)
         assert everything(here.save_dir).keys() == before
         written = trained(here)
-        assert here.ckptd("remove", here.job_file, "--uncommitted").returncode == 0
+        assert here.ckptd("uninstall", here.job_file, "--uncommitted").returncode == 0
         assert not (here.save_dir / "_ckptd").exists()
         assert trained(here) == written
         source = save_dir_of(RUN) / "global_step2"

@@ -1,4 +1,4 @@
-"""`ckptd install-service`, and the daemon under a real systemd: start, reload, watchdog, memory, stop."""
+"""`ckptd service install`, and the daemon under a real systemd: start, reload, watchdog, memory, stop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Booted]:
     prepare([RUN])
     with boot.booted(tmp_path_factory.mktemp("boot")) as made:
         job(made, "one")
-        done = made.run("ckptd", "install-service", "--run-as", USER, "--now")
+        done = made.run("ckptd", "service", "install", "--run-as", USER, "--now")
         assert done.returncode == 0, done.stderr + made.log()
         yield made
 
@@ -114,7 +114,7 @@ def test_what_it_may_write_is_what_the_jobs_name(machine: Booted) -> None:
 
 def test_reload_with_a_good_and_a_bad_file(machine: Booted) -> None:
     job(machine, "two")
-    done = machine.run("ckptd", "install-service", "--run-as", USER, "--now")
+    done = machine.run("ckptd", "service", "install", "--run-as", USER, "--now")
     assert done.returncode == 0, done.stderr
     save(machine, "two")
     machine.wait("the second job", lambda: committed(machine, "two", 1, "zero"))
@@ -161,7 +161,7 @@ def test_keys_that_systemd_hands_over(machine: Booted, tmp_path: Path) -> None:
         written = job(
             machine, "keys", KEYS_JOB.replace("{bucket}", servers.BUCKET).replace("{port}", str(port))
         )
-        assert machine.run("ckptd", "install-service", "--run-as", USER, "--now").returncode == 0
+        assert machine.run("ckptd", "service", "install", "--run-as", USER, "--now").returncode == 0
         save(machine, "keys")
         # a journal that is new asks the remote first, and status says so until it has been refused
         machine.wait(
@@ -186,7 +186,7 @@ def test_keys_that_systemd_hands_over(machine: Booted, tmp_path: Path) -> None:
         more.unlink()
         keys.unlink()
         written.unlink()
-        assert machine.run("ckptd", "install-service", "--run-as", USER, "--now").returncode == 0
+        assert machine.run("ckptd", "service", "install", "--run-as", USER, "--now").returncode == 0
     finally:
         server.kill()
         server.wait()
@@ -241,14 +241,14 @@ def test_stopped_it_ends_in_time_and_uninstalled_it_is_gone(machine: Booted) -> 
     gone = machine.run("ckptd", "status", "one")
     assert f"→ start it: systemctl start ckptd@{USER};" in gone.stdout, gone.stdout + gone.stderr
     assert machine.run("systemctl", "start", SERVICE).returncode == 0
-    done = machine.run("ckptd", "uninstall-service", "--run-as", USER)
+    done = machine.run("ckptd", "service", "uninstall", "--run-as", USER)
     assert done.returncode == 0, done.stderr
     assert machine.show(SERVICE, "LoadState") in ("not-found", "masked")
     units = machine.inside("/etc/systemd/system")
     assert not list(units.rglob("*ckptd*"))
     assert machine.inside("/mnt/nvme/one/global_step2").is_dir()
     assert committed(machine, "one", 1, "zero")
-    again = machine.run("ckptd", "uninstall-service", "--run-as", USER)
+    again = machine.run("ckptd", "service", "uninstall", "--run-as", USER)
     assert again.returncode == 66
     assert "is not installed" in again.stderr
 

@@ -483,7 +483,7 @@ class World:
     # --- what people decide ----------------------------------------------------------------------------
 
     def decide(self, kind: Literal["pin", "unpin", "adopt"], tag: str) -> None:
-        """What `ckptd pin`, `unpin` and `adopt` do: in every remote, then in the state directory (P8)."""
+        """What `ckptd pin [--remove]` and `accept --existing` do: in each remote, then on the node (P8)."""
         if not self.kernel.exists(STATE_DIR) or any(f.mood == "stale" for f in self.moods.values()):
             return  # a store whose listings lie tells no serial
         judge = self.judge

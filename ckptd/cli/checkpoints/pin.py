@@ -1,4 +1,4 @@
-"""`ckptd pin | unpin | accept | adopt`: what a person decides about a checkpoint (P8).
+"""`ckptd pin | accept`: what a person decides about a checkpoint (P8).
 
 A decision is a file in the state directory *and* an object in the remote before the command returns 0; the
 daemon, running or not, reads both.
@@ -25,8 +25,20 @@ _IN_DOUBT = {"suspect", "torn re-save"}
 Kind = Literal["pin", "unpin", "accept", "adopt"]
 
 _JOB: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir.")
-_TAG: str = typer.Argument(..., metavar="TAG", help="The folder's name.")
 _CONFIG_DIR: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie.")
+
+
+_ALL = "*"
+_HELP_ACCEPT = (
+    "Upload a suspect checkpoint, or those from before ckptd. TAG: it looked like two saves and is one after "
+    "all. --existing: checkpoints that lay there at the first start are uploaded, and then deleted by the "
+    "same rules as any other."
+)
+_EXAMPLES_ACCEPT = """\
+ckptd accept llama-7b global_step4000
+ckptd accept llama-7b --existing
+ckptd accept llama-7b --existing global_step100 global_step200"""
+_WORDS = {"pin": "pinned", "unpin": "no longer pinned", "accept": "accepted", "adopt": "accepted"}
 
 
 def register(app: typer.Typer) -> None:
@@ -35,34 +47,34 @@ def register(app: typer.Typer) -> None:
     @app.command(
         "pin",
         help="Never delete this checkpoint, here or in a remote.",
-        epilog="ckptd pin llama-7b global_step4000",
+        epilog="ckptd pin llama-7b global_step4000\nckptd pin llama-7b global_step4000 --remove",
     )
-    def pin(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
-        _decide(job, "pin", [tag], config_dir)
-
-    @app.command("unpin", help="Take a pin back.", epilog="ckptd unpin llama-7b global_step4000")
-    def unpin(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
-        _decide(job, "unpin", [tag], config_dir)
-
-    @app.command(
-        "accept",
-        help="Upload and commit a suspect checkpoint after all. It is one save, though it looked like two.",
-        epilog="ckptd accept llama-7b global_step4000",
-    )
-    def accept(job: str = _JOB, tag: str = _TAG, config_dir: str = _CONFIG_DIR) -> None:
-        _decide(job, "accept", [tag], config_dir)
-
-    @app.command(
-        "adopt",
-        help="Upload and rotate checkpoints found at the first start. They are then deleted like any other.",
-        epilog="ckptd adopt llama-7b\nckptd adopt llama-7b global_step100",
-    )
-    def adopt(
+    def pin(
         job: str = _JOB,
-        tags: list[str] = typer.Argument(None, metavar="TAG ...", help="Some of them; default: all."),
+        tag: str = typer.Argument(..., metavar="TAG", help="The folder's name."),
+        remove: bool = typer.Option(False, "--remove", help="Take the pin back."),
         config_dir: str = _CONFIG_DIR,
     ) -> None:
-        _decide(job, "adopt", tags or ["*"], config_dir)
+        _decide(job, "unpin" if remove else "pin", [tag], config_dir)
+
+    @app.command("accept", help=_HELP_ACCEPT, epilog=_EXAMPLES_ACCEPT)
+    def accept(
+        job: str = _JOB,
+        tags: list[str] = typer.Argument(
+            None, metavar="TAG ...", help="The suspect one; with --existing some of those, default: all."
+        ),
+        existing: bool = typer.Option(False, "--existing", help="Those that lay there before ckptd."),
+        config_dir: str = _CONFIG_DIR,
+    ) -> None:
+        from ckptd.errors import UsageError
+
+        if existing:
+            _decide(job, "adopt", tags or [_ALL], config_dir)
+        elif tags and len(tags) == 1:
+            _decide(job, "accept", tags, config_dir)
+        else:
+            msg = "accept takes the TAG of one suspect checkpoint"
+            raise UsageError(msg, hint="of those that lay there before ckptd: ckptd accept JOB --existing")
 
 
 def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> None:
@@ -86,7 +98,7 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
         # a name that is written wrong would change nothing and pass for done
         if kind == "unpin":
             _must_be_pinned(config, tag, state_dir)
-        elif kind == "pin" or (kind == "adopt" and tag != "*"):
+        elif kind == "pin" or (kind == "adopt" and tag != _ALL):
             _must_exist(config, tag)
     for tag in tags:
         fingerprints = _fingerprints(config, tag, state_dir) if kind == "accept" else ()
@@ -99,7 +111,9 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
             serial=time.time_ns(),
         )
         write_decision(state_dir, _record_remotely(config, decision, owner))
-        print_line(f"{kind} {tag}: recorded here and in {', '.join(r.name for r in config.remotes)}")
+        what = "what lay there at the first start" if tag == _ALL else tag
+        places = ", ".join(remote.name for remote in config.remotes)
+        print_line(f"{what}: {_WORDS[kind]}, recorded here and in {places}")
 
 
 def _state_dir(config: JobConfig, config_dir: Path) -> Path:

@@ -1,4 +1,4 @@
-"""`ckptd pause | unpause [JOB]`: transfers, conversions and removals of a job rest, on this node (P8)."""
+"""`ckptd pause [JOB] [--off]`: transfers, conversions and deletions of a job rest, on this node (P8)."""
 
 from __future__ import annotations
 
@@ -13,30 +13,25 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 30.0
 
-_JOB: str = typer.Argument(None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job.")
-_STATE_DIR: str = typer.Option(None, "--state-dir", help="Where status.json lies.")
-_CONFIG_DIR: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie.")
-
 
 def register(app: typer.Typer) -> None:
-    """Add the verbs."""
+    """Add the verb."""
 
     @app.command(
         "pause",
-        help="Stop uploads, conversions and deletions of a job. On this node, until `unpause`, also after a "
-        "restart. Watching, holds and alarms go on.",
-        epilog="ckptd pause llama-7b\nckptd unpause llama-7b",
+        help="Stop uploads, conversions and deletions of a job. On this node, also after a restart, until "
+        "`pause --off`: then they go on where they stopped. Watching, holds and alarms go on meanwhile.",
+        epilog="ckptd pause llama-7b\nckptd pause llama-7b --off",
     )
-    def pause(job: str = _JOB, state_dir: str = _STATE_DIR, config_dir: str = _CONFIG_DIR) -> None:
-        _set(job, state_dir, config_dir, is_paused=True)
-
-    @app.command(
-        "unpause",
-        help="Go on where `pause` stopped. Nothing that is committed is uploaded again.",
-        epilog="ckptd unpause llama-7b",
-    )
-    def unpause(job: str = _JOB, state_dir: str = _STATE_DIR, config_dir: str = _CONFIG_DIR) -> None:
-        _set(job, state_dir, config_dir, is_paused=False)
+    def pause(
+        job: str = typer.Argument(
+            None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
+        ),
+        off: bool = typer.Option(False, "--off", help="Go on; nothing that is committed is uploaded again."),
+        state_dir: str = typer.Option(None, "--state-dir", help="Where status.json lies."),
+        config_dir: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie."),
+    ) -> None:
+        _set(job, state_dir, config_dir, is_paused=not off)
 
 
 def _set(job: str | None, state_dir: str | None, config_dir: str | None, *, is_paused: bool) -> None:

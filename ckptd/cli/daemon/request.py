@@ -1,4 +1,4 @@
-"""Ask daemons for a pause, an unpause or a drain: a file in each state directory, and a signal to read it.
+"""Ask daemons for a pause, its end or a drain: a file in each state directory, and a signal to read it.
 
 The daemon answers in status.json, as it does for `reload` (docs/adr/0108).
 """

@@ -1,4 +1,4 @@
-"""`ckptd install-service` and `uninstall-service`: the daemon as a systemd service of one training user."""
+"""`ckptd service install|uninstall`: the daemon as a systemd service of one training user."""
 
 from __future__ import annotations
 
@@ -17,51 +17,67 @@ if TYPE_CHECKING:
 _LINGER = Path("/var/lib/systemd/linger")
 """One file for each user whose services outlive the sessions."""
 _HIDDEN = ("/tmp", "/var/tmp")  # noqa: S108  PrivateTmp=
-_USER = typer.Option(False, "--user", help="In your own systemd (`systemctl --user`), without root.")
-_RUN_AS = typer.Option("", "--run-as", metavar="USER", help="The user who trains: ckptd@USER.service.")
-_ROOT = typer.Option("", "--root", metavar="DIR", help="Install into an image that is not running.")
-_DRY = typer.Option(False, "--dry-run", help="Say what would be done; do nothing.")
+_HELP = (
+    "Install or remove ckptd as a systemd service. install, called again, writes the units anew; uninstall "
+    "stops the service and removes its units, no checkpoint and no state."
+)
+_EXAMPLES = """\
+sudo ckptd service install --run-as alice --now
+ckptd service install --user --now
+sudo ckptd service uninstall --run-as alice"""
 
 
 def register(app: typer.Typer) -> None:
-    """Add the verbs."""
+    """Add the verb."""
 
-    @app.command(
-        "install-service",
-        help="Install ckptd as a systemd service. Called again, it writes the service's drop-in anew.",
-        epilog="sudo ckptd install-service --run-as alice --now\nckptd install-service --user --now",
-    )
-    def install(
-        user: bool = _USER,
-        run_as: str = _RUN_AS,
-        config_dir: str = typer.Option("", help="Where the service finds ckptd.toml and jobs.d/."),
-        now: bool = typer.Option(False, "--now", help="Start it, or start it anew."),
-        root: str = _ROOT,
-        dry_run: bool = _DRY,
+    @app.command("service", help=_HELP, epilog=_EXAMPLES)
+    def service(
+        action: str = typer.Argument(..., metavar="install|uninstall", help="What to do."),
+        user: bool = typer.Option(
+            False, "--user", help="In your own systemd (`systemctl --user`), without root."
+        ),
+        run_as: str = typer.Option(
+            "", "--run-as", metavar="USER", help="The user who trains: ckptd@USER.service."
+        ),
+        config_dir: str = typer.Option(
+            "", help="Of install: where the service finds ckptd.toml and jobs.d/."
+        ),
+        now: bool = typer.Option(False, "--now", help="Of install: start it, or start it anew."),
+        root: str = typer.Option("", "--root", metavar="DIR", help="An image that is not running."),
+        dry_run: bool = typer.Option(False, "--dry-run", help="Say what would be done; do nothing."),
     ) -> None:
-        from ckptd.maintenance.install.plan import install_steps
+        from ckptd.errors import UsageError
 
+        if action not in ("install", "uninstall"):
+            raise UsageError(f"service {action!r} is none of install, uninstall")
+        if action == "uninstall" and (now or config_dir):
+            raise UsageError("--now and --config-dir belong to service install")
         target = _target(user=user, run_as=run_as, root=root)
-        place = _config_dir(target, config_dir)
-        loaded = _loaded(place)
-        drop_in = _drop_in(loaded, target, place)
-        steps = install_steps(target, drop_in, _program(target.root), place, starts=now)
-        _carry(steps, dry_run=dry_run)
-        _say(f"{target.service}: {len(loaded.jobs)} jobs in {place / 'jobs.d'}")
-        for path in drop_in.paths if drop_in.sets_paths else ():
-            _say(f"  may write {path}")
-        for line in _next_steps(target, loaded, place, started=now):
-            _say(f"→ {line}")
+        if action == "install":
+            _install(target, config_dir, starts=now, dry_run=dry_run)
+        else:
+            _uninstall(target, dry_run=dry_run)
 
-    @app.command(
-        "uninstall-service",
-        help="Stop the systemd service and remove its units. No checkpoint and no state is removed.",
-        epilog="sudo ckptd uninstall-service --run-as alice",
-    )
-    def uninstall(user: bool = _USER, run_as: str = _RUN_AS, root: str = _ROOT, dry_run: bool = _DRY) -> None:
-        from ckptd.maintenance.install.plan import uninstall_steps
 
-        _carry(uninstall_steps(_target(user=user, run_as=run_as, root=root)), dry_run=dry_run)
+def _install(target: Target, config_dir: str, *, starts: bool, dry_run: bool) -> None:
+    from ckptd.maintenance.install.plan import install_steps
+
+    place = _config_dir(target, config_dir)
+    loaded = _loaded(place)
+    drop_in = _drop_in(loaded, target, place)
+    steps = install_steps(target, drop_in, _program(target.root), place, starts=starts)
+    _carry(steps, dry_run=dry_run)
+    _say(f"{target.service}: {len(loaded.jobs)} jobs in {place / 'jobs.d'}")
+    for path in drop_in.paths if drop_in.sets_paths else ():
+        _say(f"  may write {path}")
+    for line in _next_steps(target, loaded, place, started=starts):
+        _say(f"→ {line}")
+
+
+def _uninstall(target: Target, *, dry_run: bool) -> None:
+    from ckptd.maintenance.install.plan import uninstall_steps
+
+    _carry(uninstall_steps(target), dry_run=dry_run)
 
 
 def _target(*, user: bool, run_as: str, root: str) -> Target:

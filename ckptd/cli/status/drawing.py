@@ -43,7 +43,7 @@ class Drawing:
 def headline(name: str, verdict: str, clauses: Sequence[str]) -> Drawing:
     """Draw the first line: the name, a dot and a word in the colour of the verdict, and clauses."""
     style = VERDICT_STYLES.get(verdict, "red")
-    start = cell(f"{name}  ", "bold").append_text(cell(f"● {verdict}  ", f"bold {style}"))
+    start = Text().append_text(cell(f"{name}  ", "bold")).append_text(cell(f"● {verdict}  ", f"bold {style}"))
     return _joined(start, [cell(clause) for clause in clauses])
 
 

@@ -105,7 +105,7 @@ def clauses(job: dict[str, Any], life: Life, now: float) -> list[str]:
     """Say what the verdict rests on, what is under way, and what a person asked for or must do."""
     since = seconds_since(job["as_of"], now) if job.get("as_of") else life.age_seconds
     runs = job["state"] != "invalid"
-    said = [life.reason if runs else "", _committed(job, since)]
+    said = [*(life.reason.split("; ") if runs else ()), _committed(job, since)]
     said += [_under_way(job) if life.is_well else "", _risk(job, since, life), *_control(job, now)]
     said.append(_full(job) if life.is_well else "")
     needed = sum(problem["severity"] == "attention" for problem in job["problems"])

@@ -19,7 +19,10 @@ PINS = ("pin", "unpin")
 
 
 class Decision(Document):
-    """Record a decision of a person: pin, unpin, accept, adopt. The newest `serial` of a subject counts."""
+    """Record a decision of a person. The newest `serial` of a subject counts.
+
+    `unpin` is `ckptd pin --remove`, `adopt` is `ckptd accept --existing`: remotes keep the older words.
+    """
 
     kind: Literal["pin", "unpin", "accept", "adopt", "first-start"]
     tag: str

@@ -112,7 +112,7 @@ def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, flo
     needs_remote = bool(away) and view.unuploaded != "delete"
     needs_commit = view.unuploaded != "delete" or (not away and is_committed(view, first))
     return [
-        (view.is_paused, "the job is paused", "`ckptd unpause`", SOON_SECONDS),
+        (view.is_paused, "the job is paused", "`ckptd pause --off`", SOON_SECONDS),
         (not view.may_delete, "ckptd may not delete here", "see the other problems", SOON_SECONDS),
         (
             any(is_configured_otherwise(view, remote) for remote in view.remotes),
@@ -161,7 +161,7 @@ def _all_kept(view: JobView, verdicts: dict[int, RetentionVerdict]) -> Retention
     counted = ", ".join(f"{count} {reason}" for reason, count in Counter(why.values()).most_common())
     left = _left_by_a_ladder(view)
     beside = f", and {left} universal form{'s' if left > 1 else ''} that the ladder left" if left else ""
-    others = "`ckptd status --retention` names each; unpin, lower the limit, or free space"
+    others = "`ckptd status --retention` names each; remove a pin, lower the limit, or free space"
     ending = _ending(view, [s for s in here if why[s.id] == _NO_ROOM], left)
     return RetentionBlocker(
         what="all are kept",
@@ -205,7 +205,11 @@ def unadopted(view: JobView) -> list[SaveView]:
 def adopting(view: JobView) -> str:
     """Advise to adopt checkpoints where unadopted ones fill the disk, else ""."""
     count = len(unadopted(view)) if view.local_retention.deletes else 0
-    return f"`ckptd adopt` has the {count} found at the first start sent and rotated; " if count else ""
+    return (
+        f"`ckptd accept --existing` has the {count} found at the first start sent and rotated; "
+        if count
+        else ""
+    )
 
 
 def _strongest(view: JobView, save: SaveView, verdict: RetentionVerdict) -> str:

@@ -45,7 +45,7 @@ def is_in_doubt(view: JobView, save: SaveView) -> bool:
 
 
 def unsent(view: JobView) -> tuple[str, ...]:
-    """Whole here, not committed, and left to `ckptd adopt`: newest first."""
+    """Whole here, not committed, and left to `ckptd accept --existing`: newest first."""
     required = [r.name for r in view.remotes if r.is_required]
     whole = (s for kind in view.intact.values() for s in kind)
     left = [s for s in whole if not is_to_upload(view, s) and not was_committed(s.uploads, required)]

@@ -243,7 +243,7 @@ def _see_full(job: WatchedJob, state: JobState, told: Forecast) -> None:
     elif not job.config.local.policy.deletes:
         cure = "set save_total_limit in [local], free space, or save less often"
     elif job.view is not None and _is_paused(job.view, state):
-        cure = "nothing is sent or removed while the job is paused: `ckptd unpause`, or free space"
+        cure = "nothing is sent or removed while the job is paused: `ckptd pause --off`, or free space"
     elif adopt:  # no limit and no opt-out frees what was found here; adopted, it may be enough
         cure = adopt + "free space, or save less often"
     elif told.is_limit_too_high:

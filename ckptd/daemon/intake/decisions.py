@@ -1,4 +1,4 @@
-"""Keep what people decided (pin, accept, adopt): files of the state directory and objects of the remotes (P8:
+"""Keep what people decided (pin, accept): files of the state directory and objects of the remotes (P8:
 a decision counts on every node).
 
 Pins of other nodes lie in the remotes alone, so the journal mirrors them: they hold while those are away. The

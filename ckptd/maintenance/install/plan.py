@@ -1,4 +1,4 @@
-"""Plan what install-service and uninstall-service would do, as data; nothing is executed here.
+"""Plan what service install and service uninstall would do, as data; nothing is executed here.
 
 Reads the units that are there: a unit without our mark is never overwritten nor removed, and the slice's
 limit is the sum of all instances'.

@@ -1,4 +1,4 @@
-"""Carry out the steps of install-service and uninstall-service, one after the other."""
+"""Carry out the steps of service install and service uninstall, one after the other."""
 
 from __future__ import annotations
 

@@ -14,7 +14,11 @@ from ckptd.errors import RefusedError
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-MARK = "# Written by `ckptd install-service`, which writes it anew; `ckptd uninstall-service` removes it.\n"
+MARK = "# Written by `ckptd service install`, which writes it anew; `ckptd service uninstall` removes it.\n"
+_OLD_MARK = (
+    "# Written by `ckptd install-service`, which writes it anew; `ckptd uninstall-service` removes it.\n"
+)
+"""Of ckptd 0.1."""
 SYSTEM, USER, SLICE = "ckptd@.service", "ckptd.service", "ckptd.slice"
 DROP_IN = "10-ckptd.conf"
 _ENV = "/usr/bin/env ckptd"
@@ -73,8 +77,8 @@ def slice_unit(memory_max_bytes: int) -> str:
 
 
 def is_ours(text: str) -> bool:
-    """Whether install-service wrote it."""
-    return text.startswith(MARK)
+    """Whether `service install` wrote it."""
+    return text.startswith((MARK, _OLD_MARK))
 
 
 def memory_max_of(text: str) -> int:

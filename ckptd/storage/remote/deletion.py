@@ -126,7 +126,7 @@ def _protected(attached: AttachedRemote, order: DeleteCommit, commit: CommitView
     # last, for another node's pin may come while all that is read
     if is_pinned(store, order.tag):
         msg = f"{order.tag} is pinned"
-        raise RefusedError(msg, hint=f"`ckptd unpin JOB {shlex.quote(order.tag)}` first")
+        raise RefusedError(msg, hint=f"`ckptd pin JOB {shlex.quote(order.tag)} --remove` first")
 
 
 def _spared(attached: AttachedRemote, order: DeleteCommit, commit: CommitView) -> None:

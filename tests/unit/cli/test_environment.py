@@ -20,7 +20,7 @@ from tests.support.restore_scene import TAG
 
 __all__ = ["built", "scene"]
 
-NO_JOB = ("run", "init", "inspect", "convert", "uninstall-service")
+NO_JOB = ("run", "init", "inspect", "convert")
 """Verbs that read no job file by name (`run` has --config-dir of its own)."""
 
 
@@ -185,11 +185,11 @@ def test_a_job_by_name_in_another_place(scene: RepairScene, capsys: pytest.Captu
     job_file(scene, place)
     state = scene.save_dir / "_ckptd" / "state"
     state.mkdir(parents=True)
-    for command in (("list", "run"), ("pin", "run", TAG), ("unpin", "run", TAG)):
+    for command in (("list", "run"), ("pin", "run", TAG), ("pin", "run", TAG, "--remove")):
         assert run_here(capsys, *command).returncode == 66
         done = run_here(capsys, *command, "--config-dir", place)
         assert done.returncode == 0, done.stderr
-    done = run_here(capsys, "unpin", "run", TAG + "0", "--config-dir", place)
+    done = run_here(capsys, "pin", "--remove", "run", TAG + "0", "--config-dir", place)
     assert done.returncode == 66, "a pin that stays would pass for taken back"
     assert f"no checkpoint {TAG}0, neither in" in done.stderr
     row = {"name": "run", "save_dir": str(scene.save_dir), "state": "ok", "problems": [], "checkpoints": []}

@@ -12,7 +12,7 @@ from typer.main import get_group
 from ckptd import __version__, errors
 from ckptd.cli.help import first_sentence, overview
 from ckptd.cli.main import build_app, main
-from ckptd.cli.verbs import EXIT_CODES, GROUPS, VERBS
+from ckptd.cli.verbs import EXIT_CODES, GROUPS, OLD_NAMES, VERBS
 from tests.unit.cli.test_recipes import in_shell, refusal
 
 COMMANDS = get_group(build_app()).commands
@@ -102,3 +102,37 @@ def test_the_overview_loads_no_library() -> None:
         [sys.executable, "-c", code], capture_output=True, check=False, timeout=200, env=dict(os.environ)
     )
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(("old", "now"), OLD_NAMES.items())
+def test_an_old_name_is_todays_and_listed_nowhere(
+    old: str, now: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Help, usage errors and exit codes are those of today's name, which stderr says."""
+    assert said(capsys, old, "-h") == said(capsys, "help", old) == said(capsys, *now, "-h")
+    assert f"  {old} " not in overview()
+    for words in ((), ("a", "--nothing-of-that-name")):
+        ends = []
+        for name in ((old,), now):
+            with pytest.raises(SystemExit) as ended:
+                main([*name, *words, "--config-dir", "/nowhere"])
+            ends.append((ended.value.code, capsys.readouterr().err))
+        note = f"ckptd: `ckptd {old}` is `ckptd {' '.join(now)}` now; the next release takes that alone\n"
+        assert ends[0] == (ends[1][0], note + ends[1][1])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("accept", "a"),
+        ("accept", "a", "global_step1", "global_step2"),
+        ("service",),
+        ("service", "start"),
+        ("service", "uninstall", "--user", "--now"),
+        ("service", "uninstall", "--user", "--config-dir", "/nowhere"),
+    ],
+)
+def test_what_means_nothing_is_a_usage_error(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, *words)[0] == 2

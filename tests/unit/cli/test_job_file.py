@@ -65,7 +65,7 @@ def test_a_file_that_is_not_named_as_its_job(scene: Scene, job_file: Path) -> No
         for command, said in (
             (("status", job_file), "run-9  ● SAFE  step 1"),
             (("pause", job_file), "run-9: paused"),
-            (("unpause", job_file), "run-9: goes on"),
+            (("pause", job_file, "--off"), "run-9: goes on"),
             (("drain", job_file, "--deadline", "60s"), "run-9: drained, all that is complete here"),
         ):
             done = ckptd(*command)
@@ -94,7 +94,7 @@ def test_another_job_of_that_name_is_not_meant(scene: Scene, job_file: Path) -> 
         ("status {root}/remote --retention", 2, "--retention is of this node's daemon"),
         ("status {root}/remote --watch", 2, "--watch is of this node's daemon"),
         ("restore {file} --to s3://bucket/run", 2, "--to is a directory of this machine"),
-        ("remove {root}/gone --dry-run", 66, "{root}/gone is not there"),
+        ("uninstall {root}/gone --dry-run", 66, "{root}/gone is not there"),
         ("convert {root}/empty {root}/out", 66, "holds no shards and no `latest`\n"),
     ],
 )

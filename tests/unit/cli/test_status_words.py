@@ -269,7 +269,7 @@ def test_a_verdict_has_its_colour(tmp_path: Path) -> None:
     """What is safe is green, what is behind yellow, what is neither red; a wait has none."""
     for name, style in (("safe", "1;32"), ("behind", "1;33"), ("nothing committed yet", "1;31")):
         publish(tmp_path, name)
-        assert f"\x1b[{style}m● " in on_a_terminal("--state-dir", tmp_path)
+        assert re.search(rf"\x1b\[{style}m● [A-Z ]+\x1b\[0m\w", on_a_terminal("--state-dir", tmp_path))
     publish(tmp_path, "waiting for the first checkpoint")
     assert "\x1b[1m● WAITING" in on_a_terminal("--state-dir", tmp_path)
 

@@ -98,12 +98,13 @@ def test_every_verb_knows_the_url_of_a_run(scene: Scene) -> None:
     scene.save(2)
     run = ("run", scene.save_dir, scene.nas, "--same-filesystem", "--save-total-limit", 7, "--once")
     assert ckptd(scene, *run, CKPTD_SETTLE="1s", CKPTD_NAME="llama").returncode == 0
-    for verb in ("list", "verify", "gc", "drain", "resume", "adopt"):
-        done = ckptd(scene, verb, scene.save_dir)
+    for verb in ("list", "verify", "gc", "drain", "resume", "accept"):
+        existing = ["--existing"] if verb == "accept" else []
+        done = ckptd(scene, verb, scene.save_dir, *existing)
         assert done.returncode == 0, (verb, done.stderr)
     assert "global_step2" in ckptd(scene, "list", scene.save_dir).stdout
-    for verb in ("pin", "unpin"):
-        assert ckptd(scene, verb, scene.save_dir, "global_step2").returncode == 0
+    for option in ((), ("--remove",)):
+        assert ckptd(scene, "pin", scene.save_dir, "global_step2", *option).returncode == 0
     job = job_named(str(scene.save_dir), {}, config_dir=scene.root / "conf")
     assert (job.name, job.settle_seconds, job.local.save_total_limit) == ("llama", 1.0, 7)
     assert job.remotes[0].same_filesystem
@@ -127,7 +128,7 @@ def test_only_what_is_suspect_is_accepted(scene: Scene) -> None:
     for number, shard in enumerate(sorted(folder.glob("*.pt"))):
         os.utime(shard, (1_700_000_000 + 9000 * number,) * 2)
     done = ckptd(scene, "accept", scene.save_dir, "global_step4")
-    assert (done.returncode, "accept global_step4: recorded" in done.stdout) == (0, True), done
+    assert (done.returncode, "global_step4: accepted, recorded" in done.stdout) == (0, True), done
 
 
 def test_a_file_outside_the_configuration_is_remembered(scene: Scene) -> None:

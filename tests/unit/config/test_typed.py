@@ -13,11 +13,11 @@ from ckptd.config.loader import job_from_arguments
 @pytest.mark.parametrize(
     ("general", "said"),
     [
-        ("`ckptd unpause`", "`ckptd unpause {run}`"),
+        ("`ckptd pause --off`", "`ckptd pause {run} --off`"),
         ("`ckptd status --retention` names each", "`ckptd status {run} --retention` names each"),
-        ("`ckptd adopt` sends; `ckptd list`", "`ckptd adopt {run}` sends; `ckptd list {run}`"),
+        ("`ckptd accept --existing`; `ckptd list`", "`ckptd accept {run} --existing`; `ckptd list {run}`"),
         ("stop the daemon, `ckptd takeover JOB`", "stop the daemon, `ckptd takeover {run}`"),
-        ("`ckptd unpin JOB global_step5` first", "`ckptd unpin {run} global_step5` first"),
+        ("`ckptd pin JOB global_step5 --remove`", "`ckptd pin {run} global_step5 --remove`"),
         ("`ckptd accept JOB 'my tag'`", "`ckptd accept {run} 'my tag'`"),
         ("`ckptd gc JOB --gone n1`", "`ckptd gc {run} --gone n1`"),
         ("`ckptd verify run.toml global_step5 --repair`", "`ckptd verify run.toml global_step5 --repair`"),

@@ -1,4 +1,4 @@
-"""`ckptd install-service`: what it would write, judged by systemd itself; what is not ours stays."""
+"""`ckptd service install`: what it would write, judged by systemd itself; what is not ours stays."""
 
 from __future__ import annotations
 
@@ -160,6 +160,21 @@ def test_what_somebody_else_wrote_stays(tmp_path: Path) -> None:
     assert at.unit.exists()
 
 
+def test_what_an_older_ckptd_wrote_is_written_anew_and_removed(tmp_path: Path) -> None:
+    """Its first line names the verbs as they were called."""
+    at = target(tmp_path)
+    at.drop_in.parent.mkdir(parents=True)
+    first, _, rest = DROP_IN.text.partition("\n")
+    was = first.replace("service install", "install-service").replace(
+        "service uninstall", "uninstall-service"
+    )
+    assert was != first
+    at.drop_in.write_text(f"{was}\n{rest}")
+    assert at.drop_in in [s.path for s in uninstall_steps(at) if isinstance(s, Remove)]
+    write_files(tmp_path, at, DROP_IN)
+    assert at.drop_in.read_text() == DROP_IN.text
+
+
 def test_a_systemctl_that_refuses_is_quoted(tmp_path: Path) -> None:
     script = tmp_path / "systemctl"
     script.write_text("#!/bin/sh\necho 'Unit is masked.' >&2; exit 1\n")
@@ -172,19 +187,19 @@ def test_a_systemctl_that_refuses_is_quoted(tmp_path: Path) -> None:
 
 
 def test_the_command_says_before_it_does(tmp_path: Path) -> None:
-    asked = ckptd("install-service", "--run-as", "alice", "--root", str(tmp_path), "--dry-run")
+    asked = ckptd("service", "install", "--run-as", "alice", "--root", str(tmp_path), "--dry-run")
     assert asked.returncode == 0, asked.stderr
     assert f"would write {tmp_path}/etc/systemd/system/ckptd@alice.service.d/10-ckptd.conf" in asked.stdout
     assert list(tmp_path.iterdir()) == []
     assert any(
         isinstance(s, Write) for s in install_steps(target(tmp_path), DROP_IN, ("/c",), tmp_path, starts=True)
     )
-    both = ckptd("install-service", "--run-as", "alice", "--user")
+    both = ckptd("service", "install", "--run-as", "alice", "--user")
     assert both.returncode == 2
-    unknown = ckptd("install-service", "--run-as", "nobody-of-that-name")
+    unknown = ckptd("service", "install", "--run-as", "nobody-of-that-name")
     assert unknown.returncode == 66
     assert "there is no user" in unknown.stderr
-    gone = ckptd("uninstall-service", "--run-as", "alice", "--root", str(tmp_path))
+    gone = ckptd("service", "uninstall", "--run-as", "alice", "--root", str(tmp_path))
     assert gone.returncode == 66
 
 
@@ -192,7 +207,7 @@ def test_another_configuration_directory_is_the_one_that_is_read(tmp_path: Path)
     """The unit reads where the drop-in says, and check finds the service's state directory by it."""
     place = tmp_path / "srv/my jobs"
     (place / "jobs.d").mkdir(parents=True)
-    asked = ["install-service", "--run-as", "alice", "--root", str(tmp_path), "--dry-run"]
+    asked = ["service", "install", "--run-as", "alice", "--root", str(tmp_path), "--dry-run"]
     done = ckptd(*asked, "--config-dir", str(place))
     assert (done.returncode, "run --config-dir ${CKPTD_CONFIG_DIR} " in done.stdout) == (0, True), done.stderr
     assert 'Environment="CKPTD_CONFIG_DIR=/srv/my jobs"\n' in done.stdout

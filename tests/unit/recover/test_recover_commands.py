@@ -136,11 +136,11 @@ def test_a_misspelt_tag_is_not_adopted(scene: Scene) -> None:
     job = scene.root / "run.toml"
     remote = f'[[remote]]\nname = "nas"\nurl = "{scene.nas}"\nsame_filesystem = true\n'
     job.write_text(f'save_dir = "{scene.save_dir}"\n{remote}')
-    done = ckptd("adopt", job, "global_step5", "global_stp5")
+    done = ckptd("accept", job, "--existing", "global_step5", "global_stp5")
     assert (done.returncode, "no checkpoint global_stp5" in done.stderr) == (66, True), done.stderr
     assert [ckptd("pin", job, tag).returncode for tag in ("_ckptd", "..")] == [66, 66]
     assert not [*scene.save_dir.glob("_ckptd/state/decisions/*"), *scene.nas.glob("_ckptd/decisions/*")]
-    done = ckptd("adopt", job, "global_step5")
+    done = ckptd("accept", job, "--existing", "global_step5")
     assert done.returncode == 0, done.stderr
     done = ckptd("gc", job, "--incomplete", "global_stp5")
     assert (done.returncode, done.stdout) == (66, ""), done.stderr

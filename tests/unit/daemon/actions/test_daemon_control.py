@@ -17,7 +17,7 @@ from tests.support.descriptors import no_free_descriptor
 
 
 def paused(state_dir: Path, *, is_paused: bool = True) -> None:
-    """What `ckptd pause` or `unpause` writes."""
+    """What `ckptd pause` or `pause --off` writes."""
     write_control(state_dir, PAUSE, PauseFile(is_paused=is_paused, by="alice", at_unix_seconds=5.0))
 
 

@@ -415,6 +415,8 @@ def test_a_short_disk_that_found_checkpoints_hold_names_what_lets_them_go() -> N
     short = Disk(free_bytes=1, reserve_bytes=100, can_clone=False)
     view = three(disk=short)
     kept = replace(view, saves=tuple(replace(s, is_adopted=False, was_found_first=True) for s in view.saves))
-    assert "3 found at the first start; `ckptd adopt` has the 3 found at the first start" in why(kept)
-    assert "adopt" not in why(three(disk=short, local_retention=RetentionPolicy(save_total_limit=3)))
-    assert "adopt" not in why(replace(kept, local_retention=RetentionPolicy()))
+    assert "3 found at the first start; `ckptd accept --existing` has the 3 found at the first start" in why(
+        kept
+    )
+    assert "--existing" not in why(three(disk=short, local_retention=RetentionPolicy(save_total_limit=3)))
+    assert "--existing" not in why(replace(kept, local_retention=RetentionPolicy()))

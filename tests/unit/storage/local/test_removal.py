@@ -48,7 +48,7 @@ def test_a_dry_run_refuses_what_a_removal_refuses(scene: Scene, capsys: pytest.C
     codes = []
     for options in (["--dry-run"], [], ["--dry-run", "--uncommitted"]):
         with pytest.raises(SystemExit) as ended:
-            main(["remove", str(scene.save_dir), *options])
+            main(["uninstall", str(scene.save_dir), *options])
         codes.append(ended.value.code)
     assert codes == [65, 65, 0]
     assert "refused without --uncommitted: _ckptd/hold/global_step2.2 " in capsys.readouterr().out

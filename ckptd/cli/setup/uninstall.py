@@ -1,4 +1,4 @@
-"""`ckptd remove JOB`: take back from this node what ckptd put there, and nothing else."""
+"""`ckptd uninstall JOB`: take back from this node what ckptd put there, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _HELP = (
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command("remove", help=_HELP, epilog="ckptd remove llama-7b --dry-run\nckptd remove llama-7b")
-    def remove(
+    @app.command(
+        "uninstall", help=_HELP, epilog="ckptd uninstall llama-7b --dry-run\nckptd uninstall llama-7b"
+    )
+    def uninstall(
         job: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir."),
         dry_run: bool = typer.Option(False, "--dry-run", help="Only list it, with bytes."),
         uncommitted: bool = typer.Option(
