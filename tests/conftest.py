@@ -34,6 +34,10 @@ def pytest_configure() -> None:
     """A shell starts what it puts into the background with SIGINT ignored, and children inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # readline, which pytest imports, puts the size of a terminal into the environment behind Python's back
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
+        os.unsetenv(name)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
