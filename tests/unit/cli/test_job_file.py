@@ -62,6 +62,9 @@ def test_a_file_that_is_not_named_as_its_job(scene: Scene, job_file: Path) -> No
         deadline = time.monotonic() + 200
         while (done := ckptd("wait", job_file, "--step", 1, "--timeout", "10s")).returncode:
             assert time.monotonic() < deadline, done.stderr
+        # committed is not yet safe: that it is there is looked at once more
+        while (done := ckptd("status", job_file)).returncode == 3:
+            assert time.monotonic() < deadline, done.stdout
         for command, said in (
             (("status", job_file), "run-9  ● SAFE  step 1"),
             (("pause", job_file), "run-9: paused"),
