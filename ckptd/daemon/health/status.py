@@ -328,9 +328,10 @@ def _form(
     *,
     stands_still: bool,
 ) -> st.FormStatus:
-    if record is None:
-        is_here = row.state == "present" or row.held
-        ready = is_here if key[2] == ZERO else row.derived_of(key[2]).state is DerivedState.READY
+    is_here = row.state == "present" or row.held
+    ready = is_here if key[2] == ZERO else row.derived_of(key[2]).state is DerivedState.READY
+    # of what is gone nothing is tried again
+    if record is None or (record.state is UploadState.FAILED and not (is_here or ready)):
         return st.FormStatus(state="waiting" if ready else "none")
     moving = state.uploads.progress.get(key)
     eta = None

@@ -26,6 +26,7 @@ from ckptd.core.policy.derived_forms import MAX_CONVERSION_TRIES
 from ckptd.core.policy.planner import plan
 from ckptd.daemon.actions.local import LocalActions
 from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.health import status
 from ckptd.daemon.health.checks import report_conversions
 from ckptd.daemon.health.stalls import why_gone
 from ckptd.daemon.state.problems import Problems
@@ -279,3 +280,24 @@ def _intent() -> DeletionIntent:
     return DeletionIntent(
         tag=save.tag, generation=1, folder=save.folder, files=save.files, commits=(), reason="limit"
     )
+
+
+@pytest.mark.parametrize(
+    ("row", "held", "form", "shown"),
+    [
+        ("present", False, ZERO, "failed"),
+        ("pruned", True, ZERO, "failed"),
+        ("pruned", False, ZERO, "none"),
+        ("present", False, UNIVERSAL, "failed"),
+        ("pruned", False, UNIVERSAL, "none"),
+    ],
+)
+def test_an_upload_that_failed_before_its_source_went_is_not_shown_as_failed(
+    row: str, held: bool, form: str, shown: str
+) -> None:
+    """With `unuploaded = "delete"`: nothing is to be sent any more, so nothing failed."""
+    save = SimpleNamespace(state=row, held=held, derived_of=lambda _: DerivedRecord())
+    state = cast("JobState", SimpleNamespace(uploads=SimpleNamespace(progress={})))
+    record = UploadRecord(remote="nas", form=form, state=UploadState.FAILED)
+    told = status._form(state, cast("SaveRow", save), record, (1, "nas", form), {}, stands_still=False)
+    assert told.state == shown
