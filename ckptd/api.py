@@ -1,7 +1,7 @@
-"""What the commands do, as functions: `from ckptd import api; api.restore("s3://bucket/run", "here")`.
+"""Do from Python what the commands do: `from ckptd import api; api.restore("s3://bucket/run", "here")`.
 
 Each takes what the command of its name takes and returns typed results. Errors are those of `ckptd.errors`,
-with the message, hint and exit code that the command would end with: the commands call these functions.
+with the message, hint and exit code that the command would end with: the commands run the same code.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def _job(job: str, url: str | None, config_dir: Path | None, say: Say) -> JobCon
 
 
 def _silent(_: str) -> None:
-    """Who gives no `say` is told nothing but the result and errors."""
+    """Drop a line, for a caller who gave no `say`."""
 
 
 @contextmanager

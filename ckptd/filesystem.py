@@ -183,6 +183,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
         with tempfile.NamedTemporaryFile(dir=os.path.dirname(lpath) or ".", delete=False) as out:
             try:
                 self._fetch(file, _writer(out), callback.relative_update if callback is not None else None)
+                os.fchmod(out.fileno(), file.mode & 0o777)  # as `restore` gives it
                 os.rename(out.name, lpath)
             except BaseException:
                 os.unlink(out.name)
@@ -265,7 +266,7 @@ def _row(name: str, file: ManifestFile) -> dict[str, Any]:
 def _writer(out: IO[bytes]) -> Callable[[bytes, int], None]:
     """Return what writes a chunk at its offset, from several threads."""
     if not isinstance(out, io.BytesIO):
-        return partial(_write_at, out.fileno())
+        return partial(extents.write_at, out.fileno())
     lock, buffer = threading.Lock(), out
 
     def write(data: bytes, offset: int) -> None:
@@ -274,7 +275,3 @@ def _writer(out: IO[bytes]) -> Callable[[bytes, int], None]:
             buffer.write(data)
 
     return write
-
-
-def _write_at(fd: int, data: bytes, offset: int) -> None:
-    extents.write_at(fd, data, offset)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ELSEWHERE = 200
 """Columns where stdout is no terminal and COLUMNS says nothing."""
 _ASCII = str.maketrans("●✓✗○█▉▊▋▌▍▎▏→·–…", "*+xo####====>--.")
-"""What stands for the signs of ckptd where they cannot be shown: one character each, so that lines keep
+"""Characters for the signs of ckptd where they cannot be shown: one character each, so that lines keep
 their width."""
 
 

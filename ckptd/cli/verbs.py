@@ -9,7 +9,7 @@ class Verb(NamedTuple):
     """Name a verb's module and its line in `ckptd --help`."""
 
     module: str
-    """Of `ckptd.cli`; its function `register(app)` adds the verb."""
+    """Module below `ckptd.cli`; its function `register(app)` adds the verb."""
     summary: str
     """The first sentence of the verb's own help, without the stop; at most 60 characters."""
 

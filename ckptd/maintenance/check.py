@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import DaemonConfig, JobConfig, RemoteConfig
     from ckptd.core.model.heartbeat import SeenNode
+    from ckptd.core.model.listing import SaveDirListing
     from ckptd.recover.select.job import Owner
     from ckptd.storage.remote.messages import Answer
     from ckptd.storage.stores.access import Access
@@ -136,11 +137,12 @@ def check_job(
     remote.json.
     """
     yield from probe_save_dir(job.save_dir, job.local.min_free, writes=writes, trainer=job.trainer)
-    yield from _stage_0(job)
+    if (listing := _listed(job)) is not None:
+        yield from _stage_0(job, listing)
+        yield from _uploads(job, listing, _state_dir(job, daemon, environ, jobs_in_daemon))
     yield _state(job, daemon, environ, jobs_in_daemon)
     if job.shared_fs:
         yield _shared(job, _state_dir(job, daemon, environ, jobs_in_daemon))
-    yield from _uploads(job, _state_dir(job, daemon, environ, jobs_in_daemon))
     owner = owner_of(job, _state_dir(job, daemon, environ, jobs_in_daemon))
     seen: dict[str, Attached] = {}
     for remote in job.remotes:
@@ -150,13 +152,17 @@ def check_job(
     yield _children()
 
 
-def _stage_0(job: JobConfig) -> Iterator[Finding]:
-    """Name the newest checkpoint where it is one without ZeRO, which its names alone do not tell."""
+def _listed(job: JobConfig) -> SaveDirListing | None:
+    """List save_dir; None: it cannot be read, which the rows about it say."""
     try:
         with files.opened_dir(job.save_dir) as fd:
-            listing = scan(fd, job.trainer)
+            return scan(fd, job.trainer)
     except OSError:
-        return  # told already
+        return None
+
+
+def _stage_0(job: JobConfig, listing: SaveDirListing) -> Iterator[Finding]:
+    """Name the newest checkpoint where it is one without ZeRO, which its names alone do not tell."""
     for folder in listing.folders:
         has_optimizer = any(
             named.role is Role.OPTIM for f in folder.shards if (named := parse_shard_name(f.name))
@@ -175,17 +181,13 @@ _BYTES_A_PARAMETER = {ZERO: 14, UNIVERSAL: 16, "weights-fp32": 4, "weights-bf16"
 """With 16-bit weights and Adam, whose states make up nearly all of a checkpoint (docs/formats.md)."""
 
 
-def _uploads(job: JobConfig, state_dir: Path | None) -> Iterator[Finding]:
+def _uploads(job: JobConfig, listing: SaveDirListing, state_dir: Path | None) -> Iterator[Finding]:
     """Say which of the checkpoints that lie here will be uploaded, and what each save costs on the link."""
-    try:
-        with files.opened_dir(job.save_dir) as fd:
-            listing = scan(fd, job.trainer)
-    except OSError:
-        return  # told already
     saves = [folder for folder in listing.folders if folder.shards and not folder.is_model_only]
     if not saves:
         return
-    newest = max(saves, key=lambda folder: max(file.identity.mtime_ns for file in folder.shards))
+    by_time = max(saves, key=lambda folder: max(file.identity.mtime_ns for file in folder.shards))
+    newest = next((folder for folder in saves if folder.tag == listing.latest), by_time)
     is_begun = state_dir is not None and (state_dir / "journal.db").exists()
     if len(saves) > 1 and job.backfill != "all" and not is_begun:
         rest = f"the other {len(saves) - 1} stay" if job.backfill == "newest" else f"all {len(saves)} stay"

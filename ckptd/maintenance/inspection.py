@@ -39,7 +39,7 @@ class InspectedFile(Model):
     archive: str
     fingerprint: str
     reason: str | None = None
-    """What is wrong with it; None when nothing is."""
+    """The fault found in it; None: there is none."""
 
 
 class ConversionForecast(Model):
@@ -63,7 +63,7 @@ class ConversionForecast(Model):
     free_bytes: int | None = None
     memory_bytes: int | None = None
     notes: tuple[str, ...] = ()
-    """What a run resumed from it will find different."""
+    """Differences that a run resumed from it will meet."""
 
 
 class InspectedCheckpoint(Model):
@@ -90,7 +90,7 @@ class InspectedCheckpoint(Model):
     saved_seconds_apart: float | None = None
     notes: tuple[str, ...] = ()
     conversion: ConversionForecast | None = None
-    """Of a single ZeRO folder; None in the overview of a save_dir."""
+    """Given for a single ZeRO folder; None in the overview of a save_dir."""
     files: tuple[InspectedFile, ...]
 
 

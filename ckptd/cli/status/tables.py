@@ -22,11 +22,11 @@ _OBVIOUS = ("complete", "committed", "uploading", "pruned", "vanished")
 """States that the columns of the forms show, here and in the remotes."""
 _WRONG = ("suspect", "torn re-save", "incomplete", "refused", "leftover")
 _SIGNS = {"committed": ("✓", "green"), "waiting": ("○", "dim"), "new": ("○", "dim"), "retired": ("–", "dim")}
-"""Of a form in a remote; every other state is ✗ and a word."""
+"""State of a form in a remote → sign and colour; every other state is ✗ and a word."""
 FULL, SHORT, SIGNS, BARE = range(4)
 """How much room a row takes: whole words; short ones; signs for forms; no sizes, no bars."""
 LONGEST_TITLE = 10
-"""Of a remote's column where there is little room."""
+"""Columns of a remote's title where there is little room."""
 
 
 def ago(seconds: float | None) -> str:

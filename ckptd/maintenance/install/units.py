@@ -18,7 +18,7 @@ MARK = "# Written by `ckptd service install`, which writes it anew; `ckptd servi
 _OLD_MARK = (
     "# Written by `ckptd install-service`, which writes it anew; `ckptd uninstall-service` removes it.\n"
 )
-"""Of ckptd 0.1."""
+"""First line of units that ckptd 0.1 wrote."""
 SYSTEM, USER, SLICE = "ckptd@.service", "ckptd.service", "ckptd.slice"
 DROP_IN = "10-ckptd.conf"
 _ENV = "/usr/bin/env ckptd"
