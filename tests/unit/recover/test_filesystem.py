@@ -57,6 +57,10 @@ def test_bytes_are_those_that_were_saved(scene: RestoreScene, tmp_path: Path) ->
         assert stream.read(5) == saved[3:8]
     there.get(TAG, str(tmp_path / "copy"), recursive=True)
     assert {p.name: p.read_bytes() for p in (tmp_path / "copy").iterdir()} == scene.shards(TAG)
+    done = scene.restore(TAG)
+    assert {p.name: p.stat().st_mode for p in (tmp_path / "copy").iterdir()} == {
+        p.name: p.stat().st_mode for p in done.path.iterdir()
+    }
     with fsspec.open(f"ckptd://{path}::file://{scene.nas}") as stream:
         assert stream.read() == saved
     assert pickle.loads(pickle.dumps(there)).cat_file(path) == saved
