@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from ckptd.config.schema import JobConfig
-    from ckptd.convert.options import Compat, ConvertProgress, ConvertReport, Dtype, Form
+    from ckptd.conversion.options import Compat, ConvertProgress, ConvertReport, Dtype, Form
     from ckptd.core.model.manifest import Commit
     from ckptd.errors import CkptdError
     from ckptd.maintenance.inspection import Inspection
@@ -73,8 +73,8 @@ def convert(
     >>> report.step
     5
     """
-    from ckptd.convert.options import ConvertOptions
-    from ckptd.convert.remote.ends import convert_ends, ends_of
+    from ckptd.conversion.options import ConvertOptions
+    from ckptd.conversion.remote.ends import convert_ends, ends_of
 
     options = ConvertOptions(
         form=form, dtype=dtype, compat=compat, memory_budget_bytes=memory_budget_bytes, verify=verify

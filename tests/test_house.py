@@ -29,9 +29,9 @@ ROOMS = (
     ("base",),
     ("formats.torchfile", "core.model", "observe"),
     ("core.completeness", "core.policy", "formats.zero", "config"),
-    ("storage.journal", "storage.local", "maintenance.install", "convert"),
-    ("storage.stores", "storage.remote", "storage.child", "convert.engine"),
-    ("recover.select", "convert.remote", "convert.cluster"),
+    ("storage.journal", "storage.local", "maintenance.install", "conversion"),
+    ("storage.stores", "storage.remote", "storage.child", "conversion.engine"),
+    ("recover.select", "conversion.remote", "conversion.cluster"),
     ("daemon.resources", "daemon.state", "daemon.uploads", "recover", "filesystem"),
     ("maintenance", "daemon.intake"),
     ("daemon.actions",),
@@ -47,7 +47,7 @@ IMPURE = {
     "asyncio", "multiprocessing", "logging", "glob", "sqlite3", "urllib.request", "uuid",
 }  # fmt: skip
 
-ROUNDING = ("convert/dtypes.py", "numpy")
+ROUNDING = ("conversion/dtypes.py", "numpy")
 """The one use of numpy  (ADR 0082)."""
 
 HEAVY = ("torch", "deepspeed", "numpy", "matplotlib")
@@ -72,9 +72,9 @@ MAY_REMOVE = {
     ),
     "storage/stores/sftp.py": "remote retention on an SFTP server, its own temporaries there",
     "storage/journal/schema.py": "sets a journal of another schema aside (P8)",
-    "convert/engine/staging.py": "its own plan and partial folders",
-    "convert/engine/executor.py": "publishes its own temporary files",
-    "convert/engine/executor_child.py": "links and publishes its own files",
+    "conversion/engine/staging.py": "its own plan and partial folders",
+    "conversion/engine/executor.py": "publishes its own temporary files",
+    "conversion/engine/executor_child.py": "links and publishes its own files",
     "storage/local/clones.py": "its own half clones, and names of holds",
     "recover/execute.py": (
         "renames into _ckptd/aside and out of staging; removes its own staging alone; its own "
@@ -84,8 +84,8 @@ MAY_REMOVE = {
     "maintenance/uninstall.py": (
         "empty folders of ours; journal, status and word of a job that a person took back"
     ),
-    "convert/cluster/destination.py": "what is not planned, in its own partial folder",
-    "convert/cluster/conversion.py": "another plan's files in its own partial folder",
+    "conversion/cluster/destination.py": "what is not planned, in its own partial folder",
+    "conversion/cluster/conversion.py": "another plan's files in its own partial folder",
     "recover/fetch.py": "its own files in staging",
     "maintenance/install/service.py": "units that bear its mark",
 }
@@ -98,8 +98,8 @@ OPENS_STORES = {
     "storage/child/apart.py": "for a remote that is no directory",
     "storage/child/apart_child.py": "the process that serves one directory to a command",
     "storage/child/service.py": "a remote's own child",
-    "convert/cluster/conversion.py": "its own partial folder, where no remote of ckptd lies",
-    "convert/cluster/work.py": "the partial folder, or the bucket, that a conversion is made in",
+    "conversion/cluster/conversion.py": "its own partial folder, where no remote of ckptd lies",
+    "conversion/cluster/work.py": "the partial folder, or the bucket, that a conversion is made in",
 }
 """Every module that opens a store in its own process, where a call on a dead mount has no end."""
 
@@ -382,7 +382,7 @@ def test_dask_is_imported_by_the_calls_that_use_it() -> None:
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else [str(node.module)]
                 if any(name.split(".")[0] in ("dask", "distributed", "dask_jobqueue") for name in names):
                     places.setdefault(name_of(path), []).append(id(node) in inside)
-    assert sorted(places) == ["convert/cluster/pool.py", "convert/cluster/work.py"]
+    assert sorted(places) == ["conversion/cluster/pool.py", "conversion/cluster/work.py"]
     assert all(all(found) for found in places.values())
 
 
@@ -453,7 +453,7 @@ def test_daemon_loads_neither_the_training_stack_nor_the_cloud() -> None:
     names = [
         "ckptd." + name_of(p).removesuffix(".py").replace("/", ".")
         for p in MODULES
-        if part_of(p) in ("daemon", "recover", "convert", "storage", "core", "observe", "maintenance")
+        if part_of(p) in ("daemon", "recover", "conversion", "storage", "core", "observe", "maintenance")
         and p.name not in ("__init__.py", "__main__.py")
     ]
     program = "import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in names)

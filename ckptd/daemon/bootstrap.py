@@ -318,7 +318,7 @@ def is_still(path: Path, fd: int) -> bool:
 PARTIAL_END = ".ckptd-partial"
 """How the executor names a conversion that is not published yet."""
 MIRROR = "mirror."
-"""So begins the name of what planning reads of a remote's objects (`ckptd.convert.remote.derive`)."""
+"""So begins the name of what planning reads of a remote's objects (`ckptd.conversion.remote.derive`)."""
 
 
 def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:

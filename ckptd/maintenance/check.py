@@ -25,7 +25,7 @@ from ckptd.base.owned_dirs import lies_in_save_dir
 from ckptd.config.budget import MIB, divide, shortage
 from ckptd.config.commands import node_name
 from ckptd.config.quantities import show_bandwidth, show_bytes, show_seconds, shown_remote
-from ckptd.convert.engine.inspect import inspect_files, probe_restrictions
+from ckptd.conversion.engine.inspect import inspect_files, probe_restrictions
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import STAGE_0, judge
 from ckptd.core.model.layouts import Role, parse_shard_name

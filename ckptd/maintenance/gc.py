@@ -22,9 +22,9 @@ from ckptd.base.humanize import ago
 from ckptd.base.owned_dirs import lock, opened_ours
 from ckptd.config.commands import command_for
 from ckptd.config.quantities import show_bytes
-from ckptd.convert.engine.inspect import inspect_files
-from ckptd.convert.engine.staging import partial_name
-from ckptd.convert.remote.uploader import NOTE, UploadNote, read_note, write_note
+from ckptd.conversion.engine.inspect import inspect_files
+from ckptd.conversion.engine.staging import partial_name
+from ckptd.conversion.remote.uploader import NOTE, UploadNote, read_note, write_note
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, judge
 from ckptd.core.completeness.sealing import same_files

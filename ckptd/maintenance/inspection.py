@@ -16,8 +16,8 @@ from typing import Literal
 
 from ckptd.base import files
 from ckptd.base.identity import Model
-from ckptd.convert.engine.inspect import inspect_files
-from ckptd.convert.weights import ADAPTER_FILE, read_names
+from ckptd.conversion.engine.inspect import inspect_files
+from ckptd.conversion.weights import ADAPTER_FILE, read_names
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, judge
 from ckptd.core.model.facts import Archive, FileFacts
@@ -144,7 +144,7 @@ def _checkpoint(listing: FolderListing, parent: Path) -> InspectedCheckpoint | N
 
 def forecast_conversion(folder: Path) -> ConversionForecast:
     """Forecast what `ckptd convert` beside `folder` would make and cost, or why it would refuse."""
-    from ckptd.convert.engine.supervisor import forecast
+    from ckptd.conversion.engine.supervisor import forecast
 
     try:
         seen = forecast(folder, folder.parent / f".{folder.name}.ckptd-forecast")

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptd.base import files
-from ckptd.convert.engine.inspect import inspect_files
+from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.model.layouts import Role, Trainer, parse_shard_name
 from ckptd.core.model.records import WEIGHTS
 from ckptd.formats.zero.optimizers import stage3_loader_word

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from ckptd.base import extents, files
 from ckptd.base.owned_dirs import lock, path_of
 from ckptd.config.quantities import show_bytes
-from ckptd.convert.engine.staging import partial_name
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
-from ckptd.convert.remote.convert import convert_copy
+from ckptd.conversion.engine.staging import partial_name
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
+from ckptd.conversion.remote.convert import convert_copy
 from ckptd.core.model.layouts import Role, Trainer
 from ckptd.core.model.listing import OURS, RESUMED, resume_marker_text
 from ckptd.errors import (
@@ -58,7 +58,7 @@ from ckptd.storage.local.state_dir import filesystem_type
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ckptd.convert.options import ConvertProgress
+    from ckptd.conversion.options import ConvertProgress
     from ckptd.core.model.listing import SaveDirListing
     from ckptd.recover.select.choose import Candidate
     from ckptd.recover.select.copies import Copy

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptd.base import extents, files
-from ckptd.convert.engine.inspect import inspect_files
+from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.model.layouts import Role, parse_shard_name
 from ckptd.core.model.listing import OURS
 from ckptd.errors import (

@@ -18,8 +18,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ckptd.convert.engine import inspect_child
-from ckptd.convert.engine.sandbox import peak_rss_bytes, restrict
+from ckptd.conversion.engine import inspect_child
+from ckptd.conversion.engine.sandbox import peak_rss_bytes, restrict
 from ckptd.formats.torchfile.unpickler import TABLE
 
 BAD_EVENTS = (

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from ckptd.base import files
-from ckptd.convert.engine import inspect, inspect_child
-from ckptd.convert.engine.inspect import inspect_files
+from ckptd.conversion.engine import inspect, inspect_child
+from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, Verdict, judge
 from ckptd.core.model.facts import Archive, FileFacts

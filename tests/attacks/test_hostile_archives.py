@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert.engine.inspect import inspect_files
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.inspect import inspect_files
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from ckptd.core.model.facts import Archive
 from ckptd.errors import CkptdError
 from tests.attacks.hostile import OPTIM
@@ -159,9 +159,9 @@ GIB = 1 << 30
 REFUSE = """
 import resource, sys
 from pathlib import Path
-from ckptd.convert.engine.inspect import inspect_files
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.inspect import inspect_files
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from ckptd.errors import CkptdError
 folder, name, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 (found,) = inspect_files(folder, [name], timeout_seconds=60)

@@ -44,7 +44,7 @@ PLACES = {
 }
 MEASURED = """
 import atexit, runpy, sys
-from ckptd.convert.engine.sandbox import peak_rss_bytes
+from ckptd.conversion.engine.sandbox import peak_rss_bytes
 atexit.register(lambda: print("peak", peak_rss_bytes(), file=sys.stderr))
 runpy.run_module("ckptd", run_name="__main__")
 """

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.convert.engine.inspect import inspect_files
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.inspect import inspect_files
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from ckptd.core.model.facts import Archive
 from ckptd.errors import CkptdError
 from ckptd.formats.torchfile.archive import LEGACY_MAGIC

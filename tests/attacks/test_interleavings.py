@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ckptd.base.identity import FileIdentity, FolderIdentity
-from ckptd.convert.engine.inspect import inspect_files
+from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.completeness import judge as lifecycle
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import Memory, State, judge

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.base import files
-from ckptd.convert.engine import supervisor
+from ckptd.conversion.engine import supervisor
 from ckptd.core.model.decision import Decision
 from ckptd.daemon.bootstrap import make_state, node_id_of
 from ckptd.daemon.intake.decisions import read_decisions, write_decision

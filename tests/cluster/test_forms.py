@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from tests.cluster import runs
 from tests.cluster.harness import Cluster, cluster
 from tests.stores import servers

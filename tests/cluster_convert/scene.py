@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import sparse
-from ckptd.convert.cluster.conversion import Clustered
-from ckptd.convert.cluster.pool import PROFILER, Address
-from ckptd.convert.options import ConvertOptions, ConvertProgress, ConvertReport
+from ckptd.conversion.cluster.conversion import Clustered
+from ckptd.conversion.cluster.pool import PROFILER, Address
+from ckptd.conversion.options import ConvertOptions, ConvertProgress, ConvertReport
 from tests.stores import servers
 from tests.support.real import REPOSITORY
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.convert.cluster.conversion import Clustered
-from ckptd.convert.cluster.extents import GAP_BYTES, Extents, cut_blocks, spans_of
-from ckptd.convert.cluster.memory import LEAST_BUDGET_BYTES, shares_of
-from ckptd.convert.cluster.messages import TaskSource
-from ckptd.convert.cluster.pool import parse
-from ckptd.convert.parts import Range
-from ckptd.convert.remote.uploader import PartsSource
+from ckptd.conversion.cluster.conversion import Clustered
+from ckptd.conversion.cluster.extents import GAP_BYTES, Extents, cut_blocks, spans_of
+from ckptd.conversion.cluster.memory import LEAST_BUDGET_BYTES, shares_of
+from ckptd.conversion.cluster.messages import TaskSource
+from ckptd.conversion.cluster.pool import parse
+from ckptd.conversion.parts import Range
+from ckptd.conversion.remote.uploader import PartsSource
 from ckptd.errors import UsageError
 from tests.cluster_convert import scene
 from tests.cluster_convert.scene import MIB, OPTIONS, url

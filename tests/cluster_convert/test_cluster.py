@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from bench import sparse
-from ckptd.convert.cluster import pool, work
-from ckptd.convert.cluster.conversion import Clustered
-from ckptd.convert.cluster.grouping import Home
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions, ConvertProgress
-from ckptd.convert.remote.uploader import NOTE
+from ckptd.conversion.cluster import pool, work
+from ckptd.conversion.cluster.conversion import Clustered
+from ckptd.conversion.cluster.grouping import Home
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions, ConvertProgress
+from ckptd.conversion.remote.uploader import NOTE
 from ckptd.errors import (
     BehindError,
     DamagedError,

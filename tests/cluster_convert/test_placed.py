@@ -17,10 +17,10 @@ import pytest
 
 from bench import sparse
 from bench.limited import limited
-from ckptd.convert.cluster import pool
-from ckptd.convert.cluster.conversion import Clustered
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertReport
+from ckptd.conversion.cluster import pool
+from ckptd.conversion.cluster.conversion import Clustered
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertReport
 from tests.cluster.harness import cluster
 from tests.cluster_convert import scene
 from tests.cluster_convert.scene import MIB, OPTIONS, InBackground, content, got, ready, until

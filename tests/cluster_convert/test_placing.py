@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.convert.cluster.extents import LocalPlace, LocalShards, save_dirs
-from ckptd.convert.cluster.grouping import (
+from ckptd.conversion.cluster.extents import LocalPlace, LocalShards, save_dirs
+from ckptd.conversion.cluster.grouping import (
     ANYWHERE,
     Home,
     Item,
@@ -26,9 +26,9 @@ from ckptd.convert.cluster.grouping import (
     tasks_of,
     totals_of,
 )
-from ckptd.convert.cluster.messages import TaskSource
-from ckptd.convert.parts import Literal, Part, Range
-from ckptd.convert.plan import Header, OutputFile, PlanWriter, SourceFile
+from ckptd.conversion.cluster.messages import TaskSource
+from ckptd.conversion.parts import Literal, Part, Range
+from ckptd.conversion.plan import Header, OutputFile, PlanWriter, SourceFile
 from ckptd.errors import NotFoundError
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.s3.parts import LEAST_PART_BYTES, PartLayout, parse_layout

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.convert.cluster import pool
-from ckptd.convert.cluster.extents import Extents, spans_of
-from ckptd.convert.cluster.grouping import (
+from ckptd.conversion.cluster import pool
+from ckptd.conversion.cluster.extents import Extents, spans_of
+from ckptd.conversion.cluster.grouping import (
     ANYWHERE,
     Index,
     Layout,
@@ -26,10 +26,10 @@ from ckptd.convert.cluster.grouping import (
     tasks_of,
     without_links,
 )
-from ckptd.convert.cluster.messages import TaskSource
-from ckptd.convert.parts import Literal, Part, Range, Stream, Widen, Woven
-from ckptd.convert.plan import Header, OutputCheck, OutputFile, OutputLink, PlanWriter, SourceFile
-from ckptd.convert.reader import Ranges, blocks_of
+from ckptd.conversion.cluster.messages import TaskSource
+from ckptd.conversion.parts import Literal, Part, Range, Stream, Widen, Woven
+from ckptd.conversion.plan import Header, OutputCheck, OutputFile, OutputLink, PlanWriter, SourceFile
+from ckptd.conversion.reader import Ranges, blocks_of
 from ckptd.errors import SourceChanged, UsageError
 from ckptd.storage.stores.checksums import crc64, from_hex
 from tests.support.real import REPOSITORY

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.convert.cluster.conversion import Clustered
-from ckptd.convert.cluster.pool import Address
-from ckptd.convert.engine.supervisor import convert
+from ckptd.conversion.cluster.conversion import Clustered
+from ckptd.conversion.cluster.pool import Address
+from ckptd.conversion.engine.supervisor import convert
 from ckptd.errors import RefusedError
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.cluster_convert import scene

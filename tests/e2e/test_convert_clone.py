@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from ckptd.base import extents, files
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from tests.support.synthetic import Shapes, write_stage3, write_stage12
 from tests.support.weights import large_save, read_folder
-from tests.unit.convert.test_convert_children import tree
+from tests.unit.conversion.test_convert_children import tree
 from tests.unit.formats.zero.test_zero_ranges import check
 
 pytestmark = pytest.mark.root

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from tests.e2e.harness import node
 from tests.e2e.test_inspect_real import inspect
 from tests.support import experts, stacked, stock

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.convert.engine import children
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.parts import Literal
-from ckptd.convert.plan import Header, OutputFile, PlanWriter
+from ckptd.conversion.engine import children
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.parts import Literal
+from ckptd.conversion.plan import Header, OutputFile, PlanWriter
 from ckptd.errors import CkptdError
 from tests.support.tp_saves import Param, TpSave, along, megatron, replicated, write
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert.engine.inspect import inspect_files
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.inspect import inspect_files
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from ckptd.core.model.facts import Archive
 from tests.support import real, stock
 from tests.support.disguise import disguise

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from ckptd.errors import RefusedError
 from ckptd.maintenance.inspection import inspect_folder
 from tests.support import consolidated, ranks, stock

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.convert.engine.inspect import inspect_files
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.inspect import inspect_files
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from ckptd.errors import CkptdError
 from tests.support import stock
 from tests.support.real import REPOSITORY, TAG, Recipe, expect, prepare, save_dir_of

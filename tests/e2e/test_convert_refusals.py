@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from ckptd.errors import CkptdError
 from tests.e2e.test_convert_legacy import saved_with
 from tests.support import stock

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from ckptd.core.model.records import UNIVERSAL
 from ckptd.errors import CkptdError
 from tests.support import stock

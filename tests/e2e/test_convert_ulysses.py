@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.convert.engine.supervisor import convert
+from ckptd.conversion.engine.supervisor import convert
 from tests.e2e.test_inspect_real import inspect
 from tests.support import stacked
 from tests.support.real import TAG, Recipe, Resume, losses_of, prepare, resume, save_dir_of

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from tests.e2e.test_convert_real import STAGE_2, STAGE_3, ckptd
 from tests.support.real import TAG, Recipe, copy_of, expect, prepare, save_dir_of
 

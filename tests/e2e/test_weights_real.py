@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from tests.e2e.test_convert_real import (
     BF16,
     GROUPS_TIED_FROZEN,

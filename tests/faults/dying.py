@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import IO, Any
 
-from ckptd.convert.engine import children
+from ckptd.conversion.engine import children
 
 PRELUDE = """
 import itertools, os, runpy, signal, sys
@@ -43,7 +43,7 @@ wrap(os, "copy_file_range", half_copy)
 from ckptd.base import extents, files
 wrap(files, "rename_noreplace")
 if module.endswith("planner_child"):
-    from ckptd.convert.plan import PlanWriter
+    from ckptd.conversion.plan import PlanWriter
     wrap(PlanWriter, "_line")
 if hasattr(extents, "clone_range"):
     wrap(extents, "clone_range")
@@ -61,7 +61,7 @@ def starting(child: str, number: int) -> Callable[..., subprocess.Popen[bytes]]:
             return real(module, stdout=stdout, stderr=stderr, **rest)
         options = ["-E", "-s", "-S", "-X", "utf8"]
         return subprocess.Popen(
-            [sys.executable, *options, "-c", PRELUDE, str(number), f"ckptd.convert.engine.{module}"],
+            [sys.executable, *options, "-c", PRELUDE, str(number), f"ckptd.conversion.engine.{module}"],
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=stderr,

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from ckptd.base import files
-from ckptd.convert.engine import children
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions, ConvertReport
+from ckptd.conversion.engine import children
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions, ConvertReport
 from ckptd.errors import BehindError, NoSpaceError, TargetExists
 from ckptd.maintenance.inspection import inspect_folder
 from ckptd.storage.local.scan import scan
@@ -154,7 +154,7 @@ def test_killed_parents_take_their_children_along(scene: Scene) -> None:
 @pytest.mark.parametrize("scene", ["stage2"], indirect=True)
 def test_a_parent_killed_from_outside_leaves_no_child(scene: Scene, tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom ckptd.convert.engine.supervisor import convert\n"
+        "import sys, time\nfrom pathlib import Path\nfrom ckptd.conversion.engine.supervisor import convert\n"
         "def wait(p):\n"
         "    if p.phase != 'planning':\n        print(p.phase, flush=True); time.sleep(600)\n"
         "convert(Path(sys.argv[1]), Path(sys.argv[2]), on_progress=wait)"
@@ -251,7 +251,7 @@ def test_a_planner_is_not_stopped_before_it_dies_with_its_parent() -> None:
     """One that was stopped as it started outlived a killed daemon, stopped, for ever."""
     slow = (
         "import sys, time\n"
-        "from ckptd.convert.engine.sandbox import UNLIMITED, restrict\n"
+        "from ckptd.conversion.engine.sandbox import UNLIMITED, restrict\n"
         "sys.stdin.read()\n"
         "time.sleep(0.5)\n"
         "restrict(memory_bytes=UNLIMITED, cpu_seconds=UNLIMITED, file_bytes=UNLIMITED)\n"
@@ -259,7 +259,7 @@ def test_a_planner_is_not_stopped_before_it_dies_with_its_parent() -> None:
     )
     program = (
         "import subprocess, sys\n"
-        "from ckptd.convert.engine.children import watch\n"
+        "from ckptd.conversion.engine.children import watch\n"
         f"command = [sys.executable, '-c', {slow!r}]\n"
         "child = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)\n"
         "print(child.pid, flush=True)\n"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from ckptd.storage.remote.transfer import SMALL_BYTES
 from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
 from tests.e2e.harness import OTHER_RUN, RUN, Node, children_of, node

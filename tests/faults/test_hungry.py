@@ -22,9 +22,9 @@ import psutil
 import pytest
 
 from ckptd.base.process import spawn
-from ckptd.convert.engine import children, supervisor
-from ckptd.convert.engine.inspect import inspect_files
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine import children, supervisor
+from ckptd.conversion.engine.inspect import inspect_files
+from ckptd.conversion.options import ConvertOptions
 from ckptd.errors import BehindError, CkptdError, StorageError
 from tests.killpoints import judge, trainer
 from tests.killpoints.life import Place, Scenario
@@ -47,7 +47,7 @@ def source(tmp_path: Path) -> Path:
 def is_tidy(source: Path) -> bool:
     """Nothing but the save lies there, and no process of ours is left."""
     mine = psutil.Process().children(recursive=True)
-    left = [p for p in mine if any("ckptd.convert" in word for word in p.cmdline())]
+    left = [p for p in mine if any("ckptd.conversion" in word for word in p.cmdline())]
     return [p.name for p in source.parent.iterdir()] == [source.name] and left == []
 
 

@@ -36,9 +36,9 @@ SCENARIO = Scenario("real", saves=SAVES, backfill="all")
 MODULES = {
     "daemon": "ckptd",
     "remote": "ckptd.storage.child.child",
-    "planning": "ckptd.convert.engine.planner_child",
-    "executor": "ckptd.convert.engine.executor_child",
-    "inspect": "ckptd.convert.engine.inspect_child",
+    "planning": "ckptd.conversion.engine.planner_child",
+    "executor": "ckptd.conversion.engine.executor_child",
+    "inspect": "ckptd.conversion.engine.inspect_child",
 }
 Sizes = dict[str, int]
 """`calls <who> <run>` → counted calls; `ms <who> <run>` → how long the first process of that kind lives."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptd.base import extents, files
-from ckptd.convert.plan import PlanWriter
+from ckptd.conversion.plan import PlanWriter
 from ckptd.storage.journal.schema import Database
 from tests.killpoints.reads import LISTS, READING, READS, Listing, lies_below, site
 

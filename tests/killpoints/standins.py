@@ -21,8 +21,15 @@ from unittest import mock
 
 from ckptd.base import files
 from ckptd.base.retry import Breaker, RetryTimer
-from ckptd.convert.engine import children, executor_child, inspect, inspect_child, planner_child, supervisor
-from ckptd.convert.engine.children import Watched
+from ckptd.conversion.engine import (
+    children,
+    executor_child,
+    inspect,
+    inspect_child,
+    planner_child,
+    supervisor,
+)
+from ckptd.conversion.engine.children import Watched
 from ckptd.daemon import job
 from ckptd.storage.child import service, slots
 from ckptd.storage.remote import messages as m

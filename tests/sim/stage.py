@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from ckptd.base import files, retry
-from ckptd.convert.engine import inspect, inspect_child
+from ckptd.conversion.engine import inspect, inspect_child
 from ckptd.core.model.facts import FileFacts
 from ckptd.daemon import job, loop
 from ckptd.daemon.intake import sealer

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.config import schemes
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
-from ckptd.convert.remote import derive
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
+from ckptd.conversion.remote import derive
 from ckptd.core.model.manifest import folder_name
 from ckptd.core.model.records import UNIVERSAL
 from ckptd.errors import (

@@ -18,14 +18,14 @@ import psutil
 import pytest
 
 from bench import sparse
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.engine.writer import Counters
-from ckptd.convert.options import ConvertOptions
-from ckptd.convert.parts import Literal
-from ckptd.convert.plan import OutputFile
-from ckptd.convert.reader import Sources
-from ckptd.convert.remote.convert import RemoteConversion
-from ckptd.convert.remote.uploader import Target, Uploader
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.engine.writer import Counters
+from ckptd.conversion.options import ConvertOptions
+from ckptd.conversion.parts import Literal
+from ckptd.conversion.plan import OutputFile
+from ckptd.conversion.reader import Sources
+from ckptd.conversion.remote.convert import RemoteConversion
+from ckptd.conversion.remote.uploader import Target, Uploader
 from ckptd.errors import DamagedError, NotFoundError, RefusedError, TargetExists, UsageError
 from ckptd.formats.torchfile.archive import LEGACY_MAGIC
 from ckptd.storage.stores.access import Access

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.convert.remote.uploader import NOTE, UploadNote, write_note
+from ckptd.conversion.remote.uploader import NOTE, UploadNote, write_note
 from ckptd.errors import DamagedError, NotPermitted, RemoteUnreachable, VerifyError
 from ckptd.storage.remote.repair import ExactSource
 from ckptd.storage.stores.access import Access

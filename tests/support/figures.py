@@ -91,7 +91,7 @@ FAULTS = {
             "`test_an_executor_that_ends_well_and_said_nonsense`, "
             "`test_a_planner_that_ends_well_without_a_plan`, "
             "`test_an_inspector_that_ends_well_without_findings`; "
-            "`tests/unit/convert/test_inspection_deaths.py`"
+            "`tests/unit/conversion/test_inspection_deaths.py`"
         ),
     ),
     "F26": (

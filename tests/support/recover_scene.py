@@ -13,9 +13,9 @@ import pytest
 from ckptd.base import files
 from ckptd.config.loader import job_from_arguments
 from ckptd.config.schema import JobConfig
-from ckptd.convert.engine.inspect import inspect_files
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.inspect import inspect_files
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from ckptd.core.model.layouts import Grid, Role, ShardKey
 from ckptd.core.model.manifest import DerivedSource, NodeManifest, folder_name
 from ckptd.core.model.save import SaveWindow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptd.convert.engine import inspect
+from ckptd.conversion.engine import inspect
 
 if TYPE_CHECKING:
     from collections.abc import Callable

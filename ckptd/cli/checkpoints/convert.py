@@ -12,9 +12,9 @@ from ckptd.cli.output import cell
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from ckptd.convert.cluster.pool import Address
-    from ckptd.convert.engine.supervisor import Forecast
-    from ckptd.convert.options import Compat, ConvertOptions, ConvertProgress, ConvertReport, Dtype, Form
+    from ckptd.conversion.cluster.pool import Address
+    from ckptd.conversion.engine.supervisor import Forecast
+    from ckptd.conversion.options import Compat, ConvertOptions, ConvertProgress, ConvertReport, Dtype, Form
 
 
 _HELP = (
@@ -73,7 +73,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         from dataclasses import replace
 
-        from ckptd.convert.remote.ends import ends_of, forecast_ends
+        from ckptd.conversion.remote.ends import ends_of, forecast_ends
 
         options = replace(
             _options(compat, memory_budget, verify, not no_strict, inject_missing_state),
@@ -129,7 +129,7 @@ def _size(option: str, text: str, example: str) -> int:
 
 
 def _options(compat: str, budget: str, verify: bool, strict: bool, inject: bool) -> ConvertOptions:
-    from ckptd.convert.options import ConvertOptions
+    from ckptd.conversion.options import ConvertOptions
     from ckptd.errors import UsageError
 
     if compat not in ("auto", "strict", "superset"):
@@ -150,7 +150,7 @@ def _options(compat: str, budget: str, verify: bool, strict: bool, inject: bool)
 def _address(cluster: str) -> Address | None:
     if not cluster:
         return None
-    from ckptd.convert.cluster.pool import parse
+    from ckptd.conversion.cluster.pool import parse
 
     return parse(cluster)
 
@@ -163,7 +163,7 @@ def run(
     import signal
     import threading
 
-    from ckptd.convert.remote.ends import convert_ends, ends_of
+    from ckptd.conversion.remote.ends import convert_ends, ends_of
 
     stop = threading.Event()
     if threading.current_thread() is threading.main_thread():
@@ -172,7 +172,7 @@ def run(
     begin, there = ends_of(source, destination)
     with showing(as_json=as_json) as tell:
         if address is not None:
-            from ckptd.convert.cluster.conversion import Clustered
+            from ckptd.conversion.cluster.conversion import Clustered
 
             return Clustered(
                 *(begin, there, options, os.environ),

@@ -171,7 +171,7 @@ def _fingerprints(config: JobConfig, tag: str, state_dir: Path) -> tuple[tuple[s
     """
     from ckptd.base import files
     from ckptd.config.commands import command_for
-    from ckptd.convert.engine.inspect import inspect_files
+    from ckptd.conversion.engine.inspect import inspect_files
     from ckptd.core.completeness.grid import Context
     from ckptd.core.completeness.judge import judge
     from ckptd.errors import NotFoundError, RefusedError

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.base.owned_dirs import path_of
-from ckptd.convert import options as convert_options
-from ckptd.convert.engine import supervisor
-from ckptd.convert.engine.staging import partial_name
+from ckptd.conversion import options as convert_options
+from ckptd.conversion.engine import supervisor
+from ckptd.conversion.engine.staging import partial_name
 from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.errors import BehindError, NoSpaceError, RefusedError, SourceChanged
 from ckptd.storage.local import fs

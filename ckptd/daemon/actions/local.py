@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.base.retry import backoff_seconds, changed_seconds
-from ckptd.convert import options as convert_options
-from ckptd.convert.engine.staging import partial_name
+from ckptd.conversion import options as convert_options
+from ckptd.conversion.engine.staging import partial_name
 from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.actions.convert import PLACE, Signals, make_universal
 from ckptd.daemon.actions.local_deletion import LocalDeleter

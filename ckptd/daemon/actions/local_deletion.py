@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ckptd.base import files
-from ckptd.convert.engine.staging import partial_name
+from ckptd.conversion.engine.staging import partial_name
 from ckptd.core.model.records import UNIVERSAL, ZERO, DeletionIntent, DerivedState
 from ckptd.core.policy.local import was_committed
 from ckptd.core.policy.permit import OptOutPermit

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptd.base.retry import changed_seconds
-from ckptd.convert.engine import inspect
+from ckptd.conversion.engine import inspect
 from ckptd.core.completeness.sealing import sealed_file
 from ckptd.core.model.layouts import Role, ShardKey
 from ckptd.core.model.shard_facts import REVISION

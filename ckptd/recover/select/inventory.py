@@ -262,7 +262,7 @@ def scan_local(
 
 def _read(folder: Path, paths: Sequence[str]) -> tuple[list[FileFacts], StorageError | None]:
     # what looks at a remote alone loads no conversions
-    from ckptd.convert.engine.inspect import inspect_files
+    from ckptd.conversion.engine.inspect import inspect_files
 
     try:
         return inspect_files(folder, paths, is_final=False), None

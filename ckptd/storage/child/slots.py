@@ -90,7 +90,7 @@ class SlotPool:
 
 # --- a remote's process ----------------------------------------------------------------------------------
 
-MAKING = "ckptd.convert.remote.derive"
+MAKING = "ckptd.conversion.remote.derive"
 
 
 class RemoteProcess:

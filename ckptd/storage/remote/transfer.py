@@ -501,7 +501,7 @@ class Transfer:
 
 # --- sources of an order's bytes -------------------------------------------------------------------------
 # They are sealed files of this node, or a form that is made while it is uploaded. A transfer knows origins
-# alone: what makes a derived form out of shards belongs to a higher layer (`ckptd.convert.remote.derive`,
+# alone: what makes a derived form out of shards belongs to a higher layer (`ckptd.conversion.remote.derive`,
 # docs/adr/0093) and is handed in.
 
 _FOLDERS = 64

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ckptd.cli.main import build_app
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from ckptd.errors import NotFoundError
 from ckptd.maintenance.inspection import inspect_folder
 from tests.support.synthetic import Shapes, write_stage3, write_stage12

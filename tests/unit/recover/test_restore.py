@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from ckptd.convert.engine.supervisor import convert
+from ckptd.conversion.engine.supervisor import convert
 from ckptd.core.model.layouts import Role
 from ckptd.errors import (
     DamagedError,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptd.config.loader import load_job
-from ckptd.convert.engine.inspect import inspect_files
+from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.completeness.sealing import best_of
 from ckptd.errors import ConfigError
 

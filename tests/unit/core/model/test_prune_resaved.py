@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.base import files
-from ckptd.convert.engine.inspect import inspect_files
+from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, judge
 from ckptd.core.completeness.sealing import memory_of, sealed_file

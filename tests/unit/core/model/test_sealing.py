@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.base import files
-from ckptd.convert.engine.inspect import inspect_files
+from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.completeness.sealing import memory_of, refreshed, same_files, sealed_file
 from ckptd.core.model.facts import FileFacts
 from ckptd.core.model.listing import FolderListing

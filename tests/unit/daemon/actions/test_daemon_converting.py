@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ckptd.base import extents, files
-from ckptd.convert.engine.inspect import inspect_files
-from ckptd.convert.engine.staging import partial_name
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.inspect import inspect_files
+from ckptd.conversion.engine.staging import partial_name
+from ckptd.conversion.options import ConvertOptions
 from ckptd.core.completeness.sealing import sealed_file
 from ckptd.core.model.records import DerivedRecord, DerivedState, SaveRow
 from ckptd.daemon.actions.convert import PLACE, Signals, make_universal

@@ -14,7 +14,7 @@ import pytest
 from ckptd.base import files
 from ckptd.base.identity import FolderIdentity
 from ckptd.config.quantities import show_bytes
-from ckptd.convert.engine.inspect import inspect_files
+from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, Verdict, judge
 from ckptd.core.completeness.sealing import sealed_file

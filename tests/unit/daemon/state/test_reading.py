@@ -16,7 +16,7 @@ import pytest
 
 from ckptd.base import files
 from ckptd.base.humanize import user_in_words
-from ckptd.convert.engine import inspect, inspect_child
+from ckptd.conversion.engine import inspect, inspect_child
 from ckptd.core.completeness.judge import State, Verdict
 from ckptd.core.model.facts import Archive
 from ckptd.daemon.health.stalls import what_reads_it

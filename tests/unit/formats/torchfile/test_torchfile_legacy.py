@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert.engine.inspect import inspect_files
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import Compat, ConvertOptions
+from ckptd.conversion.engine.inspect import inspect_files
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import Compat, ConvertOptions
 from ckptd.core.model.facts import Archive
 from ckptd.errors import RefusedError, TornArchiveError
 from ckptd.formats.torchfile.archive import DEFAULT_LIMITS, Directory, Limits

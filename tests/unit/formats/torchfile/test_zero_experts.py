@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from ckptd.errors import CkptdError, DamagedError, RefusedError
 from ckptd.formats.torchfile.values import Tensor
 from tests.support.reading import load, tensor_bytes

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
 from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero.optimizers import stage3_loader_word

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.convert.parts import Literal, Mean, Part, Range, Stream, Woven, decode, encode, ranges_of
-from ckptd.convert.reader import blocks_of, same_bytes
-from ckptd.convert.tp_join import Shard, join_states
+from ckptd.conversion.parts import Literal, Mean, Part, Range, Stream, Woven, decode, encode, ranges_of
+from ckptd.conversion.reader import blocks_of, same_bytes
+from ckptd.conversion.tp_join import Shard, join_states
 from ckptd.errors import CkptdError, RefusedError, SourceChanged
 from ckptd.formats.zero.blocks import Block, Copy, Strand, Weave, dense, sequence
 from ckptd.formats.zero.patterns import Patterns

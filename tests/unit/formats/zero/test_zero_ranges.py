@@ -12,9 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.base import files
-from ckptd.convert.parts import Literal, Range
-from ckptd.convert.plan import Header, OutputCheck, OutputFile, OutputLink, PlanReader, PlanWriter, SourceFile
-from ckptd.convert.universal import UniversalLayout, choose_layout
+from ckptd.conversion.parts import Literal, Range
+from ckptd.conversion.plan import (
+    Header,
+    OutputCheck,
+    OutputFile,
+    OutputLink,
+    PlanReader,
+    PlanWriter,
+    SourceFile,
+)
+from ckptd.conversion.universal import UniversalLayout, choose_layout
 from ckptd.core.model.layouts import parse_shard_name
 from ckptd.errors import CkptdError, DamagedError, RefusedError
 from ckptd.formats.torchfile.values import Tensor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.convert.remote.uploader import NOTE
+from ckptd.conversion.remote.uploader import NOTE
 from ckptd.core.model.manifest import Lease, lease_key, to_bytes
 from ckptd.errors import RefusedError, RemoteUnreachable
 from ckptd.maintenance.gc import Collector

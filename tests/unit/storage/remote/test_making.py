@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
-from ckptd.convert.remote import derive
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
+from ckptd.conversion.remote import derive
 from ckptd.core.model.manifest import DerivedSource, folder_name
 from ckptd.core.model.records import UNIVERSAL
 from ckptd.errors import DamagedError, SourceChanged

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckptd.convert.engine.supervisor import convert
-from ckptd.convert.options import ConvertOptions
-from ckptd.convert.remote import derive
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
+from ckptd.conversion.remote import derive
 from ckptd.core.model.heartbeat import Heartbeat, heartbeat_key
 from ckptd.core.model.manifest import DerivedSource, commit_key, manifest_key, sha256_of, to_bytes
 from ckptd.core.model.records import UNIVERSAL

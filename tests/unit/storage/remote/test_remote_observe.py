@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.convert.remote.source import look_at
+from ckptd.conversion.remote.source import look_at
 from ckptd.core.model.manifest import Tombstone, commit_key, side_key, stem, to_bytes
 from ckptd.storage.child.service import Service
 from ckptd.storage.remote.documents import DocumentCache

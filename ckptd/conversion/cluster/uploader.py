@@ -1,0 +1,228 @@
+"""Outputs into the destination from one worker: whole files, or parts of an upload that several share.
+
+Whatever was done before under the same name is recognised by its bytes, so that a task may be done twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckptd.conversion.cluster.grouping import clipped, parts_of
+from ckptd.conversion.cluster.memory import HELD_BYTES
+from ckptd.conversion.cluster.messages import Done, Parts, Piece, SentPart
+from ckptd.conversion.remote.uploader import PartsSource
+from ckptd.errors import (
+    RemoteUnreachable,
+    SourceChanged,
+    StorageError,
+    TargetExists,
+    VerifyError,
+)
+from ckptd.storage.stores.checksums import crc64_combined, from_hex, to_hex
+from ckptd.storage.stores.parallel import FailFastPool, crc_of
+from ckptd.storage.stores.retrying import briefly
+from ckptd.storage.stores.s3.parts import send_range
+from ckptd.storage.stores.s3.store import S3Store
+from ckptd.storage.stores.s3.uploads import shared_upload
+from ckptd.storage.stores.sources import WrappedSource, crc64_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.conversion.cluster.messages import Job, Join, Proof
+    from ckptd.conversion.parts import Part
+    from ckptd.conversion.reader import Ranges
+    from ckptd.storage.stores.base import Store
+    from ckptd.storage.stores.s3.parts import Upload
+
+
+def upload_of(token: str, nbytes: int) -> Upload:
+    """Return the upload that a token means, of an output of `nbytes` bytes.
+
+    Raises:
+        StorageError: it is no token.
+    """
+    upload = shared_upload(token, nbytes)
+    if upload is None:
+        raise StorageError(f"{token!r} is no upload of {nbytes} bytes", hint="convert again")
+    return upload
+
+
+def shares_uploads(store: Store) -> S3Store | None:
+    """Return the store, where parts from several processes become one object."""
+    return store if isinstance(store, S3Store) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One request's worth: an output, or one part (`number`) of it; `begin` and `end` in the output."""
+
+    piece: Piece
+    number: int
+    begin: int
+    end: int
+    parts: tuple[Part, ...]
+    skip: int
+    """Bytes that `parts` make before `begin`."""
+
+
+def units_of(piece: Piece) -> list[Unit]:
+    """Split a piece into the units that it is uploaded as."""
+    whole = parts_of(piece.line)
+    spans = [(0, 0, piece.nbytes)]
+    if piece.token:
+        cuts = upload_of(piece.token, piece.nbytes).cuts
+        spans = [(n, begin, begin + length) for n in piece.parts for begin, length in [cuts.range_of(n)]]
+    found = []
+    for number, begin, end in spans:
+        parts, skip = clipped(whole, begin, end)
+        found.append(Unit(piece=piece, number=number, begin=begin, end=end, parts=parts, skip=skip))
+    return found
+
+
+class _Slice(WrappedSource):
+    """The bytes of a unit, at their place in the output; at most `HELD_BYTES` are made once and kept."""
+
+    def __init__(self, made: PartsSource, unit: Unit, *, is_held: bool) -> None:
+        super().__init__(made)
+        self._shift = unit.begin - unit.skip
+        self._begin, self._end = unit.begin, unit.end
+        self.size_bytes: int = unit.piece.nbytes
+        self._data: bytearray | None = None
+        if is_held:
+            # servers that check a checksum on arrival want it first: bytes from afar would be fetched twice
+            data, done = bytearray(unit.end - unit.begin), 0
+            with memoryview(data) as view:
+                while done < len(data):
+                    done += self.read_into(unit.begin + done, view[done:])
+            self._data = data
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Bytes at `offset` of the output."""
+        count = min(len(buffer), self._end - offset)
+        if self._data is not None:
+            begin = offset - self._begin
+            buffer[:count] = self._data[begin : begin + count]
+            return count
+        if count <= 0:
+            return 0
+        made = self.inner.read_into(offset - self._shift, buffer[:count])
+        if made == 0:
+            raise SourceChanged("the plan makes fewer bytes than its output has", hint="convert again")
+        return made
+
+    peek_into = read_into
+
+
+class PieceUploader:
+    """One task's outputs; its methods may run side by side."""
+
+    def __init__(self, job: Job, store: Store, ranges: Ranges, check_stop: Callable[[], None]) -> None:
+        self._job = job
+        self._store = store
+        self._ranges = ranges
+        self._command = check_stop
+        self.lanes = FailFastPool()
+        self.done: list[Done] = []
+        self.parts: list[Parts] = []
+
+    def _check_stop(self) -> None:
+        self._command()
+        self.lanes.check()
+
+    def send(self, unit: Unit) -> None:
+        """An output whole, or one part of it."""
+        piece = unit.piece
+        if unit.number:
+            self._send_part(unit)
+            return
+        key = f"{self._job.target_name}/{piece.path}"
+        crc = self._crc_of(unit) if piece.is_there else 0
+        resumed = piece.is_there and self._is_there(key, piece.nbytes, crc)
+        if not resumed:
+            crc = self._send_whole(key, unit)
+        self.done.append(Done(path=piece.path, nbytes=piece.nbytes, crc64=to_hex(crc), resumed=resumed))
+
+    def _source(self, unit: Unit) -> _Slice:
+        modes = self._job.file_mode, self._job.folder_mode
+        made = PartsSource(unit.parts, self._ranges, *modes, lambda _: self._check_stop())
+        made.gid = self._job.gid
+        is_held = shares_uploads(self._store) is not None and unit.end - unit.begin <= HELD_BYTES
+        return _Slice(made, unit, is_held=is_held)
+
+    def _send_whole(self, key: str, unit: Unit) -> int:
+        store, nbytes = self._store, unit.piece.nbytes
+        source = self._source(unit)
+
+        def send() -> int:
+            self._check_stop()
+            try:
+                crc = store.upload(key, source, resume=None, on_progress=lambda _: self._check_stop())
+                store.verify(key, nbytes, crc, lambda _: self._check_stop())
+            except TargetExists:
+                # this task was begun elsewhere before, or an answer was lost: these bytes, or none of ours
+                crc = self._crc_of(unit)
+                if not self._is_there(key, nbytes, crc):
+                    store.delete(key)
+                    raise
+            except (VerifyError, RemoteUnreachable):
+                store.discard(key)
+                raise
+            return crc
+
+        return briefly(send, VerifyError, RemoteUnreachable, TargetExists)()
+
+    def _crc_of(self, unit: Unit) -> int:
+        return crc64_of(self._source(unit), unit.begin, unit.end - unit.begin)
+
+    def _is_there(self, key: str, nbytes: int, crc: int) -> bool:
+        try:
+            self._store.verify(key, nbytes, crc, lambda _: self._check_stop())
+        except VerifyError:
+            return False
+        return True
+
+    def _send_part(self, unit: Unit) -> None:
+        piece, store = unit.piece, shares_uploads(self._store)
+        if store is None:
+            raise StorageError(f"{self._store.url} joins no parts")
+        self._check_stop()
+        key = f"{self._job.target_name}/{piece.path}"
+        request = {"UploadId": upload_of(piece.token, piece.nbytes).upload_id, "PartNumber": unit.number}
+        span = unit.begin, unit.end - unit.begin
+        answer = briefly(send_range, RemoteUnreachable)(store, key, self._source(unit), span, request)
+        md5 = answer.md5.hex() if answer.md5 is not None else ""
+        sent = SentPart(number=unit.number, etag=answer.etag, crc64=to_hex(answer.crc), md5=md5)
+        self.parts.append(Parts(path=piece.path, parts=(sent,)))
+
+    def join(self, join: Join) -> None:
+        """Make an upload an object, and prove it."""
+        store, key = shares_uploads(self._store), f"{self._job.target_name}/{join.path}"
+        if store is None:
+            raise StorageError(f"{self._store.url} joins no parts")
+        upload = upload_of(join.token, join.nbytes)
+        for part in sorted(join.parts, key=lambda part: part.number):
+            _, length = upload.cuts.range_of(part.number)
+            upload.etags[part.number] = part.etag
+            upload.crc = crc64_combined(upload.crc, from_hex(part.crc64), length)
+            if part.md5:
+                upload.md5s[part.number] = bytes.fromhex(part.md5)
+        try:
+            store.uploads.join_shared(key, upload)
+        except TargetExists:
+            if not self._is_there(key, join.nbytes, upload.crc):
+                raise
+        store.verify(key, join.nbytes, upload.crc, lambda _: self._check_stop())
+        self.done.append(Done(path=join.path, nbytes=join.nbytes, crc64=to_hex(upload.crc)))
+
+    def prove(self, proof: Proof) -> None:
+        """Read an output back."""
+        key = f"{self._job.target_name}/{proof.path}"
+        # a byte more than was sent: nothing may follow
+        stream = partial(self._store.stream, key)
+        done, crc = crc_of(stream, proof.nbytes + 1, lambda _: self._check_stop(), at_once=1)
+        if (done, to_hex(crc)) != (proof.nbytes, proof.crc64):
+            raise VerifyError(f"{key} in {self._store.url} is not what was sent")
+        self.done.append(Done(path=proof.path, nbytes=proof.nbytes, crc64=proof.crc64))

@@ -1,0 +1,306 @@
+"""Make the files of a plan: clone extents where the file system can, else copy in bounded windows.
+
+Never unpickles. Each file is written under a temporary name in a folder of its own, flushed, and renamed;
+so a final name in the output folder is a finished, durable file, and a restart skips it. Dirty pages
+are written back and dropped window by window, so that the page cache counted to us stays small.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ckptd.base import extents, files
+from ckptd.conversion.engine.writer import (
+    BUFFER_BYTES,
+    MIN_FILE_BYTES,
+    STRIPE_BYTES,
+    Counters,
+    DirectWriter,
+    Dirty,
+    Folders,
+    Settings,
+    Stripe,
+    own,
+    stripes,
+)
+from ckptd.conversion.parts import Literal, Part, Range, ranges_of
+from ckptd.conversion.plan import OutputCheck, OutputFile
+from ckptd.conversion.reader import Ranges, blocks_of, refuse_drifted
+from ckptd.errors import NoSpaceError, SourceChanged
+from ckptd.formats.torchfile.skeleton import BLOCK_BYTES
+from ckptd.storage.stores.parallel import FailFastPool
+
+if TYPE_CHECKING:
+    from ckptd.conversion.reader import Sources
+
+
+# --- Clonable ranges: one rule for executor, planner and forecast ----------------------------------------
+# Extents are shared in whole blocks, so a range must lie at the same offset modulo the block in both files;
+# below 16 KiB a clone costs more than a copy (docs/design.md §4).
+
+MIN_CLONE_BYTES = 16 << 10
+
+
+def interior(offset: int, nbytes: int, at: int) -> tuple[int, int] | None:
+    """Begin and end in the source of what can be cloned to `at` in the output; None where nothing can."""
+    begin = offset + (-offset) % BLOCK_BYTES
+    end = (offset + nbytes) // BLOCK_BYTES * BLOCK_BYTES
+    if (offset - at) % BLOCK_BYTES or end - begin < MIN_CLONE_BYTES:
+        return None
+    return begin, end
+
+
+@dataclass(slots=True)
+class Tally:
+    """Bytes of a plan by how they get into the outputs."""
+
+    clonable: int = 0
+    misplaced: int = 0
+    """In ranges large enough for a clone whose offsets do not agree: copied even where extents clone."""
+
+    def add(self, output: OutputFile) -> None:
+        """Count one output."""
+        at = 0
+        for part in output.parts:
+            if isinstance(part, Range):
+                inside = interior(part.offset, part.nbytes, at)
+                if inside is not None:
+                    self.clonable += inside[1] - inside[0]
+                elif part.nbytes >= MIN_CLONE_BYTES + BLOCK_BYTES:
+                    self.misplaced += part.nbytes
+            at += part.nbytes
+
+
+# --- The executor ----------------------------------------------------------------------------------------
+
+_BATCH_FILES = 48
+
+
+class Stopped(Exception):
+    """The parent says so: what is finished stays, the rest is done by the next attempt."""
+
+
+class Maker(Protocol):
+    """One thread's worker, whatever it makes outputs in."""
+
+    def make(self, output: OutputFile) -> None:
+        """Make one output."""
+        ...
+
+    def compare(self, check: OutputCheck) -> None:
+        """Refuse when what must be equal is not."""
+        ...
+
+    def settle(self) -> None:
+        """Nothing more comes: make durable what is not yet."""
+        ...
+
+    def abandon(self) -> None:
+        """Close what is open."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """One copying thread's state: its batch of files that are written but not yet flushed and renamed."""
+
+    number: int
+    out_fd: int
+    temporary_fd: int
+    sources: Ranges
+    folders: Folders
+    settings: Settings
+    counters: Counters
+    stop: threading.Event
+    local: Sources | None = field(init=False)
+    clone: bool = field(init=False)
+    batch: list[tuple[int, str, OutputFile]] = field(default_factory=list)
+    batched_bytes: int = 0
+    serial: int = 0
+    _direct: DirectWriter | None = None
+
+    def __post_init__(self) -> None:
+        self.local, self.clone = self.sources.local, self.settings.clone
+
+    def make(self, output: OutputFile) -> None:
+        """Write one output, or skip it when an earlier attempt finished it."""
+        self.folders.ensure(output.path)
+        done = files.stat_beneath(self.out_fd, output.path)
+        if done is not None and done.st_size == output.nbytes:
+            self.counters.add(files=1, nbytes=output.nbytes, resumed=1)
+            return
+        self.serial += 1
+        name = f"{self.number}-{self.serial}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, 0o600, dir_fd=self.temporary_fd)
+        self.batch.append((fd, name, output))
+        if self.clone:
+            os.ftruncate(fd, output.nbytes)  # first: XFS preallocates megabytes behind a growing end
+        if self.settings.stripe_threads > 1 and output.nbytes > STRIPE_BYTES:
+            found = stripes(output.parts, divide_ranges=not self.clone)
+            threads = self.settings.stripe_threads
+            FailFastPool().run(threads, found, lambda stripe: self._stripe(fd, stripe), name="stripe")
+        elif self.clone or output.nbytes < MIN_FILE_BYTES or not self._past_the_cache(fd, output):
+            self._parts(fd, 0, output.parts)
+        own(fd, self.settings.gid, self.settings.file_mode)
+        extents.start_flush(fd)
+        self.batched_bytes += output.nbytes
+        if self.batched_bytes >= self.settings.batch_bytes or len(self.batch) >= _BATCH_FILES:
+            self.settle()
+
+    def _past_the_cache(self, fd: int, output: OutputFile) -> bool:
+        """Write a large output from cached sources with O_DIRECT; False where that is not to be had."""
+        local = self.local
+        used = {r.source for part in output.parts for r in ranges_of(part)}
+        if local is None or any(local.was_cold(local[number]) for number in used):
+            return False
+        if self._direct is None:
+            self._direct = DirectWriter(min(BUFFER_BYTES, self.settings.window_bytes // 2))
+        writer = self._direct
+        self._check_room(output.nbytes)
+        if not writer.begin(fd, output.nbytes):
+            return False
+        for part in output.parts:
+            if isinstance(part, Range):
+                self._append(writer, local, part)
+                continue
+            for data in blocks_of(part, self.sources):
+                self._check_stop()
+                writer.put(data)
+                self.counters.add(nbytes=len(data), copied=0 if isinstance(part, Literal) else len(data))
+        writer.finish()
+        return True
+
+    def _append(self, writer: DirectWriter, local: Sources, part: Range) -> None:
+        source, done = local[part.source], 0
+        while done < part.nbytes:
+            self._check_stop()
+            step = min(writer.room(), part.nbytes - done)
+            writer.take(source, part.offset + done, step)
+            self.counters.add(nbytes=step, copied=step)
+            done += step
+
+    def _parts(self, fd: int, at: int, parts: tuple[Part, ...]) -> None:
+        dirty = Dirty(fd, self.settings.window_bytes, at)
+        for part in parts:
+            self._check_stop()
+            self._part(fd, at, part, dirty)
+            at += part.nbytes
+
+    def _stripe(self, fd: int, stripe: Stripe) -> None:
+        """One thread's share of a large file; its pages are on disk before it takes the next."""
+        self._parts(fd, stripe.at, stripe.parts)
+        extents.flush_range(fd, stripe.at, stripe.nbytes)
+        extents.drop_pages(fd, stripe.at, stripe.nbytes)
+
+    def settle(self) -> None:
+        """Flush the batch, then give its files their final names: a final name means durable."""
+        for fd, _, _ in self.batch:
+            os.fsync(fd)
+        while self.batch:
+            fd, name, output = self.batch.pop()
+            try:
+                extents.drop_pages(fd)
+                os.rename(name, output.path, src_dir_fd=self.temporary_fd, dst_dir_fd=self.out_fd)
+            finally:
+                os.close(fd)
+            self.counters.add(files=1)
+        self.batched_bytes = 0
+
+    def abandon(self) -> None:
+        """Close what is open; temporaries are removed by whoever resumes or gives up."""
+        for fd, _, _ in self.batch:
+            os.close(fd)
+        self.batch.clear()
+
+    def _check_stop(self) -> None:
+        if self.stop.is_set():
+            raise Stopped
+
+    def _check_room(self, length: int) -> None:
+        """Raise unless writing `length` bytes leaves the reserve free for the trainer's next save (P13)."""
+        if (
+            self.settings.reserve_bytes
+            and extents.free_bytes(self.out_fd) - length < self.settings.reserve_bytes
+        ):
+            raise NoSpaceError(
+                f"writing on would leave less than {self.settings.reserve_bytes / (1 << 20):,.1f} MiB free "
+                "for the next save"
+            )
+
+    def _part(self, fd: int, at: int, part: Part, dirty: Dirty) -> None:
+        if isinstance(part, Literal):
+            extents.write_at(fd, part.data, at)
+            self.counters.add(nbytes=part.nbytes)
+            dirty.wrote(at + part.nbytes, part.nbytes)
+        elif isinstance(part, Range) and self.local is not None:
+            self._range(self.local, fd, at, part, dirty)
+        else:
+            self._made(fd, at, part, dirty)
+
+    def _range(self, local: Sources, fd: int, at: int, part: Range, dirty: Dirty) -> None:
+        """Clone the block-aligned interior and copy the ragged ends; or copy everything."""
+        source = local[part.source]
+        inside = interior(part.offset, part.nbytes, at) if self.clone else None
+        if inside is not None:
+            begin, end = inside
+            shift = at - part.offset
+            self._copy(local, source, part.offset, fd, at, begin - part.offset, dirty)
+            if extents.clone_range(source, begin, fd, begin + shift, end - begin):
+                self.counters.add(nbytes=end - begin, cloned=end - begin)
+                self._copy(local, source, end, fd, end + shift, part.offset + part.nbytes - end, dirty)
+                return
+            self.clone = False
+            self._copy(local, source, begin, fd, begin + shift, part.offset + part.nbytes - begin, dirty)
+            return
+        self._copy(local, source, part.offset, fd, at, part.nbytes, dirty)
+
+    def _copy(
+        self, local: Sources, source: int, offset: int, fd: int, at: int, length: int, dirty: Dirty
+    ) -> None:
+        """Copy in steps; where extents clone, a hole stays a hole (the output has its full size already)."""
+        done = 0
+        while done < length:
+            self._check_stop()
+            step = min(dirty.room(), length - done)
+            if self.clone:
+                hole, extent = local.extent_at(source, offset + done, length - done)
+                if hole:
+                    self.counters.add(nbytes=extent)
+                    done += extent
+                    continue
+                step = min(step, extent)
+            self._check_room(step)
+            extents.copy_range(source, offset + done, fd, at + done, step)
+            self.counters.add(nbytes=step, copied=step)
+            dirty.wrote(at + done + step, step)
+            if local.was_cold(source):
+                extents.drop_pages(source, offset + done, step)
+            done += step
+
+    def _made(self, fd: int, at: int, part: Part, dirty: Dirty) -> None:
+        """Read and write block by block what no file system can copy (rearranged, or from elsewhere)."""
+        begin = at
+        for data in blocks_of(part, self.sources):
+            self._check_stop()
+            self._check_room(len(data))
+            extents.write_at(fd, data, at)
+            at += len(data)
+            self.counters.add(nbytes=len(data), copied=len(data))
+            dirty.wrote(at, len(data))
+        if at != begin + part.nbytes:
+            raise SourceChanged("a source ended early while it was read")
+        if self.local is None:
+            return
+        for used in ranges_of(part):
+            source = self.local[used.source]
+            if self.local.was_cold(source):
+                extents.drop_pages(source, used.offset, used.nbytes)
+
+    def compare(self, check: OutputCheck) -> None:
+        """Refuse when copies of a parameter on several tensor ranks have drifted apart (formats.md §6.1)."""
+        self._check_stop()
+        refuse_drifted(check, self.sources)

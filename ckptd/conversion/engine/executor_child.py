@@ -1,0 +1,277 @@
+"""`python -m ckptd.conversion.engine.executor_child`: makes the files of a plan (docs/design.md §4).
+
+Request on stdin: see `Request`. Progress goes to stdout as JSON lines, a failure to stderr as one line.
+`STOP_SIGNAL` stops it between windows; SIGSTOP and SIGCONT pause it; kill -9 leaves a folder that the next
+attempt finishes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+from ckptd.base import extents, files
+from ckptd.base.files import opened_real
+from ckptd.conversion.dtypes import use_numpy_of
+from ckptd.conversion.engine.executor import Maker, Stopped, Worker
+from ckptd.conversion.engine.sandbox import STOP_SIGNAL, UNLIMITED, fail, restrict
+from ckptd.conversion.engine.verify import verify_outputs, verify_sources
+from ckptd.conversion.engine.writer import Counters, Folders, Settings, Ticker, own
+from ckptd.conversion.outputs import description_of, large_first
+from ckptd.conversion.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
+from ckptd.conversion.reader import Ranges, Sources, identity_of
+from ckptd.errors import CkptdError, SourceChanged, StorageError, from_os_error
+from ckptd.storage.stores.parallel import FailFastPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ckptd.conversion.plan import Output
+
+LARGE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`source`: folder read; `work`: our folder (plan.jsonl, tmp/, out/); `files`: names that may be read."""
+
+    source: str
+    work: str
+    files: list[str]
+    memory_budget_bytes: int
+    reserve_bytes: int
+    threads: int
+    stripe_threads: int
+    clone: bool
+    file_mode: int
+    folder_mode: int
+    gid: int
+    verify: bool
+    low_priority: bool
+    manifest: dict[str, Any]
+    numpy_folder: str
+    """Where to import numpy from when weights are rounded; empty: nothing is."""
+    network: bool = False
+    """Whether it may speak to anybody: for sources and outputs that lie in a remote."""
+
+
+def main() -> int:
+    """Serve one request; exit status 0 = every file is in place and durable."""
+    return serve(Request(**json.loads(sys.stdin.buffer.read())), Execution)
+
+
+def serve(request: Request, execution: Callable[[Request, int, int, threading.Event], Execution]) -> int:
+    """Carry out one request; a failure is one line on stderr."""
+    restrict(
+        memory_bytes=UNLIMITED,
+        cpu_seconds=UNLIMITED,
+        file_bytes=UNLIMITED,
+        network=request.network,
+        priority=request.low_priority,
+    )
+    if request.numpy_folder:
+        use_numpy_of(request.numpy_folder)
+    os.umask(0)  # modes are given explicitly, those of the checkpoint (P15)
+    stop = threading.Event()
+    signal.signal(STOP_SIGNAL, lambda *_: stop.set())
+    try:
+        with opened_real(request.work) as work_fd, opened_real(request.source) as source_fd:
+            execution(request, work_fd, source_fd, stop).run()
+    except Stopped:
+        return 128 + STOP_SIGNAL
+    except CkptdError as error:
+        return fail(error)
+    except OSError as error:
+        return fail(from_os_error(error, f"converting into {request.work}"))
+    except MemoryError:
+        hint = "raise the limit (ulimit -v), or lower --memory-budget"
+        return fail(StorageError("converting needs more memory than this process may have", hint=hint))
+    except Exception as error:  # noqa: BLE001 - the parent shows words, no traceback
+        kind = type(error).__name__
+        return fail(
+            StorageError(f"converting into {request.work} failed ({kind}: {ascii(str(error))[:200]})")
+        )
+    return 0
+
+
+class Execution:
+    """One run over one plan."""
+
+    def __init__(self, request: Request, work_fd: int, source_fd: int, stop: threading.Event) -> None:
+        self.request = request
+        self.work_fd = work_fd
+        self.source_fd = source_fd
+        self.stop = stop
+        self.counters = Counters()
+        self.phase = "copying"
+        self.out_fd = files.open_dir_beneath(work_fd, "out")
+        self.temporary_fd = files.open_dir_beneath(work_fd, "tmp")
+        self.sources: Ranges = Sources(source_fd, [], [])
+        self.settings = Settings.within(
+            request.memory_budget_bytes,
+            threads=request.threads,
+            stripe_threads=request.stripe_threads,
+            clone=request.clone,
+            reserve_bytes=request.reserve_bytes,
+            modes=(request.file_mode, request.folder_mode, request.gid),
+        )
+        self.folders = Folders(self.out_fd, self.settings)
+
+    def run(self) -> None:
+        """Verify sources if asked, make all files, prove the sources unchanged, flush folders."""
+        plan_fd = files.open_beneath(self.work_fd, "plan.jsonl")
+        with open(plan_fd, "rb") as stream:
+            plan = PlanReader(stream)
+            self.sources = self.open_sources(plan)
+            with Ticker(self.counters, lambda: self.phase):
+                try:
+                    self._make(stream, plan)
+                except CkptdError:
+                    self.recheck_sources(plan)  # what looks damaged or drifted may be a save under way
+                    raise
+
+    def _make(self, stream: IO[bytes], plan: PlanReader) -> None:
+        if self.request.verify:
+            self.phase = "verifying"
+            self.verify_sources(plan)
+            self.phase = "copying"
+        large_bytes = max(LARGE_BYTES, read_trailer(stream).bytes // (4 * self.settings.threads))
+        stream.seek(0)
+        plan = PlanReader(stream)
+        for link in self._copy_all(large_first(stream, plan, large_bytes)):
+            self.name_again(link)
+        if self.request.verify:
+            self.phase = "verifying"
+            stream.seek(0)
+            self.verify_outputs(PlanReader(stream))
+        self.recheck_sources(plan)
+        self._check_whole(plan)
+        self.phase = "publishing"
+        assert plan.trailer is not None
+        self.finish(description_of(plan.header, plan.trailer, self.request.manifest))
+
+    def verify_sources(self, plan: PlanReader) -> None:
+        """The sources' own checksums, before anything is made of them."""
+        if self.sources.local is not None:
+            verify_sources(plan.header, self.sources.local, self.check_stop)
+
+    def verify_outputs(self, plan: PlanReader) -> None:
+        """Read back what was made."""
+        verify_outputs(plan, self.sources, self.out_fd, self.check_stop)
+
+    def check_stop(self) -> None:
+        """Raise `Stopped` once the parent said so."""
+        if self.stop.is_set():
+            raise Stopped
+
+    def open_sources(self, plan: PlanReader) -> Ranges:
+        """Open only names that the parent listed, each if it is still the file that was planned."""
+        allowed = set(self.request.files)
+        for source in plan.header.sources:
+            if source.path not in allowed:
+                raise SourceChanged(f"the plan names {source.path}, which was not listed")
+        return Sources(self.source_fd, [s.path for s in plan.header.sources], plan.identities)
+
+    def recheck_sources(self, plan: PlanReader) -> None:
+        """Raise unless the source files are still those that were planned."""
+        for source, identity in zip(plan.header.sources, plan.identities, strict=True):
+            status = files.stat_beneath(self.source_fd, source.path)
+            if status is None or identity_of(status) != identity:
+                raise SourceChanged(
+                    f"{source.path} was written or removed while it was converted",
+                    hint="nothing was published; convert again when the save is complete",
+                )
+
+    def _check_whole(self, plan: PlanReader) -> None:
+        """Raise unless every file of the plan was made."""
+        assert plan.trailer is not None
+        if self.counters.files != plan.trailer.files:
+            raise StorageError(f"{self.counters.files} of {plan.trailer.files} files were made")
+
+    def _copy_all(self, plan: Iterator[Output]) -> list[OutputLink]:
+        """Have outputs made by threads, begun in their order; returns the links."""
+        links: list[OutputLink] = []
+        lock, lanes = threading.Lock(), FailFastPool()
+
+        def take() -> OutputFile | OutputCheck | None:
+            with lock:
+                for output in plan:
+                    if not isinstance(output, OutputLink):
+                        return output
+                    links.append(output)
+            return None
+
+        def serve(number: int) -> None:
+            worker = self.worker(number)
+            try:
+                while True:
+                    lanes.check()
+                    self.check_stop()
+                    output = take()
+                    if output is None:
+                        worker.settle()
+                        return
+                    if isinstance(output, OutputCheck):
+                        worker.compare(output)
+                    else:
+                        worker.make(output)
+            finally:
+                worker.abandon()
+
+        count = self.settings.threads
+        lanes.run(count, range(count), serve, name="copy")
+        return links
+
+    def worker(self, number: int) -> Maker:
+        """One thread's worker."""
+        return Worker(
+            number=number,
+            out_fd=self.out_fd,
+            temporary_fd=self.temporary_fd,
+            sources=self.sources,
+            folders=self.folders,
+            settings=self.settings,
+            counters=self.counters,
+            stop=self.stop,
+        )
+
+    def name_again(self, link: OutputLink) -> None:
+        """A second name for a file of ours (never for a trainer's)."""
+        if files.stat_beneath(self.out_fd, link.path) is None:
+            os.link(
+                link.target, link.path, src_dir_fd=self.out_fd, dst_dir_fd=self.out_fd, follow_symlinks=False
+            )
+        self.counters.add(files=1)
+
+    def finish(self, description: bytes) -> None:
+        """ckptd.json at the root, then every folder durable."""
+        self._manifest(description)
+        own(self.out_fd, self.request.gid, self.request.folder_mode)
+        for folder in self.folders.made():
+            fd = files.open_dir_beneath(self.out_fd, folder)
+            try:
+                files.fsync_dir(fd)
+            finally:
+                os.close(fd)
+        files.fsync_dir(self.out_fd)
+
+    def _manifest(self, data: bytes) -> None:
+        """Write ckptd.json; its temporary lies in tmp/, where no kill makes it part of the result."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open("ckptd.json", flags, 0o600, dir_fd=self.temporary_fd)
+        try:
+            extents.write_all(fd, data)
+            own(fd, self.request.gid, self.request.file_mode)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename("ckptd.json", "ckptd.json", src_dir_fd=self.temporary_fd, dst_dir_fd=self.out_fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

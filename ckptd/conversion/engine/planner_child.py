@@ -1,0 +1,149 @@
+"""`python -m ckptd.conversion.engine.planner_child`: reads a save's pickles and prints a plan (P14).
+
+Request on stdin: see `ckptd.conversion.engine.supervisor`; shards lie in `root`/`prefix`.
+The plan goes to stdout (nowhere when `dry`), what it comes to goes to stderr as one JSON line; a
+refusal goes there too: {"error", "message", "hint"}. It opens no file for writing, has no network and no
+environment.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import chain
+from typing import IO, TYPE_CHECKING, Any
+
+from ckptd.base import files
+from ckptd.base.files import opened_real
+from ckptd.conversion.engine.executor import Tally
+from ckptd.conversion.engine.sandbox import fail, peak_rss_bytes, restrict
+from ckptd.conversion.plan import Header, OutputFile, PlanWriter, SourceFile
+from ckptd.conversion.reader import identity_of
+from ckptd.conversion.universal import UniversalLayout, choose_layout, refuse_unread
+from ckptd.conversion.weights import COMPANION, LAYOUT, WeightsLayout, companion_files
+from ckptd.errors import CkptdError, RefusedError, from_os_error
+from ckptd.formats.torchfile.fingerprint import fingerprint
+from ckptd.formats.torchfile.skeleton import BLOCK_BYTES, MirrorFd
+from ckptd.formats.zero import round_robin
+from ckptd.formats.zero.save import Read, notes
+from ckptd.formats.zero.shards import Source
+from ckptd.formats.zero.survey import SAFE, Surveyor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckptd.conversion.plan import Output
+    from ckptd.formats.zero.save import Save
+
+MEMORY_BYTES = 4 << 30
+CPU_SECONDS_PER_FILE = 3
+PLAN_BYTES = 16 << 30
+
+
+def main() -> int:
+    """Serve one request; exit status 0 = the plan is complete."""
+    request = json.loads(sys.stdin.buffer.read())
+    seconds = 120 + CPU_SECONDS_PER_FILE * len(request["files"])
+    restrict(memory_bytes=MEMORY_BYTES, cpu_seconds=seconds, file_bytes=PLAN_BYTES)
+    try:
+        words = _plan(request, Nowhere() if request.get("dry") else sys.stdout.buffer)
+        sys.stderr.write(json.dumps({**words, "peak_rss_bytes": peak_rss_bytes()}) + "\n")
+    except CkptdError as error:
+        return fail(error)
+    except OSError as error:
+        return fail(from_os_error(error, f"planning the conversion of {request['root']}"))
+    except (MemoryError, RecursionError):
+        return fail(RefusedError("planning needs more memory than it may have"))
+    except Exception as error:  # noqa: BLE001 - whatever a hostile value leads to, it is a refusal
+        kind = type(error).__name__
+        return fail(RefusedError(f"the metadata of this save cannot be read ({kind})", hint=SAFE))
+    return 0
+
+
+class Nowhere(io.BytesIO):
+    """Swallows a plan that is only counted."""
+
+    def write(self, data: Any, /) -> int:
+        """Keep nothing."""
+        return len(memoryview(data))
+
+
+def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
+    """Write the plan; returns what it comes to."""
+    sources = [Source(0, path, role, d, mm) for path, role, d, mm in request["files"]]
+    of_mirror = MirrorFd if request["partial"] else int
+    prefix, is_weights = request["prefix"], request["form"] == "weights"
+    with opened_real(request["root"]) as dir_fd:
+
+        @contextmanager
+        def opening(path: str) -> Iterator[int]:
+            with files.reading(dir_fd, prefix + path) as fd:
+                yield of_mirror(fd)
+
+        save = Surveyor(opening, sources, request["folders"], contents=is_weights).survey()
+        paths = [prefix + read.path for read in save.reads] + request["companions"]
+        save.reads.extend(_companion(dir_fd, name) for name in request["companions"])
+    header = Header(
+        form="universal",
+        layout=choose_layout(request["compat"], save.ds_version),
+        block_bytes=BLOCK_BYTES if request["block"] else 0,
+        stage=save.stage,
+        dp=save.dp,
+        ds_version=save.ds_version,
+        step=save.global_steps if save.global_steps is not None else save.optimizer_step,
+        parameters=save.parameter_count,
+        sources=tuple(
+            SourceFile(path, r.size_bytes, r.fingerprint) for path, r in zip(paths, save.reads, strict=True)
+        ),
+    )
+    header, outputs = (_weights if is_weights else _universal)(request, save, header)
+    writer = PlanWriter(out, header, (r.identity for r in save.reads))
+    tally = Tally()
+    for output in outputs:
+        writer.add(output)
+        if isinstance(output, OutputFile):
+            tally.add(output)
+    words = {name: getattr(header, name) for name in ("layout", "stage", "dp", "step", "parameters", "notes")}
+    return words | asdict(tally) | asdict(writer.finish())
+
+
+def _universal(request: dict[str, Any], save: Save, header: Header) -> tuple[Header, Iterator[Output]]:
+    if request["compat"] == "auto":
+        refuse_unread(save)
+    if request["compat"] != "strict":
+        round_robin.restore_addresses(save)
+    layout = UniversalLayout(save, header.layout, block=request["block"], strict=request["strict"])
+    said = notes(save) + save.experts.notes()
+    if round_robin.is_shuffled(save):
+        said += (round_robin.NOTE if request["compat"] != "strict" else round_robin.STRICT_NOTE,)
+    return replace(header, notes=said), layout.outputs()
+
+
+def _weights(request: dict[str, Any], save: Save, header: Header) -> tuple[Header, Iterator[Output]]:
+    limit, strict = request["max_shard_bytes"], request["strict"]
+    layout = WeightsLayout(
+        save, request["dtype"], max_shard_bytes=limit, block=request["block"], strict=strict
+    )
+    header = replace(
+        header,
+        form=f"weights-{request['dtype']}",
+        layout=LAYOUT,
+        parameters=layout.tensor_count,
+        notes=layout.notes(),
+    )
+    return header, chain(layout.outputs(), companion_files(save.reads, layout.folders))
+
+
+def _companion(dir_fd: int, name: str) -> Read:
+    """Return a small file of the trainer's folder that weights take along."""
+    with files.reading(dir_fd, name) as fd:
+        status = os.fstat(fd)
+        return Read(name, COMPANION, status.st_size, identity_of(status), fingerprint(fd, None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,318 @@
+"""Write output files from copying threads: limits, counts, folders on demand, a window of dirty pages."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ckptd.base import extents, files
+from ckptd.conversion.engine.sandbox import peak_rss_bytes
+from ckptd.conversion.parts import Cast, Part, Range
+from ckptd.conversion.reader import pieces
+from ckptd.errors import SourceChanged
+
+MIB = 1 << 20
+PROGRESS_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to write: window and batch bound what is dirty per thread; the reserve stays free."""
+
+    window_bytes: int
+    batch_bytes: int
+    threads: int
+    stripe_threads: int
+    """Threads that write one large file together; 1: a file is one thread's."""
+    clone: bool
+    reserve_bytes: int
+    file_mode: int
+    folder_mode: int
+    gid: int
+
+    @staticmethod
+    def within(
+        budget_bytes: int,
+        *,
+        threads: int,
+        stripe_threads: int = 1,
+        clone: bool,
+        reserve_bytes: int,
+        modes: tuple[int, int, int],
+    ) -> Settings:
+        """Divide a memory budget: 48 MiB for two Python processes, the rest for dirty pages."""
+        share = max(8 * MIB, (budget_bytes - 48 * MIB) // (2 * threads * stripe_threads))
+        window = min(64 * MIB, share)
+        return Settings(
+            window_bytes=window,
+            batch_bytes=window,
+            threads=threads,
+            stripe_threads=stripe_threads,
+            clone=clone,
+            reserve_bytes=reserve_bytes,
+            file_mode=modes[0],
+            folder_mode=modes[1],
+            gid=modes[2],
+        )
+
+
+class Counters:
+    """Count the work done, for the threads and the progress line."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.files = self.bytes = self.cloned = self.copied = self.resumed = 0
+
+    def add(
+        self, *, files: int = 0, nbytes: int = 0, cloned: int = 0, copied: int = 0, resumed: int = 0
+    ) -> None:
+        """Add to the counts; bytes are of output files."""
+        with self._lock:
+            self.files += files
+            self.bytes += nbytes
+            self.cloned += cloned
+            self.copied += copied
+            self.resumed += resumed
+
+
+class Ticker:
+    """Print counters and phase as lines of JSON while its block runs, four a second and one at the end."""
+
+    def __init__(self, counters: Counters, phase: Callable[[], str]) -> None:
+        self._counters = counters
+        self._phase = phase
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Ticker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._print()
+
+    def _run(self) -> None:
+        while not self._done.wait(PROGRESS_SECONDS):
+            self._print()
+
+    def _print(self) -> None:
+        c = self._counters
+        line = {
+            "phase": self._phase(),
+            "files": c.files,
+            "bytes": c.bytes,
+            "cloned": c.cloned,
+            "copied": c.copied,
+            "resumed": c.resumed,
+            "at": time.monotonic(),
+            "rss": peak_rss_bytes(),
+        }
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+class Folders:
+    """Folders below the output folder, made on demand."""
+
+    def __init__(self, out_fd: int, settings: Settings) -> None:
+        self._out_fd = out_fd
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._made: set[str] = set()
+
+    def ensure(self, path: str) -> None:
+        """Make the parent folder of an output."""
+        parents = path.split("/")[:-1]
+        with self._lock:
+            for depth in range(1, len(parents) + 1):
+                parent = "/".join(parents[:depth])
+                if parent in self._made:
+                    continue
+                fd = files.open_dir_beneath(self._out_fd, parent, create_mode=self._settings.folder_mode)
+                try:
+                    own(fd, self._settings.gid, self._settings.folder_mode)
+                finally:
+                    os.close(fd)
+                self._made.add(parent)
+
+    def made(self) -> list[str]:
+        """Folders that hold outputs, for the last fsync."""
+        return sorted(self._made)
+
+
+def own(fd: int, gid: int, mode: int) -> None:
+    """Give a file or folder the checkpoint's group, never a wider mode (P15)."""
+    if os.fstat(fd).st_gid != gid:
+        try:
+            os.fchown(fd, -1, gid)
+        except OSError:
+            mode &= ~0o070
+    os.fchmod(fd, mode)
+
+
+class Dirty:
+    """The dirty pages of one file being written front to back: never more than a window of them (P12).
+
+    `begin`: where in the file writing begins. While one half of the window is on its way to disk, the other
+    is filled.
+    """
+
+    def __init__(self, fd: int, window_bytes: int, begin: int = 0) -> None:
+        self._fd = fd
+        self._half_bytes = max(1, window_bytes // 2)
+        self._begin = begin
+        self._bytes = 0
+        self._under_way: tuple[int, int] | None = None
+
+    def room(self) -> int:
+        """How much may be written before `wrote`."""
+        return self._half_bytes - self._bytes
+
+    def wrote(self, at: int, length: int) -> None:
+        """`length` bytes were written, the last of them before `at`."""
+        self._bytes += length
+        if self._bytes < self._half_bytes:
+            return
+        if self._under_way is not None:
+            begin, nbytes = self._under_way
+            extents.flush_range(self._fd, begin, nbytes)
+            extents.drop_pages(self._fd, begin, nbytes)
+        self._under_way = (self._begin, at - self._begin)
+        extents.start_flush(self._fd, *self._under_way)
+        self._begin, self._bytes = at, 0
+
+
+# --- Large outputs past the page cache: one copy in memory, half the CPU ----------------------
+# Source bytes are read into an aligned buffer at the place that they have in the output, and whole buffers
+# are written with O_DIRECT; the ragged end is written normally. `begin` tells if a file system has no
+# O_DIRECT. Only for sources in the page cache: what comes from disk is faster through the cache, whose
+# write-back goes on while the next block is read.
+
+BUFFER_BYTES = 4 << 20
+MIN_FILE_BYTES = 1 << 20
+_BLOCK_BYTES = 4096
+
+
+class DirectWriter:
+    """Fills files front to back; one buffer, used for file after file."""
+
+    def __init__(self, buffer_bytes: int) -> None:
+        size = max(_BLOCK_BYTES, buffer_bytes // _BLOCK_BYTES * _BLOCK_BYTES)
+        self._view = memoryview(mmap.mmap(-1, size))
+        self._size = size
+        self._fd = -1
+        self._at = self._filled = 0
+
+    def begin(self, fd: int, nbytes: int) -> bool:
+        """Start a new file of `nbytes`; False where it must be written through the page cache.
+
+        Raises:
+            OSError: no space.
+        """
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except OSError:
+            return False
+        extents.allocate(fd, nbytes)
+        self._fd, self._at, self._filled = fd, 0, 0
+        return True
+
+    def room(self) -> int:
+        """Bytes until the buffer is written."""
+        return self._size - self._filled
+
+    def take(self, source: int, offset: int, nbytes: int) -> None:
+        """Append at most `room()` bytes of a source.
+
+        Raises:
+            SourceChanged: it ends early.
+        """
+        end = self._filled + nbytes
+        while self._filled < end:
+            count = os.preadv(source, [self._view[self._filled : end]], offset)
+            if count == 0:
+                raise SourceChanged(f"a source ended {end - self._filled} bytes early")
+            self._filled += count
+            offset += count
+        if self._filled == self._size:
+            self._write(self._size)
+
+    def put(self, data: bytes) -> None:
+        """Append bytes."""
+        view = memoryview(data)
+        while view:
+            count = min(len(view), self.room())
+            self._view[self._filled : self._filled + count] = view[:count]
+            self._filled += count
+            view = view[count:]
+            if self._filled == self._size:
+                self._write(self._size)
+
+    def finish(self) -> None:
+        """Write what is left: whole blocks past the page cache, the ragged end through it."""
+        end, whole = self._filled, self._filled // _BLOCK_BYTES * _BLOCK_BYTES
+        tail = bytes(self._view[whole:end])
+        self._write(whole)
+        self._through_cache()
+        if tail:
+            extents.write_at(self._fd, tail, self._at)
+
+    def _write(self, nbytes: int) -> None:
+        done = 0
+        while done < nbytes:
+            try:
+                done += os.pwrite(self._fd, self._view[done:nbytes], self._at + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._through_cache():
+                    raise
+        self._at += nbytes
+        self._filled = 0
+
+    def _through_cache(self) -> bool:
+        """Write normally from now on; False when that was so already."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        return bool(flags & os.O_DIRECT)
+
+
+# --- Large outputs by several threads: parts in stripes, each flushed by its thread ----------------------
+# Universal checkpoints are thousands of files, so there a thread per file is enough; weights are a few
+# files of gigabytes, of tensors between bytes and gigabytes. Stripes also bound the dirty pages.
+
+STRIPE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """Parts one after another from byte `at` of the output, about `STRIPE_BYTES` of them."""
+
+    at: int
+    nbytes: int
+    parts: tuple[Part, ...]
+
+
+def stripes(parts: Iterable[Part], *, divide_ranges: bool) -> Iterator[Stripe]:
+    """Parts as stripes; ranges that will be cloned are left whole, for that costs nothing."""
+    begin = at = 0
+    held: list[Part] = []
+    for part in parts:
+        is_cut = divide_ranges if isinstance(part, Range) else isinstance(part, Cast)
+        for piece in pieces(part, STRIPE_BYTES) if is_cut else (part,):
+            held.append(piece)
+            at += piece.nbytes
+            if at - begin >= STRIPE_BYTES:
+                yield Stripe(begin, at - begin, tuple(held))
+                begin, held = at, []
+    if held:
+        yield Stripe(begin, at - begin, tuple(held))
