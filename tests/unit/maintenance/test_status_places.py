@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.cli.status import places as status_places
-from ckptd.cli.status.command import published
-from ckptd.cli.status.places import state_places
 from ckptd.config.loader import load_all, resolve_job
 from ckptd.errors import ConfigError, NotFoundError, NotPermitted
+from ckptd.maintenance.status import places as status_places
+from ckptd.maintenance.status.places import state_places
+from ckptd.maintenance.status.published import published
 
 DOCUMENT = json.dumps({"generated_at": "2026-01-01T00:00:00.000Z", "daemon": {}, "jobs": []})
 
