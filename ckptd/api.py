@@ -290,10 +290,14 @@ def resuming(
 
 def _job(job: str, url: str | None, config_dir: Path | None, say: Say) -> JobConfig:
     from ckptd.config.loader import job_from_arguments
-    from ckptd.errors import CkptdError
+    from ckptd.errors import CkptdError, UsageError
     from ckptd.recover.select.job import job_named
+    from ckptd.storage.local.job_names import is_remote
 
     if url is None:
+        if is_remote(job):
+            hint = f"ckptd resume SAVE_DIR {job}; into another directory: ckptd restore {job}"
+            raise UsageError(f"resume works in a save_dir of this node, and {job} is a remote", hint=hint)
         return job_named(job, os.environ, config_dir=config_dir)
     options: dict[str, str] = {}
     try:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, cell, print_line, print_note, printable_everywhere
+from ckptd.cli.output import ENV_JOB, JOB_HELP, cell, print_line, print_note, printable_everywhere
 from ckptd.cli.status.of_url import show_url
 from ckptd.cli.status.tables import checkpoints_table, remote_table
 from ckptd.errors import CkptdError, NotFoundError, UsageError
 from ckptd.maintenance.status import words
-from ckptd.maintenance.status.places import is_remote
 from ckptd.maintenance.status.published import find_status, is_meant
 from ckptd.maintenance.status.verdict import exit_code, life_of, verdict
+from ckptd.storage.local.job_names import is_remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,7 +54,8 @@ def register(app: typer.Typer) -> None:
         job: str | None = typer.Argument(
             None,
             envvar=ENV_JOB,
-            help="SAVE_DIR, job file or job name; default: every job. URL: all its nodes.",
+            metavar="JOB",
+            help=f"{JOB_HELP} Default: every daemon of yours; of a URL all its nodes.",
         ),
         tag: str | None = typer.Argument(None, help="One checkpoint's whole story."),
         as_json: bool = typer.Option(
@@ -147,14 +148,14 @@ def show(
     if watch:
         if as_json or tag is not None:
             raise UsageError("--watch shows jobs; it takes neither --json nor a TAG")
-        return _watch(lambda: _chosen(look(), job), retention, interval)
+        return _watch(lambda: _chosen(look(), job, places[1]), retention, interval)
     document = look()
     life = life_of(document, time.time())
     if as_json:
-        jobs = [one for one in document["jobs"] if job is None or is_meant(one, job)]
+        jobs = [one for one in document["jobs"] if job is None or is_meant(one, job, places[1])]
         _print_json(document | {"jobs": jobs}, tag, is_alive=life.is_well)
     else:
-        jobs = _chosen(document, job)["jobs"]
+        jobs = _chosen(document, job, places[1])["jobs"]
         _print(document | {"jobs": jobs}, tag, retention)
     return exit_code(jobs, is_alive=life.is_well)
 
@@ -171,13 +172,13 @@ def _must_be_of_a_node(url: str, **options: bool) -> None:
             raise UsageError(msg, hint=f"ckptd status {shlex.quote(url)}, or name the job")
 
 
-def _chosen(document: dict[str, Any], job: str | None) -> dict[str, Any]:
+def _chosen(document: dict[str, Any], job: str | None, config_dir: Path | None) -> dict[str, Any]:
     """Return the document with the jobs that are meant.
 
     Raises:
         NotFoundError: its daemon runs others.
     """
-    jobs = [one for one in document["jobs"] if job is None or is_meant(one, job)]
+    jobs = [one for one in document["jobs"] if job is None or is_meant(one, job, config_dir)]
     if job is not None and not jobs:
         msg = f"the daemon does not run {job} any more"
         raise NotFoundError(msg, hint="its job file was removed or cannot run; the daemon's log says which")

@@ -160,14 +160,14 @@ def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return newest | {"jobs": list(jobs.values())}
 
 
-def is_meant(status: dict[str, Any], job: str) -> bool:
+def is_meant(status: dict[str, Any], job: str, config_dir: Path | None = None) -> bool:
     """Tell whether a job that is published is JOB: a name, a save_dir, or a job file, by what stands in
     it.
     """
     # a name needs no working directory, which may have gone
     if status["name"] == job:
         return True
-    written = written_in(job)
+    written = written_in(job, config_dir)
     if written is None or status["state"] == "invalid":
         # what does not run is published by its file's name
         is_named = status["name"] == Path(job).stem

@@ -36,6 +36,7 @@ class RunningJob:
     name: str
     save_dir: Path
     urls: tuple[str, ...]
+    """Of its remotes, without `file://` and a slash at the end."""
     place: Path
     """The directory in which its status lies; its state directory, unless it waits for a checkpoint."""
     pid: int
@@ -71,14 +72,14 @@ def must_be_of_this_node(job: str | None, verb: str) -> None:
     """
     if job is None or not is_remote(job):
         return
-    url = job if "://" in job else os.path.abspath(job)
-    here = next((one for one in running_jobs() if url.rstrip("/") in one.urls), None)
+    url = _as_compared(job if "://" in job else os.path.abspath(job))
+    here = next((one for one in running_jobs() if url in one.urls), None)
     words = ["ckptd", *verb.split()]
     if here is not None:
         hint = f"{shlex.join([*words, str(here.save_dir)])}: job {here.name} uploads there"
     else:
         hint = f"{shlex.join(words)} JOB: its file, its name or its SAVE_DIR"
-    raise UsageError(f"{verb.split()[0]} is about a job of this node, and {job} is a remote", hint=hint)
+    raise UsageError(f"{verb.split()[0]} works on a job of this node, and {job} is a remote", hint=hint)
 
 
 def running_daemons() -> list[RunningDaemon]:
@@ -98,7 +99,7 @@ def running_jobs() -> Iterator[RunningJob]:
         for place in daemon.places:
             for job in _read(place).get("jobs", []):
                 if job["state"] != "invalid":
-                    urls = tuple(str(one["url"]).rstrip("/") for one in job.get("remotes", []))
+                    urls = tuple(_as_compared(str(one["url"])) for one in job.get("remotes", []))
                     yield RunningJob(
                         name=job["name"],
                         save_dir=Path(job["save_dir"]),
@@ -127,11 +128,16 @@ def with_running(error: NotFoundError) -> NotFoundError:
     return NotFoundError(f"{error.message}; running: {', '.join(names) or 'none'}", hint=error.hint)
 
 
-def running_state_dir(save_dir: Path) -> Path | None:
-    """Return where a daemon of this user that runs keeps the state of `save_dir`; None: none does."""
+def running_in(save_dir: Path) -> RunningJob | None:
+    """Return the job that a daemon of this user watches in `save_dir`; None: none does."""
     real = os.path.realpath(save_dir)
-    places = (one.place for one in running_jobs() if os.path.realpath(one.save_dir) == real)
-    return next((place for place in places if (place / _JOURNAL).exists()), None)
+    return next((one for one in running_jobs() if os.path.realpath(one.save_dir) == real), None)
+
+
+def running_state_dir(save_dir: Path) -> Path | None:
+    """Return where a daemon of this user that runs keeps the state of `save_dir`; None: none has any."""
+    found = running_in(save_dir)
+    return found.place if found is not None and (found.place / _JOURNAL).exists() else None
 
 
 def is_daemon(pid: int, number: signal.Signals) -> bool:
@@ -146,6 +152,10 @@ def is_daemon(pid: int, number: signal.Signals) -> bool:
         return False
     caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
     return bool(caught >> (number - 1) & 1)
+
+
+def _as_compared(url: str) -> str:
+    return url.removeprefix("file://").rstrip("/")
 
 
 def _is_own(path: Path) -> bool:
