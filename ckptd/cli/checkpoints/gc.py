@@ -35,9 +35,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog="ckptd gc llama-7b --dry-run\nckptd gc llama-7b")
     def gc(
-        job: str = typer.Argument(
-            ..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP
-        ),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
         dry_run: bool = typer.Option(False, "--dry-run", help="Only list it, with bytes."),
         incomplete: str = typer.Option(
             None,

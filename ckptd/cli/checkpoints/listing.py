@@ -26,9 +26,7 @@ def register(app: typer.Typer) -> None:
         epilog="ckptd list llama-7b\nckptd list s3://my-bucket/llama-7b --json",
     )
     def list_command(
-        job: str = typer.Argument(
-            ..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP
-        ),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         run: str | None = typer.Option(
             None, metavar="RUN", help="Only this run, named by the beginning of its id."

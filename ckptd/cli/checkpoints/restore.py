@@ -30,9 +30,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog=_EXAMPLES)
     def restore(
-        job: str = typer.Argument(
-            ..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP
-        ),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
         tag: str = typer.Argument(None, metavar="TAG", help="Which one; default: the newest committed."),
         to: str = typer.Option(
             ..., metavar="DIR", help="Where to; made where absent. Not a save_dir in use."

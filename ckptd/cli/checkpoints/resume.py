@@ -26,9 +26,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog=_EXAMPLES)
     def resume(
-        job: str = typer.Argument(
-            ..., metavar="JOB", envvar=ENV_JOB, help=f"{JOB_HELP} A URL goes second."
-        ),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB, help=f"{JOB_HELP} A URL goes second."),
         url: str = typer.Argument(None, metavar="URL", help="The remote, when no job file names it."),
         world_size: int = typer.Option(
             None, min=1, metavar="N", help="Ranks of the coming run; another grid: universal."

@@ -37,9 +37,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog=_EXAMPLES)
     def verify(
-        job: str = typer.Argument(
-            ..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP
-        ),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
         tag: str = typer.Argument(None, metavar="TAG", help="Only this one; default: every COMMIT."),
         read_data: bool = typer.Option(False, "--read-data", help="Read every byte and compare CRC64."),
         part: str | None = typer.Option(

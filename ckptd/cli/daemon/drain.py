@@ -124,7 +124,9 @@ class Draining:
             document = find_status(self._job, self._state_dir, self._config_dir)
         except NotFoundError:
             return False
-        jobs = [one for one in document["jobs"] if self._job is None or is_meant(one, self._job, self._config_dir)]
+        jobs = [
+            one for one in document["jobs"] if self._job is None or is_meant(one, self._job, self._config_dir)
+        ]
         is_waiting = bool(jobs) and all(one["state"] == "waiting" for one in jobs)
         return is_waiting and life_of(document, time.time()).is_well
 

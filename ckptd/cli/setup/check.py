@@ -139,9 +139,7 @@ def _must_be_no_remote(job: str) -> None:
         raise UsageError(msg, hint=f"ckptd check SAVE_DIR {job}")
 
 
-def _named(
-    job: str, config_dir: Path, environ: Mapping[str, str], *, alone: bool = True
-) -> JobConfig | None:
+def _named(job: str, config_dir: Path, environ: Mapping[str, str], *, alone: bool = True) -> JobConfig | None:
     """Return the job that is named, where it is no file; `alone`: no URL follows, so it has to be known."""
     from pathlib import Path
 

@@ -49,7 +49,7 @@ _OF_A_REMOTE = (RemoteError, NotPermitted, StorageError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Hold what JOB|URL names: remotes, their required owner (None: anybody), and the job if any."""
+    """Hold what JOB names: remotes, their required owner (None: anybody), and the job if any."""
 
     remotes: tuple[RemoteConfig, ...]
     owner: Owner | None
