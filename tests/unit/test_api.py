@@ -39,7 +39,9 @@ same_filesystem = true
 """
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "convert", "inspect", "restore", "resume", "status", "verify"])
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "convert", "inspect", "restore", "resume", "status", "verify"]
+)
 def test_each_example_is_true(scene: RestoreScene, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     scene.commit(scene.save(5), 5)
     monkeypatch.chdir(scene.root)

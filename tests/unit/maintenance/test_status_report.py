@@ -15,6 +15,7 @@ from ckptd.errors import NotFoundError, RemoteUnreachable
 from ckptd.maintenance.status import words
 from ckptd.maintenance.status.report import reports_of
 from ckptd.maintenance.status.verdict import exit_code, life_of
+from ckptd.observe import status as st
 from tests.support import status_gallery as gallery
 from tests.support.restore_scene import RestoreScene, scene
 
@@ -64,7 +65,7 @@ def test_what_to_type_for_a_checkpoint_is_in_its_text() -> None:
 def test_text_from_outside_moves_no_cursor() -> None:
     evil = "evil\x1b[2J\n"
     (report,) = reports_of(
-        gallery.plain(gallery.st.Status(
+        gallery.plain(st.Status(
             generated_at=gallery.before(3),
             daemon=gallery.daemon(),
             jobs=(gallery.behind(name=evil, problems=(gallery.problem("x", "note", evil, evil),)),),
@@ -82,9 +83,7 @@ def test_of_this_node_by_every_name(tmp_path: Path, capsys: pytest.CaptureFixtur
         (tmp_path / name).mkdir()
         (etc / "jobs.d").mkdir(parents=True, exist_ok=True)
         job = gallery.job(name, save_dir=str(tmp_path / name))
-        document = gallery.st.Status(
-            generated_at=gallery.st.rfc3339(time.time()), daemon=gallery.daemon(), jobs=(job,)
-        )
+        document = st.Status(generated_at=st.rfc3339(time.time()), daemon=gallery.daemon(), jobs=(job,))
         (state / name / "status.json").write_text(json.dumps(gallery.plain(document)))
         (etc / "jobs.d" / f"{name}.toml").write_text(f'save_dir = "{tmp_path / name}"\n')
     (etc / "ckptd.toml").write_text(f'state_dir = "{state}"\n')
