@@ -18,9 +18,14 @@ import typer
 from ckptd.cli.output import ENV_JOB, JOB_HELP, cell, print_line, print_note, printable_everywhere
 from ckptd.cli.status.of_url import show_url
 from ckptd.cli.status.tables import checkpoints_table, remote_table
-from ckptd.errors import CkptdError, NotFoundError, UsageError
+from ckptd.errors import CkptdError, UsageError
 from ckptd.maintenance.status import words
+<<<<<<< HEAD
 from ckptd.maintenance.status.published import find_status, is_meant
+=======
+from ckptd.maintenance.status.places import is_remote
+from ckptd.maintenance.status.published import find_status, is_meant, jobs_meant
+>>>>>>> main
 from ckptd.maintenance.status.verdict import exit_code, life_of, verdict
 from ckptd.storage.local.job_names import is_remote
 
@@ -148,14 +153,22 @@ def show(
     if watch:
         if as_json or tag is not None:
             raise UsageError("--watch shows jobs; it takes neither --json nor a TAG")
+<<<<<<< HEAD
         return _watch(lambda: _chosen(look(), job, places[1]), retention, interval)
+=======
+        return _watch(lambda: jobs_meant(look(), job), retention, interval)
+>>>>>>> main
     document = look()
     life = life_of(document, time.time())
     if as_json:
         jobs = [one for one in document["jobs"] if job is None or is_meant(one, job, places[1])]
         _print_json(document | {"jobs": jobs}, tag, is_alive=life.is_well)
     else:
+<<<<<<< HEAD
         jobs = _chosen(document, job, places[1])["jobs"]
+=======
+        jobs = jobs_meant(document, job)["jobs"]
+>>>>>>> main
         _print(document | {"jobs": jobs}, tag, retention)
     return exit_code(jobs, is_alive=life.is_well)
 
@@ -172,6 +185,7 @@ def _must_be_of_a_node(url: str, **options: bool) -> None:
             raise UsageError(msg, hint=f"ckptd status {shlex.quote(url)}, or name the job")
 
 
+<<<<<<< HEAD
 def _chosen(document: dict[str, Any], job: str | None, config_dir: Path | None) -> dict[str, Any]:
     """Return the document with the jobs that are meant.
 
@@ -185,6 +199,8 @@ def _chosen(document: dict[str, Any], job: str | None, config_dir: Path | None) 
     return document | {"jobs": jobs}
 
 
+=======
+>>>>>>> main
 def _liveness(look: Callable[[], dict[str, Any]]) -> int:
     """Answer a probe: one line, 0 while the daemon's turns go on, whatever becomes of its jobs."""
     try:
