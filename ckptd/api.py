@@ -188,15 +188,15 @@ def status(
     """
     import time
 
-    from ckptd.maintenance.status.places import is_remote
     from ckptd.maintenance.status.published import find_status, jobs_meant
     from ckptd.maintenance.status.report import report_of_remote, reports_of
+    from ckptd.storage.local.job_names import is_remote
 
     named = None if job is None else os.fspath(job)
     if named is not None and is_remote(named):
         return report_of_remote(named, _path(config_dir))
     document = find_status(named, _path(state_dir), _path(config_dir), say=say)
-    found = reports_of(jobs_meant(document, named), time.time())
+    found = reports_of(jobs_meant(document, named, _path(config_dir)), time.time())
     # a name may be that of a job, and of the file of another one that cannot run: the worst, as the command
     return found if named is None else min(found, key=lambda one: (1, 3, 0).index(one.exit_code))
 

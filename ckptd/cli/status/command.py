@@ -20,12 +20,7 @@ from ckptd.cli.status.of_url import show_url
 from ckptd.cli.status.tables import checkpoints_table, remote_table
 from ckptd.errors import CkptdError, UsageError
 from ckptd.maintenance.status import words
-<<<<<<< HEAD
-from ckptd.maintenance.status.published import find_status, is_meant
-=======
-from ckptd.maintenance.status.places import is_remote
 from ckptd.maintenance.status.published import find_status, is_meant, jobs_meant
->>>>>>> main
 from ckptd.maintenance.status.verdict import exit_code, life_of, verdict
 from ckptd.storage.local.job_names import is_remote
 
@@ -153,22 +148,14 @@ def show(
     if watch:
         if as_json or tag is not None:
             raise UsageError("--watch shows jobs; it takes neither --json nor a TAG")
-<<<<<<< HEAD
-        return _watch(lambda: _chosen(look(), job, places[1]), retention, interval)
-=======
-        return _watch(lambda: jobs_meant(look(), job), retention, interval)
->>>>>>> main
+        return _watch(lambda: jobs_meant(look(), job, places[1]), retention, interval)
     document = look()
     life = life_of(document, time.time())
     if as_json:
         jobs = [one for one in document["jobs"] if job is None or is_meant(one, job, places[1])]
         _print_json(document | {"jobs": jobs}, tag, is_alive=life.is_well)
     else:
-<<<<<<< HEAD
-        jobs = _chosen(document, job, places[1])["jobs"]
-=======
-        jobs = jobs_meant(document, job)["jobs"]
->>>>>>> main
+        jobs = jobs_meant(document, job, places[1])["jobs"]
         _print(document | {"jobs": jobs}, tag, retention)
     return exit_code(jobs, is_alive=life.is_well)
 
@@ -185,22 +172,6 @@ def _must_be_of_a_node(url: str, **options: bool) -> None:
             raise UsageError(msg, hint=f"ckptd status {shlex.quote(url)}, or name the job")
 
 
-<<<<<<< HEAD
-def _chosen(document: dict[str, Any], job: str | None, config_dir: Path | None) -> dict[str, Any]:
-    """Return the document with the jobs that are meant.
-
-    Raises:
-        NotFoundError: its daemon runs others.
-    """
-    jobs = [one for one in document["jobs"] if job is None or is_meant(one, job, config_dir)]
-    if job is not None and not jobs:
-        msg = f"the daemon does not run {job} any more"
-        raise NotFoundError(msg, hint="its job file was removed or cannot run; the daemon's log says which")
-    return document | {"jobs": jobs}
-
-
-=======
->>>>>>> main
 def _liveness(look: Callable[[], dict[str, Any]]) -> int:
     """Answer a probe: one line, 0 while the daemon's turns go on, whatever becomes of its jobs."""
     try:

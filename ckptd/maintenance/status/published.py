@@ -177,13 +177,13 @@ def is_meant(status: dict[str, Any], job: str, config_dir: Path | None = None) -
     return is_named or bool(status["save_dir"] == os.path.normpath(os.path.abspath(job)))
 
 
-def jobs_meant(document: dict[str, Any], job: str | None) -> dict[str, Any]:
+def jobs_meant(document: dict[str, Any], job: str | None, config_dir: Path | None = None) -> dict[str, Any]:
     """Return the document with the jobs that are meant.
 
     Raises:
         NotFoundError: its daemon runs others.
     """
-    jobs = [one for one in document["jobs"] if job is None or is_meant(one, job)]
+    jobs = [one for one in document["jobs"] if job is None or is_meant(one, job, config_dir)]
     if job is not None and not jobs:
         msg = f"the daemon does not run {job} any more"
         raise NotFoundError(msg, hint="its job file was removed or cannot run; the daemon's log says which")
