@@ -179,8 +179,8 @@ class Removing:
             BehindError: it gave none in time (3).
         """
         from ckptd.cli.daemon.request import POLL_SECONDS
-        from ckptd.cli.status.words import is_there
         from ckptd.errors import BehindError
+        from ckptd.maintenance.status.verdict import is_there
         from ckptd.observe.status import RemovalRowStatus
 
         while not waiting.is_over:
@@ -216,7 +216,7 @@ class Removing:
                     return waiting.takes(answer.rows) or waiting.is_over
             return waiting.is_over
 
-        logs.configure_plainly("WARNING")
+        logs.configure_plainly("ERROR")
         daemon = loader.load_daemon(self._directory / "ckptd.toml", os.environ)
         loaded = loader.LoadedConfig(daemon=daemon, jobs=(self._config,))
         Daemon(loaded, os.environ, removes_until=is_done).run()

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ckptd.core.policy.view import JobView, RemoteView, Removal, SaveView
 
 _STATUS = "`ckptd status JOB` says why"
+_POINTED = "latest_universal names it"
+_NEWER_UNIVERSAL = "it may be deleted once the universal form of a newer one is made"
 _LATER = "it may be deleted once a newer one is committed"
 
 
@@ -103,6 +105,8 @@ def _judge_here(view: JobView, local: LocalVerdicts, removal: Removal, tag: str)
         return obstacle
     if reasons := [text for text in local.forbidden[save.id] if text != BEING_READ]:
         return _row(row, "keep", "; ".join(reasons), _way_out(view, save))
+    if made is not None and _is_pointed_at(view, tag):
+        return _row(row, "keep", _POINTED, _NEWER_UNIVERSAL)
     if removal.agreed is not None and not set(digests) <= removal.agreed:
         return _row(row, "keep", "it was saved or committed again meanwhile", "type it again")
     if view.is_save_in_flight:
@@ -129,7 +133,7 @@ def _judge_made(view: JobView, tag: str, made: SaveView) -> RemovalRow | None:
     if made.is_pinned:
         return _row(row, "keep", "pinned", _unpin(tag))
     if _is_pointed_at(view, tag):
-        return _row(row, "keep", "latest_universal names it", "it goes once a newer one is made")
+        return _row(row, "keep", _POINTED, _NEWER_UNIVERSAL)
     if not any(c.tag == tag and c.order == made.order for remote in view.remotes for c in remote.commits):
         return _row(row, "keep", "no remote holds it: this is its last copy", "`ckptd status JOB` lists it")
     return _row(row, "wait", BEING_READ) if made.is_busy else row

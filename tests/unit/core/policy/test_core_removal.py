@@ -197,6 +197,11 @@ def test_a_universal_form_whose_folder_is_gone_goes_while_a_remote_holds_the_che
     assert deletions(view_of(FIRST, saves=saves))[:1] == ["drop 1: ckptd rm by me"]
     pointed = view_of(FIRST, saves=saves, latest_universal=f"_ckptd/derived/universal/{FIRST}")
     assert said(pointed)[f"here {FIRST}"] == ("keep", "latest_universal names it")
+    whole = [save_view(1, sealed(10), universal=made), *saves[1:]]
+    assert said(replace(pointed, saves=tuple(whole)))[f"here {FIRST}"] == (
+        "keep",
+        "latest_universal names it",
+    )
     lone = replace(job_view(saves).remotes[0], commits=())
     assert said(view_of(FIRST, saves=saves, remotes=(lone,)))[f"here {FIRST}"][0] == "keep"
 
