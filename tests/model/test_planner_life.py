@@ -319,7 +319,7 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
         real = deletion.delete_one
         monkeypatch.setattr(
             deletion,
-            "_one",
+            "delete_one",
             lambda view, save, why: (
                 real(replace(view, unuploaded="delete"), save, why)
                 if view.unuploaded == "thin"

@@ -125,11 +125,11 @@ def _was_swapped(house: House) -> None:
 
 
 def _has_a_commit(house: House) -> None:
-    house.link.observation = SimpleNamespace(commits=(view_of(),))
+    house.link.observation = SimpleNamespace(commits=(view_of(),), retiring=())
 
 
 def _has_a_disputed_one(house: House) -> None:
-    house.link.observation = SimpleNamespace(commits=(view_of(disputed=True),))
+    house.link.observation = SimpleNamespace(commits=(view_of(disputed=True),), retiring=())
 
 
 CALM = {
