@@ -33,7 +33,7 @@ ROOMS = (
     ("storage.stores", "storage.remote", "storage.child", "conversion.engine"),
     ("recover.select", "conversion.remote", "conversion.cluster"),
     ("daemon.resources", "daemon.state", "daemon.uploads", "recover", "filesystem"),
-    ("maintenance", "daemon.intake"),
+    ("maintenance", "maintenance.status", "daemon.intake"),
     ("daemon.actions",),
     ("daemon.health",),
     ("daemon", "api"),

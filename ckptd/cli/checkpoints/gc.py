@@ -178,9 +178,9 @@ def _incomplete(
     asked: tuple[Path | None, str, Path | None],
 ) -> None:
     """`asked`: state directory as it is here, and what names the job: a service's lies elsewhere."""
-    from ckptd.cli.status.places import state_places
     from ckptd.errors import CkptdError
     from ckptd.maintenance.gc import sealed_here
+    from ckptd.maintenance.status.places import state_places
 
     state_dir, job, directory = asked
     places = {state_dir: None}

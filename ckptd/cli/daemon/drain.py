@@ -111,9 +111,9 @@ class Draining:
         """Tell whether a live daemon still waits for the job's first checkpoint."""
         import time
 
-        from ckptd.cli.status.command import find_status, is_meant
-        from ckptd.cli.status.words import life_of
         from ckptd.errors import NotFoundError
+        from ckptd.maintenance.status.published import find_status, is_meant
+        from ckptd.maintenance.status.verdict import life_of
 
         try:
             document = find_status(self._job, self._state_dir, self._config_dir)
@@ -134,7 +134,7 @@ class Draining:
         import time
 
         from ckptd.cli.daemon.request import POLL_SECONDS
-        from ckptd.cli.status.words import is_there
+        from ckptd.maintenance.status.verdict import is_there
 
         waiting = list(live)
         while waiting and time.monotonic() < self._end + GRACE_SECONDS:
@@ -259,7 +259,7 @@ def reasons(job: dict[str, Any]) -> list[str]:
     """
     import time
 
-    from ckptd.cli.status.words import problem_lines
+    from ckptd.maintenance.status.words import problem_lines
 
     lines = problem_lines(job, time.time()) if job.get("problems") else []
     return [line.strip() for severity, line in lines if severity != "note"]

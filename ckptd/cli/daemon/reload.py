@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, print_line
+from ckptd.cli.output import ENV_JOB, print_line, print_note
 from ckptd.errors import BehindError, ConfigError, NotFoundError, NotPermitted
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ def register(app: typer.Typer) -> None:
         state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
         config_dir: str | None = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
-        from ckptd.cli.status.command import find_status
+        from ckptd.maintenance.status.published import find_status
 
         def look() -> dict[str, Any]:
             places = (Path(place) if place else None for place in (state_dir, config_dir))
-            return find_status(job, *places)
+            return find_status(job, *places, say=print_note)
 
         before = look()["daemon"]
         _signal(daemon_pid(before["pid"], signal.SIGHUP))

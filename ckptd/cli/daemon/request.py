@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptd.cli.daemon.reload import daemon_pid
-from ckptd.cli.status.command import is_meant, published
-from ckptd.cli.status.places import state_places
+from ckptd.cli.output import print_note
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, from_os_error
+from ckptd.maintenance.status.places import state_places
+from ckptd.maintenance.status.published import is_meant, published
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +50,7 @@ def requested_jobs(job: str | None, state_dir: Path | None, config_dir: Path | N
         NotFoundError: none has.
     """
     found = []
-    for place, document in published(job, state_dir, config_dir):
+    for place, document in published(job, state_dir, config_dir, say=print_note):
         for one in document["jobs"]:
             is_wanted = (job is None or is_meant(one, job)) and one["state"] != "invalid"
             home = _begun(place, None if state_dir else job, config_dir) if is_wanted else None

@@ -87,10 +87,10 @@ def _must_be_a_job(job: str, config_dir: Path | None) -> None:
     """
     import os
 
-    from ckptd.cli.status.command import published
     from ckptd.config.commands import default_config_dir
     from ckptd.config.loader import resolve_job
     from ckptd.errors import NotFoundError
+    from ckptd.maintenance.status.published import published
 
     try:
         published(job, None, config_dir)
@@ -102,9 +102,9 @@ def _look(job: str, places: list[Any]) -> tuple[dict[str, Any], bool]:
     """Return the job as published (empty: not yet), and whether a daemon watches it."""
     import time
 
-    from ckptd.cli.status.command import find_status, is_meant
-    from ckptd.cli.status.words import life_of
     from ckptd.errors import NotFoundError
+    from ckptd.maintenance.status.published import find_status, is_meant
+    from ckptd.maintenance.status.verdict import life_of
 
     try:
         document = find_status(job, *places)

@@ -59,8 +59,8 @@ def _state_dir(job: str, directory: Path) -> Path | None:
     import os
 
     from ckptd.cli.checkpoints.verify import job_state_dir
-    from ckptd.cli.status.command import published
     from ckptd.errors import NotFoundError
+    from ckptd.maintenance.status.published import published
     from ckptd.recover.select.job import job_named
 
     found = job_state_dir(job_named(job, os.environ, config_dir=directory), directory, make=False)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from ckptd.cli.status.tables import ago, size_of, state_of
+from ckptd.base.humanize import ago, size_of
+from ckptd.cli.status.tables import state_of
 from ckptd.errors import NotFoundError
 
 _HERE = {"none": "", "ready": ", universal form ready", "refused": ", no universal form"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from ckptd.base import humanize
+from ckptd.base.humanize import ago, size_of
+from ckptd.maintenance.status.words import remote_shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,24 +28,6 @@ FULL, SHORT, SIGNS, BARE = range(4)
 """How much room a row takes: whole words; short ones; signs for forms; no sizes, no bars."""
 LONGEST_TITLE = 10
 """Columns of a remote's title where there is little room."""
-
-
-def ago(seconds: float | None) -> str:
-    """Return a span in words; `?`: not known."""
-    return "?" if seconds is None else humanize.ago(seconds)
-
-
-def size_of(count: float) -> str:
-    """Return bytes in words, with three digits.
-
-    >>> size_of(12_000_000_000), size_of(800e9), size_of(999)
-    ('12.0 GB', '800 GB', '999 B')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def checkpoints_table(job: dict[str, Any], *, retention: bool, is_alive: bool = True) -> Drawing:
@@ -257,11 +240,6 @@ def _does(checkpoint: dict[str, Any]) -> str:
 def _is_gone(checkpoint: dict[str, Any]) -> bool:
     """Tell whether it is neither here nor held by a clone."""
     return not checkpoint["local"]["present"] and not checkpoint["local"]["held"]
-
-
-def remote_shown(remote: dict[str, Any]) -> str:
-    """Name a remote: by its URL where it has no name of its own and the daemon is new enough to tell it."""
-    return f"remote {remote['name']}" if remote["name"] != "remote" else remote.get("url") or "remote"
 
 
 def remote_table(remote: dict[str, Any]) -> Drawing:

@@ -45,6 +45,20 @@ def state_places(job: str | None, config_dir: Path | None) -> Iterator[Path]:
     yield from _configured(job, config_dir)
 
 
+def is_remote(job: str) -> bool:
+    """Tell whether it is a URL, or the directory of a remote.
+
+    Raises:
+        RemoteUnreachable: the path does not answer.
+    """
+    from ckptd.base.process import must_answer
+
+    if "://" in job:
+        return True
+    must_answer(job)
+    return os.path.exists(os.path.join(job, "_ckptd", "remote.json"))
+
+
 def newest_of(
     place: Path, document: dict[str, Any], read: Callable[[Path], dict[str, Any] | None]
 ) -> dict[str, Any]:

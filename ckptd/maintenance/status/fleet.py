@@ -7,6 +7,7 @@ tell which nodes are alive.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -22,12 +23,14 @@ from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import run_of, short
 from ckptd.core.model.save import Order
 from ckptd.recover.select.runs import Runs
+from ckptd.recover.select.sources import where_of
 from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.documents import read_generation, stem_of_key
 from ckptd.storage.stores.base import store_now_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
+    from pathlib import Path
 
     from ckptd.core.completeness.missing import MissingShards
     from ckptd.core.model.generation import KnownManifest
@@ -218,6 +221,16 @@ class FleetStatus:
         if self.verdict == "not-safe" or self.problems:
             return 1
         return 3 if self.verdict == "behind" else 0
+
+
+def read_fleet(url: str, config_dir: Path | None = None) -> FleetStatus:
+    """Look once at a remote, by its URL or directory.
+
+    Raises:
+        RemoteError: it does not answer, or is no remote of ckptd.
+    """
+    where = where_of(url, os.environ, config_dir=config_dir)
+    return FleetReader(where.read_one(where.remotes[0].name)).look()
 
 
 class FleetReader:
