@@ -48,7 +48,9 @@ def read_mlflow(tracking_uri: str) -> list[Run]:
 
 
 def _read_run(path: Path) -> OfflineRun:
-    run_id, summary, history = "", {}, []
+    run_id = ""
+    summary: dict[str, Any] = {}
+    history: list[dict[str, Any]] = []
     for data in _records(path.read_bytes()):
         record = Record.FromString(data)
         kind = record.WhichOneof("record_type")

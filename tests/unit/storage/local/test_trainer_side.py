@@ -395,7 +395,10 @@ def test_the_active_run_shows_the_newest_commit_and_the_end_looks_once_more(
     monkeypatch.setattr(trainer, "REPORT_SECONDS", 0.05)
     monkeypatch.setattr(trainer, "LAST_REPORT_SECONDS", 200.0)
     run_id = mlflow.active_run().info.run_id
-    run = lambda: mlflow.get_run(run_id).data  # noqa: E731
+
+    def run() -> Any:
+        return mlflow.get_run(run_id).data
+
     other, state = callback_of(tmp_path, ["mlflow"], is_first=False)
     commit_rows(tmp_path, "committed")
     other.on_save(None, state)
