@@ -17,23 +17,37 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from ckptd import errors
-    from ckptd.api import checkpoints, convert, inspect, restore, resume, verify
+    from ckptd.api import checkpoints, convert, inspect, restore, resume, status, verify
     from ckptd.conversion.options import ConvertReport
     from ckptd.errors import CkptdError
     from ckptd.maintenance.inspection import InspectedCheckpoint, Inspection
     from ckptd.maintenance.listing import ListedCheckpoint, RemoteListing
+    from ckptd.maintenance.status.fleet import NodeReport
+    from ckptd.maintenance.status.report import (
+        CheckpointReport,
+        JobReport,
+        ProblemReport,
+        SafeReport,
+        UploadReport,
+    )
     from ckptd.maintenance.verify import Slice, VerifiedCommit, VerifiedRemote
     from ckptd.recover.recovery import Recovered
 
 __all__ = [
+    "CheckpointReport",
     "CkptdError",
     "ConvertReport",
     "InspectedCheckpoint",
     "Inspection",
+    "JobReport",
     "ListedCheckpoint",
+    "NodeReport",
+    "ProblemReport",
     "Recovered",
     "RemoteListing",
+    "SafeReport",
     "Slice",
+    "UploadReport",
     "VerifiedCommit",
     "VerifiedRemote",
     "__version__",
@@ -43,15 +57,24 @@ __all__ = [
     "inspect",
     "restore",
     "resume",
+    "status",
     "verify",
 ]
 
 _HOMES = {
-    "api": ("checkpoints", "convert", "inspect", "restore", "resume", "verify"),
+    "api": ("checkpoints", "convert", "inspect", "restore", "resume", "status", "verify"),
     "conversion.options": ("ConvertReport",),
     "errors": ("CkptdError",),
     "maintenance.inspection": ("InspectedCheckpoint", "Inspection"),
     "maintenance.listing": ("ListedCheckpoint", "RemoteListing"),
+    "maintenance.status.fleet": ("NodeReport",),
+    "maintenance.status.report": (
+        "CheckpointReport",
+        "JobReport",
+        "ProblemReport",
+        "SafeReport",
+        "UploadReport",
+    ),
     "maintenance.verify": ("Slice", "VerifiedCommit", "VerifiedRemote"),
     "recover.recovery": ("Recovered",),
 }

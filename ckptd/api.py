@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptd.errors import CkptdError
     from ckptd.maintenance.inspection import Inspection
     from ckptd.maintenance.listing import RemoteListing
+    from ckptd.maintenance.status.report import JobReport
     from ckptd.maintenance.verify import Slice, VerifiedRemote
     from ckptd.recover.plan import RecoveryOptions
     from ckptd.recover.recovery import Recovered
@@ -142,6 +143,62 @@ def checkpoints(
         runs = Runs(sights)
         sights = [runs.only(sight, runs.named(run)) for sight in sights]
     return [list_remote(sight, datetime.now(UTC)) for sight in sights]
+
+
+@overload
+def status(
+    job: PathLike,
+    *,
+    state_dir: PathLike | None = None,
+    config_dir: PathLike | None = None,
+    say: Say | None = None,
+) -> JobReport: ...
+
+
+@overload
+def status(
+    job: None = None,
+    *,
+    state_dir: PathLike | None = None,
+    config_dir: PathLike | None = None,
+    say: Say | None = None,
+) -> tuple[JobReport, ...]: ...
+
+
+def status(
+    job: PathLike | None = None,
+    *,
+    state_dir: PathLike | None = None,
+    config_dir: PathLike | None = None,
+    say: Say | None = None,
+) -> JobReport | tuple[JobReport, ...]:
+    """Report whether a run is safe, as its daemon last published it; of a URL: the whole job, all its nodes.
+
+    Args:
+        job: a job's name, file or save_dir; the URL or directory of a remote; None: every job of this node.
+        state_dir: where status.json lies, if neither save_dir nor the configuration tells.
+        say: is told why the status of one of several daemons cannot be read.
+
+    Raises:
+        NotFoundError: no daemon has published a status of it.
+
+    >>> report = ckptd.status("nas/run")
+    >>> report.verdict, report.safe.step, report.exit_code
+    ('SAFE', 5, 0)
+    """
+    import time
+
+    from ckptd.maintenance.status.places import is_remote
+    from ckptd.maintenance.status.published import find_status, jobs_meant
+    from ckptd.maintenance.status.report import report_of_remote, reports_of
+
+    named = None if job is None else os.fspath(job)
+    if named is not None and is_remote(named):
+        return report_of_remote(named, _path(config_dir))
+    document = find_status(named, _path(state_dir), _path(config_dir), say=say)
+    found = reports_of(jobs_meant(document, named), time.time())
+    # a name may be that of a job, and of the file of another one that cannot run: the worst, as the command
+    return found if named is None else min(found, key=lambda one: (1, 3, 0).index(one.exit_code))
 
 
 def verify(

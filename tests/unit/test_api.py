@@ -39,7 +39,9 @@ same_filesystem = true
 """
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "convert", "inspect", "restore", "resume", "verify"])
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "convert", "inspect", "restore", "resume", "status", "verify"]
+)
 def test_each_example_is_true(scene: RestoreScene, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     scene.commit(scene.save(5), 5)
     monkeypatch.chdir(scene.root)
@@ -161,6 +163,8 @@ try:
     path: str = str(ckptd.resume("run").path)
 except errors.NothingCommitted as error:
     print(error.exit_code, error.hint)
+report_of_one: ckptd.JobReport = ckptd.status("run")
+worst: int = max(one.exit_code for one in ckptd.status())
 """
 
 

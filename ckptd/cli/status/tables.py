@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ckptd.base.humanize import ago, size_of
-from ckptd.maintenance.status.words import remote_shown
+from ckptd.maintenance.status.words import forms_here, remote_shown, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 ROWS = 20
 """Settled checkpoints that are shown without --retention."""
-_STATES = {"pruned": "deleted here", "retired": "deleted there", "vanished": "gone", "superseded": "replaced"}
 _OBVIOUS = ("complete", "committed", "uploading", "pruned", "vanished")
 """States that the columns of the forms show, here and in the remotes."""
 _WRONG = ("suspect", "torn re-save", "incomplete", "refused", "leftover")
@@ -103,9 +102,7 @@ def _row(
         step = f"branch {branch}" if is_told else f"{step} (branch {branch})"
     elif is_told:
         step = ""
-    local = checkpoint["local"]
-    forms = ["zero"] * local["present"] + ["universal"] * (local["universal"] == "ready")
-    here = " ".join(_short(form, level) for form in forms) or ("kept copy" if local["held"] else "–")
+    here = " ".join(_short(form, level) for form in forms_here(checkpoint)) or "–"
     is_wrong = checkpoint["state"] in _WRONG
     return [
         cell(checkpoint["tag"]),
@@ -270,10 +267,3 @@ def remote_table(remote: dict[str, Any]) -> Drawing:
         yield from explained(console, width, found, ["because", *notes])
 
     return Drawing(lines)
-
-
-def state_of(checkpoint: dict[str, Any], *, is_alive: bool) -> str:
-    """Name the state; a daemon that is gone saves and uploads nothing."""
-    if checkpoint["state"] == "uploading" and not is_alive:
-        return "not sent"
-    return _STATES.get(checkpoint["state"], str(checkpoint["state"]))
