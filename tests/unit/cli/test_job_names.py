@@ -33,6 +33,8 @@ TABLE: dict[str, tuple[tuple[str, ...], int, int]] = {
     "check": (("--no-probe",), WORKS, REFUSED),
     "pin": (("global_step2",), WORKS, REFUSED),
     "accept": (("--existing",), WORKS, REFUSED),
+    # the newest stays
+    "rm": (("global_step2", "--dry-run"), 65, REFUSED),
     "pause": (("--off",), WORKS, REFUSED),
     "reload": ((), WORKS, REFUSED),
     "drain": (("--deadline", "20s"), WORKS, REFUSED),
