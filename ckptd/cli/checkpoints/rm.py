@@ -58,9 +58,7 @@ def register(app: typer.Typer) -> None:
         from pathlib import Path
 
         from ckptd.config.commands import default_config_dir
-        from ckptd.storage.local.job_names import must_be_of_this_node
 
-        must_be_of_this_node(job, "rm")
         directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
         removing = Removing(job, tags, directory, is_local=local, remotes=remote or [])
         raise typer.Exit(removing.run(is_dry=dry_run, is_agreed=yes))
