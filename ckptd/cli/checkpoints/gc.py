@@ -1,4 +1,4 @@
-"""`ckptd gc JOB|URL`: delete what nothing depends on: interrupted deletions, replaced objects, our own
+"""`ckptd gc JOB`: delete what nothing depends on: interrupted deletions, replaced objects, our own
 leftovers.
 """
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import ENV_JOB_OR_URL
+from ckptd.cli.output import ENV_JOB_OR_URL, JOB_HELP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +35,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog="ckptd gc llama-7b --dry-run\nckptd gc llama-7b")
     def gc(
-        job: str = typer.Argument(
-            ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; a remote."
-        ),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
         dry_run: bool = typer.Option(False, "--dry-run", help="Only list it, with bytes."),
         incomplete: str = typer.Option(
             None,

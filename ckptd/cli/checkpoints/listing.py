@@ -1,4 +1,4 @@
-"""`ckptd list JOB|URL`: what is committed, in (branch, step) order."""
+"""`ckptd list JOB`: what is committed, in (branch, step) order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import ENV_JOB_OR_URL
+from ckptd.cli.output import ENV_JOB_OR_URL, JOB_HELP
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,9 +26,7 @@ def register(app: typer.Typer) -> None:
         epilog="ckptd list llama-7b\nckptd list s3://my-bucket/llama-7b --json",
     )
     def list_command(
-        job: str = typer.Argument(
-            ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; or a remote."
-        ),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         run: str | None = typer.Option(
             None, metavar="RUN", help="Only this run, named by the beginning of its id."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import print_line, print_note
+from ckptd.cli.output import JOB_HERE_HELP, print_line, print_note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command("rm", help=_HELP, epilog=_EXAMPLES)
     def rm(
-        job: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir."),
+        job: str = typer.Argument(..., metavar="JOB", help=JOB_HERE_HELP),
         tags: list[str] = typer.Argument(..., metavar="TAG ...", help="The folders' names."),
         local: bool = typer.Option(False, "--local", help="Only from this node's disk."),
         remote: list[str] = typer.Option(
