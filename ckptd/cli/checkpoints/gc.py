@@ -213,18 +213,18 @@ def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:
 def _show(collector: Collector, *, dry_run: bool) -> None:
     from rich.table import Table
 
+    from ckptd.base.humanize import size_of
     from ckptd.cli.output import cells
     from ckptd.cli.screen import screen
-    from ckptd.config.quantities import show_bytes
 
     if not collector.removed:
         print("nothing to remove")
         return
     total = sum(row.bytes for row in collector.removed)
-    title = f"{'would remove' if dry_run else 'removed'} {show_bytes(total)}"
+    title = f"{'would remove' if dry_run else 'removed'} {size_of(total)}"
     table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
     for column in ("where", "what", "size", "why"):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
     for row in collector.removed:
-        table.add_row(*cells(row.where, row.what, show_bytes(row.bytes), row.why))
+        table.add_row(*cells(row.where, row.what, size_of(row.bytes), row.why))
     screen().print(table)

@@ -326,10 +326,10 @@ def _must_agree(count: int, *, is_agreed: bool) -> None:
 
 
 def _what(row: RemovalRowStatus) -> str:
-    from ckptd.config.quantities import show_bytes
+    from ckptd.base.humanize import size_of
 
     if row.remote is None:
-        size = show_bytes(row.bytes) if row.bytes else ", ".join(row.forms)
+        size = size_of(row.bytes) if row.bytes else ", ".join(row.forms)
         return f"{row.tag} here{f' ({size})' if size else ''}"
     forms = ", ".join(row.forms)
     return f"{row.tag} in {row.remote}{f' ({forms})' if forms else ''}"

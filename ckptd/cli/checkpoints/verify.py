@@ -129,8 +129,8 @@ def _lines(verified: VerifiedRemote) -> list[str]:
 def _table(verified: VerifiedRemote) -> Table:
     from rich.table import Table
 
+    from ckptd.base.humanize import size_of
     from ckptd.cli.output import cell, cells
-    from ckptd.config.quantities import show_bytes
 
     title = f"{verified.name}: {verified.url} (job {verified.job})"
     table = Table(title=cell(title), title_justify="left", box=None, header_style="bold", pad_edge=False)
@@ -138,8 +138,8 @@ def _table(verified: VerifiedRemote) -> Table:
     for column in ("gen", "form", "files", "size", "read", "verdict"):
         table.add_column(column, justify="right" if column in ("gen", "files", "size", "read") else "left")
     for row in verified.commits:
-        read = show_bytes(row.read_bytes) if row.read_bytes else ""
-        told = (row.tag, str(row.generation), row.form, str(row.files), show_bytes(row.bytes), read)
+        read = size_of(row.read_bytes) if row.read_bytes else ""
+        told = (row.tag, str(row.generation), row.form, str(row.files), size_of(row.bytes), read)
         table.add_row(*cells(*told, row.verdict))
     return table
 
@@ -245,9 +245,9 @@ def job_state_dir(config: JobConfig, directory: Path | None, *, make: bool) -> P
 
 
 def _line(row: RepairResult) -> str:
-    from ckptd.config.quantities import show_bytes
+    from ckptd.base.humanize import size_of
 
-    what = f"{row.where}: {row.key} ({show_bytes(row.bytes)}; {row.damage})"
+    what = f"{row.where}: {row.key} ({size_of(row.bytes)}; {row.damage})"
     if row.outcome == "left":
         return f"left      {what}: {row.reason or 'its bytes lie intact nowhere that is known'}"
     return f"{row.outcome:9} {what}{f' from {row.source}' if row.source else f': {row.reason}'}"

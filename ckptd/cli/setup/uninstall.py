@@ -77,13 +77,13 @@ def _state_dir(job: str, directory: Path) -> Path | None:
 
 
 def _show(pieces: list[Piece], *, dry_run: bool, with_uncommitted: bool) -> None:
+    from ckptd.base.humanize import size_of
     from ckptd.cli.output import print_line, print_note
-    from ckptd.config.quantities import show_bytes
 
     if not pieces:
         print_line("nothing of ckptd's is here")
     for piece in pieces:
-        line = f"{piece.path} ({show_bytes(piece.bytes)}): {piece.why}"
+        line = f"{piece.path} ({size_of(piece.bytes)}): {piece.why}"
         if piece.fate == "stays":
             print_note(f"stays: {line}")
         elif piece.fate == "only here" and dry_run and not with_uncommitted:
