@@ -158,7 +158,7 @@ SCRIPT = """
 import ckptd
 from ckptd import ConvertReport, Recovered, errors
 
-report: ConvertReport = ckptd.convert("a", "b", form="weights", dtype="bf16", on_progress=print)
+report: ConvertReport = ckptd.convert("a", "b", form="weights-bf16", on_progress=print)
 recovered: Recovered = ckptd.restore("s3://bucket/run", "here", world_size=16)
 steps: list[int] = [one.step for one in ckptd.checkpoints("s3://bucket/run")[0].checkpoints]
 sound: bool = ckptd.inspect("here").is_sound and ckptd.verify("run", read=ckptd.Slice(1, 7))[0].is_good
