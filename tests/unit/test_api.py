@@ -120,7 +120,7 @@ def test_convert_tells_how_far_it_is(scene: RestoreScene, tmp_path: Path) -> Non
     "options",
     [
         {"form": "wieghts"},
-        {"dtype": "f16"},
+        {"form": "weights-f16"},
         {"compat": "x"},
         {"max_shard_bytes": 0},
         {"memory_budget_bytes": 1},
