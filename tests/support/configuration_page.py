@@ -27,7 +27,7 @@ A value in the second column is what holds where the key is absent, unless it sa
 Variables are for a single job without a file, such as
 `CKPTD_SAVE_DIR=/nvme/run CKPTD_URL=s3://bucket/run CKPTD_SETTLE=10s ckptd run`; lists have commas, tags are
 written as `key=value,…`. What the keys mean together is in the [contract](contract.md); whole files are in
-`config/` of the source tree.
+`config/` of the source tree, and in the wheel: `ckptd init --list`.
 """
 OF: dict[type[Section], tuple[str, ...]] = {
     JobConfig: ("job",),
