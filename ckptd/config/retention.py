@@ -80,7 +80,7 @@ class Retention(Section):
         (),
         "ladder",
         '[{ after = "7d", form = "universal" }]',
-        "keep a smaller form instead of deleting at once; after = 5: when 5 newer ones exist",
+        "keep a smaller form before deleting; after = 5: when 5 newer ones exist",
     )
 
     @model_validator(mode="after")
