@@ -52,6 +52,7 @@ from ckptd.daemon.uploads.scrub import Scrubber
 from ckptd.daemon.uploads.session import RemoteSession
 from ckptd.daemon.uploads.shared_dir import SharedDirLease
 from ckptd.daemon.uploads.uploads import UploadManager
+from ckptd.observe import logs
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.state_dir import is_default_state, remember_job
@@ -152,6 +153,7 @@ class Job:
         """Open state, journal and remotes; finish what a crash left."""
         self.state_dir = make_state(self.state_dir, self.config.save_dir, save_dir_fd)
         remember_job(self.state_dir, self.config)
+        logs.begin_file(self.config.name, self.state_dir)
         self.workers = self._pool.for_one(self.supervisor.guard)
         self._active_at = time.monotonic()
         is_inside = is_default_state(self.state_dir, self.config.save_dir)
@@ -445,6 +447,7 @@ class Job:
             self.sessions = {}
             self.state.journal.close()
             self.state = None
+            logs.end_file(self.config.name)
             self.view = None
         self.idle, self.deletion_rights = IdlePolicy(), DeletionRights(self.deletion_rights.mark)
         if self._fd is not None:

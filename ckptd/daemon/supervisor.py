@@ -115,5 +115,5 @@ def _in_words(error: OSError | RuntimeError) -> CkptdError | None:
 def report_internal_error(job: WatchedJob, error: Exception) -> None:
     """A defect, which no patience mends; what its end looks like nobody knows, so an hour after the last."""
     text = f"a defect of ckptd: {type(error).__name__}: {error}"
-    next_step = "the log has the trace; please report it"
+    next_step = "`ckptd logs JOB` has the trace; please report it"
     job.problems.put("internal", type(error).__name__, text, next_step, lasts_seconds=INTERNAL_SECONDS)

@@ -39,6 +39,8 @@ _STATE_FILES = (
     "journal.db",
     "status.json",
     "audit.jsonl",
+    "daemon.log",
+    "daemon.log.1",
     "node_id",
     "node_place",
     "job.json",

@@ -12,15 +12,19 @@ import json
 import logging
 import os
 import sys
+from collections import deque
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 
 from ckptd.base.humanize import printable
+from ckptd.base.owned_dirs import opened_ours
+from ckptd.errors import CkptdError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
 Style = Literal["auto", "text", "json"]
 STYLES: tuple[str, ...] = get_args(Style)
@@ -28,6 +32,11 @@ Action = Literal["complete", "upload", "commit", "convert", "hold", "delete-loca
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+
+LOG, OLD_LOG = "daemon.log", "daemon.log.1"
+"""In a job's state directory; the second is the first once it was full."""
+LOG_BYTES = 1 << 20
+_EARLY_LINES = 200
 
 _job: ContextVar[str] = ContextVar("ckptd_job", default="")
 _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
@@ -110,13 +119,77 @@ class JsonLines(logging.Formatter):
         return f"<{priority}>{text}"
 
 
+class JobLogs(logging.Handler):
+    """Write the lines of each job to a file in its state directory; a line of no job to all of them.
+
+    At most two files of LOG_BYTES a job. A line that cannot be written is on stderr all the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(TextLines())
+        self._places: dict[str, Path] = {}
+        self._early: dict[str, deque[str]] = {}
+        """Lines of jobs that have no state directory yet, and under "" of none."""
+
+    def begin(self, job: str, state_dir: Path) -> None:
+        """Write the job's lines there from now on, and those that came before."""
+        with self.lock or contextlib.nullcontext():
+            self._places[job] = state_dir
+            for text in [*self._early.get("", ()), *self._early.pop(job, ())]:
+                _append(state_dir, text)
+
+    def end(self, job: str) -> None:
+        """Write nothing of the job from now on."""
+        with self.lock or contextlib.nullcontext():
+            self._places.pop(job, None)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        job, text = _job.get(), self.format(record)
+        if job not in self._places:
+            self._early.setdefault(job, deque(maxlen=_EARLY_LINES)).append(text)
+        for place in [self._places[job]] if job in self._places else () if job else self._places.values():
+            _append(place, text)
+
+
+def _append(state_dir: Path, text: str) -> None:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.suppress(OSError, CkptdError), opened_ours(state_dir) as folder:
+        fd = os.open(LOG, flags, 0o644, dir_fd=folder)
+        try:
+            os.write(fd, f"{text}\n".encode("utf-8", "replace"))
+            is_full = os.fstat(fd).st_size >= LOG_BYTES
+        finally:
+            os.close(fd)
+        if is_full:
+            os.rename(LOG, OLD_LOG, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+_kept = JobLogs()
+
+
+def begin_file(job: str, state_dir: Path) -> None:
+    """Keep the job's lines in its state directory, where the daemon's stderr is not the journal."""
+    if _kept in logging.getLogger().handlers:
+        _kept.begin(job, state_dir)
+
+
+def end_file(job: str) -> None:
+    """Keep no more lines of the job."""
+    _kept.end(job)
+
+
 def configure(environ: Mapping[str, str], level: str, style: Style) -> None:
-    """Log to stderr from now on; `auto`: JSON where stderr is the journal's, else text."""
+    """Log to stderr from now on; `auto`: JSON where stderr is the journal's, else text.
+
+    What the journal does not keep is kept in a file of each job (`begin_file`).
+    """
     is_journal = _is_journal(environ)
     handler = logging.StreamHandler(sys.stderr)
     is_json = style == "json" or (style == "auto" and is_journal)
     handler.setFormatter(JsonLines(has_priority=is_journal) if is_json else TextLines())
-    logging.basicConfig(handlers=[handler], level=level)
+    logging.basicConfig(handlers=[handler] if is_journal else [handler, _kept], level=level)
 
 
 def configure_plainly(level: str) -> None:

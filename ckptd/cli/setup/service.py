@@ -19,7 +19,7 @@ _LINGER = Path("/var/lib/systemd/linger")
 _HIDDEN = ("/tmp", "/var/tmp")  # noqa: S108  PrivateTmp=
 _HELP = (
     "Install or remove ckptd as a systemd service. install, called again, writes the units anew; uninstall "
-    "stops the service and removes its units, no checkpoint and no state."
+    "stops the service and removes its units, no checkpoint and no state. `ckptd logs JOB` shows its log."
 )
 _EXAMPLES = """\
 sudo ckptd service install --run-as alice --now

@@ -145,7 +145,7 @@ def _obstacles(view: JobView, first: SaveView) -> list[tuple[bool, str, str, flo
         (
             needs_commit and first.id not in view.confirmations,
             "its COMMIT is not confirmed by every required remote",
-            "`ckptd verify` shows what the remote holds; see the log",
+            "`ckptd verify` shows what the remote holds; `ckptd logs JOB` says more",
             SOON_SECONDS,
         ),
     ]

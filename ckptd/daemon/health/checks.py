@@ -284,7 +284,9 @@ def _see_weights(see: Problems, row: SaveRow) -> None:
         about = f"{row.save.tag} ({form})"
         if record.state is DerivedState.FAILED and (record.tries or record.retry_at_seconds):
             text = f"converting {about}: {record.reason}"
-            see.see("conversion-failed", about, text, record.hint or "tried again; see the log")
+            see.see(
+                "conversion-failed", about, text, record.hint or "tried again; `ckptd logs JOB` says more"
+            )
         elif record.state is DerivedState.REFUSED:
             text = f"{row.save.tag} has no {form}: {record.reason}"
             see.see("conversion-refused", about, text, record.hint or "the ZeRO form is safe all the same")
@@ -306,7 +308,7 @@ def report_conversions(see: Problems, state: JobState) -> None:
             see.stays("conversion-failed", tag)
         if has_failed and not (ready and row.save.order < ready[-1]):
             text = f"converting {tag}: {derived.reason}"
-            see.see("conversion-failed", tag, text, derived.hint or "tried again; see the log")
+            see.see("conversion-failed", tag, text, derived.hint or "tried again; `ckptd logs JOB` says more")
     for row in rows[-1:]:
         _see_weights(see, row)
     for reason, alike in refused.items():

@@ -24,7 +24,7 @@ log = logging.getLogger("ckptd.workers")
 class InternalError(CkptdError):
     """A defect of ckptd itself; the action failed, nothing else did."""
 
-    default_hint = "this is a bug of ckptd; the log has the trace"
+    default_hint = "this is a bug of ckptd; `ckptd logs JOB` has the trace"
 
 
 class JobWorkers:

@@ -264,5 +264,5 @@ def jobs_meant(document: dict[str, Any], job: str | None, config_dir: Path | Non
     jobs = [one for one in document["jobs"] if job is None or is_meant(one, job, config_dir)]
     if job is not None and not jobs:
         msg = f"the daemon does not run {job} any more"
-        raise NotFoundError(msg, hint="its job file was removed or cannot run; the daemon's log says which")
+        raise NotFoundError(msg, hint="its job file was removed or cannot run; `ckptd logs JOB` says which")
     return document | {"jobs": jobs}

@@ -38,6 +38,7 @@ TABLE: dict[str, tuple[tuple[str, ...], int, int]] = {
     "pause": (("--off",), WORKS, REFUSED),
     "reload": ((), WORKS, REFUSED),
     "drain": (("--deadline", "20s"), WORKS, REFUSED),
+    "logs": ((), WORKS, REFUSED),
     "wait": (("--step", "2", "--timeout", "20s"), WORKS, REFUSED),
     # a daemon runs, which both refuse: they know which job is meant
     "takeover": ((), HELD, REFUSED),
