@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 
 import typer
 
+from ckptd.base.humanize import size_of
 from ckptd.cli.output import cell
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _HELP = (
 )
 _EXAMPLES = """\
 ckptd convert /nvme/llama-7b/global_step4000 ./llama-7b-universal
-ckptd convert /nvme/llama-7b ./weights --form weights --dtype bf16"""
+ckptd convert /nvme/llama-7b ./weights --form weights-bf16"""
 
 
 def register(app: typer.Typer) -> None:
@@ -37,8 +38,12 @@ def register(app: typer.Typer) -> None:
         destination: str = typer.Argument(
             ..., metavar="DST", help="Folder to make; must not exist; a path or a URL."
         ),
-        form: str = typer.Option("universal", metavar="FORM", help="universal, or weights (safetensors)."),
-        dtype: str = typer.Option("", help="Of weights: fp32 (default), bf16, fp16."),
+        form: str = typer.Option(
+            "universal",
+            metavar="FORM",
+            help="universal, weights-fp32, weights-bf16, weights-fp16 (safetensors).",
+        ),
+        dtype: str = typer.Option("", hidden=True),
         max_shard_size: str = typer.Option(
             "", "--max-shard-size", "--max_shard_size", help="Of weights: largest file (default 5GB)."
         ),
@@ -46,11 +51,7 @@ def register(app: typer.Typer) -> None:
             "auto", help="strict: as ds_to_universal writes; superset: loads in stages 1, 2 and 3; auto."
         ),
         memory_budget: str = typer.Option(
-            "512MiB",
-            "--memory-budget",
-            "--memory_budget",
-            metavar="SIZE",
-            help="Memory it may take.",
+            "512MiB", "--memory-budget", "--memory_budget", metavar="SIZE", help="Memory it may take."
         ),
         verify: bool = typer.Option(False, help="Check the source's CRCs, and the output against the plan."),
         no_strict: bool = typer.Option(False, "--no-strict", "--no_strict", help="Allow unused patterns."),
@@ -97,24 +98,22 @@ class Wanted(TypedDict):
 
 
 def _form(form: str, dtype: str, max_shard_size: str, compat: str) -> Wanted:
+    from ckptd.conversion.options import parse_form
     from ckptd.errors import UsageError
 
-    if form not in ("universal", "weights"):
-        raise UsageError(f"--form {form!r} is none of universal, weights")
+    kind, element = parse_form(form, dtype)
     for option, value, of in (
-        ("--dtype", dtype, "weights"),
         ("--max-shard-size", max_shard_size, "weights"),
         ("--compat", compat.removeprefix("auto"), "universal"),
     ):
-        if value and form != of:
-            raise UsageError(f"{option} is of the form {of}", hint=f"leave it out, or say --form {of}")
-    dtype, max_shard_size = dtype or "fp32", max_shard_size or "5GB"
-    if dtype not in ("fp32", "bf16", "fp16"):
-        raise UsageError(f"--dtype {dtype!r} is none of fp32, bf16, fp16")
+        if value and kind != of:
+            other = "weights-fp32" if of == "weights" else of
+            raise UsageError(f"{option} is of the form {of}", hint=f"leave it out, or say --form {other}")
+    max_shard_size = max_shard_size or "5GB"
     size = _size("--max-shard-size", max_shard_size, "5GB")
     if size < 1:
         raise UsageError(f"--max-shard-size {max_shard_size} is too small", hint="for example 5GB")
-    return Wanted(form=cast("Form", form), dtype=cast("Dtype", dtype), max_shard_bytes=size)
+    return Wanted(form=kind, dtype=element, max_shard_bytes=size)
 
 
 def _size(option: str, text: str, example: str) -> int:
@@ -204,7 +203,8 @@ def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def _report_rows(report: ConvertReport) -> list[tuple[str, str]]:
-    rate = report.bytes / max(report.seconds, 1e-9) / 1e6
+    rate = report.bytes / max(report.seconds, 1e-9)
+    how = f"{size_of(report.bytes_cloned)} cloned, {size_of(report.bytes_copied)} copied"
     before = f" ({report.resumed_files} from before)" if report.resumed_files else ""
     return [
         (report.form.replace("universal", "universal checkpoint"), str(report.destination)),
@@ -212,9 +212,9 @@ def _report_rows(report: ConvertReport) -> list[tuple[str, str]]:
         ("step", str(report.step)),
         ("parameters" if report.form == "universal" else "tensors", str(report.parameters)),
         ("files", f"{report.files}{before}"),
-        ("bytes", f"{report.bytes:,} ({report.bytes_cloned:,} cloned, {report.bytes_copied:,} copied)"),
-        ("time", f"{report.seconds:.2f} s ({rate:,.0f} MB/s)"),
-        ("peak memory of children", f"{report.peak_rss_bytes / 1048576:.0f} MiB"),
+        ("size", f"{size_of(report.bytes)} ({how})"),
+        ("time", f"{report.seconds:.2f} s ({size_of(rate)}/s)"),
+        ("peak memory of children", size_of(report.peak_rss_bytes)),
         ("verified", "yes" if report.verified else "no (--verify reads everything back)"),
         *_cluster_rows(report),
         *(("note", note) for note in report.notes),
@@ -226,11 +226,11 @@ def _cluster_rows(report: ConvertReport) -> list[tuple[str, str]]:
     if seen is None:
         return []
     share = seen.bytes_read / max(1, seen.bytes_needed)
-    local = f"; {seen.bytes_local:,} on the workers' own disks" if seen.bytes_local else ""
+    local = f"; {size_of(seen.bytes_local)} on the workers' own disks" if seen.bytes_local else ""
     again = f", {seen.tasks_again} again" if seen.tasks_again else ""
     return [
         ("by", f"{seen.workers} workers, {seen.tasks} tasks{again}"),
-        ("read", f"{seen.bytes_read:,} bytes, {share:.3f} of what was needed{local}"),
+        ("read", f"{size_of(seen.bytes_read)}, {share:.3f} of what was needed{local}"),
     ]
 
 
@@ -319,13 +319,13 @@ class _Lines:
 
 def forecast_rows(seen: Forecast) -> list[tuple[str, str]]:
     """Return the forecast's names and values for a table."""
-    made = f"{seen.bytes:,} bytes in {seen.files:,} files, {seen.layout} layout"
+    made = f"{size_of(seen.bytes)} in {seen.files:,} files, {seen.layout} layout"
     if seen.clones:
-        how = f"{seen.bytes_cloned:,} bytes cloned, {seen.bytes_copied:,} copied"
+        how = f"{size_of(seen.bytes_cloned)} cloned, {size_of(seen.bytes_copied)} copied"
         if seen.bytes_misplaced:
-            how += f" (of these {seen.bytes_misplaced:,} because shards do not meet at whole blocks)"
+            how += f" (of these {size_of(seen.bytes_misplaced)} because shards do not meet at whole blocks)"
     else:
-        how = f"{seen.bytes_copied:,} bytes copied (extents cannot be shared here)"
+        how = f"{size_of(seen.bytes_copied)} copied (extents cannot be shared here)"
     fits = "" if seen.disk_bytes <= seen.free_bytes else ": DOES NOT FIT"
     return [
         (
@@ -334,7 +334,7 @@ def forecast_rows(seen: Forecast) -> list[tuple[str, str]]:
         ),
         ("makes", made),
         ("by", how),
-        ("new disk", f"about {seen.disk_bytes:,} bytes of {seen.free_bytes:,} free{fits}"),
-        ("memory", f"at most {seen.memory_bytes / 1048576:.0f} MiB with the pages it dirties"),
-        ("planned in", f"{seen.seconds:.2f} s, {seen.peak_rss_bytes / 1048576:.0f} MiB"),
+        ("new disk", f"about {size_of(seen.disk_bytes)} of {size_of(seen.free_bytes)} free{fits}"),
+        ("memory", f"at most {size_of(seen.memory_bytes)} with the pages it dirties"),
+        ("planned in", f"{seen.seconds:.2f} s, {size_of(seen.peak_rss_bytes)}"),
     ]
