@@ -89,13 +89,11 @@ def register(app: typer.Typer) -> None:
             same_filesystem=same_filesystem,
         )
         daemon = Daemon(again(), os.environ, once=once, drain_seconds=drain_seconds, reload=again)
-        code = daemon.run()
-        _log_the_end(daemon)
-        raise typer.Exit(code)
+        raise typer.Exit(_run(daemon))
 
 
-def _log_the_end(daemon: Daemon) -> None:
-    """Log what is safe of each job, in the words of `ckptd status`, when the daemon ends."""
+def _run(daemon: Daemon) -> int:
+    """Run until the end, and log what is safe of each job then, in the words of `ckptd status`."""
     import logging
     import time
 
@@ -104,11 +102,13 @@ def _log_the_end(daemon: Daemon) -> None:
     from ckptd.maintenance.status.verdict import Life
     from ckptd.maintenance.status.words import headline
 
+    code = daemon.run()
     for job in daemon.jobs:
         with contextlib.suppress(CkptdError):
             for row in find_status(None, job.state_dir)["jobs"]:
                 if row["name"] == job.config.name:
                     logging.getLogger("ckptd").info("%s: %s", row["name"], headline(row, Life(), time.time()))
+    return code
 
 
 def _as_job(
@@ -194,7 +194,7 @@ def load(
     url = url or _remembered_url(save_dir, environ, config_dir, verb)
     if not url:
         msg = "there is no URL: nothing would leave this node"
-        raise UsageError(msg, hint=f"ckptd {verb} SAVE_DIR URL, or CKPTD_URL in the environment")
+        raise UsageError(msg, hint=_whole_command(save_dir, environ, config_dir, verb))
     options: dict[str, object] = {"remote": {"same_filesystem": True} if same_filesystem else {}}
     if save_total_limit is not None:
         options["local"] = {"save_total_limit": save_total_limit}
@@ -213,6 +213,27 @@ def _remembered_url(
         return None
     known = job_named(os.path.abspath(save_dir), environ, config_dir=config_dir)
     return known.remotes[0].url if known.remotes and known.file is None else None
+
+
+def _whole_command(save_dir: str, environ: Mapping[str, str], config_dir: Path | None, verb: str) -> str:
+    """Return what to type where SAVE_DIR stands alone: as the job was started before, if it was."""
+    from ckptd.errors import CkptdError
+    from ckptd.recover.select.job import job_named
+    from ckptd.storage.local.job_names import is_remote
+
+    hint = f"ckptd {verb} SAVE_DIR URL, or CKPTD_URL in the environment"
+    if is_remote(save_dir):
+        return f"{save_dir} is a remote, which goes second: {shlex.join(['ckptd', verb])} SAVE_DIR URL"
+    try:
+        known = job_named(save_dir, environ, config_dir=config_dir)
+    except CkptdError:
+        return hint
+    if known.file is not None:
+        return f"{shlex.join(['ckptd', verb, str(known.file)])}: the job file that names it"
+    if known.remotes:
+        command = shlex.join(["ckptd", verb, str(known.save_dir), known.remotes[0].url])
+        return f"{command}: as it was started before"
+    return hint
 
 
 def _file_of(job: Path, config_dir: Path, environ: Mapping[str, str]) -> Path:
