@@ -23,8 +23,7 @@ if TYPE_CHECKING:
         ConvertOptions,
         ConvertProgress,
         ConvertReport,
-        Dtype,
-        Form,
+        FormName,
     )
     from ckptd.core.model.manifest import Commit
     from ckptd.errors import CkptdError
@@ -68,8 +67,7 @@ def convert(
     source: PathLike,
     destination: PathLike,
     *,
-    form: Form = "universal",
-    dtype: Dtype = "fp32",
+    form: FormName = "universal",
     compat: Compat = "auto",
     max_shard_bytes: int = 5_000_000_000,
     memory_budget_bytes: int = 512 << 20,
@@ -81,26 +79,28 @@ def convert(
     """Convert a checkpoint into the universal form, or into weights; both ends may be URLs.
 
     Args:
-        dtype, max_shard_bytes: of weights.
+        form: universal, or weights-fp32, weights-bf16, weights-fp16 (safetensors).
+        max_shard_bytes: of weights.
         verify: check the source's CRCs first, and compare what was made with the plan.
         cluster: Dask workers that do it: tcp://HOST:PORT, local:N or slurm:N (the extra `ckptd[cluster]`).
         should_stop: is asked again and again; once it returns true the call ends, and another one goes on.
 
     Raises:
         RefusedError, DamagedError: it has no such form, or is damaged. TargetExists, NoSpaceError, ….
-        UsageError: no such form, dtype or layout.
+        UsageError: no such form or layout.
 
     >>> report = ckptd.convert("nvme/run/global_step5", "universal", verify=True)
     >>> report.step
     5
     """
-    from ckptd.conversion.options import MIB, ConvertOptions
+    from ckptd.conversion.options import MIB, ConvertOptions, parse_form
     from ckptd.errors import UsageError
 
     if memory_budget_bytes < 64 * MIB:
         raise UsageError(f"memory_budget_bytes={memory_budget_bytes} is too small", hint="at least 64 << 20")
+    kind, dtype = parse_form(form)
     options = ConvertOptions(
-        form=form,
+        form=kind,
         dtype=dtype,
         compat=compat,
         max_shard_bytes=max_shard_bytes,
