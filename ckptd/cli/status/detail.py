@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Any
 
 from ckptd.base.humanize import ago, size_of
-from ckptd.cli.status.tables import state_of
 from ckptd.errors import NotFoundError
+from ckptd.maintenance.status.rows import state_of
 
 _HERE = {"none": "", "ready": ", universal form ready", "refused": ", no universal form"}
 
