@@ -79,8 +79,9 @@
       morph(page, fresh);
       dress();
       say("");
-      if (!opened) { opened = new Set(); follow(); }
-      for (const one of document.querySelectorAll("details[id]")) one.open ? opened.add(one.id) : opened.delete(one.id);
+      if (!opened) follow();
+      if (!opened && !("reading" in page.dataset)) opened = new Set();
+      if (opened) for (const one of document.querySelectorAll("details[id]")) one.open ? opened.add(one.id) : opened.delete(one.id);
     } catch {
       say("ckptd ui does not answer: start it again, and open the address that it prints. What is below is old.");
     } finally {

@@ -117,9 +117,10 @@ class LivePage:
             notices = [str(error)]
         with self._lock:
             read = dict(self._remotes)
-        notices += [f"{url} is being read" for url in self._asked.urls if url not in read]
+        unread = [url for url in self._asked.urls if url not in read]
+        notices += [f"{url} is being read" for url in unread]
         jobs += [_as_old(read[url], now) for url in self._asked.urls if url in read]
-        return replace(page_of(jobs, notices, now, opened), is_whole=False)
+        return replace(page_of(jobs, notices, now, opened), is_whole=False, is_reading=bool(unread))
 
     def _watch(self, url: str) -> None:
         while not self._end.is_set():

@@ -174,6 +174,8 @@ class Page:
     notices: tuple[str, ...] = ()
     open_keys: frozenset[str] = frozenset()
     """Jobs and folded parts that are open."""
+    is_reading: bool = False
+    """Some remote was not read yet."""
     is_whole: bool = True
     """What is folded is in it too."""
 

@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
     def ui(
         names: list[str] | None = typer.Argument(
             None,
-            metavar="[JOB|URL]...",
+            metavar="JOB|URL",
             help="Job names, SAVE_DIRs or job files of this node; URLs: all nodes of a job, from its remote. "
             "Default: every job of this node.",
         ),
