@@ -29,7 +29,7 @@ AUDIT   := .build/.stamp-audit
 DOCS    := .build/.stamp-docs
 
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
-SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus
+SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus chromium chromium-driver
 
 # Python compiles what it imports: all of torch beforehand takes longer than its download. (An old pip, as a
 # new venv has it, takes twice as long to find its way through constraints.txt.)
@@ -197,10 +197,11 @@ house: $(INSTALL) ## how the code is laid out, now and before the rooms (writes 
 seeded: setup ## defects put into ckptd one at a time: a test must find each (writes docs/faults.md)
 	$(PY) -m tests.seeded --jobs 2 $(ARGS)
 
-system-packages: ## (root) what the tests of file systems, SFTP, hanging mounts, the systemd unit and alert rules need
+system-packages: ## (root) what the tests of file systems, SFTP, hanging mounts, the systemd unit, alert rules and the page need
 	@if command -v mkfs.xfs >/dev/null && command -v mkfs.ext4 >/dev/null && command -v losetup >/dev/null \
 	    && { command -v sshd || test -x /usr/sbin/sshd; } >/dev/null && command -v ssh-keygen >/dev/null \
-	    && command -v systemd-analyze >/dev/null && command -v strace >/dev/null && command -v sshfs >/dev/null && command -v promtool >/dev/null; then \
+	    && command -v systemd-analyze >/dev/null && command -v strace >/dev/null && command -v sshfs >/dev/null && command -v promtool >/dev/null \
+	    && command -v chromium >/dev/null && command -v chromedriver >/dev/null; then \
 	  echo "system packages: nothing to install"; \
 	else \
 	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES); \

@@ -6,7 +6,7 @@ import pwd
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 def printable(text: str) -> str:
@@ -27,6 +27,18 @@ def printable_everywhere(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable_everywhere(key): printable_everywhere(item) for key, item in value.items()}
     return value
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay out rows of texts as lines, indented, without columns that are empty below their title.
+
+    >>> in_columns([("tag", "step", ""), ("global_step5", "5", "")])
+    ['  tag           step', '  global_step5  5']
+    """
+    shown = [n for n in range(len(rows[0])) if any(row[n] for row in rows[1:])]
+    widths = [max(len(row[n]) for row in rows) for n in shown]
+    cells = ([printable(row[n]).ljust(width) for n, width in zip(shown, widths, strict=True)] for row in rows)
+    return [f"  {'  '.join(row)}".rstrip() for row in cells]
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

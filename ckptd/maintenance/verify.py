@@ -44,7 +44,7 @@ BAD = ("damaged", "unreadable")
 """Verdicts that change the exit code."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Slice:
     """The `number`-th (from 1) of `of` slices of all objects, by a hash of their keys."""
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ckptd.base.humanize import ago, printable, size_of
 from ckptd.core.model.runs import short
 from ckptd.maintenance.listing import list_remote
-from ckptd.maintenance.status.fleet import FleetReader
+from ckptd.maintenance.status.fleet import FleetReader, sight_of
 from ckptd.maintenance.status.rows import ROWS
 from ckptd.page.timeline import Track, laid_out, when
 from ckptd.page.view import Detail, Form, Job, Node, Problem, Row, Tone, key_of
-from ckptd.recover.select.sources import where_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
     from ckptd.errors import CkptdError
     from ckptd.maintenance.listing import ListedCheckpoint
-    from ckptd.maintenance.status.fleet import FleetStatus, NodeRow
+    from ckptd.maintenance.status.fleet import FleetStatus, NodeReport
     from ckptd.recover.select.runs import RunView
 
 _TONES: dict[str, Tone] = {"safe": "good", "behind": "late", "not-safe": "bad"}
@@ -37,8 +35,7 @@ def job_of_remote(url: str, now: float, config_dir: Path | None = None) -> Job:
     Raises:
         RemoteError: it does not answer, or is no remote of ckptd.
     """
-    where = where_of(url, os.environ, config_dir=config_dir)
-    sight = where.read_one(where.remotes[0].name)
+    sight = sight_of(url, config_dir)
     found = FleetReader(sight).look()
     listed = list_remote(sight, datetime.fromtimestamp(now, UTC))
     newest_first = [one for one in reversed(listed.checkpoints) if found.run_id in (None, one.run_id)]
@@ -63,7 +60,6 @@ def job_not_read(url: str, error: CkptdError, now: float) -> Job:
 
 
 def _job(found: FleetStatus, listed: Sequence[ListedCheckpoint], damaged: Sequence[str], now: float) -> Job:
-    verdict, _, said = found.headline.partition(": ")
     problems = [Problem(sign="!", tone="bad", text=printable(text)) for text in (*found.problems, *damaged)]
     problems += [
         Problem(
@@ -94,8 +90,8 @@ def _job(found: FleetStatus, listed: Sequence[ListedCheckpoint], damaged: Sequen
         name=printable(found.job),
         where=printable(found.url),
         tone=_TONES[found.verdict],
-        verdict=printable(verdict),
-        clauses=tuple(printable(said).replace("; ", ", ").split(", ")),
+        verdict=found.verdict.upper().replace("-", " "),
+        clauses=tuple(map(printable, found.clauses)),
         problems=tuple(problems),
         needs_person=len(found.problems) + len(damaged),
         committed=when(found.safe.committed_at if found.safe is not None else None, now),
@@ -113,7 +109,7 @@ def _left(run: RunView) -> Problem:
     return Problem(sign="~", tone="late", text=printable(text), next_step=printable(step))
 
 
-def _node(row: NodeRow) -> Node:
+def _node(row: NodeReport) -> Node:
     return Node(
         name=printable(row.node),
         ranks=printable(row.ranks),

@@ -317,7 +317,7 @@ def _row(checkpoint: dict[str, Any], places: Sequence[str], now: float, *, is_al
         tag=checkpoint["tag"],
         step=("?" if step is None else str(step)) + (f" (branch {branch})" if branch > 1 else ""),
         size=size_of(checkpoint["bytes"]),
-        here=" ".join(rows.forms_here(checkpoint)) or ("kept copy" if checkpoint["local"]["held"] else "–"),
+        here=" ".join(words.forms_here(checkpoint)) or "–",
         marks=rows.marks_of(checkpoint),
         tone="bad" if rows.is_wrong(checkpoint) else "calm",
         places=tuple(
@@ -351,7 +351,7 @@ def _form(name: str, form: dict[str, Any], now: float, *, is_alive: bool) -> For
         word = "uploading" if percent is None else f"{percent} %"
         return Form(name=name, sign="↑", word=word, tone="late", title=title, percent=percent)
     sign, tone = rows.sign_of(form["state"])
-    word = "uploading" if is_uploading else rows.STATES.get(form["state"], form["state"])
+    word = words.form_state_of(form, is_alive=is_alive)
     return Form(name=name, sign=sign, word=word, tone=_OF_STYLE.get(tone, "calm"), title=title)
 
 

@@ -107,7 +107,7 @@ class Browser:
 
     def errors(self) -> list[str]:
         """What the console has, since the last call."""
-        return [str(entry["message"]) for entry in self.driver.get_log("browser")]
+        return [str(entry["message"]) for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
 
     def least_contrast(self) -> tuple[float, str]:
         """The worst contrast of a text to what is behind it, and the element."""

@@ -19,10 +19,10 @@ from ckptd.base.humanize import printable_everywhere
 from ckptd.cli.output import ENV_JOB, cell, print_line, print_note
 from ckptd.cli.status.of_url import show_url
 from ckptd.cli.status.tables import checkpoints_table, remote_table
-from ckptd.errors import CkptdError, NotFoundError, UsageError
+from ckptd.errors import CkptdError, UsageError
 from ckptd.maintenance.status import words
 from ckptd.maintenance.status.places import is_remote
-from ckptd.maintenance.status.published import find_status, is_meant
+from ckptd.maintenance.status.published import find_status, is_meant, jobs_meant
 from ckptd.maintenance.status.verdict import exit_code, life_of, verdict
 
 if TYPE_CHECKING:
@@ -159,14 +159,14 @@ def show(
     if watch:
         if as_json or tag is not None:
             raise UsageError("--watch shows jobs; it takes neither --json nor a TAG")
-        return _watch(lambda: _chosen(look(), job), retention, interval)
+        return _watch(lambda: jobs_meant(look(), job), retention, interval)
     document = look()
     life = life_of(document, time.time())
     if as_json:
         jobs = [one for one in document["jobs"] if job is None or is_meant(one, job)]
         _print_json(document | {"jobs": jobs}, tag, is_alive=life.is_well)
     else:
-        jobs = _chosen(document, job)["jobs"]
+        jobs = jobs_meant(document, job)["jobs"]
         _print(document | {"jobs": jobs}, tag, retention)
     return exit_code(jobs, is_alive=life.is_well)
 
@@ -198,19 +198,6 @@ def _must_be_of_a_node(url: str, **options: bool) -> None:
         if is_given:
             msg = f"--{option} is of this node's daemon, and {url} is a remote"
             raise UsageError(msg, hint=f"ckptd status {shlex.quote(url)}, or name the job")
-
-
-def _chosen(document: dict[str, Any], job: str | None) -> dict[str, Any]:
-    """Return the document with the jobs that are meant.
-
-    Raises:
-        NotFoundError: its daemon runs others.
-    """
-    jobs = [one for one in document["jobs"] if job is None or is_meant(one, job)]
-    if job is not None and not jobs:
-        msg = f"the daemon does not run {job} any more"
-        raise NotFoundError(msg, hint="its job file was removed or cannot run; the daemon's log says which")
-    return document | {"jobs": jobs}
 
 
 def _liveness(look: Callable[[], dict[str, Any]]) -> int:

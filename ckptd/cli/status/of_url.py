@@ -36,8 +36,7 @@ def _print(found: FleetStatus) -> None:
     from ckptd.cli.screen import screen
     from ckptd.cli.status.drawing import ELSEWHERE, Drawing, headline, prose
 
-    verdict, _, said = found.headline.partition(": ")
-    parts: list[Any] = [headline(found.job, verdict, said.replace("; ", ", ").split(", "))]
+    parts: list[Any] = [headline(found.job, found.headline.partition(": ")[0], found.clauses)]
     parts += [prose(f"! {problem}", "red") for problem in found.problems]
     for row in found.uncommitted:
         nodes = ", ".join(row.nodes)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.base.humanize import ago, size_of
 from ckptd.maintenance.status.rows import (
-    forms_here,
     is_wrong,
     left_out_in_words,
     marks_of,
@@ -15,7 +14,7 @@ from ckptd.maintenance.status.rows import (
     sign_of,
     worth_a_row,
 )
-from ckptd.maintenance.status.words import remote_shown
+from ckptd.maintenance.status.words import forms_here, remote_shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -104,8 +103,7 @@ def _row(
         step = f"branch {branch}" if is_told else f"{step} (branch {branch})"
     elif is_told:
         step = ""
-    kept_copy = "kept copy" if checkpoint["local"]["held"] else "–"
-    here = " ".join(_short(form, level) for form in forms_here(checkpoint)) or kept_copy
+    here = " ".join(_short(form, level) for form in forms_here(checkpoint)) or "–"
     return [
         cell(checkpoint["tag"]),
         cell(step),

@@ -47,7 +47,8 @@ def published(
 ) -> list[tuple[Path, dict[str, Any]]]:
     """Return state directories with the documents in them; of one job the first that has one.
 
-    `say` is told why one of several could not be read.
+    A `state_dir` that is given may hold those of several jobs: all of them. `say` is told why one of several
+    could not be read.
 
     Raises:
         NotFoundError: nothing is published where it would be. NotPermitted: this user may not look there.
@@ -67,7 +68,7 @@ def published(
                 continue
             if document is not None:
                 found.append((place, newest_of(place, document, _read)))
-                if job is not None:
+                if job is not None and state_dir is None:
                     break
     except NotFoundError:
         if denied is None:
@@ -174,3 +175,16 @@ def is_meant(status: dict[str, Any], job: str) -> bool:
     else:
         is_named = status["name"] == written[0] or status["save_dir"] == str(written[1])
     return is_named or bool(status["save_dir"] == os.path.normpath(os.path.abspath(job)))
+
+
+def jobs_meant(document: dict[str, Any], job: str | None) -> dict[str, Any]:
+    """Return the document with the jobs that are meant.
+
+    Raises:
+        NotFoundError: its daemon runs others.
+    """
+    jobs = [one for one in document["jobs"] if job is None or is_meant(one, job)]
+    if job is not None and not jobs:
+        msg = f"the daemon does not run {job} any more"
+        raise NotFoundError(msg, hint="its job file was removed or cannot run; the daemon's log says which")
+    return document | {"jobs": jobs}

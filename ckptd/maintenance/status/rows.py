@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptd.maintenance.status.words import state_of
+
 ROWS = 20
 """Settled checkpoints that are shown where not all are asked for."""
-STATES = {"pruned": "deleted here", "retired": "deleted there", "vanished": "gone", "superseded": "replaced"}
-"""States that are called otherwise where people read."""
 _OBVIOUS = ("complete", "committed", "uploading", "pruned", "vanished")
 """States that the columns of the forms show, here and in the remotes."""
 _WRONG = ("suspect", "torn re-save", "incomplete", "refused", "leftover")
@@ -55,24 +55,11 @@ def is_wrong(checkpoint: dict[str, Any]) -> bool:
     return checkpoint["state"] in _WRONG
 
 
-def forms_here(checkpoint: dict[str, Any]) -> list[str]:
-    """Name the forms that lie on this node."""
-    local = checkpoint["local"]
-    return ["zero"] * local["present"] + ["universal"] * (local["universal"] == "ready")
-
-
 def marks_of(checkpoint: dict[str, Any], *, says_pinned: bool = True) -> str:
     """Name the state, where no other column shows it, and say whether it is pinned."""
     marks = [] if checkpoint["state"] in _OBVIOUS else [state_of(checkpoint, is_alive=True)]
     marks += ["pinned"] * (checkpoint["pinned"] and says_pinned)
     return ", ".join(marks)
-
-
-def state_of(checkpoint: dict[str, Any], *, is_alive: bool) -> str:
-    """Name the state; a daemon that is gone saves and uploads nothing."""
-    if checkpoint["state"] == "uploading" and not is_alive:
-        return "not sent"
-    return STATES.get(checkpoint["state"], str(checkpoint["state"]))
 
 
 def note_of(checkpoint: dict[str, Any], *, retention: bool = False) -> tuple[str, str]:

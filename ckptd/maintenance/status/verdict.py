@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from ckptd.base.humanize import ago
 from ckptd.observe.status import pid_space
 
+Verdict = Literal["SAFE", "BEHIND", "PAUSED", "WAITING", "NOT SAFE", "NOT WATCHED"]
 STALE_SECONDS = 60.0
 """The daemon publishes at least every 20 s."""
 
@@ -85,7 +86,7 @@ def is_there(pid: int) -> bool:
         return True
 
 
-def verdict(job: dict[str, Any], life: Life) -> str:
+def verdict(job: dict[str, Any], life: Life) -> Verdict:
     """Return the word that answers: is my run safe?"""
     if job["state"] == "invalid":
         return "NOT SAFE"

@@ -26,7 +26,9 @@ SHOWN_REMOTES = 2
 
 NEXT = "  → "
 """Before what to type next."""
-_MARKS = {"attention": "!", "behind": "~"}
+MARKS = {"attention": "!", "behind": "~"}
+"""Before a problem, by its severity; `·` before any other."""
+_STATES = {"pruned": "deleted here", "retired": "deleted there", "vanished": "gone", "superseded": "replaced"}
 
 
 def headline(job: dict[str, Any], life: Life, now: float) -> str:
@@ -168,7 +170,7 @@ def problem_lines(job: dict[str, Any], now: float) -> list[tuple[str, str]]:
     for problem in job["problems"]:
         severity = problem["severity"]
         age = ago(seconds_since(problem["since"], now))
-        lines.append((severity, f"{_MARKS.get(severity, '·')} {problem['text']} ({age})"))
+        lines.append((severity, f"{MARKS.get(severity, '·')} {problem['text']} ({age})"))
         if problem["next_step"]:
             lines.append((severity, f"{NEXT}{problem['next_step']}"))
     return lines
@@ -237,3 +239,24 @@ def abilities(remote: dict[str, Any], *, is_all: bool) -> str:
 def remote_shown(remote: dict[str, Any]) -> str:
     """Name a remote: by its URL where it has no name of its own and the daemon is new enough to tell it."""
     return f"remote {remote['name']}" if remote["name"] != "remote" else remote.get("url") or "remote"
+
+
+def state_of(checkpoint: dict[str, Any], *, is_alive: bool) -> str:
+    """Name the state; a daemon that is gone saves and uploads nothing."""
+    if checkpoint["state"] == "uploading" and not is_alive:
+        return "not sent"
+    return _STATES.get(checkpoint["state"], str(checkpoint["state"]))
+
+
+def form_state_of(form: dict[str, Any], *, is_alive: bool) -> str:
+    """Name the state of a form in a remote; `is_alive` as for `state_of`."""
+    if form["state"] == "shipping":
+        return "uploading" if is_alive else "not sent"
+    return _STATES.get(form["state"], str(form["state"]))
+
+
+def forms_here(checkpoint: dict[str, Any]) -> list[str]:
+    """Name the forms on this node; where there is none, the copy that is kept until it is committed."""
+    local = checkpoint["local"]
+    forms = ["zero"] * local["present"] + ["universal"] * (local["universal"] == "ready")
+    return forms or ["kept copy"] * local["held"]
