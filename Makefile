@@ -38,7 +38,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test pytest adams bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house dist docs \
+.PHONY: help check-tools setup run test pytest adams bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house pictures dist docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -156,6 +156,9 @@ $(DOCS): bench/docs.txt | $(PY)
 docs: $(INSTALL) $(DOCS) ## the pages of docs/ as a site in .build/site (writes docs/configuration.md)
 	$(PY) -m tests.support.configuration_page
 	NO_MKDOCS_2_WARNING=1 .build/docs/bin/mkdocs build --strict --quiet
+
+pictures: $(INSTALL) ## pictures of the terminal and of the page (writes docs/status.svg, docs/images/; needs chromium)
+	$(PY) -m tests.support.pictures
 
 loader-matrix: setup ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 7200 tests/e2e/test_loader.py tests/e2e/test_convert_real.py $(ARGS)

@@ -49,8 +49,7 @@ def register(app: typer.Typer) -> None:
         help="Is my run safe? What is under way, what needs a person, and what to type. Exit code 0: safe; "
         "3: behind, or nothing is committed yet (also before the first checkpoint); 1: a person is needed "
         f"or no daemon watches.\n\n{_SIGNS}",
-        epilog="ckptd status\nckptd status llama-7b --watch\nckptd status s3://my-bucket/llama-7b\n"
-        "ckptd status --html status.html",
+        epilog="ckptd status\nckptd status llama-7b --watch\nckptd status s3://my-bucket/llama-7b",
     )
     def status(
         job: str | None = typer.Argument(

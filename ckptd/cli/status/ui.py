@@ -27,7 +27,12 @@ def register(app: typer.Typer) -> None:
             "Default: every job of this node.",
         ),
         port: int | None = typer.Option(
-            None, "--port", min=0, max=65535, help="Default: 8765, or a free one where that is taken."
+            None,
+            "--port",
+            min=0,
+            max=65535,
+            metavar="N",
+            help="Default: 8765, or a free one where that is taken.",
         ),
         state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
         config_dir: str | None = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
