@@ -436,6 +436,32 @@ def test_status_of_a_job_loads_what_it_shows_alone(tmp_path: Path) -> None:
         assert not found & (unwanted | ({"rich"} if words[:1] in (["--json"], ["--live"]) else set())), words
 
 
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        (
+            "daemon.bootstrap",
+            ("formats", "conversion.weights", "conversion.reader", "recover", "maintenance"),
+        ),
+        ("storage.child.child", ("core.policy.planner", "conversion", "daemon", "config.schema")),
+    ],
+)
+def test_a_process_at_rest_holds_no_code_that_it_does_not_run(module: str, unwanted: tuple[str, ...]) -> None:
+    """Converters, the unpickler and the policy cost megabytes in each process that has them."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, ckptd.{module}\nprint(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=PACKAGE.parent,
+        timeout=200,
+    )
+    held = [
+        name for name in done.stdout.split() if name.startswith(tuple(f"ckptd.{room}" for room in unwanted))
+    ]
+    assert held == []
+
+
 def test_a_daemon_without_need_loads_neither_metrics_nor_clouds(tmp_path: Path) -> None:
     """The real process, after it has looked, published and found nothing to do."""
     (tmp_path / "nvme").mkdir()

@@ -24,8 +24,8 @@ from ckptd.conversion.engine.executor_child import Execution, Request
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions
 from ckptd.conversion.parts import Literal
-from ckptd.conversion.plan import OutputFile, PlanReader
-from ckptd.conversion.reader import Sources, identity_of
+from ckptd.conversion.plan import OutputFile, PlanReader, identity_of
+from ckptd.conversion.reader import Sources
 from ckptd.errors import NoSpaceError, RefusedError, SourceChanged, StorageError, TargetExists, UsageError
 from tests.support.real import REPOSITORY
 from tests.support.synthetic import Made, Shapes, write_stage12
