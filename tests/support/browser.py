@@ -107,7 +107,8 @@ class Browser:
 
     def errors(self) -> list[str]:
         """What the console has, since the last call."""
-        return [str(entry["message"]) for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
+        entries = self.driver.execute("getLog", {"type": "browser"})["value"]
+        return [str(entry["message"]) for entry in entries]
 
     def least_contrast(self) -> tuple[float, str]:
         """The worst contrast of a text to what is behind it, and the element."""
