@@ -188,15 +188,15 @@ def status(
     """
     import time
 
-    from ckptd.maintenance.status.places import is_remote
     from ckptd.maintenance.status.published import find_status, jobs_meant
     from ckptd.maintenance.status.report import report_of_remote, reports_of
+    from ckptd.storage.local.job_names import is_remote
 
     named = None if job is None else os.fspath(job)
     if named is not None and is_remote(named):
         return report_of_remote(named, _path(config_dir))
     document = find_status(named, _path(state_dir), _path(config_dir), say=say)
-    found = reports_of(jobs_meant(document, named), time.time())
+    found = reports_of(jobs_meant(document, named, _path(config_dir)), time.time())
     # a name may be that of a job, and of the file of another one that cannot run: the worst, as the command
     return found if named is None else min(found, key=lambda one: (1, 3, 0).index(one.exit_code))
 
@@ -384,10 +384,14 @@ def resuming(
 
 def _job(job: str, url: str | None, config_dir: Path | None, say: Say) -> JobConfig:
     from ckptd.config.loader import job_from_arguments
-    from ckptd.errors import CkptdError
+    from ckptd.errors import CkptdError, UsageError
     from ckptd.recover.select.job import job_named
+    from ckptd.storage.local.job_names import is_remote
 
     if url is None:
+        if is_remote(job):
+            hint = f"ckptd resume SAVE_DIR {job}; into another directory: ckptd restore {job}"
+            raise UsageError(f"resume works in a save_dir of this node, and {job} is a remote", hint=hint)
         return job_named(job, os.environ, config_dir=config_dir)
     options: dict[str, str] = {}
     try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from ckptd.base.humanize import printable, size_of
 from ckptd.errors import UsageError
 
 Form = Literal["universal", "weights"]
@@ -80,7 +81,7 @@ class ClusterReport:
     bytes_needed: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ConvertReport:
     """Report the result of a finished conversion."""
 
@@ -106,3 +107,13 @@ class ConvertReport:
     """What a resumed run will find different (optimizer state that a loader leaves out); of weights, tensors
     stored once under another name or left out by the save."""
     cluster: ClusterReport | None = None
+
+    def __repr__(self) -> str:
+        """Say what was made, where, and what to know of it."""
+        made = f"{self.files} files, {size_of(self.bytes)} in {self.seconds:.2f} s"
+        lines = [
+            f"{self.form} of step {'?' if self.step is None else self.step} in {self.destination}",
+            f"  {made}, {'verified' if self.verified else 'not verified'}",
+            *(f"  {note}" for note in self.notes),
+        ]
+        return "\n".join(map(printable, lines))

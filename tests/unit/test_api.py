@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ckptd.errors import (
     TargetExists,
     UsageError,
 )
+from tests.support import console
 from tests.support.restore_scene import OPTIM, RestoreScene, scene
 
 __all__ = ["scene"]
@@ -185,3 +188,42 @@ def checked(script: Path) -> str:
     command += ["--cache-dir", str(script.parent / "cache"), script.name]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=script.parent)
     return done.stdout + done.stderr
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
+JOB_OF_PAGE = """# llama-7b.toml
+save_dir = "/nvme/llama-7b"
+[[remote]]
+name = "nas"
+url = "/mnt/nas/llama-7b"
+"""
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block marked `pycon` of docs/python.md, from its top, beside a real daemon; `…` is anything."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with console.scene(tmp_path) as scene:
+        scene.save("global_step5")
+        scene.write(JOB_OF_PAGE)
+        for command in ("ckptd run --job llama-7b.toml", "ckptd wait /nvme/llama-7b --step 5"):
+            assert scene.run(console.Command(command, None)) is None
+        monkeypatch.chdir(scene.here)
+        committed = {"zero": "committed", "universal": "committed"}
+        while ckptd.status(scene.at("/nvme/llama-7b")).checkpoints[0].remotes["nas"] != committed:
+            time.sleep(0.2)
+        blocks = re.findall(r"^```pycon\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+        assert len(blocks) > 5
+        examples = scene.mapped("\n".join(blocks))
+        page = doctest.DocTestParser().get_doctest(examples, {}, PAGE.name, str(PAGE), 0)
+        told: list[str] = []
+        checker = SimilarOutput()
+        assert doctest.DocTestRunner(checker).run(page, out=told.append).failed == 0, "".join(told)
+
+
+class SimilarOutput(doctest.OutputChecker):
+    """As for `console` blocks: `…` stands for anything, and alone on a line for any number of lines."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        """Compare line by line."""
+        lines = (tuple(line for line in text.splitlines() if line.strip()) for text in (want, got))
+        return console.agree(next(lines), list(next(lines)))

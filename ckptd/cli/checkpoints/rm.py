@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import print_line, print_note
+from ckptd.cli.output import JOB_HERE_HELP, print_line, print_note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command("rm", help=_HELP, epilog=_EXAMPLES)
     def rm(
-        job: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir."),
+        job: str = typer.Argument(..., metavar="JOB", help=JOB_HERE_HELP),
         tags: list[str] = typer.Argument(..., metavar="TAG ...", help="The folders' names."),
         local: bool = typer.Option(False, "--local", help="Only from this node's disk."),
         remote: list[str] = typer.Option(
@@ -326,10 +326,10 @@ def _must_agree(count: int, *, is_agreed: bool) -> None:
 
 
 def _what(row: RemovalRowStatus) -> str:
-    from ckptd.config.quantities import show_bytes
+    from ckptd.base.humanize import size_of
 
     if row.remote is None:
-        size = show_bytes(row.bytes) if row.bytes else ", ".join(row.forms)
+        size = size_of(row.bytes) if row.bytes else ", ".join(row.forms)
         return f"{row.tag} here{f' ({size})' if size else ''}"
     forms = ", ".join(row.forms)
     return f"{row.tag} in {row.remote}{f' ({forms})' if forms else ''}"

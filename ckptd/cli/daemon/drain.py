@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, print_line, print_note
+from ckptd.cli.output import ENV_JOB, JOB_HERE_HELP, print_line, print_note
 from ckptd.config import commands
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ def register(app: typer.Typer) -> None:
     @app.command("drain", help=_HELP, epilog="ckptd drain llama-7b --deadline 2m")
     def drain(
         job: str = typer.Argument(
-            None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
+            None,
+            metavar="JOB",
+            envvar=ENV_JOB,
+            help=f"{JOB_HERE_HELP} Default: every configured job.",
         ),
         deadline: str = typer.Option(
             "120s", "--deadline", metavar="DURATION", help="How long there is (30s, 2m)."
@@ -48,11 +51,13 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.config.quantities import parse_duration
         from ckptd.errors import UsageError
+        from ckptd.storage.local.job_names import must_be_of_this_node
 
         try:
             seconds = parse_duration(deadline)
         except ValueError as error:
             raise UsageError(f"--deadline: {error}") from error
+        must_be_of_this_node(job, "drain")
         places = [Path(place) if place else None for place in (state_dir, config_dir)]
         raise typer.Exit(Draining(job, seconds, *places).run())
 
@@ -119,7 +124,9 @@ class Draining:
             document = find_status(self._job, self._state_dir, self._config_dir)
         except NotFoundError:
             return False
-        jobs = [one for one in document["jobs"] if self._job is None or is_meant(one, self._job)]
+        jobs = [
+            one for one in document["jobs"] if self._job is None or is_meant(one, self._job, self._config_dir)
+        ]
         is_waiting = bool(jobs) and all(one["state"] == "waiting" for one in jobs)
         return is_waiting and life_of(document, time.time()).is_well
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from ckptd.base.humanize import printable_everywhere
-from ckptd.cli.output import ENV_JOB, cell, print_line, print_note
+from ckptd.cli.output import ENV_JOB, JOB_HELP, cell, print_line, print_note
 from ckptd.cli.status.of_url import show_url
 from ckptd.cli.status.tables import checkpoints_table, remote_table
 from ckptd.errors import CkptdError, UsageError
 from ckptd.maintenance.status import words
-from ckptd.maintenance.status.places import is_remote
 from ckptd.maintenance.status.published import find_status, is_meant, jobs_meant
 from ckptd.maintenance.status.verdict import exit_code, life_of, verdict
+from ckptd.storage.local.job_names import is_remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +55,8 @@ def register(app: typer.Typer) -> None:
         job: str | None = typer.Argument(
             None,
             envvar=ENV_JOB,
-            help="SAVE_DIR, job file or job name; default: every job. URL: all its nodes.",
+            metavar="JOB",
+            help=f"{JOB_HELP} Default: every daemon of yours; of a URL all its nodes.",
         ),
         tag: str | None = typer.Argument(None, help="One checkpoint's whole story."),
         as_json: bool = typer.Option(
@@ -158,14 +159,14 @@ def show(
     if watch:
         if as_json or tag is not None:
             raise UsageError("--watch shows jobs; it takes neither --json nor a TAG")
-        return _watch(lambda: jobs_meant(look(), job), retention, interval)
+        return _watch(lambda: jobs_meant(look(), job, places[1]), retention, interval)
     document = look()
     life = life_of(document, time.time())
     if as_json:
-        jobs = [one for one in document["jobs"] if job is None or is_meant(one, job)]
+        jobs = [one for one in document["jobs"] if job is None or is_meant(one, job, places[1])]
         _print_json(document | {"jobs": jobs}, tag, is_alive=life.is_well)
     else:
-        jobs = jobs_meant(document, job)["jobs"]
+        jobs = jobs_meant(document, job, places[1])["jobs"]
         _print(document | {"jobs": jobs}, tag, retention)
     return exit_code(jobs, is_alive=life.is_well)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from ckptd.cli.output import print_answer, print_note
+from ckptd.cli.output import JOB_HELP, print_answer, print_note
 
 
 def register(app: typer.Typer) -> None:
@@ -22,9 +22,8 @@ def register(app: typer.Typer) -> None:
     def ui(
         names: list[str] | None = typer.Argument(
             None,
-            metavar="JOB|URL",
-            help="Job names, SAVE_DIRs or job files of this node; URLs: all nodes of a job, from its remote. "
-            "Default: every job of this node.",
+            metavar="JOB ...",
+            help=f"{JOB_HELP} URL: all its nodes. Default: every job of this node.",
         ),
         port: int | None = typer.Option(
             None,

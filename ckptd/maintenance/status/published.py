@@ -161,14 +161,14 @@ def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return newest | {"jobs": list(jobs.values())}
 
 
-def is_meant(status: dict[str, Any], job: str) -> bool:
+def is_meant(status: dict[str, Any], job: str, config_dir: Path | None = None) -> bool:
     """Tell whether a job that is published is JOB: a name, a save_dir, or a job file, by what stands in
     it.
     """
     # a name needs no working directory, which may have gone
     if status["name"] == job:
         return True
-    written = written_in(job)
+    written = written_in(job, config_dir)
     if written is None or status["state"] == "invalid":
         # what does not run is published by its file's name
         is_named = status["name"] == Path(job).stem
@@ -177,13 +177,13 @@ def is_meant(status: dict[str, Any], job: str) -> bool:
     return is_named or bool(status["save_dir"] == os.path.normpath(os.path.abspath(job)))
 
 
-def jobs_meant(document: dict[str, Any], job: str | None) -> dict[str, Any]:
+def jobs_meant(document: dict[str, Any], job: str | None, config_dir: Path | None = None) -> dict[str, Any]:
     """Return the document with the jobs that are meant.
 
     Raises:
         NotFoundError: its daemon runs others.
     """
-    jobs = [one for one in document["jobs"] if job is None or is_meant(one, job)]
+    jobs = [one for one in document["jobs"] if job is None or is_meant(one, job, config_dir)]
     if job is not None and not jobs:
         msg = f"the daemon does not run {job} any more"
         raise NotFoundError(msg, hint="its job file was removed or cannot run; the daemon's log says which")

@@ -51,7 +51,7 @@ class ProblemReport:
     """Something that is stuck or worth knowing, and what to do about it."""
 
     code: str
-    """As docs/operations.md lists them; empty: no daemon published it."""
+    """As docs/problems.md lists them; empty: no daemon published it."""
     severity: Severity
     """attention: a person is needed; behind: it goes on by itself; note."""
     text: str
