@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import CkptdError
-from ckptd.maintenance.status.places import is_remote
 from ckptd.maintenance.status.published import is_meant, published
 from ckptd.observe.audit import read_retired
 from ckptd.page.fleet import job_not_read, job_of_remote
 from ckptd.page.timeline import when
 from ckptd.page.view import Job, Page, first_open, jobs_of, notices_of
+from ckptd.storage.local.job_names import is_remote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
