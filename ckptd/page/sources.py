@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import CkptdError
-from ckptd.maintenance.status.published import is_meant, published
+from ckptd.maintenance.status.published import is_meant, jobs_meant, published, published_by_all
 from ckptd.observe.audit import read_retired
 from ckptd.page.fleet import job_not_read, job_of_remote
 from ckptd.page.timeline import when
@@ -17,7 +18,7 @@ from ckptd.page.view import Job, Page, first_open, jobs_of, notices_of
 from ckptd.storage.local.job_names import is_remote
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 REMOTE_SECONDS = 30.0
@@ -74,18 +75,30 @@ def read_local(asked: Wanted, now: float) -> tuple[list[Job], list[str]]:
     jobs: dict[str, Job] = {}
     notices: list[str] = []
     for name in asked.jobs or (() if asked.urls else (None,)):
-        for place, document in published(name, asked.state_dir, asked.config_dir, say=notices.append):
-            meant = [one for one in document["jobs"] if name is None or is_meant(one, name)]
+        known = _published(name, asked, notices.append)
+        is_there = False
+        # of a job that several daemons have published the newest document counts
+        for place, document in sorted(known, key=lambda one: str(one[1]["generated_at"]), reverse=True):
             # the audit file is of one job
             deleted = read_retired(place) if len(document["jobs"]) == 1 else []
+            meant = [one for one in document["jobs"] if name is None or is_meant(one, name, asked.config_dir)]
+            is_there |= bool(meant)
             notices += notices_of(document)
-            for job in jobs_of(_with(document, meant), now, deleted):
+            for job in jobs_of(document | {"jobs": meant}, now, deleted):
                 jobs.setdefault(job.key, job)
+        if name is not None and not is_there:
+            # says that the daemon does not run it any more
+            jobs_meant(known[0][1], name, asked.config_dir)
     return list(jobs.values()), list(dict.fromkeys(notices))
 
 
-def _with(document: dict[str, Any], jobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return document | {"jobs": jobs}
+def _published(
+    name: str | None, asked: Wanted, say: Callable[[str], None]
+) -> list[tuple[Path, dict[str, Any]]]:
+    """Return what `ckptd status` reads: without a name and a place every daemon of this user."""
+    if name or asked.state_dir or asked.config_dir or os.environ.get("CKPTD_CONFIG_DIR"):
+        return published(name, asked.state_dir, asked.config_dir, say=say)
+    return published_by_all(say)
 
 
 class LivePage:
