@@ -39,7 +39,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test pytest adams demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house pictures dist docs \
+.PHONY: help check-tools setup run test pytest adams demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house pictures man dist docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -203,7 +203,10 @@ fleet: setup ## simulated nodes: 10,000 histories of <= 8, 100 of 64 x 50, one o
 figures: $(INSTALL) ## write what the long runs came to into docs/faults.md
 	$(PY) -m tests.support.figures
 
-dist: $(INSTALL) ## the sdist and the wheel with their checksums in dist/
+man: $(INSTALL) ## the manual page of all commands, .build/man/ckptd.1
+	$(PY) -m ckptd.cli.man .build/man/ckptd.1
+
+dist: man ## the sdist and the wheel with their checksums in dist/
 	rm -rf dist && $(VENV)/bin/hatchling build -d dist && cd dist && sha256sum * > SHA256SUMS
 
 house: $(INSTALL) ## how the code is laid out, now and before the rooms (writes the picture of docs/internals/architecture.md)

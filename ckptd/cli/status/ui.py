@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from ckptd.cli.completion import complete_job
 from ckptd.cli.output import JOB_HELP, print_answer, print_note
 
 
@@ -23,6 +24,7 @@ def register(app: typer.Typer) -> None:
         names: list[str] | None = typer.Argument(
             None,
             metavar="JOB ...",
+            autocompletion=complete_job,
             help=f"{JOB_HELP} URL: all its nodes. Default: every job of this node.",
         ),
         port: int | None = typer.Option(
