@@ -47,7 +47,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-python check-tools install setup run test pytest adams demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house dist release docs \
+.PHONY: help check-python check-tools install setup run test pytest adams demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house man dist release docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -219,10 +219,13 @@ fleet: setup ## simulated nodes: 10,000 histories of <= 8, 100 of 64 x 50, one o
 figures: $(INSTALL) ## write what the long runs came to into docs/faults.md
 	$(PY) -m tests.support.figures
 
-release: $(INSTALL) ## sdist, wheel, SBOM (CycloneDX), image and SHA256SUMS in dist/ (BASE=IMAGE for another base)
+release: man ## sdist, wheel, SBOM (CycloneDX), image and SHA256SUMS in dist/ (BASE=IMAGE for another base)
 	$(PY) -m bench.release --base "$(BASE)"
 
-dist: $(INSTALL) ## the sdist and the wheel with their checksums in dist/
+man: $(INSTALL) ## the manual page of all commands, .build/man/ckptd.1
+	$(PY) -m ckptd.cli.man .build/man/ckptd.1
+
+dist: man ## the sdist and the wheel with their checksums in dist/
 	rm -rf dist && $(VENV)/bin/hatchling build -d dist && cd dist && sha256sum * > SHA256SUMS
 
 house: $(INSTALL) ## how the code is laid out, now and before the rooms (writes the picture of docs/internals/architecture.md)

@@ -49,6 +49,7 @@ def installed_bytes(home: Path) -> int:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "ckptd.cli.man", ROOT / ".build" / "man" / "ckptd.1")  # as `make dist`
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out, ROOT)
     (found,) = out.glob("ckptd-*.whl")
     return found
@@ -63,7 +64,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
             for line in archive.read(metadata).decode().splitlines()
             if line.startswith("Requires-Dist: ") and "extra ==" not in line
         ]
-    assert {n.split("/")[0] for n in names} == {"ckptd", names[0].split("/")[0], Path(metadata).parts[0]}
+    data = metadata.split(".dist-info")[0] + ".data"
+    assert {n.split("/")[0] for n in names} == {"ckptd", data, Path(metadata).parts[0]}
+    assert [n for n in names if n.startswith(data)] == [f"{data}/data/share/man/man1/ckptd.1"]
     assert any(n == "ckptd/cli/main.py" for n in names)
     assert not any(r.lower().startswith(("torch", "deepspeed", "numpy", "matplotlib")) for r in required)
 
