@@ -176,7 +176,8 @@ def status(
     """Report whether a run is safe, as its daemon last published it; of a URL: the whole job, all its nodes.
 
     Args:
-        job: a job's name, file or save_dir; the URL or directory of a remote; None: every job of this node.
+        job: a name, file, save_dir or URL; None: every job that is configured, or
+            that a daemon of this user watches.
         state_dir: where status.json lies, if neither save_dir nor the configuration tells.
         say: is told why the status of one of several daemons cannot be read.
 
@@ -189,15 +190,18 @@ def status(
     """
     import time
 
-    from ckptd.maintenance.status.published import find_status, jobs_meant
+    from ckptd.maintenance.status.published import find_statuses, jobs_meant
     from ckptd.maintenance.status.report import report_of_remote, reports_of
     from ckptd.storage.local.job_names import is_remote
 
     named = None if job is None else os.fspath(job)
     if named is not None and is_remote(named):
         return report_of_remote(named, _path(config_dir))
-    document = find_status(named, _path(state_dir), _path(config_dir), say=say)
-    found = reports_of(jobs_meant(document, named, _path(config_dir)), time.time())
+    documents = find_statuses(named, _path(state_dir), _path(config_dir), say=say)
+    now = time.time()
+    found = tuple(
+        report for one in documents for report in reports_of(jobs_meant(one, named, _path(config_dir)), now)
+    )
     # a name may be that of a job, and of the file of another one that cannot run: the worst, as the command
     return found if named is None else min(found, key=lambda one: (1, 3, 0).index(one.exit_code))
 

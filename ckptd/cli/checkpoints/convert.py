@@ -51,11 +51,7 @@ def register(app: typer.Typer) -> None:
             "auto", help="strict: as ds_to_universal writes; superset: loads in stages 1, 2 and 3; auto."
         ),
         memory_budget: str = typer.Option(
-            "512MiB",
-            "--memory-budget",
-            "--memory_budget",
-            metavar="SIZE",
-            help="Memory it may take.",
+            "512MiB", "--memory-budget", "--memory_budget", metavar="SIZE", help="Memory it may take."
         ),
         verify: bool = typer.Option(False, help="Check the source's CRCs, and the output against the plan."),
         no_strict: bool = typer.Option(False, "--no-strict", "--no_strict", help="Allow unused patterns."),
