@@ -51,8 +51,8 @@ def test_all_four_outlive_the_state_directory(tmp_path: Path) -> None:
         here.wait("the reasons", lambda: here.checkpoint("global_step3")["keep"] == why)
         left = here.checkpoint("global_step3")
         assert {form["state"] for forms in left["remotes"].values() for form in forms.values()} == {"none"}
-        adopts = f"`ckptd accept {here.job_file} --existing` sends and rotates it"
-        assert left["reason"] == f"found at the first start: not sent (backfill); {adopts}"
+        adopts = f"`ckptd accept {here.job_file} --existing` uploads and rotates it"
+        assert left["reason"] == f"there before ckptd: not uploaded; {adopts}"
         assert left["next_step"] is None, "it is whole: nothing to remove"
         here.stop()
         decide(here, "pin", "--remove", "global_step2")

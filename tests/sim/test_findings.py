@@ -979,7 +979,7 @@ def test_of_an_old_save_dir_all_that_may_be_its_newest_is_committed(world: World
     drain = job_status(world.job).drain
     assert drain is not None
     assert (drain.is_done, drain.unsent) == (True, ("global_step8",))
-    assert drained_words([world.job]).endswith("but for 1 found at the first start (not sent: backfill)")
+    assert drained_words([world.job]).endswith("but for 1 that were there before ckptd (not uploaded)")
     saved(world, 4)
     world.live_on(300, rng, world.has_rested)
     assert orders(world)["global_step4"] == (2, 4)

@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
     def restore(
         job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
         tag: str = typer.Argument(None, metavar="TAG", help="Which one; default: the newest committed."),
-        to: str = typer.Option(
+        to: str | None = typer.Option(
             None, metavar="DIR", help="Where to; made where absent. Default: here, as ./TAG."
         ),
         form: str = typer.Option(
