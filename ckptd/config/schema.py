@@ -252,7 +252,7 @@ class JobConfig(Section):
         "newest",
         "existing",
         '"newest"',
-        "checkpoints that were there before ckptd, uploaded: newest | all | none; never deleted but with all",
+        "there before ckptd, uploaded: newest | all | none; never deleted but with all",
     )
     unuploaded: Unuploaded = _key(
         "keep",

@@ -47,7 +47,7 @@ def test_all_four_outlive_the_state_directory(tmp_path: Path) -> None:
         kept = {"global_step2", "global_step3", "global_step4"}
         here.wait("the limit", lambda: here.local_tags() == kept, 40)
         here.wait("the pin", lambda: "pinned" in here.checkpoint("global_step2")["keep"])
-        why = ["not committed on every required remote", "found at the first start (ckptd accept --existing)"]
+        why = ["not committed on every required remote", "there before ckptd (ckptd accept --existing)"]
         here.wait("the reasons", lambda: here.checkpoint("global_step3")["keep"] == why)
         left = here.checkpoint("global_step3")
         assert {form["state"] for forms in left["remotes"].values() for form in forms.values()} == {"none"}

@@ -972,7 +972,7 @@ def test_of_an_old_save_dir_all_that_may_be_its_newest_is_committed(world: World
     assert (done.steps_at_risk, judge_step(asdict(done), 3)[0], exit_code(world.job)) == (0, "committed", 0)
     reasons = {one.step: one.reason for one in done.checkpoints}
     assert reasons[3] is None
-    assert str(reasons[8]).startswith("found at the first start: not sent")
+    assert str(reasons[8]).startswith("there before ckptd: not uploaded")
     assert unsent_here(world.job) == ("global_step8",)
     world.job.control.begin_drain(60)
     world.live_on(20, rng)
