@@ -13,7 +13,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptd.config.commands import command_for, node_name
+from ckptd.config.commands import node_name
 from ckptd.config.schema import config_digest
 from ckptd.daemon.actions.control import Control
 from ckptd.daemon.actions.executor import PlanExecutor
@@ -384,7 +384,6 @@ class Job:
         self.idle.set_idle(is_idle=is_at_rest(self) and not state.is_first_scan and not self.needs_turn)
         self.supervisor.works()
         if state.is_first_scan:
-            _say_existing(self)
             state.end_first_scan()
             self.wake()
 
@@ -451,14 +450,3 @@ class Job:
         if self._fd is not None:
             close_save_dir(self._fd, self._lock)
             self._fd = None
-
-
-def _say_existing(job: Job) -> None:
-    """Log once a start how many checkpoints that were there before stay on this node alone."""
-    from ckptd.core.policy.safety import unsent
-
-    left = unsent(job.view) if job.view is not None else ()
-    if left:
-        text = "%d checkpoints were there before ckptd and are not uploaded (%s): `%s` uploads them"
-        command = command_for(job.config, "accept", "--existing")
-        log.info(text, len(left), ", ".join([*left[:3], *(["…"] if left[3:] else [])]), command)
