@@ -60,7 +60,6 @@ def register(app: typer.Typer) -> None:
         from ckptd.recover.select.copies import Nodes
 
         to = to if to is not None else _here(tag)
-        _must_be_a_directory_here(to)
         options = RecoveryOptions(
             tag=tag,
             run=run,
@@ -102,18 +101,6 @@ def _here(tag: str | None) -> str:
         return "."
     msg = f"{here} is a directory of checkpoints: its latest names {named}"
     raise TargetExists(msg, hint="--to DIR restores elsewhere, --to . here all the same")
-
-
-def _must_be_a_directory_here(to: str) -> None:
-    """Raises: UsageError: it is empty, or a URL."""
-    from ckptd.errors import UsageError
-
-    if not to.strip():
-        msg = "--to is empty"
-        raise UsageError(msg, hint="an unset variable? write the directory, `--to .` for this one")
-    if "://" in to:
-        msg = f"--to is a directory of this machine, and {to} is a URL"
-        raise UsageError(msg, hint="restore to a directory, and copy it from there")
 
 
 def ranks_of(text: str) -> frozenset[int]:
