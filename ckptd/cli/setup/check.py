@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.completion import complete_job
 from ckptd.cli.output import JOB_HERE_HELP, cell, cells, print_line
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def register(app: typer.Typer) -> None:
         files: list[str] = typer.Argument(
             None,
             metavar="JOB ...",
+            autocompletion=complete_job,
             help=f"{JOB_HERE_HELP} Or SAVE_DIR URL, as for run. Default: every configured job.",
         ),
         existing: str = typer.Option(
