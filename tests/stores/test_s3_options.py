@@ -47,7 +47,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def store_at(endpoint: str, folder: str = "", **more: Any) -> S3Store:
-    access = Access(endpoint_url=endpoint, part_size_bytes=PART_BYTES, **more)
+    access = servers.access(endpoint, part_size_bytes=PART_BYTES, **more)
     store = open_store(f"s3://{servers.BUCKET}/{folder or secrets.token_hex(4)}", access=access)
     assert isinstance(store, S3Store)
     return store

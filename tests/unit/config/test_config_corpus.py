@@ -118,6 +118,11 @@ WRONG: dict[str, list[Any]] = {
         "http://",
         DATE,
     ],
+    "remote.client": [5, True, "", "boto3", "S3FS", DATE],
+    "remote.storage_options": [
+        *(5, True, "anon", ["anon"], {"asynchronous": True}, {"session": "x"}, {"when": DATE}, DATE),
+        *({"secret": "x"}, {"client_kwargs": {"aws_secret_access_key": "x"}}, ["key=x"]),
+    ],
     "remote.region": [5, True, "", "eu west", DATE],
     "remote.credentials": [
         *(
