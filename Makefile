@@ -153,8 +153,9 @@ $(DOCS): bench/docs.txt | $(PY)
 	.build/docs/bin/python -m pip install -q -r bench/docs.txt
 	@touch $@
 
-docs: $(INSTALL) $(DOCS) ## the pages of docs/ as a site in .build/site (writes docs/configuration.md)
+docs: $(INSTALL) $(DOCS) ## the pages of docs/ as a site in .build/site (writes docs/configuration.md, docs/commands.md)
 	$(PY) -m tests.support.configuration_page
+	$(PY) -m tests.support.commands_page
 	NO_MKDOCS_2_WARNING=1 .build/docs/bin/mkdocs build --strict --quiet
 
 loader-matrix: setup ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)

@@ -1,7 +1,9 @@
-"""Do from Python what the commands do: `from ckptd import api; api.restore("s3://bucket/run", "here")`.
+"""Do from Python what the commands do: `import ckptd; ckptd.restore("s3://bucket/run", "here")`.
 
-Each takes what the command of its name takes and returns typed results. Errors are those of `ckptd.errors`,
-with the message, hint and exit code that the command would end with: the commands run the same code.
+Each function takes what the command of its name takes and returns a typed result (docs/python.md). Errors are
+those of `ckptd.errors`, with the message, hint and exit code that the command would end with: the commands
+run the same code. Whoever calls hears nothing on stdout or stderr: `say` is told what the command prints on
+stderr, and `on_progress` (what is done, bytes done, bytes in all) how far a long call is.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from ckptd.errors import CkptdError
     from ckptd.maintenance.inspection import Inspection
     from ckptd.maintenance.listing import RemoteListing
+    from ckptd.maintenance.status.report import JobReport
     from ckptd.maintenance.verify import Slice, VerifiedRemote
     from ckptd.recover.plan import RecoveryOptions
     from ckptd.recover.recovery import Recovered
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
     PathLike = str | os.PathLike[str]
     Say = Callable[[str], None]
+    Progress = Callable[[str, int, int], None]
     Failures = dict[str, CkptdError]
 
 
@@ -37,7 +41,7 @@ def inspect(folder: PathLike) -> Inspection:
     Raises:
         NotFoundError: there is no checkpoint.
 
-    >>> api.inspect("nvme/run").checkpoints[0].step
+    >>> ckptd.inspect("nvme/run").checkpoints[0].step
     5
     """
     from ckptd.base.process import must_answer
@@ -59,40 +63,60 @@ def convert(
     form: Form = "universal",
     dtype: Dtype = "fp32",
     compat: Compat = "auto",
+    max_shard_bytes: int = 5_000_000_000,
     memory_budget_bytes: int = 512 << 20,
     verify: bool = False,
-    on_progress: Callable[[ConvertProgress], None] | None = None,
+    on_progress: Progress | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> ConvertReport:
     """Convert a checkpoint into the universal form, or into weights; both ends may be URLs.
 
+    Args:
+        dtype, max_shard_bytes: of weights.
+        verify: check the source's CRCs first, and compare what was made with the plan.
+        should_stop: is asked again and again; once it returns true the call ends, and another one goes on.
+
     Raises:
         RefusedError, DamagedError: it has no such form, or is damaged. TargetExists, NoSpaceError, ….
+        UsageError: no such form, dtype or layout.
 
-    >>> report = api.convert("nvme/run/global_step5", "universal", verify=True)
+    >>> report = ckptd.convert("nvme/run/global_step5", "universal", verify=True)
     >>> report.step
     5
     """
-    from ckptd.conversion.options import ConvertOptions
+    from ckptd.conversion.options import MIB, ConvertOptions
     from ckptd.conversion.remote.ends import convert_ends, ends_of
+    from ckptd.errors import UsageError
 
+    if memory_budget_bytes < 64 * MIB:
+        raise UsageError(f"memory_budget_bytes={memory_budget_bytes} is too small", hint="at least 64 << 20")
     options = ConvertOptions(
-        form=form, dtype=dtype, compat=compat, memory_budget_bytes=memory_budget_bytes, verify=verify
+        form=form,
+        dtype=dtype,
+        compat=compat,
+        max_shard_bytes=max_shard_bytes,
+        memory_budget_bytes=memory_budget_bytes,
+        verify=verify,
     )
+
+    def tell(progress: ConvertProgress) -> None:
+        if on_progress is not None:
+            on_progress(progress.phase, progress.bytes_done, progress.bytes_total)
+
     return convert_ends(
         *ends_of(os.fspath(source), os.fspath(destination)),
         options,
-        on_progress=on_progress,
+        on_progress=tell,
         should_stop=should_stop or (lambda: False),
     )
 
 
 def checkpoints(
-    job: str,
+    job: PathLike,
     *,
     run: str | None = None,
     remote: str | None = None,
-    config_dir: Path | None = None,
+    config_dir: PathLike | None = None,
     say: Say | None = None,
     failures: Failures | None = None,
 ) -> list[RemoteListing]:
@@ -103,7 +127,7 @@ def checkpoints(
         failures: takes the errors of remotes that do not answer, by name; else the first is raised.
         say: is told each note, such as why a remote does not answer.
 
-    >>> [one.tag for one in api.checkpoints("nas/run")[0].checkpoints]
+    >>> [one.tag for one in ckptd.checkpoints("nas/run")[0].checkpoints]
     ['global_step5']
     """
     from datetime import UTC, datetime
@@ -112,7 +136,7 @@ def checkpoints(
     from ckptd.recover.select.runs import Runs
     from ckptd.recover.select.sources import where_of
 
-    where = where_of(job, os.environ, only=remote, config_dir=config_dir)
+    where = where_of(os.fspath(job), os.environ, only=remote, config_dir=_path(config_dir))
     with _raising(failures) as failed:
         sights = list(where.read(say or _silent, failed))
     if run is not None and sights:
@@ -121,15 +145,71 @@ def checkpoints(
     return [list_remote(sight, datetime.now(UTC)) for sight in sights]
 
 
+@overload
+def status(
+    job: PathLike,
+    *,
+    state_dir: PathLike | None = None,
+    config_dir: PathLike | None = None,
+    say: Say | None = None,
+) -> JobReport: ...
+
+
+@overload
+def status(
+    job: None = None,
+    *,
+    state_dir: PathLike | None = None,
+    config_dir: PathLike | None = None,
+    say: Say | None = None,
+) -> tuple[JobReport, ...]: ...
+
+
+def status(
+    job: PathLike | None = None,
+    *,
+    state_dir: PathLike | None = None,
+    config_dir: PathLike | None = None,
+    say: Say | None = None,
+) -> JobReport | tuple[JobReport, ...]:
+    """Report whether a run is safe, as its daemon last published it; of a URL: the whole job, all its nodes.
+
+    Args:
+        job: a job's name, file or save_dir; the URL or directory of a remote; None: every job of this node.
+        state_dir: where status.json lies, if neither save_dir nor the configuration tells.
+        say: is told why the status of one of several daemons cannot be read.
+
+    Raises:
+        NotFoundError: no daemon has published a status of it.
+
+    >>> report = ckptd.status("nas/run")
+    >>> report.verdict, report.safe.step, report.exit_code
+    ('SAFE', 5, 0)
+    """
+    import time
+
+    from ckptd.maintenance.status.published import find_status, jobs_meant
+    from ckptd.maintenance.status.report import report_of_remote, reports_of
+    from ckptd.storage.local.job_names import is_remote
+
+    named = None if job is None else os.fspath(job)
+    if named is not None and is_remote(named):
+        return report_of_remote(named, _path(config_dir))
+    document = find_status(named, _path(state_dir), _path(config_dir), say=say)
+    found = reports_of(jobs_meant(document, named, _path(config_dir)), time.time())
+    # a name may be that of a job, and of the file of another one that cannot run: the worst, as the command
+    return found if named is None else min(found, key=lambda one: (1, 3, 0).index(one.exit_code))
+
+
 def verify(
-    job: str,
+    job: PathLike,
     tag: str | None = None,
     *,
     read: Slice | None = None,
     run: str | None = None,
     remote: str | None = None,
-    config_dir: Path | None = None,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    config_dir: PathLike | None = None,
+    on_progress: Progress | None = None,
     say: Say | None = None,
     failures: Failures | None = None,
 ) -> list[VerifiedRemote]:
@@ -140,7 +220,7 @@ def verify(
         read: `Slice()` reads every byte, `Slice(1, 7)` a seventh; None: documents, presence and sizes.
         failures, say: as `checkpoints`.
 
-    >>> {row.verdict for row in api.verify("nas/run")[0].commits}
+    >>> {row.verdict for row in ckptd.verify("nas/run")[0].commits}
     {'good'}
     """
     from ckptd.core.model.runs import run_of
@@ -149,7 +229,7 @@ def verify(
     from ckptd.recover.select.runs import Runs
     from ckptd.recover.select.sources import said_of, where_of
 
-    where = where_of(job, os.environ, only=remote, config_dir=config_dir)
+    where = where_of(os.fspath(job), os.environ, only=remote, config_dir=_path(config_dir))
     found: list[VerifiedRemote] = []
     tell = say or _silent
     with _raising(failures) as failed:
@@ -170,18 +250,21 @@ def verify(
 
 
 def restore(
-    job: str,
+    job: PathLike,
     to: PathLike,
     tag: str | None = None,
     *,
     form: str | None = None,
     world_size: int | None = None,
     ranks: Iterable[int] | None = None,
+    nnodes: int = 1,
+    node_rank: int = 0,
     run: str | None = None,
     remote: str | None = None,
     dry_run: bool = False,
+    config_dir: PathLike | None = None,
     say: Say | None = None,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> Recovered:
     """Put a committed checkpoint into another directory; the result's `path` is what to load.
 
@@ -191,14 +274,17 @@ def restore(
         form: zero, universal or weights-bf16 …; None: zero, for another grid universal.
         world_size: ranks that will load it.
         ranks: only the ZeRO shards of these data-parallel ranks.
+        nnodes, node_rank: how many nodes restore together, each its own shards, and which one this is.
+        dry_run: change nothing; the result's `plan` has the steps.
 
     Raises:
         NothingCommitted, DamagedError, TargetExists, NoSpaceError, RemoteUnreachable, ….
 
-    >>> api.restore("nas/run", "here").path.name
+    >>> ckptd.restore("nas/run", "here").path.name
     'global_step5'
     """
     from ckptd.recover.plan import RecoveryOptions
+    from ckptd.recover.select.copies import Nodes
 
     options = RecoveryOptions(
         tag=tag,
@@ -206,51 +292,57 @@ def restore(
         form=form,
         world_size=world_size,
         ranks=frozenset(ranks) if ranks is not None else None,
+        nodes=Nodes(count=nnodes, rank=node_rank),
         dry_run=dry_run,
     )
-    return restoring(job, to, options, remote=remote, say=say, on_progress=on_progress).run()
+    work = restoring(job, to, options, remote=remote, config_dir=config_dir, say=say, on_progress=on_progress)
+    return work.run()
 
 
 def restoring(
-    job: str,
+    job: PathLike,
     to: PathLike,
     options: RecoveryOptions,
     *,
     remote: str | None = None,
-    config_dir: Path | None = None,
+    config_dir: PathLike | None = None,
     say: Say | None = None,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> Restore:
     """Return a restore that has not begun: `run()` carries it out, `when_stopped()` says what it left."""
     from ckptd.recover.restore import Restore
     from ckptd.recover.select.sources import where_of
 
-    where = where_of(job, os.environ, only=remote, config_dir=config_dir)
+    where = where_of(os.fspath(job), os.environ, only=remote, config_dir=_path(config_dir))
     return Restore(where, Path(to), options, say or _silent, on_progress)
 
 
 def resume(
-    job: str,
+    job: PathLike,
     url: str | None = None,
     *,
     world_size: int | None = None,
+    nnodes: int = 1,
+    node_rank: int = 0,
     tag: str | None = None,
     run: str | None = None,
     remote: str | None = None,
     dry_run: bool = False,
+    config_dir: PathLike | None = None,
     say: Say | None = None,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> Recovered:
     """Make a save_dir resumable in place; the result's `path` is what to resume from.
 
     Args:
         job: a job's name or file, or a save_dir; `url`: its remote where no job file names one.
         world_size: ranks of the coming run; another number than before gets the universal form.
+        nnodes, node_rank: how many nodes resume together, and which one this is.
 
     Raises:
         NothingCommitted: a training begins anew (the command ends with 4). Others as `restore`.
 
-    >>> api.resume("nvme/run", "nas/run").path.name
+    >>> ckptd.resume("nvme/run", "nas/run").path.name
     'global_step5'
     """
     from ckptd.recover.plan import RecoveryOptions
@@ -258,23 +350,24 @@ def resume(
 
     options = RecoveryOptions(
         world_size=world_size,
-        nodes=Nodes(world_size=world_size),
+        nodes=Nodes(count=nnodes, rank=node_rank, world_size=world_size),
         dry_run=dry_run,
         remote=remote,
         tag=tag,
         run=run,
     )
-    return resuming(job, url, options, say=say, on_progress=on_progress).run()
+    work = resuming(job, url, options, config_dir=config_dir, say=say, on_progress=on_progress)
+    return work.run()
 
 
 def resuming(
-    job: str,
+    job: PathLike,
     url: str | None,
     options: RecoveryOptions,
     *,
-    config_dir: Path | None = None,
+    config_dir: PathLike | None = None,
     say: Say | None = None,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> Resume:
     """Return a resume that has not begun, as `restoring`."""
     from dataclasses import replace
@@ -283,17 +376,22 @@ def resuming(
     from ckptd.recover.select.job import state_dir_hint
 
     tell = say or _silent
-    config = _job(job, url, config_dir, tell)
-    options = replace(options, state_dir=state_dir_hint(config, os.environ, config_dir))
+    directory = _path(config_dir)
+    config = _job(os.fspath(job), url, directory, tell)
+    options = replace(options, state_dir=state_dir_hint(config, os.environ, directory))
     return Resume(config, options, tell, on_progress)
 
 
 def _job(job: str, url: str | None, config_dir: Path | None, say: Say) -> JobConfig:
     from ckptd.config.loader import job_from_arguments
-    from ckptd.errors import CkptdError
+    from ckptd.errors import CkptdError, UsageError
     from ckptd.recover.select.job import job_named
+    from ckptd.storage.local.job_names import is_remote
 
     if url is None:
+        if is_remote(job):
+            hint = f"ckptd resume SAVE_DIR {job}; into another directory: ckptd restore {job}"
+            raise UsageError(f"resume works in a save_dir of this node, and {job} is a remote", hint=hint)
         return job_named(job, os.environ, config_dir=config_dir)
     options: dict[str, str] = {}
     try:
@@ -304,6 +402,10 @@ def _job(job: str, url: str | None, config_dir: Path | None, say: Say) -> JobCon
     if known is not None and (known.file is not None or known.remotes):
         options = {"name": known.name}
     return job_from_arguments(job, url, options, os.environ)
+
+
+def _path(given: PathLike | None) -> Path | None:
+    return None if given is None else Path(given)
 
 
 def _silent(_: str) -> None:

@@ -6,26 +6,35 @@ ckptd, so it may be copied beside a training script; transformers is loaded when
     from ckptd.trainer import CkptdCallback       # Hugging Face: Trainer(..., callbacks=[CkptdCallback()])
     from ckptd.trainer import save_checkpoint     # DeepSpeed: save_checkpoint(engine, save_dir)
 
-Nothing here raises because of ckptd, writes a file or takes locks; what goes wrong is logged once
+Nothing here raises because of ckptd, writes a file or takes locks; what goes wrong is logged once. With
+`CkptdCallback(report_to="wandb")` (or "mlflow", or both in a list) the run shows where its newest committed
+checkpoint lies; a thread writes that, so training does not wait for W&B or MLflow.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import logging
 import os
+import shlex
 import socket
+import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 log = logging.getLogger("ckptd.trainer")
 
 POLL_SECONDS = 0.5
+REPORT_SECONDS = 5.0
+"""Between two looks for a COMMIT to report."""
+LAST_REPORT_SECONDS = 10.0
+"""How long the end of training waits for a tracker that does not answer."""
 STATUS_LIMIT_BYTES = 64 << 20
 _said: set[str] = set()
 
@@ -60,11 +69,8 @@ def is_committed(
     in save_dir, below CKPTD_STATE_DIR, or where a service keeps it.
     """
     try:
-        place = os.path.abspath(os.fspath(save_dir))
-        for path in _status_files(place, state_dir):
-            job = _job_of(path, place)
-            if job is not None:
-                return _says_committed(job, place, step)
+        job, place = _published_job(save_dir, state_dir)
+        return job is not None and _committed_row(job, place, step) is not None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _say_once(f"status.json of {save_dir} cannot be read ({type(error).__name__}: {error})")
     return False
@@ -104,11 +110,48 @@ def save_checkpoint(
     return done
 
 
+class _Commit(NamedTuple):
+    """A committed checkpoint, and the remote that holds it, as `ckptd restore` takes both."""
+
+    step: int
+    tag: str
+    remote_url: str
+
+
+def _newest_commit(
+    save_dir: str | os.PathLike[str], steps: Iterable[int], state_dir: str | os.PathLike[str] | None
+) -> _Commit | None:
+    """Return the newest of these steps that is committed, in the first remote that has it; None: none is."""
+    job, place = _published_job(save_dir, state_dir)
+    if job is None:
+        return None
+    for step in sorted(steps, reverse=True):
+        row = _committed_row(job, place, step)
+        if row is None:
+            continue
+        for remote in job["remotes"]:
+            if row["remotes"].get(remote["name"], {}).get("zero", {}).get("state") == "committed":
+                return _Commit(step, row["tag"], remote["url"].rstrip("/"))
+    return None
+
+
 def _say_once(text: str) -> None:
     if text not in _said and len(_said) < 100:
         _said.add(text)
         with contextlib.suppress(Exception):
             log.warning("ckptd: %s", text)
+
+
+def _published_job(
+    save_dir: str | os.PathLike[str], state_dir: str | os.PathLike[str] | None
+) -> tuple[dict[str, Any] | None, str]:
+    """Return what a daemon publishes of a save_dir, and save_dir's absolute path."""
+    place = os.path.abspath(os.fspath(save_dir))
+    for path in _status_files(place, state_dir):
+        job = _job_of(path, place)
+        if job is not None:
+            return job, place
+    return None, place
 
 
 def _status_files(save_dir: str, state_dir: str | os.PathLike[str] | None) -> Iterator[str]:
@@ -157,18 +200,19 @@ def _job_of(path: str, save_dir: str) -> dict[str, Any] | None:
     return None
 
 
-def _says_committed(job: dict[str, Any], save_dir: str, step: int) -> bool:
+def _committed_row(job: dict[str, Any], save_dir: str, step: int) -> dict[str, Any] | None:
+    """Return the newest save of a step if it is committed on every required remote."""
     saves = [c for c in job["checkpoints"] if c["step"] == step]
     if not saves or saves[0]["state"] not in ("committed", "pruned", "vanished"):
-        return False
-    newest = saves[0]
+        return None
+    newest: dict[str, Any] = saves[0]
     zero = [forms["zero"]["state"] for forms in newest["remotes"].values() if "zero" in forms]
     if newest["state"] != "committed" and (not zero or set(zero) != {"committed"}):
-        return False
+        return None
     seen_at = newest["local"]["complete_at"]
-    return seen_at is not None and _written_at_seconds(os.path.join(save_dir, newest["tag"])) <= _unix(
-        seen_at
-    )
+    if seen_at is None or _written_at_seconds(os.path.join(save_dir, newest["tag"])) > _unix(seen_at):
+        return None
+    return newest
 
 
 def _written_at_seconds(folder: str) -> float:
@@ -190,6 +234,125 @@ def _unix(rfc3339: str) -> float:
     return datetime.fromisoformat(rfc3339.replace("Z", "+00:00")).timestamp()
 
 
+# --- Reports to experiment trackers --------------------------------------------------------------------
+
+
+def _wandb_report() -> Callable[[_Commit], None]:
+    """Return what writes a COMMIT into the active run of W&B: its summary and a row of its history.
+
+    Raises:
+        LookupError: no run is active.
+    """
+    run = importlib.import_module("wandb").run
+    if run is None:
+        raise LookupError("no run is active: call wandb.init first")
+
+    def report(commit: _Commit) -> None:
+        run.summary.update(_facts(commit))
+        # into the row that is open, so that the script's own count of steps stays what it is
+        run.log({"ckptd/committed_step": commit.step}, commit=False)
+
+    return report
+
+
+def _mlflow_report() -> Callable[[_Commit], None]:
+    """Return what writes a COMMIT into the active run of MLflow, also once it has ended: tags and a metric.
+
+    Raises:
+        LookupError: no run is active in this thread.
+    """
+    mlflow = importlib.import_module("mlflow")
+    run = mlflow.active_run()
+    if run is None:
+        raise LookupError("no run is active: call mlflow.start_run first")
+    client, run_id = mlflow.MlflowClient(mlflow.get_tracking_uri()), run.info.run_id
+
+    def report(commit: _Commit) -> None:
+        for name, value in _facts(commit).items():
+            client.set_tag(run_id, name, value)
+        client.log_metric(run_id, "ckptd/committed_step", commit.step, step=commit.step)
+
+    return report
+
+
+_TRACKERS = {"wandb": _wandb_report, "mlflow": _mlflow_report}
+
+
+def _tracker_names(report_to: str | Iterable[str] | None) -> list[str]:
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    for name in names:
+        if name not in _TRACKERS:
+            raise ValueError(f"report_to: {name!r} is not known; choose of {', '.join(_TRACKERS)}")
+    return names
+
+
+def _facts(commit: _Commit) -> dict[str, str]:
+    """Return what people copy out of a run: where the checkpoint lies, and the command that restores it."""
+    return {
+        "ckptd/committed_url": f"{commit.remote_url}/{commit.tag}",
+        "ckptd/restore": f"ckptd restore {shlex.join((commit.remote_url, commit.tag))} --to DIR",
+    }
+
+
+class _Reporter:
+    """Reports the newest COMMIT of a training run from a thread; `save` and `close` are of the main thread.
+
+    `save` looks for the runs that are active there: MLflow knows them by thread.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        trackers: Iterable[str],
+        state_dir: str | os.PathLike[str] | None,
+    ) -> None:
+        self._save_dir = save_dir
+        self._state_dir = state_dir
+        self._waiting: set[int] = set()
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._reports: dict[str, Callable[[_Commit], None]] = {}
+        for name in trackers:
+            try:
+                self._reports[name] = _TRACKERS[name]()
+            except Exception as error:  # noqa: BLE001 — a tracker that is not there costs its reports alone
+                _say_once(f"no COMMIT is reported to {name}: {error}")
+        self._thread = threading.Thread(target=self._serve, name="ckptd-report", daemon=True)
+        if self._reports:
+            self._thread.start()
+
+    def save(self, step: int) -> None:
+        """Have a step reported once it is committed."""
+        with self._lock:
+            self._waiting.add(step)
+
+    def close(self) -> None:
+        """Look once more, and wait for that for at most LAST_REPORT_SECONDS."""
+        self._is_over.set()
+        if self._reports:
+            self._thread.join(LAST_REPORT_SECONDS)
+
+    def _serve(self) -> None:
+        is_over = False
+        while not is_over:
+            is_over = self._is_over.wait(REPORT_SECONDS)
+            _quietly(self._look)
+
+    def _look(self) -> None:
+        with self._lock:
+            steps = set(self._waiting)
+        commit = _newest_commit(self._save_dir, steps, self._state_dir) if steps else None
+        if commit is None:
+            return
+        with self._lock:
+            self._waiting -= {step for step in steps if step <= commit.step}
+        for name, report in self._reports.items():
+            try:
+                report(commit)
+            except Exception as error:  # noqa: BLE001 — the next COMMIT is tried again
+                _say_once(f"{name} did not take a COMMIT: {type(error).__name__}: {error}")
+
+
 def _make_callback() -> type:
     from transformers import TrainerCallback
 
@@ -197,7 +360,11 @@ def _make_callback() -> type:
         """Tells ckptd of each save of the Trainer; `wait_seconds`: at the end, for the last one's COMMIT.
 
         save_dir: default the Trainer's `output_dir`. Only the first process of a node tells, only the first
-        of all waits.
+        of all waits and reports. report_to: "wandb", "mlflow" or both, whose active run is to show where the
+        newest committed checkpoint lies; the last COMMIT too if `wait_seconds` is long enough for it.
+
+        Raises:
+            ValueError: report_to names another tracker.
         """
 
         def __init__(
@@ -206,6 +373,7 @@ def _make_callback() -> type:
             *,
             wait_seconds: float = 0.0,
             state_dir: str | os.PathLike[str] | None = None,
+            report_to: str | Iterable[str] | None = None,
         ) -> None:
             self.save_dir = save_dir
             self.wait_seconds = wait_seconds
@@ -213,16 +381,27 @@ def _make_callback() -> type:
             self.last_step: int | None = None
             self.is_committed: bool | None = None
             """After the end of training: whether the last save was committed in time; None: nobody waited."""
+            self._trackers = _tracker_names(report_to)
+            self._reporter: _Reporter | None = None
 
         def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             self.last_step = state.global_step
+            place = self.save_dir or args.output_dir
             if state.is_local_process_zero:
-                _quietly(lambda: saved(self.save_dir or args.output_dir))
+                _quietly(lambda: saved(place))
+            if self._trackers and state.is_world_process_zero:
+                if self._reporter is None:
+                    self._reporter = _Reporter(place, self._trackers, self.state_dir)
+                self._reporter.save(state.global_step)
 
         def on_train_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if self.last_step is None or not self.wait_seconds or not state.is_world_process_zero:
-                return
-            step, place = self.last_step, self.save_dir or args.output_dir
+            if self.wait_seconds and self.last_step is not None and state.is_world_process_zero:
+                self._wait(self.save_dir or args.output_dir, self.last_step)
+            if self._reporter is not None:
+                self._reporter.close()
+                self._reporter = None
+
+        def _wait(self, place: str | os.PathLike[str], step: int) -> None:
             _quietly(lambda: saved(place))
             self.is_committed = bool(
                 _quietly(lambda: wait_committed(place, step, self.wait_seconds, self.state_dir))
@@ -234,7 +413,7 @@ def _make_callback() -> type:
     return CkptdCallback
 
 
-def _quietly(call: Callable[[], bool]) -> bool | None:
+def _quietly(call: Callable[[], bool | None]) -> bool | None:
     """Whatever it is, training goes on."""
     try:
         return call()

@@ -33,7 +33,7 @@ ROOMS = (
     ("storage.stores", "storage.remote", "storage.child", "conversion.engine"),
     ("recover.select", "conversion.remote", "conversion.cluster"),
     ("daemon.resources", "daemon.state", "daemon.uploads", "recover", "filesystem"),
-    ("maintenance", "daemon.intake"),
+    ("maintenance", "maintenance.status", "daemon.intake"),
     ("daemon.actions",),
     ("daemon.health",),
     ("daemon", "api"),
@@ -434,6 +434,32 @@ def test_status_of_a_job_loads_what_it_shows_alone(tmp_path: Path) -> None:
             program = program.replace(f", '--config-dir', '{tmp_path}'", f", '--state-dir', '{state}'")
         found = loaded_by(program)
         assert not found & (unwanted | ({"rich"} if words[:1] in (["--json"], ["--live"]) else set())), words
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        (
+            "daemon.bootstrap",
+            ("formats", "conversion.weights", "conversion.reader", "recover", "maintenance"),
+        ),
+        ("storage.child.child", ("core.policy.planner", "conversion", "daemon", "config.schema")),
+    ],
+)
+def test_a_process_at_rest_holds_no_code_that_it_does_not_run(module: str, unwanted: tuple[str, ...]) -> None:
+    """Converters, the unpickler and the policy cost megabytes in each process that has them."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, ckptd.{module}\nprint(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=PACKAGE.parent,
+        timeout=200,
+    )
+    held = [
+        name for name in done.stdout.split() if name.startswith(tuple(f"ckptd.{room}" for room in unwanted))
+    ]
+    assert held == []
 
 
 def test_a_daemon_without_need_loads_neither_metrics_nor_clouds(tmp_path: Path) -> None:

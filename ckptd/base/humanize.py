@@ -6,7 +6,7 @@ import pwd
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 def printable(text: str) -> str:
@@ -16,6 +16,18 @@ def printable(text: str) -> str:
     'step5?[2J??'
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay out rows of texts as lines, indented, without columns that are empty below their title.
+
+    >>> in_columns([("tag", "step", ""), ("global_step5", "5", "")])
+    ['  tag           step', '  global_step5  5']
+    """
+    shown = [n for n in range(len(rows[0])) if any(row[n] for row in rows[1:])]
+    widths = [max(len(row[n]) for row in rows) for n in shown]
+    cells = ([printable(row[n]).ljust(width) for n, width in zip(shown, widths, strict=True)] for row in rows)
+    return [f"  {'  '.join(row)}".rstrip() for row in cells]
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -41,16 +53,31 @@ def user_in_words(uid: int) -> str:
         return str(uid)
 
 
-def ago(seconds: float) -> str:
-    """Say a span in one unit; one that is not positive is no time.
+def ago(seconds: float | None) -> str:
+    """Say a span in one unit; one that is not positive is no time, and None is not known.
 
-    >>> ago(840), ago(2), ago(7300)
-    ('14 min', '2 s', '2 h')
+    >>> ago(840), ago(2), ago(7300), ago(None)
+    ('14 min', '2 s', '2 h', '?')
     """
+    if seconds is None:
+        return "?"
     for limit, unit, size in ((90, "s", 1), (5400, "min", 60), (172_800, "h", 3600)):
         if seconds < limit:
             return f"{max(0.0, seconds) / size:.0f} {unit}"
     return f"{seconds / 86_400:.0f} d"
+
+
+def size_of(count: float) -> str:
+    """Return bytes in words, with three digits.
+
+    >>> size_of(12_000_000_000), size_of(800e9), size_of(999)
+    ('12.0 GB', '800 GB', '999 B')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
 
 
 NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")

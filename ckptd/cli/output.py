@@ -58,6 +58,8 @@ def print_answer(path: str) -> None:
 __all__ = [
     "ENV_JOB",
     "ENV_JOB_OR_URL",
+    "JOB_HELP",
+    "JOB_HERE_HELP",
     "cell",
     "cells",
     "print_answer",
@@ -69,6 +71,10 @@ __all__ = [
 
 ENV_JOB = ["CKPTD_JOB", "CKPTD_SAVE_DIR"]
 """Environment variables that name the job if the command line does not (docs/contract.md)."""
+JOB_HELP = "A job file, a job's name, its SAVE_DIR or the URL of its remote."
+"""What JOB is, for every verb."""
+JOB_HERE_HELP = f"{JOB_HELP} No URL: a job of this node."
+"""The same of a verb that needs more than a remote."""
 ENV_JOB_OR_URL = [*ENV_JOB, "CKPTD_URL"]
 """Environment variables that name the job, or a remote where that is enough."""
 

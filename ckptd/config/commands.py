@@ -26,7 +26,7 @@ HOSTNAME = "hostname"
 _SLURM = ("SLURM_", "SLURMD_")
 _KEPT = {"dir"}
 _GENERAL = re.compile(
-    r"`ckptd (accept|check|gc|list|pause|pin|status|takeover|verify)"
+    r"`ckptd (accept|check|drain|gc|list|pause|pin|rm|status|takeover|verify)"
     r"(?: JOB((?: [^` ]+)*)|((?: --[a-z-]+)*))`"
 )
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")

@@ -432,6 +432,9 @@ def resolve_job(job: str, environ: Mapping[str, str], *, config_dir: Path | None
             return candidate
         if isinstance(candidate, tuple) and job in (candidate[0].stem, _written_name(candidate[0])):
             raise candidate[1]
+    by_file = [j for j in loaded if isinstance(j, JobConfig) and j.file is not None and j.file.stem == job]
+    if len(by_file) == 1:
+        return by_file[0]
     names = ", ".join(sorted(j.name for j in loaded if isinstance(j, JobConfig))) or "none"
     msg = f"no job {job!r} in {directory / 'jobs.d'} (known: {names})"
     raise NotFoundError(msg, hint="give a name, a job file, or the save_dir with a / in it")

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, Strict, TypeAdapter, ValidationError
 
-from ckptd.base.humanize import NAME_CHARACTERS
+from ckptd.base.humanize import NAME_CHARACTERS, size_of
 from ckptd.base.identity import Model
 from ckptd.config.schemes import url_fault
 from ckptd.errors import ConfigError
@@ -43,7 +43,7 @@ class Share(Model):
         return int(total_bytes * (self.percent or 0.0) / 100)
 
     def __str__(self) -> str:
-        return show_bytes(self.bytes) if self.bytes is not None else f"{self.percent:g}%"
+        return size_of(self.bytes) if self.bytes is not None else f"{self.percent:g}%"
 
 
 def _text(value: object, what: str, example: str) -> str:
@@ -140,11 +140,6 @@ def parse_per_day(value: object) -> int | None:
 def _is_number(text: str) -> bool:
     digits = text.replace(".", "", 1)
     return digits.isascii() and digits.isdigit() and text[:1] != "." and text[-1:] != "."
-
-
-def show_bytes(count: int) -> str:
-    """Show `count` bytes for people: "1.5 GiB" style, exact below 1 KiB."""
-    return ByteSize(count).human_readable(separator=" ")
 
 
 def show_bandwidth(bytes_per_second: int) -> str:

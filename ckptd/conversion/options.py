@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
+
+from ckptd.base.humanize import printable, size_of
+from ckptd.errors import UsageError
 
 Form = Literal["universal", "weights"]
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -14,7 +17,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """How to convert; sizes in bytes."""
+    """How to convert; sizes in bytes.
+
+    Raises:
+        UsageError: there is no such form, element type or layout, or a size that nothing fits in.
+    """
 
     form: Form = "universal"
     dtype: Dtype = "fp32"
@@ -34,6 +41,18 @@ class ConvertOptions:
     low_priority: bool = True
     write_latest: bool = False
     """Write `latest_universal` beside the destination (the stock converter does; never for weights)."""
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("form", self.form, get_args(Form)),
+            ("dtype", self.dtype, get_args(Dtype)),
+            ("compat", self.compat, get_args(Compat)),
+        ):
+            if value not in known:
+                raise UsageError(f"there is no {name} {value!r}", hint=f"one of {', '.join(known)}")
+        if self.max_shard_bytes < 1:
+            msg = f"no file is as small as {self.max_shard_bytes} bytes"
+            raise UsageError(msg, hint="give max_shard_bytes, for example 5_000_000_000")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +81,7 @@ class ClusterReport:
     bytes_needed: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ConvertReport:
     """Report the result of a finished conversion."""
 
@@ -88,3 +107,13 @@ class ConvertReport:
     """What a resumed run will find different (optimizer state that a loader leaves out); of weights, tensors
     stored once under another name or left out by the save."""
     cluster: ClusterReport | None = None
+
+    def __repr__(self) -> str:
+        """Say what was made, where, and what to know of it."""
+        made = f"{self.files} files, {size_of(self.bytes)} in {self.seconds:.2f} s"
+        lines = [
+            f"{self.form} of step {'?' if self.step is None else self.step} in {self.destination}",
+            f"  {made}, {'verified' if self.verified else 'not verified'}",
+            *(f"  {note}" for note in self.notes),
+        ]
+        return "\n".join(map(printable, lines))

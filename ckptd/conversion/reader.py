@@ -29,6 +29,7 @@ from ckptd.conversion.parts import (
     Widen,
     Woven,
 )
+from ckptd.conversion.plan import identity_of
 from ckptd.errors import RefusedError, SourceChanged
 
 if TYPE_CHECKING:
@@ -169,11 +170,6 @@ def descriptors() -> int:
         return WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
-
-
-def identity_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
-    """dev, ino, size, mtime_ns, ctime_ns."""
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _changed(path: str) -> SourceChanged:

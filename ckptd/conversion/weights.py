@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 # (docs/formats.md §8).
 
 ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 DEFAULT = "default"
 """The adapter that `save_pretrained` writes into the folder itself; every other has a folder of its name."""
 _TUNER = re.compile(

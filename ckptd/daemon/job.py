@@ -33,6 +33,7 @@ from ckptd.daemon.bootstrap import (
 )
 from ckptd.daemon.health.checks import is_at_rest, notice_gone, report_problems
 from ckptd.daemon.health.drain import drain_view
+from ckptd.daemon.health.removal import removal_view
 from ckptd.daemon.heartbeat import heartbeat_of
 from ckptd.daemon.idle import RESCAN_SECONDS, IdlePolicy
 from ckptd.daemon.intake.initial_scan import InitialScan
@@ -85,6 +86,7 @@ class Job:
         post: Callable[[Callable[[], None]], None],
         *,
         is_patient: bool = True,
+        only_removes: bool = False,
         apart_from: tuple[str, ...] = (),
     ) -> None:
         self.config = config
@@ -98,7 +100,7 @@ class Job:
         self.node = config.node_name or daemon.node_name or node_name(os.environ)
         self._limits = limits
         self._pool = workers
-        self.control = Control()
+        self.control = Control(only_removes=only_removes)
         self.supervisor = JobSupervisor(self, post, is_patient=is_patient)
         self.workers = workers.for_one(self.supervisor.guard)
         self._post = post
@@ -361,7 +363,7 @@ class Job:
         has_news |= self.control.refresh(self.state_dir) | self.executor.scrub(
             is_wanted=not self.control.is_resting
         )
-        is_asked |= self.sealer.is_due(now_seconds)
+        is_asked |= self.sealer.is_due(now_seconds) or self.control.removal is not None
         if self.idle.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
         self.plans += 1
@@ -398,6 +400,7 @@ class Job:
             is_spread=state.run_id is not None and self.peers.is_spread,
             lease=self.peers.lease_status,
             drain=drain_view(self, state),
+            removal=removal_view(self),
         )
         self.supervisor.reserve.keep(self.state_dir, save_dir_fd, self.view.disk)
         plan = planned(self.view)

@@ -65,6 +65,7 @@ class Daemon:
         *,
         once: bool = False,
         drain_seconds: float | None = None,
+        removes_until: Callable[[Sequence[Job]], bool] | None = None,
         reload: Callable[[], LoadedConfig] | None = None,
     ) -> None:
         self._loaded = loaded
@@ -72,6 +73,8 @@ class Daemon:
         self._environ = environ
         self._once = once
         self._drain_seconds = drain_seconds
+        self._removes_until = removes_until
+        """Only what `ckptd rm` asked for is done, until this says that it is (docs/adr/0199)."""
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._deadline: float | None = None
@@ -154,6 +157,7 @@ class Daemon:
                 state_dir,
                 *shared,
                 is_patient=not self._once,
+                only_removes=self._removes_until is not None,
                 apart_from=others,
             )
             job.open()
@@ -288,6 +292,8 @@ class Daemon:
             self._publish()
             if self._deadline is not None and self._is_drained(now):
                 return
+            if self._removes_until is not None and self._removes_until(self.jobs):
+                return
             if self._once and all(is_idle(job) for job in self.jobs):
                 return
 
@@ -345,7 +351,8 @@ class Daemon:
         """Sleep until something happens or is due; then take all that happened."""
         now = time.monotonic()
         pause = min((job.seconds_to_next(now) for job in self.jobs), default=1.0)
-        if self._deadline is not None or self._once or self._publisher.has_unsaid:
+        is_brief = self._once or self._removes_until is not None
+        if self._deadline is not None or is_brief or self._publisher.has_unsaid:
             pause = min(pause, PROGRESS_SECONDS)
         try:
             pause = self._service.longest_pause_seconds(min(max(pause, 0.01), LONGEST_PAUSE_SECONDS))

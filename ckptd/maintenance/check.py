@@ -19,12 +19,12 @@ import psutil
 
 from ckptd import errors
 from ckptd.base import files
-from ckptd.base.humanize import ago
+from ckptd.base.humanize import ago, size_of
 from ckptd.base.names import IDENTITY_KEY
 from ckptd.base.owned_dirs import lies_in_save_dir
 from ckptd.config.budget import MIB, divide, shortage
 from ckptd.config.commands import node_name
-from ckptd.config.quantities import show_bandwidth, show_bytes, show_seconds, shown_remote
+from ckptd.config.quantities import show_bandwidth, show_seconds, shown_remote
 from ckptd.conversion.engine.inspect import inspect_files, probe_restrictions
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import STAGE_0, judge
@@ -200,9 +200,9 @@ def _uploads(job: JobConfig, listing: SaveDirListing, state_dir: Path | None) ->
         each = size_bytes / _BYTES_A_PARAMETER[ZERO]
         costs = [(form, each * _BYTES_A_PARAMETER[form]) for form in remote.forms]
         total_bytes = sum(cost for _, cost in costs)
-        text = f"a save of this size uploads about {show_bytes(round(total_bytes))}"
+        text = f"a save of this size uploads about {size_of(round(total_bytes))}"
         if len(costs) > 1:
-            text += f" ({', '.join(f'{form} {show_bytes(round(cost))}' for form, cost in costs)})"
+            text += f" ({', '.join(f'{form} {size_of(round(cost))}' for form, cost in costs)})"
         if rate := remote.bandwidth.at(time.time()):
             text += f", {show_seconds(total_bytes / rate)} at {show_bandwidth(rate)}"
         halves = ZERO in remote.forms and UNIVERSAL in remote.forms
@@ -324,7 +324,7 @@ def _remote(
     seen[remote.name] = answer
     yield from _who_writes(what, job, remote, owner, answer)
     made = "made this job's remote" if answer.initialised else f"is job {answer.identity.job}'s"
-    free = f", {show_bytes(answer.free_bytes)} free" if answer.free_bytes is not None else ""
+    free = f", {size_of(answer.free_bytes)} free" if answer.free_bytes is not None else ""
     text = f"{remote.url} is there, {made} (id {answer.identity.remote_id[:8]}), can be written{free}"
     yield Finding(what=what, verdict="ok", text=text)
     can = answer.abilities

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from ckptd.base import files
-from ckptd.base.humanize import ago
+from ckptd.base.humanize import ago, size_of
 from ckptd.base.owned_dirs import lock, opened_ours
 from ckptd.config.commands import command_for
-from ckptd.config.quantities import show_bytes
 from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.conversion.engine.staging import partial_name
 from ckptd.conversion.remote.uploader import NOTE, UploadNote, read_note, write_note
@@ -272,7 +271,7 @@ class Collector:
             self._noted(what, size, "half-removed")
         begun = [name for name in fs.names_in(fd, fs.TRASH) if not fs.is_ours_in_trash(name)]
         if begun:
-            total = show_bytes(sum(_bytes_below(fd, f"{fs.TRASH}/{name}") for name in begun))
+            total = size_of(sum(_bytes_below(fd, f"{fs.TRASH}/{name}") for name in begun))
             self._say(
                 f"{fs.TRASH}: {', '.join(begun)} ({total}): checkpoints whose removal was cut short; the "
                 "daemon ends it at its next start, or moves them back"
@@ -477,7 +476,7 @@ def _bytes_below(fd: int, name: str) -> int:
 def _counted(keys: Iterable[str], found: Collected) -> str:
     """Say how many objects, and how large."""
     sizes = [found.unlisted[key] for key in keys]
-    return f"{len(sizes)} object{'s' if len(sizes) != 1 else ''} ({show_bytes(sum(sizes))})"
+    return f"{len(sizes)} object{'s' if len(sizes) != 1 else ''} ({size_of(sum(sizes))})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

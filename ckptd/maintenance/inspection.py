@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckptd.base import files
+from ckptd.base.humanize import in_columns, printable, size_of
 from ckptd.base.identity import Model
 from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.conversion.weights import ADAPTER_FILE, read_names
@@ -109,6 +110,29 @@ class Inspection(Model):
     def is_sound(self) -> bool:
         """Tell whether every checkpoint is complete and undamaged."""
         return all(c.is_complete for c in self.checkpoints)
+
+    def __repr__(self) -> str:
+        """Show the checkpoints as lines, and why one is not whole or does not convert."""
+        rows = [("tag", "kind", "state", "step", "dtype", "ranks", "size", "")]
+        for c in self.checkpoints:
+            ranks = f"{c.grid.dp} × {c.grid.mm_count}" if c.grid else ""
+            step = "" if c.step is None else str(c.step)
+            pointers = (("latest", self.latest), ("latest_universal", self.latest_universal))
+            marks = " ".join(f"← {name}" for name, tag in pointers if tag == c.tag)
+            rows.append((c.tag, c.kind, c.state, step, c.dtype or "", ranks, size_of(c.bytes), marks))
+        lines = [f"{self.path}: {self.kind}", *in_columns(rows)]
+        lines += [f"  ! {c.tag}: {c.reason}" for c in self.checkpoints if c.reason]
+        lines += [
+            f"  ! {c.tag} does not convert: {c.conversion.reason}"
+            for c in self.checkpoints
+            if c.conversion is not None and not c.conversion.converts
+        ]
+        lines += [
+            f"  {note}" for note in (*self.notes, *(note for c in self.checkpoints for note in c.notes))
+        ]
+        return "\n".join(map(printable, lines))
+
+    __str__ = __repr__
 
 
 def inspect_folder(path: Path) -> Inspection:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from ckptd.base.humanize import ago, in_columns, printable, size_of
 from ckptd.core.model.decision import pinned_tags
 from ckptd.core.model.records import WEIGHTS
 from ckptd.core.model.runs import run_of
@@ -61,7 +62,7 @@ class ListedCheckpoint:
     resume from."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RemoteListing:
     """One remote; oldest checkpoint first."""
 
@@ -73,6 +74,20 @@ class RemoteListing:
     checkpoints: tuple[ListedCheckpoint, ...]
     runs: tuple[RunView, ...] = ()
     problems: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Show the checkpoints as lines."""
+        rows = [("tag", "step", "forms", "size", "committed", "")]
+        for one in self.checkpoints:
+            ages = [form.age_seconds for form in one.forms if form.age_seconds is not None]
+            since = f"{ago(min(ages))} ago" if ages else "?"
+            marks = [f"← {name}" for form in one.forms for name in form.pointers] + ["pinned"] * one.pinned
+            forms = " ".join(form.form for form in one.forms)
+            size = size_of(sum(form.bytes for form in one.forms))
+            rows.append((one.tag, str(one.step), forms, size, since, " ".join(marks)))
+        title = printable(f"{self.name}: {self.url} (job {self.job})")
+        told = in_columns(rows) if self.checkpoints else ["  no committed checkpoint"]
+        return "\n".join([title, *told, *(printable(f"  ! {problem}") for problem in self.problems)])
 
 
 def list_remote(remote: RemoteInventory, now: datetime) -> RemoteListing:

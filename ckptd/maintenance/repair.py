@@ -17,8 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.base import extents, files
+from ckptd.base.humanize import size_of
 from ckptd.base.owned_dirs import lock, opened_ours
-from ckptd.config.quantities import show_bytes
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -209,7 +209,7 @@ class Repair:
             needed = sum(fault.file.bytes for fault in faults if fault.file is not None)
             reserve = reserve_bytes(self._fd, self._job, [fault.copies[0].bytes for fault in faults])
             if extents.free_bytes(self._fd) - needed < reserve:
-                msg = f"{self._job.save_dir} has no room for {show_bytes(needed)} more"
+                msg = f"{self._job.save_dir} has no room for {size_of(needed)} more"
                 raise NoSpaceError(msg)
             with one_at_a_time(self._fd):
                 yield

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptd.base.humanize import in_columns, printable, size_of
 from ckptd.base.names import ROOT
 from ckptd.core.model.generation import missing, objects_of, order_of
 from ckptd.core.model.manifest import commit_key
@@ -44,7 +45,7 @@ BAD = ("damaged", "unreadable")
 """Verdicts that change the exit code."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Slice:
     """The `number`-th (from 1) of `of` slices of all objects, by a hash of their keys."""
 
@@ -95,7 +96,7 @@ class VerifiedCommit:
     differences: tuple[Difference, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class VerifiedRemote:
     """One remote; oldest checkpoint first. `unlisted`: objects that no manifest lists."""
 
@@ -112,6 +113,17 @@ class VerifiedRemote:
     def is_good(self) -> bool:
         """Nothing that counts differs."""
         return not self.problems and all(row.verdict not in BAD for row in self.commits)
+
+    def __repr__(self) -> str:
+        """Show a verdict on each COMMIT, and everything that differs."""
+        rows = [("tag", "form", "size", "read", "verdict")]
+        for row in self.commits:
+            read = size_of(row.read_bytes) if row.read_bytes else ""
+            rows.append((row.tag, row.form, size_of(row.bytes), read, row.verdict))
+        wrong = [*self.problems, *(str(one) for row in self.commits for one in row.differences)]
+        title = printable(f"{self.name}: {self.url} (job {self.job})")
+        told = in_columns(rows) if self.commits else ["  no committed checkpoint"]
+        return "\n".join([title, *told, *(printable(f"  ! {text}") for text in wrong)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

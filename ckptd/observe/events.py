@@ -37,6 +37,8 @@ class Event:
     step: int | None = None
     form: str | None = None
     remote: str | None = None
+    url: str | None = None
+    """Of `remote`."""
     code: str | None = None
     severity: str = "note"
     next_step: str = ""
@@ -74,12 +76,13 @@ def _checkpoint(job: JobStatus, old: CheckpointStatus | None, new: CheckpointSta
     if old is None:
         yield event(kind="complete", text=f"{new.tag} is complete")
     was = old.remotes if old is not None else {}
+    urls = {remote.name: remote.url for remote in job.remotes}
     for remote, forms in new.remotes.items():
         for form, status in forms.items():
             before = was.get(remote, {}).get(form)
             if status.state == "committed" and (before is None or before.state != "committed"):
                 text = f"{new.tag} ({form}) is committed on {remote}"
-                yield event(kind="committed", text=text, form=form, remote=remote)
+                yield event(kind="committed", text=text, form=form, remote=remote, url=urls.get(remote))
     if new.local.universal == "ready" and (old is None or old.local.universal != "ready"):
         yield event(kind="converted", text=f"{new.tag} is universal", form="universal")
     if new.state == "pruned" and old is not None and old.state != "pruned":

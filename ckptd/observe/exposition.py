@@ -44,7 +44,7 @@ def _by_more(jobs: Sequence[JobStatus]) -> Iterator[Metric]:
     states = StateSetMetricFamily("ckptd_job_state", "State of the job, as in status.", labels=["ckptd_job"])
     problems = GaugeMetricFamily(
         "ckptd_problems",
-        "Open problems by code (docs/operations.md).",
+        "Open problems by code (docs/problems.md).",
         labels=["ckptd_job", "severity", "code"],
     )
     attached = GaugeMetricFamily(

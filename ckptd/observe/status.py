@@ -200,6 +200,33 @@ class DrainStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RemovalRowStatus:
+    """What becomes of one checkpoint in one place that `ckptd rm` named; what is deleted has no row."""
+
+    tag: str
+    remote: str | None
+    """None: this node's disk."""
+    verdict: str
+    """unknown (not enough was read yet), delete, wait (deleted as soon as `why` is over) or keep."""
+    forms: tuple[str, ...] = ()
+    bytes: int = 0
+    why: str = ""
+    next_step: str = ""
+    commits: tuple[str, ...] = ()
+    """Digests of the COMMITs that a person agrees to delete, or to delete a copy of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovalStatus:
+    """Checkpoints that a person named to be deleted (`ckptd rm`, docs/adr/0199)."""
+
+    asked_at: str
+    is_agreed: bool
+    """False: only asked what would be deleted."""
+    rows: tuple[RemovalRowStatus, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStatus:
     """A save_dir that hosts share: who divide the work, and who deletes and converts (docs/adr/0110)."""
 
@@ -234,6 +261,8 @@ class JobStatus:
     remotes: tuple[RemoteStatus, ...] = ()
     paused: PauseStatus | None = None
     drain: DrainStatus | None = None
+    removal: RemovalStatus | None = None
+    """None: nothing was asked to be deleted within the last minutes."""
     making_way: bool = False
     """A save is being written on its disk: conversions wait, transfers go slowly."""
     shared: SharedStatus | None = None

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.base import extents, files
+from ckptd.base.humanize import size_of
 from ckptd.base.owned_dirs import lock, path_of
-from ckptd.config.quantities import show_bytes
 from ckptd.conversion.engine.staging import partial_name
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions
@@ -186,9 +186,9 @@ class Execution:
             needed += sum(file.bytes for file in shards)
         free = extents.free_bytes(self._fd)
         if needed and free - needed < self._reserve_bytes:
-            msg = f"{self._save_dir} needs {show_bytes(needed)} more; {show_bytes(free)} are free"
+            msg = f"{self._save_dir} needs {size_of(needed)} more; {size_of(free)} are free"
             if self._reserve_bytes:
-                msg += f", {show_bytes(self._reserve_bytes)} of them kept for min_free and the next save"
+                msg += f", {size_of(self._reserve_bytes)} of them kept for min_free and the next save"
             raise NoSpaceError(msg, hint="free space, or lower min_free; nothing was deleted to make room")
 
     def _missing_bytes(self, step: Fetch) -> int:

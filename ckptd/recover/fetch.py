@@ -20,7 +20,7 @@ from ckptd.base.names import NAME_BYTES
 from ckptd.errors import DamagedError, RefusedError, from_os_error
 from ckptd.storage.stores import parallel
 from ckptd.storage.stores.checksums import crc64, to_hex
-from ckptd.storage.stores.parallel import FailFastPool, Stopped
+from ckptd.storage.stores.parallel import FailFastPool, Stopped, write_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +33,6 @@ BUFFER_BYTES = 8 << 20
 RANGE_BYTES = 32 << 20
 PARALLEL = 4
 AHEAD = 2
-_FLUSH_BYTES = 4 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -171,23 +170,14 @@ class Fetcher:
 
     def _receive(self, incoming: _Incoming, begin: int) -> tuple[int, int]:
         """Write one range into its place; returns its bytes and CRC64."""
-        file, out = incoming.file, incoming.out
-        at = flushed = started = begin
-        crc = 0
-        for data in self._copy.remote.store.stream(file.key, begin, min(RANGE_BYTES, file.bytes - begin)):
+        file = incoming.file
+
+        def told(count: int) -> None:
             self._lanes.check()
-            extents.write_at(out, data, at)
-            crc = crc64(data, crc)
-            at += len(data)
-            self._count(len(data))
-            if at - started >= _FLUSH_BYTES:
-                extents.start_flush(out, started, at - started)
-                if started > flushed:
-                    # waits for the stretch before, so that what is dirty stays small
-                    extents.flush_range(out, flushed, started - flushed)
-                    extents.drop_pages(out, flushed, started - flushed)
-                flushed, started = started, at
-        return at - begin, crc
+            self._count(count)
+
+        length = min(RANGE_BYTES, file.bytes - begin)
+        return write_range(self._copy.remote.store, file.key, begin, length, incoming.out, told)
 
     def _finish(self, incoming: _Incoming) -> None:
         """Compare a file whose ranges are all there, make it durable, and give it its name."""

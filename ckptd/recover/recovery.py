@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptd.base.humanize import printable
 from ckptd.base.owned_dirs import path_of
 from ckptd.errors import CkptdError, DamagedError
 from ckptd.recover.advice import advice, model_facts
@@ -31,13 +32,18 @@ if TYPE_CHECKING:
 NEXT_SAVE_FACTOR = 1.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Recovered:
     """The path to resume from, the plan that was executed, and what the trainer needs to know."""
 
     path: Path
     plan: RecoveryPlan
     advice: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """Show the path, what was done, or would be, and what the trainer needs to know."""
+        lines = [str(self.path), *(f"  {step}" for step in self.plan.steps), *(f"  {a}" for a in self.advice)]
+        return "\n".join(map(printable, lines))
 
 
 def reserve_bytes(fd: int, job: JobConfig, sizes_bytes: Iterable[int]) -> int:

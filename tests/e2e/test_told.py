@@ -15,11 +15,17 @@ from tests.e2e.harness import node
 from tests.stores.servers import free_port
 from tests.support.hf import START_SECONDS
 from tests.support.ranks import ENVIRONMENT, REPOSITORY
+from tests.support.trackers import read_mlflow, read_wandb
 
 pytestmark = pytest.mark.real
 
 PROCESSES = 2 if os.environ.get("CKPTD_FULL") else 1
 HEARD = "hint from the trainer"
+
+
+def mlflow_of(work: Path) -> str:
+    """Where MLflow keeps its runs."""
+    return f"sqlite:///{work}/mlflow.db"
 
 
 def train(work: Path, jobs: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
@@ -34,7 +40,12 @@ def train(work: Path, jobs: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
         cwd=REPOSITORY,
         env=os.environ
         | ENVIRONMENT
-        | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"},
+        | {
+            "WANDB_MODE": "offline",
+            "WANDB_DIR": str(work),
+            "MLFLOW_TRACKING_URI": mlflow_of(work),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        },
         capture_output=True,
         text=True,
         timeout=START_SECONDS,
@@ -46,7 +57,8 @@ def train(work: Path, jobs: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
 
 def test_both_trainers_wait_for_their_commits_and_train_alike_without_a_daemon(tmp_path: Path) -> None:
     """With a daemon: heard, and the COMMIT is there when the wait ends. Without one, and with a status.json
-    that is garbage: the same losses, `False`, and one line that nobody heard."""
+    that is garbage: the same losses, `False`, and one line that nobody heard. The runs of W&B and MLflow that
+    the Trainer made show where the last checkpoint lies."""
     with node(tmp_path / "a", local="forms = []") as plain, node(tmp_path / "b", local="forms = []") as hf:
         alone, garbled = tmp_path / "alone", tmp_path / "garbled"
         state = garbled / "_ckptd" / "state"
@@ -55,10 +67,15 @@ def test_both_trainers_wait_for_their_commits_and_train_alike_without_a_daemon(t
         for here in (plain, hf):
             here.start("--log-level", "debug")
         jobs = [
-            {"kind": "deepspeed", "save_dir": str(plain.save_dir), "wait_seconds": 120},
-            {"kind": "deepspeed", "save_dir": str(alone), "wait_seconds": 0.1},
-            {"kind": "huggingface", "save_dir": str(hf.save_dir), "wait_seconds": 120},
-            {"kind": "huggingface", "save_dir": str(garbled), "wait_seconds": 0.1},
+            {"kind": "deepspeed", "save_dir": str(plain.save_dir), "wait_seconds": 120, "report_to": []},
+            {"kind": "deepspeed", "save_dir": str(alone), "wait_seconds": 0.1, "report_to": []},
+            {
+                "kind": "huggingface",
+                "save_dir": str(hf.save_dir),
+                "wait_seconds": 120,
+                "report_to": ["wandb", "mlflow"],
+            },
+            {"kind": "huggingface", "save_dir": str(garbled), "wait_seconds": 0.1, "report_to": []},
         ]
         answers, printed = train(tmp_path, jobs)
 
@@ -70,6 +87,17 @@ def test_both_trainers_wait_for_their_commits_and_train_alike_without_a_daemon(t
         assert printed.count(f"no daemon heard of the save in {alone}") == 1
         assert printed.count(f"status.json of {garbled} cannot be read") == 1
         assert not (alone / "_ckptd").exists()
+        restore = f"ckptd restore {hf.nas} checkpoint-2 --to DIR"
+        (by_wandb,) = read_wandb(tmp_path)
+        assert by_wandb.summary["ckptd/committed_url"] == f"{hf.nas}/checkpoint-2"
+        assert by_wandb.summary["ckptd/restore"] == restore
+        assert by_wandb.values_of("ckptd/committed_step")[-1] == 2
+        assert len(by_wandb.values_of("train/loss")) == 2
+        (by_mlflow,) = read_mlflow(mlflow_of(tmp_path))
+        assert by_mlflow.data.tags["ckptd/committed_url"] == f"{hf.nas}/checkpoint-2"
+        assert by_mlflow.data.tags["ckptd/restore"] == restore
+        assert by_mlflow.data.metrics["ckptd/committed_step"] == 2
+        assert by_mlflow.info.status == "FINISHED"
         for here in (plain, hf):
             assert HEARD in here.log.read_text()
             assert here.stop() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 
 from tests.faults.test_daemon_service import House, house, real_saves
+from tests.support.real import REPOSITORY
+from tests.support.trackers import read_mlflow, read_wandb
 
 __all__ = ["house", "real_saves"]
 pytestmark = [pytest.mark.real, pytest.mark.faults]
@@ -89,6 +92,7 @@ def test_webhook_heartbeat_and_hooks(house: House, receiver: Receiver) -> None:
     first, second = (event for event in hooked if event["kind"] != "problem")
     assert (first["kind"], first["tag"], first["step"]) == ("complete", "global_step1", 1)
     assert (second["kind"], second["form"], second["remote"]) == ("committed", "zero", "nas")
+    assert (first["url"], second["url"]) == (None, str(house.root / "nas" / "one"))
     assert "planted-secret" not in (house.root / "env").read_text()
     house.wait("a beat", lambda: receiver.beats == 1)
     assert receiver.posts == []
@@ -151,3 +155,44 @@ def test_a_secret_url_is_refused(tmp_path: Path) -> None:
             load_daemon(place, {})
         assert "XXXX" not in str(caught.value)
         assert "user:pass" not in str(caught.value)
+
+
+def test_the_hooks_of_the_examples_write_into_runs_that_have_ended(house: House) -> None:
+    """A run of W&B (offline) and one of MLflow, named in files by job; a job without a file is left alone."""
+    import mlflow
+
+    mlflow.set_tracking_uri(tracking_uri := f"sqlite:///{house.root}/mlflow.db")
+    with mlflow.start_run() as run:
+        pass
+    runs, hook, examples = house.root / "runs", house.root / "hook", REPOSITORY / "examples" / "hooks"
+    runs.mkdir()
+    (runs / "one.wandb").write_text("my-team/llama/abc123\n")
+    (runs / "one.mlflow").write_text(f"{tracking_uri} {run.info.run_id}\n")
+    hook.write_text(
+        f"#!/bin/sh\nevent=$(cat)\nset -e\n"
+        f'echo "$event" | {sys.executable} {examples}/mlflow_commit.py {runs}\n'
+        f'echo "$event" | {sys.executable} {examples}/wandb_commit.py {runs} --offline {house.root}\n'
+        f'echo "$event" >> {house.root}/seen\n'
+    )
+    hook.chmod(0o755)
+    (house.config / "ckptd.toml").write_text(
+        f'state_dir = "{house.root}/state"\n[notify]\non_committed = ["{hook}"]\n'
+    )
+    house.job("one")
+    house.job("two")
+    house.start()
+    for name in ("two", "one"):
+        house.save(name)
+    seen = house.root / "seen"
+    house.wait("both hooks", lambda: len(seen.read_text().splitlines()) == 2)
+
+    url = f"{house.root}/nas/one"
+    (by_wandb,) = read_wandb(house.root)
+    assert by_wandb.run_id == "abc123"
+    assert by_wandb.summary["ckptd/committed_url"] == f"{url}/global_step1"
+    assert by_wandb.summary["ckptd/restore"] == f"ckptd restore {url} global_step1 --to DIR"
+    assert by_wandb.values_of("ckptd/committed_step") == [1]
+    (by_mlflow,) = read_mlflow(tracking_uri)
+    assert by_mlflow.data.tags["ckptd/committed_url"] == f"{url}/global_step1"
+    assert by_mlflow.data.metrics["ckptd/committed_step"] == 1
+    assert house.status()["daemon"].get("notify_error") is None

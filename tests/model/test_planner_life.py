@@ -316,10 +316,10 @@ def test_the_machine_sees_a_broken_planner(what: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(keeping, "may_go_uncommitted", lambda view, save: view.unuploaded != "keep")
         monkeypatch.setattr(deletion, "newer_commits", lambda view, save: ())
         monkeypatch.setattr(OptOutPermit, "is_grounded", True)
-        real = deletion._one
+        real = deletion.delete_one
         monkeypatch.setattr(
             deletion,
-            "_one",
+            "delete_one",
             lambda view, save, why: (
                 real(replace(view, unuploaded="delete"), save, why)
                 if view.unuploaded == "thin"

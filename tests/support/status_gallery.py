@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptd.cli.screen import Screen
 from ckptd.cli.status.command import screen
-from ckptd.cli.status.words import exit_code, life_of
+from ckptd.maintenance.status.verdict import exit_code, life_of
 from ckptd.observe import status as st
 from ckptd.observe.status import pid_space
 

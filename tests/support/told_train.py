@@ -1,9 +1,8 @@
 """Trains with ckptd told of each save: DeepSpeed's own loop and Hugging Face's Trainer, run by torchrun.
 
-`python -m torch.distributed.run --nproc_per_node N -m tests.support.told_train JOBS.json OUT.json`: JOBS is
-a list of
-{"kind": "deepspeed" | "huggingface", "save_dir", "wait_seconds"}; rank 0 writes for each what it was answered
-and its losses, which must not depend on whether anybody heard.
+`python -m torch.distributed.run --nproc_per_node N -m tests.support.told_train JOBS.json OUT.json`: JOBS is a
+list of {"kind": "deepspeed" | "huggingface", "save_dir", "wait_seconds", "report_to"}; rank 0 writes for each
+what it was answered and its losses, which must not depend on whether anybody heard.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import torch.distributed as dist
+import wandb
 from accelerate.state import AcceleratorState, GradientState
 from transformers import Trainer, TrainingArguments, set_seed
 
@@ -29,8 +29,9 @@ from tests.support.hf_train import BATCH, Sentences, ds_config, tiny_gpt2
 STEPS = 2
 
 
-def plain(save_dir: str, wait_seconds: float) -> dict[str, Any]:
+def plain(save_dir: str, wait_seconds: float, report_to: list[str]) -> dict[str, Any]:
     """A loop as DeepSpeed's users write it: two steps, two saves."""
+    assert not report_to
     torch.manual_seed(3)
     model = torch.nn.Linear(8, 4)
     config = {
@@ -54,19 +55,19 @@ def plain(save_dir: str, wait_seconds: float) -> dict[str, Any]:
     return {"committed": is_first and wait_committed(save_dir, STEPS, wait_seconds), "losses": losses}
 
 
-def trainer(save_dir: str, wait_seconds: float) -> dict[str, Any]:
-    """The Trainer with the callback."""
+def trainer(save_dir: str, wait_seconds: float, report_to: list[str]) -> dict[str, Any]:
+    """The Trainer with the callback; its own reports make the runs that the callback writes into."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     set_seed(5)
-    callback = CkptdCallback(wait_seconds=wait_seconds)
+    callback = CkptdCallback(wait_seconds=wait_seconds, report_to=report_to)
     arguments = TrainingArguments(
         output_dir=save_dir,
         max_steps=STEPS,
         save_steps=1,
         per_device_train_batch_size=BATCH // int(os.environ["WORLD_SIZE"]),
         logging_steps=1,
-        report_to=[],
+        report_to=report_to,
         bf16=True,
         use_cpu=True,
         deepspeed=ds_config({"stage": 2, "gather": False, "universal": False}),
@@ -75,6 +76,8 @@ def trainer(save_dir: str, wait_seconds: float) -> dict[str, Any]:
     )
     made = Trainer(model=tiny_gpt2(16), args=arguments, train_dataset=Sentences(), callbacks=[callback])
     made.train()
+    if report_to:
+        wandb.finish()  # `leave` skips what W&B does when a script ends
     losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
     return {"committed": callback.is_committed, "losses": losses}
 
@@ -86,7 +89,7 @@ def main() -> None:
     answers = []
     for job in jobs:
         run = {"deepspeed": plain, "huggingface": trainer}[job["kind"]]
-        answers.append(run(job["save_dir"], job["wait_seconds"]))
+        answers.append(run(job["save_dir"], job["wait_seconds"], job["report_to"]))
     if dist.get_rank() == 0:
         out.write_text(json.dumps(answers))
     dist.barrier()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 
 import typer
 
+from ckptd.base.humanize import size_of
 from ckptd.cli.output import cell
 
 if TYPE_CHECKING:
@@ -204,7 +205,8 @@ def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def _report_rows(report: ConvertReport) -> list[tuple[str, str]]:
-    rate = report.bytes / max(report.seconds, 1e-9) / 1e6
+    rate = report.bytes / max(report.seconds, 1e-9)
+    how = f"{size_of(report.bytes_cloned)} cloned, {size_of(report.bytes_copied)} copied"
     before = f" ({report.resumed_files} from before)" if report.resumed_files else ""
     return [
         (report.form.replace("universal", "universal checkpoint"), str(report.destination)),
@@ -212,9 +214,9 @@ def _report_rows(report: ConvertReport) -> list[tuple[str, str]]:
         ("step", str(report.step)),
         ("parameters" if report.form == "universal" else "tensors", str(report.parameters)),
         ("files", f"{report.files}{before}"),
-        ("bytes", f"{report.bytes:,} ({report.bytes_cloned:,} cloned, {report.bytes_copied:,} copied)"),
-        ("time", f"{report.seconds:.2f} s ({rate:,.0f} MB/s)"),
-        ("peak memory of children", f"{report.peak_rss_bytes / 1048576:.0f} MiB"),
+        ("size", f"{size_of(report.bytes)} ({how})"),
+        ("time", f"{report.seconds:.2f} s ({size_of(rate)}/s)"),
+        ("peak memory of children", size_of(report.peak_rss_bytes)),
         ("verified", "yes" if report.verified else "no (--verify reads everything back)"),
         *_cluster_rows(report),
         *(("note", note) for note in report.notes),
@@ -226,11 +228,11 @@ def _cluster_rows(report: ConvertReport) -> list[tuple[str, str]]:
     if seen is None:
         return []
     share = seen.bytes_read / max(1, seen.bytes_needed)
-    local = f"; {seen.bytes_local:,} on the workers' own disks" if seen.bytes_local else ""
+    local = f"; {size_of(seen.bytes_local)} on the workers' own disks" if seen.bytes_local else ""
     again = f", {seen.tasks_again} again" if seen.tasks_again else ""
     return [
         ("by", f"{seen.workers} workers, {seen.tasks} tasks{again}"),
-        ("read", f"{seen.bytes_read:,} bytes, {share:.3f} of what was needed{local}"),
+        ("read", f"{size_of(seen.bytes_read)}, {share:.3f} of what was needed{local}"),
     ]
 
 
@@ -319,13 +321,13 @@ class _Lines:
 
 def forecast_rows(seen: Forecast) -> list[tuple[str, str]]:
     """Return the forecast's names and values for a table."""
-    made = f"{seen.bytes:,} bytes in {seen.files:,} files, {seen.layout} layout"
+    made = f"{size_of(seen.bytes)} in {seen.files:,} files, {seen.layout} layout"
     if seen.clones:
-        how = f"{seen.bytes_cloned:,} bytes cloned, {seen.bytes_copied:,} copied"
+        how = f"{size_of(seen.bytes_cloned)} cloned, {size_of(seen.bytes_copied)} copied"
         if seen.bytes_misplaced:
-            how += f" (of these {seen.bytes_misplaced:,} because shards do not meet at whole blocks)"
+            how += f" (of these {size_of(seen.bytes_misplaced)} because shards do not meet at whole blocks)"
     else:
-        how = f"{seen.bytes_copied:,} bytes copied (extents cannot be shared here)"
+        how = f"{size_of(seen.bytes_copied)} copied (extents cannot be shared here)"
     fits = "" if seen.disk_bytes <= seen.free_bytes else ": DOES NOT FIT"
     return [
         (
@@ -334,7 +336,7 @@ def forecast_rows(seen: Forecast) -> list[tuple[str, str]]:
         ),
         ("makes", made),
         ("by", how),
-        ("new disk", f"about {seen.disk_bytes:,} bytes of {seen.free_bytes:,} free{fits}"),
-        ("memory", f"at most {seen.memory_bytes / 1048576:.0f} MiB with the pages it dirties"),
-        ("planned in", f"{seen.seconds:.2f} s, {seen.peak_rss_bytes / 1048576:.0f} MiB"),
+        ("new disk", f"about {size_of(seen.disk_bytes)} of {size_of(seen.free_bytes)} free{fits}"),
+        ("memory", f"at most {size_of(seen.memory_bytes)} with the pages it dirties"),
+        ("planned in", f"{seen.seconds:.2f} s, {size_of(seen.peak_rss_bytes)}"),
     ]

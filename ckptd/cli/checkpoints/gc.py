@@ -1,4 +1,4 @@
-"""`ckptd gc JOB|URL`: delete what nothing depends on: interrupted deletions, replaced objects, our own
+"""`ckptd gc JOB`: delete what nothing depends on: interrupted deletions, replaced objects, our own
 leftovers.
 """
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import ENV_JOB_OR_URL
+from ckptd.cli.output import ENV_JOB_OR_URL, JOB_HELP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +35,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog="ckptd gc llama-7b --dry-run\nckptd gc llama-7b")
     def gc(
-        job: str = typer.Argument(
-            ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; a remote."
-        ),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
         dry_run: bool = typer.Option(False, "--dry-run", help="Only list it, with bytes."),
         incomplete: str = typer.Option(
             None,
@@ -178,9 +176,9 @@ def _incomplete(
     asked: tuple[Path | None, str, Path | None],
 ) -> None:
     """`asked`: state directory as it is here, and what names the job: a service's lies elsewhere."""
-    from ckptd.cli.status.places import state_places
     from ckptd.errors import CkptdError
     from ckptd.maintenance.gc import sealed_here
+    from ckptd.maintenance.status.places import state_places
 
     state_dir, job, directory = asked
     places = {state_dir: None}
@@ -215,18 +213,18 @@ def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:
 def _show(collector: Collector, *, dry_run: bool) -> None:
     from rich.table import Table
 
+    from ckptd.base.humanize import size_of
     from ckptd.cli.output import cells
     from ckptd.cli.screen import screen
-    from ckptd.config.quantities import show_bytes
 
     if not collector.removed:
         print("nothing to remove")
         return
     total = sum(row.bytes for row in collector.removed)
-    title = f"{'would remove' if dry_run else 'removed'} {show_bytes(total)}"
+    title = f"{'would remove' if dry_run else 'removed'} {size_of(total)}"
     table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
     for column in ("where", "what", "size", "why"):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
     for row in collector.removed:
-        table.add_row(*cells(row.where, row.what, show_bytes(row.bytes), row.why))
+        table.add_row(*cells(row.where, row.what, size_of(row.bytes), row.why))
     screen().print(table)

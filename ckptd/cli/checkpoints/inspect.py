@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.base.humanize import size_of
 from ckptd.cli.output import cell, cells
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _print(seen: Inspection, *, all_files: bool) -> None:
 def _print_overview(console: Console, seen: Inspection) -> None:
     from rich.table import Table
 
-    table = Table("tag", "kind", "state", "step", "stage", "dtype", "ranks", "bytes", "", box=None)
+    table = Table("tag", "kind", "state", "step", "stage", "dtype", "ranks", "size", "", box=None)
     for c in seen.checkpoints:
         marks = [
             n
@@ -72,7 +73,7 @@ def _print_overview(console: Console, seen: Inspection) -> None:
         ranks = f"{c.grid.dp} × {c.grid.mm_count}" if c.grid else ""
         stage = "" if c.zero_stage is None else str(c.zero_stage)
         step = "" if c.step is None else str(c.step)
-        row = (c.tag, c.kind, c.state, step, stage, c.dtype or "", ranks, f"{c.bytes:,}", " ".join(marks))
+        row = (c.tag, c.kind, c.state, step, stage, c.dtype or "", ranks, size_of(c.bytes), " ".join(marks))
         table.add_row(*cells(*row))
     console.print(table)
 
@@ -98,7 +99,7 @@ def _print_facts(console: Console, c: InspectedCheckpoint) -> None:
         ("layout", c.layout),
         ("parameters", f"{c.parameters:,} elements" if c.parameters is not None else None),
         ("tensors", f"{c.tensors:,}" if c.tensors is not None else None),
-        ("bytes", f"{c.bytes:,}"),
+        ("size", size_of(c.bytes)),
     ):
         if value is not None:
             table.add_row(name, cell(str(value)))
@@ -113,15 +114,14 @@ def _conversion_rows(seen: ConversionForecast) -> list[tuple[str, str]]:
     """Return table rows on what converting would make here, or why it would not."""
     if not seen.converts:
         return [("converts", f"no: {seen.reason}"), *([("", f"→ {seen.hint}")] if seen.hint else [])]
-    how = f"{seen.bytes_cloned or 0:,} bytes cloned, {seen.bytes_copied or 0:,} copied"
+    how = f"{size_of(seen.bytes_cloned or 0)} cloned, {size_of(seen.bytes_copied or 0)} copied"
     if seen.bytes_misplaced:
-        how += f" (of these {seen.bytes_misplaced:,} because shards do not meet at whole blocks)"
-    memory = (seen.memory_bytes or 0) / 1048576
+        how += f" (of these {size_of(seen.bytes_misplaced)} because shards do not meet at whole blocks)"
     return [
-        ("converts", f"yes: {seen.bytes or 0:,} bytes in {seen.files or 0:,} files, {seen.layout} layout"),
+        ("converts", f"yes: {size_of(seen.bytes or 0)} in {seen.files or 0:,} files, {seen.layout} layout"),
         ("", f"by {how}"),
-        ("", f"about {seen.disk_bytes or 0:,} bytes of new disk of {seen.free_bytes or 0:,} free"),
-        ("", f"at most {memory:.0f} MiB of memory with the pages it dirties"),
+        ("", f"about {size_of(seen.disk_bytes or 0)} of new disk of {size_of(seen.free_bytes or 0)} free"),
+        ("", f"at most {size_of(seen.memory_bytes or 0)} of memory with the pages it dirties"),
         *(("", note) for note in seen.notes),
     ]
 
@@ -135,10 +135,10 @@ def _print_files(console: Console, c: InspectedCheckpoint, *, all_files: bool) -
         else [f for f in c.files if f.reason][:_MANY_FILES]
     )
     table = Table(box=None)
-    for column in ("file", "role", "bytes", "archive", "fingerprint", "problem"):
+    for column in ("file", "role", "size", "archive", "fingerprint", "problem"):
         table.add_column(column, overflow="fold")
     for f in shown:
-        row = (f.path, f.role, f"{f.bytes:,}", f.archive, f.fingerprint[:12], f.reason or "")
+        row = (f.path, f.role, size_of(f.bytes), f.archive, f.fingerprint[:12], f.reason or "")
         table.add_row(*cells(*row))
     if shown:
         console.print(table)

@@ -1,4 +1,4 @@
-"""`ckptd list JOB|URL`: what is committed, in (branch, step) order."""
+"""`ckptd list JOB`: what is committed, in (branch, step) order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import ENV_JOB_OR_URL
+from ckptd.cli.output import ENV_JOB_OR_URL, JOB_HELP
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,9 +26,7 @@ def register(app: typer.Typer) -> None:
         epilog="ckptd list llama-7b\nckptd list s3://my-bucket/llama-7b --json",
     )
     def list_command(
-        job: str = typer.Argument(
-            ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; or a remote."
-        ),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         run: str | None = typer.Option(
             None, metavar="RUN", help="Only this run, named by the beginning of its id."
@@ -68,8 +66,9 @@ def register(app: typer.Typer) -> None:
 def _table(listing: RemoteListing) -> Table:
     from rich.table import Table
 
+    from ckptd.base.humanize import size_of
     from ckptd.cli.output import cell, cells
-    from ckptd.config.quantities import show_bytes, show_seconds
+    from ckptd.config.quantities import show_seconds
     from ckptd.core.model.runs import short
 
     title = f"{listing.name}: {listing.url} (job {listing.job})"
@@ -89,7 +88,7 @@ def _table(listing: RemoteListing) -> Table:
             if index == 0 and row.kind in _WHAT_IS_LEFT:
                 marks.append(_WHAT_IS_LEFT[row.kind])
             if form.late_files:
-                marks.append(f"+ {form.late_files} late ({show_bytes(form.late_bytes)})")
+                marks.append(f"+ {form.late_files} late ({size_of(form.late_bytes)})")
             age = show_seconds(form.age_seconds) if form.age_seconds is not None else "?"
             own = (
                 row.tag,
@@ -98,7 +97,7 @@ def _table(listing: RemoteListing) -> Table:
                 str(row.branch),
                 str(row.step),
             )
-            size = show_bytes(form.bytes)
+            size = size_of(form.bytes)
             told = (form.form, size, str(form.files), form.committed_at, age, " ".join(marks))
             table.add_row(*cells(*(own if index == 0 else ("",) * len(own)), *told))
     if not listing.checkpoints:
@@ -110,8 +109,8 @@ def _runs(listing: RemoteListing) -> Table:
     """Return the runs whose checkpoints lie there, the newest first."""
     from rich.table import Table
 
+    from ckptd.base.humanize import size_of
     from ckptd.cli.output import cell, cells
-    from ckptd.config.quantities import show_bytes
     from ckptd.core.model.runs import short
 
     table = Table(title=cell("runs"), title_justify="left", box=None, header_style="bold", pad_edge=False)
@@ -126,6 +125,6 @@ def _runs(listing: RemoteListing) -> Table:
             f"{row.user or '?'}@{row.host or '?'}:{row.save_dir or '?'}" if row.host else "an earlier release"
         )
         steps = "-" if row.first_step is None else f"{row.first_step}-{row.last_step}"
-        told = (str(row.checkpoints), steps, show_bytes(row.bytes), row.since or "?")
+        told = (str(row.checkpoints), steps, size_of(row.bytes), row.since or "?")
         table.add_row(*cells(short(row.run_id), place, *told, "newest" if row.is_newest else ""))
     return table

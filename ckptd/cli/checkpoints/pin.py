@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from ckptd.cli.output import print_line
+from ckptd.cli.output import JOB_HERE_HELP, print_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,7 @@ _IN_DOUBT = {"suspect", "torn re-save"}
 
 Kind = Literal["pin", "unpin", "accept", "adopt"]
 
-_JOB: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir.")
+_JOB: str = typer.Argument(..., metavar="JOB", help=JOB_HERE_HELP)
 _CONFIG_DIR: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie.")
 
 
@@ -87,7 +87,9 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
     from ckptd.core.model.decision import Decision
     from ckptd.daemon.intake.decisions import write_decision
     from ckptd.recover.select.job import job_named, no_remote, owner_of
+    from ckptd.storage.local.job_names import must_be_of_this_node
 
+    must_be_of_this_node(job, {"adopt": "accept", "unpin": "pin"}.get(kind, kind))
     directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
     config = job_named(job, os.environ, config_dir=directory)
     if not config.remotes:

@@ -1,4 +1,4 @@
-"""`ckptd restore JOB|URL [TAG] --to DIR`: a committed checkpoint into another directory."""
+"""`ckptd restore JOB [TAG] --to DIR`: a committed checkpoint into another directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import ENV_JOB_OR_URL
+from ckptd.cli.output import ENV_JOB_OR_URL, JOB_HELP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,9 +30,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog=_EXAMPLES)
     def restore(
-        job: str = typer.Argument(
-            ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; a remote."
-        ),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
         tag: str = typer.Argument(None, metavar="TAG", help="Which one; default: the newest committed."),
         to: str = typer.Option(
             ..., metavar="DIR", help="Where to; made where absent. Not a save_dir in use."

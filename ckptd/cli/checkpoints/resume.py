@@ -1,4 +1,4 @@
-"""`ckptd resume JOB|SAVE_DIR [URL]`: make save_dir resumable, in place; what a launch script calls."""
+"""`ckptd resume JOB [URL]`: make save_dir resumable, in place; what a launch script calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import ENV_JOB
+from ckptd.cli.output import ENV_JOB, JOB_HELP
 
 if TYPE_CHECKING:
     pass
@@ -26,9 +26,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog=_EXAMPLES)
     def resume(
-        job: str = typer.Argument(
-            ..., metavar="JOB|SAVE_DIR", envvar=ENV_JOB, help="A job's name or file, or its save_dir."
-        ),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB, help=f"{JOB_HELP} A URL goes second."),
         url: str = typer.Argument(None, metavar="URL", help="The remote, when no job file names it."),
         world_size: int = typer.Option(
             None, min=1, metavar="N", help="Ranks of the coming run; another grid: universal."

@@ -1,4 +1,4 @@
-"""`ckptd verify JOB|URL [TAG]`: prove again, from the remote alone, what it claims to hold."""
+"""`ckptd verify JOB [TAG]`: prove again, from the remote alone, what it claims to hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import ENV_JOB_OR_URL
+from ckptd.cli.output import ENV_JOB_OR_URL, JOB_HELP
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,9 +37,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog=_EXAMPLES)
     def verify(
-        job: str = typer.Argument(
-            ..., metavar="JOB|URL", envvar=ENV_JOB_OR_URL, help="A job's name, file or save_dir; a remote."
-        ),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
         tag: str = typer.Argument(None, metavar="TAG", help="Only this one; default: every COMMIT."),
         read_data: bool = typer.Option(False, "--read-data", help="Read every byte and compare CRC64."),
         part: str | None = typer.Option(
@@ -131,8 +129,8 @@ def _lines(verified: VerifiedRemote) -> list[str]:
 def _table(verified: VerifiedRemote) -> Table:
     from rich.table import Table
 
+    from ckptd.base.humanize import size_of
     from ckptd.cli.output import cell, cells
-    from ckptd.config.quantities import show_bytes
 
     title = f"{verified.name}: {verified.url} (job {verified.job})"
     table = Table(title=cell(title), title_justify="left", box=None, header_style="bold", pad_edge=False)
@@ -140,8 +138,8 @@ def _table(verified: VerifiedRemote) -> Table:
     for column in ("gen", "form", "files", "size", "read", "verdict"):
         table.add_column(column, justify="right" if column in ("gen", "files", "size", "read") else "left")
     for row in verified.commits:
-        read = show_bytes(row.read_bytes) if row.read_bytes else ""
-        told = (row.tag, str(row.generation), row.form, str(row.files), show_bytes(row.bytes), read)
+        read = size_of(row.read_bytes) if row.read_bytes else ""
+        told = (row.tag, str(row.generation), row.form, str(row.files), size_of(row.bytes), read)
         table.add_row(*cells(*told, row.verdict))
     return table
 
@@ -247,9 +245,9 @@ def job_state_dir(config: JobConfig, directory: Path | None, *, make: bool) -> P
 
 
 def _line(row: RepairResult) -> str:
-    from ckptd.config.quantities import show_bytes
+    from ckptd.base.humanize import size_of
 
-    what = f"{row.where}: {row.key} ({show_bytes(row.bytes)}; {row.damage})"
+    what = f"{row.where}: {row.key} ({size_of(row.bytes)}; {row.damage})"
     if row.outcome == "left":
         return f"left      {what}: {row.reason or 'its bytes lie intact nowhere that is known'}"
     return f"{row.outcome:9} {what}{f' from {row.source}' if row.source else f': {row.reason}'}"

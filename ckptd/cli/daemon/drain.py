@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, print_line, print_note
+from ckptd.cli.output import ENV_JOB, JOB_HERE_HELP, print_line, print_note
 from ckptd.config import commands
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ def register(app: typer.Typer) -> None:
     @app.command("drain", help=_HELP, epilog="ckptd drain llama-7b --deadline 2m")
     def drain(
         job: str = typer.Argument(
-            None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
+            None,
+            metavar="JOB",
+            envvar=ENV_JOB,
+            help=f"{JOB_HERE_HELP} Default: every configured job.",
         ),
         deadline: str = typer.Option(
             "120s", "--deadline", metavar="DURATION", help="How long there is (30s, 2m)."
@@ -48,11 +51,13 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.config.quantities import parse_duration
         from ckptd.errors import UsageError
+        from ckptd.storage.local.job_names import must_be_of_this_node
 
         try:
             seconds = parse_duration(deadline)
         except ValueError as error:
             raise UsageError(f"--deadline: {error}") from error
+        must_be_of_this_node(job, "drain")
         places = [Path(place) if place else None for place in (state_dir, config_dir)]
         raise typer.Exit(Draining(job, seconds, *places).run())
 
@@ -111,15 +116,17 @@ class Draining:
         """Tell whether a live daemon still waits for the job's first checkpoint."""
         import time
 
-        from ckptd.cli.status.command import find_status, is_meant
-        from ckptd.cli.status.words import life_of
         from ckptd.errors import NotFoundError
+        from ckptd.maintenance.status.published import find_status, is_meant
+        from ckptd.maintenance.status.verdict import life_of
 
         try:
             document = find_status(self._job, self._state_dir, self._config_dir)
         except NotFoundError:
             return False
-        jobs = [one for one in document["jobs"] if self._job is None or is_meant(one, self._job)]
+        jobs = [
+            one for one in document["jobs"] if self._job is None or is_meant(one, self._job, self._config_dir)
+        ]
         is_waiting = bool(jobs) and all(one["state"] == "waiting" for one in jobs)
         return is_waiting and life_of(document, time.time()).is_well
 
@@ -134,7 +141,7 @@ class Draining:
         import time
 
         from ckptd.cli.daemon.request import POLL_SECONDS
-        from ckptd.cli.status.words import is_there
+        from ckptd.maintenance.status.verdict import is_there
 
         waiting = list(live)
         while waiting and time.monotonic() < self._end + GRACE_SECONDS:
@@ -259,7 +266,7 @@ def reasons(job: dict[str, Any]) -> list[str]:
     """
     import time
 
-    from ckptd.cli.status.words import problem_lines
+    from ckptd.maintenance.status.words import problem_lines
 
     lines = problem_lines(job, time.time()) if job.get("problems") else []
     return [line.strip() for severity, line in lines if severity != "note"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, print_line
+from ckptd.cli.output import ENV_JOB, JOB_HERE_HELP, print_line
 
 if TYPE_CHECKING:
     from ckptd.cli.daemon.request import RequestedJob
@@ -25,7 +25,10 @@ def register(app: typer.Typer) -> None:
     )
     def pause(
         job: str = typer.Argument(
-            None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
+            None,
+            metavar="JOB",
+            envvar=ENV_JOB,
+            help=f"{JOB_HERE_HELP} Default: every configured job.",
         ),
         off: bool = typer.Option(False, "--off", help="Go on; nothing that is committed is uploaded again."),
         state_dir: str = typer.Option(None, "--state-dir", help="Where status.json lies."),
@@ -43,8 +46,10 @@ def _set(job: str | None, state_dir: str | None, config_dir: str | None, *, is_p
     from ckptd.cli.daemon.request import requested_jobs, send_request, wait_until
     from ckptd.daemon.actions.control import PAUSE, PauseFile
     from ckptd.errors import BehindError
+    from ckptd.storage.local.job_names import must_be_of_this_node
 
     word = "paused" if is_paused else "goes on"
+    must_be_of_this_node(job, "pause" if is_paused else "pause --off")
     places = [Path(place) if place else None for place in (state_dir, config_dir)]
     for one in requested_jobs(job, *places):
         send_request(

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, print_line
+from ckptd.cli.output import ENV_JOB, JOB_HERE_HELP, print_line, print_note
 from ckptd.errors import BehindError, ConfigError, NotFoundError, NotPermitted
+from ckptd.storage.local.job_names import is_daemon, must_be_of_this_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,16 +32,21 @@ def register(app: typer.Typer) -> None:
     )
     def reload(
         job: str | None = typer.Argument(
-            None, envvar=ENV_JOB, help="SAVE_DIR, job file or job name; default: every job."
+            None,
+            metavar="JOB",
+            envvar=ENV_JOB,
+            help=f"{JOB_HERE_HELP} Default: every configured job.",
         ),
         state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
         config_dir: str | None = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
-        from ckptd.cli.status.command import find_status
+        from ckptd.maintenance.status.published import find_status
+
+        must_be_of_this_node(job, "reload")
 
         def look() -> dict[str, Any]:
             places = (Path(place) if place else None for place in (state_dir, config_dir))
-            return find_status(job, *places)
+            return find_status(job, *places, say=print_note)
 
         before = look()["daemon"]
         _signal(daemon_pid(before["pid"], signal.SIGHUP))
@@ -61,15 +67,7 @@ def daemon_pid(pid: int, number: signal.Signals) -> int:
     Raises:
         NotFoundError: there is none.
     """
-    place = Path(f"/proc/{pid}")
-    try:
-        words = (place / "cmdline").read_bytes().split(b"\0")
-        lines = (place / "status").read_text().splitlines()
-    except OSError:
-        words, lines = [], []
-    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
-    is_ours = bool({b"run", b"drain"} & set(words)) and any(b"ckptd" in word for word in words)
-    if not is_ours or not caught >> (number - 1) & 1:
+    if not is_daemon(pid, number):
         msg = f"no daemon runs (status names process {pid})"
         raise NotFoundError(msg, hint="start it: ckptd run --config-dir DIR, or systemctl start ckptd@USER")
     return pid

@@ -9,12 +9,14 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckptd.cli.daemon.reload import daemon_pid
-from ckptd.cli.status.command import is_meant, published
-from ckptd.cli.status.places import state_places
+from ckptd.cli.output import print_note
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, from_os_error
+from ckptd.maintenance.status.places import state_places
+from ckptd.maintenance.status.published import is_meant, published
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,9 +51,9 @@ def requested_jobs(job: str | None, state_dir: Path | None, config_dir: Path | N
         NotFoundError: none has.
     """
     found = []
-    for place, document in published(job, state_dir, config_dir):
+    for place, document in published(job, state_dir, config_dir, say=print_note):
         for one in document["jobs"]:
-            is_wanted = (job is None or is_meant(one, job)) and one["state"] != "invalid"
+            is_wanted = (job is None or is_meant(one, job, config_dir)) and one["state"] != "invalid"
             home = _begun(place, None if state_dir else job, config_dir) if is_wanted else None
             if home is not None:
                 found.append(
@@ -66,7 +68,7 @@ def requested_jobs(job: str | None, state_dir: Path | None, config_dir: Path | N
 def _begun(place: Path, job: str | None, config_dir: Path | None) -> Path | None:
     """Return the directory of the job's journal; the status of a new one may still be published elsewhere."""
     others = state_places(job, config_dir) if job is not None else ()
-    return next((one for one in (place, *others) if (one / "journal.db").exists()), None)
+    return next((one for one in chain((place,), others) if (one / "journal.db").exists()), None)
 
 
 def _listening(daemon: dict[str, Any]) -> int | None:

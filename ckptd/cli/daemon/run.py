@@ -173,7 +173,7 @@ def load(
     url = url or _remembered_url(save_dir, environ, config_dir, verb)
     if not url:
         msg = "there is no URL: nothing would leave this node"
-        raise UsageError(msg, hint=f"ckptd {verb} SAVE_DIR URL, or CKPTD_URL in the environment")
+        raise UsageError(msg, hint=_whole_command(save_dir, environ, config_dir, verb))
     options: dict[str, object] = {"remote": {"same_filesystem": True} if same_filesystem else {}}
     if save_total_limit is not None:
         options["local"] = {"save_total_limit": save_total_limit}
@@ -192,6 +192,27 @@ def _remembered_url(
         return None
     known = job_named(os.path.abspath(save_dir), environ, config_dir=config_dir)
     return known.remotes[0].url if known.remotes and known.file is None else None
+
+
+def _whole_command(save_dir: str, environ: Mapping[str, str], config_dir: Path | None, verb: str) -> str:
+    """Return what to type where SAVE_DIR stands alone: as the job was started before, if it was."""
+    from ckptd.errors import CkptdError
+    from ckptd.recover.select.job import job_named
+    from ckptd.storage.local.job_names import is_remote
+
+    hint = f"ckptd {verb} SAVE_DIR URL, or CKPTD_URL in the environment"
+    if is_remote(save_dir):
+        return f"{save_dir} is a remote, which goes second: {shlex.join(['ckptd', verb])} SAVE_DIR URL"
+    try:
+        known = job_named(save_dir, environ, config_dir=config_dir)
+    except CkptdError:
+        return hint
+    if known.file is not None:
+        return f"{shlex.join(['ckptd', verb, str(known.file)])}: the job file that names it"
+    if known.remotes:
+        command = shlex.join(["ckptd", verb, str(known.save_dir), known.remotes[0].url])
+        return f"{command}: as it was started before"
+    return hint
 
 
 def _file_of(job: Path, config_dir: Path, environ: Mapping[str, str]) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, print_line
+from ckptd.cli.output import ENV_JOB, JOB_HERE_HELP, print_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
         epilog="ckptd wait llama-7b --step 4000 --timeout 1h",
     )
     def wait(
-        job: str = typer.Argument(..., envvar=ENV_JOB, help="SAVE_DIR, job file or job name."),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB, help=JOB_HERE_HELP),
         step: int = typer.Option(..., "--step", min=0, metavar="N", help="The trainer's global step."),
         timeout: str = typer.Option(
             None, "--timeout", metavar="DURATION", help="At most so long (90s, 1h); default: for ever."
@@ -51,6 +51,7 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.config.quantities import parse_duration
         from ckptd.errors import BehindError, PersonNeeded, UsageError
+        from ckptd.storage.local.job_names import must_be_of_this_node
 
         try:
             seconds = parse_duration(timeout) if timeout else inf
@@ -58,6 +59,7 @@ def register(app: typer.Typer) -> None:
             raise UsageError(f"--timeout: {error}") from error
         places = [Path(place) if place else None for place in (state_dir, config_dir)]
         end, watched_at = time.monotonic() + seconds, time.monotonic()
+        must_be_of_this_node(job, "wait")
         if places[0] is None:
             _must_be_a_job(job, places[1])
         while True:
@@ -87,30 +89,29 @@ def _must_be_a_job(job: str, config_dir: Path | None) -> None:
     """
     import os
 
-    from ckptd.cli.status.command import published
-    from ckptd.config.commands import default_config_dir
-    from ckptd.config.loader import resolve_job
     from ckptd.errors import NotFoundError
+    from ckptd.maintenance.status.published import published
+    from ckptd.recover.select.job import job_named
 
     try:
         published(job, None, config_dir)
     except NotFoundError:
-        resolve_job(job, os.environ, config_dir=config_dir or default_config_dir(os.environ))
+        job_named(job, os.environ, config_dir=config_dir)
 
 
 def _look(job: str, places: list[Any]) -> tuple[dict[str, Any], bool]:
     """Return the job as published (empty: not yet), and whether a daemon watches it."""
     import time
 
-    from ckptd.cli.status.command import find_status, is_meant
-    from ckptd.cli.status.words import life_of
     from ckptd.errors import NotFoundError
+    from ckptd.maintenance.status.published import find_status, is_meant
+    from ckptd.maintenance.status.verdict import life_of
 
     try:
         document = find_status(job, *places)
     except NotFoundError:
         return {}, False
-    found: dict[str, Any] = next((one for one in document["jobs"] if is_meant(one, job)), {})
+    found: dict[str, Any] = next((one for one in document["jobs"] if is_meant(one, job, places[1])), {})
     return found, life_of(document, time.time()).is_well
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import cell, cells, print_line
+from ckptd.cli.output import JOB_HERE_HELP, cell, cells, print_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ckptd.config.loader import LoadedConfig
+    from ckptd.config.schema import JobConfig
     from ckptd.storage.local.probe import Finding
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "red")}
@@ -32,7 +33,7 @@ def register(app: typer.Typer) -> None:
         files: list[str] = typer.Argument(
             None,
             metavar="JOB ...",
-            help="Files, names or SAVE_DIRs; or SAVE_DIR URL as for run; default: all.",
+            help=f"{JOB_HERE_HELP} Or SAVE_DIR URL, as for run. Default: every configured job.",
         ),
         init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
         no_probe: bool = typer.Option(False, "--no-probe", help="Write nothing, ask no remote."),
@@ -106,29 +107,49 @@ def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) 
 
     from ckptd.cli.daemon.run import load
     from ckptd.config.commands import default_config_dir
-    from ckptd.config.loader import load_all, load_daemon, load_jobs
+    from ckptd.config.loader import LoadedConfig, check_job_paths, load_all, load_daemon, load_jobs
 
     if not files and not config_dir and (environ.get("CKPTD_SAVE_DIR") or environ.get("CKPTD_JOB")):
         return load(environ), Path()
     directory = Path(config_dir) if config_dir else default_config_dir(environ)
     if files:
-        named = [_file_of(name, directory, environ) for name in files]
-        if named[0] is None and len(files) <= 2:
-            return load(environ, save_dir=files[0], url=(*files[1:], None)[0], verb="check"), Path()
-        paths = [path or Path(name) for path, name in zip(named, files, strict=True)]
-        return load_jobs(paths, load_daemon(directory / "ckptd.toml", environ), environ), directory
+        _must_be_no_remote(files[0])
+        daemon = load_daemon(directory / "ckptd.toml", environ)
+        named = [_named(name, directory, environ, alone=len(files) == 1) for name in files[:1]]
+        first = named[0]
+        if first is not None and first.file is None and len(files) == 1 and first.remotes:
+            check_job_paths(first, "arguments")
+            return LoadedConfig(daemon=daemon, jobs=(first,)), Path()
+        if first is not None and first.file is None and len(files) <= 2:
+            url = files[1] if len(files) == 2 else None
+            return load(environ, save_dir=str(first.save_dir), url=url, verb="check"), Path()
+        named += [_named(name, directory, environ) for name in files[1:]]
+        paths = [one.file if one and one.file else Path(name) for one, name in zip(named, files, strict=True)]
+        return load_jobs(paths, daemon, environ), directory
     return load_all(directory, environ), directory / "jobs.d"
 
 
-def _file_of(job: str, config_dir: Path, environ: Mapping[str, str]) -> Path | None:
-    """Return the file of JOB as every verb takes it; None: a SAVE_DIR that has none (URL as for `run`)."""
+def _must_be_no_remote(job: str) -> None:
+    """Raises: UsageError: a remote stands where a job does; its SAVE_DIR is what is tested first."""
+    from ckptd.errors import UsageError
+    from ckptd.storage.local.job_names import is_remote
+
+    if is_remote(job):
+        msg = f"check tests a save_dir and where its checkpoints go; {job} is the second alone"
+        raise UsageError(msg, hint=f"ckptd check SAVE_DIR {job}")
+
+
+def _named(job: str, config_dir: Path, environ: Mapping[str, str], *, alone: bool = True) -> JobConfig | None:
+    """Return the job that is named, where it is no file; `alone`: no URL follows, so it has to be known."""
     from pathlib import Path
 
     from ckptd.config.loader import resolve_job
+    from ckptd.recover.select.job import job_named
 
     if job.endswith(".toml") or Path(job).is_file() or "://" in job:
-        return Path(job)
-    return resolve_job(job, environ, config_dir=config_dir).file
+        return None
+    find = job_named if alone or "/" not in job else resolve_job
+    return find(job, environ, config_dir=config_dir)
 
 
 def _rows(finding: Finding) -> Table:

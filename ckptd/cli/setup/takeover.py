@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ckptd.cli.output import ENV_JOB, print_line
+from ckptd.cli.output import ENV_JOB, JOB_HERE_HELP, print_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog="ckptd takeover llama-7b --remote nas")
     def takeover(
-        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB, help="A job's name, file or save_dir."),
+        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB, help=JOB_HERE_HELP),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
@@ -40,7 +40,9 @@ def register(app: typer.Typer) -> None:
         from ckptd.recover.files import opened_save_dir
         from ckptd.recover.select.sources import where_of
         from ckptd.storage.journal.journal import Journal
+        from ckptd.storage.local.job_names import must_be_of_this_node
 
+        must_be_of_this_node(job, "takeover")
         directory = Path(config_dir) if config_dir else None
         where = where_of(job, dict(os.environ), only=remote, config_dir=directory)
         config = job_of(where, "takeover")

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.output import JOB_HERE_HELP
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -24,7 +26,7 @@ def register(app: typer.Typer) -> None:
         "uninstall", help=_HELP, epilog="ckptd uninstall llama-7b --dry-run\nckptd uninstall llama-7b"
     )
     def uninstall(
-        job: str = typer.Argument(..., metavar="JOB", help="A job's name, file or save_dir."),
+        job: str = typer.Argument(..., metavar="JOB", help=JOB_HERE_HELP),
         dry_run: bool = typer.Option(False, "--dry-run", help="Only list it, with bytes."),
         uncommitted: bool = typer.Option(
             False, "--uncommitted", help="Also holds and universal forms that no remote is known to have."
@@ -39,7 +41,9 @@ def register(app: typer.Typer) -> None:
         from ckptd.errors import NotFoundError
         from ckptd.maintenance.uninstall import Removal
         from ckptd.recover.select.job import job_named
+        from ckptd.storage.local.job_names import must_be_of_this_node
 
+        must_be_of_this_node(job, "uninstall")
         directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
         config = job_named(job, os.environ, config_dir=directory)
         with closing(Removal(config, _state_dir(job, directory))) as removal:
@@ -59,8 +63,8 @@ def _state_dir(job: str, directory: Path) -> Path | None:
     import os
 
     from ckptd.cli.checkpoints.verify import job_state_dir
-    from ckptd.cli.status.command import published
     from ckptd.errors import NotFoundError
+    from ckptd.maintenance.status.published import published
     from ckptd.recover.select.job import job_named
 
     found = job_state_dir(job_named(job, os.environ, config_dir=directory), directory, make=False)
@@ -73,13 +77,13 @@ def _state_dir(job: str, directory: Path) -> Path | None:
 
 
 def _show(pieces: list[Piece], *, dry_run: bool, with_uncommitted: bool) -> None:
+    from ckptd.base.humanize import size_of
     from ckptd.cli.output import print_line, print_note
-    from ckptd.config.quantities import show_bytes
 
     if not pieces:
         print_line("nothing of ckptd's is here")
     for piece in pieces:
-        line = f"{piece.path} ({show_bytes(piece.bytes)}): {piece.why}"
+        line = f"{piece.path} ({size_of(piece.bytes)}): {piece.why}"
         if piece.fate == "stays":
             print_note(f"stays: {line}")
         elif piece.fate == "only here" and dry_run and not with_uncommitted:

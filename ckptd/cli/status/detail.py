@@ -8,8 +8,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from ckptd.cli.status.tables import ago, size_of, state_of
+from ckptd.base.humanize import ago, size_of
 from ckptd.errors import NotFoundError
+from ckptd.maintenance.status.words import form_state_of, state_of
 
 _HERE = {"none": "", "ready": ", universal form ready", "refused": ", no universal form"}
 
@@ -93,9 +94,7 @@ def _here(here: dict[str, Any]) -> str:
 
 def _upload_state(form: str, state: dict[str, Any], here: dict[str, Any] | None, is_alive: bool) -> str:
     is_uploading = state["state"] == "shipping"
-    text = f"{form} {'uploading' if is_uploading else state['state']}"
-    if is_uploading and not is_alive:
-        text = f"{form} not sent"
+    text = f"{form} {form_state_of(state, is_alive=is_alive)}"
     if is_uploading and state["bytes_total"]:
         text += f" {size_of(state['bytes_done'])} of {size_of(state['bytes_total'])}"
     if state.get("eta_seconds") is not None and is_uploading and is_alive:

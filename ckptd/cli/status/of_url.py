@@ -9,24 +9,8 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-    from ckptd.maintenance.fleet_status import FleetStatus
+    from ckptd.maintenance.status.fleet import FleetStatus
     from ckptd.recover.select.runs import RunView
-
-
-def is_remote(job: str) -> bool:
-    """Tell whether it is a URL, or the directory of a remote.
-
-    Raises:
-        RemoteUnreachable: the path does not answer.
-    """
-    import os
-
-    from ckptd.base.process import must_answer
-
-    if "://" in job:
-        return True
-    must_answer(job)
-    return os.path.exists(os.path.join(job, "_ckptd", "remote.json"))
 
 
 def show_url(url: str, config_dir: Path | None, *, as_json: bool) -> int:
@@ -35,13 +19,9 @@ def show_url(url: str, config_dir: Path | None, *, as_json: bool) -> int:
     Raises:
         RemoteError: it does not answer, or is no remote of ckptd (69).
     """
-    import os
+    from ckptd.maintenance.status.fleet import read_fleet
 
-    from ckptd.maintenance.fleet_status import FleetReader
-    from ckptd.recover.select.sources import where_of
-
-    where = where_of(url, dict(os.environ), config_dir=config_dir)
-    found = FleetReader(where.read_one(where.remotes[0].name)).look()
+    found = read_fleet(url, config_dir)
     if as_json:
         import json
         from dataclasses import asdict
@@ -56,8 +36,7 @@ def _print(found: FleetStatus) -> None:
     from ckptd.cli.screen import screen
     from ckptd.cli.status.drawing import ELSEWHERE, Drawing, headline, prose
 
-    verdict, _, said = found.headline.partition(": ")
-    parts: list[Any] = [headline(found.job, verdict, said.replace("; ", ", ").split(", "))]
+    parts: list[Any] = [headline(found.job, found.headline.partition(": ")[0], found.clauses)]
     parts += [prose(f"! {problem}", "red") for problem in found.problems]
     for row in found.uncommitted:
         nodes = ", ".join(row.nodes)
@@ -78,7 +57,7 @@ def _print(found: FleetStatus) -> None:
 
 
 def _left(run: RunView) -> str:
-    from ckptd.cli.status.tables import size_of
+    from ckptd.base.humanize import size_of
     from ckptd.core.model.runs import short
 
     place = f" of {run.user}@{run.host}:{run.save_dir}" if run.host else ""

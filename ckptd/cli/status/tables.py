@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from ckptd.base import humanize
+from ckptd.base.humanize import ago, size_of
+from ckptd.maintenance.status.words import forms_here, remote_shown, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 ROWS = 20
 """Settled checkpoints that are shown without --retention."""
-_STATES = {"pruned": "deleted here", "retired": "deleted there", "vanished": "gone", "superseded": "replaced"}
 _OBVIOUS = ("complete", "committed", "uploading", "pruned", "vanished")
 """States that the columns of the forms show, here and in the remotes."""
 _WRONG = ("suspect", "torn re-save", "incomplete", "refused", "leftover")
@@ -27,24 +27,6 @@ FULL, SHORT, SIGNS, BARE = range(4)
 """How much room a row takes: whole words; short ones; signs for forms; no sizes, no bars."""
 LONGEST_TITLE = 10
 """Columns of a remote's title where there is little room."""
-
-
-def ago(seconds: float | None) -> str:
-    """Return a span in words; `?`: not known."""
-    return "?" if seconds is None else humanize.ago(seconds)
-
-
-def size_of(count: float) -> str:
-    """Return bytes in words, with three digits.
-
-    >>> size_of(12_000_000_000), size_of(800e9), size_of(999)
-    ('12.0 GB', '800 GB', '999 B')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def checkpoints_table(job: dict[str, Any], *, retention: bool, is_alive: bool = True) -> Drawing:
@@ -120,9 +102,7 @@ def _row(
         step = f"branch {branch}" if is_told else f"{step} (branch {branch})"
     elif is_told:
         step = ""
-    local = checkpoint["local"]
-    forms = ["zero"] * local["present"] + ["universal"] * (local["universal"] == "ready")
-    here = " ".join(_short(form, level) for form in forms) or ("kept copy" if local["held"] else "–")
+    here = " ".join(_short(form, level) for form in forms_here(checkpoint)) or "–"
     is_wrong = checkpoint["state"] in _WRONG
     return [
         cell(checkpoint["tag"]),
@@ -259,11 +239,6 @@ def _is_gone(checkpoint: dict[str, Any]) -> bool:
     return not checkpoint["local"]["present"] and not checkpoint["local"]["held"]
 
 
-def remote_shown(remote: dict[str, Any]) -> str:
-    """Name a remote: by its URL where it has no name of its own and the daemon is new enough to tell it."""
-    return f"remote {remote['name']}" if remote["name"] != "remote" else remote.get("url") or "remote"
-
-
 def remote_table(remote: dict[str, Any]) -> Drawing:
     """Show what a remote holds, newest first: keep, delete or what is left, and why."""
     from ckptd.cli.output import cell, cells
@@ -292,10 +267,3 @@ def remote_table(remote: dict[str, Any]) -> Drawing:
         yield from explained(console, width, found, ["because", *notes])
 
     return Drawing(lines)
-
-
-def state_of(checkpoint: dict[str, Any], *, is_alive: bool) -> str:
-    """Name the state; a daemon that is gone saves and uploads nothing."""
-    if checkpoint["state"] == "uploading" and not is_alive:
-        return "not sent"
-    return _STATES.get(checkpoint["state"], str(checkpoint["state"]))

@@ -11,9 +11,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from ckptd.base.humanize import printable
+from ckptd.base.humanize import ago, printable
 from ckptd.cli.output import cell
-from ckptd.cli.status.tables import ago
 from ckptd.errors import CkptdError
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from ckptd.conversion.engine.staging import (
 )
 from ckptd.conversion.options import ClusterReport
 from ckptd.conversion.outputs import description_of
-from ckptd.conversion.reader import identity_of
+from ckptd.conversion.plan import identity_of
 from ckptd.conversion.remote.convert import POINTER, RemoteConversion, temporary_place
 from ckptd.conversion.remote.reader import RemoteRanges
 from ckptd.conversion.remote.uploader import NOTE, publish_in_store, target_exists

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from ckptd.base import extents, files
+from ckptd.base.humanize import size_of
 from ckptd.conversion.engine.writer import (
     BUFFER_BYTES,
     MIN_FILE_BYTES,
@@ -227,7 +228,7 @@ class Worker:
             and extents.free_bytes(self.out_fd) - length < self.settings.reserve_bytes
         ):
             raise NoSpaceError(
-                f"writing on would leave less than {self.settings.reserve_bytes / (1 << 20):,.1f} MiB free "
+                f"writing on would leave less than {size_of(self.settings.reserve_bytes)} free "
                 "for the next save"
             )
 

@@ -21,8 +21,7 @@ from ckptd.base import files
 from ckptd.base.files import opened_real
 from ckptd.conversion.engine.executor import Tally
 from ckptd.conversion.engine.sandbox import fail, peak_rss_bytes, restrict
-from ckptd.conversion.plan import Header, OutputFile, PlanWriter, SourceFile
-from ckptd.conversion.reader import identity_of
+from ckptd.conversion.plan import Header, OutputFile, PlanWriter, SourceFile, identity_of
 from ckptd.conversion.universal import UniversalLayout, choose_layout, refuse_unread
 from ckptd.conversion.weights import COMPANION, LAYOUT, WeightsLayout, companion_files
 from ckptd.errors import CkptdError, RefusedError, from_os_error

@@ -20,10 +20,8 @@ from ckptd.base.files import opened_real, real_path
 from ckptd.base.humanize import user_in_words
 from ckptd.base.names import NAME_BYTES
 from ckptd.base.owned_dirs import lock
-from ckptd.conversion.plan import Header, PlanReader, Trailer, read_trailer
-from ckptd.conversion.reader import identity_of
-from ckptd.conversion.weights import ADAPTER_CONFIG
-from ckptd.core.model.layouts import NamedShard, parse_shard_name
+from ckptd.conversion.plan import Header, PlanReader, Trailer, identity_of, read_trailer
+from ckptd.core.model.layouts import ADAPTER_CONFIG, NamedShard, parse_shard_name
 from ckptd.errors import (
     CkptdError,
     LockHeld,

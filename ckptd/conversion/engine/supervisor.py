@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ckptd import errors
 from ckptd.base import extents, files
 from ckptd.base.files import opened_real, real_path
-from ckptd.config.quantities import show_bytes
+from ckptd.base.humanize import size_of
 from ckptd.conversion.dtypes import numpy_folder
 from ckptd.conversion.engine import children
 from ckptd.conversion.engine.children import Watched, watch
@@ -247,11 +247,11 @@ class Conversion:
             needed = max(0, min(needed - self.clonable_bytes, self.folder.disk_bytes))
         free, reserve = extents.free_bytes(place.fd), self.options.reserve_bytes
         if needed and free - needed < reserve:
-            kept = f", of which {show_bytes(reserve)} must stay free" if reserve else ""
+            kept = f", of which {size_of(reserve)} must stay free" if reserve else ""
             raise errors.NoSpaceError(
-                f"{os.path.dirname(place.path)}: the conversion needs {show_bytes(needed)} of new disk; "
-                f"{show_bytes(free)} are free{kept}",
-                hint=f"free {show_bytes(needed + reserve - free)} there, or convert to another disk; "
+                f"{os.path.dirname(place.path)}: the conversion needs {size_of(needed)} of new disk; "
+                f"{size_of(free)} are free{kept}",
+                hint=f"free {size_of(needed + reserve - free)} there, or convert to another disk; "
                 "nothing was written",
             )
 

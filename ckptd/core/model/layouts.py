@@ -161,6 +161,7 @@ def missing_shards(grid: Grid, present: frozenset[NamedShard]) -> tuple[str, ...
 
 
 TRAINER_STATE = "trainer_state.json"
+ADAPTER_CONFIG = "adapter_config.json"
 LATEST_UNIVERSAL = "latest_universal"
 LATE = "_late"
 """Folder, in a checkpoint's on a remote, of files whose own place is another object's."""

@@ -539,6 +539,13 @@ def commit_key(tag: str, generation: int, form: str, supplement: int | None = No
     return f"{ROOT}/commits/{stem(tag, generation, form)}{tail}.json"
 
 
+def supplement_of(key: str) -> tuple[str, int, str, int] | None:
+    """Parse a SUPPLEMENT's key: (tag, generation, form, k); None: it is another key."""
+    head, mark, number = key.rsplit("/", 1)[-1].removesuffix(".json").rpartition("~x")
+    where = parse_stem(head) if mark and re.fullmatch(r"[1-9]\d{0,8}", number) else None
+    return None if where is None else (*where, int(number))
+
+
 def manifest_key(manifest: NodeManifest, sha256: str) -> str:
     """Key of a node manifest: named by its digest, hence immutable; a ZeRO form's says what it lists."""
     place = stem(manifest.tag, manifest.generation, manifest.form)

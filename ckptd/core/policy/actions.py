@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from ckptd.core.model.save import SealedFile
@@ -141,6 +141,24 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RemovalRow:
+    """Say what becomes of one checkpoint in one place that `ckptd rm` named."""
+
+    tag: str
+    remote: str | None
+    """None: this node's disk."""
+    verdict: Literal["unknown", "delete", "wait", "keep"]
+    """unknown: not enough was read yet; wait: it is deleted as soon as `why` is over."""
+    forms: tuple[str, ...] = ()
+    bytes: int = 0
+    """Of a checkpoint on this node."""
+    why: str = ""
+    next_step: str = ""
+    commits: tuple[str, ...] = ()
+    """Digests of the COMMITs of its ZeRO form: what a person agrees to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Actions in order, and for everything there is why it stays or goes."""
 
@@ -151,3 +169,5 @@ class Plan:
     """(remote, COMMIT key) → what becomes of it."""
     drained: Drained | None = None
     """While the job drains."""
+    removal: tuple[RemovalRow, ...] = ()
+    """While a person's `ckptd rm` lasts: what is left of it in each place."""

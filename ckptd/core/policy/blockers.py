@@ -5,12 +5,10 @@ A pure function beside the planner: it decides nothing, and reports what blocked
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.core.model.manifest import parse_stem
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, UploadState
 from ckptd.core.policy.deletion import deletable_saves
 from ckptd.core.policy.derived_forms import is_converted_on_the_fly, is_open, kept_until_converted, to_derive
@@ -289,10 +287,3 @@ def lacking(save: SealedSave, record: UploadRecord, late: tuple[SealedFile, ...]
         for file in (*absent, *late)
         if (file.path, file.identity.size_bytes, file.fingerprint) not in listed
     )
-
-
-def supplement_of(key: str) -> tuple[str, int, str, int] | None:
-    """Parse a SUPPLEMENT's key: (tag, generation, form, k); None: it is another key."""
-    head, mark, number = key.rsplit("/", 1)[-1].removesuffix(".json").rpartition("~x")
-    where = parse_stem(head) if mark and re.fullmatch(r"[1-9]\d{0,8}", number) else None
-    return None if where is None else (*where, int(number))

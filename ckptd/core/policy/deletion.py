@@ -37,12 +37,12 @@ def delete_local(view: JobView, verdicts: dict[int, RetentionVerdict]) -> list[A
     first = [s for s in deletable_saves(view, verdicts) if s.id not in view.not_to_delete][
         : view.deletions_left
     ]
-    due = [_one(view, save, verdicts[save.id].goes) for save in first if not save.is_held]
+    due = [delete_one(view, save, verdicts[save.id].goes) for save in first if not save.is_held]
     return [action for action in due if action is not None]
 
 
-def _one(view: JobView, save: SaveView, reason: str) -> Action | None:
-    """Prune it, ask for what the permit would rest on, or wait for a remote that is away."""
+def delete_one(view: JobView, save: SaveView, reason: str) -> Action | None:
+    """Delete it, ask for what the permit would rest on, or wait for a remote that is away."""
     is_loose = not is_committed(view, save)
     commits = newer_commits(view, save) if is_loose else commits_of(view, save)
     are_there = all(r.is_attached for r in view.remotes if r.is_required)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckptd.core.policy.view import JobView, RemoteView, SaveView
 
 
+BEING_READ = "being read"
 _ALONE = frozenset({UNIVERSAL})
 NEWEST = "newest committed"
 """What the policy says of the newest that it is shown; of an uncommitted one it would not be true."""
@@ -62,12 +63,15 @@ class LocalVerdicts:
     """Of every save whose folder is here."""
     universal: dict[int, RetentionVerdict]
     """Of the universal forms of a ladder: one that does not keep its form leaves it to the other rules."""
+    forbidden: dict[int, tuple[str, ...]]
+    """Of every save whose folder is here: why nobody may delete it, whatever the retention keys say."""
 
 
 def keep_local(view: JobView) -> LocalVerdicts:
     """Return the reasons to keep each save on the node: the policy's, and those that forbid any deletion."""
     zero: dict[int, RetentionVerdict] = {}
     universal: dict[int, RetentionVerdict] = {}
+    forbidden: dict[int, tuple[str, ...]] = {}
     for is_model_only in (False, True):
         kind = [s for s in view.saves if s.is_model_only == is_model_only]
         if not kind:
@@ -87,7 +91,7 @@ def keep_local(view: JobView) -> LocalVerdicts:
             unproven=unproven,
             newest_committed=max((s.order for s in committed), default=None),
             latest=view.latest,
-            resumed=_resumed(view),
+            resumed=resumed_tag(view),
             best=frozenset({best_here(view), *(best_there(r) for r in view.remotes if r.is_required)}),
             unread=_unread(view, present),
             intact=view.intact[is_model_only],
@@ -98,12 +102,14 @@ def keep_local(view: JobView) -> LocalVerdicts:
             zero[save.id] = verdict.kept_for(
                 *_protection(save, facts, is_committed=is_safe, is_loose=is_loose)
             )
+            strict = _protection(save, facts, is_committed=is_safe, is_loose=False) if view.removal else ()
+            forbidden[save.id] = (*(("pinned",) if save.is_pinned else ()), *strict)
         for save in (*present, *stepped) if view.local_retention.has_rung(UNIVERSAL) else ():
             verdict = by_policy.get(str(save.id), {}).get(UNIVERSAL) or RetentionVerdict()
             if not verdict.keeps and save.id in zero:  # what stays whole may yet have to leave it instead
                 verdict = verdict.kept_for(*zero[save.id].keeps)
             universal[save.id] = verdict
-    return LocalVerdicts(zero=zero, universal=universal)
+    return LocalVerdicts(zero=zero, universal=universal, forbidden=forbidden)
 
 
 def _by_policy(
@@ -201,7 +207,7 @@ def _protection(save: SaveView, facts: _Facts, *, is_committed: bool, is_loose: 
         (is_newer and not is_loose, "newer than the newest committed"),
         (save.save.tag == facts.latest, "latest names it"),
         (not save.is_adopted, "found at the first start (ckptd accept --existing)"),
-        (save.is_busy, "being read"),
+        (save.is_busy, BEING_READ),
         (bool(save.has_unlisted), _unlisted(save) if save.has_unlisted else ""),
         (
             may_be_newest(save, facts.intact),
@@ -216,7 +222,8 @@ def _protection(save: SaveView, facts: _Facts, *, is_committed: bool, is_loose: 
     return tuple(text for holds, text in why if holds)
 
 
-def _resumed(view: JobView) -> str | None:
+def resumed_tag(view: JobView) -> str | None:
+    """Return the tag that the trainer goes on from, until something that it saved since is committed."""
     word = view.resumed
     if word is None:
         return None

@@ -41,6 +41,7 @@ from ckptd.core.policy.leases import is_committed_elsewhere, on_shared
 from ckptd.core.policy.local import is_committed, keep_local, was_committed
 from ckptd.core.policy.permit import unobserved_remotes
 from ckptd.core.policy.remote import commits_to_delete, keep_remote
+from ckptd.core.policy.removal import judge_removal, removal_actions, without_removed
 from ckptd.core.policy.safety import is_to_upload
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def plan(view: JobView) -> Plan:
     remote_fates = keep_remote(view)
     actions: list[Action] = []
     drained: Drained | None = None
+    removal = judge_removal(view, local)
+    asked = removal_actions(view, removal)
     if view.drain is not None:
         drained, actions = _drain(view, view.drain)
         actions = [*_rest(view, local), *actions]
@@ -68,26 +71,58 @@ def plan(view: JobView) -> Plan:
         actions += [
             CancelUpload(remote=r.name, reason="paused") for r in view.remotes if r.uploading is not None
         ]
+    elif view.removal is not None and view.removal.is_alone:
+        actions = [*_rest(view, local), *_released(view), *asked]
     else:
         loose = deletable_uncommitted(view, local.zero)
         actions += _holds(view, loose, is_enough=next_to_evict(view, local) is not None)
-        moves = [action for remote in view.remotes for action in _uploads(view, remote, loose)]
+        due = [action for remote in view.remotes for action in _uploads(view, remote, loose)]
+        moves = without_removed(view, removal, due)
         # a remote does one thing at a time: a new ZeRO form comes before what removes, all else after it, so
         # that a link which is never idle, or a remote that is full, still loses what is due
         first = {m.remote for m in moves if isinstance(m, Upload) and _comes_before_removals(view, m)}
-        removals = [action for action in _remote_deletions(view, remote_fates) if action.remote not in first]
+        removals = [x for x in _all_remote_deletions(view, remote_fates, asked) if x.remote not in first]
         removing = {action.remote for action in removals}
+        actions += [action for action in asked if not isinstance(action, DeleteRemote)]
         actions += [
             m for m in moves if not (isinstance(m, Upload | UploadLateFiles) and m.remote in removing)
         ]
         actions += _convert(view, local)
-        actions += keep_derived(view, local)
+        actions += [action for action in keep_derived(view, local) if not _is_dropped(action, asked)]
         actions += delete_local(view, local.zero)
         actions += removals
     actions = on_shared(actions, view.lease)
     return Plan(
-        actions=tuple(actions), local_verdicts=local.zero, remote_verdicts=remote_fates, drained=drained
+        actions=tuple(actions),
+        local_verdicts=local.zero,
+        remote_verdicts=remote_fates,
+        drained=drained,
+        removal=removal,
     )
+
+
+def _released(view: JobView) -> list[Action]:
+    """Return the releases of holds that nobody needs: a checkpoint that is held is not deleted."""
+    return [
+        ReleaseHold(save_id=s.id, reason=_COMMITTED)
+        for s in view.saves
+        if s.is_held and not s.is_busy and _was_committed(view, s) and not view.disk.is_short
+    ]
+
+
+def _is_dropped(action: Action, asked: Sequence[Action]) -> bool:
+    """Tell whether a person's `ckptd rm` drops that universal form already."""
+    drops = {one.save_id for one in asked if isinstance(one, DropDerived)}
+    return isinstance(action, DropDerived) and action.save_id in drops
+
+
+def _all_remote_deletions(
+    view: JobView, verdicts: dict[tuple[str, str], RetentionVerdict], asked: Sequence[Action]
+) -> list[DeleteRemote]:
+    """Return what a person asked for, and retention's of the other remotes: one COMMIT a remote and turn."""
+    named = [action for action in asked if isinstance(action, DeleteRemote)]
+    taken = {action.remote for action in named}
+    return [*named, *(one for one in _remote_deletions(view, verdicts) if one.remote not in taken)]
 
 
 def _comes_before_removals(view: JobView, move: Upload) -> bool:

@@ -57,6 +57,23 @@ class Drain:
         return seconds / BEGUN_FACTOR if is_begun else seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    """Hold the planner's input for `ckptd rm`: what a person named to be deleted (docs/adr/0199)."""
+
+    tags: tuple[str, ...]
+    is_here: bool
+    """From this node's disk."""
+    remotes: frozenset[str]
+    is_remote_named: bool = False
+    """The person named the remotes: that other nodes need what they hold was considered."""
+    agreed: frozenset[str] | None = None
+    """Digests of the COMMITs that the person saw and agreed to; None: only asked what would be deleted."""
+    by: str = ""
+    is_alone: bool = False
+    """Nothing else is done: no daemon watches the job, the command itself works under its lock."""
+
+
 # --- The disk of save_dir --------------------------------------------------------------------------------
 
 
@@ -213,6 +230,8 @@ class RemoteView:
     known_tags: frozenset[str] = frozenset()
     """Tags with commits, tombstones or manifests: must be described before they are uploaded."""
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
+    deleting_tags: frozenset[str] = frozenset()
+    """Tags of which a deletion was begun there and is not finished."""
     deletions_left: int = 3
     """Its own hourly limit: each save brings one removal to each remote (adr/0127)."""
 
@@ -285,6 +304,7 @@ class JobView:
     """(remote, digest) of COMMITs that the remote refused to delete a short while ago."""
     drain: Drain | None = None
     """The node is about to go; comes before a pause."""
+    removal: Removal | None = None
     config_digest: str = ""
     """Of what all nodes of the job must agree on; empty: not compared."""
     node: str = ""

@@ -1,4 +1,5 @@
-"""Read what a person asks of a running job beside its configuration: a pause or a drain (docs/adr/0108).
+"""Read what a person asks of a running job beside its configuration: a pause, a drain or a removal
+(docs/adr/0108, docs/adr/0199).
 
 Each request is a file in the state directory, written by the command and only read here: it survives a
 restart, and a daemon that is just starting finds it. SIGUSR1 makes the daemon read the files at once.
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.control")
 
 FOLDER = "control"
-PAUSE, DRAIN = "pause.json", "drain.json"
+PAUSE, DRAIN, REMOVE = "pause.json", "drain.json", "remove.json"
 _LIMIT_BYTES = 64 << 10
 
 
@@ -45,6 +46,22 @@ class DrainFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
     asked_at_unix_seconds: float
     seconds: float
+
+
+class RemovalFile(BaseModel):
+    """`remove.json`: the checkpoints that `ckptd rm` names; without tags it takes an earlier one back."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    asked_at_unix_seconds: float
+    seconds: float
+    """It ends then: what could not be deleted until then stays."""
+    tags: tuple[str, ...] = ()
+    is_here: bool = False
+    remotes: tuple[str, ...] = ()
+    is_remote_named: bool = False
+    agreed: tuple[str, ...] | None = None
+    """Digests of the COMMITs that the person saw; None: nothing is deleted, only asked what would be."""
+    by: str = ""
 
 
 def write_control(state_dir: Path, name: str, document: BaseModel) -> None:
@@ -74,9 +91,13 @@ class DrainRequest:
 class Control:
     """One job's; every method is called in the deciding thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_removes: bool = False) -> None:
         self.pause: PauseFile | None = None
         self.drain: DrainRequest | None = None
+        self._removal: RemovalFile | None = None
+        self._removal_ends_seconds = 0.0
+        self.only_removes = only_removes
+        """Nothing but a person's removal is done: `ckptd rm` where no daemon runs."""
         self._read: dict[str, tuple[int, int]] = {}
         self._unread: dict[str, tuple[int, int]] = {}
 
@@ -85,7 +106,7 @@ class Control:
     def refresh(self, state_dir: Path) -> bool:
         """Read again what was written since; whether anything is new."""
         news = False
-        for name in (PAUSE, DRAIN):
+        for name in (PAUSE, DRAIN, REMOVE):
             try:
                 status = os.stat(state_dir / FOLDER / name)
             except (FileNotFoundError, NotADirectoryError):
@@ -120,6 +141,11 @@ class Control:
         if name == PAUSE:
             said = PauseFile.model_validate_json(data)
             self.pause = said if said.is_paused else None
+        elif name == REMOVE:
+            removal = RemovalFile.model_validate_json(data)
+            passed = max(0.0, time.time() - removal.asked_at_unix_seconds)
+            self._removal = removal if removal.tags else None
+            self._removal_ends_seconds = time.monotonic() + removal.seconds - passed
         else:
             asked = DrainFile.model_validate_json(data)
             passed = max(0.0, time.time() - asked.asked_at_unix_seconds)
@@ -154,10 +180,16 @@ class Control:
         return self.is_draining or self.pause is not None
 
     @property
+    def removal(self) -> RemovalFile | None:
+        """Return the checkpoints that a person asked to delete; None: nothing, or its time is over."""
+        return self._removal if time.monotonic() < self._removal_ends_seconds else None
+
+    @property
     def seconds_to_next(self) -> float:
-        """A drain is planned anew each second, and a request that could not be read is tried again."""
+        """Drains and removals are planned anew each second; what could not be read is tried again."""
         is_unread = any(self._read.get(name) != version for name, version in self._unread.items())
-        return 1.0 if self.is_draining or is_unread else 3600.0
+        is_asked = self.is_draining or self.removal is not None
+        return 1.0 if is_asked or is_unread else 3600.0
 
     def pause_status(self) -> PauseStatus | None:
         """For status.json."""

@@ -11,8 +11,9 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from ckptd.base.humanize import size_of
 from ckptd.config.commands import command_for
-from ckptd.config.quantities import show_bytes, shown_remote
+from ckptd.config.quantities import shown_remote
 from ckptd.core.completeness.judge import STAGE_0, State
 from ckptd.core.model.layouts import Trainer
 from ckptd.core.model.listing import KNOWN_ALONE
@@ -207,7 +208,7 @@ def _may_rotate(state: JobState) -> bool:
 def _what_frees(job: WatchedJob, state: JobState) -> str:
     """Nothing that was not committed goes by itself: what a person can do, the cheapest first."""
     ways = ((way_out(job, state, tag), size) for tag, size in unfinished(state).items())
-    frees = (f"{command} frees {show_bytes(size)}; " for (command, what), size in ways if what == REMOVES)
+    frees = (f"{command} frees {size_of(size)}; " for (command, what), size in ways if what == REMOVES)
     return f"{next(frees, '')}{to_adopt(job)}nothing uncommitted is deleted; free space or save less often"
 
 
@@ -226,7 +227,7 @@ def _see_verdicts(job: WatchedJob, state: JobState) -> None:
     cut_short = unfinished(state)
     for tag, verdict in state.folders.verdicts.items():
         reason = f"{tag}: {verdict.reason}"
-        costs = f"{reason} ({show_bytes(cut_short.get(tag, 0))})"
+        costs = f"{reason} ({size_of(cut_short.get(tag, 0))})"
         aside = f"ckptd resume moves it aside, {removal(job, tag)} removes it"
         if verdict.is_unread:
             aside = what_reads_it(reason)

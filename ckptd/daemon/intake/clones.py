@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from ckptd.base import files
 from ckptd.base import names as base_names
-from ckptd.config.quantities import show_bytes
+from ckptd.base.humanize import size_of
 from ckptd.core.completeness.sealing import same_files
 from ckptd.core.model.records import UploadState
 from ckptd.core.model.save import SealedSave
@@ -215,7 +215,7 @@ def _keep_aside(state: JobState, save_dir_fd: int, name: str, why: str) -> None:
     if name.rpartition(".")[2].isdecimal():
         names = (f"{name}{_ASIDE}{number}" for number in count(1))
         name = next(new for new in names if clones.give_name(save_dir_fd, name, new))
-    text = f"{show_bytes(held.total_bytes)} in {fs.HOLD}/{name} are not uploaded: {why}"
+    text = f"{size_of(held.total_bytes)} in {fs.HOLD}/{name} are not uploaded: {why}"
     state.holds.put_stray(name, text)
     log.warning("%s", text)
 

@@ -12,8 +12,8 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.base.humanize import size_of
 from ckptd.config.commands import command_for, user_name
-from ckptd.config.quantities import show_bytes
 from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.sealing import same_files
 from ckptd.core.model.heartbeat import DEAD_SECONDS
@@ -387,8 +387,6 @@ class Runs:
         run_id = next(iter(sorted(dead)))
         count, size = sum(map(len, dead.values())), sum(map(sum, dead.values()))
         runs = "an earlier run" if len(dead) == 1 else f"{len(dead)} earlier runs"
-        text = (
-            f"{name} holds {count} commits ({show_bytes(size)}) of {runs}: no limit of this run removes them"
-        )
+        text = f"{name} holds {count} commits ({size_of(size)}) of {runs}: no limit of this run removes them"
         step = f"{command_for(self._config, 'gc', '--run', short(run_id))} removes one run's; list shows them"
         see.see("run-left", name, text, step)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.records import SaveRow
     from ckptd.core.model.save import SaveWindow, SealedFile
     from ckptd.core.policy.actions import Plan
-    from ckptd.core.policy.view import Drain, LeaseStatus
+    from ckptd.core.policy.view import Drain, LeaseStatus, Removal
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.remote.messages import CommitView
@@ -94,6 +94,7 @@ def build_view(
     is_paused: bool = False,
     is_spread: bool = False,
     drain: Drain | None = None,
+    removal: Removal | None = None,
     lease: LeaseStatus | None = None,
 ) -> JobView:
     """The view of this turn."""
@@ -123,6 +124,7 @@ def build_view(
         is_paused=is_paused,
         is_spread=is_spread,
         drain=drain,
+        removal=removal,
         lease=lease,
         may_delete=may_delete,
         deletions_left=deletions.local_left(config.local.policy.save_total_limit),
@@ -290,6 +292,7 @@ def _remote(
         uploading_save_id=next((key[0] for key in state.uploads.progress if key[1] == session.name), None),
         commits=commits,
         known_tags=session.known_tags(),
+        deleting_tags=frozenset() if seen is None else frozenset(tag for tag, _, _ in seen.retiring),
         retention=config.policy,
         deletions_left=retirements_left,
     )

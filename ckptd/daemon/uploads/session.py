@@ -79,7 +79,7 @@ class StallDetector:
         return event.flushed_bytes > before
 
 
-# --- Problems: which code a remote's error has (docs/operations.md), and how long it stays open ----------
+# --- Problems: which code a remote's error has (docs/problems.md), and how long it stays open ----------
 
 FULL_SECONDS = 180.0
 """An upload that found no room is tried again every minute: no longer than that after the last one."""

@@ -23,6 +23,7 @@ from ckptd.config.commands import default_config_dir
 from ckptd.config.loader import job_from_memory, load_daemon, load_job_file, resolve_job
 from ckptd.core.model.listing import OURS
 from ckptd.errors import CkptdError, NotFoundError, RemoteNotOurs
+from ckptd.storage.local.job_names import running_job, running_state_dir, with_running
 from ckptd.storage.local.state_dir import JOB, private_place, remembered_job, state_dir_of
 from ckptd.storage.remote.messages import known_url
 
@@ -39,11 +40,20 @@ _SERVICES = Path("/var/lib/ckptd")
 def job_named(job: str, environ: Mapping[str, str], *, config_dir: Path | None = None) -> JobConfig:
     """Return the job that JOB names: a name, a job file or a save_dir, with its remotes as far as known.
 
+    A name is that of a configured job, else that of a job which a daemon of this user watches.
+
     Raises:
         NotFoundError: no such job, or the job file that it was started by is gone (66).
+        UsageError: several daemons watch a job of that name.
         ConfigError, NotPermitted: of the file that names it (78, 77).
     """
-    found = resolve_job(job, environ, config_dir=config_dir)
+    try:
+        found = resolve_job(job, environ, config_dir=config_dir)
+    except NotFoundError as error:
+        running = None if "/" in job else running_job(job)
+        if running is None:
+            raise with_running(error) from None
+        found = resolve_job(str(running.save_dir), environ, config_dir=config_dir)
     if found.file is not None:
         return found
     return _remembered(found, environ, config_dir) or found
@@ -72,6 +82,8 @@ def _state_dirs(save_dir: Path, environ: Mapping[str, str], config_dir: Path | N
     with contextlib.suppress(OSError):
         yield path_of(save_dir, f"{OURS}/state")
     yield private_place(save_dir)
+    if (running := running_state_dir(save_dir)) is not None:
+        yield running
     bases = [Path(base.split(":")[0]) for base in (environ.get("STATE_DIRECTORY"),) if base]
     with contextlib.suppress(CkptdError):
         daemon = load_daemon((config_dir or default_config_dir(environ)) / "ckptd.toml", environ)
@@ -151,7 +163,9 @@ def state_dir_for(job: JobConfig, environ: Mapping[str, str], config_dir: Path |
         ConfigError, NotPermitted: of ckptd.toml, or where no place is allowed (78, 77).
     """
     daemon = load_daemon((config_dir or default_config_dir(environ)) / "ckptd.toml", environ)
-    return state_dir_of(job.save_dir, job.name, daemon.state_dir, environ)
+    found = state_dir_of(job.save_dir, job.name, daemon.state_dir, environ)
+    # one that runs may have been started with another state_dir
+    return running_state_dir(job.save_dir) or found
 
 
 def state_dir_hint(job: JobConfig, environ: Mapping[str, str], config_dir: Path | None) -> Path | None:

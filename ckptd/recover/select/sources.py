@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.base.owned_dirs import is_numbered_tag
-from ckptd.base.process import must_answer
 from ckptd.config.loader import remote_from_arguments
 from ckptd.config.quantities import shown_remote
 from ckptd.core.model.layouts import Trainer
@@ -30,6 +29,7 @@ from ckptd.errors import (
 from ckptd.recover.select.inventory import is_gone, read_remote_inventory
 from ckptd.recover.select.job import job_named, no_remote, owner_of, state_dir_hint
 from ckptd.recover.select.steps import Convert, ConvertFrom, Fetch, RestoreExtras
+from ckptd.storage.local.job_names import is_remote
 from ckptd.storage.stores.access import access_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _OF_A_REMOTE = (RemoteError, NotPermitted, StorageError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Hold what JOB|URL names: remotes, their required owner (None: anybody), and the job if any."""
+    """Hold what JOB names: remotes, their required owner (None: anybody), and the job if any."""
 
     remotes: tuple[RemoteConfig, ...]
     owner: Owner | None
@@ -89,9 +89,7 @@ def where_of(
     Raises:
         NotFoundError: no such job, it has no remote, or none of that name (66).
     """
-    if "://" not in job and "/" in job:
-        must_answer(job)
-    if "://" in job or (Path(job) / "_ckptd" / "remote.json").is_file():
+    if is_remote(job):
         url = job if "://" in job else str(Path(job).absolute())
         return Where(remotes=named((remote_from_arguments(url, environ),), only), owner=None)
     found = job_named(job, environ, config_dir=config_dir)

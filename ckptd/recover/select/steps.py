@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.config.quantities import show_bytes
+from ckptd.base.humanize import size_of
 from ckptd.core.model.listing import OURS
 from ckptd.recover.select.copies import UNIVERSAL
 
@@ -41,7 +41,7 @@ class Fetch:
     copy: Copy
 
     def __str__(self) -> str:
-        what = f"{self.copy.view.commit.tag} ({self.form}, {show_bytes(self.copy.bytes)})"
+        what = f"{self.copy.view.commit.tag} ({self.form}, {size_of(self.copy.bytes)})"
         return f"fetch {what} from {self.copy.remote.name}"
 
 
@@ -77,7 +77,7 @@ class ConvertFrom:
     target: str
 
     def __str__(self) -> str:
-        what = f"{self.copy.view.commit.tag} ({show_bytes(self.copy.bytes)})"
+        what = f"{self.copy.view.commit.tag} ({size_of(self.copy.bytes)})"
         return f"convert {what} from {self.copy.remote.name} to {self.target} while it is read"
 
 

@@ -16,6 +16,7 @@ import threading
 import time
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptd import errors
@@ -100,6 +101,18 @@ class ApartStore:
         """See `Store.stream`."""
         return self._frames("stream", key, offset, length)
 
+    def write_range(
+        self, key: str, offset: int, length: int, out: int, told: Callable[[int], None]
+    ) -> tuple[int, int]:
+        """Write a range into an open file, at the same offset; the child does it, on a duplicate of `out`."""
+        found = (0, 0)
+        for frame in self._frames("write_range", key, offset, length, passing=out):
+            if isinstance(frame, int):
+                told(frame)
+            else:
+                found = frame
+        return found
+
     def upload(
         self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
     ) -> int:
@@ -136,15 +149,20 @@ class ApartStore:
     def _call(self, verb: str, *arguments: Any) -> Any:
         return next(self._frames(verb, *arguments))
 
-    def _frames(self, verb: str, *arguments: Any) -> Generator[Any, bytes | None, None]:
+    def _frames(
+        self, verb: str, *arguments: Any, passing: int | None = None
+    ) -> Generator[Any, bytes | None, None]:
         """Send a call and yield what comes back; the next frame is asked for when this one was taken.
 
-        What is sent into the generator is the answer to a frame that asks for bytes.
+        What is sent into the generator is the answer to a frame that asks for bytes. `passing`: a descriptor
+        that goes with the call.
         """
         lane = self._lane()
         is_whole = False
         try:
             lane.send((verb, arguments))
+            if passing is not None:
+                send_handle(lane, passing, None)
             while True:
                 kind, value = self._answer(lane)
                 if kind == "end":

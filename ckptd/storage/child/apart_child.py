@@ -14,12 +14,15 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING, Any
 
 from ckptd.base.process import end_with_parent
 from ckptd.errors import CkptdError
 from ckptd.storage.stores.directory import DirectoryStore
+from ckptd.storage.stores.parallel import write_chunks
 from ckptd.storage.stores.retrying import tried_again
 
 if TYPE_CHECKING:
@@ -109,20 +112,28 @@ def _carried_out(store: Store, verb: str, arguments: Any, lane: Connection) -> I
             yield batch
     elif verb == "stream":
         yield from store.stream(*arguments)
+    elif verb == "write_range":
+        key, offset, length = arguments
+        out = recv_handle(lane)
+        try:
+            yield write_chunks(store.stream(key, offset, length), out, offset, partial(_tell, lane))
+        finally:
+            os.close(out)
     elif verb == "verify":
-
-        def moving(done: int) -> None:
-            lane.send(("value", done))
-            lane.recv()
-
         key, size_bytes, crc64 = arguments
-        yield store.verify(key, size_bytes, crc64, moving)
+        yield store.verify(key, size_bytes, crc64, partial(_tell, lane))
     elif verb == "upload":
         key, facts, resume = arguments
         source = _FarSource(lane, facts)
         yield store.upload(key, source, resume=resume, on_progress=source.tell)
     else:
         yield getattr(store, verb)(*arguments)
+
+
+def _tell(lane: Connection, count: int) -> None:
+    """Send how many bytes moved, and wait until that was taken."""
+    lane.send(("value", count))
+    lane.recv()
 
 
 def _batch(found: Iterator[ObjectInfo]) -> list[ObjectInfo]:

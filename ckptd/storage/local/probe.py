@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ckptd.base import extents, files
 from ckptd.base import names as base_names
-from ckptd.base.humanize import user_in_words
-from ckptd.config.quantities import show_bytes
+from ckptd.base.humanize import size_of, user_in_words
 from ckptd.core.model.listing import OURS, warn_unprotected
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RefusedError, from_os_error
 from ckptd.storage.local.fs import STAGING, TRASH, closing, ensure_ours, remove_empty
@@ -332,7 +331,7 @@ def _room(fd: int, listing: SaveDirListing, min_free: Share) -> Finding:
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     largest = max((folder.total_bytes for folder in listing.folders), default=0)
     reserve = min_free.of(total) + int(largest * _NEXT_SAVE_FACTOR)
-    text = f"{show_bytes(free)} free; reserve {show_bytes(reserve)} (min_free {min_free} + the next save)"
+    text = f"{size_of(free)} free; reserve {size_of(reserve)} (min_free {min_free} + the next save)"
     if free < reserve:
         hint = "ckptd will not write here until there is room; free space, or lower min_free"
         return Finding(what="room", verdict="note", text=text, hint=hint)

@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.names import ROOT
 from ckptd.core.model.generation import fingerprints_of, objects_of, order_of
-from ckptd.core.model.manifest import Tombstone, commit_key, folder_name, parse, side_key, stem, to_bytes
+from ckptd.core.model.manifest import (
+    Tombstone,
+    commit_key,
+    folder_name,
+    parse,
+    side_key,
+    stem,
+    supplement_of,
+    to_bytes,
+)
 from ckptd.core.model.runs import of_run, run_of
 from ckptd.core.model.save import best_named
-from ckptd.core.policy.blockers import supplement_of
 from ckptd.errors import CommitConflict, NotFoundError, RefusedError
 from ckptd.storage.remote.coordination import forget_rows
 from ckptd.storage.remote.documents import (

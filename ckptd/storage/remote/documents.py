@@ -30,8 +30,8 @@ from ckptd.core.model.manifest import (
     sha256_of,
     side_key,
     stem,
+    supplement_of,
 )
-from ckptd.core.policy.blockers import supplement_of
 from ckptd.errors import CkptdError, DamagedError, DocumentDamaged
 from ckptd.storage.remote.messages import CommitView
 

@@ -26,10 +26,10 @@ from ckptd.core.model.manifest import (
     sha256_of,
     side_key,
     stem,
+    supplement_of,
     to_bytes,
 )
 from ckptd.core.model.runs import pointed_at
-from ckptd.core.policy.blockers import supplement_of
 from ckptd.errors import CkptdError, DamagedError, NotPermitted, RemoteNotOurs, StorageError
 from ckptd.storage.remote.coordination import read_runs
 from ckptd.storage.remote.documents import (

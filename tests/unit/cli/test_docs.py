@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import yaml
@@ -16,18 +16,28 @@ from typer.main import get_group
 from bench.docs_nav import decisions, without_code_links
 from ckptd import __version__
 from ckptd.cli.main import build_app
-from ckptd.cli.verbs import VERBS
-from ckptd.daemon.state.problems import CODES
-from tests.support import configuration_page, console
+from ckptd.cli.verbs import EXIT_CODES, VERBS
+from ckptd.daemon.state.problems import CODES, Problems
+from tests.support import commands_page, configuration_page, console
+
+if TYPE_CHECKING:
+    from ckptd.daemon.state.problems import Code
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def test_every_problem_code_has_a_section_and_no_section_is_stale() -> None:
-    """docs/operations.md explains exactly the closed list of problem codes."""
-    sections = re.findall(r"^### ([a-z-]+)$", (DOCS / "operations.md").read_text(), re.MULTILINE)
+    """docs/problems.md has a section for each code of the closed list, and says its severity."""
+    sections = dict(
+        re.findall(
+            r"^### (.+)\n\*\*(Attention|Behind|Note)\b", (DOCS / "problems.md").read_text(), re.MULTILINE
+        )
+    )
+    problems = Problems()
+    for code in CODES:
+        problems.put(cast("Code", code), "", "", "")
 
-    assert sorted(sections) == sorted(CODES)
+    assert sections == {one.code: one.lasting.capitalize() for one in problems.all()}
 
 
 def test_every_verb_is_in_the_contract() -> None:
@@ -55,6 +65,12 @@ def test_every_option_is_in_the_contract() -> None:
 def test_the_configuration_page_is_that_of_the_models() -> None:
     """docs/configuration.md is made by `python -m tests.support.configuration_page`."""
     assert configuration_page.PAGE.read_text() == configuration_page.page()
+
+
+def test_the_page_of_commands_is_that_of_the_command_line() -> None:
+    """docs/commands.md is made by `python -m tests.support.commands_page`; each exit code says what to do."""
+    assert commands_page.PAGE.read_text() == commands_page.page()
+    assert commands_page.TODO.keys() == EXIT_CODES.keys()
 
 
 @pytest.mark.parametrize("page", console.pages(), ids=lambda page: page.stem)

@@ -182,14 +182,18 @@ def test_every_verb_that_reads_job_files_takes_their_place(
 
 def test_a_job_by_name_in_another_place(scene: RepairScene, capsys: pytest.CaptureFixture[str]) -> None:
     place = scene.root / "other"
-    job_file(scene, place)
+    # daemons of other tests watch jobs called "run"
+    file = job_file(scene, place)
+    name = f"file-{os.getpid()}"
+    file.write_text('name = "run"\n' + file.read_text())
+    file.rename(file.with_name(f"{name}.toml"))
     state = scene.save_dir / "_ckptd" / "state"
     state.mkdir(parents=True)
-    for command in (("list", "run"), ("pin", "run", TAG), ("pin", "run", TAG, "--remove")):
+    for command in (("list", name), ("pin", name, TAG), ("pin", name, TAG, "--remove")):
         assert run_here(capsys, *command).returncode == 66
         done = run_here(capsys, *command, "--config-dir", place)
         assert done.returncode == 0, done.stderr
-    done = run_here(capsys, "pin", "--remove", "run", TAG + "0", "--config-dir", place)
+    done = run_here(capsys, "pin", "--remove", name, TAG + "0", "--config-dir", place)
     assert done.returncode == 66, "a pin that stays would pass for taken back"
     assert f"no checkpoint {TAG}0, neither in" in done.stderr
     row = {"name": "run", "save_dir": str(scene.save_dir), "state": "ok", "problems": [], "checkpoints": []}
@@ -199,8 +203,8 @@ def test_a_job_by_name_in_another_place(scene: RepairScene, capsys: pytest.Captu
         "jobs": [row],
     }
     (state / "status.json").write_text(json.dumps(status))
-    for arguments in (("run",), ()):
-        assert run_here(capsys, "status", *arguments, "--json").returncode == 66
+    assert run_here(capsys, "status", name, "--json").returncode == 66
+    for arguments in ((name,), ("run",), ()):
         done = run_here(capsys, "status", *arguments, "--json", "--config-dir", place)
         assert [job["name"] for job in json.loads(done.stdout)["jobs"]] == ["run"]
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.cli.main import main
-from ckptd.cli.status.command import is_meant
 from ckptd.config.loader import LoadedConfig
+from ckptd.maintenance.status.published import is_meant
 from tests.support.recover_scene import Scene, scene
 
 __all__ = ["scene"]

@@ -14,7 +14,7 @@ import pytest
 from ckptd.core.model.heartbeat import Heartbeat, NewestSave, SafeSave, heartbeat_key
 from ckptd.core.model.layouts import Grid
 from ckptd.core.model.manifest import to_bytes
-from ckptd.maintenance.fleet_status import FleetReader, FleetStatus
+from ckptd.maintenance.status.fleet import FleetReader, FleetStatus
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.scene import Node, archive

@@ -24,8 +24,9 @@ from rich.text import Text
 
 from ckptd.cli.status.detail import story_of
 from ckptd.cli.status.watch import watch_lines, watch_screen
-from ckptd.cli.status.words import Life, headline, life_of, start_it
 from ckptd.errors import NotFoundError
+from ckptd.maintenance.status.verdict import Life, life_of
+from ckptd.maintenance.status.words import headline, start_it
 from ckptd.observe.schema import schema_text
 from ckptd.observe.status import pid_space, rfc3339
 from tests.support import status_gallery as g

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.base import files
-from ckptd.cli.status.words import Life, exit_code, headline
 from ckptd.config.quantities import parse_share
 from ckptd.core.model.listing import Kind, warn_unprotected
 from ckptd.daemon.intake.symlinked import look
 from ckptd.daemon.state.problems import Problems
 from ckptd.errors import NotFoundError
 from ckptd.maintenance.inspection import inspect_folder as inspect
+from ckptd.maintenance.status.verdict import Life, exit_code
+from ckptd.maintenance.status.words import headline
 from ckptd.storage.local.probe import probe_save_dir
 from ckptd.storage.local.scan import scan
 from tests.support.recover_scene import Scene

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.base.humanize import size_of
 from ckptd.config.loader import load_daemon, load_job
-from ckptd.config.quantities import parse_share, show_bytes, show_seconds
+from ckptd.config.quantities import parse_share, show_seconds
 from ckptd.config.schema import DaemonConfig
 from ckptd.errors import ConfigError, NotPermitted
 from ckptd.maintenance.check import check_job, check_outlets
@@ -79,14 +80,14 @@ def test_what_will_be_uploaded_and_what_each_save_costs_is_said_before_the_start
     assert "CKPTD_BACKFILL=all" in existing.hint
     cost = next(row for row in rows["remote nas"] if "a save of this size" in row.text)
     total_bytes = size_bytes * 30 / 14
-    assert f"uploads about {show_bytes(round(total_bytes))} (zero {show_bytes(size_bytes)}, " in cost.text
+    assert f"uploads about {size_of(round(total_bytes))} (zero {size_of(size_bytes)}, " in cost.text
     assert f", {show_seconds(total_bytes / 1000)} at 1 kB/s" in cost.text
     assert 'forms = ["zero"] halves it' in cost.hint
     path.write_text(f'backfill = "all"\n{path.read_text()}'.replace('["zero", "universal"]', '["zero"]'))
     rows = told()
     assert "existing" not in rows
     cost = next(row for row in rows["remote nas"] if "a save of this size" in row.text)
-    assert f"about {show_bytes(size_bytes)}, " in cost.text
+    assert f"about {size_of(size_bytes)}, " in cost.text
     assert cost.hint == ""
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from ckptd.base import files
-from ckptd.cli.status.words import Life, headline
 from ckptd.daemon.health.drain import drain_code, drained_words
 from ckptd.daemon.intake.symlinked import linked_here, look
 from ckptd.daemon.state.problems import Problems
+from ckptd.maintenance.status.verdict import Life
+from ckptd.maintenance.status.words import headline
 from tests.support.recover_scene import Scene
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ckptd.base import files
+from ckptd.base.humanize import size_of
 from ckptd.base.identity import FolderIdentity
-from ckptd.config.quantities import show_bytes
 from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, Verdict, judge
@@ -220,7 +220,7 @@ def test_what_will_never_be_safe_is_told_with_its_bytes_and_a_command(
     watched.state.folders.verdicts["global_step10"] = Verdict(state=state, reason="one is missing")
     lying = sum(p.stat().st_size for p in (watched.scene.save_dir / "global_step10").iterdir())
     cure = cure.format(gc="ckptd gc /jobs/run.toml --incomplete global_step10")
-    assert told() == {code: f"global_step10: one is missing ({show_bytes(lying)}); {cure}"}
+    assert told() == {code: f"global_step10: one is missing ({size_of(lying)}); {cure}"}
 
 
 def test_a_short_disk_names_what_frees_how_much(watched: Watched, told: Callable[[], dict[str, str]]) -> None:
@@ -231,7 +231,7 @@ def test_a_short_disk_names_what_frees_how_much(watched: Watched, told: Callable
     watched.job.view = job_view([], disk=short)
     lying = sum(p.stat().st_size for p in (watched.scene.save_dir / "global_step10").iterdir())
     text, rest = "2.0 GB free, the next save and min_free need 5.0 GB; ", "nothing uncommitted is deleted; "
-    frees = f"ckptd gc /jobs/run.toml --incomplete global_step10 frees {show_bytes(lying)}; "
+    frees = f"ckptd gc /jobs/run.toml --incomplete global_step10 frees {size_of(lying)}; "
     assert told()["disk-low"] == f"{text}{frees}{rest}free space or save less often"
     watched.state.folders.verdicts["global_step10"] = Verdict(state=State.SUSPECT, reason="one is older")
     assert told()["disk-low"] == f"{text}{rest}free space or save less often", "`accept` frees nothing"

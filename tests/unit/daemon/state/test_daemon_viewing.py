@@ -125,11 +125,11 @@ def _was_swapped(house: House) -> None:
 
 
 def _has_a_commit(house: House) -> None:
-    house.link.observation = SimpleNamespace(commits=(view_of(),))
+    house.link.observation = SimpleNamespace(commits=(view_of(),), retiring=())
 
 
 def _has_a_disputed_one(house: House) -> None:
-    house.link.observation = SimpleNamespace(commits=(view_of(disputed=True),))
+    house.link.observation = SimpleNamespace(commits=(view_of(disputed=True),), retiring=())
 
 
 CALM = {
@@ -212,7 +212,7 @@ def _planned(
         known_saves=SimpleNamespace(pins=frozenset(pins)),
         deletion_rights=SimpleNamespace(are_held=rights),
         peers=SimpleNamespace(differing=lambda: differing, lease_status=None, is_spread=True),
-        control=SimpleNamespace(pause=None, drain=None),
+        control=SimpleNamespace(pause=None, drain=None, removal=None),
         executor=SimpleNamespace(
             scrubber=SimpleNamespace(damaged_tags=frozenset(damaged)), execute=lambda *_: None
         ),

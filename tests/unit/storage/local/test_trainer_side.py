@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -351,3 +353,158 @@ def test_no_other_name_is_made_up() -> None:
     """`CkptdCallback` is the only one that is made when asked for."""
     with pytest.raises(AttributeError, match="Callback"):
         _ = trainer.Callback
+
+
+# --- reports to trackers ------------------------------------------------------------------------------
+
+
+def callback_of(save_dir: Path, report_to: object, *, is_first: bool = True, **more: Any) -> Any:
+    """A callback, and what the Trainer hands it; its own methods take both."""
+    made = trainer.CkptdCallback(save_dir, report_to=report_to, **more)
+    state = SimpleNamespace(global_step=5, is_local_process_zero=is_first, is_world_process_zero=is_first)
+    return made, state
+
+
+@pytest.fixture
+def mlflow(tmp_path: Path) -> Iterator[Any]:
+    """MLflow with a database of its own, and an active run."""
+    import mlflow
+
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow.start_run()
+    yield mlflow
+    mlflow.end_run()
+    mlflow.set_tracking_uri(before)
+
+
+def commit_rows(save_dir: Path, *states: str) -> None:
+    """Steps 5, 6, ... in these states, newest first as in status.json; two remotes, one without zero."""
+    rows = [row(5 + n, state) for n, state in enumerate(states)][::-1]
+    path = publish(save_dir, rows)
+    document = json.loads(path.read_text())
+    remotes = [{"name": "weights", "url": "/mnt/weights"}, {"name": "nas", "url": "s3://bucket/my run/"}]
+    document["jobs"][0]["remotes"] = remotes
+    path.write_text(json.dumps(document))
+
+
+def test_the_active_run_shows_the_newest_commit_and_the_end_looks_once_more(
+    tmp_path: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one that is committed meanwhile changes nothing; the first process alone reports."""
+    monkeypatch.setattr(trainer, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(trainer, "LAST_REPORT_SECONDS", 200.0)
+    run_id = mlflow.active_run().info.run_id
+
+    def run() -> Any:
+        return mlflow.get_run(run_id).data
+
+    other, state = callback_of(tmp_path, ["mlflow"], is_first=False)
+    commit_rows(tmp_path, "committed")
+    other.on_save(None, state)
+    other.on_train_end(None, state)
+    assert run().metrics == {}
+
+    callback, state = callback_of(tmp_path, "mlflow")
+    commit_rows(tmp_path, "uploading", "committed")
+    callback.on_save(None, state)
+    state.global_step = 6
+    callback.on_save(None, state)
+    end = time.monotonic() + 200
+    while "ckptd/committed_step" not in run().metrics and time.monotonic() < end:
+        time.sleep(0.05)
+    assert run().metrics == {"ckptd/committed_step": 6}
+    assert run().tags["ckptd/committed_url"] == "s3://bucket/my run/global_step6"
+    assert run().tags["ckptd/restore"] == "ckptd restore 's3://bucket/my run' global_step6 --to DIR"
+
+    commit_rows(tmp_path, "committed", "committed", "committed")
+    monkeypatch.setattr(trainer, "REPORT_SECONDS", 600.0)
+    state.global_step = 7
+    callback.on_save(None, state)
+    mlflow.end_run()
+    callback.on_train_end(None, state)
+    history = mlflow.MlflowClient().get_metric_history(run_id, "ckptd/committed_step")
+    assert [(one.value, one.step) for one in history] == [(6, 6), (7, 7)]
+    assert "ckptd-report" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_tracker_that_is_absent_or_has_no_run_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on; a name that nobody knows is said before it begins."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    commit_rows(tmp_path, "committed")
+    callback, state = callback_of(tmp_path, ["wandb", "mlflow"])
+    with caplog.at_level(logging.WARNING, "ckptd.trainer"):
+        for _ in range(2):
+            callback.on_save(None, state)
+            callback.on_train_end(None, state)
+    said = [record.message for record in caplog.records if "no COMMIT is reported" in record.message]
+    assert len(said) == 2
+    assert "wandb" in said[0]
+    assert "mlflow.start_run" in said[1]
+    with pytest.raises(ValueError, match="'tensorboard' is not known; choose of wandb, mlflow"):
+        trainer.CkptdCallback(report_to=["tensorboard"])
+
+
+class Silent(BaseHTTPRequestHandler):
+    """A server of MLflow that makes a run and never answers again."""
+
+    def do_POST(self) -> None:
+        if not self.path.endswith("/runs/create"):
+            time.sleep(30)
+            return
+        info = {
+            "run_id": "r",
+            "run_uuid": "r",
+            "experiment_id": "0",
+            "status": "RUNNING",
+            "artifact_uri": "x",
+        }
+        body = json.dumps({"run": {"info": info, "data": {}}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_server_that_does_not_answer_delays_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves go on at once, and the end waits for a moment alone."""
+    import mlflow
+
+    monkeypatch.setattr(trainer, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(trainer, "LAST_REPORT_SECONDS", 0.5)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Silent)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"http://127.0.0.1:{server.server_address[1]}")
+    try:
+        mlflow.start_run(experiment_id="0")
+        commit_rows(tmp_path, "committed")
+        callback, state = callback_of(tmp_path, "mlflow")
+        for _ in range(20):
+            begun = time.monotonic()
+            callback.on_save(None, state)
+            assert time.monotonic() - begun < 10.0
+            time.sleep(0.02)
+        begun = time.monotonic()
+        callback.on_train_end(None, state)
+        assert time.monotonic() - begun < 15.0
+    finally:
+        _drop_run(mlflow)
+        mlflow.set_tracking_uri(before)
+        server.shutdown()
+        server.server_close()
+
+
+def _drop_run(mlflow: Any) -> None:
+    """Forget the active run without asking its server."""
+    from mlflow.tracking import fluent
+
+    fluent._active_run_stack.set([])

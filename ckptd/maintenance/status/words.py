@@ -6,16 +6,16 @@ They follow from the published document and the time alone, so that every answer
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptd.cli.status.tables import ago, remote_shown, size_of
-from ckptd.observe.status import all_committed, pid_space
+from ckptd.base.humanize import ago, size_of
+from ckptd.maintenance.status.verdict import is_unprotected, seconds_since, verdict
+from ckptd.observe.status import all_committed
 
-STALE_SECONDS = 60.0
-"""The daemon publishes at least every 20 s."""
+if TYPE_CHECKING:
+    from ckptd.maintenance.status.verdict import Life
+
 FULL_SOON_SAVES = 10
 """A disk that is full later than that is told below the first line alone."""
 
@@ -26,74 +26,9 @@ SHOWN_REMOTES = 2
 
 NEXT = "  → "
 """Before what to type next."""
-_MARKS = {"attention": "!", "behind": "~"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
-    """Record whether the daemon's turns go on; `reason`: why not, in words."""
-
-    reason: str = ""
-    age_seconds: float = 0.0
-    """Of the document."""
-    hanging: int | None = None
-    """The process that is there and decides nothing."""
-    short: str = ""
-    """The save_dir whose disk was short of room: perhaps the daemon lives and cannot publish."""
-    start_command: str = ""
-    """As the daemon told it; empty: it did not."""
-
-    @property
-    def is_well(self) -> bool:
-        """Tell whether the document describes the present."""
-        return not self.reason
-
-
-def seconds_since(at: str, now: float) -> float:
-    """Return the seconds since an RFC 3339 time, never negative. Raises: ValueError: it is none."""
-    return max(0.0, now - datetime.fromisoformat(at).timestamp())
-
-
-def life_of(document: dict[str, Any], now: float) -> Life:
-    """Judge whether the daemon lives: by its process where it is visible from here, and by the age of its
-    document.
-    """
-    daemon = document["daemon"]
-    age = seconds_since(document["generated_at"], now)
-    start = str(daemon.get("start_command") or "")
-    if not daemon["alive"]:
-        return Life(reason=f"the daemon was stopped {ago(age)} ago", age_seconds=age, start_command=start)
-    if daemon.get("pid_space") in (None, "", pid_space()) and not is_there(int(daemon["pid"])):
-        reason = f"the daemon (process {daemon['pid']}) is gone; it last published {ago(age)} ago"
-        return Life(reason=reason, age_seconds=age, start_command=start)
-    if age > STALE_SECONDS:
-        reason = f"the daemon (process {daemon['pid']}) has not published for {ago(age)}"
-        # asking the disk itself might hang as the daemon does
-        short = next((str(job["save_dir"]) for job in document["jobs"] if _is_short(job.get("disk"))), "")
-        pid = int(daemon["pid"])
-        return Life(reason=reason, age_seconds=age, hanging=pid, short=short, start_command=start)
-    return Life(age_seconds=age)
-
-
-def _is_short(disk: dict[str, Any] | None) -> bool:
-    return disk is not None and int(disk["free_bytes"]) < int(disk["next_save_bytes"])
-
-
-def is_there(pid: int) -> bool:
-    """Tell whether a process goes on; one that has ended and that nobody asked about yet (a zombie) does
-    not.
-    """
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except (OSError, IndexError):
-        return True
+MARKS = {"attention": "!", "behind": "~"}
+"""Before a problem, by its severity; `·` before any other."""
+_STATES = {"pruned": "deleted here", "retired": "deleted there", "vanished": "gone", "superseded": "replaced"}
 
 
 def headline(job: dict[str, Any], life: Life, now: float) -> str:
@@ -115,35 +50,11 @@ def clauses(job: dict[str, Any], life: Life, now: float) -> list[str]:
     return [clause for clause in said if clause]
 
 
-def verdict(job: dict[str, Any], life: Life) -> str:
-    """Return the word that answers: is my run safe?"""
-    if job["state"] == "invalid":
-        return "NOT SAFE"
-    if not life.is_well:
-        return "NOT WATCHED"
-    if job.get("paused"):
-        return "PAUSED"
-    if _is_unprotected(job):
-        return "NOT SAFE"
-    if job["state"] == "waiting":
-        return "WAITING"
-    if job.get("safe") is None:
-        return "NOT SAFE"
-    return "BEHIND" if job.get("steps_at_risk") else "SAFE"
-
-
-def _is_unprotected(job: dict[str, Any]) -> bool:
-    """The newest checkpoint is a link, which is not followed (P15), or none that ckptd knows: what is
-    committed, if anything is, is older."""
-    codes = ("linked-save", "unprotected-save")
-    return any(p["code"] in codes and p["severity"] == "attention" for p in job["problems"])
-
-
 def _committed(job: dict[str, Any], since_seconds: float) -> str:
     safe = job.get("safe")
     if safe is None:
         words = {"waiting": "no checkpoint yet", "invalid": "this job does not run"}
-        if job["state"] == "waiting" and _is_unprotected(job):
+        if job["state"] == "waiting" and is_unprotected(job):
             return "no ZeRO checkpoint is here"
         return words.get(job["state"]) or _unproved(job) or _unseen(job) or "nothing is committed yet"
     when = f"{ago(safe['age_seconds'] + since_seconds)} ago" if safe["committed_at"] else "at an unknown time"
@@ -259,7 +170,7 @@ def problem_lines(job: dict[str, Any], now: float) -> list[tuple[str, str]]:
     for problem in job["problems"]:
         severity = problem["severity"]
         age = ago(seconds_since(problem["since"], now))
-        lines.append((severity, f"{_MARKS.get(severity, '·')} {problem['text']} ({age})"))
+        lines.append((severity, f"{MARKS.get(severity, '·')} {problem['text']} ({age})"))
         if problem["next_step"]:
             lines.append((severity, f"{NEXT}{problem['next_step']}"))
     return lines
@@ -325,12 +236,27 @@ def abilities(remote: dict[str, Any], *, is_all: bool) -> str:
     return "; ".join([f"{shown}: {exclusive}", f"verified by {remote['proof']}", *remote["notes"]])
 
 
-def exit_code(jobs: list[dict[str, Any]], *, is_alive: bool) -> int:
-    """Return 0 safe · 1 a person is needed · 3 behind, not safe yet, or paused (docs/contract.md)."""
-    states = {job["state"] for job in jobs}
-    if not jobs or not is_alive or states & {"attention", "invalid"}:
-        return 1
-    is_behind = any(job.get("steps_at_risk") or job.get("paused") for job in jobs)
-    # a job that waits for its first checkpoint is not behind: still nothing of it is safe
-    is_unsafe = any(job.get("safe") is None for job in jobs)
-    return 3 if "behind" in states or is_behind or is_unsafe else 0
+def remote_shown(remote: dict[str, Any]) -> str:
+    """Name a remote: by its URL where it has no name of its own and the daemon is new enough to tell it."""
+    return f"remote {remote['name']}" if remote["name"] != "remote" else remote.get("url") or "remote"
+
+
+def state_of(checkpoint: dict[str, Any], *, is_alive: bool) -> str:
+    """Name the state; a daemon that is gone saves and uploads nothing."""
+    if checkpoint["state"] == "uploading" and not is_alive:
+        return "not sent"
+    return _STATES.get(checkpoint["state"], str(checkpoint["state"]))
+
+
+def form_state_of(form: dict[str, Any], *, is_alive: bool) -> str:
+    """Name the state of a form in a remote; `is_alive` as for `state_of`."""
+    if form["state"] == "shipping":
+        return "uploading" if is_alive else "not sent"
+    return _STATES.get(form["state"], str(form["state"]))
+
+
+def forms_here(checkpoint: dict[str, Any]) -> list[str]:
+    """Name the forms on this node; where there is none, the copy that is kept until it is committed."""
+    local = checkpoint["local"]
+    forms = ["zero"] * local["present"] + ["universal"] * (local["universal"] == "ready")
+    return forms or ["kept copy"] * local["held"]

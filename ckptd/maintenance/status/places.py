@@ -12,6 +12,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptd.errors import NotFoundError
+from ckptd.storage.local.job_names import running_in, running_job, with_running
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -32,17 +35,36 @@ def state_places(job: str | None, config_dir: Path | None) -> Iterator[Path]:
     if job is None:
         yield from _all_known(config_dir)
         return
-    if ("/" in job or os.path.isdir(job)) and not job.endswith(".toml"):
-        save_dir = Path(os.path.normpath(os.path.abspath(job)))
+    is_name = "/" not in job and not job.endswith(".toml")
+    save_dir = _save_dir_of(job)
+    if save_dir is not None and (running := running_in(save_dir)) is not None:
+        yield running.place
+    if save_dir is not None and not job.endswith(".toml"):
         yield from _state_dirs(save_dir)
         from ckptd.config.commands import job_name  # a status that lies in the save_dir needs none of it
 
         yield from _base_dirs(job_name(save_dir))
     yield from _as_written(job, config_dir) or ()
-    if "/" not in job and not job.endswith(".toml"):
+    if is_name:
         # whoever asks: a job of the node's services, by its name
         yield from _of_services(job)
-    yield from _configured(job, config_dir)
+        if (running := running_job(job)) is not None:
+            yield running.place
+            return
+    try:
+        yield from _configured(job, config_dir)
+    except NotFoundError as error:
+        raise with_running(error) if is_name else error from None
+
+
+def _save_dir_of(job: str) -> Path | None:
+    """Return the save_dir that JOB names, or that stands in the job file that it is; None: it is a name."""
+    if job.endswith(".toml"):
+        written = written_in(job)
+        return written[1] if written is not None else None
+    if "/" in job or os.path.isdir(job):
+        return Path(os.path.normpath(os.path.abspath(job)))
+    return None
 
 
 def newest_of(
@@ -102,12 +124,16 @@ def _as_written(job: str | None, config_dir: Path | None) -> list[Path] | None:
     with contextlib.suppress(OSError, ValueError, CkptdError):
         directory = _directory(config_dir)
         base = os.environ.get("CKPTD_STATE_DIR") or _table(directory / "ckptd.toml").get("state_dir")
-        found = []
+        found: list[Path] = []
+        by_file: list[Path] = []
         for path in _job_files(job, directory):
             name, save_dir = _name_and_save_dir(path)
-            if job is None or path == Path(job) or job in (name, path.stem) or _is_path(job, save_dir):
-                found += _dirs_of(name, save_dir, None if base is None else _plain_path(base))
-        return found
+            places = _dirs_of(name, save_dir, None if base is None else _plain_path(base))
+            if job is None or path == Path(job) or job == name or _is_path(job, save_dir):
+                found += places
+            elif job == path.stem:
+                by_file += places
+        return found + by_file
     return None
 
 
@@ -117,13 +143,18 @@ def _job_files(job: str | None, directory: Path) -> Iterable[Path]:
     return sorted(path for path in (directory / "jobs.d").glob("*.toml") if not path.name.startswith("."))
 
 
-def written_in(job: str) -> tuple[str, Path] | None:
-    """Read name and save_dir of a job file; None: it is none, or something in it has to be judged."""
+def written_in(job: str, config_dir: Path | None = None) -> tuple[str, Path] | None:
+    """Read name and save_dir of a job file, or of one in the configuration that has this name.
+
+    None: there is none, or something in it has to be judged.
+    """
     from ckptd.errors import CkptdError
 
-    if job.endswith(".toml"):
-        with contextlib.suppress(OSError, ValueError, CkptdError):
-            return _name_and_save_dir(Path(job))
+    if "/" in job and not job.endswith(".toml"):
+        return None
+    path = Path(job) if job.endswith(".toml") else _directory(config_dir) / "jobs.d" / f"{job}.toml"
+    with contextlib.suppress(OSError, ValueError, CkptdError):
+        return _name_and_save_dir(path)
     return None
 
 

@@ -7,6 +7,7 @@ tell which nodes are alive.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -22,12 +23,14 @@ from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import run_of, short
 from ckptd.core.model.save import Order
 from ckptd.recover.select.runs import Runs
+from ckptd.recover.select.sources import where_of
 from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.documents import read_generation, stem_of_key
 from ckptd.storage.stores.base import store_now_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
+    from pathlib import Path
 
     from ckptd.core.completeness.missing import MissingShards
     from ckptd.core.model.generation import KnownManifest
@@ -46,18 +49,20 @@ if TYPE_CHECKING:
 # Pure: whether the job is alive, over or behind, and the training that is at risk; in words.
 
 
-def is_alive(row: NodeRow) -> bool:
+def is_alive(row: NodeReport) -> bool:
     """Whether the node was heard of lately, and goes on."""
     return row.heard_seconds_ago is not None and not (row.is_dead or row.has_ended)
 
 
-def ended_seconds_ago(rows: Sequence[NodeRow]) -> float | None:
+def ended_seconds_ago(rows: Sequence[NodeReport]) -> float | None:
     """Since the last node ended, where all of them did."""
     ages = [row.heard_seconds_ago for row in rows if row.has_ended and row.heard_seconds_ago is not None]
     return min(ages) if ages and len(ages) == len(rows) else None
 
 
-def newest_step(rows: Sequence[NodeRow], seen: Sequence[SeenNode], opened: Sequence[OpenRow]) -> int | None:
+def newest_step(
+    rows: Sequence[NodeReport], seen: Sequence[SeenNode], opened: Sequence[OpenRow]
+) -> int | None:
     """Return the step of the newest known save, which after a rewind is not the largest step."""
     names = {row.node for row in rows}
     saves = [save_of(one) for one in seen if one.node in names]
@@ -88,7 +93,7 @@ def is_ahead(one: SeenNode, safe: SafeRow, there: Set[str]) -> bool:
     return newest is not None and newest > (safe.branch, safe.step) and one.node in there
 
 
-def silent(row: NodeRow, ahead: Set[str]) -> str:
+def silent(row: NodeReport, ahead: Set[str]) -> str:
     """Say that a node has died; `ahead`: nodes with a newer save than the safe one."""
     clock = "" if row.is_store_time else " (by the nodes' own clocks)"
     text = f"node {row.node} has not been heard of for {ago(row.heard_seconds_ago or 0.0)}{clock}"
@@ -164,7 +169,7 @@ class SafeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRow:
+class NodeReport:
     """One node; `heard_seconds_ago` None: only its manifests are known."""
 
     node: str
@@ -205,7 +210,7 @@ class FleetStatus:
     run_id: str | None = None
     """The newest run, of which all this is; None: nothing says that there is one."""
     runs: tuple[RunView, ...] = ()
-    nodes: tuple[NodeRow, ...] = ()
+    nodes: tuple[NodeReport, ...] = ()
     uncommitted: tuple[OpenRow, ...] = ()
     problems: tuple[str, ...] = ()
     clock: Literal["store", "reader", "nodes"] = "store"
@@ -213,11 +218,35 @@ class FleetStatus:
     schema_version: int = SCHEMA_VERSION
 
     @property
+    def clauses(self) -> list[str]:
+        """Return what the headline says after the verdict, one by one."""
+        return self.headline.partition(": ")[2].replace("; ", ", ").split(", ")
+
+    @property
     def exit_code(self) -> int:
         """0 safe · 1 a person is needed · 3 behind (docs/contract.md)."""
         if self.verdict == "not-safe" or self.problems:
             return 1
         return 3 if self.verdict == "behind" else 0
+
+
+def read_fleet(url: str, config_dir: Path | None = None) -> FleetStatus:
+    """Look once at a remote, by its URL or directory.
+
+    Raises:
+        RemoteError: it does not answer, or is no remote of ckptd.
+    """
+    return FleetReader(sight_of(url, config_dir)).look()
+
+
+def sight_of(url: str, config_dir: Path | None) -> RemoteInventory:
+    """Read what a remote holds, by its URL or directory.
+
+    Raises:
+        RemoteError: it does not answer, or is no remote of ckptd.
+    """
+    where = where_of(url, os.environ, config_dir=config_dir)
+    return where.read_one(where.remotes[0].name)
 
 
 class FleetReader:
@@ -328,7 +357,7 @@ class FleetReader:
                 )
         return tuple(own)
 
-    def _see_nodes(self, rows: Sequence[NodeRow], ahead: Set[str]) -> None:
+    def _see_nodes(self, rows: Sequence[NodeReport], ahead: Set[str]) -> None:
         self._problems += [silent(row, ahead) for row in rows if row.is_dead]
         digests: dict[str, list[str]] = {}
         for row in rows:
@@ -353,7 +382,7 @@ class FleetReader:
         return max(0.0, self._now_seconds - at) if at is not None else 0.0
 
 
-def _rows(seen: Sequence[SeenNode], safe: CommitView | None, ahead: Set[str]) -> tuple[NodeRow, ...]:
+def _rows(seen: Sequence[SeenNode], safe: CommitView | None, ahead: Set[str]) -> tuple[NodeReport, ...]:
     """Return the nodes of the safe COMMIT and those that are alive, or went on after it; who left before it
     is nobody's loss.
     """
@@ -369,11 +398,11 @@ def _nodes_of(commit: Commit) -> set[str]:
     return {decode_name(name) for name in names if name}
 
 
-def _row(name: str, seen: SeenNode | None, *, is_in_safe: bool) -> NodeRow:
+def _row(name: str, seen: SeenNode | None, *, is_in_safe: bool) -> NodeReport:
     beat = seen.heartbeat if seen is not None else None
     age = seen.seconds_ago if seen is not None else None
     has_ended = seen is not None and seen.has_ended
-    return NodeRow(
+    return NodeReport(
         node=name,
         node_id=beat.node_id if beat else None,
         heard_seconds_ago=None if age is None else round(age, 1),

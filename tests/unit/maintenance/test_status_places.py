@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.cli.status import places as status_places
-from ckptd.cli.status.command import published
-from ckptd.cli.status.places import state_places
+from ckptd.cli.status.command import show
 from ckptd.config.loader import load_all, resolve_job
 from ckptd.errors import ConfigError, NotFoundError, NotPermitted
+from ckptd.maintenance.status import places as status_places
+from ckptd.maintenance.status.places import state_places
+from ckptd.maintenance.status.published import published
 
-DOCUMENT = json.dumps({"generated_at": "2026-01-01T00:00:00.000Z", "daemon": {}, "jobs": []})
+DAEMON = {"alive": False, "pid": 1, "started_at": "2026-01-01T00:00:00.000Z"}
+DOCUMENT = json.dumps({"generated_at": "2026-01-01T00:00:00.000Z", "daemon": DAEMON, "jobs": []})
 
 
 @pytest.fixture
@@ -111,6 +113,9 @@ def test_a_place_that_may_not_be_read_is_said(etc: Path, capsys: pytest.CaptureF
         assert [place.name for place, _ in published(str(etc.parent / "nvme" / "b"), None, etc)] == ["b"]
         assert capsys.readouterr().err == ""
         assert [place.name for place, _ in published(None, None, etc)] == ["b"]
+        assert not capsys.readouterr().err
+        options: dict[str, bool] = dict.fromkeys(("retention", "watch", "live"), False)
+        show(None, None, as_json=True, interval=2, state_dir=None, config_dir=str(etc), **options)
     assert "state/a/status.json may not be read" in capsys.readouterr().err
 
 
