@@ -26,7 +26,7 @@ from bench.transfer_runs import Sample, Way
 
 LINK_BITS, LINK_SECONDS = 1e9, 0.02
 CLIENTS = ("ckptd", runs.BY_S3FS)
-"""What docs/adr/0199 compares."""
+"""What docs/adr/0200 compares."""
 OWN = ("ckptd", "cp", "daemon")
 """How the names of rows begin that need nothing beside this repository."""
 MADE = ("zero", "universal", "weights-bf16")

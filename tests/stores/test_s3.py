@@ -55,6 +55,7 @@ class WordsOfServers:
 
     behind_body = "ignored"
 
+    @pytest.mark.botocore
     def test_a_checksum_behind_a_body_goes_only_where_a_wrong_one_is_refused(self, store: S3Store) -> None:
         """Sent past the probe: a server that takes a wrong one must never be one that gets them."""
         data = secrets.token_bytes(40_000)
@@ -125,6 +126,7 @@ def test_reading_goes_on_where_a_connection_broke(moto: servers.Server) -> None:
         assert store.verify("t/x", len(BIG), crc64(BIG), lambda done: None) == "read-back"
 
 
+@pytest.mark.botocore
 def test_a_store_that_is_closed_holds_no_connection(moto: servers.Server) -> None:
     """Workers of a cluster close theirs with each conversion; the next request opens anew."""
     store = store_at(moto)

@@ -19,19 +19,18 @@ import pytest
 from ckptd.errors import ConfigError, NotPermitted
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
 from ckptd.storage.stores.s3.store import S3Store
 from tests.faults import test_s3_daemon as daemons
 from tests.stores import servers, test_s3
-from tests.stores.conformance import Meter, Stopped, source_of
+from tests.stores.conformance import Meter, Stopped, StoreConformance, source_of
 from tests.stores.proxy import Fault, answer, proxy
-from tests.stores.test_s3 import PART_BYTES, StoreConformance
+from tests.stores.test_s3 import BIG, PART_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.stores
-
-BIG = test_s3.BIG
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +50,7 @@ def store_at(endpoint: str | None, **more: Any) -> S3Store:
 class TestMoto(StoreConformance):
     window_bytes = PART_BYTES
     data = BIG
-    at_once = test_s3.PARTS_AT_ONCE
+    at_once = PARTS_AT_ONCE
     proof = "part-etags"
 
     @pytest.fixture
@@ -256,7 +255,7 @@ def test_what_is_missing_or_misspelt_is_said(moto: servers.Server, monkeypatch: 
 
 @pytest.mark.parametrize(("client", "wanted"), [("botocore", False), ("s3fs", True)])
 def test_a_process_imports_what_its_client_needs(moto: servers.Server, client: str, wanted: bool) -> None:
-    """The other client would cost it some 20 MiB (docs/adr/0199)."""
+    """The other client would cost it some 20 MiB (docs/adr/0200)."""
     program = (
         "import sys; from ckptd.storage.stores.open import open_store; "
         "from ckptd.storage.stores.access import Access; "

@@ -1,7 +1,7 @@
 """Make an S3 client from a job file's settings, and translate the server's failures into ours.
 
 botocore's own by default: one credentials chain, one connection pool, least memory; s3fs's where the job asks
-for it (docs/adr/0199). Bounded retries with jitter and time limits watch every request; what they cannot mend
+for it (docs/adr/0200). Bounded retries with jitter and time limits watch every request; what they cannot mend
 is named (docs/internals/stores.md).
 """
 

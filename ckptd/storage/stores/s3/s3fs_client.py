@@ -1,7 +1,7 @@
 """Give the S3 store s3fs's access: its calls go through `S3FileSystem.call_s3`, one by one.
 
 Nothing of s3fs's file interface is used: it knows no resumed upload, no proof and no part that is not held in
-memory (docs/adr/0199). What it does for a person is to find the way in: fsspec's configuration, FSSPEC_S3_*,
+memory (docs/adr/0200). What it does for a person is to find the way in: fsspec's configuration, FSSPEC_S3_*,
 anonymous and requester-pays access. Time limits, retries and errors are those of botocore's own client.
 """
 
@@ -84,10 +84,14 @@ def _configure(fs: Any, access: Access) -> None:
     at = fs.endpoint_url or fs.client_kwargs.get("endpoint_url") or access.endpoint
     if at is None and not fs.client_kwargs.get("use_ssl", fs.use_ssl):
         at = "http://s3.amazonaws.com"
-    style = {} if access.addressing == "auto" else {"addressing_style": access.addressing}
     signs = access.model_copy(update={"endpoint_url": at}).signs_payload
-    ours = sc.config_values(payload_signing_enabled=signs, **style)
-    s3 = ours["s3"] | fs.config_kwargs.get("s3", {})
+    ours = sc.config_values(payload_signing_enabled=signs)
+    said = {
+        "addressing_style": None if access.addressing == "auto" else access.addressing,
+        "payload_signing_enabled": access.sign_payload,
+    }
+    said = {name: value for name, value in said.items() if value is not None}
+    s3 = ours["s3"] | fs.config_kwargs.get("s3", {}) | said
     fs.config_kwargs = ours | fs.config_kwargs | {"s3": s3}
     if access.region is not None:
         fs.client_kwargs = fs.client_kwargs | {"region_name": access.region}
