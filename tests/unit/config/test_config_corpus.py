@@ -293,7 +293,7 @@ def test_mutants_are_refused(
     assert key in error.message
     assert named in str(error)
     if (
-        named not in ("secret", "credentials")
+        named not in ("secret", "credentials", "storage_options")
         and isinstance(value, str | int | float)
         and not str(value).startswith("@")
     ):

@@ -69,7 +69,10 @@ class S3Bucket:
         """Return the client; made anew after credentials failed, so that rotated ones are found."""
         with self._lock:
             if self._client is None:
-                self._client, credentials, verify = sc.make_client(self.access)
+                open_one = sc.open_botocore
+                if self.access.client == "s3fs":
+                    from ckptd.storage.stores.s3.s3fs_client import open_s3fs as open_one
+                self._client, credentials, verify = sc.make_client(self.access, open_one)
                 if self.access.client == "botocore":
                     self._direct = Direct(
                         self._client,

@@ -230,8 +230,8 @@ class Opened(NamedTuple):
     verify: Any
 
 
-def make_client(access: Access) -> Opened:
-    """Return a new client of the kind that `access` names, its credentials looked up now.
+def make_client(access: Access, open_one: Callable[[Access], Opened]) -> Opened:
+    """Return a new client, its credentials looked up now; `open_one` is of the kind that `access` names.
 
     Raises:
         NotPermitted: the profile or file is not there.
@@ -241,12 +241,7 @@ def make_client(access: Access) -> Opened:
 
     kind, _, rest = access.credentials.partition(":")
     try:
-        if access.client == "s3fs":
-            from ckptd.storage.stores.s3.s3fs_client import open_client
-
-            opened = Opened(open_client(access), None, None)
-        else:
-            opened = _open_botocore(access)
+        opened = open_one(access)
     except exceptions.ProfileNotFound as error:
         file = (
             f"the credentials file {credentials_path(rest)} has no section [default]"
@@ -265,7 +260,8 @@ def make_client(access: Access) -> Opened:
     return opened
 
 
-def _open_botocore(access: Access) -> Opened:
+def open_botocore(access: Access) -> Opened:
+    """Return botocore's own client."""
     from botocore.config import Config
 
     session = new_session(access)

@@ -14,23 +14,16 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import aiohttp
-from aiobotocore.session import AioSession
-from aiohttp.payload import Payload
-from botocore import exceptions as botocore_errors
-from botocore.loaders import Loader
 from fsspec.asyn import sync
-from s3fs import S3FileSystem
 
 from ckptd.errors import ConfigError
 from ckptd.storage.stores.s3 import client as sc
 from ckptd.storage.stores.s3.body import STEP_BYTES, Body, SourceStopped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from _typeshed import WriteableBuffer
-    from aiohttp.abc import AbstractStreamWriter
 
     from ckptd.storage.stores.access import Access
 
@@ -38,7 +31,6 @@ _CHUNK_BYTES = 256 << 10
 """Of a body, copied at a time: the event loop may keep what it could not send yet."""
 _READERS = 16
 """Threads that read bodies: as many as the store sends at once, each of which a rate limit may hold."""
-_BOTOCORE = (botocore_errors.BotoCoreError, botocore_errors.ClientError)
 _NEXT = {
     "list_objects_v2": ("ContinuationToken", "NextContinuationToken"),
     "list_parts": ("PartNumberMarker", "NextPartNumberMarker"),
@@ -46,13 +38,17 @@ _NEXT = {
 """Operation → where the next page begins: as it is asked for, as it is told."""
 
 
-def open_client(access: Access) -> S3fsClient:
+def open_s3fs(access: Access) -> sc.Opened:
     """Return a client that s3fs makes from `storage_options`, fsspec's configuration and the environment.
 
     Raises:
         ConfigError: s3fs does not take these settings.
         botocore's errors: no such profile, no such endpoint.
     """
+    from aiobotocore.session import AioSession
+    from botocore.loaders import Loader
+    from s3fs import S3FileSystem
+
     options = {name: json.loads(text) for name, text in access.storage_options}
     kind, _, rest = access.credentials.partition(":")
     if kind == "profile":
@@ -74,7 +70,7 @@ def open_client(access: Access) -> S3fsClient:
         raise ConfigError(
             msg, hint="see storage_options, FSSPEC_S3_* and the files of ~/.config/fsspec"
         ) from error
-    return S3fsClient(fs)
+    return sc.Opened(S3fsClient(fs), None, None)
 
 
 def _configure(fs: Any, access: Access) -> None:
@@ -103,11 +99,12 @@ class S3fsClient:
     Called from many threads; the requests run in fsspec's event loop.
     """
 
-    exceptions = botocore_errors
-
     def __init__(self, fs: Any) -> None:
+        from botocore import exceptions
+
         self._fs = fs
         self.meta = fs.s3.meta
+        self.exceptions = exceptions
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="body")
         events = self.meta.events
         events.register("before-sign.s3", _before_signing)
@@ -167,8 +164,9 @@ class _Pages:
             if not page.get("IsTruncated") or following is None:
                 return
             if following == arguments.get(self._asked):
-                message = f"The same next token was received twice: {following}"
-                raise botocore_errors.PaginationError(message=message)
+                from botocore.exceptions import PaginationError
+
+                raise PaginationError(message=f"The same next token was received twice: {following}")
             arguments[self._asked] = following
 
 
@@ -249,36 +247,27 @@ class _LentBody(io.RawIOBase):
             wait([self._reading])
 
 
-class _Sent(Payload):
-    """One try to send a body."""
+class _Sent:
+    """One try to send a body, as aiohttp takes it: piece after piece."""
 
-    _value: _LentBody
-
-    @property
-    def size(self) -> int:
-        """Return the length in bytes."""
-        return len(self._value)
+    def __init__(self, body: _LentBody) -> None:
+        self._body = body
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Do nothing: botocore rewinds before it tries again, `begin` once that is safe."""
         del offset, whence
         return 0
 
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """Raise: a body of bytes is no text."""
-        del encoding, errors
-        raise TypeError
-
-    async def write(self, writer: AbstractStreamWriter) -> None:
-        """Send all of it; a server that takes nothing for too long is left, as botocore's socket does."""
-        while data := await self._value.chunk():
-            async with asyncio.timeout(sc.READ_SECONDS):
-                await writer.write(data)
-
-    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
-        """Send all of it, which is `content_length` bytes."""
-        del content_length
-        await self.write(writer)
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        while data := await self._body.chunk():
+            # aiohttp has no time limit for sending; botocore's socket has: the connection is closed
+            limit = loop.call_later(sc.READ_SECONDS, task.cancel)
+            try:
+                yield data
+            finally:
+                limit.cancel()
 
 
 class _Request(Protocol):
@@ -327,6 +316,9 @@ class _ReceivedBody:
         return bytes(_asked(sync, self._loop, self._read, most))
 
     async def _read(self, most: int) -> bytes:
+        from aiohttp import ClientError
+        from botocore.exceptions import ResponseStreamingError
+
         try:
             if most < 0:
                 return bytes(await self._body.read())
@@ -335,8 +327,8 @@ class _ReceivedBody:
                 pieces.append(piece)
                 held += len(piece)
             return b"".join(pieces)
-        except aiohttp.ClientError as error:
-            raise botocore_errors.ResponseStreamingError(error=error) from error
+        except ClientError as error:
+            raise ResponseStreamingError(error=error) from error
 
     def close(self) -> None:
         """Give the connection back, or end it where bytes are left."""
@@ -348,12 +340,14 @@ def _asked(action: Callable[..., Any], *given: Any) -> Any:
 
     s3fs and fsspec make errors of the operating system of them.
     """
+    from botocore.exceptions import BotoCoreError, ClientError
+
     cause: BaseException | None
     try:
         return action(*given)
     except OSError as error:
         cause = error
-        while cause is not None and not isinstance(cause, _BOTOCORE):
+        while cause is not None and not isinstance(cause, BotoCoreError | ClientError):
             cause = cause.__cause__
         if cause is None:
             raise
