@@ -29,7 +29,7 @@ def commands(source: Path, place: Path) -> dict[str, list[str]]:
     out = str(place / "out")
     found = {}
     for dtype in ("fp32", "bf16"):
-        form = ["--form", "weights", "--dtype", dtype, "--json"]
+        form = ["--form", f"weights-{dtype}", "--json"]
         found[f"ckptd {dtype}"] = [*CKPTD, str(source), str(place / dtype), *form]
         found[f"cp of the {dtype} output"] = ["cp", "-r", str(place / dtype), out]
     save_dir, tag = str(source.parent), source.name

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from ckptd.config.schema import JobConfig
-    from ckptd.conversion.options import Compat, ConvertProgress, ConvertReport, Dtype, Form
+    from ckptd.conversion.options import Compat, ConvertProgress, ConvertReport, FormName
     from ckptd.core.model.manifest import Commit
     from ckptd.errors import CkptdError
     from ckptd.maintenance.inspection import Inspection
@@ -60,8 +60,7 @@ def convert(
     source: PathLike,
     destination: PathLike,
     *,
-    form: Form = "universal",
-    dtype: Dtype = "fp32",
+    form: FormName = "universal",
     compat: Compat = "auto",
     max_shard_bytes: int = 5_000_000_000,
     memory_budget_bytes: int = 512 << 20,
@@ -72,26 +71,28 @@ def convert(
     """Convert a checkpoint into the universal form, or into weights; both ends may be URLs.
 
     Args:
-        dtype, max_shard_bytes: of weights.
+        form: universal, or weights-fp32, weights-bf16, weights-fp16 (safetensors).
+        max_shard_bytes: of weights.
         verify: check the source's CRCs first, and compare what was made with the plan.
         should_stop: is asked again and again; once it returns true the call ends, and another one goes on.
 
     Raises:
         RefusedError, DamagedError: it has no such form, or is damaged. TargetExists, NoSpaceError, ….
-        UsageError: no such form, dtype or layout.
+        UsageError: no such form or layout.
 
     >>> report = ckptd.convert("nvme/run/global_step5", "universal", verify=True)
     >>> report.step
     5
     """
-    from ckptd.conversion.options import MIB, ConvertOptions
+    from ckptd.conversion.options import MIB, ConvertOptions, parse_form
     from ckptd.conversion.remote.ends import convert_ends, ends_of
     from ckptd.errors import UsageError
 
     if memory_budget_bytes < 64 * MIB:
         raise UsageError(f"memory_budget_bytes={memory_budget_bytes} is too small", hint="at least 64 << 20")
+    kind, dtype = parse_form(form)
     options = ConvertOptions(
-        form=form,
+        form=kind,
         dtype=dtype,
         compat=compat,
         max_shard_bytes=max_shard_bytes,
@@ -175,7 +176,8 @@ def status(
     """Report whether a run is safe, as its daemon last published it; of a URL: the whole job, all its nodes.
 
     Args:
-        job: a job's name, file or save_dir; the URL or directory of a remote; None: every job of this node.
+        job: a name, file, save_dir or URL; None: every job that is configured, or
+            that a daemon of this user watches.
         state_dir: where status.json lies, if neither save_dir nor the configuration tells.
         say: is told why the status of one of several daemons cannot be read.
 
@@ -188,15 +190,18 @@ def status(
     """
     import time
 
-    from ckptd.maintenance.status.published import find_status, jobs_meant
+    from ckptd.maintenance.status.published import find_statuses, jobs_meant
     from ckptd.maintenance.status.report import report_of_remote, reports_of
     from ckptd.storage.local.job_names import is_remote
 
     named = None if job is None else os.fspath(job)
     if named is not None and is_remote(named):
         return report_of_remote(named, _path(config_dir))
-    document = find_status(named, _path(state_dir), _path(config_dir), say=say)
-    found = reports_of(jobs_meant(document, named, _path(config_dir)), time.time())
+    documents = find_statuses(named, _path(state_dir), _path(config_dir), say=say)
+    now = time.time()
+    found = tuple(
+        report for one in documents for report in reports_of(jobs_meant(one, named, _path(config_dir)), now)
+    )
     # a name may be that of a job, and of the file of another one that cannot run: the worst, as the command
     return found if named is None else min(found, key=lambda one: (1, 3, 0).index(one.exit_code))
 

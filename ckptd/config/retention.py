@@ -51,36 +51,36 @@ class Retention(Section):
     """Which committed checkpoints stay; keeps join by union. Without any key nothing is deleted."""
 
     save_total_limit: Count | None = key(
-        None, "save_total_limit", "3", "that many newest complete ones stay; unset: nothing is deleted"
+        None, "save_total_limit", "3", "keep that many newest ones; unset: nothing is deleted"
     )
     keep_last: Count | None = key(None, "keep_last", "3", "another name of save_total_limit")
     keep_every_steps: Count | None = key(
-        None, "keep_every_steps", "5000", "each whole multiple stays as well"
+        None, "keep_every_steps", "5000", "also keep steps that are multiples of this"
     )
     keep_every_seconds: _Span | None = key(
-        None, "keep_every", '"6h"', "as well one of each such span, by the times of COMMITs"
+        None, "keep_every", '"6h"', "also keep one for each such span of time"
     )
     keep_within_seconds: _Span | None = key(
-        None, "keep_within", '"2d"', "as well what was committed that long before the newest COMMIT"
+        None, "keep_within", '"2d"', "also keep what was committed within this time before the newest"
     )
     keep_best: Count | None = key(
-        None, "keep_best", "2", "as well that many with the best value of the job's metric"
+        None, "keep_best", "2", "also keep that many with the best value of the job's metric"
     )
     keep_steps: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)] = key(
-        (), "keep_steps", "[]", "these steps stay as well"
+        (), "keep_steps", "[]", "also keep these steps"
     )
     ephemeral: EphemeralConfig | None = key(
         None,
         "ephemeral",
         "{ every_steps = 1000, keep = 2 }",
-        "other steps than its multiples: only the newest keep stay, counted apart",
+        "of steps that are no multiples only the newest are kept, counted apart",
     )
 
     ladder: Annotated[tuple[RungConfig, ...], Strict(False)] = key(
         (),
         "ladder",
         '[{ after = "7d", form = "universal" }]',
-        "what the other keys would delete steps down instead; after = 5: five newer ones",
+        "keep a smaller form before deleting; after = 5: when 5 newer ones exist",
     )
 
     @model_validator(mode="after")

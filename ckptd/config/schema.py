@@ -87,20 +87,22 @@ class NotifyConfig(Section):
     )
     command: Command = key((), "command", '["/usr/local/bin/page"]', "the message as JSON on its stdin")
     severity: Literal["attention", "behind", "note"] = key(
-        "attention", "severity", '"attention"', "problems from there on: attention | behind | note"
+        "attention", "severity", '"attention"', "least severity that is sent: attention | behind | note"
     )
     not_safe_after_seconds: _Span | None = key(
-        None, "not_safe_after", '"2h"', "notify when so much training would be lost with this node"
+        None, "not_safe_after", '"2h"', "send when so much training would be lost with this node"
     )
-    repeat_seconds: _Span = key(21_600.0, "repeat", '"6h"', "what lasts is sent again so often")
+    repeat_seconds: _Span = key(21_600.0, "repeat", '"6h"', "a problem that lasts is sent again so often")
     heartbeat: Place | None = key(
-        None, "heartbeat", '"https://hc.example/uuid"', "GET each minute while every job is well"
+        None, "heartbeat", '"https://hc.example/uuid"', "GET this URL each minute while every job is well"
     )
-    on_complete: Command = key((), "on_complete", '["/path"]', "a hook: JSON on stdin, as are the next four")
-    on_committed: Command = key((), "on_committed", '["/path"]', "a form is committed on a remote")
-    on_converted: Command = key((), "on_converted", '["/path"]', "a universal form is there")
-    on_pruned: Command = key((), "on_pruned", '["/path"]', "a checkpoint left this node")
-    on_problem: Command = key((), "on_problem", '["/path"]', "a problem came up, whatever its severity")
+    on_complete: Command = key(
+        (), "on_complete", '["/path"]', "run when a save is complete; JSON on stdin, also for the next four"
+    )
+    on_committed: Command = key((), "on_committed", '["/path"]', "run when a checkpoint is safe on a remote")
+    on_converted: Command = key((), "on_converted", '["/path"]', "run when a universal form was made")
+    on_pruned: Command = key((), "on_pruned", '["/path"]', "run when a checkpoint was deleted here")
+    on_problem: Command = key((), "on_problem", '["/path"]', "run when a problem begins, of any severity")
 
     @property
     def is_wanted(self) -> bool:
@@ -123,13 +125,13 @@ class LocalConfig(Retention):
         ("universal",),
         "forms",
         '["universal"]',
-        "derived forms kept here: of each checkpoint where extents clone, else the newest; or []",
+        "universal forms kept here: of all on XFS and btrfs, else of the newest; []: none",
     )
     min_free: ShareOrBytes = _key(
         Share(percent=5.0),
         "min_free",
         '"5%"',
-        "ckptd never leaves less than this and the next save's room free",
+        "ckptd always leaves this and the next save's size free",
     )
 
     @model_validator(mode="after")
@@ -142,7 +144,7 @@ class LocalConfig(Retention):
 class RemoteConfig(S3Keys, Retention):
     """One `[[remote]]`: where checkpoints go."""
 
-    name: Name = _required("name", '"nas"', "how status calls it")
+    name: Name = _required("name", '"nas"', "its name in status and on the command line")
     url: Url = _required(
         "url",
         '"/mnt/nas/llama-7b"',
@@ -152,29 +154,34 @@ class RemoteConfig(S3Keys, Retention):
         ("zero", "universal"),
         "forms",
         '["zero", "universal"]',
-        "zero at once; universal and weights-bf16 (-fp16, -fp32) when no zero waits",
+        "zero is uploaded at once; universal and weights-bf16 (-fp16, -fp32) after it",
     )
-    required: bool = _key(True, "required", "true", "counts for deleting local files; needs zero")
+    required: bool = _key(
+        True, "required", "true", "a local file is deleted only once it is safe here; needs zero"
+    )
     bandwidth: Bandwidth = _key(
         Timetable(),
         "bandwidth",
         '"none"',
-        '"8Gb/s" are bits, "1GB/s" bytes; or by the clock "08:00,1GB/s 20:00,none"',
+        'upload limit; "8Gb/s" are bits, "1GB/s" bytes; by the clock: "08:00,1GB/s 20:00,none"',
     )
     credentials: Credentials = _key(
         "env", "credentials", '"env"', "env (AWS chain; ssh-agent and ~/.ssh; …) | profile:NAME | file:PATH"
     )
     part_size_bytes: Annotated[Bytes, AfterValidator(check_part_size)] | None = _key(
-        None, "part_size", '"64MiB"', "of uploads to S3; default 16MiB, more for files above 140 GiB"
+        None, "part_size", '"64MiB"', "size of S3 upload parts; default 16MiB, more for files above 140 GiB"
     )
     scrub_bytes_per_day: BytesPerDay = _key(
-        None, "scrub", '"off"', '"50GB/day": committed objects are read again while all is quiet'
+        None, "scrub", '"off"', '"50GB/day": read uploaded objects again while nothing else happens'
     )
     same_filesystem: bool = _key(
-        False, "same_filesystem", "false", "allow save_dir's own disk (tests, quickstart)"
+        False, "same_filesystem", "false", "allow a directory on save_dir's own disk (for tests)"
     )
     verify: Literal["auto", "read-back", "none"] = _key(
-        "auto", "verify", '"auto"', "by the store's checksum or ETags, else read back | read-back | none"
+        "auto",
+        "verify",
+        '"auto"',
+        "proof of uploads: auto (store's checksum, ETags, else read-back) | read-back | none",
     )
 
     @model_validator(mode="after")
@@ -225,7 +232,7 @@ class JobConfig(Section):
         "auto",
         "trainer",
         '"auto"',
-        "who writes; auto | deepspeed | huggingface | accelerate | lightning | megatron",
+        "auto | deepspeed | huggingface | accelerate | lightning | megatron",
     )
     settle_seconds: Seconds = _key(
         5.0, "settle", '"5s"', "a save is complete when nothing changed for so long"
@@ -240,36 +247,45 @@ class JobConfig(Section):
         "keep",
         "unuploaded",
         '"keep"',
-        "what is not committed: keep | thin (deleted once a newer one is) | delete (by the limit)",
+        "not safe yet: keep | thin (delete once a newer one is safe) | delete (by the limit)",
     )
     extra: Names | None = _key(
-        None, "extra", '["tokenizer*"]', "files directly in save_dir that travel along; default all ≤ 16 MiB"
+        None,
+        "extra",
+        '["tokenizer*"]',
+        "files beside the checkpoints, uploaded with each; default: all up to 16 MiB",
     )
-    name: Name = _key("", "name", '"llama-7b"', "of the job; default this file's name")
+    name: Name = _key("", "name", '"llama-7b"', "the job's name; default: this file's name")
     save_spread_seconds: Seconds = _key(
-        60.0, "save_spread", '"60s"', "shards written further apart than this are of two saves"
+        60.0, "save_spread", '"60s"', "shards written further apart belong to two saves"
     )
     metric: Name | None = _key(
-        None, "metric", '"eval_loss"', "what keep_best compares: a name in trainer_state.json or metrics_file"
+        None, "metric", '"eval_loss"', "keep_best compares this: a name in trainer_state.json or metrics_file"
     )
     metrics_file: MetricsFile | None = _key(
-        None, "metrics_file", '"metrics.jsonl"', "in save_dir, written by the trainer: step and metric a line"
+        None,
+        "metrics_file",
+        '"metrics.jsonl"',
+        "file in save_dir that the trainer writes: step and metric in each line",
     )
     metric_mode: Literal["min", "max"] | None = _key(
-        None, "metric_mode", '"min"', "what is better; default min for names that end in loss, else max"
+        None,
+        "metric_mode",
+        '"min"',
+        "which value is better; default: min for names that end in loss, else max",
     )
-    node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")
+    node_name: Name | None = _key(None, "node_name", '"node-0"', "this node's name; default: the host name")
     shared_fs: bool = _key(
         False,
         "shared_fs",
         "false",
-        "save_dir is one directory on all hosts; each runs a daemon (clusters.md)",
+        "save_dir is one directory on all hosts, each with a daemon (clusters.md)",
     )
     shared_takeover_seconds: Annotated[Seconds, AfterValidator(check_takeover)] = _key(
         180.0,
         "shared_takeover",
         '"3m"',
-        "a node silent for so long is replaced where only one may work (clusters.md)",
+        "a node silent for so long is replaced by another (clusters.md)",
     )
     local: LocalConfig = Field(default_factory=LocalConfig)
     remotes: Annotated[tuple[RemoteConfig, ...], Strict(False)] = Field(default=(), validation_alias="remote")
@@ -361,25 +377,27 @@ class DaemonConfig(Section):
         Share(bytes=1 << 30),
         "memory_budget",
         '"1GiB"',
-        'of the whole process tree; at least "256MiB"; or "2%"',
+        'memory of all of ckptd\'s processes; at least "256MiB"; or "2%"',
     )
     bandwidth: Bandwidth = _key(
         Timetable(),
         "bandwidth",
         '"none"',
-        "of all uploads together, shared among those that run; or by the clock",
+        "limit of all uploads together; or by the clock",
     )
     max_uploads: Annotated[int, Field(ge=1, le=64)] = _key(
-        4, "max_uploads", "4", "checkpoints on their way at once, over all jobs and remotes"
+        4, "max_uploads", "4", "checkpoints uploaded at once, of all jobs to all remotes"
     )
-    state_dir: StateDir = _key(None, "state_dir", '"/var/lib/ckptd"', "journal, status.json, audit.jsonl")
+    state_dir: StateDir = _key(
+        None, "state_dir", '"/var/lib/ckptd"', "where journal, status.json and audit.jsonl are"
+    )
     metrics: MetricsPlace | None = _key(
         None,
         "metrics",
         '"127.0.0.1:9310"',
         "a page for Prometheus; or a file for node_exporter: /…/ckptd.prom",
     )
-    node_name: Name | None = _key(None, "node_name", '"node-0"', "of this node; default the host name")
+    node_name: Name | None = _key(None, "node_name", '"node-0"', "this node's name; default: the host name")
     notify: NotifyConfig = Field(default_factory=NotifyConfig)
 
     def memory_budget_bytes(self, total_memory_bytes: int) -> int:

@@ -92,7 +92,7 @@ def numpy_folder() -> str:
     if found is None or found.origin is None:
         raise UsageError(
             "rounding weights to 16 bits needs numpy",
-            hint="pip install 'ckptd[weights]', or --dtype fp32, which needs none",
+            hint="pip install 'ckptd[weights]', or --form weights-fp32, which needs none",
         )
     return os.path.dirname(os.path.dirname(found.origin))
 
@@ -114,7 +114,7 @@ def _numpy() -> ModuleType:
         import numpy
     except ImportError as error:
         raise UsageError(
-            f"numpy cannot be loaded ({error})", hint="pip install 'ckptd[weights]', or --dtype fp32"
+            f"numpy cannot be loaded ({error})", hint="pip install 'ckptd[weights]', or --form weights-fp32"
         ) from error
     return numpy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from ckptd.base.humanize import printable, size_of
 from ckptd.errors import UsageError
@@ -12,7 +12,35 @@ from ckptd.errors import UsageError
 Form = Literal["universal", "weights"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Compat = Literal["auto", "strict", "superset"]
+FormName = Literal["universal", "weights-fp32", "weights-bf16", "weights-fp16"]
+"""The forms that can be made, as every verb, the configuration and the Python API spell them."""
 MIB = 1 << 20
+
+
+def parse_form(name: str, dtype: str = "") -> tuple[Form, Dtype]:
+    """Split the name of a form that can be made into its kind and element type.
+
+    `weights` beside a `dtype` is the spelling of 0.1, taken until the release after 0.2.
+
+    Raises:
+        UsageError: there is no such form, or it is not made by a conversion.
+    """
+    if dtype and dtype not in get_args(Dtype):
+        raise UsageError(f"--dtype {dtype!r} is none of {', '.join(get_args(Dtype))}")
+    if name == "weights":
+        name = f"weights-{dtype or 'fp32'}"
+    elif dtype and name != f"weights-{dtype}":
+        msg = f"--dtype is of weights, not of {name}"
+        raise UsageError(msg, hint=f"leave it out, or say --form weights-{dtype}")
+    if name == "zero":
+        raise UsageError(
+            "convert makes no ZeRO form", hint="`ckptd restore --form zero` fetches a committed one"
+        )
+    if name not in get_args(FormName):
+        msg = f"there is no form {name!r} to convert to"
+        raise UsageError(msg, hint=f"--form {', '.join(get_args(FormName))}")
+    kind, _, element = name.partition("-")
+    return cast("Form", kind), cast("Dtype", element or "fp32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

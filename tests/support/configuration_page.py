@@ -16,18 +16,21 @@ HEAD = """# Configuration
 
 <!-- Made from the models by `python -m tests.support.configuration_page`; a test compares. -->
 
-A job is a TOML file below `jobs.d/` of the configuration directory (`--config-dir`, else
-`$CKPTD_CONFIG_DIR`, else `$XDG_CONFIG_HOME/ckptd`, else `/etc/ckptd/<user>`), or any file given as
-`--job FILE`; `ckptd.toml` beside `jobs.d/` is about the daemon as a whole. `ckptd init SAVE_DIR URL` prints a
-job file with every key, and `ckptd check FILE` tries one out. Quantities are strings with units. An unknown
-key, a wrong value or a key of a later version is refused with the nearest valid key (exit code 78): that job
-does not run, the others do.
+A job is a TOML file in `jobs.d/` of the configuration directory, or any file that you name
+(`ckptd run FILE`). The configuration directory is `--config-dir`, else `$CKPTD_CONFIG_DIR`, else
+`$XDG_CONFIG_HOME/ckptd`, else `/etc/ckptd/<user>`. `ckptd.toml` beside `jobs.d/` is about the
+daemon as a whole. `ckptd init SAVE_DIR URL` prints a job file with every key, and
+`ckptd check FILE` tests one. Whole files are in `config/` of the source tree.
 
-A value in the second column is what holds where the key is absent, unless it says *example* or *required*.
-Variables are for a single job without a file, such as
-`CKPTD_SAVE_DIR=/nvme/run CKPTD_URL=s3://bucket/run CKPTD_SETTLE=10s ckptd run`; lists have commas, tags are
-written as `key=value,…`. What the keys mean together is in the [contract](contract.md); whole files are in
-`config/` of the source tree.
+Quantities are strings with units. An unknown key or a wrong value is refused with the nearest valid
+key (exit code 78): that job does not run, the others do.
+
+The second column is the default, unless it says *example* or *required*. Variables are for a single
+job without a file; lists have commas, tags are written as `key=value,…`:
+
+```sh
+CKPTD_SAVE_DIR=/nvme/run CKPTD_URL=s3://bucket/run CKPTD_SETTLE=10s ckptd run
+```
 """
 OF: dict[type[Section], tuple[str, ...]] = {
     JobConfig: ("job",),
@@ -43,9 +46,24 @@ TABLES = ("ephemeral", "ladder")
 """What no text of a variable can say."""
 SECTIONS: tuple[tuple[str, str, type[Section], type[Section] | None], ...] = (
     ("A job", "The top of a job file.", JobConfig, None),
-    ("[local]", "What stays on this node; with the retention keys below.", LocalConfig, Retention),
-    ("[[remote]]", "One table for each place; with the retention keys below.", RemoteConfig, Retention),
-    ("Retention", "In `[local]` and in each `[[remote]]`; keeps join by union.", Retention, None),
+    (
+        "[local]",
+        "What is kept on this node, beside the [retention](#retention) keys.",
+        LocalConfig,
+        Retention,
+    ),
+    (
+        "[[remote]]",
+        "One table for each place, beside the [retention](#retention) keys.",
+        RemoteConfig,
+        Retention,
+    ),
+    (
+        "Retention",
+        "In `[local]` and in each `[[remote]]`. A checkpoint is kept if any key keeps it.",
+        Retention,
+        None,
+    ),
     ("S3", "In a `[[remote]]` whose URL begins with `s3://`.", S3Keys, None),
     ("ckptd.toml", "The daemon as a whole.", DaemonConfig, None),
     ("[notify]", "In `ckptd.toml`: who is notified of what.", NotifyConfig, None),

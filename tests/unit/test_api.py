@@ -120,7 +120,7 @@ def test_convert_tells_how_far_it_is(scene: RestoreScene, tmp_path: Path) -> Non
     "options",
     [
         {"form": "wieghts"},
-        {"dtype": "f16"},
+        {"form": "weights-f16"},
         {"compat": "x"},
         {"max_shard_bytes": 0},
         {"memory_budget_bytes": 1},
@@ -158,7 +158,7 @@ SCRIPT = """
 import ckptd
 from ckptd import ConvertReport, Recovered, errors
 
-report: ConvertReport = ckptd.convert("a", "b", form="weights", dtype="bf16", on_progress=print)
+report: ConvertReport = ckptd.convert("a", "b", form="weights-bf16", on_progress=print)
 recovered: Recovered = ckptd.restore("s3://bucket/run", "here", world_size=16)
 steps: list[int] = [one.step for one in ckptd.checkpoints("s3://bucket/run")[0].checkpoints]
 sound: bool = ckptd.inspect("here").is_sound and ckptd.verify("run", read=ckptd.Slice(1, 7))[0].is_good

@@ -24,7 +24,7 @@ _HELP = (
 )
 _EXAMPLES = """\
 ckptd convert /nvme/llama-7b/global_step4000 ./llama-7b-universal
-ckptd convert /nvme/llama-7b ./weights --form weights --dtype bf16"""
+ckptd convert /nvme/llama-7b ./weights --form weights-bf16"""
 
 
 def register(app: typer.Typer) -> None:
@@ -38,8 +38,12 @@ def register(app: typer.Typer) -> None:
         destination: str = typer.Argument(
             ..., metavar="DST", help="Folder to make; must not exist; a path or a URL."
         ),
-        form: str = typer.Option("universal", metavar="FORM", help="universal, or weights (safetensors)."),
-        dtype: str = typer.Option("", help="Of weights: fp32 (default), bf16, fp16."),
+        form: str = typer.Option(
+            "universal",
+            metavar="FORM",
+            help="universal, weights-fp32, weights-bf16, weights-fp16 (safetensors).",
+        ),
+        dtype: str = typer.Option("", hidden=True),
         max_shard_size: str = typer.Option(
             "", "--max-shard-size", "--max_shard_size", help="Of weights: largest file (default 5GB)."
         ),
@@ -47,11 +51,7 @@ def register(app: typer.Typer) -> None:
             "auto", help="strict: as ds_to_universal writes; superset: loads in stages 1, 2 and 3; auto."
         ),
         memory_budget: str = typer.Option(
-            "512MiB",
-            "--memory-budget",
-            "--memory_budget",
-            metavar="SIZE",
-            help="Memory it may take.",
+            "512MiB", "--memory-budget", "--memory_budget", metavar="SIZE", help="Memory it may take."
         ),
         verify: bool = typer.Option(False, help="Check the source's CRCs, and the output against the plan."),
         no_strict: bool = typer.Option(False, "--no-strict", "--no_strict", help="Allow unused patterns."),
@@ -98,24 +98,22 @@ class Wanted(TypedDict):
 
 
 def _form(form: str, dtype: str, max_shard_size: str, compat: str) -> Wanted:
+    from ckptd.conversion.options import parse_form
     from ckptd.errors import UsageError
 
-    if form not in ("universal", "weights"):
-        raise UsageError(f"--form {form!r} is none of universal, weights")
+    kind, element = parse_form(form, dtype)
     for option, value, of in (
-        ("--dtype", dtype, "weights"),
         ("--max-shard-size", max_shard_size, "weights"),
         ("--compat", compat.removeprefix("auto"), "universal"),
     ):
-        if value and form != of:
-            raise UsageError(f"{option} is of the form {of}", hint=f"leave it out, or say --form {of}")
-    dtype, max_shard_size = dtype or "fp32", max_shard_size or "5GB"
-    if dtype not in ("fp32", "bf16", "fp16"):
-        raise UsageError(f"--dtype {dtype!r} is none of fp32, bf16, fp16")
+        if value and kind != of:
+            other = "weights-fp32" if of == "weights" else of
+            raise UsageError(f"{option} is of the form {of}", hint=f"leave it out, or say --form {other}")
+    max_shard_size = max_shard_size or "5GB"
     size = _size("--max-shard-size", max_shard_size, "5GB")
     if size < 1:
         raise UsageError(f"--max-shard-size {max_shard_size} is too small", hint="for example 5GB")
-    return Wanted(form=cast("Form", form), dtype=cast("Dtype", dtype), max_shard_bytes=size)
+    return Wanted(form=kind, dtype=element, max_shard_bytes=size)
 
 
 def _size(option: str, text: str, example: str) -> int:

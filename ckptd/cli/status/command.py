@@ -20,7 +20,7 @@ from ckptd.cli.status.of_url import show_url
 from ckptd.cli.status.tables import checkpoints_table, remote_table
 from ckptd.errors import CkptdError, UsageError
 from ckptd.maintenance.status import words
-from ckptd.maintenance.status.published import find_status, is_meant, jobs_meant
+from ckptd.maintenance.status.published import find_statuses, is_meant, jobs_meant
 from ckptd.maintenance.status.verdict import exit_code, life_of, verdict
 from ckptd.storage.local.job_names import is_remote
 
@@ -140,24 +140,33 @@ def show(
         _must_be_of_a_node(job, live=live, retention=retention, watch=watch)
         return show_url(job, places[1], as_json=as_json)
 
-    def look() -> dict[str, Any]:
-        return find_status(job, *places, say=print_note)
+    def look() -> list[dict[str, Any]]:
+        return find_statuses(job, *places, say=print_note)
 
     if live:
         return _liveness(look)
     if watch:
         if as_json or tag is not None:
             raise UsageError("--watch shows jobs; it takes neither --json nor a TAG")
-        return _watch(lambda: jobs_meant(look(), job, places[1]), retention, interval)
-    document = look()
-    life = life_of(document, time.time())
+        return _watch(lambda: [jobs_meant(one, job, places[1]) for one in look()], retention, interval)
+    documents = look()
     if as_json:
-        jobs = [one for one in document["jobs"] if job is None or is_meant(one, job, places[1])]
-        _print_json(document | {"jobs": jobs}, tag, is_alive=life.is_well)
+        for document in documents:
+            document["jobs"] = [
+                one for one in document["jobs"] if job is None or is_meant(one, job, places[1])
+            ]
+        _print_json(documents, tag)
     else:
-        jobs = jobs_meant(document, job, places[1])["jobs"]
-        _print(document | {"jobs": jobs}, tag, retention)
-    return exit_code(jobs, is_alive=life.is_well)
+        documents = [jobs_meant(document, job, places[1]) for document in documents]
+        _print(documents, tag, retention)
+    return _worst(documents)
+
+
+def _worst(documents: Sequence[dict[str, Any]]) -> int:
+    """Return the exit code of the daemon that is worst off."""
+    now = time.time()
+    codes = [exit_code(one["jobs"], is_alive=life_of(one, now).is_well) for one in documents]
+    return min(codes, key=(1, 3, 0).index)
 
 
 def _must_be_of_a_node(url: str, **options: bool) -> None:
@@ -172,45 +181,48 @@ def _must_be_of_a_node(url: str, **options: bool) -> None:
             raise UsageError(msg, hint=f"ckptd status {shlex.quote(url)}, or name the job")
 
 
-def _liveness(look: Callable[[], dict[str, Any]]) -> int:
-    """Answer a probe: one line, 0 while the daemon's turns go on, whatever becomes of its jobs."""
+def _liveness(look: Callable[[], list[dict[str, Any]]]) -> int:
+    """Answer a probe: a line for each daemon, 0 while their turns go on, whatever becomes of their jobs."""
     try:
-        document = look()
+        documents = look()
     except CkptdError as error:
         print_line(f"not live: {error.message}")
         return 1
-    life = life_of(document, time.time())
-    process = document["daemon"]["pid"]
-    print_line(f"live: process {process}" if life.is_well else f"not live: {life.reason}")
-    return 0 if life.is_well else 1
+    lives = [(document["daemon"]["pid"], life_of(document, time.time())) for document in documents]
+    for process, life in lives:
+        print_line(f"live: process {process}" if life.is_well else f"not live: {life.reason}")
+    return 0 if all(life.is_well for _, life in lives) else 1
 
 
-def _print_json(document: dict[str, Any], tag: str | None, *, is_alive: bool) -> None:
+def _print_json(documents: Sequence[dict[str, Any]], tag: str | None) -> None:
     from ckptd.cli.status.detail import story_of
 
-    document["daemon"]["alive"] = is_alive
-    shown = document if tag is None else story_of(document["jobs"], tag)[0]
-    print(json.dumps(shown, indent=2))
+    for document in documents:
+        document["daemon"]["alive"] = life_of(document, time.time()).is_well
+    first, *others = documents
+    shown = first | ({"other_daemons": others} if others else {})
+    print(json.dumps(shown if tag is None else story_of(first["jobs"], tag)[0], indent=2))
 
 
-def _print(document: dict[str, Any], tag: str | None, retention: bool) -> None:
+def _print(documents: Sequence[dict[str, Any]], tag: str | None, retention: bool) -> None:
     from ckptd.cli.screen import screen as console_of_stdout
     from ckptd.cli.status.drawing import ELSEWHERE
 
     console = console_of_stdout(ELSEWHERE)
     if tag is None:
-        for part in screen(document, time.time(), retention=retention):
+        for part in screens(documents, time.time(), retention=retention):
             # a command to type is never broken
             console.print(part, soft_wrap=True)
         return
     from ckptd.cli.status.detail import story_of
 
+    (document,) = documents
     is_alive = life_of(document, time.time()).is_well
     for line in story_of(printable_everywhere(document["jobs"]), tag, is_alive=is_alive)[1]:
         console.print(cell(line), soft_wrap=True)
 
 
-def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds: float) -> int:
+def _watch(look: Callable[[], list[dict[str, Any]]], retention: bool, interval_seconds: float) -> int:
     """Show it until Ctrl-C; the exit code of what was shown last."""
     import gc
 
@@ -221,19 +233,18 @@ def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds
 
     code = 1
 
-    def looked() -> dict[str, Any]:
+    def looked() -> list[dict[str, Any]]:
         nonlocal code
         code = 1
-        document = look()
-        is_alive = life_of(document, time.time()).is_well
-        code = exit_code(document["jobs"], is_alive=is_alive)
-        return document
+        documents = look()
+        code = _worst(documents)
+        return documents
 
     def first_lines() -> list[str]:
-        document, now = looked(), time.time()
-        life = life_of(document, now)
+        now = time.time()
         return [
-            f"{one['name']}  {words.headline(one, life, now)}"
+            f"{one['name']}  {words.headline(one, life_of(document, now), now)}"
+            for document in looked()
             for one in printable_everywhere(document["jobs"])
         ]
 
@@ -242,7 +253,7 @@ def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds
     if console.is_terminal:
         quietly(
             lambda: watch_screen(
-                lambda: Group(*screen(looked(), time.time(), retention=retention)), interval_seconds, console
+                lambda: Group(*screens(looked(), time.time(), retention=retention)), interval_seconds, console
             )
         )
     else:
@@ -251,6 +262,21 @@ def _watch(look: Callable[[], dict[str, Any]], retention: bool, interval_seconds
 
 
 _STYLES = {"attention": "red", "behind": "yellow"}
+
+
+def screens(documents: Sequence[dict[str, Any]], now: float, *, retention: bool) -> list[Any]:
+    """Return what is shown of each daemon, one below the other; of several with the process."""
+    if len(documents) == 1:
+        return screen(documents[0], now, retention=retention)
+    parts: list[Any] = []
+    for document in documents:
+        daemon = document["daemon"]
+        parts += [cell("")] if parts else []
+        parts += screen(document, now, retention=retention)
+        if life_of(document, now).is_well:
+            how = f": {daemon['start_command']}" if daemon.get("start_command") else ""
+            parts.append(cell(f"  process {daemon['pid']}{how}", "dim"))
+    return parts
 
 
 def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any]:

@@ -10,13 +10,13 @@ import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar, cast
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from ckptd.base import extents, files
 from ckptd.conversion.dtypes import use_numpy_of
 from ckptd.conversion.engine.staging import list_source
 from ckptd.conversion.engine.supervisor import numpy_for, origin_of, plan_request, write_plan
-from ckptd.conversion.options import ConvertOptions, Dtype
+from ckptd.conversion.options import ConvertOptions, parse_form
 from ckptd.conversion.outputs import NAME, Outputs, description_of
 from ckptd.conversion.reader import Sources, same_bytes
 from ckptd.conversion.remote.reader import RemoteRanges
@@ -459,9 +459,8 @@ def recheck(making: DeriveRequest, root: int) -> None:
 
 
 def _options(form: str) -> ConvertOptions:
-    if form == UNIVERSAL:
-        return ConvertOptions()
-    return ConvertOptions(form="weights", dtype=cast("Dtype", form.removeprefix("weights-")))
+    kind, dtype = parse_form(form)
+    return ConvertOptions(form=kind, dtype=dtype)
 
 
 def _is_over(control: Control) -> bool:

@@ -209,9 +209,8 @@ def _told(
     if kind is Kind.LOOSE:
         text = f"{newest.path}{more}: {kind}, which the Trainer cannot resume from; left alone and not sent"
         step = '"stage3_gather_16bit_weights_on_model_save": true in DeepSpeed\'s configuration saves the '
-        step += (
-            f"model instead; `ckptd convert {save_dir}/{newest.path} --form weights DIR` makes it of these"
-        )
+        made = f"`ckptd convert {save_dir}/{newest.path} DIR --form weights-fp32` makes it of these"
+        step += f"model instead; {made}"
     elif kind is Kind.ZERO:
         depth = "one folder" if holder.count("/") == 0 else "some folders"
         text = f"{newest.path}{more}{pointed} lies {depth} deeper than save_dir: it is not watched, "

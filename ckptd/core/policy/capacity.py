@@ -340,6 +340,8 @@ OVERDUE_SECONDS = 600.0
 """A gap beyond both is a rest: it says nothing of the cadence, and is overdue while it lasts."""
 CADENCE_SECONDS = 60.0
 """Saves that are closer come in pairs, or were copied here together: they tell of no rest."""
+LEAST_GAP_SECONDS = 1.0
+"""No trainer saves more often: what is closer was copied here, and no save is overdue after it."""
 _GRAINS = 64
 """Parts of the usual interval: within one the picture counts as unchanged."""
 _KEYS = (
@@ -404,7 +406,8 @@ def forecast(saves: Sequence[Saved], disk_use: DiskUse, *, now_seconds: float) -
     is_full = fit.is_full
     speed = disk_use.link_bytes_per_second or 0.0
     late = now_seconds - recent[-1].at_seconds - every
-    is_late = len(recent) >= LEAST and late + every > max(OVERDUE_FACTOR * every, OVERDUE_SECONDS)
+    is_paced = len(recent) >= LEAST and every >= LEAST_GAP_SECONDS
+    is_late = is_paced and late + every > max(OVERDUE_FACTOR * every, OVERDUE_SECONDS)
     # where nothing of ours is rotated it presses nobody: two saves, perhaps close to each other, are too few
     is_slow = 0 < speed < production and (disk_use.policy.deletes or len(recent) >= LEAST)
     told = Forecast(

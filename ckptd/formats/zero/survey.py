@@ -126,7 +126,7 @@ def refuse_folder_name(name: str, path: str) -> None:
     if reason is not None:
         raise RefusedError(
             f"{path} names a tensor {shown(name)}, {reason}: it has no place in a universal form",
-            hint="--form weights exports it; the ZeRO form is safe all the same",
+            hint="--form weights-fp32 exports it; the ZeRO form is safe all the same",
         )
 
 

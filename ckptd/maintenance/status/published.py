@@ -11,8 +11,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptd.errors import NotFoundError, NotPermitted, UsageError
+from ckptd.errors import CkptdError, NotFoundError, NotPermitted, UsageError
 from ckptd.maintenance.status.places import STATUS, newest_of, state_places, written_in, wrong_file
+from ckptd.storage.local.job_names import running_daemons
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,81 @@ def find_status(
     if job is not None and "://" in job:
         raise UsageError(f"{job} is a remote, no job of this node", hint=f"ckptd list {job}")
     return _joined([document for _, document in published(job, state_dir, config_dir, say=say)])
+
+
+def find_statuses(
+    job: str | None,
+    state_dir: Path | None,
+    config_dir: Path | None = None,
+    *,
+    say: Callable[[str], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the published document of each daemon that is meant; one where a job or a place is named.
+
+    A place is `state_dir`, `config_dir` or $CKPTD_CONFIG_DIR. Without either: of every configured job,
+    whether its daemon runs or not, and of every daemon of this user that runs, however it was started.
+
+    Raises:
+        As `find_status`.
+    """
+    if job or state_dir or config_dir or os.environ.get("CKPTD_CONFIG_DIR"):
+        return [find_status(job, state_dir, config_dir, say=say)]
+    why: CkptdError | None = None
+    try:
+        known = published(None, None, say=say)
+    except CkptdError as error:
+        known, why = [], error
+    daemons = running_daemons()
+    seen = {os.path.realpath(place) for place, _ in known}
+    places = [place for one in daemons for place in one.places if os.path.realpath(place) not in seen]
+    known += [(place, document) for place in places if (document := _read_if_may(place)) is not None]
+    if known and why is not None and not isinstance(why, NotFoundError) and say is not None:
+        say(str(why))
+    pids = {document["daemon"]["pid"] for _, document in known}
+    silent = [one.pid for one in daemons if one.pid not in pids]
+    if silent and say is not None:
+        say(f"a daemon (process {silent[0]}) has published nothing yet; it does so within seconds")
+    if not known:
+        raise _nothing_runs(why)
+    return _by_daemon([document for _, document in known])
+
+
+def _nothing_runs(why: CkptdError | None) -> CkptdError:
+    """Add to why nothing is configured that no daemon runs either, and what to type."""
+    if not isinstance(why, NotFoundError):
+        return why or NotFoundError("no daemon of yours runs")
+    hint = "start one: ckptd run SAVE_DIR URL; what one that ended has published: ckptd status SAVE_DIR"
+    return NotFoundError(f"no daemon of yours runs, and {why.message}", hint=hint)
+
+
+def _read_if_may(place: Path) -> dict[str, Any] | None:
+    try:
+        document = _read(place / STATUS)
+    except CkptdError:
+        return None
+    return None if document is None else newest_of(place, document, _read)
+
+
+def _by_daemon(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join the jobs of each daemon; of a job that several have published, the newest document counts."""
+    newest: dict[tuple[str, str], str] = {}
+    for document in documents:
+        for job in document["jobs"]:
+            key, at = (job["name"], job["save_dir"]), str(document["generated_at"])
+            newest[key] = max(newest.get(key, ""), at)
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for document in documents:
+        at = str(document["generated_at"])
+        jobs = [
+            job
+            for job in document["jobs"]
+            if newest[job["name"], job["save_dir"]] == at or job["state"] == "invalid"
+        ]
+        daemon = document["daemon"]
+        key = tuple(daemon.get(name) for name in ("pid", "started_at", "pid_space"))
+        if jobs:
+            groups.setdefault(key, []).append(document | {"jobs": jobs})
+    return [_joined(group) for group in groups.values()]
 
 
 def published(
@@ -108,9 +184,11 @@ def _where_then(job: str | None) -> str:
     """Return the command to type where nothing is published of a job."""
     if job is not None and "/" in job and not os.path.exists(job):
         return f"{job} is not there: a remote that is not mounted, or a SAVE_DIR that is spelt otherwise?"
-    if job is not None and job.endswith(".toml"):
+    if job is None:
+        return "start it: ckptd run --config-dir DIR, or systemctl start ckptd@USER"
+    if job.endswith(".toml"):
         return f"is it running? start it with: ckptd run {shlex.quote(job)}"
-    place = shlex.quote(job) if job is not None and os.path.isdir(job) else "SAVE_DIR"
+    place = shlex.quote(job) if os.path.isdir(job) else "SAVE_DIR"
     return f"is it running? start it with: ckptd run {place} URL"
 
 

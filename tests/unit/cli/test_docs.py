@@ -16,9 +16,9 @@ from typer.main import get_group
 from bench.docs_nav import decisions, without_code_links
 from ckptd import __version__
 from ckptd.cli.main import build_app
-from ckptd.cli.verbs import EXIT_CODES, VERBS
+from ckptd.cli.verbs import EXIT_CODES, OLD_NAMES, VERBS
 from ckptd.daemon.state.problems import CODES, Problems
-from tests.support import commands_page, configuration_page, console
+from tests.support import commands_page, configuration_page, console, prose
 
 if TYPE_CHECKING:
     from ckptd.daemon.state.problems import Code
@@ -98,6 +98,64 @@ def test_the_site_has_every_page_once() -> None:
     named = _pages_of(config["nav"]) + decisions(DOCS)
 
     assert sorted(named) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+def _guide() -> list[Path]:
+    """The pages for users: the first one and those of nav's Guide."""
+    nav = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text())["nav"]
+    pages = next(entry["Guide"] for entry in nav if isinstance(entry, dict) and "Guide" in entry)
+    return [DOCS / "index.md", *(DOCS / page for page in pages)]
+
+
+GUIDE = pytest.mark.parametrize("page", _guide(), ids=lambda page: page.stem)
+
+
+def test_the_guide_has_twelve_pages() -> None:
+    """Beside the first one: more is a second manual."""
+    assert len(_guide()) <= 13
+
+
+@GUIDE
+def test_the_guide_fits_a_terminal(page: Path) -> None:
+    """Lines have at most 100 columns; a row of a table cannot be wrapped, and has at most 200."""
+    wide = [
+        f"{page.name}:{number}: {len(line)}"
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > (200 if line.startswith("|") else 100)
+    ]
+
+    assert wide == []
+
+
+@GUIDE
+def test_the_guide_is_in_plain_words(page: Path) -> None:
+    """Numbers of decisions, promises and faults are for developers; sentences have 20 words on average."""
+    text = page.read_text()
+    numbers = re.findall(r"\b(?:ADR|adr/\d+|[PFH]\d{1,2})\b|§", text)
+    odd = re.findall(r"\b(?:lets? go|pruned?|retired?|shipp?(?:s|ed)|mend(?:s|ed)?)\b", prose.prose(text))
+    words = [len(sentence.split()) for sentence in prose.sentences(text)]
+
+    assert numbers == []
+    assert odd == [], "delete, upload, repair"
+    assert sum(words) / len(words) <= 20, sorted(words)[-5:]
+
+
+@GUIDE
+def test_commands_of_the_guide_are_those_of_the_command_line(page: Path) -> None:
+    """Every `ckptd …` on a page names a verb, and options that it takes."""
+    known = {
+        name: {option for one in verb.params for option in one.opts} | {"-h", "--help"}
+        for name, verb in get_group(build_app()).commands.items()
+    }
+    own = {"help": set[str](), "version": set[str]()}
+    taken = known | own | {old: set[str]() for old in OLD_NAMES if page.stem == "upgrade"}
+    wrong = []
+    is_made = page == commands_page.PAGE
+    for verb, *rest in [] if is_made else prose.commands(page.read_text()):
+        options = {word.partition("=")[0].rstrip(",.") for word in rest if word.startswith("--")}
+        wrong += [] if verb in taken and options <= taken[verb] else [f"{verb} {' '.join(rest)}"]
+
+    assert wrong == []
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -1,6 +1,6 @@
 """examples/kubernetes holds what it says: required fields, names that exist, commands that ckptd has.
 
-No schema is loaded: the fields are those that the recipe depends on (docs/kubernetes.md).
+No schema is loaded: the fields are those that the recipe depends on (docs/clusters.md).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from ckptd.conversion.engine import staging
 from ckptd.conversion.engine.executor import Worker
 from ckptd.conversion.engine.executor_child import Execution, Request
 from ckptd.conversion.engine.supervisor import convert
-from ckptd.conversion.options import ConvertOptions
+from ckptd.conversion.options import ConvertOptions, parse_form
 from ckptd.conversion.parts import Literal
 from ckptd.conversion.plan import OutputFile, PlanReader, identity_of
 from ckptd.conversion.reader import Sources
@@ -380,6 +380,15 @@ def test_an_option_of_the_other_form_is_refused_and_stderr_may_be_closed(made: M
         assert (done.returncode, "leave it out" in done.stderr) == (2, True), done.stderr
     command = f"exec {sys.executable} -m ckptd convert {made.folder} {tmp_path / 'v'} --json 2>&-"
     subprocess.run(command, shell=True, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_one_spelling_of_forms_and_the_old_one_beside_it() -> None:
+    assert parse_form("universal") == ("universal", "fp32")
+    assert parse_form("weights-bf16") == parse_form("weights", "bf16") == ("weights", "bf16")
+    assert parse_form("weights") == ("weights", "fp32")
+    for name, dtype in (("zero", ""), ("weights-fp8", ""), ("weights", "fp8"), ("weights-bf16", "fp16")):
+        with pytest.raises(UsageError):
+            parse_form(name, dtype)
 
 
 def test_a_universal_folder_is_not_called_damaged(made: Made, tmp_path: Path) -> None:

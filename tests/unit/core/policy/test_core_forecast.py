@@ -138,6 +138,12 @@ def test_a_save_is_overdue_after_three_times_the_usual(
     assert told.overdue_seconds == late
 
 
+def test_saves_that_were_copied_in_one_second_make_none_overdue() -> None:
+    """It said "no save for 3h, usually every 0s"."""
+    told = forecast(run(4, every_seconds=0.2), DiskUse(free_bytes=GB), now_seconds=10_000.0)
+    assert told.overdue_seconds is None
+
+
 def test_quick_saves_are_not_overdue_before_ten_minutes() -> None:
     saves = run(6, every_seconds=2.0)
     room = DiskUse(free_bytes=GB)
