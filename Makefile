@@ -27,6 +27,7 @@ ADAMS   := $(VENV)/.stamp-FusedAdamBuilder $(VENV)/.stamp-CPUAdamBuilder
 PEERS   := .build/.stamp-peers
 AUDIT   := .build/.stamp-audit
 DOCS    := .build/.stamp-docs
+TRAINERS := .build/.stamp-frameworks
 
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 # What both clients of the S3 store must pass.
@@ -40,7 +41,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test pytest adams bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house dist docs \
+.PHONY: help check-tools setup run test pytest adams demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house dist docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -82,6 +83,16 @@ setup: $(JIT) ## create .venv, install everything, compile DeepSpeed's JIT parts
 
 run: setup ## the demonstration: real training, crashes, resume, judge (REMOTE=s3, ARGS="--stage 3 --keep DIR")
 	$(PY) -m examples.demo --remote $(REMOTE) $(ARGS)
+
+# More trainers, over the environment that has torch and DeepSpeed.
+$(TRAINERS): examples/frameworks/requirements.txt constraints.txt | $(INSTALL)
+	"$(PYTHON)" -m venv --clear .build/frameworks
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > .build/frameworks/lib/python3.11/site-packages/base.pth
+	.build/frameworks/bin/python -m pip install -q --no-compile -c constraints.txt -r examples/frameworks/requirements.txt
+	@touch $@
+
+demo-frameworks: setup $(TRAINERS) ## each trainer's launch file unchanged: first commit, kill -9, resume on other ranks (ARGS="trl --out DIR")
+	$(PY) -m examples.frameworks --install $(ARGS)
 
 # DeepSpeed's own Adams, which the tests train with: a compiler's minute each, so neither waits for the other.
 $(ADAMS): $(VENV)/.stamp-%: | $(INSTALL)

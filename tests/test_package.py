@@ -84,6 +84,19 @@ def pythons() -> dict[str, Path]:
 PYTHONS = pythons()
 
 
+def examples_are_found(python: Path, ckptd: Path) -> None:
+    """Job files, alert rules, dashboard and units are in the package, byte for byte those of the tree."""
+    named = [line.split()[0] for line in run(ckptd, "init", "--list").splitlines()]
+    asked = "import json; from ckptd.config.examples import EXAMPLES, example_text as text; "
+    found = json.loads(run(python, "-c", asked + "print(json.dumps({n: text(n) for n in EXAMPLES}))"))
+    assert list(found) == named
+    tree = [
+        p.read_text() for folder in ("config", "systemd") for p in (ROOT / folder).rglob("*") if p.is_file()
+    ]
+    assert sorted(found.values()) == sorted(tree)
+    assert run(ckptd, "init", "--example", "grafana") == (ROOT / "config/grafana/ckptd.json").read_text()
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("version", PYTHONS)
 def test_a_clean_environment_has_no_torch_and_the_commands_work(
@@ -101,6 +114,7 @@ def test_a_clean_environment_has_no_torch_and_the_commands_work(
     assert not listed & {"torch", "deepspeed", "numpy", "matplotlib", "moto"}
     assert "restore" in run(ckptd, "--help", cwd=tmp_path)
     assert run(ckptd, "--version", cwd=tmp_path).startswith("ckptd ")
+    examples_are_found(python, ckptd)
     scene = Scene(tmp_path)
     tag = scene.save(10)
     run(ckptd, "run", scene.save_dir, scene.nas, "--same-filesystem", "--once", cwd=tmp_path)

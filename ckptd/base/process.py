@@ -1,8 +1,8 @@
-"""Start a child of ours: it is born with SIGTERM blocked, its parent ends it.
+"""Start a child of ours: it is born with SIGTERM and SIGINT blocked, its parent ends it.
 
-Slurm signals every process of a step, systemd and `kill -- -PGID` may as well: a daemon that drains needs its
-children to its end. The mask is inherited through exec, so there is no moment at which a child would die.
-Each ends by itself with its parent (PR_SET_PDEATHSIG), or at the end of its input.
+Slurm signals every process of a step, a terminal by Ctrl-C, systemd and `kill -- -PGID` may as well: a daemon
+that drains needs its children to its end. The mask is inherited through exec, so there is no moment at which
+a child would die. Each ends by itself with its parent (PR_SET_PDEATHSIG), or at the end of its input.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NOT_ANSWERING = "is the server up? a hard mount waits for ever; see `ckptd check
 
 
 def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start `subprocess.Popen` for a child that SIGTERM does not end."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    """Start `subprocess.Popen` for a child that neither SIGTERM nor SIGINT ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         return subprocess.Popen(command, **options)
     finally:

@@ -343,7 +343,9 @@ class Job:
         listing = look(self.config, self.problems, before, save_dir_fd)
         self.disk_yield.join(self, listing.device, self._pace)
         if self._initial_scan.look(listing):
-            log.info("watching %s: %d checkpoints", self.config.save_dir, len(listing.folders))
+            count = len(listing.folders)
+            there = f"{count} checkpoint{'' if count == 1 else 's'}"
+            log.info("watching %s: %s there", self.config.save_dir, there)
         if self.state is None:
             self.disk_yield.set_saving(self, is_saving=False)
             if not listing.folders and must_wait(self.state_dir, self.config.save_dir):

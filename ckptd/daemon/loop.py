@@ -137,16 +137,27 @@ class Daemon:
     def _open_jobs(self) -> None:
         for path, error in self._loaded.problems:
             self.invalid.append(Invalid(path.stem, str(path), error, time.time()))
-            log.error("job %s does not run: %s", path.stem, error)
         await_matches(self._loaded, self._environ)
         for config in self._loaded.jobs:
             self._open_job(config)
-        if not self.jobs and not self._loaded.has_globs:
+        runs = bool(self.jobs) or self._loaded.has_globs
+        if runs or len(self.invalid) > 1:  # what is alone is raised, and printed once
+            for one in self.invalid:
+                _log_invalid(one)
+        if not runs:
             if self.invalid:
                 locked = [one.error for one in self.invalid if isinstance(one.error, LockHeld)]
                 raise locked[0] if locked else self.invalid[0].error
             msg = "there is no job to run"
             raise ConfigError(msg, hint="give SAVE_DIR URL, --job FILE, or put job files into jobs.d/")
+
+    def _open_again(self, config: JobConfig, before: Invalid | None) -> None:
+        """Open a job while others run; what keeps it from running is logged once."""
+        count = len(self.invalid)
+        self._open_job(config, before)
+        for one in self.invalid[count:]:
+            if before is None or str(before.error) != str(one.error):
+                _log_invalid(one)
 
     def _open_job(self, config: JobConfig, before: Invalid | None = None) -> None:
         try:
@@ -168,11 +179,11 @@ class Daemon:
             told = error if isinstance(error, CkptdError) else from_os_error(error, str(config.save_dir))
             since = before.since_unix_seconds if before is not None else time.time()
             self.invalid.append(Invalid(config.name, str(config.save_dir), told, since))
-            if before is None or str(before.error) != str(told):
-                with job_lines(config.name):
-                    log.error("job %s does not run: %s", config.name, told)
         else:
             self.jobs.append(job)
+            if job.phase == "waiting":
+                with job_lines(config.name):
+                    log.info("%s does not exist yet: ckptd waits for it", config.save_dir)
 
     def _install_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -220,7 +231,7 @@ class Daemon:
             job.close()
             self.jobs.remove(job)
         for config in found.start:
-            self._open_job(config, before.get(str(config.save_dir)))
+            self._open_again(config, before.get(str(config.save_dir)))
         for job in self.jobs:
             refused = found.kept.get(job.config.save_dir)
             if refused is None:
@@ -258,7 +269,7 @@ class Daemon:
             before = refused.get(str(config.save_dir))
             if before is not None and may_open_now(config, before.error):
                 self.invalid.remove(before)
-                self._open_job(config, before)
+                self._open_again(config, before)
         if not self._loaded.has_globs:
             return
         # the files as a person last had them read: half an edit is nobody's wish
@@ -385,12 +396,19 @@ class Daemon:
             invalid = max((one.error.exit_code for one in self.invalid), default=0)
             return drain_code(self.jobs) or invalid
         codes = [exit_code(job) for job in self.jobs] + [one.error.exit_code for one in self.invalid]
+        # a save_dir that is not there is spelled wrong as often as it is early
+        codes += [3 for job in self.jobs if job.phase == "waiting"]
         if not self._once:
             return 0 if self.jobs else max(codes, default=0)
         for code in (1, 3):
             if code in codes:
                 return code
         return max(codes, default=0)
+
+
+def _log_invalid(one: Invalid) -> None:
+    with job_lines(one.name):
+        log.error("job %s does not run: %s", one.name, one.error)
 
 
 def _words(loaded: LoadedConfig) -> list[tuple[str, str]]:

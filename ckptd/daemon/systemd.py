@@ -77,7 +77,8 @@ def start_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
         return unit
     settings = shown_variables(environ)
     line = " ".join([*(f"{name}={shlex.quote(text)}" for name, text in settings.items()), "ckptd"])
-    line = f"{line} {shlex.join(arguments)}"
+    # what ran once is to be watched from now on
+    line = f"{line} {shlex.join(word for word in arguments if word != '--once')}"
     words = [*arguments[1:], *settings.values()]
     is_relative = any(not word.startswith(("/", "-")) and os.path.exists(word) for word in words)
     return f"cd {shlex.quote(os.getcwd())} && {line}" if is_relative else line

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from examples.demo.evidence import commit_of, life_of
-from examples.demo.report import complete_at, converted_at, pruned_at
+from examples.demo.report import complete_at, pruned_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +67,7 @@ def draw_losses(path: Path, runs: Mapping[str, Mapping[int, float]], tolerance: 
 
 
 def draw_timeline(path: Path, e: Evidence, statuses: list[dict[str, Any]]) -> None:
-    """One row per save: saved, complete, uploaded, committed, converted, removed; faults as vertical lines.
+    """One row per save: saved, complete, uploaded, committed, deleted; faults as vertical lines.
 
     `statuses` are the changes that status.json showed: at, tag, state, upload_started_at.
     """
@@ -79,17 +79,19 @@ def draw_timeline(path: Path, e: Evidence, statuses: list[dict[str, Any]]) -> No
         _draw_save(axes, row, e, save, statuses, zero)
     steps = [at - zero for at in e.steps]
     axes.plot(steps, [len(labels)] * len(steps), "|", color=COLOURS["save"], markersize=5)
-    for number, (kind, text) in enumerate(EVENTS.items()):
+    happened = [kind for kind in EVENTS if e.driver_lines(kind)]
+    for number, kind in enumerate(happened):
         for line in e.driver_lines(kind):
             at = line["at"] - zero
             axes.axvline(at, color=COLOURS["event"], linestyle=":", linewidth=1.5)
             if kind == "remote-away":
                 axes.axvspan(line["begin"] - zero, at, color=COLOURS["event"], alpha=0.12)
-            axes.text(at, -0.8 - 0.5 * number, f" {text}", color=COLOURS["event"], fontsize=8)
-    axes.set_yticks([*range(len(labels)), len(labels)], [*labels, "training steps"], fontsize=8)
-    axes.set_ylim(len(labels) + 0.7, -1.0 - 0.5 * len(EVENTS))
+            axes.text(at, -0.8 - 0.5 * number, f" {EVENTS[kind]}", color=COLOURS["event"], fontsize=9)
+    axes.set_yticks([*range(len(labels)), len(labels)], [*labels, "training steps"], fontsize=9)
+    axes.set_ylim(len(labels) + 0.7, -1.0 - 0.5 * len(happened))
     axes.set_xlabel("seconds")
-    axes.legend(*_once_each(axes), loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    axes.set_title(f"{len(e.saves)} saves of two runs: written, complete, committed, deleted")
+    axes.legend(*_once_each(axes), loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
     figure.savefig(path, dpi=120)
 
 
@@ -115,10 +117,9 @@ def _draw_save(
         (save.at, "|", "saved", COLOURS["save"]),
         (complete_at(e, save, statuses), ".", "complete", "black"),
         (commit.created if commit else None, "D", "committed", COLOURS["commit"]),
-        (converted_at(e, save), "^", "converted", COLOURS["universal"]),
         (universal.created if universal else None, "d", "universal committed", COLOURS["universal"]),
-        (pruned[0] if pruned else None, "x", "pruned on the node", COLOURS["event"]),
-        (commit.gone if commit else None, "X", f"retired {e.where}", "black"),
+        (pruned[0] if pruned else None, "x", "deleted on the node", COLOURS["event"]),
+        (commit.gone if commit else None, "X", f"deleted {e.where}", "black"),
     )
     for at, shape, label, colour in marks:
         if at is not None:

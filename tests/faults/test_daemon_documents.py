@@ -36,7 +36,7 @@ def test_an_identity_that_cannot_be_read_for_a_while(tmp_path: Path) -> None:
         here.start()
         identity = here.nas / "_ckptd" / "remote.json"
         _save(here, 1, wide=512)
-        here.wait("an upload", lambda: b"as generation 1" in here.log.read_bytes())
+        here.wait("an upload", lambda: b"uploading " in here.log.read_bytes())
         good = identity.read_bytes()
         _replace(identity, b"")
         here.wait("said", lambda: "remote-damaged" in here.problems())

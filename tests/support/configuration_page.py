@@ -20,7 +20,8 @@ A job is a TOML file in `jobs.d/` of the configuration directory, or any file th
 (`ckptd run FILE`). The configuration directory is `--config-dir`, else `$CKPTD_CONFIG_DIR`, else
 `$XDG_CONFIG_HOME/ckptd`, else `/etc/ckptd/<user>`. `ckptd.toml` beside `jobs.d/` is about the
 daemon as a whole. `ckptd init SAVE_DIR URL` prints a job file with every key, and
-`ckptd check FILE` tests one. Whole files are in `config/` of the source tree.
+`ckptd check FILE` tests one. `ckptd init --list` lists
+whole files, `ckptd init --example NAME` prints one.
 
 Quantities are strings with units. An unknown key or a wrong value is refused with the nearest valid
 key (exit code 78): that job does not run, the others do.

@@ -128,7 +128,7 @@ class Scene:
             done = subprocess.run(
                 ["sh", "-c", self.mapped(command.text)],
                 cwd=self.here,
-                env=self._environment(),
+                env=self.environment(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -150,7 +150,7 @@ class Scene:
         with log.open("a") as out:
             command = ["sh", "-c", f"exec {self.mapped(text)}"]
             process = subprocess.Popen(
-                command, cwd=self.here, env=self._environment(), stdout=out, stderr=out, text=True
+                command, cwd=self.here, env=self.environment(), stdout=out, stderr=out, text=True
             )
         self.daemons.append(process)
         end = time.monotonic() + SETTLED_SECONDS
@@ -158,7 +158,7 @@ class Scene:
             assert process.poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.05)
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """`ckptd` is this source tree's; a wide terminal without colours."""
         tool = self.root / "bin" / "ckptd"
         if not tool.exists():

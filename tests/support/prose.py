@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_PRINTED = re.compile(r"^```text$.*?^```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _SPAN = re.compile(r"`[^`]*`", re.DOTALL)
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
@@ -25,7 +26,8 @@ def sentences(page: str) -> list[str]:
 
 
 def commands(page: str) -> list[list[str]]:
-    """The words of each `ckptd …` in a page's code."""
+    """The words of each `ckptd …` in a page's code; a block marked `text` is what was printed."""
+    page = _PRINTED.sub("", page)
     code = [match[0].strip("`") for match in _SPAN.finditer(_FENCE.sub("", page))]
     code += [line for match in _FENCE.finditer(page) for line in match[0].replace("\\\n", " ").splitlines()]
     found = (

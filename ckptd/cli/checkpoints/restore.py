@@ -58,7 +58,6 @@ def register(app: typer.Typer) -> None:
         from ckptd.recover.plan import RecoveryOptions
         from ckptd.recover.select.copies import Nodes
 
-        _must_be_a_directory_here(to)
         options = RecoveryOptions(
             tag=tag,
             run=run,
@@ -78,18 +77,6 @@ def register(app: typer.Typer) -> None:
         for line in done.advice:
             print_note(line)
         print_answer(str(done.path))
-
-
-def _must_be_a_directory_here(to: str) -> None:
-    """Raises: UsageError: it is empty, or a URL."""
-    from ckptd.errors import UsageError
-
-    if not to.strip():
-        msg = "--to is empty"
-        raise UsageError(msg, hint="an unset variable? write the directory, `--to .` for this one")
-    if "://" in to:
-        msg = f"--to is a directory of this machine, and {to} is a URL"
-        raise UsageError(msg, hint="restore to a directory, and copy it from there")
 
 
 def ranks_of(text: str) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckptd.config.loader import LoadedConfig
+    from ckptd.daemon.loop import Daemon
 
 _HELP = (
     "Watch a save_dir: upload, verify and rotate its checkpoints. This is the daemon: leave it running "
@@ -87,7 +89,26 @@ def register(app: typer.Typer) -> None:
             same_filesystem=same_filesystem,
         )
         daemon = Daemon(again(), os.environ, once=once, drain_seconds=drain_seconds, reload=again)
-        raise typer.Exit(daemon.run())
+        raise typer.Exit(_run(daemon))
+
+
+def _run(daemon: Daemon) -> int:
+    """Run until the end, and log what is safe of each job then, in the words of `ckptd status`."""
+    import logging
+    import time
+
+    from ckptd.errors import CkptdError
+    from ckptd.maintenance.status.published import find_status
+    from ckptd.maintenance.status.verdict import Life
+    from ckptd.maintenance.status.words import headline
+
+    code = daemon.run()
+    for job in daemon.jobs:
+        with contextlib.suppress(CkptdError):
+            for row in find_status(None, job.state_dir)["jobs"]:
+                if row["name"] == job.config.name:
+                    logging.getLogger("ckptd").info("%s: %s", row["name"], headline(row, Life(), time.time()))
+    return code
 
 
 def _as_job(

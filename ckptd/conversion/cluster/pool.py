@@ -145,7 +145,7 @@ def _slurm(count: int) -> Any:
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"--cluster slurm: {str(error).splitlines()[0][:300]}",
-            hint="write jobqueue.slurm into ~/.config/dask/jobqueue.yaml; config/jobqueue.yaml is an example",
+            hint="write ~/.config/dask/jobqueue.yaml; `ckptd init --example slurm-dask` prints an example",
         ) from error
     cluster.adapt(minimum_jobs=count, maximum_jobs=count)
     return cluster

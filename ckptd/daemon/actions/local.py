@@ -9,6 +9,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.base.humanize import size_of
 from ckptd.base.retry import backoff_seconds, changed_seconds
 from ckptd.conversion import options as convert_options
 from ckptd.conversion.engine.staging import partial_name
@@ -197,13 +198,8 @@ class LocalActions:
         state.saves.end_reading(save_id)
         state.saves.end_conversion()
         state.saves.put_derived(save_id, record)
-        log.info(
-            "%s has its universal form (%s, %.1f MB)",
-            tag,
-            record.layout,
-            record.bytes / 1e6,
-            extra=line_fields("convert", tag),
-        )
+        made = size_of(record.bytes)
+        log.info("%s has its universal form here: %s", tag, made, extra=line_fields("convert", tag))
         self._wake()
 
     def _not_converted(self, save_id: int, error: CkptdError) -> None:

@@ -288,7 +288,7 @@ class DecisionPublisher:
                 told.left.clear()
                 return
         else:
-            log.info("%s %s is known to %s too", word.kind, word.tag, session.name)
+            log.debug("%s of %s is recorded in %s", word.kind, word.tag, session.name)
         if told.left:
             self._order(session, told)
             return

@@ -143,7 +143,7 @@ class Runs:
         )
 
     def _begin(self, run_id: str, how: How, left: str | None = None) -> None:
-        log.info("%s: run %s, %s", self._save_dir, short(run_id), how)
+        log.debug("%s: run %s, %s", self._save_dir, short(run_id), how)
         name = "" if self._config.shared_fs else self._save_dir
         self._write(run_file(self._fd, name, run_id, how, left=left))
 
@@ -305,7 +305,7 @@ class Runs:
         session.set_claim(is_claimed=True)
         session.observe()
         if after.run_id != before.run_id:
-            log.info("%s: run %s, as %s has it", self._save_dir, short(after.run_id), name)
+            log.debug("%s: run %s, as %s has it", self._save_dir, short(after.run_id), name)
 
     # --- what is said ----------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.base.humanize import size_of
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, Verdict, judge
 from ckptd.core.completeness.sealing import (
@@ -304,9 +305,10 @@ class Sealer:
         state.tidy(time.monotonic())
         state.deletions.note_completed()
         others = f"; of this node, {len(verdict.missing)} shards are others'" if save.is_part else ""
-        what = (folder.tag, order.step, order.branch, save.total_bytes / 1e6, grid.proof, others)
-        text = "%s complete: step %d, branch %d, %.1f MB, %s%s"
-        log.info(text, *what, extra=line_fields("complete", folder.tag))
+        rewound = f" after a rewind (branch {order.branch})" if order.branch > 1 else ""
+        what = (folder.tag, order.step, rewound, size_of(save.total_bytes), others)
+        log.info("%s is complete: step %d%s, %s%s", *what, extra=line_fields("complete", folder.tag))
+        log.debug("%s: %s", folder.tag, grid.proof)
 
     def _grows(self, row: SaveRow, folder: FolderListing, verdict: Verdict) -> bool:
         """A part of which more shards came: the same save, whose manifest gets another revision (H27)."""

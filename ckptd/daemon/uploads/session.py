@@ -159,6 +159,8 @@ class RemoteSession:
         self._requests_breaker = Breaker()
         self._transfers_breaker = Breaker()
         """Apart: a remote that answers every look and takes no upload is left alone with uploads."""
+        self._logged = ""
+        """The error that was logged last: tries again are not logged each time."""
         self._lacks_room = False
         """The last upload or removal found none: looks that are answered do not mean that it is over."""
         self._stalls = StallDetector()
@@ -469,6 +471,7 @@ class RemoteSession:
         """The remote answered: forget the backoff and its problems."""
         if self._requests_breaker.succeeded():
             self._wake()
+        self._logged = ""
         for code in ("remote-unreachable", "remote-not-ours", "remote-denied", "remote-full"):
             if code != "remote-full" or not self._lacks_room:
                 self._problems.clear(code, self.name)
@@ -488,7 +491,8 @@ class RemoteSession:
         code = report_error(self._problems, self.name, error, lacks_room=self._lacks_room)
         if code not in ("remote-full", "remote-denied"):
             self.attached, self.observation, self.is_away = None, None, True
-        log.warning("%s: %s", self._shown, error)
+        is_new, self._logged = self._logged != error.message, error.message
+        log.log(logging.WARNING if is_new else logging.DEBUG, "%s: %s", self._shown, error)
         self._wake()
 
     def forget_commit(self, key: str) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd import errors
+from ckptd.base.humanize import size_of
 from ckptd.base.owned_dirs import path_of
 from ckptd.base.retry import backoff_seconds, changed_seconds
 from ckptd.config.commands import command_for
@@ -137,8 +138,9 @@ class UploadManager:
         if making is not None:
             state.saves.begin_conversion(action.save_id, action.form)
         session.start_transfer(order, lambda answer: self._on_answer(action, answer), action.form)
-        what = (row.save.tag, action.form, action.remote, action.generation, total / 1e6)
-        log.info("%s (%s) → %s as generation %d: %.1f MB", *what, extra=line_fields("upload", row.save.tag))
+        again = f", saved again (generation {action.generation})" if action.generation > 1 else ""
+        what = (row.save.tag, action.form, action.remote, size_of(total), again)
+        log.info("uploading %s (%s) to %s: %s%s", *what, extra=line_fields("upload", row.save.tag))
 
     def _sources(
         self, row: SaveRow, action: Upload, save_dir_fd: int, memory_bytes: int

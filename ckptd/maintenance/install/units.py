@@ -5,14 +5,10 @@ Whatever is written begins with `MARK`: nothing without it is overwritten or rem
 
 from __future__ import annotations
 
-import importlib.resources
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ckptd.base.package_data import data_file
 from ckptd.errors import RefusedError
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
 
 MARK = "# Written by `ckptd service install`, which writes it anew; `ckptd service uninstall` removes it.\n"
 _OLD_MARK = (
@@ -60,15 +56,8 @@ def unit(name: str, program: tuple[str, ...]) -> str:
     Raises:
         RefusedError: the program's path cannot stand in a unit.
     """
-    text = _unit_file(name).read_text(encoding="utf-8")
+    text = data_file("systemd", name).read_text(encoding="utf-8")
     return MARK + text.replace(_ENV, " ".join(quoted(part) for part in program))
-
-
-def _unit_file(name: str) -> Traversable:
-    """Return the file of a unit: in the wheel it lies in the package, in a checkout beside it."""
-    package = importlib.resources.files("ckptd")
-    bundled = package / "systemd" / name
-    return bundled if bundled.is_file() else package / ".." / "systemd" / name
 
 
 def slice_unit(memory_max_bytes: int) -> str:

@@ -245,7 +245,8 @@ def _check_place(path: Path, settings: RemoteSettings) -> None:
             msg = f"{path} lies on the same file system as {name}"
             raise RemoteNotOurs(
                 msg,
-                hint="is it mounted? a copy there dies with this disk; else set same_filesystem = true",
+                hint="is it mounted? a copy there dies with this disk; if that is meant: --same-filesystem, "
+                "or same_filesystem = true in the job file",
             )
 
 

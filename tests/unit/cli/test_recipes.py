@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 VERBS = get_group(build_app()).commands
 SCRIPTS = sorted(
-    path for path in (REPOSITORY / "examples").rglob("*") if path.suffix in (".sh", ".sbatch", ".yaml")
+    path
+    for path in (REPOSITORY / "examples").rglob("*")
+    if path.suffix in (".sh", ".sbatch", ".yaml") and "frameworks" not in path.parts
 )
+"""Those of examples/frameworks know nothing of ckptd (tests/e2e/test_frameworks.py)."""
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 TEXTS = [
     *PAGES,

@@ -44,9 +44,9 @@ def test_every_answer_is_as_it_was_judged_to_be_right() -> None:
     assert g.gallery() == GOLDEN.read_text()
 
 
-def test_the_readme_shows_what_is_shown() -> None:
+def test_the_quick_start_shows_what_is_shown() -> None:
     screen, _, _ = g.shown(g.of_the_readme()).rpartition("[exit ")
-    assert screen in (ROOT / "README.md").read_text()
+    assert screen in (ROOT / "docs" / "quickstart.md").read_text()
 
 
 @pytest.mark.parametrize("name", list(g.documents()))
