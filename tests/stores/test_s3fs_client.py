@@ -8,20 +8,23 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
+from ckptd.base import retry
 from ckptd.errors import ConfigError, NotPermitted
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
 from ckptd.storage.stores.s3.store import S3Store
-from tests.faults import test_s3_daemon as daemons
+from tests.faults.transfer_rig import Rig
 from tests.stores import servers, test_s3
 from tests.stores.conformance import Meter, Stopped, StoreConformance, source_of
 from tests.stores.proxy import Fault, answer, proxy
@@ -151,12 +154,31 @@ def test_slow_sources_do_not_hold_up_other_requests(moto: servers.Server) -> Non
     assert store.get("t/x") == BIG
 
 
-def test_a_daemon_killed_in_mid_upload_goes_on(
-    tmp_path: Path, moto: servers.Server, request: pytest.FixtureRequest
+def test_a_child_killed_in_mid_upload_goes_on(
+    tmp_path: Path, moto: servers.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kill -9 three times while parts move, through a job file that says `client = "s3fs"`."""
-    killed = daemons.test_killed_in_mid_upload_sends_at_most_the_parts_in_flight_again
-    killed(tmp_path, "moto", "daemon", request)
+    """kill -9 while parts move: what the server holds is not sent again, and there is one COMMIT."""
+    monkeypatch.setattr(retry, "backoff_seconds", lambda tries: 0.2)
+    with proxy(moto.port) as between:
+        between.latency_seconds = 0.1
+        access = {"endpoint_url": between.endpoint, "part_size_bytes": PART_BYTES, "client": "s3fs"}
+        rig = Rig(tmp_path, f"s3://{servers.BUCKET}/killed", access=access)
+        try:
+            folder = rig.save(1, 60)
+            rig.until("parts", lambda: between.parts().total() >= 6)
+            (child,) = (
+                one for one in psutil.Process().children() if "ckptd.storage.child" in " ".join(one.cmdline())
+            )
+            child.send_signal(signal.SIGKILL)
+            rig.upload()
+        finally:
+            rig.close()
+        client, where = moto.client(), {"Bucket": servers.BUCKET}
+        for path in folder.iterdir():
+            found = client.get_object(**where, Key=f"killed/{folder.name}/{path.name}")["Body"].read()
+            assert found == path.read_bytes(), path.name
+        assert sum(n - 1 for n in between.parts().values()) <= PARTS_AT_ONCE
+        assert "Uploads" not in client.list_multipart_uploads(**where, Prefix="killed/")
 
 
 # --- access -----------------------------------------------------------------------------------------------
