@@ -9,7 +9,7 @@ ARG BASE=python:3.11-slim
 
 FROM ${BASE} AS build
 WORKDIR /opt/src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
 COPY ckptd ckptd
 COPY config config
 COPY systemd systemd

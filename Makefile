@@ -1,7 +1,15 @@
 # ckptd: `make run` sets everything up and runs the demonstration; `make test` checks everything.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# 3.11 first: the tests and every figure were made with it. Each is tried, since a shim of pyenv may lead nowhere.
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(shell for found in python3.11 python3.12 python3.13 python3 $$(ls -d ~/.pyenv/versions/3.1[123].*/bin/python 2>/dev/null); do \
+  "$$found" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { command -v "$$found"; break; }; done)
+endif
 VENV   ?= .venv
+# Of `make install`.
+PREFIX ?= /opt/ckptd
+# Of the image of `make release`; empty: as the Dockerfile says.
+BASE   ?=
 PY     := $(VENV)/bin/python
 JOBS   ?= 4
 # Test workers; each takes file after file, since much of the tests waits for daemons and links.
@@ -41,20 +49,26 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test pytest adams demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house dist docs \
+.PHONY: help check-python check-tools install setup run test pytest adams demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house man dist release docs \
         system-packages rgw-packages clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
+PACKAGE_OF_PYTHON = "$(PYTHON)" -c 'import sys; print("python%d.%d" % sys.version_info[:2])'
+
+check-python:
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then \
+	  echo "missing: Python 3.11, 3.12 or 3.13 (PYTHON is \"$(PYTHON)\"; python3 is $$(python3 --version 2>/dev/null || echo none)); install one, or name it: make PYTHON=/path/to/python3.11 …"; exit 1; \
+	elif ! "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt install $$($(PACKAGE_OF_PYTHON))-venv)"; exit 1; \
+	fi
+
 check-tools:
 	@fail=0; \
-	if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
-	  echo "missing: Python 3.11, for which the pinned torch is (found: $$("$(PYTHON)" --version 2>/dev/null || echo none)); name one with PYTHON=/path/to/python3.11; ckptd itself runs on 3.11 to 3.13"; fail=1; \
-	elif ! "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null; then \
-	  echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt install python3.11-venv)"; fail=1; \
-	elif ! "$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then \
-	  echo "missing: the headers of $(PYTHON) (Debian, Ubuntu: apt install python3.11-dev)"; fail=1; \
+	$(MAKE) -s check-python || fail=1; \
+	if [ $$fail = 0 ] && ! "$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then \
+	  echo "missing: the headers of $(PYTHON) (Debian, Ubuntu: apt install $$($(PACKAGE_OF_PYTHON))-dev)"; fail=1; \
 	fi; \
 	for tool in gcc g++; do \
 	  command -v $$tool >/dev/null || { echo "missing: $$tool, which DeepSpeed's JIT needs (Debian, Ubuntu: apt install build-essential)"; fail=1; }; \
@@ -78,6 +92,11 @@ $(INSTALL): $(TORCH) pyproject.toml
 $(JIT): $(INSTALL)
 	$(PY) -m examples.demo.warm_up
 	@touch $@
+
+install: check-python ## ckptd alone, without torch, into PREFIX (/opt/ckptd), with any Python from 3.11 to 3.13
+	"$(PYTHON)" -m venv "$(PREFIX)"
+	"$(PREFIX)/bin/python" -m pip install -q -c constraints.txt .
+	@echo "$$("$(PREFIX)/bin/ckptd" --version) is installed: export PATH=$(PREFIX)/bin:\$$PATH"
 
 setup: $(JIT) ## create .venv, install everything, compile DeepSpeed's JIT parts
 
@@ -203,7 +222,13 @@ fleet: setup ## simulated nodes: 10,000 histories of <= 8, 100 of 64 x 50, one o
 figures: $(INSTALL) ## write what the long runs came to into docs/faults.md
 	$(PY) -m tests.support.figures
 
-dist: $(INSTALL) ## the sdist and the wheel with their checksums in dist/
+release: man ## sdist, wheel, SBOM (CycloneDX), image and SHA256SUMS in dist/ (BASE=IMAGE for another base)
+	$(PY) -m bench.release --base "$(BASE)"
+
+man: $(INSTALL) ## the manual page of all commands, .build/man/ckptd.1
+	$(PY) -m ckptd.cli.man .build/man/ckptd.1
+
+dist: man ## the sdist and the wheel with their checksums in dist/
 	rm -rf dist && $(VENV)/bin/hatchling build -d dist && cd dist && sha256sum * > SHA256SUMS
 
 house: $(INSTALL) ## how the code is laid out, now and before the rooms (writes the picture of docs/internals/architecture.md)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 import typer
 
 from ckptd.base.humanize import size_of
+from ckptd.cli.completion import complete_form
 from ckptd.cli.output import cell
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def register(app: typer.Typer) -> None:
         ),
         form: str = typer.Option(
             "universal",
-            metavar="FORM",
+            autocompletion=complete_form,
             help="universal, weights-fp32, weights-bf16, weights-fp16 (safetensors).",
         ),
         dtype: str = typer.Option("", hidden=True),

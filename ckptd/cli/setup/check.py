@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.completion import complete_job
 from ckptd.cli.output import JOB_HERE_HELP, cell, cells, print_line
 
 if TYPE_CHECKING:
@@ -22,17 +23,19 @@ if TYPE_CHECKING:
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "red")}
 
 
+_HELP = "Test permissions, disk space and remotes of jobs. What it writes for that, it deletes again."
+_EXAMPLES = "ckptd check /nvme/llama-7b s3://my-bucket/llama-7b\nckptd check llama-7b.toml"
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(
-        help="Test permissions, disk space and remotes of jobs. What it writes for that, it deletes again.",
-        epilog="ckptd check /nvme/llama-7b s3://my-bucket/llama-7b\nckptd check llama-7b.toml",
-    )
+    @app.command(help=_HELP, epilog=_EXAMPLES)
     def check(
         files: list[str] = typer.Argument(
             None,
             metavar="JOB ...",
+            autocompletion=complete_job,
             help=f"{JOB_HERE_HELP} Or SAVE_DIR URL, as for run. Default: every configured job.",
         ),
         init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
