@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "red")}
 
 
+_HELP = "Test permissions, disk space and remotes of jobs. What it writes for that, it deletes again."
+_EXAMPLES = "ckptd check /nvme/llama-7b s3://my-bucket/llama-7b\nckptd check llama-7b.toml"
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(
-        help="Test permissions, disk space and remotes of jobs. What it writes for that, it deletes again.",
-        epilog="ckptd check /nvme/llama-7b s3://my-bucket/llama-7b\nckptd check llama-7b.toml",
-    )
+    @app.command(help=_HELP, epilog=_EXAMPLES)
     def check(
         files: list[str] = typer.Argument(
             None,
