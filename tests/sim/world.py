@@ -270,15 +270,9 @@ class World:
         """Start it when it does not run."""
         if self.job is None:
             workers = Workers(self.posts.append)
-<<<<<<< HEAD
-            urls = [remote.url for remote in self.config.remotes]
-            self.limits = HostLimits(DaemonConfig(), self._sessions, lambda: 0, remotes=lambda: [urls])
-            if self.starts == 0 and self.config.existing != "all":
-=======
             costs = [child_bytes(remote.url, remote.client) for remote in self.config.remotes]
             self.limits = HostLimits(DaemonConfig(), self._sessions, lambda: 0, remotes=lambda: [costs])
-            if self.starts == 0 and self.config.backfill != "all":
->>>>>>> main
+            if self.starts == 0 and self.config.existing != "all":
                 self.judge.protected = {save.number for save in self.trainer.saves}
             has_journal = self._has_journal()
             if not has_journal:

@@ -14,11 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from ckptd.config.commands import command_for, default_config_dir
-<<<<<<< HEAD
-from ckptd.config.environment import settings_from_environment
-=======
-from ckptd.config.environment import shown_variables
->>>>>>> main
+from ckptd.config.environment import settings_from_environment, shown_variables
 from ckptd.config.loader import (
     job_from_arguments,
     load_all,
