@@ -38,7 +38,9 @@ DOCS    := .build/.stamp-docs
 TRAINERS := .build/.stamp-frameworks
 
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
-SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus chromium chromium-driver
+# What both clients of the S3 store must pass.
+S3_TESTS        := $(addprefix tests/stores/,test_s3.py test_s3_options.py test_s3_checksums.py test_s3_etags.py test_rgw.py) $(addprefix tests/faults/,test_s3_daemon.py test_s3_words.py test_transfer_faults.py)
+SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus
 
 # Python compiles what it imports: all of torch beforehand takes longer than its download. (An old pip, as a
 # new venv has it, takes twice as long to find its way through constraints.txt.)
@@ -199,6 +201,7 @@ ds-suite: setup ## DeepSpeed's own universal checkpoint tests over ckptd (DEEPSP
 
 stores-full: setup ## the conformance suite on every store and file system that this machine offers
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/stores tests/faults/test_s3_daemon.py tests/faults/test_s3_words.py tests/e2e/test_sftp.py tests/e2e/test_quickstart.py tests/e2e/test_bench_transfer.py tests/cluster_convert/test_cluster.py $(ARGS)
+	CKPTD_FULL=1 CKPTD_REMOTE_CLIENT=s3fs $(PY) -m pytest --timeout 1800 -m "not botocore" $(S3_TESTS) $(ARGS)
 
 faults: WORKERS = 6
 faults: setup ## what CI runs of faults and attacks: kill -9, full disks, lost remotes, hostile files, other versions

@@ -23,19 +23,23 @@ if TYPE_CHECKING:
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "red")}
 
 
+_HELP = "Test permissions, disk space and remotes of jobs. What it writes for that, it deletes again."
+_EXAMPLES = "ckptd check /nvme/llama-7b s3://my-bucket/llama-7b\nckptd check llama-7b.toml"
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(
-        help="Test permissions, disk space and remotes of jobs. What it writes for that, it deletes again.",
-        epilog="ckptd check /nvme/llama-7b s3://my-bucket/llama-7b\nckptd check llama-7b.toml",
-    )
+    @app.command(help=_HELP, epilog=_EXAMPLES)
     def check(
         files: list[str] = typer.Argument(
             None,
             metavar="JOB ...",
             autocompletion=complete_job,
             help=f"{JOB_HERE_HELP} Or SAVE_DIR URL, as for run. Default: every configured job.",
+        ),
+        existing: str = typer.Option(
+            None, metavar="WHICH", help="As for run with SAVE_DIR URL: newest, all or none."
         ),
         init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
         no_probe: bool = typer.Option(False, "--no-probe", help="Write nothing, ask no remote."),
@@ -48,6 +52,8 @@ def register(app: typer.Typer) -> None:
         from ckptd.maintenance.install.plan import service_user
 
         loaded, place = _load(files or [], config_dir, dict(os.environ))
+        if existing is not None:
+            loaded = _with_existing(loaded, existing)
         console = screen()
         codes: list[int] = []
         for path, error in loaded.problems:
@@ -129,6 +135,25 @@ def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) 
         paths = [one.file if one and one.file else Path(name) for one, name in zip(named, files, strict=True)]
         return load_jobs(paths, daemon, environ), directory
     return load_all(directory, environ), directory / "jobs.d"
+
+
+def _with_existing(loaded: LoadedConfig, existing: str) -> LoadedConfig:
+    """Return the jobs with another value of `existing`.
+
+    Raises:
+        UsageError: no such value, or a job file says it itself.
+    """
+    from dataclasses import replace
+
+    from ckptd.cli.daemon.run import must_be_existing
+    from ckptd.errors import UsageError
+
+    must_be_existing(existing)
+    if any(job.file is not None for job in loaded.jobs):
+        msg = "--existing goes with SAVE_DIR URL alone"
+        raise UsageError(msg, hint=f'write existing = "{existing}" into the job file')
+    jobs = tuple(job.model_copy(update={"existing": existing}) for job in loaded.jobs)
+    return replace(loaded, jobs=jobs)
 
 
 def _must_be_no_remote(job: str) -> None:
