@@ -36,6 +36,9 @@ def register(app: typer.Typer) -> None:
             help=f"{JOB_HERE_HELP} Or SAVE_DIR URL, as for run. Default: every configured job.",
         ),
         init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
+        same_filesystem: bool = typer.Option(
+            False, "--same-filesystem", help="Allow URL on the disk of SAVE_DIR, as run does."
+        ),
         no_probe: bool = typer.Option(False, "--no-probe", help="Write nothing, ask no remote."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
@@ -45,7 +48,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.maintenance.check import check_job
         from ckptd.maintenance.install.plan import service_user
 
-        loaded, place = _load(files or [], config_dir, dict(os.environ))
+        loaded, place = _load(files or [], config_dir, dict(os.environ), same_filesystem=same_filesystem)
         console = screen()
         codes: list[int] = []
         for path, error in loaded.problems:
@@ -102,7 +105,9 @@ def _mark(verdict: str) -> Text:
     return cell(*_MARKS[verdict])
 
 
-def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) -> tuple[LoadedConfig, Path]:
+def _load(
+    files: list[str], config_dir: str | None, environ: Mapping[str, str], *, same_filesystem: bool = False
+) -> tuple[LoadedConfig, Path]:
     from pathlib import Path
 
     from ckptd.cli.daemon.run import load
@@ -122,7 +127,14 @@ def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) 
             return LoadedConfig(daemon=daemon, jobs=(first,)), Path()
         if first is not None and first.file is None and len(files) <= 2:
             url = files[1] if len(files) == 2 else None
-            return load(environ, save_dir=str(first.save_dir), url=url, verb="check"), Path()
+            single = load(
+                environ,
+                save_dir=str(first.save_dir),
+                url=url,
+                verb="check",
+                same_filesystem=same_filesystem,
+            )
+            return single, Path()
         named += [_named(name, directory, environ) for name in files[1:]]
         paths = [one.file if one and one.file else Path(name) for one, name in zip(named, files, strict=True)]
         return load_jobs(paths, daemon, environ), directory
