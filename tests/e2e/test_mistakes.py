@@ -68,7 +68,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[console.Scene]:
 
 
 def prepare(scene: console.Scene) -> None:
-    """What the rows stand on: a committed checkpoint, folders that are none, daemons that run or are killed."""
+    """What the rows stand on: a committed checkpoint, folders that are none, daemons at work and killed."""
     for name, text in FILES.items():
         (scene.here / f"{name}.toml").write_text(scene.mapped(text))
     scene.save("global_step5")
