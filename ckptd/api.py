@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from ckptd.config.schema import JobConfig
-    from ckptd.conversion.options import Compat, ConvertProgress, ConvertReport, FormName
+    from ckptd.conversion.cluster.pool import Address
+    from ckptd.conversion.options import (
+        Compat,
+        ConvertOptions,
+        ConvertProgress,
+        ConvertReport,
+        FormName,
+    )
     from ckptd.core.model.manifest import Commit
     from ckptd.errors import CkptdError
     from ckptd.maintenance.inspection import Inspection
@@ -65,6 +72,7 @@ def convert(
     max_shard_bytes: int = 5_000_000_000,
     memory_budget_bytes: int = 512 << 20,
     verify: bool = False,
+    cluster: str = "",
     on_progress: Progress | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> ConvertReport:
@@ -74,6 +82,7 @@ def convert(
         form: universal, or weights-fp32, weights-bf16, weights-fp16 (safetensors).
         max_shard_bytes: of weights.
         verify: check the source's CRCs first, and compare what was made with the plan.
+        cluster: Dask workers that do it: tcp://HOST:PORT, local:N or slurm:N (the extra `ckptd[cluster]`).
         should_stop: is asked again and again; once it returns true the call ends, and another one goes on.
 
     Raises:
@@ -85,7 +94,6 @@ def convert(
     5
     """
     from ckptd.conversion.options import MIB, ConvertOptions, parse_form
-    from ckptd.conversion.remote.ends import convert_ends, ends_of
     from ckptd.errors import UsageError
 
     if memory_budget_bytes < 64 * MIB:
@@ -104,12 +112,34 @@ def convert(
         if on_progress is not None:
             on_progress(progress.phase, progress.bytes_done, progress.bytes_total)
 
-    return convert_ends(
-        *ends_of(os.fspath(source), os.fspath(destination)),
-        options,
-        on_progress=tell,
-        should_stop=should_stop or (lambda: False),
-    )
+    address = None
+    if cluster:
+        from ckptd.conversion.cluster.pool import parse
+
+        address = parse(cluster)
+    stops = should_stop or (lambda: False)
+    return converted(source, destination, options, address=address, on_progress=tell, should_stop=stops)
+
+
+def converted(
+    source: PathLike,
+    destination: PathLike,
+    options: ConvertOptions,
+    *,
+    address: Address | None,
+    on_progress: Callable[[ConvertProgress], None] | None,
+    should_stop: Callable[[], bool],
+) -> ConvertReport:
+    """Convert on this machine, or by the workers at `address`; files too are told of in the progress."""
+    from ckptd.conversion.remote.ends import convert_ends, ends_of
+
+    begin, there = ends_of(os.fspath(source), os.fspath(destination))
+    if address is None:
+        return convert_ends(begin, there, options, on_progress=on_progress, should_stop=should_stop)
+    from ckptd.conversion.cluster.conversion import Clustered
+
+    ends = begin, there, options, os.environ
+    return Clustered(*ends, address=address, on_progress=on_progress, should_stop=should_stop).run()
 
 
 def checkpoints(
@@ -210,7 +240,7 @@ def verify(
     job: PathLike,
     tag: str | None = None,
     *,
-    read: Slice | None = None,
+    read: Slice | bool | None = None,
     run: str | None = None,
     remote: str | None = None,
     config_dir: PathLike | None = None,
@@ -222,7 +252,7 @@ def verify(
 
     Args:
         tag: only this one; None: every COMMIT.
-        read: `Slice()` reads every byte, `Slice(1, 7)` a seventh; None: documents, presence and sizes.
+        read: True: every byte; `Slice(1, 7)`: the first seventh; else documents, presence and sizes.
         failures, say: as `checkpoints`.
 
     >>> {row.verdict for row in ckptd.verify("nas/run")[0].commits}
@@ -230,13 +260,14 @@ def verify(
     """
     from ckptd.core.model.runs import run_of
     from ckptd.errors import CkptdError
-    from ckptd.maintenance.verify import Verifier
+    from ckptd.maintenance.verify import Slice, Verifier
     from ckptd.recover.select.runs import Runs
     from ckptd.recover.select.sources import said_of, where_of
 
     where = where_of(os.fspath(job), os.environ, only=remote, config_dir=_path(config_dir))
     found: list[VerifiedRemote] = []
     tell = say or _silent
+    part = Slice() if read is True else read or None
     with _raising(failures) as failed:
         sights = list(where.read(tell, failed, is_tolerant=True))
         runs = Runs(sights)
@@ -247,7 +278,7 @@ def verify(
 
         for sight in sights:
             try:
-                found.append(Verifier(sight, read=read, on_progress=on_progress).run(tag, is_wanted))
+                found.append(Verifier(sight, read=part, on_progress=on_progress).run(tag, is_wanted))
             except CkptdError as error:
                 failed[sight.name] = error
                 tell(said_of(sight.name, sight.url, str(error)))
@@ -288,9 +319,12 @@ def restore(
     >>> ckptd.restore("nas/run", "here").path.name
     'global_step5'
     """
+    from ckptd.errors import UsageError
     from ckptd.recover.plan import RecoveryOptions
     from ckptd.recover.select.copies import Nodes
 
+    if isinstance(ranks, str):
+        raise UsageError(f"ranks={ranks!r} are no numbers", hint="for example ranks=[0, 2, 3]")
     options = RecoveryOptions(
         tag=tag,
         run=run,
@@ -314,10 +348,22 @@ def restoring(
     say: Say | None = None,
     on_progress: Progress | None = None,
 ) -> Restore:
-    """Return a restore that has not begun: `run()` carries it out, `when_stopped()` says what it left."""
+    """Return a restore that has not begun: `run()` carries it out, `when_stopped()` says what it left.
+
+    Raises:
+        UsageError: the directory to restore to is empty, or a URL.
+    """
+    from ckptd.errors import UsageError
     from ckptd.recover.restore import Restore
     from ckptd.recover.select.sources import where_of
 
+    directory = os.fspath(to)
+    if not directory.strip():
+        msg = "the directory to restore to is empty"
+        raise UsageError(msg, hint="an unset variable? name the directory, `.` for this one")
+    if "://" in directory:
+        msg = f"restore puts a checkpoint into a directory of this machine, and {directory} is a URL"
+        raise UsageError(msg, hint="restore to a directory, and copy it from there")
     where = where_of(os.fspath(job), os.environ, only=remote, config_dir=_path(config_dir))
     return Restore(where, Path(to), options, say or _silent, on_progress)
 

@@ -21,7 +21,7 @@ _WIDEST_NAME = 26
 _OPTIONS = (
     ("-h, --help", "Show this help; ckptd help COMMAND that of a command."),
     ("-V, --version", "Show the version; also ckptd version."),
-    ("--install-completion", "Let the shell complete commands and options."),
+    ("--install-completion", "Let the shell complete commands, jobs, tags and forms."),
     ("--show-completion", "Print that completion, to copy it."),
 )
 
@@ -58,6 +58,11 @@ def help_of(command: Any, usage: str, parameters: Sequence[Any]) -> str:
     examples = (command.epilog or "").split("\n")
     blocks += [["Examples:" if len(examples) > 1 else "Example:", *(f"  {line}" for line in examples)]]
     return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def named_parameters(parameters: Iterable[Any]) -> list[tuple[str, str]]:
+    """Return (as it is spelt, what it does) of each parameter that is shown."""
+    return [(_name(one), _text(one)) for one in parameters if not getattr(one, "hidden", False)]
 
 
 def first_sentence(text: str) -> tuple[str, str]:

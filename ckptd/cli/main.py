@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import __version__
 from ckptd.base.humanize import printable
+from ckptd.cli.completion import VARIABLE, verb_asked
 from ckptd.cli.verbs import OLD_NAMES, OTHER_NAMES, VERBS
 from ckptd.errors import CkptdError, UsageError, from_os_error
 
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import typer
-
-
-_COMPLETION = "_CKPTD_COMPLETE"
-"""Set by a shell that asks for completions: then no argument is no question."""
 
 
 def build_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
@@ -40,14 +37,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         _refuse_empty(arguments)
-        if _COMPLETION not in os.environ:
+        is_completion = VARIABLE in os.environ
+        if not is_completion:
             _answer(arguments)
         if arguments[:1] == ["help"]:
             arguments = [*arguments[1:], "--help"]
         arguments = _with_todays_name(arguments)
         if arguments[:1] == ["status"]:
             _show_status(arguments[1:])
-        wanted = next((a for a in arguments if not a.startswith("-")), None)
+        named = (a for a in arguments if not a.startswith("-"))
+        wanted = verb_asked(os.environ) if is_completion else next(named, None)
         verbs = (wanted,) if wanted in VERBS else VERBS
         build_app(verbs)(arguments, prog_name="ckptd")
     except CkptdError as error:

@@ -140,7 +140,7 @@ def _value(name: str, text: str, kinds: frozenset[type]) -> object:
 
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are ours and may be shown: no secret, and no URL that may hold one."""
-    known = (_OWN - {"CKPTD_DEBUG"}) | variables().keys()
+    known = (_OWN - {"CKPTD_DEBUG"}) | variables().keys() - {"CKPTD_REMOTE_STORAGE_OPTIONS"}
     return {
         name: text
         for name, text in sorted(environ.items())

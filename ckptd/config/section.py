@@ -67,6 +67,7 @@ _NEIGHBOURS = {
     "endpoint_url": "endpoint s3_endpoint host server aws_endpoint_url",
     "region": "region_name aws_region location_constraint",
     "credentials": "profile aws_profile auth credential credentials_file",
+    "storage_options": "s3fs_options fsspec_options filesystem_options fs_options",
     "addressing": "addressing_style path_style force_path_style s3_force_path_style use_path_style",
     "role_arn": "role assume_role iam_role aws_role_arn",
     "external_id": "externalid aws_external_id role_external_id",

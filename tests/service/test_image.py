@@ -1,4 +1,4 @@
-"""examples/kubernetes/Dockerfile, step by step, and the pod's commands in what it makes.
+"""The Dockerfile, step by step, and the pod's commands in what it makes.
 
 No container runtime: the steps run in a mount namespace with an empty /opt, then everything becomes read-only
 and a user id that nobody has runs resume, daemon, probe and drain with the manifest's own settings. Packages
@@ -69,6 +69,8 @@ until {probe} > /dev/null 2>&1; do
   kill -0 $daemon || exit 9
   sleep 0.2
 done
+{health}
+echo "healthy $?"
 touch /mnt/run/up
 until [ -e /mnt/run/stop ]; do sleep 0.1; done
 kill -TERM $daemon
@@ -90,8 +92,8 @@ class Stage:
 def stages() -> list[Stage]:
     """The Dockerfile; none of its instructions goes over several lines."""
     found: list[list[tuple[str, str]]] = []
-    for line in (PLACE / "Dockerfile").read_text().splitlines():
-        if line.strip() and not line.startswith("#"):
+    for line in (REPOSITORY / "Dockerfile").read_text().splitlines():
+        if line.strip() and not line.startswith(("#", "ARG ")):
             word, _, rest = line.partition(" ")
             if word == "FROM":
                 found.append([])
@@ -101,13 +103,15 @@ def stages() -> list[Stage]:
 
 def copied(stage: Stage, into: Path) -> None:
     """What COPY takes from the source tree."""
+    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
     for rest in stage.all("COPY"):
         *sources, target = rest.split()
         for source in sources:
+            assert f"!{source}" in ignored, f"{source} is not sent to docker: .dockerignore"
             place = into / target / source if target == "./" else into / target
             if (REPOSITORY / source).is_dir():
-                ignored = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(REPOSITORY / source, place, ignore=ignored)
+                caches = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(REPOSITORY / source, place, ignore=caches)
             else:
                 shutil.copyfile(REPOSITORY / source, place)
 
@@ -142,6 +146,7 @@ def story() -> str:
         resume=f"sh -ec {shlex.quote(resume['args'][0].replace('/run/ckptd', '/mnt/run'))}",
         first=shlex.join([*entry, *once["containers"][0]["args"]]),
         daemon=shlex.join([*entry, *sidecar["args"]]),
+        health=shlex.join(yaml.safe_load(final.all("HEALTHCHECK")[0].partition(" CMD ")[2])),
         probe=shlex.join(sidecar["livenessProbe"]["exec"]["command"]),
     )
 
@@ -216,6 +221,7 @@ def test_the_image_runs_read_only_under_any_user(tmp_path: Path) -> None:
     said = log.read_text()
     assert "first start 0" in said
     assert "resume 0" in said
+    assert "healthy 0" in said
     assert "drained 0" in said
     assert "writable" not in said
     assert {path.stat().st_uid for path in commits.iterdir()} == {UID}

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckptd.config.budget import child_bytes
 from ckptd.config.schema import DaemonConfig, JobConfig
 from ckptd.core.model.decision import Decision
 from ckptd.core.model.records import ZERO, UploadState
@@ -269,8 +270,8 @@ class World:
         """Start it when it does not run."""
         if self.job is None:
             workers = Workers(self.posts.append)
-            urls = [remote.url for remote in self.config.remotes]
-            self.limits = HostLimits(DaemonConfig(), self._sessions, lambda: 0, remotes=lambda: [urls])
+            costs = [child_bytes(remote.url, remote.client) for remote in self.config.remotes]
+            self.limits = HostLimits(DaemonConfig(), self._sessions, lambda: 0, remotes=lambda: [costs])
             if self.starts == 0 and self.config.backfill != "all":
                 self.judge.protected = {save.number for save in self.trainer.saves}
             has_journal = self._has_journal()

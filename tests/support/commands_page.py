@@ -18,10 +18,10 @@ HEAD = """# Commands
 
 <!-- Made from the command line by `python -m tests.support.commands_page`; a test compares. -->
 
-JOB is a job's name, its job file or its save_dir. URL is a remote: a directory,
-`s3://bucket/prefix`, `sftp://user@host/path`. TAG is the name of a checkpoint, such as
-`global_step4000`. `ckptd help COMMAND` prints what this page says of a command. The documents that
-`--json` prints are in the [contract](contract.md#commands).
+JOB is a job file, a job's name (also that of a running daemon), its save_dir or the URL of its
+remote. URL is a remote: a directory, `s3://bucket/prefix`, `sftp://user@host/path`. TAG is the
+name of a checkpoint, such as `global_step4000`. `ckptd help COMMAND` prints what this page says of
+a command. The documents that `--json` prints are in the [contract](contract.md#commands).
 """
 EXITS = """## Exit codes
 

@@ -21,7 +21,7 @@ def prose(page: str) -> str:
 def sentences(page: str) -> list[str]:
     """The sentences of a page; items of a list and paragraphs end one."""
     blocks = re.split(r"\n\s*\n|\n\s*(?:-|\d+\.) ", prose(page))
-    found = (re.split(r"(?<=[.!?:;])\s+", " ".join(block.split())) for block in blocks)
+    found = (re.split(r"(?<=[.!?])\s+", " ".join(block.split())) for block in blocks)
     return [sentence for block in found for sentence in block if re.search(r"\w", sentence)]
 
 

@@ -56,7 +56,7 @@ def test_each_example_is_true(scene: RestoreScene, monkeypatch: pytest.MonkeyPat
 def test_what_is_damaged_is_told_and_not_restored(scene: RestoreScene, tmp_path: Path) -> None:
     scene.commit(scene.save(5), 5)
     url, tag = str(scene.nas), "global_step5"
-    assert [row.verdict for row in ckptd.verify(url, read=Slice())[0].commits] == ["good"]
+    assert [row.verdict for row in ckptd.verify(url, read=True)[0].commits] == ["good"]
     scene.turn_a_byte(tag)
     (verified,) = ckptd.verify(url, tag, read=Slice())
     assert OPTIM.format(0) in str(verified.commits[0].differences)
@@ -77,6 +77,11 @@ def test_errors_are_those_of_the_commands(scene: RestoreScene, tmp_path: Path) -
     scene.ground()
     with pytest.raises(NothingCommitted):
         ckptd.restore(str(scene.nas), tmp_path / "there")
+    for directory in ("", "s3://bucket/run"):
+        with pytest.raises(UsageError):
+            ckptd.restore(scene.nas, directory)
+    with pytest.raises(UsageError, match="no numbers"):
+        ckptd.restore(scene.nas, tmp_path / "there", ranks="0,2")  # type: ignore[arg-type]
     with pytest.raises(NotFoundError, match="no remote is known of"):
         ckptd.checkpoints(scene.save_dir)
     (tmp_path / "taken").mkdir()
@@ -146,10 +151,12 @@ def test_import_loads_nothing_before_it_is_used() -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    """As `__all__`, `dir` say."""
+    """As `__all__` and `dir` say, and on the page."""
     assert sorted(ckptd.__all__) == ckptd.__all__ == dir(ckptd)
+    page = PAGE.read_text()
     for name in ckptd.__all__:
         assert getattr(ckptd, name) is not None
+        assert name.startswith("__") or f"ckptd.{name}" in page or f"`{name}`" in page, name
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = ckptd.nonsense  # type: ignore[attr-defined]
 
@@ -227,3 +234,14 @@ class SimilarOutput(doctest.OutputChecker):
         """Compare line by line."""
         lines = (tuple(line for line in text.splitlines() if line.strip()) for text in (want, got))
         return console.agree(next(lines), list(next(lines)))
+
+
+def test_the_fields_that_the_page_names_are_there() -> None:
+    rows = re.findall(r"^\| `([A-Z]\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) > 8
+    for name, fields in rows:
+        kinds = [name, *re.findall(r"`([A-Z]\w+)` with", fields)]
+        known = {field for kind in kinds for field in dir(getattr(ckptd, kind))}
+        known |= {field for kind in kinds for field in getattr(ckptd, kind).__annotations__}
+        named = set(re.findall(r"`(\w+)`", fields)) - set(kinds) - {"form", "steps"}
+        assert named <= known, name

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 import typer
 
 from ckptd.base.humanize import size_of
+from ckptd.cli.completion import complete_form
 from ckptd.cli.output import cell
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def register(app: typer.Typer) -> None:
         ),
         form: str = typer.Option(
             "universal",
-            metavar="FORM",
+            autocompletion=complete_form,
             help="universal, weights-fp32, weights-bf16, weights-fp16 (safetensors).",
         ),
         dtype: str = typer.Option("", hidden=True),
@@ -158,28 +159,19 @@ def run(
     source: str, destination: str, options: ConvertOptions, *, as_json: bool, address: Address | None = None
 ) -> ConvertReport:
     """Convert and show progress; SIGTERM and Ctrl-C stop cleanly and leave it resumable."""
-    import os
     import signal
     import threading
 
-    from ckptd.conversion.remote.ends import convert_ends, ends_of
+    from ckptd.api import converted
 
     stop = threading.Event()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
-    begin, there = ends_of(source, destination)
     with showing(as_json=as_json) as tell:
-        if address is not None:
-            from ckptd.conversion.cluster.conversion import Clustered
-
-            return Clustered(
-                *(begin, there, options, os.environ),
-                address=address,
-                on_progress=tell,
-                should_stop=stop.is_set,
-            ).run()
-        return convert_ends(begin, there, options, on_progress=tell, should_stop=stop.is_set)
+        return converted(
+            source, destination, options, address=address, on_progress=tell, should_stop=stop.is_set
+        )
 
 
 def _print_json(report: ConvertReport | Forecast) -> None:

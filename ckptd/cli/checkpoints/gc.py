@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.completion import complete_job, complete_tag
 from ckptd.cli.output import ENV_JOB_OR_URL, JOB_HELP
 
 if TYPE_CHECKING:
@@ -35,11 +36,14 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog="ckptd gc llama-7b --dry-run\nckptd gc llama-7b")
     def gc(
-        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
+        job: str = typer.Argument(
+            ..., metavar="JOB", autocompletion=complete_job, envvar=ENV_JOB_OR_URL, help=JOB_HELP
+        ),
         dry_run: bool = typer.Option(False, "--dry-run", help="Only list it, with bytes."),
         incomplete: str = typer.Option(
             None,
             metavar="TAG",
+            autocompletion=complete_tag,
             help="Remove this incomplete, torn or damaged folder from save_dir, nothing else.",
         ),
         aside: bool = typer.Option(False, "--aside", help="Also what was moved to _ckptd/aside."),

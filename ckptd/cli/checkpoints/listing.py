@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.completion import complete_job
 from ckptd.cli.output import ENV_JOB_OR_URL, JOB_HELP
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ def register(app: typer.Typer) -> None:
         epilog="ckptd list llama-7b\nckptd list s3://my-bucket/llama-7b --json",
     )
     def list_command(
-        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
+        job: str = typer.Argument(
+            ..., metavar="JOB", autocompletion=complete_job, envvar=ENV_JOB_OR_URL, help=JOB_HELP
+        ),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         run: str | None = typer.Option(
             None, metavar="RUN", help="Only this run, named by the beginning of its id."

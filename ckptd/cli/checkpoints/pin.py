@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
+from ckptd.cli.completion import complete_job, complete_tag
 from ckptd.cli.output import JOB_HERE_HELP, print_line
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _IN_DOUBT = {"suspect", "torn re-save"}
 
 Kind = Literal["pin", "unpin", "accept", "adopt"]
 
-_JOB: str = typer.Argument(..., metavar="JOB", help=JOB_HERE_HELP)
+_JOB: str = typer.Argument(..., metavar="JOB", autocompletion=complete_job, help=JOB_HERE_HELP)
 _CONFIG_DIR: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie.")
 
 
@@ -51,7 +52,7 @@ def register(app: typer.Typer) -> None:
     )
     def pin(
         job: str = _JOB,
-        tag: str = typer.Argument(..., metavar="TAG", help="The folder's name."),
+        tag: str = typer.Argument(..., metavar="TAG", autocompletion=complete_tag, help="The folder's name."),
         remove: bool = typer.Option(False, "--remove", help="Take the pin back."),
         config_dir: str = _CONFIG_DIR,
     ) -> None:
@@ -61,7 +62,10 @@ def register(app: typer.Typer) -> None:
     def accept(
         job: str = _JOB,
         tags: list[str] = typer.Argument(
-            None, metavar="TAG ...", help="The suspect one; with --existing some of those, default: all."
+            None,
+            metavar="TAG ...",
+            autocompletion=complete_tag,
+            help="The suspect one; with --existing some of those, default: all.",
         ),
         existing: bool = typer.Option(False, "--existing", help="Those that lay there before ckptd."),
         config_dir: str = _CONFIG_DIR,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.completion import complete_form, complete_job, complete_tag
 from ckptd.cli.output import ENV_JOB_OR_URL, JOB_HELP
 
 if TYPE_CHECKING:
@@ -30,13 +31,19 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog=_EXAMPLES)
     def restore(
-        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
-        tag: str = typer.Argument(None, metavar="TAG", help="Which one; default: the newest committed."),
+        job: str = typer.Argument(
+            ..., metavar="JOB", autocompletion=complete_job, envvar=ENV_JOB_OR_URL, help=JOB_HELP
+        ),
+        tag: str = typer.Argument(
+            None, metavar="TAG", autocompletion=complete_tag, help="Which one; default: the newest committed."
+        ),
         to: str = typer.Option(
             ..., metavar="DIR", help="Where to; made where absent. Not a save_dir in use."
         ),
         form: str = typer.Option(
-            None, help="zero, universal or weights-bf16 …; default: zero, for another grid universal."
+            None,
+            autocompletion=complete_form,
+            help="zero, universal or weights-bf16 …; default: zero, for another grid universal.",
         ),
         world_size: int = typer.Option(
             None, min=1, metavar="N", help="Ranks that will load it; another grid: universal."
@@ -58,7 +65,6 @@ def register(app: typer.Typer) -> None:
         from ckptd.recover.plan import RecoveryOptions
         from ckptd.recover.select.copies import Nodes
 
-        _must_be_a_directory_here(to)
         options = RecoveryOptions(
             tag=tag,
             run=run,
@@ -78,18 +84,6 @@ def register(app: typer.Typer) -> None:
         for line in done.advice:
             print_note(line)
         print_answer(str(done.path))
-
-
-def _must_be_a_directory_here(to: str) -> None:
-    """Raises: UsageError: it is empty, or a URL."""
-    from ckptd.errors import UsageError
-
-    if not to.strip():
-        msg = "--to is empty"
-        raise UsageError(msg, hint="an unset variable? write the directory, `--to .` for this one")
-    if "://" in to:
-        msg = f"--to is a directory of this machine, and {to} is a URL"
-        raise UsageError(msg, hint="restore to a directory, and copy it from there")
 
 
 def ranks_of(text: str) -> frozenset[int]:

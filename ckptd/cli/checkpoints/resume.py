@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.completion import complete_job, complete_tag
 from ckptd.cli.output import ENV_JOB, JOB_HELP
 
 if TYPE_CHECKING:
@@ -26,7 +27,13 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog=_EXAMPLES)
     def resume(
-        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB, help=f"{JOB_HELP} A URL goes second."),
+        job: str = typer.Argument(
+            ...,
+            metavar="JOB",
+            autocompletion=complete_job,
+            envvar=ENV_JOB,
+            help=f"{JOB_HELP} A URL goes second.",
+        ),
         url: str = typer.Argument(None, metavar="URL", help="The remote, when no job file names it."),
         world_size: int = typer.Option(
             None, min=1, metavar="N", help="Ranks of the coming run; another grid: universal."
@@ -35,7 +42,12 @@ def register(app: typer.Typer) -> None:
             1, min=1, metavar="N", help="Nodes that resume together; only committed ones count."
         ),
         node_rank: int = typer.Option(0, min=0, metavar="N", help="Which of them this is."),
-        tag: str = typer.Option(None, metavar="TAG", help="Only this checkpoint; default: the newest."),
+        tag: str = typer.Option(
+            None,
+            metavar="TAG",
+            autocompletion=complete_tag,
+            help="Only this checkpoint; default: the newest.",
+        ),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         run: str | None = typer.Option(
             None, metavar="RUN", help="Of this run (see `ckptd list`); default: the one that save_dir holds."

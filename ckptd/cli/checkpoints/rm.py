@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.completion import complete_job, complete_tag
 from ckptd.cli.output import JOB_HERE_HELP, print_line, print_note
 
 if TYPE_CHECKING:
@@ -44,8 +45,10 @@ def register(app: typer.Typer) -> None:
 
     @app.command("rm", help=_HELP, epilog=_EXAMPLES)
     def rm(
-        job: str = typer.Argument(..., metavar="JOB", help=JOB_HERE_HELP),
-        tags: list[str] = typer.Argument(..., metavar="TAG ...", help="The folders' names."),
+        job: str = typer.Argument(..., metavar="JOB", autocompletion=complete_job, help=JOB_HERE_HELP),
+        tags: list[str] = typer.Argument(
+            ..., metavar="TAG ...", autocompletion=complete_tag, help="The folders' names."
+        ),
         local: bool = typer.Option(False, "--local", help="Only from this node's disk."),
         remote: list[str] = typer.Option(
             None, "--remote", metavar="NAME", help="Only from this remote; may be repeated."

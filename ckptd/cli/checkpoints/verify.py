@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.completion import complete_job, complete_tag
 from ckptd.cli.output import ENV_JOB_OR_URL, JOB_HELP
 
 if TYPE_CHECKING:
@@ -37,8 +38,12 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog=_EXAMPLES)
     def verify(
-        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB_OR_URL, help=JOB_HELP),
-        tag: str = typer.Argument(None, metavar="TAG", help="Only this one; default: every COMMIT."),
+        job: str = typer.Argument(
+            ..., metavar="JOB", autocompletion=complete_job, envvar=ENV_JOB_OR_URL, help=JOB_HELP
+        ),
+        tag: str = typer.Argument(
+            None, metavar="TAG", autocompletion=complete_tag, help="Only this one; default: every COMMIT."
+        ),
         read_data: bool = typer.Option(False, "--read-data", help="Read every byte and compare CRC64."),
         part: str | None = typer.Option(
             None, "--slice", metavar="N/T", help="Read the N-th of T slices: 1/7 on Mondays, 2/7 …"

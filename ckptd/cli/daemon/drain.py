@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ckptd.cli.completion import complete_job
 from ckptd.cli.output import ENV_JOB, JOB_HERE_HELP, print_line, print_note
 from ckptd.config import commands
 
@@ -38,6 +39,7 @@ def register(app: typer.Typer) -> None:
         job: str = typer.Argument(
             None,
             metavar="JOB",
+            autocompletion=complete_job,
             envvar=ENV_JOB,
             help=f"{JOB_HERE_HELP} Default: every configured job.",
         ),

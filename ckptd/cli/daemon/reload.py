@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ckptd.cli.completion import complete_job
 from ckptd.cli.output import ENV_JOB, JOB_HERE_HELP, print_line, print_note
 from ckptd.errors import BehindError, ConfigError, NotFoundError, NotPermitted
 from ckptd.storage.local.job_names import is_daemon, must_be_of_this_node
@@ -34,6 +35,7 @@ def register(app: typer.Typer) -> None:
         job: str | None = typer.Argument(
             None,
             metavar="JOB",
+            autocompletion=complete_job,
             envvar=ENV_JOB,
             help=f"{JOB_HERE_HELP} Default: every configured job.",
         ),

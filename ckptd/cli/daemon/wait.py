@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ckptd.cli.completion import complete_job
 from ckptd.cli.output import ENV_JOB, JOB_HERE_HELP, print_line
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ def register(app: typer.Typer) -> None:
         epilog="ckptd wait llama-7b --step 4000 --timeout 1h",
     )
     def wait(
-        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB, help=JOB_HERE_HELP),
+        job: str = typer.Argument(
+            ..., metavar="JOB", autocompletion=complete_job, envvar=ENV_JOB, help=JOB_HERE_HELP
+        ),
         step: int = typer.Option(..., "--step", min=0, metavar="N", help="The trainer's global step."),
         timeout: str = typer.Option(
             None, "--timeout", metavar="DURATION", help="At most so long (90s, 1h); default: for ever."

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.completion import complete_job
 from ckptd.cli.output import JOB_HERE_HELP, cell, cells, print_line
 
 if TYPE_CHECKING:
@@ -22,17 +23,20 @@ if TYPE_CHECKING:
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "red")}
 
 
+_HELP = "Test permissions, disk space and remotes of jobs. What it writes for that, it deletes again."
+_NO_JOB = "`ckptd check SAVE_DIR URL`; `ckptd init SAVE_DIR URL` prints one"
+_EXAMPLES = "ckptd check /nvme/llama-7b s3://my-bucket/llama-7b\nckptd check llama-7b.toml"
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(
-        help="Test permissions, disk space and remotes of jobs. What it writes for that, it deletes again.",
-        epilog="ckptd check /nvme/llama-7b s3://my-bucket/llama-7b\nckptd check llama-7b.toml",
-    )
+    @app.command(help=_HELP, epilog=_EXAMPLES)
     def check(
         files: list[str] = typer.Argument(
             None,
             metavar="JOB ...",
+            autocompletion=complete_job,
             help=f"{JOB_HERE_HELP} Or SAVE_DIR URL, as for run. Default: every configured job.",
         ),
         init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
@@ -57,9 +61,7 @@ def register(app: typer.Typer) -> None:
                 print_line(f"  {line}")
             codes.append(error.exit_code)
         if not (loaded.jobs or loaded.problems or loaded.has_globs):
-            print_line(
-                f"no job file in {place}: `ckptd check SAVE_DIR URL`; `ckptd init SAVE_DIR URL` prints one"
-            )
+            print_line(f"no job file in {place}: {_NO_JOB}")
             raise typer.Exit(66)
         environ = dict(os.environ)
         if not files and (user := service_user(place.parent)):

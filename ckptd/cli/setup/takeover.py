@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.completion import complete_job
 from ckptd.cli.output import ENV_JOB, JOB_HERE_HELP, print_line
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command(help=_HELP, epilog="ckptd takeover llama-7b --remote nas")
     def takeover(
-        job: str = typer.Argument(..., metavar="JOB", envvar=ENV_JOB, help=JOB_HERE_HELP),
+        job: str = typer.Argument(
+            ..., metavar="JOB", autocompletion=complete_job, envvar=ENV_JOB, help=JOB_HERE_HELP
+        ),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:

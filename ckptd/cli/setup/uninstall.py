@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.cli.completion import complete_job
 from ckptd.cli.output import JOB_HERE_HELP
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def register(app: typer.Typer) -> None:
         "uninstall", help=_HELP, epilog="ckptd uninstall llama-7b --dry-run\nckptd uninstall llama-7b"
     )
     def uninstall(
-        job: str = typer.Argument(..., metavar="JOB", help=JOB_HERE_HELP),
+        job: str = typer.Argument(..., metavar="JOB", autocompletion=complete_job, help=JOB_HERE_HELP),
         dry_run: bool = typer.Option(False, "--dry-run", help="Only list it, with bytes."),
         uncommitted: bool = typer.Option(
             False, "--uncommitted", help="Also holds and universal forms that no remote is known to have."

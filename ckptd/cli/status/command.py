@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from ckptd.cli.completion import complete_job, complete_tag
 from ckptd.cli.output import ENV_JOB, JOB_HELP, cell, print_line, print_note, printable_everywhere
 from ckptd.cli.status.of_url import show_url
 from ckptd.cli.status.tables import checkpoints_table, remote_table
@@ -55,9 +56,12 @@ def register(app: typer.Typer) -> None:
             None,
             envvar=ENV_JOB,
             metavar="JOB",
+            autocompletion=complete_job,
             help=f"{JOB_HELP} Default: every daemon of yours; of a URL all its nodes.",
         ),
-        tag: str | None = typer.Argument(None, help="One checkpoint's whole story."),
+        tag: str | None = typer.Argument(
+            None, autocompletion=complete_tag, help="One checkpoint's whole story."
+        ),
         as_json: bool = typer.Option(
             False, "--json", help="The published document (docs/status.schema.json)."
         ),

@@ -87,7 +87,7 @@ def _run(command: Command) -> None:
         )
     except FileNotFoundError as error:
         msg = f"there is no {command.argv[0]} here"
-        hint = "without systemd, start `ckptd run` as a step of the job (docs/operations.md)"
+        hint = "without systemd, start `ckptd run` as a step of the job (docs/clusters.md)"
         raise StorageError(msg, hint=hint) from error
     except subprocess.TimeoutExpired as error:
         msg = f"{' '.join(command.argv)} did not end within {_COMMAND_SECONDS} s"

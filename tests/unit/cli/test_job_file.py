@@ -96,7 +96,7 @@ def test_another_job_of_that_name_is_not_meant(scene: Scene, job_file: Path) -> 
         ("status s3://bucket/run --live", 2, "--live is of this node's daemon"),
         ("status {root}/remote --retention", 2, "--retention is of this node's daemon"),
         ("status {root}/remote --watch", 2, "--watch is of this node's daemon"),
-        ("restore {file} --to s3://bucket/run", 2, "--to is a directory of this machine"),
+        ("restore {file} --to s3://bucket/run", 2, "into a directory of this machine"),
         ("uninstall {root}/gone --dry-run", 66, "{root}/gone is not there"),
         ("convert {root}/empty {root}/out", 66, "holds no shards and no `latest`\n"),
     ],
@@ -151,6 +151,7 @@ def told_to_run(command: list[str]) -> tuple[object, list[str], list[int]]:
         def __init__(self, loaded: LoadedConfig, *_: object, **__: object) -> None:
             jobs.extend(job.name for job in loaded.jobs)
             codes.extend(error.exit_code for _, error in loaded.problems)
+            self.jobs: list[object] = []
 
         def run(self) -> int:
             return 0

@@ -118,6 +118,11 @@ WRONG: dict[str, list[Any]] = {
         "http://",
         DATE,
     ],
+    "remote.client": [5, True, "", "boto3", "S3FS", DATE],
+    "remote.storage_options": [
+        *(5, True, "anon", ["anon"], {"asynchronous": True}, {"session": "x"}, {"when": DATE}, DATE),
+        *({"secret": "x"}, {"client_kwargs": {"aws_secret_access_key": "x"}}, ["key=x"]),
+    ],
     "remote.region": [5, True, "", "eu west", DATE],
     "remote.credentials": [
         *(
@@ -288,7 +293,7 @@ def test_mutants_are_refused(
     assert key in error.message
     assert named in str(error)
     if (
-        named not in ("secret", "credentials")
+        named not in ("secret", "credentials", "storage_options")
         and isinstance(value, str | int | float)
         and not str(value).startswith("@")
     ):

@@ -162,7 +162,7 @@ def test_an_unset_variable_is_not_this_directory(scene: RestoreScene) -> None:
     for to in ("", " "):
         done = ckptd("restore", scene.nas, "--to", to)
         assert (done.returncode, done.stdout) == (2, "")
-        assert "--to is empty" in done.stderr
+        assert "the directory to restore to is empty" in done.stderr
 
 
 def test_a_directory_without_rights_is_named(scene: RestoreScene, monkeypatch: pytest.MonkeyPatch) -> None:
