@@ -235,7 +235,7 @@ def under_daemon(save: Save, way: Way, forms: tuple[str, ...]) -> Sample:
     shutil.copytree(save.folder, root / "save" / TAG, copy_function=os.link)
     (root / "etc" / "ckptd.toml").write_text(f'state_dir = "{root}/state"\n')
     (root / "etc" / "jobs.d" / "job.toml").write_text(
-        f'save_dir = "{root}/save"\nbackfill = "all"\nsettle = "1s"\n[local]\nforms = []\n[[remote]]\n'
+        f'save_dir = "{root}/save"\nexisting = "all"\nsettle = "1s"\n[local]\nforms = []\n[[remote]]\n'
         f'name = "remote"\nurl = "s3://{BUCKET}/{save.name}"\nendpoint_url = "{way.endpoint}"\n'
         f"forms = {json.dumps(forms)}\n"
     )

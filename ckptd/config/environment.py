@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -62,6 +62,7 @@ def settings_from_environment(environ: Mapping[str, str]) -> Settings:
     """
     settings = Settings()
     known = variables()
+    known |= {"CKPTD_BACKFILL": replace(known["CKPTD_EXISTING"], key="backfill")}
     for name, text in sorted(environ.items()):
         if not name.startswith("CKPTD_") or name in _OWN or (name, text) == _DROPPED:
             continue

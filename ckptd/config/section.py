@@ -51,7 +51,7 @@ _NEIGHBOURS = {
     "keep_interval",
     "keep_best": "save_best best metric_for_best_model load_best_model_at_end",
     "settle": "quiet grace grace_period debounce settle_seconds settle_time stable_for",
-    "backfill": "existing initial upload_existing",
+    "existing": "initial upload_existing import",
     "unuploaded": "delete_unuploaded on_full policy",
     "extra": "extras include files additional_files",
     "forms": "form formats format convert",

@@ -189,11 +189,11 @@ def _uploads(job: JobConfig, listing: SaveDirListing, state_dir: Path | None) ->
     by_time = max(saves, key=lambda folder: max(file.identity.mtime_ns for file in folder.shards))
     newest = next((folder for folder in saves if folder.tag == listing.latest), by_time)
     is_begun = state_dir is not None and (state_dir / "journal.db").exists()
-    if len(saves) > 1 and job.backfill != "all" and not is_begun:
-        rest = f"the other {len(saves) - 1} stay" if job.backfill == "newest" else f"all {len(saves)} stay"
-        first = f"{newest.tag} is uploaded; " if job.backfill == "newest" else ""
+    if len(saves) > 1 and job.existing != "all" and not is_begun:
+        rest = f"the other {len(saves) - 1} stay" if job.existing == "newest" else f"all {len(saves)} stay"
+        first = f"{newest.tag} is uploaded; " if job.existing == "newest" else ""
         text = f"{len(saves)} checkpoints lie here already: {first}{rest} on this node alone, never deleted"
-        hint = 'backfill = "all" (CKPTD_BACKFILL=all) uploads and rotates them too'
+        hint = 'existing = "all" (--existing all, CKPTD_EXISTING=all) uploads and rotates them too'
         yield Finding(what="existing", verdict="note", text=text, hint=hint)
     size_bytes = sum(file.identity.size_bytes for file in newest.files)
     for remote in job.remotes:

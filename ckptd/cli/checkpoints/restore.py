@@ -1,4 +1,4 @@
-"""`ckptd restore JOB [TAG] --to DIR`: a committed checkpoint into another directory."""
+"""`ckptd restore JOB [TAG] [--to DIR]`: a committed checkpoint into another directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HELP = (
     "there and fetches only what is missing or bad."
 )
 _EXAMPLES = """\
-ckptd restore s3://my-bucket/llama-7b --to ./llama-7b
+ckptd restore s3://my-bucket/llama-7b
 ckptd restore llama-7b global_step4000 --to /scratch/eval --world-size 8"""
 _HELP_RUN = "Of this run (see `ckptd list`); default: the job's own, else the newest."
 _RANKS = re.compile(r"^\d{1,7}(-\d{1,7})?$")
@@ -37,8 +37,8 @@ def register(app: typer.Typer) -> None:
         tag: str = typer.Argument(
             None, metavar="TAG", autocompletion=complete_tag, help="Which one; default: the newest committed."
         ),
-        to: str = typer.Option(
-            ..., metavar="DIR", help="Where to; made where absent. Not a save_dir in use."
+        to: str | None = typer.Option(
+            None, metavar="DIR", help="Where to; made where absent. Default: here, as ./TAG."
         ),
         form: str = typer.Option(
             None,
@@ -62,9 +62,11 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.api import restoring
         from ckptd.cli.output import print_answer, print_note, progress_bar, reports_when_stopped
+        from ckptd.recover.advice import load_line
         from ckptd.recover.plan import RecoveryOptions
         from ckptd.recover.select.copies import Nodes
 
+        to = to if to is not None else _here(tag)
         options = RecoveryOptions(
             tag=tag,
             run=run,
@@ -83,7 +85,29 @@ def register(app: typer.Typer) -> None:
             done = work.run()
         for line in done.advice:
             print_note(line)
+        print_note("nothing was changed" if dry_run else load_line(done.plan, done.path))
         print_answer(str(done.path))
+
+
+def _here(tag: str | None) -> str:
+    """Return the working directory, unless `latest` in it names another checkpoint.
+
+    Raises:
+        TargetExists: a training may go on from there (73).
+    """
+    from pathlib import Path
+
+    from ckptd.errors import TargetExists
+
+    here = Path.cwd()
+    try:
+        named = (here / "latest").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return "."
+    if named == tag:
+        return "."
+    msg = f"{here} is a directory of checkpoints: its latest names {named}"
+    raise TargetExists(msg, hint="--to DIR restores elsewhere, --to . here all the same")
 
 
 def ranks_of(text: str) -> frozenset[int]:

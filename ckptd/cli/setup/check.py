@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from ckptd.config.loader import LoadedConfig
     from ckptd.config.schema import JobConfig
+    from ckptd.errors import CkptdError
     from ckptd.storage.local.probe import Finding
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "red")}
@@ -39,6 +41,9 @@ def register(app: typer.Typer) -> None:
             autocompletion=complete_job,
             help=f"{JOB_HERE_HELP} Or SAVE_DIR URL, as for run. Default: every configured job.",
         ),
+        existing: str = typer.Option(
+            None, metavar="WHICH", help="As for run with SAVE_DIR URL: newest, all or none."
+        ),
         init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
         same_filesystem: bool = typer.Option(
             False, "--same-filesystem", help="Allow URL on the disk of SAVE_DIR, as run does."
@@ -53,13 +58,10 @@ def register(app: typer.Typer) -> None:
         from ckptd.maintenance.install.plan import service_user
 
         loaded, place = _load(files or [], config_dir, dict(os.environ), same_filesystem=same_filesystem)
+        if existing is not None:
+            loaded = _with_existing(loaded, existing)
         console = screen()
-        codes: list[int] = []
-        for path, error in loaded.problems:
-            console.print(cell("").append_text(_mark("fail")).append_text(cell(f" {path}")))
-            for line in f"{error.message}\n→ {error.hint}".split("\n") if error.hint else [error.message]:
-                print_line(f"  {line}")
-            codes.append(error.exit_code)
+        codes = [_print_problem(console, path, error) for path, error in loaded.problems]
         if not (loaded.jobs or loaded.problems or loaded.has_globs):
             print_line(f"no job file in {place}: {_NO_JOB}")
             raise typer.Exit(66)
@@ -103,6 +105,14 @@ def _of_daemon(
         yield memory.what, [memory]
 
 
+def _print_problem(console: Console, path: Path, error: CkptdError) -> int:
+    """Print why a job file is not used; returns the exit code."""
+    console.print(cell("").append_text(_mark("fail")).append_text(cell(f" {path}")))
+    for line in f"{error.message}\n→ {error.hint}".split("\n") if error.hint else [error.message]:
+        print_line(f"  {line}")
+    return error.exit_code
+
+
 def _mark(verdict: str) -> Text:
     return cell(*_MARKS[verdict])
 
@@ -141,6 +151,25 @@ def _load(
         paths = [one.file if one and one.file else Path(name) for one, name in zip(named, files, strict=True)]
         return load_jobs(paths, daemon, environ), directory
     return load_all(directory, environ), directory / "jobs.d"
+
+
+def _with_existing(loaded: LoadedConfig, existing: str) -> LoadedConfig:
+    """Return the jobs with another value of `existing`.
+
+    Raises:
+        UsageError: no such value, or a job file says it itself.
+    """
+    from dataclasses import replace
+
+    from ckptd.cli.daemon.run import must_be_existing
+    from ckptd.errors import UsageError
+
+    must_be_existing(existing)
+    if any(job.file is not None for job in loaded.jobs):
+        msg = "--existing goes with SAVE_DIR URL alone"
+        raise UsageError(msg, hint=f'write existing = "{existing}" into the job file')
+    jobs = tuple(job.model_copy(update={"existing": existing}) for job in loaded.jobs)
+    return replace(loaded, jobs=jobs)
 
 
 def _must_be_no_remote(job: str) -> None:

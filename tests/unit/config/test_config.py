@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from ckptd.config.commands import command_for, default_config_dir
-from ckptd.config.environment import shown_variables
+from ckptd.config.environment import settings_from_environment, shown_variables
 from ckptd.config.loader import (
     job_from_arguments,
     load_all,
@@ -25,7 +26,14 @@ from ckptd.config.loader import (
 )
 from ckptd.config.messages import toml_keys
 from ckptd.config.s3 import S3Keys
-from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, config_digest
+from ckptd.config.schema import (
+    DaemonConfig,
+    JobConfig,
+    LocalConfig,
+    RemoteConfig,
+    _say_renamed,
+    config_digest,
+)
 from ckptd.config.template import job_template
 from ckptd.errors import CkptdError, ConfigError, NotFoundError
 from ckptd.storage.stores.access import Access, access_of
@@ -642,3 +650,14 @@ def test_a_jobs_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> 
     (tmp_path / "jobs.d").write_text("")
     with pytest.raises(CkptdError, match=r"listing .*jobs\.d"):
         load_all(tmp_path)
+
+
+def test_backfill_is_taken_as_existing_with_a_note(caplog: pytest.LogCaptureFixture) -> None:
+    """Job files and CKPTD_BACKFILL of 0.1."""
+    _say_renamed.cache_clear()
+    made = JobConfig.model_validate({"save_dir": "/nvme/run", "name": "run", "backfill": "all"})
+    assert made.existing == "all"
+    assert 'the key "backfill" is called "existing" now' in caplog.text
+    assert settings_from_environment({"CKPTD_BACKFILL": "none"}).job == {"backfill": "none"}
+    with pytest.raises(ValidationError):
+        JobConfig.model_validate({"save_dir": "/nvme/run", "backfill": "all", "existing": "all"})

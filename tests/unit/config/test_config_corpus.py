@@ -44,7 +44,7 @@ WRONG: dict[str, list[Any]] = {
     "save_dir": [5, True, [], {}, DATE, "relative/path", "", "/", "/a/../b", "/nvme/runs/*", "s3://b/x"],
     "trainer": [5, True, [], "", "pytorch", "hf", "Lightning", "composer", DATE],
     "settle": [5, -1, 5.0, True, [], {}, "", "5", "-5s", "5 seconds", "fast", "5GB", "1s1h", DATE],
-    "backfill": [5, True, [], "", "newst", "ALL", DATE],
+    "existing": [5, True, [], "", "newst", "ALL", DATE],
     "unuploaded": [5, True, [], "", "keeep", "remove", "Thin", DATE],
     "extra": [5, True, "tokenizer*", [5], ["a/b"], [""], ["_ckptd"], {}, DATE],
     "name": [5, True, [], "", "a b", "a/b", ".hidden", "-x", "ä", DATE],
