@@ -24,6 +24,9 @@ _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "r
 
 
 _HELP = "Test permissions, disk space and remotes of jobs. What it writes for that, it deletes again."
+_EXISTING: str = typer.Option(
+    None, "--existing", metavar="WHICH", help="As for run with SAVE_DIR URL: newest, all or none."
+)
 _EXAMPLES = "ckptd check /nvme/llama-7b s3://my-bucket/llama-7b\nckptd check llama-7b.toml"
 
 
@@ -38,9 +41,7 @@ def register(app: typer.Typer) -> None:
             autocompletion=complete_job,
             help=f"{JOB_HERE_HELP} Or SAVE_DIR URL, as for run. Default: every configured job.",
         ),
-        existing: str = typer.Option(
-            None, metavar="WHICH", help="As for run with SAVE_DIR URL: newest, all or none."
-        ),
+        existing: str = _EXISTING,
         init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
         no_probe: bool = typer.Option(False, "--no-probe", help="Write nothing, ask no remote."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
@@ -52,8 +53,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.maintenance.install.plan import service_user
 
         loaded, place = _load(files or [], config_dir, dict(os.environ))
-        if existing is not None:
-            loaded = _with_existing(loaded, existing)
+        loaded = _with_existing(loaded, existing)
         console = screen()
         codes: list[int] = []
         for path, error in loaded.problems:
@@ -137,7 +137,7 @@ def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) 
     return load_all(directory, environ), directory / "jobs.d"
 
 
-def _with_existing(loaded: LoadedConfig, existing: str) -> LoadedConfig:
+def _with_existing(loaded: LoadedConfig, existing: str | None) -> LoadedConfig:
     """Return the jobs with another value of `existing`.
 
     Raises:
@@ -148,6 +148,8 @@ def _with_existing(loaded: LoadedConfig, existing: str) -> LoadedConfig:
     from ckptd.cli.daemon.run import must_be_existing
     from ckptd.errors import UsageError
 
+    if existing is None:
+        return loaded
     must_be_existing(existing)
     if any(job.file is not None for job in loaded.jobs):
         msg = "--existing goes with SAVE_DIR URL alone"
