@@ -22,6 +22,12 @@ _EXAMPLES = """\
 ckptd restore s3://my-bucket/llama-7b
 ckptd restore llama-7b global_step4000 --to /scratch/eval --world-size 8"""
 _HELP_RUN = "Of this run (see `ckptd list`); default: the job's own, else the newest."
+_FORM: str = typer.Option(
+    None,
+    "--form",
+    autocompletion=complete_form,
+    help="zero, universal or weights-bf16 …; default: zero, for another grid universal.",
+)
 _RANKS = re.compile(r"^\d{1,7}(-\d{1,7})?$")
 _MOST_RANKS = 1 << 20
 
@@ -40,11 +46,7 @@ def register(app: typer.Typer) -> None:
         to: str | None = typer.Option(
             None, metavar="DIR", help="Where to; made where absent. Default: here, as ./TAG."
         ),
-        form: str = typer.Option(
-            None,
-            autocompletion=complete_form,
-            help="zero, universal or weights-bf16 …; default: zero, for another grid universal.",
-        ),
+        form: str = _FORM,
         world_size: int = typer.Option(
             None, min=1, metavar="N", help="Ranks that will load it; another grid: universal."
         ),
