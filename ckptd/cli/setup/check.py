@@ -27,6 +27,9 @@ _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "r
 
 _HELP = "Test permissions, disk space and remotes of jobs. What it writes for that, it deletes again."
 _NO_JOB = "`ckptd check SAVE_DIR URL`; `ckptd init SAVE_DIR URL` prints one"
+_EXISTING: str = typer.Option(
+    None, "--existing", metavar="WHICH", help="As for run with SAVE_DIR URL: newest, all or none."
+)
 _EXAMPLES = "ckptd check /nvme/llama-7b s3://my-bucket/llama-7b\nckptd check llama-7b.toml"
 
 
@@ -41,9 +44,7 @@ def register(app: typer.Typer) -> None:
             autocompletion=complete_job,
             help=f"{JOB_HERE_HELP} Or SAVE_DIR URL, as for run. Default: every configured job.",
         ),
-        existing: str = typer.Option(
-            None, metavar="WHICH", help="As for run with SAVE_DIR URL: newest, all or none."
-        ),
+        existing: str = _EXISTING,
         init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
         same_filesystem: bool = typer.Option(
             False, "--same-filesystem", help="Allow URL on the disk of SAVE_DIR, as run does."
@@ -58,8 +59,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.maintenance.install.plan import service_user
 
         loaded, place = _load(files or [], config_dir, dict(os.environ), same_filesystem=same_filesystem)
-        if existing is not None:
-            loaded = _with_existing(loaded, existing)
+        loaded = _with_existing(loaded, existing)
         console = screen()
         codes = [_print_problem(console, path, error) for path, error in loaded.problems]
         if not (loaded.jobs or loaded.problems or loaded.has_globs):
@@ -153,7 +153,7 @@ def _load(
     return load_all(directory, environ), directory / "jobs.d"
 
 
-def _with_existing(loaded: LoadedConfig, existing: str) -> LoadedConfig:
+def _with_existing(loaded: LoadedConfig, existing: str | None) -> LoadedConfig:
     """Return the jobs with another value of `existing`.
 
     Raises:
@@ -164,6 +164,8 @@ def _with_existing(loaded: LoadedConfig, existing: str) -> LoadedConfig:
     from ckptd.cli.daemon.run import must_be_existing
     from ckptd.errors import UsageError
 
+    if existing is None:
+        return loaded
     must_be_existing(existing)
     if any(job.file is not None for job in loaded.jobs):
         msg = "--existing goes with SAVE_DIR URL alone"
