@@ -60,7 +60,10 @@ OLD_NAMES: dict[str, tuple[str, ...]] = {
     "unpause": ("pause", "--off"),
     "unpin": ("pin", "--remove"),
 }
-"""Verbs of 0.1, taken until the release after 0.2 and listed nowhere."""
+"""Verbs of 0.1, taken until the release after 0.2; listed nowhere."""
+
+OTHER_NAMES: dict[str, tuple[str, ...]] = {"doctor": ("check",)}
+"""What other tools call a verb; listed nowhere."""
 
 EXIT_CODES: dict[int, str] = {
     0: "done, safe",

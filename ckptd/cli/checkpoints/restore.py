@@ -22,6 +22,12 @@ _EXAMPLES = """\
 ckptd restore s3://my-bucket/llama-7b
 ckptd restore llama-7b global_step4000 --to /scratch/eval --world-size 8"""
 _HELP_RUN = "Of this run (see `ckptd list`); default: the job's own, else the newest."
+_FORM: str = typer.Option(
+    None,
+    "--form",
+    autocompletion=complete_form,
+    help="zero, universal or weights-bf16 …; default: zero, for another grid universal.",
+)
 _RANKS = re.compile(r"^\d{1,7}(-\d{1,7})?$")
 _MOST_RANKS = 1 << 20
 
@@ -40,18 +46,12 @@ def register(app: typer.Typer) -> None:
         to: str | None = typer.Option(
             None, metavar="DIR", help="Where to; made where absent. Default: here, as ./TAG."
         ),
-        form: str = typer.Option(
-            None,
-            autocompletion=complete_form,
-            help="zero, universal or weights-bf16 …; default: zero, for another grid universal.",
-        ),
+        form: str = _FORM,
         world_size: int = typer.Option(
             None, min=1, metavar="N", help="Ranks that will load it; another grid: universal."
         ),
         ranks: str | None = typer.Option(None, help="Only the ZeRO shards of these data ranks: 0,2-3."),
-        nnodes: int = typer.Option(
-            1, min=1, metavar="N", help="Nodes that restore together, each its own shards."
-        ),
+        nnodes: int = typer.Option(1, min=1, metavar="N", help="Nodes that restore together, each its part."),
         node_rank: int = typer.Option(0, min=0, metavar="N", help="Which of them this is."),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         run: str | None = typer.Option(None, metavar="RUN", help=_HELP_RUN),
@@ -66,7 +66,6 @@ def register(app: typer.Typer) -> None:
         from ckptd.recover.plan import RecoveryOptions
         from ckptd.recover.select.copies import Nodes
 
-        to = to if to is not None else _here(tag)
         options = RecoveryOptions(
             tag=tag,
             run=run,
@@ -79,18 +78,24 @@ def register(app: typer.Typer) -> None:
         directory = Path(config_dir) if config_dir else None
         with reports_when_stopped() as stopped, progress_bar() as tell:
             work = restoring(
-                job, to, options, remote=remote, config_dir=directory, say=print_note, on_progress=tell
+                job,
+                to or _here(tag, to),
+                options,
+                remote=remote,
+                config_dir=directory,
+                say=print_note,
+                on_progress=tell,
             )
             stopped(work.when_stopped)
             done = work.run()
-        for line in done.advice:
+        last = "nothing was changed" if dry_run else load_line(done.plan, done.path)
+        for line in (*done.advice, last):
             print_note(line)
-        print_note("nothing was changed" if dry_run else load_line(done.plan, done.path))
         print_answer(str(done.path))
 
 
-def _here(tag: str | None) -> str:
-    """Return the working directory, unless `latest` in it names another checkpoint.
+def _here(tag: str | None, to: str | None) -> str:
+    """Return the working directory where `--to` was left out, unless `latest` in it names another checkpoint.
 
     Raises:
         TargetExists: a training may go on from there (73).
@@ -99,6 +104,8 @@ def _here(tag: str | None) -> str:
 
     from ckptd.errors import TargetExists
 
+    if to is not None:
+        return to
     here = Path.cwd()
     try:
         named = (here / "latest").read_text().strip()

@@ -27,6 +27,19 @@ _EXAMPLES = """\
 ckptd run /nvme/llama-7b s3://my-bucket/llama-7b
 ckptd run llama-7b.toml
 ckptd run /nvme/llama-7b /mnt/nas/llama-7b --once"""
+_DRAIN: str | None = typer.Option(
+    None,
+    "--drain",
+    envvar="CKPTD_DRAIN",
+    metavar="DURATION",
+    help="On SIGTERM finish uploads, for at most so long (20m).",
+)
+_EXISTING: str | None = typer.Option(
+    None,
+    "--existing",
+    metavar="WHICH",
+    help="Of checkpoints that are there already, upload newest, all or none (with SAVE_DIR URL).",
+)
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -49,22 +62,11 @@ def register(app: typer.Typer) -> None:
         once: bool = typer.Option(
             False, "--once", envvar="CKPTD_ONCE", help="Work until nothing is left to do, then exit."
         ),
-        drain: str | None = typer.Option(
-            None,
-            "--drain",
-            envvar="CKPTD_DRAIN",
-            metavar="DURATION",
-            help="On SIGTERM finish uploads, for at most so long (20m).",
-        ),
+        drain: str | None = _DRAIN,
         save_total_limit: int | None = typer.Option(
             None, "--save-total-limit", min=1, metavar="N", help="Keep that many here (with SAVE_DIR URL)."
         ),
-        existing: str | None = typer.Option(
-            None,
-            "--existing",
-            metavar="WHICH",
-            help="Of checkpoints that are there already, upload newest, all or none (with SAVE_DIR URL).",
-        ),
+        existing: str | None = _EXISTING,
         same_filesystem: bool = typer.Option(
             False, "--same-filesystem", help="Allow URL on the disk of SAVE_DIR (for tests)."
         ),
