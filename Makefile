@@ -1,7 +1,15 @@
 # ckptd: `make run` sets everything up and runs the demonstration; `make test` checks everything.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# 3.11 first: the tests and every figure were made with it. Each is tried, since a shim of pyenv may lead nowhere.
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(shell for found in python3.11 python3.12 python3.13 python3 $$(ls -d ~/.pyenv/versions/3.1[123].*/bin/python 2>/dev/null); do \
+  "$$found" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { command -v "$$found"; break; }; done)
+endif
 VENV   ?= .venv
+# Of `make install`.
+PREFIX ?= /opt/ckptd
+# Of the image of `make release`; empty: as the Dockerfile says.
+BASE   ?=
 PY     := $(VENV)/bin/python
 JOBS   ?= 4
 # Test workers; each takes file after file, since much of the tests waits for daemons and links.
@@ -30,6 +38,8 @@ DOCS    := .build/.stamp-docs
 TRAINERS := .build/.stamp-frameworks
 
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
+# What both clients of the S3 store must pass.
+S3_TESTS        := $(addprefix tests/stores/,test_s3.py test_s3_options.py test_s3_checksums.py test_s3_etags.py test_rgw.py) $(addprefix tests/faults/,test_s3_daemon.py test_s3_words.py test_transfer_faults.py)
 SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus
 
 # Python compiles what it imports: all of torch beforehand takes longer than its download. (An old pip, as a
@@ -39,20 +49,26 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-tools setup run test pytest adams demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house man dist docs \
+.PHONY: help check-python check-tools install setup run test pytest adams demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-paired bench-cluster bench-interference audit lint types loader-matrix ds-suite stores-full faults faults-full sim fleet seeded figures house pictures man dist release docs \
         system-packages rgw-packages clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
+PACKAGE_OF_PYTHON = "$(PYTHON)" -c 'import sys; print("python%d.%d" % sys.version_info[:2])'
+
+check-python:
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then \
+	  echo "missing: Python 3.11, 3.12 or 3.13 (PYTHON is \"$(PYTHON)\"; python3 is $$(python3 --version 2>/dev/null || echo none)); install one, or name it: make PYTHON=/path/to/python3.11 …"; exit 1; \
+	elif ! "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt install $$($(PACKAGE_OF_PYTHON))-venv)"; exit 1; \
+	fi
+
 check-tools:
 	@fail=0; \
-	if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
-	  echo "missing: Python 3.11, for which the pinned torch is (found: $$("$(PYTHON)" --version 2>/dev/null || echo none)); name one with PYTHON=/path/to/python3.11; ckptd itself runs on 3.11 to 3.13"; fail=1; \
-	elif ! "$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null; then \
-	  echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt install python3.11-venv)"; fail=1; \
-	elif ! "$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then \
-	  echo "missing: the headers of $(PYTHON) (Debian, Ubuntu: apt install python3.11-dev)"; fail=1; \
+	$(MAKE) -s check-python || fail=1; \
+	if [ $$fail = 0 ] && ! "$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then \
+	  echo "missing: the headers of $(PYTHON) (Debian, Ubuntu: apt install $$($(PACKAGE_OF_PYTHON))-dev)"; fail=1; \
 	fi; \
 	for tool in gcc g++; do \
 	  command -v $$tool >/dev/null || { echo "missing: $$tool, which DeepSpeed's JIT needs (Debian, Ubuntu: apt install build-essential)"; fail=1; }; \
@@ -76,6 +92,11 @@ $(INSTALL): $(TORCH) pyproject.toml
 $(JIT): $(INSTALL)
 	$(PY) -m examples.demo.warm_up
 	@touch $@
+
+install: check-python ## ckptd alone, without torch, into PREFIX (/opt/ckptd), with any Python from 3.11 to 3.13
+	"$(PYTHON)" -m venv "$(PREFIX)"
+	"$(PREFIX)/bin/python" -m pip install -q -c constraints.txt .
+	@echo "$$("$(PREFIX)/bin/ckptd" --version) is installed: export PATH=$(PREFIX)/bin:\$$PATH"
 
 setup: $(JIT) ## create .venv, install everything, compile DeepSpeed's JIT parts
 
@@ -169,6 +190,9 @@ docs: $(INSTALL) $(DOCS) ## the pages of docs/ as a site in .build/site (writes 
 	$(PY) -m tests.support.commands_page
 	NO_MKDOCS_2_WARNING=1 .build/docs/bin/mkdocs build --strict --quiet
 
+pictures: $(INSTALL) ## pictures of the terminal and of the page (writes docs/status.svg, docs/images/; needs chromium)
+	$(PY) -m tests.support.pictures
+
 loader-matrix: setup ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 7200 tests/e2e/test_loader.py tests/e2e/test_convert_real.py $(ARGS)
 
@@ -177,6 +201,7 @@ ds-suite: setup ## DeepSpeed's own universal checkpoint tests over ckptd (DEEPSP
 
 stores-full: setup ## the conformance suite on every store and file system that this machine offers
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/stores tests/faults/test_s3_daemon.py tests/faults/test_s3_words.py tests/e2e/test_sftp.py tests/e2e/test_quickstart.py tests/e2e/test_bench_transfer.py tests/cluster_convert/test_cluster.py $(ARGS)
+	CKPTD_FULL=1 CKPTD_REMOTE_CLIENT=s3fs $(PY) -m pytest --timeout 1800 -m "not botocore" $(S3_TESTS) $(ARGS)
 
 faults: WORKERS = 6
 faults: setup ## what CI runs of faults and attacks: kill -9, full disks, lost remotes, hostile files, other versions
@@ -200,6 +225,9 @@ fleet: setup ## simulated nodes: 10,000 histories of <= 8, 100 of 64 x 50, one o
 figures: $(INSTALL) ## write what the long runs came to into docs/faults.md
 	$(PY) -m tests.support.figures
 
+release: man ## sdist, wheel, SBOM (CycloneDX), image and SHA256SUMS in dist/ (BASE=IMAGE for another base)
+	$(PY) -m bench.release --base "$(BASE)"
+
 man: $(INSTALL) ## the manual page of all commands, .build/man/ckptd.1
 	$(PY) -m ckptd.cli.man .build/man/ckptd.1
 
@@ -212,10 +240,11 @@ house: $(INSTALL) ## how the code is laid out, now and before the rooms (writes 
 seeded: setup ## defects put into ckptd one at a time: a test must find each (writes docs/faults.md)
 	$(PY) -m tests.seeded --jobs 2 $(ARGS)
 
-system-packages: ## (root) what the tests of file systems, SFTP, hanging mounts, the systemd unit and alert rules need
+system-packages: ## (root) what the tests of file systems, SFTP, hanging mounts, the systemd unit, alert rules and the page need
 	@if command -v mkfs.xfs >/dev/null && command -v mkfs.ext4 >/dev/null && command -v losetup >/dev/null \
 	    && { command -v sshd || test -x /usr/sbin/sshd; } >/dev/null && command -v ssh-keygen >/dev/null \
-	    && command -v systemd-analyze >/dev/null && command -v strace >/dev/null && command -v sshfs >/dev/null && command -v promtool >/dev/null; then \
+	    && command -v systemd-analyze >/dev/null && command -v strace >/dev/null && command -v sshfs >/dev/null && command -v promtool >/dev/null \
+	    && command -v chromium >/dev/null && command -v chromedriver >/dev/null; then \
 	  echo "system packages: nothing to install"; \
 	else \
 	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES); \

@@ -68,7 +68,7 @@ def lay_out(root: Path, jobs: int, checkpoints: int, endpoint: str | None) -> No
         if endpoint:
             place = f'url = "s3://{servers.BUCKET}/job{job}"\nendpoint_url = "{endpoint}"'
         (root / "etc" / "jobs.d" / f"job{job}.toml").write_text(
-            f'save_dir = "{save_dir}"\nbackfill = "all"\nsettle = "1s"\n[local]\nforms = []\n'
+            f'save_dir = "{save_dir}"\nexisting = "all"\nsettle = "1s"\n[local]\nforms = []\n'
             f'[[remote]]\nname = "remote"\n{place}\nforms = ["zero"]\n'
         )
 

@@ -107,7 +107,7 @@ class Beside:
         )
         for place in (self.root / "save", *self._places):
             (config / "jobs.d" / f"{place.name}.toml").write_text(
-                f'save_dir = "{place}"\nsettle = "1s"\nbackfill = "all"\n[local]\nforms = ["universal"]\n'
+                f'save_dir = "{place}"\nsettle = "1s"\nexisting = "all"\n[local]\nforms = ["universal"]\n'
                 f'[[remote]]\nname = "remote"\nurl = "s3://{BUCKET}/{place.name}"\n'
                 f'endpoint_url = "{self.server.endpoint}"\nforms = ["zero", "universal"]\n'
             )

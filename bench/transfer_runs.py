@@ -36,6 +36,8 @@ PART_BYTES = 16 << 20
 POLITE = ("nice", "-n", "10")
 """As a remote's child runs, so that a busy machine hinders all tools alike; a restore does not step back."""
 LIBRARIES = ("boto3", "s3fs", "awscrt")
+BY_S3FS = "ckptd, s3fs"
+"""ckptd with `client = "s3fs"`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,7 @@ def up(tool: str, save: Save, way: Way, *, verify: str = "read-back", kill_after
         url = f"s3://{BUCKET}/{save.name}"
         words = [str(save.save_dir), save.form, url, "--endpoint", way.endpoint, "--verify", verify]
         words += ["--kill-after", str(kill_after)] if kill_after else []
+        words += ["--client", "s3fs"] if tool == BY_S3FS else []
         run = _run([sys.executable, "-m", "bench.upload", *words])
         told = json.loads(run.stdout)
     else:
@@ -136,10 +139,12 @@ def down(tool: str, save: Save, way: Way) -> Sample:
     out = CACHE / "out"
     shutil.rmtree(out, ignore_errors=True)
     # ckptd makes its directory by itself
-    target = out if tool == "ckptd" else out / TAG
-    (out.parent if tool == "ckptd" else target).mkdir(parents=True, exist_ok=True)
+    is_own = tool.startswith("ckptd")
+    target = out if is_own else out / TAG
+    (out.parent if is_own else target).mkdir(parents=True, exist_ok=True)
     subprocess.run(["sync", "-f", str(CACHE)], check=True)
-    run = _run(_down_command(tool, save, way.endpoint, target), flush=CACHE, AWS_ENDPOINT_URL=way.endpoint)
+    more = {"AWS_ENDPOINT_URL": way.endpoint} | ({"CKPTD_REMOTE_CLIENT": "s3fs"} if tool == BY_S3FS else {})
+    run = _run(_down_command(tool, save, way.endpoint, target), flush=CACHE, **more)
     sizes = {path.name: path.stat().st_size for path in (out / TAG).rglob("*") if path.is_file()}
     if sizes != {path.name: path.stat().st_size for path in save.files}:
         raise RuntimeError(f"{tool} brought {sizes}")
@@ -152,7 +157,7 @@ def down(tool: str, save: Save, way: Way) -> Sample:
 def _down_command(tool: str, save: Save, endpoint: str, target: Path) -> list[str]:
     prefix = f"{save.name}/{save.folder.name}"
     name = program(tool) or tool
-    if tool == "ckptd":
+    if tool.startswith("ckptd"):
         return [sys.executable, "-m", "ckptd", "restore", f"s3://{BUCKET}/{save.name}", "--to", str(target)]
     if tool in LIBRARIES:
         return [name, str(REPOSITORY / "bench" / "peers.py"), tool, "down", str(target), prefix, endpoint]
@@ -230,7 +235,7 @@ def under_daemon(save: Save, way: Way, forms: tuple[str, ...]) -> Sample:
     shutil.copytree(save.folder, root / "save" / TAG, copy_function=os.link)
     (root / "etc" / "ckptd.toml").write_text(f'state_dir = "{root}/state"\n')
     (root / "etc" / "jobs.d" / "job.toml").write_text(
-        f'save_dir = "{root}/save"\nbackfill = "all"\nsettle = "1s"\n[local]\nforms = []\n[[remote]]\n'
+        f'save_dir = "{root}/save"\nexisting = "all"\nsettle = "1s"\n[local]\nforms = []\n[[remote]]\n'
         f'name = "remote"\nurl = "s3://{BUCKET}/{save.name}"\nendpoint_url = "{way.endpoint}"\n'
         f"forms = {json.dumps(forms)}\n"
     )

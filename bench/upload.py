@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--endpoint")
     parser.add_argument("--verify", choices=["read-back", "none"], default="read-back")
+    parser.add_argument("--client", choices=["botocore", "s3fs"], default="botocore")
     parser.add_argument("--kill-after", type=float)
     given = parser.parse_args()
     settings = RemoteSettings(
@@ -144,7 +145,7 @@ def main() -> None:
         save_dir=str(given.save_dir),
         same_filesystem=True,
         verify=given.verify,
-        access=Access(endpoint_url=given.endpoint),
+        access=Access(endpoint_url=given.endpoint, client=given.client),
         node=NODE,
         node_id=NODE,
     )

@@ -36,7 +36,7 @@ ROOMS = (
     ("maintenance", "maintenance.status", "daemon.intake"),
     ("daemon.actions",),
     ("daemon.health",),
-    ("daemon", "api"),
+    ("daemon", "api", "page"),
     ("cli", "cli.status", "cli.daemon", "cli.setup", "cli.checkpoints"),
     ("__main__",),
 )

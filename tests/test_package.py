@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.release import write_checksums, write_sbom
 from tests.support.recover_scene import Scene
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,6 +131,50 @@ def test_a_clean_environment_has_no_torch_and_the_commands_work(
     assert (tmp_path / "universal" / "zero").is_dir()
     seen = "import fsspec; print(fsspec.filesystem('ckptd', url='nas/run').ls('', detail=False))"
     assert tag in run(python, "-c", seen.replace("nas/run", str(scene.nas)))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("installer", ["uv", "pipx"])
+def test_it_installs_as_a_tool(wheel: Path, tmp_path: Path, installer: str) -> None:
+    """By `uv tool install` and by `pipx install`, and its command keeps a checkpoint."""
+    ours, pins, there = Path(sys.executable), ROOT / "constraints.txt", tmp_path / "bin"
+    if installer == "uv":
+        places = (
+            "UV_TOOL_DIR=tools",
+            f"UV_TOOL_BIN_DIR={there}",
+            "UV_PYTHON_DOWNLOADS=never",
+            "UV_CACHE_DIR=cache",
+        )
+        command: tuple[str | Path, ...] = ("tool", "install", "-q", "-c", pins, "--python", ours, wheel)
+    else:
+        places = (f"PIPX_HOME={tmp_path / 'tools'}", f"PIPX_BIN_DIR={there}", "USE_EMOJI=0", "COLUMNS=80")
+        command = ("install", "--python", ours, f"--pip-args=-c {pins}", wheel)
+    run("env", *places, ours.with_name(installer), *command, cwd=tmp_path)
+    assert run(there / "ckptd", "--version").startswith("ckptd ")
+    assert "grafana" in run(there / "ckptd", "init", "--list")
+    scene = Scene(tmp_path)
+    tag = scene.save(10)
+    run(there / "ckptd", "run", scene.save_dir, scene.nas, "--same-filesystem", "--once", cwd=tmp_path)
+    assert tag in run(there / "ckptd", "list", scene.nas)
+    if installer == "uv":
+        released(tmp_path / "tools" / "ckptd" / "bin" / "python", tmp_path / "dist")
+
+
+def released(python: Path, dist: Path) -> None:
+    """What `make release` adds: an SBOM with every package that the wheel asks for, and checksums."""
+    dist.mkdir()
+    write_sbom(python, dist / "ckptd.cdx.json")
+    document = json.loads((dist / "ckptd.cdx.json").read_text())
+    assert document["bomFormat"] == "CycloneDX"
+    assert document["metadata"]["component"]["name"] == "ckptd"
+    found = {one["name"].lower().replace("_", "-"): one["version"] for one in document["components"]}
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()[1:])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name in (line.partition(">")[0] for line in project["dependencies"]):
+        assert found[name] == pinned[name]
+    assert not {"torch", "pip"} & set(found)
+    write_checksums(dist)
+    assert run("sha256sum", "--check", "SHA256SUMS", cwd=dist) == "ckptd.cdx.json: OK\n"
 
 
 def test_supported_pythons_are_named_everywhere() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pwd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,6 +16,17 @@ def printable(text: str) -> str:
     'step5?[2J??'
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def printable_everywhere(value: Any) -> Any:
+    """Apply `printable` to every text in a JSON value."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [printable_everywhere(item) for item in value]
+    if isinstance(value, dict):
+        return {printable_everywhere(key): printable_everywhere(item) for key, item in value.items()}
+    return value
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:

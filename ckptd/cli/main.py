@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckptd import __version__
 from ckptd.base.humanize import printable
 from ckptd.cli.completion import VARIABLE, verb_asked
-from ckptd.cli.verbs import OLD_NAMES, VERBS
+from ckptd.cli.verbs import OLD_NAMES, OTHER_NAMES, VERBS
 from ckptd.errors import CkptdError, UsageError, from_os_error
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def _answer(arguments: Sequence[str]) -> None:
 
 
 def _with_todays_name(arguments: list[str]) -> list[str]:
-    """Return the arguments with a verb's old name replaced, which is said."""
+    """Return the arguments with a verb's other name replaced; of an old one that is said."""
+    if arguments and arguments[0] in OTHER_NAMES:
+        return [*OTHER_NAMES[arguments[0]], *arguments[1:]]
     if not arguments or arguments[0] not in OLD_NAMES:
         return arguments
     from ckptd.cli.output import print_note

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptd.base.humanize import printable
 
@@ -15,17 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from rich.text import Text
-
-
-def printable_everywhere(value: Any) -> Any:
-    """Apply `printable` to every text in a JSON value."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, list):
-        return [printable_everywhere(item) for item in value]
-    if isinstance(value, dict):
-        return {printable_everywhere(key): printable_everywhere(item) for key, item in value.items()}
-    return value
 
 
 def cell(text: str, style: str = "") -> Text:
@@ -66,7 +55,6 @@ __all__ = [
     "print_line",
     "print_note",
     "printable",
-    "printable_everywhere",
 ]
 
 ENV_JOB = ["CKPTD_JOB", "CKPTD_SAVE_DIR"]

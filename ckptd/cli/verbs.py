@@ -18,6 +18,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
     "Every day": {
         "run": Verb("daemon.run", "Watch a save_dir: upload, verify and rotate its checkpoints"),
         "status": Verb("status.command", "Is my run safe?"),
+        "ui": Verb("status.ui", "Show the status as a page in a browser, read-only"),
         "resume": Verb("checkpoints.resume", "Make save_dir resumable in place; print the path to load"),
         "restore": Verb("checkpoints.restore", "Put a committed checkpoint into another directory"),
         "list": Verb("checkpoints.listing", "List committed checkpoints, oldest first"),
@@ -60,7 +61,10 @@ OLD_NAMES: dict[str, tuple[str, ...]] = {
     "unpause": ("pause", "--off"),
     "unpin": ("pin", "--remove"),
 }
-"""Verbs of 0.1, taken until the release after 0.2 and listed nowhere."""
+"""Verbs of 0.1, taken until the release after 0.2; listed nowhere."""
+
+OTHER_NAMES: dict[str, tuple[str, ...]] = {"doctor": ("check",)}
+"""What other tools call a verb; listed nowhere."""
 
 EXIT_CODES: dict[int, str] = {
     0: "done, safe",

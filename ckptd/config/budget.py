@@ -22,7 +22,7 @@ JOB_BYTES = 4 * MIB
 READING_BYTES = 36 * MIB
 """The restricted children that read saves before they are sealed: four at once."""
 DIRECTORY_BYTES, S3_BYTES, SERVICE_BYTES = 24 * MIB, 40 * MIB, 64 * MIB
-"""A remote's child that has nothing to do, by its kind."""
+"""A remote's child that has nothing to do, by its kind; S3 by s3fs takes 54 MiB, as services do."""
 UPLOAD_BYTES = 16 * MIB
 """What a child takes besides while it uploads."""
 SMALLEST_CONVERSION_BYTES = 64 * MIB
@@ -45,13 +45,13 @@ class Division:
     """With so much each remote keeps its child, and there is room for all uploads that are allowed."""
 
 
-def divide(budget_bytes: int, jobs: Sequence[Sequence[str]], max_uploads: int) -> Division:
-    """Divide `budget_bytes` where each of `jobs` has these remotes (URLs).
+def divide(budget_bytes: int, jobs: Sequence[Sequence[int]], max_uploads: int) -> Division:
+    """Divide `budget_bytes` where each of `jobs` has remotes whose children take so much (`child_bytes`).
 
     Children come first, each lasts where there is room; then uploads; a conversion gets the rest. Of several
     children at least two live: while one uploads, another may look.
     """
-    costs = sorted((_child_bytes(url) for urls in jobs for url in urls), reverse=True)
+    costs = sorted((cost for costs in jobs for cost in costs), reverse=True)
     always = DAEMON_BYTES + JOB_BYTES * len(jobs) + READING_BYTES + SMALLEST_CONVERSION_BYTES
     left_bytes = budget_bytes - always
     least = min(2, len(costs))
@@ -70,10 +70,11 @@ def divide(budget_bytes: int, jobs: Sequence[Sequence[str]], max_uploads: int) -
     )
 
 
-def _child_bytes(url: str) -> int:
+def child_bytes(url: str, client: str = "botocore") -> int:
+    """Return what the child of a remote takes that has nothing to do; `client` matters on S3 alone."""
     if url_path(url) is not None:
         return DIRECTORY_BYTES
-    return S3_BYTES if url.startswith("s3://") else SERVICE_BYTES
+    return S3_BYTES if url.startswith("s3://") and client == "botocore" else SERVICE_BYTES
 
 
 def shortage(division: Division, budget_bytes: int) -> tuple[str, str] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -62,6 +62,7 @@ def settings_from_environment(environ: Mapping[str, str]) -> Settings:
     """
     settings = Settings()
     known = variables()
+    known |= {"CKPTD_BACKFILL": replace(known["CKPTD_EXISTING"], key="backfill")}
     for name, text in sorted(environ.items()):
         if not name.startswith("CKPTD_") or name in _OWN or (name, text) == _DROPPED:
             continue
@@ -140,7 +141,7 @@ def _value(name: str, text: str, kinds: frozenset[type]) -> object:
 
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are ours and may be shown: no secret, and no URL that may hold one."""
-    known = (_OWN - {"CKPTD_DEBUG"}) | variables().keys()
+    known = (_OWN - {"CKPTD_DEBUG"}) | variables().keys() - {"CKPTD_REMOTE_STORAGE_OPTIONS"}
     return {
         name: text
         for name, text in sorted(environ.items())

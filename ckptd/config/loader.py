@@ -435,6 +435,7 @@ def resolve_job(job: str, environ: Mapping[str, str], *, config_dir: Path | None
     by_file = [j for j in loaded if isinstance(j, JobConfig) and j.file is not None and j.file.stem == job]
     if len(by_file) == 1:
         return by_file[0]
+    check_spelling(job)
     names = ", ".join(sorted(j.name for j in loaded if isinstance(j, JobConfig))) or "none"
     msg = f"no job {job!r} in {directory / 'jobs.d'} (known: {names})"
     raise NotFoundError(msg, hint="give a name, a job file, or the save_dir with a / in it")

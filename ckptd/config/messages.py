@@ -27,7 +27,7 @@ _SECTIONS: dict[str, type[Section]] = {
 _TABLES: dict[str, type[Section]] = {"ephemeral": EphemeralConfig, "ladder": RungConfig}
 """Keys of [local] and [[remote]] whose values have keys of their own."""
 
-_UNSHOWN = ("credentials", "webhook", "heartbeat")
+_UNSHOWN = ("credentials", "storage_options", "webhook", "heartbeat")
 """What these are set to may be a secret."""
 
 

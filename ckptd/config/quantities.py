@@ -248,7 +248,9 @@ def check_spelling(url: str) -> None:
     if not colon or "/" in head or rest.startswith("//") or head.startswith((".", "~")):
         return
     path = rest.lstrip("/\\")
-    if head in _SCHEMES:
+    if head == "rclone" or ":" in rest:
+        hint = "rclone's remotes are no URLs: `rclone mount` it and name the mounted path"
+    elif head in _SCHEMES:
         hint = f"write {head}://{'/' if head == 'file' else ''}{path or 'bucket/prefix'}"
     elif len(head) == 1:
         hint = "ckptd runs on Linux: mount that drive there and name the mounted path"

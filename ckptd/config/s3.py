@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import json
 import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Strict, model_validator
 
 from ckptd.config.quantities import Endpoint, Name, reject
-from ckptd.config.section import Section, looks_secret
+from ckptd.config.section import Section, holds_secret, is_secret, looks_secret
 from ckptd.config.section import key as _key
 
 _CLASSES = (
@@ -90,9 +91,62 @@ def read_tags(value: object) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(pairs))
 
 
+_UNTAKEN = {
+    "session": "cannot stand in a file",
+    "loop": "cannot stand in a file",
+    "asynchronous": "is decided by ckptd",
+    "skip_instance_cache": "is decided by ckptd",
+    "use_listings_cache": "is decided by ckptd",
+}
+_SECRETS = ("key", "secret", "token", "username", "password")
+
+
+def read_storage_options(value: object) -> tuple[tuple[str, str], ...]:
+    """Read a table of s3fs's arguments, or a list of "NAME=VALUE"; the values become JSON."""
+    if isinstance(value, dict):
+        pairs = dict(value)
+    elif isinstance(value, list | tuple) and all(isinstance(item, str) and "=" in item for item in value):
+        pairs = {name.strip(): _from_text(text.strip()) for name, text in (i.split("=", 1) for i in value)}
+    else:
+        reject("storage_options are a table { requester_pays = true } of s3fs.S3FileSystem's arguments")
+    for name in pairs.keys() & _UNTAKEN.keys():
+        reject(f"{name} {_UNTAKEN[name]}")
+    _refuse_secrets(pairs)
+    try:
+        return tuple(sorted((name, json.dumps(option, sort_keys=True)) for name, option in pairs.items()))
+    except TypeError:
+        reject("a value is a string, a number, true, false, a list or a table")
+
+
+def _from_text(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _refuse_secrets(options: dict[str, Any]) -> None:
+    for name, option in options.items():
+        if name in _SECRETS or is_secret(name) or holds_secret(option):
+            reject(
+                "a secret does not belong in a configuration file: FSSPEC_S3_KEY and FSSPEC_S3_SECRET, "
+                "a file in ~/.config/fsspec, or credentials"
+            )
+        if isinstance(option, dict):
+            _refuse_secrets(option)
+
+
 class S3Keys(Section):
     """Declare the keys that only remotes on S3 take; every one may be left out."""
 
+    client: Literal["botocore", "s3fs"] = _key(
+        "botocore", "client", '"botocore"', "what speaks S3: botocore | s3fs, with fsspec's settings (s3.md)"
+    )
+    storage_options: Annotated[
+        tuple[tuple[str, str], ...], BeforeValidator(read_storage_options), Strict(False)
+    ] = _key(
+        (), "storage_options", "{ requester_pays = true }", "of s3fs.S3FileSystem; secrets in FSSPEC_S3_*"
+    )
     endpoint_url: Endpoint | None = _key(
         None, "endpoint_url", '"https://s3.example.org"', "of an S3 server that is not AWS"
     )
@@ -129,6 +183,13 @@ class S3Keys(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> S3Keys:
+        if self.client == "s3fs":
+            if self.role_arn is not None:
+                reject('with s3fs a profile names the role: leave role_arn out, credentials = "profile:NAME"')
+            if self.endpoint_url is not None and "endpoint_url" in dict(self.storage_options):
+                reject("endpoint_url stands in storage_options too; leave one out")
+        elif self.storage_options:
+            reject('storage_options are of s3fs; set client = "s3fs"')
         if self.role_arn is None:
             for key in ("external_id", "sts_endpoint_url"):
                 if getattr(self, key) is not None:

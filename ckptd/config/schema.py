@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -222,6 +224,15 @@ _UNUPLOADED = {
 }
 
 
+Existing = Literal["newest", "all", "none"]
+
+
+@cache
+def _say_renamed(old: str, new: str) -> None:
+    text = 'the key "%s" is called "%s" now; the old name is taken until the next release'
+    logging.getLogger("ckptd.config").warning(f"ckptd: {text}", old, new)
+
+
 class JobConfig(Section):
     """One job file: one save_dir and its remotes."""
 
@@ -237,11 +248,11 @@ class JobConfig(Section):
     settle_seconds: Seconds = _key(
         5.0, "settle", '"5s"', "a save is complete when nothing changed for so long"
     )
-    backfill: Literal["newest", "all", "none"] = _key(
+    existing: Existing = _key(
         "newest",
-        "backfill",
+        "existing",
         '"newest"',
-        "found at the first start, uploaded: newest | all | none; never deleted but with all",
+        "there before ckptd, uploaded: newest | all | none; never deleted but with all",
     )
     unuploaded: Unuploaded = _key(
         "keep",
@@ -292,6 +303,15 @@ class JobConfig(Section):
     _file: Path | None = PrivateAttr(default=None)
     _is_matched: bool = PrivateAttr(default=False)
     _given: str | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _existing_by_its_old_name(cls, values: Any) -> Any:
+        """Take `backfill`, as `existing` was called until 0.2, with a note."""
+        if not isinstance(values, dict) or "backfill" not in values or "existing" in values:
+            return values
+        _say_renamed("backfill", "existing")
+        return {"existing" if key == "backfill" else key: value for key, value in values.items()}
 
     @model_validator(mode="before")
     @classmethod

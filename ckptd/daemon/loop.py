@@ -13,6 +13,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+from ckptd.config.budget import child_bytes
 from ckptd.config.commands import node_name
 from ckptd.daemon.bootstrap import await_matches, may_open_now
 from ckptd.daemon.health.checks import exit_code, is_idle
@@ -90,7 +91,9 @@ class Daemon:
             loaded.daemon,
             lambda: [session for job in self.jobs for session in job.sessions.values()],
             lambda: sum(job.is_converting for job in self.jobs),
-            remotes=lambda: [[remote.url for remote in job.config.remotes] for job in self.jobs],
+            remotes=lambda: [
+                [child_bytes(remote.url, remote.client) for remote in job.config.remotes] for job in self.jobs
+            ],
         )
         self.jobs: list[Job] = []
         self.invalid: list[Invalid] = []

@@ -22,7 +22,7 @@ from ckptd.base import files
 from ckptd.base.humanize import ago, size_of
 from ckptd.base.names import IDENTITY_KEY
 from ckptd.base.owned_dirs import lies_in_save_dir
-from ckptd.config.budget import MIB, divide, shortage
+from ckptd.config.budget import MIB, child_bytes, divide, shortage
 from ckptd.config.commands import node_name
 from ckptd.config.quantities import show_bandwidth, show_seconds, shown_remote
 from ckptd.conversion.engine.inspect import inspect_files, probe_restrictions
@@ -189,11 +189,11 @@ def _uploads(job: JobConfig, listing: SaveDirListing, state_dir: Path | None) ->
     by_time = max(saves, key=lambda folder: max(file.identity.mtime_ns for file in folder.shards))
     newest = next((folder for folder in saves if folder.tag == listing.latest), by_time)
     is_begun = state_dir is not None and (state_dir / "journal.db").exists()
-    if len(saves) > 1 and job.backfill != "all" and not is_begun:
-        rest = f"the other {len(saves) - 1} stay" if job.backfill == "newest" else f"all {len(saves)} stay"
-        first = f"{newest.tag} is uploaded; " if job.backfill == "newest" else ""
+    if len(saves) > 1 and job.existing != "all" and not is_begun:
+        rest = f"the other {len(saves) - 1} stay" if job.existing == "newest" else f"all {len(saves)} stay"
+        first = f"{newest.tag} is uploaded; " if job.existing == "newest" else ""
         text = f"{len(saves)} checkpoints lie here already: {first}{rest} on this node alone, never deleted"
-        hint = 'backfill = "all" (CKPTD_BACKFILL=all) uploads and rotates them too'
+        hint = 'existing = "all" (--existing all, CKPTD_EXISTING=all) uploads and rotates them too'
         yield Finding(what="existing", verdict="note", text=text, hint=hint)
     size_bytes = sum(file.identity.size_bytes for file in newest.files)
     for remote in job.remotes:
@@ -234,7 +234,7 @@ def check_glob(daemon: DaemonConfig, environ: Mapping[str, str]) -> Finding:
 def check_memory(jobs: Sequence[JobConfig], daemon: DaemonConfig) -> Finding | None:
     """Whether `memory_budget` suffices for all jobs of a daemon (P12); None: nothing waits for want of it."""
     budget_bytes = daemon.memory_budget_bytes(psutil.virtual_memory().total)
-    remotes = [[remote.url for remote in job.remotes] for job in jobs]
+    remotes = [[child_bytes(remote.url, remote.client) for remote in job.remotes] for job in jobs]
     shares = divide(budget_bytes, remotes, daemon.max_uploads)
     if (found := shortage(shares, budget_bytes)) is not None:
         return failed("memory", ConfigError(found[0], hint=found[1]))

@@ -198,7 +198,8 @@ def _save_dir(path: Path, absolute: str) -> Inspection:
     if not found:
         raise NotFoundError(
             f"{path} holds no DeepSpeed checkpoint{''.join(f'; {one.text}' for one in others)}",
-            hint="; ".join(dict.fromkeys(one.next_step for one in others)),
+            hint="; ".join(dict.fromkeys(one.next_step for one in others))
+            or "name a save_dir, or a folder in one (global_step500, checkpoint-500)",
         )
     return Inspection(
         path=str(path),

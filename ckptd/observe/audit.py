@@ -6,8 +6,10 @@ can compare every deletion with what was committed at that moment (P1).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
 
@@ -73,3 +75,52 @@ def _ends_well(folder: int, name: str) -> bool:
         return size == 0 or os.pread(fd, 1, size - 1) == b"\n"
     finally:
         os.close(fd)
+
+
+# --- reading ---------------------------------------------------------------------------------------------
+
+_READ_BYTES = 1 << 20
+"""Of the end of the file: some thousand lines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deleted:
+    """A form of a checkpoint that was deleted in a remote."""
+
+    tag: str
+    generation: int
+    form: str
+    at: str
+    """RFC 3339, UTC."""
+
+
+def read_retired(folder: Path) -> list[Deleted]:
+    """Return what was deleted in remotes, oldest first, from the audit file of a state directory.
+
+    Whoever may not read it, or finds something else there, gets nothing: it only adds times to a display.
+    """
+    try:
+        fd = os.open(folder / "audit.jsonl", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        size = os.fstat(fd).st_size
+        data = os.pread(fd, _READ_BYTES, max(0, size - _READ_BYTES))
+    except OSError:
+        return []
+    finally:
+        os.close(fd)
+    found = []
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            row = json.loads(line)
+            if row["action"] == "retire":
+                found.append(
+                    Deleted(
+                        tag=str(row["tag"]),
+                        generation=int(row["generation"]),
+                        form=str(row["form"]),
+                        at=str(row["at"]),
+                    )
+                )
+    return found

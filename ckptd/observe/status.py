@@ -194,7 +194,7 @@ class DrainStatus:
     refused: tuple[str, ...] = ()
     """Of those, what cannot be committed as it is: a person is needed."""
     unsent: tuple[str, ...] = ()
-    """Found at the first start and not accepted (backfill): neither missing nor committed."""
+    """Found at the first start and not accepted: neither missing nor committed."""
     stalled: tuple[str, ...] = ()
     """Remotes on which nothing moves and that all which is missing waits for: `ckptd drain` gives them up."""
 
@@ -280,9 +280,9 @@ class Status:
 
 
 def all_committed(unsent: int) -> str:
-    """Describe a finished drain in words; `unsent`: how many saves `backfill` leaves out."""
+    """Describe a finished drain in words; `unsent`: how many saves `existing` leaves out."""
     text = "all that is complete here is committed"
-    return f"{text}, but for {unsent} found at the first start (not sent: backfill)" if unsent else text
+    return f"{text}, but for {unsent} that were there before ckptd (not uploaded)" if unsent else text
 
 
 def not_waited_for(stalled: Sequence[str]) -> str:

@@ -94,6 +94,20 @@ def advice(plan: RecoveryPlan, facts: ShardFacts | None) -> list[str]:
     return lines
 
 
+def load_line(plan: RecoveryPlan, path: Path) -> str:
+    """Return the line of a training script that loads what was restored to `path`."""
+    trainer = plan.candidate.layout[0]
+    if plan.candidate.grid.is_model_only:
+        return f"restored to {path}"
+    if trainer is Trainer.HUGGINGFACE and plan.form not in WEIGHTS:
+        return f'load it: trainer.train(resume_from_checkpoint="{path}")'
+    if plan.form in WEIGHTS:
+        return f'load it: AutoModel.from_pretrained("{path}")'
+    if trainer in _OPENED_BY:
+        return f"load it: {_OPENED_BY[trainer].replace('PATH', repr(str(path)))}"
+    return f'load it: engine.load_checkpoint("{path.parent}", "{path.name}")'
+
+
 def _unread(facts: ShardFacts | None) -> list[str]:
     """Say that the DeepSpeed that saved cannot load the form, where it cannot."""
     if facts is None or not facts.ds_version:

@@ -241,9 +241,8 @@ class Restore(Recovery):
         what = "checkpoint" if self._options.form not in WEIGHTS else self._options.form
         msg = f"{where} holds no committed {what}"
         if what != "checkpoint":
-            return NothingCommitted(
-                msg, hint=f"a remote holds it once its forms list it: {what}; or `ckptd convert`"
-            )
+            hint = f"a remote holds it once its forms list it: {what}; or `ckptd convert`"
+            return NotFoundError(msg, hint=hint)
         return NothingCommitted(msg)
 
     # --- doing -----------------------------------------------------------------------------------------

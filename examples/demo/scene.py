@@ -56,7 +56,7 @@ JOB_TOML = """\
 # Written by `python -m examples.demo`; a job file as you would write one, but for the marked lines.
 save_dir = "{save_dir}"
 settle = "1s"
-backfill = "all"                        # what `ckptd resume` fetched may be rotated like the rest
+existing = "all"                        # what `ckptd resume` fetched may be rotated like the rest
 
 [local]
 save_total_limit = {limit}                    # older ones go once they are committed {where}, never before

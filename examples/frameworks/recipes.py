@@ -126,5 +126,12 @@ RECIPES = {
         command=lambda launch: _yaml(launch, "llamafactory.yaml", "per_device_train_batch_size"),
     ),
     "trl": Recipe(package="trl", command=_trl, prepare="tiny.py", extra=EXTRA),
-    "lightning": Recipe(package="lightning", command=_lightning, loss=_STEP_LINE, extra=EXTRA),
+    "lightning": Recipe(
+        package="lightning",
+        command=_lightning,
+        loss=_STEP_LINE,
+        extra=EXTRA,
+        # in the middle of an epoch Lightning takes a plain DataLoader's samples from the first one again
+        allowed_difference=0.2,
+    ),
 }

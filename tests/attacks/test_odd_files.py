@@ -50,7 +50,7 @@ def here(tmp_path: Path) -> Iterator[Node]:
 def test_names_that_nobody_expects(here: Node) -> None:
     """A good checkpoint among them is committed; each of the others is committed or refused with a reason."""
     root = os.fsencode(here.save_dir)
-    here.write_job(job='backfill = "all"', local="forms = []")
+    here.write_job(job='existing = "all"', local="forms = []")
     for number, tag in enumerate(TAGS):
         save(root + b"/" + tag, 3 + number)
     save(root + b"/global_step99", 99)
@@ -134,7 +134,7 @@ def _folder(path: Path) -> None:
 def test_shards_that_are_no_files(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither opened nor waited for: such a checkpoint is not complete, and the good one is safe."""
     monkeypatch.chdir(here.root)
-    here.write_job(job='backfill = "all"')
+    here.write_job(job='existing = "all"')
     save(os.fsencode(here.save_dir / "global_step1"), 1)
     for number, make in enumerate((_fifo, _socket, _device, _link, _folder), 2):
         save(os.fsencode(here.save_dir / f"global_step{number}"), number)

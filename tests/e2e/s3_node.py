@@ -84,6 +84,8 @@ def s3_node(root: Path, server: servers.Server, endpoint: str = "", **more: Any)
     """A node whose processes end with the test; its bucket is emptied first."""
     more.setdefault("url", f"s3://{servers.BUCKET}/{PREFIX}")
     remote = f'endpoint_url = "{endpoint or server.endpoint}"\npart_size = "5MiB"\n{more.pop("remote", "")}'
+    if servers.CLIENT != "botocore":
+        remote = f'client = "{servers.CLIENT}"\n{remote}'
     environment = servers.environment() | more.pop("environment", {})
     here = S3Node(root, server=server, remote=remote, environment=environment, **more)
     for key in here.objects():

@@ -20,5 +20,5 @@ def test_tiny() -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     series = json.loads((CACHE / "tiny.json").read_text())["series"]
-    assert len(series) == 17
+    assert len(series) == 23
     assert [one["case"] for one in series if not one["samples"]] == []

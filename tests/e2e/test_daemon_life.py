@@ -244,7 +244,7 @@ def test_what_was_saved_before_a_remote_first_answered_was_not_found(tmp_path: P
         sent = {f"global_step{n}~g1" for n in (2, 3, 4, 5)}
         here.wait("the limit", lambda: here.local_tags() == kept)
         here.wait("all but the older of the two", lambda: set(here.commits()) == sent)
-        why = "found at the first start (ckptd accept --existing)"
+        why = "there before ckptd (ckptd accept --existing)"
         here.wait("the reason", lambda: why in here.checkpoint("global_step1").get("keep", ()))
         assert here.local_tags() == kept
 

@@ -136,7 +136,7 @@ def test_universal_is_put_beside_the_shards_that_are_here(tmp_path: Path) -> Non
     What was put in is no save of the trainer's, not even for a daemon that remembers nothing; it goes with
     the folder.
     """
-    with node(tmp_path, 'backfill = "all"', "forms = []\nsave_total_limit = 1", 'forms = ["zero"]') as here:
+    with node(tmp_path, 'existing = "all"', "forms = []\nsave_total_limit = 1", 'forms = ["zero"]') as here:
         copy_checkpoint(tree_of(HfRun(stage=2)), "checkpoint-2", here.save_dir)
         here.once()
         folder = here.save_dir / "checkpoint-2"

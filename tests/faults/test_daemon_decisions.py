@@ -47,12 +47,12 @@ def test_all_four_outlive_the_state_directory(tmp_path: Path) -> None:
         kept = {"global_step2", "global_step3", "global_step4"}
         here.wait("the limit", lambda: here.local_tags() == kept, 40)
         here.wait("the pin", lambda: "pinned" in here.checkpoint("global_step2")["keep"])
-        why = ["not committed on every required remote", "found at the first start (ckptd accept --existing)"]
+        why = ["not committed on every required remote", "there before ckptd (ckptd accept --existing)"]
         here.wait("the reasons", lambda: here.checkpoint("global_step3")["keep"] == why)
         left = here.checkpoint("global_step3")
         assert {form["state"] for forms in left["remotes"].values() for form in forms.values()} == {"none"}
-        adopts = f"`ckptd accept {here.job_file} --existing` sends and rotates it"
-        assert left["reason"] == f"found at the first start: not sent (backfill); {adopts}"
+        adopts = f"`ckptd accept {here.job_file} --existing` uploads and rotates it"
+        assert left["reason"] == f"there before ckptd: not uploaded; {adopts}"
         assert left["next_step"] is None, "it is whole: nothing to remove"
         here.stop()
         decide(here, "pin", "--remove", "global_step2")

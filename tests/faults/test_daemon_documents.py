@@ -51,7 +51,7 @@ def test_an_identity_that_cannot_be_read_for_a_while(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_journal_lost", [False, True])
 def test_a_commit_that_cannot_be_read_is_none(tmp_path: Path, *, is_journal_lost: bool) -> None:
     """The checkpoint is sent again as another generation; what is there is neither read into nor replaced."""
-    with node(tmp_path, 'backfill = "all"', "forms = []", 'forms = ["zero"]') as here:
+    with node(tmp_path, 'existing = "all"', "forms = []", 'forms = ["zero"]') as here:
         _save(here, 1)
         _save(here, 2)
         assert here.comes_to_rest()

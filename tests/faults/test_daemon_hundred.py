@@ -22,7 +22,7 @@ MOST_SECONDS = 10.0
 def test_a_restart_without_its_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All hundred are recognised by their fingerprints; nothing is written twice."""
     with node(tmp_path, local="forms = []", remote='forms = ["zero"]') as here:
-        here.write_job(job='backfill = "all"')
+        here.write_job(job='existing = "all"')
         staged = here.root / "staged"
         for step in range(1, COUNT + 2):
             write_stage12(staged / f"global_step{step}", [{"w": (16, 8), "b": (8,)}], 2, step=step)

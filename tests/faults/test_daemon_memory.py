@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.config.budget import MIB, divide
+from ckptd.config.budget import MIB, child_bytes, divide
 from tests.e2e.harness import RUN, children_of, made_before
 from tests.faults.test_daemon_service import House
 from tests.faults.test_daemon_service import house as house
@@ -55,7 +55,7 @@ def test_five_jobs_live_within_the_least_budget(house: House) -> None:
         (house.root / "nvme" / name).mkdir()
         house.job(name)
         house.save(name)
-    shares = divide(BUDGET_BYTES, [[str(house.root)]] * len(JOBS), 5)
+    shares = divide(BUDGET_BYTES, [[child_bytes(str(house.root))]] * len(JOBS), 5)
     most, over = 0, threading.Event()
     with cgroup.group(BUDGET_BYTES) as inside:
         daemon = house.start(inside=inside / "cgroup.procs")
@@ -101,7 +101,7 @@ def test_a_budget_that_is_too_small_is_told_with_what_is_needed(house: House) ->
         text = path.read_text().replace(str(house.root / "nas" / name), nowhere)
         path.write_text(text.replace("same_filesystem = true\n", ""))
     house.save("one")
-    shares = divide(BUDGET_BYTES, [[str(house.root)], [nowhere], [nowhere]], 4)
+    shares = divide(BUDGET_BYTES, [[child_bytes(one)] for one in (str(house.root), nowhere, nowhere)], 4)
     needed = f"{-(-shares.needed_bytes // MIB)}MiB"
     check = ("check", "--no-probe", "--config-dir", str(house.config))
     checked = house.ckptd(*check)

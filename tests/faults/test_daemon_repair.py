@@ -40,7 +40,7 @@ if os.environ.get("CKPTD_FULL"):  # minutes: rest, repair, rest again
 
     def test_what_is_put_back_is_the_same_save(tmp_path: Path) -> None:
         """No new generation, no torn save; later it is rotated under its old COMMIT."""
-        with node(tmp_path, job='backfill = "all"') as here:
+        with node(tmp_path, job='existing = "all"') as here:
             old(here, 1)
             assert here.once() == 0
             commits = here.commits()
@@ -76,7 +76,7 @@ if os.environ.get("CKPTD_FULL"):  # minutes: rest, repair, rest again
     @pytest.mark.timeout(290)
     def test_the_scrub_of_a_real_daemon(tmp_path: Path) -> None:
         """A bit that turned is a problem with its command; repaired beside the daemon, it clears."""
-        with node(tmp_path, job='backfill = "all"') as here:
+        with node(tmp_path, job='existing = "all"') as here:
             old(here, 1)
             assert here.once() == 0
             shard = shards_in_order(here.nas / TAG)[1]

@@ -77,7 +77,7 @@ def test_that_of_the_lower_goes_on_and_says_so(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_directory_that_was_found_is_nobodys(tmp_path: Path) -> None:
     """It moved here with its job: what another host uploaded before is no second host."""
-    with node(tmp_path, local="forms = []", job='backfill = "all"', remote='forms = ["zero"]') as here:
+    with node(tmp_path, local="forms = []", job='existing = "all"', remote='forms = ["zero"]') as here:
         tag = here.save(1)
         (here.save_dir / "tokenizer.json").write_text("{}")
         assert Scene(here.root, node="other-host").commit(tag, 1).outcome == "committed"

@@ -17,7 +17,7 @@ real_saves = made_before(RUN)
 
 def test_thin_removes_older_ones_once_a_newer_one_is_committed(tmp_path: Path) -> None:
     """Four wait; the newest goes up first, and those before it are let go unsent."""
-    job = 'unuploaded = "thin"\nbackfill = "all"'
+    job = 'unuploaded = "thin"\nexisting = "all"'
     with node(tmp_path, job=job, local="save_total_limit = 1\nforms = []", remote=ZERO_ONLY) as here:
         for step in (1, 2, 3, 4):
             here.save(step)

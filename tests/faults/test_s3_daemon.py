@@ -22,7 +22,6 @@ from ckptd.errors import (
     RemoteUnreachable,
     StorageError,
 )
-from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
 from tests.e2e.harness import children_of, made_before
@@ -195,7 +194,7 @@ def test_what_a_server_refuses_is_one_sentence(
     for name, value in servers.environment().items():
         monkeypatch.setenv(name, value)
     with proxy(moto.port) as between:
-        store = open_store(f"s3://{servers.BUCKET}/words", access=Access(endpoint_url=between.endpoint))
+        store = open_store(f"s3://{servers.BUCKET}/words", access=servers.access(between.endpoint))
         between.canned = canned
         with pytest.raises(kind) as caught:
             store.get("_ckptd/remote.json")

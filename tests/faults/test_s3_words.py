@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RemoteNotOurs, RemoteUnreachable
-from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3 import client as s3_client
 from tests.e2e.harness import children_of
@@ -87,7 +86,7 @@ def one_sentence(text: str) -> bool:
 def refusal(endpoint: str | None = None, credentials: str = "env") -> CkptdError:
     """What the first look at a remote ends with; every later question ends with a sentence too."""
     first: list[CkptdError] = []
-    access = Access(endpoint_url=endpoint, credentials=credentials)
+    access = servers.access(endpoint, credentials=credentials)
     store = open_store(f"s3://{servers.BUCKET}/x", access=access)
     questions: dict[str, Callable[[], object]] = {
         "get": partial(store.get, "_ckptd/remote.json"),
@@ -303,7 +302,7 @@ def test_a_server_that_dies_in_mid_upload_and_lost_its_parts(
 
 def test_two_first_writers_where_conditions_are_ignored(rclone: servers.Server) -> None:
     """The second one looks first; what was written after that look is seen by the re-read (P3, P10)."""
-    access = Access(endpoint_url=rclone.endpoint)
+    access = servers.access(rclone.endpoint)
     first, second = (open_store(f"s3://{servers.BUCKET}/two", access=access) for _ in range(2))
     assert not first.probe().create_only
     assert any("If-None-Match is ignored" in note for note in second.probe().notes)
@@ -314,7 +313,7 @@ def test_two_first_writers_where_conditions_are_ignored(rclone: servers.Server) 
 
     def overtake(**_: object) -> None:
         client.meta.events.unregister("after-call.s3.PutObject", overtake)
-        second.put("_ckptd/b.json", b"second")
+        rclone.client().put_object(Bucket=servers.BUCKET, Key="two/_ckptd/b.json", Body=b"second")
 
     client.meta.events.register("after-call.s3.PutObject", overtake)
     assert not first.put_if_absent("_ckptd/b.json", b"first")

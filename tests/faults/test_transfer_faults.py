@@ -86,7 +86,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, moto: servers.Server) -> I
         for name, value in servers.environment().items():
             patch.setenv(name, value)
         patch.setattr(retry, "backoff_seconds", lambda tries: 0.2)
-        access = {"endpoint_url": between.endpoint, "part_size_bytes": PART_BYTES}
+        access = {"endpoint_url": between.endpoint, "part_size_bytes": PART_BYTES, "client": servers.CLIENT}
         rig = Rig(folder, f"s3://{servers.BUCKET}/run", access=access)
         yield Scene(rig, between, moto)
         rig.close()

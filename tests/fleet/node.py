@@ -554,7 +554,7 @@ class Daemon:
             remotes=(remote,),
             local_forms=(),
             local_retention=RetentionPolicy(save_total_limit=job.local_limit),
-            backfill="newest",
+            existing="newest",
             latest=machine.latest,
             latest_universal=None,
             is_save_in_flight=bool(machine.in_flight(self.engine.now)),

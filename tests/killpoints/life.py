@@ -95,7 +95,7 @@ class Place:
             f'url = "{self.remote}"\nsame_filesystem = true' if is_directory else 'url = "s3://bucket/run"'
         )
         (self.root / "run.toml").write_text(
-            f'save_dir = "{self.save_dir}"\nsettle = "0.5s"\nbackfill = "{self.scenario.backfill}"\n'
+            f'save_dir = "{self.save_dir}"\nsettle = "0.5s"\nexisting = "{self.scenario.backfill}"\n'
             f'[local]\nsave_total_limit = 1\nforms = {forms}\nmin_free = "1MB"\n'
             f'[[remote]]\nname = "nas"\n{where}\nforms = {remote}\nkeep_last = 2\n'
         )

@@ -154,7 +154,7 @@ class World:
             remotes=tuple(self._remote_view(r) for r in self.remotes.values()),
             local_forms=(UNIVERSAL,) if self.keeps_universal else (),
             local_retention=self.local,
-            backfill="newest",
+            existing="newest",
             latest=self.latest,
             latest_universal=self.latest_universal,
             is_save_in_flight=self.in_flight,

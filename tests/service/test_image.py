@@ -103,13 +103,15 @@ def stages() -> list[Stage]:
 
 def copied(stage: Stage, into: Path) -> None:
     """What COPY takes from the source tree."""
+    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
     for rest in stage.all("COPY"):
         *sources, target = rest.split()
         for source in sources:
+            assert f"!{source}" in ignored, f"{source} is not sent to docker: .dockerignore"
             place = into / target / source if target == "./" else into / target
             if (REPOSITORY / source).is_dir():
-                ignored = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(REPOSITORY / source, place, ignore=ignored)
+                caches = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(REPOSITORY / source, place, ignore=caches)
             else:
                 shutil.copyfile(REPOSITORY / source, place)
 

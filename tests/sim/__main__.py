@@ -62,7 +62,7 @@ def replay(seed: int, most_steps: int) -> int:
     )
     print(f"seed {seed} BROKEN {again.broken or outcome.broken}")
     print(
-        f"job: local limit {life.config.local.save_total_limit}, backfill {life.config.backfill}; {remotes}"
+        f"job: local limit {life.config.local.save_total_limit}, existing {life.config.existing}; {remotes}"
     )
     print(f"{len(few.steps)} of {len(life.steps)} steps are enough: {' '.join(s.kind for s in few.steps)}")
     print("timeline:")

@@ -368,7 +368,7 @@ def _limits(world: World, rng: random.Random) -> None:
         job_config(
             tuple((r.name, r.required, rng.choice((None, 1, 2, 3))) for r in world.config.remotes),
             rng.choice((None, 1, 2, 3)),
-            world.config.backfill,
+            world.config.existing,
             every=rules.local.every,
             rung=rules.local.rung,
             unuploaded=world.config.unuploaded,

@@ -972,14 +972,14 @@ def test_of_an_old_save_dir_all_that_may_be_its_newest_is_committed(world: World
     assert (done.steps_at_risk, judge_step(asdict(done), 3)[0], exit_code(world.job)) == (0, "committed", 0)
     reasons = {one.step: one.reason for one in done.checkpoints}
     assert reasons[3] is None
-    assert str(reasons[8]).startswith("found at the first start: not sent")
+    assert str(reasons[8]).startswith("there before ckptd: not uploaded")
     assert unsent_here(world.job) == ("global_step8",)
     world.job.control.begin_drain(60)
     world.live_on(20, rng)
     drain = job_status(world.job).drain
     assert drain is not None
     assert (drain.is_done, drain.unsent) == (True, ("global_step8",))
-    assert drained_words([world.job]).endswith("but for 1 found at the first start (not sent: backfill)")
+    assert drained_words([world.job]).endswith("but for 1 that were there before ckptd (not uploaded)")
     saved(world, 4)
     world.live_on(300, rng, world.has_rested)
     assert orders(world)["global_step4"] == (2, 4)

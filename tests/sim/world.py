@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckptd.config.budget import child_bytes
 from ckptd.config.schema import DaemonConfig, JobConfig
 from ckptd.core.model.decision import Decision
 from ckptd.core.model.records import ZERO, UploadState
@@ -76,7 +77,7 @@ def job_config(
             "save_dir": SAVE_DIR,
             "name": "run",
             "node_name": "n0",
-            "backfill": backfill,
+            "existing": backfill,
             "unuploaded": unuploaded if limit is not None else "keep",
             "local": {
                 "forms": [],
@@ -269,9 +270,9 @@ class World:
         """Start it when it does not run."""
         if self.job is None:
             workers = Workers(self.posts.append)
-            urls = [remote.url for remote in self.config.remotes]
-            self.limits = HostLimits(DaemonConfig(), self._sessions, lambda: 0, remotes=lambda: [urls])
-            if self.starts == 0 and self.config.backfill != "all":
+            costs = [child_bytes(remote.url, remote.client) for remote in self.config.remotes]
+            self.limits = HostLimits(DaemonConfig(), self._sessions, lambda: 0, remotes=lambda: [costs])
+            if self.starts == 0 and self.config.existing != "all":
                 self.judge.protected = {save.number for save in self.trainer.saves}
             has_journal = self._has_journal()
             if not has_journal:
@@ -713,7 +714,7 @@ class World:
     def _uploaded_here(self) -> list[Save]:
         """What lies here whole and is uploaded, and believed to be one save, without anybody being asked."""
         alive = [s for s in self.trainer.saves if s.is_finished and not s.is_gone and not s.is_rotated]
-        found_first = self._found_first() if self.config.backfill != "all" else frozenset()
+        found_first = self._found_first() if self.config.existing != "all" else frozenset()
         spread = self.config.save_spread_seconds - 1
         return [
             s

@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING, Any
 from botocore.config import Config
 from botocore.session import Session
 
+from ckptd.storage.stores.access import Access
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ACCESS_KEY, SECRET_KEY = "test", "testtest"
 BUCKET = "training"
 START_SECONDS = 200.0
+CLIENT = os.environ.get("CKPTD_REMOTE_CLIENT", "botocore")
+"""What the S3 stores of these tests speak by: `make stores-full` runs them once more with s3fs."""
 
 
 def free_port() -> int:
@@ -127,6 +131,11 @@ def _running(server: Server) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+def access(endpoint: str | None, **more: Any) -> Access:
+    """How a store reaches a server by `CLIENT`."""
+    return Access.model_validate({"endpoint_url": endpoint, "client": CLIENT} | more)
 
 
 def environment(server: Server | None = None, **more: str) -> dict[str, str]:

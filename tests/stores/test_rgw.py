@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, VerifyError
-from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
@@ -49,7 +48,7 @@ if os.environ.get("CKPTD_FULL"):
             yield server
 
     def store_at(endpoint: str, *, probed: bool = True, **more: Any) -> S3Store:
-        access = Access(endpoint_url=endpoint, part_size_bytes=PART_BYTES, **more)
+        access = servers.access(endpoint, part_size_bytes=PART_BYTES, **more)
         store = open_store(f"s3://{servers.BUCKET}/{secrets.token_hex(4)}", access=access)
         assert isinstance(store, S3Store)
         if probed:

@@ -13,7 +13,6 @@ import pytest
 from ckptd.conversion.remote.uploader import NOTE, UploadNote, write_note
 from ckptd.errors import DamagedError, NotPermitted, RemoteUnreachable, VerifyError
 from ckptd.storage.remote.repair import ExactSource
-from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import Progress, Resume
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import open_store
@@ -43,7 +42,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def store_at(server: servers.Server, *, probed: bool = True) -> S3Store:
-    access = Access(endpoint_url=server.endpoint, part_size_bytes=PART_BYTES)
+    access = servers.access(server.endpoint, part_size_bytes=PART_BYTES)
     store = open_store(f"s3://{servers.BUCKET}/{secrets.token_hex(4)}", access=access)
     assert isinstance(store, S3Store)
     if probed:
@@ -56,6 +55,7 @@ class WordsOfServers:
 
     behind_body = "ignored"
 
+    @pytest.mark.botocore
     def test_a_checksum_behind_a_body_goes_only_where_a_wrong_one_is_refused(self, store: S3Store) -> None:
         """Sent past the probe: a server that takes a wrong one must never be one that gets them."""
         data = secrets.token_bytes(40_000)
@@ -111,7 +111,7 @@ def test_reading_goes_on_where_a_connection_broke(moto: servers.Server) -> None:
     """An hour of restoring does not end with one lost connection; bytes that came are not asked for again."""
     with proxy(moto.port) as between:
         there = f"s3://{servers.BUCKET}/broken"
-        store = open_store(there, access=Access(endpoint_url=between.endpoint))
+        store = open_store(there, access=servers.access(between.endpoint))
         store.put("t/x", BIG)
         between.cut()
         between.requests.clear()
@@ -126,6 +126,7 @@ def test_reading_goes_on_where_a_connection_broke(moto: servers.Server) -> None:
         assert store.verify("t/x", len(BIG), crc64(BIG), lambda done: None) == "read-back"
 
 
+@pytest.mark.botocore
 def test_a_store_that_is_closed_holds_no_connection(moto: servers.Server) -> None:
     """Workers of a cluster close theirs with each conversion; the next request opens anew."""
     store = store_at(moto)
@@ -150,7 +151,7 @@ def test_a_server_that_hangs_is_left_and_gone_on_with(
     monkeypatch.setattr(s3_client, "ATTEMPTS", 2)
     seen: list[Progress] = []
     with proxy(moto.port) as between:
-        access = Access(endpoint_url=between.endpoint, part_size_bytes=PART_BYTES)
+        access = servers.access(between.endpoint, part_size_bytes=PART_BYTES)
         store = open_store(f"s3://{servers.BUCKET}/hang", access=access)
 
         def tell(progress: Progress) -> None:
@@ -180,7 +181,7 @@ def test_a_server_that_cannot_list_parts_gets_the_object_anew(moto: servers.Serv
             answer("501 Not Implemented", "NotImplemented"),
             "^GET .*uploadId=",
         )
-        access = Access(endpoint_url=between.endpoint, part_size_bytes=PART_BYTES)
+        access = servers.access(between.endpoint, part_size_bytes=PART_BYTES)
         store = open_store(f"s3://{servers.BUCKET}/unlisted", access=access)
         abilities = store.probe()
         assert not abilities.resumable
@@ -203,7 +204,7 @@ def test_parts_that_arrived_out_of_order_are_not_sent_again(moto: servers.Server
     data = BIG + BIG[: 12 << 20]
     parts = -(-len(data) // PART_BYTES)
     with proxy(moto.port) as between:
-        access = Access(endpoint_url=between.endpoint, part_size_bytes=PART_BYTES)
+        access = servers.access(between.endpoint, part_size_bytes=PART_BYTES)
         store = open_store(f"s3://{servers.BUCKET}/order{cut}", access=access)
         store.probe()
         seen: list[Progress] = []
@@ -237,7 +238,7 @@ def test_parts_that_arrived_out_of_order_are_not_sent_again(moto: servers.Server
 def test_a_small_object_costs_one_request_or_one_more_to_prove_it(moto: servers.Server) -> None:
     """Round trips are what thousands of small files cost: no look before, none after."""
     with proxy(moto.port) as between:
-        store = open_store(f"s3://{servers.BUCKET}/trips", access=Access(endpoint_url=between.endpoint))
+        store = open_store(f"s3://{servers.BUCKET}/trips", access=servers.access(between.endpoint))
         assert isinstance(store, S3Store)
         shown = store.probe()
         for name, proof, wanted in (("x", "part-etags", ["PUT"]), ("y", "read-back", ["PUT", "GET"])):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.errors import DamagedError
-from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3.store import S3Store
@@ -87,7 +86,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Server]:
 
 
 def store_at(made: _Server) -> S3Store:
-    access = Access(endpoint_url=f"http://127.0.0.1:{made.server_port}", part_size_bytes=PART_BYTES)
+    access = servers.access(f"http://127.0.0.1:{made.server_port}", part_size_bytes=PART_BYTES)
     store = open_store("s3://b/x", access=access)
     assert isinstance(store, S3Store)
     store.abilities = replace(store.abilities, create_only=True, checksum="crc64nvme")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.errors import VerifyError
-from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import Resume
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import open_store
@@ -49,7 +48,7 @@ def between(moto: servers.Server) -> Iterator[Proxy]:
 
 
 def store_at(endpoint: str, *, read_back: bool = True, **more: Any) -> S3Store:
-    access = Access(endpoint_url=endpoint, part_size_bytes=PART_BYTES, **more)
+    access = servers.access(endpoint, part_size_bytes=PART_BYTES, **more)
     store = open_store(f"s3://{servers.BUCKET}/{secrets.token_hex(4)}", access=access, read_back=read_back)
     assert isinstance(store, S3Store)
     store.probe()

@@ -47,7 +47,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def store_at(endpoint: str, folder: str = "", **more: Any) -> S3Store:
-    access = Access(endpoint_url=endpoint, part_size_bytes=PART_BYTES, **more)
+    access = servers.access(endpoint, part_size_bytes=PART_BYTES, **more)
     store = open_store(f"s3://{servers.BUCKET}/{folder or secrets.token_hex(4)}", access=access)
     assert isinstance(store, S3Store)
     return store
@@ -194,6 +194,7 @@ def test_plain_http_to_another_machine_is_signed_and_tls_is_not() -> None:
         assert Access(endpoint_url=endpoint, sign_payload=not expected).signs_payload is not expected
 
 
+@pytest.mark.botocore
 def test_a_role_is_assumed_with_the_external_id_and_its_keys_sign(moto: servers.Server) -> None:
     """moto's STS gives keys that its S3 sees; the session bears this node's name."""
     asked: list[str] = []
@@ -221,6 +222,7 @@ def test_a_role_is_assumed_with_the_external_id_and_its_keys_sign(moto: servers.
     assert key != servers.ACCESS_KEY
 
 
+@pytest.mark.botocore
 def test_a_role_that_cannot_be_assumed_is_named(moto: servers.Server, tmp_path: Path) -> None:
     """Nobody at the STS, and nothing to assume it with: whose fault it is stands in the message."""
     away = store_at(moto.endpoint, role_arn=ROLE, sts_endpoint_url=f"http://127.0.0.1:{servers.free_port()}")
@@ -284,6 +286,7 @@ def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
+@pytest.mark.botocore
 def test_check_prints_what_is_set_and_what_the_store_can_do(moto: servers.Server, tmp_path: Path) -> None:
     """One table per remote, before anything is uploaded; an option that the server refuses fails there."""
     job = tmp_path / "job.toml"

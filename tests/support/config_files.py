@@ -47,7 +47,7 @@ def base(tmp_path: Path) -> dict[str, Any]:
     return {
         "save_dir": str(tmp_path / "nvme" / "run"),
         "settle": "5s",
-        "backfill": "newest",
+        "existing": "newest",
         "local": {"save_total_limit": 3, "min_free": "5%"},
         "remote": [{"name": "nas", "url": str(tmp_path / "nas" / "run"), "bandwidth": "8Gb/s"}],
     }

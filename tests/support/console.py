@@ -121,7 +121,7 @@ class Scene:
             is_there = re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
             return None if is_there else f"there is no target {words[1]}"
         if words[:2] == ["ckptd", "run"] and "--once" not in words:
-            self._start(command.text)
+            self.start(command.text)
             return None
         end = time.monotonic() + SETTLED_SECONDS
         while True:
@@ -144,7 +144,7 @@ class Scene:
                 return f"$ {command.text}\n{self.unmapped(done.stdout)}\nexpected\n{command.expected}"
             time.sleep(0.3)
 
-    def _start(self, text: str) -> None:
+    def start(self, text: str) -> None:
         """A daemon; back when it publishes."""
         log = self.root / "daemon.log"
         with log.open("a") as out:

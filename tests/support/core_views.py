@@ -116,7 +116,7 @@ def job_view(saves: list[SaveView], **changes: Any) -> JobView:
         ),
         local_forms=(UNIVERSAL,),
         local_retention=RetentionPolicy(save_total_limit=1),
-        backfill="newest",
+        existing="newest",
         latest=None,
         latest_universal=None,
         is_save_in_flight=False,

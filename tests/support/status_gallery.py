@@ -229,7 +229,7 @@ LONG = (
 
 
 HUNDRED = tuple(whole(100_000 - 1000 * n) for n in range(100))
-LEFT = "found at the first start: not sent (backfill); `ckptd accept llama --existing` sends and rotates it"
+LEFT = "there before ckptd: not uploaded; `ckptd accept llama --existing` uploads and rotates it"
 
 
 def in_remotes(one: st.CheckpointStatus, *names: str) -> st.CheckpointStatus:

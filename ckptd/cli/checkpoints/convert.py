@@ -41,7 +41,6 @@ def register(app: typer.Typer) -> None:
         ),
         form: str = typer.Option(
             "universal",
-            metavar="FORM",
             autocompletion=complete_form,
             help="universal, weights-fp32, weights-bf16, weights-fp16 (safetensors).",
         ),

@@ -1,4 +1,4 @@
-"""`ckptd restore JOB [TAG] --to DIR`: a committed checkpoint into another directory."""
+"""`ckptd restore JOB [TAG] [--to DIR]`: a committed checkpoint into another directory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ _HELP = (
     "there and fetches only what is missing or bad."
 )
 _EXAMPLES = """\
-ckptd restore s3://my-bucket/llama-7b --to ./llama-7b
+ckptd restore s3://my-bucket/llama-7b
 ckptd restore llama-7b global_step4000 --to /scratch/eval --world-size 8"""
 _HELP_RUN = "Of this run (see `ckptd list`); default: the job's own, else the newest."
+_FORM: str = typer.Option(
+    None,
+    "--form",
+    autocompletion=complete_form,
+    help="zero, universal or weights-bf16 …; default: zero, for another grid universal.",
+)
 _RANKS = re.compile(r"^\d{1,7}(-\d{1,7})?$")
 _MOST_RANKS = 1 << 20
 
@@ -37,21 +43,15 @@ def register(app: typer.Typer) -> None:
         tag: str = typer.Argument(
             None, metavar="TAG", autocompletion=complete_tag, help="Which one; default: the newest committed."
         ),
-        to: str = typer.Option(
-            ..., metavar="DIR", help="Where to; made where absent. Not a save_dir in use."
+        to: str | None = typer.Option(
+            None, metavar="DIR", help="Where to; made where absent. Default: here, as ./TAG."
         ),
-        form: str = typer.Option(
-            None,
-            autocompletion=complete_form,
-            help="zero, universal or weights-bf16 …; default: zero, for another grid universal.",
-        ),
+        form: str = _FORM,
         world_size: int = typer.Option(
             None, min=1, metavar="N", help="Ranks that will load it; another grid: universal."
         ),
         ranks: str | None = typer.Option(None, help="Only the ZeRO shards of these data ranks: 0,2-3."),
-        nnodes: int = typer.Option(
-            1, min=1, metavar="N", help="Nodes that restore together, each its own shards."
-        ),
+        nnodes: int = typer.Option(1, min=1, metavar="N", help="Nodes that restore together, each its part."),
         node_rank: int = typer.Option(0, min=0, metavar="N", help="Which of them this is."),
         remote: str = typer.Option(None, metavar="NAME", help="Only this remote of the job."),
         run: str | None = typer.Option(None, metavar="RUN", help=_HELP_RUN),
@@ -62,6 +62,7 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.api import restoring
         from ckptd.cli.output import print_answer, print_note, progress_bar, reports_when_stopped
+        from ckptd.recover.advice import load_line
         from ckptd.recover.plan import RecoveryOptions
         from ckptd.recover.select.copies import Nodes
 
@@ -77,13 +78,43 @@ def register(app: typer.Typer) -> None:
         directory = Path(config_dir) if config_dir else None
         with reports_when_stopped() as stopped, progress_bar() as tell:
             work = restoring(
-                job, to, options, remote=remote, config_dir=directory, say=print_note, on_progress=tell
+                job,
+                to or _here(tag, to),
+                options,
+                remote=remote,
+                config_dir=directory,
+                say=print_note,
+                on_progress=tell,
             )
             stopped(work.when_stopped)
             done = work.run()
-        for line in done.advice:
+        last = "nothing was changed" if dry_run else load_line(done.plan, done.path)
+        for line in (*done.advice, last):
             print_note(line)
         print_answer(str(done.path))
+
+
+def _here(tag: str | None, to: str | None) -> str:
+    """Return the working directory where `--to` was left out, unless `latest` in it names another checkpoint.
+
+    Raises:
+        TargetExists: a training may go on from there (73).
+    """
+    from pathlib import Path
+
+    from ckptd.errors import TargetExists
+
+    if to is not None:
+        return to
+    here = Path.cwd()
+    try:
+        named = (here / "latest").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return "."
+    if named == tag:
+        return "."
+    msg = f"{here} is a directory of checkpoints: its latest names {named}"
+    raise TargetExists(msg, hint="--to DIR restores elsewhere, --to . here all the same")
 
 
 def ranks_of(text: str) -> frozenset[int]:

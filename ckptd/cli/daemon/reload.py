@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
             return find_status(job, *places, say=print_note)
 
         before = look()["daemon"]
-        _signal(daemon_pid(before["pid"], signal.SIGHUP))
+        _signal(daemon_pid(before["pid"], signal.SIGHUP, before.get("start_command") or ""))
         print_line(_answer(look, before.get("reloaded_at")))
 
 
@@ -63,15 +63,17 @@ def _signal(pid: int) -> None:
         raise NotPermitted(msg, hint="run this as the user that ckptd runs as") from error
 
 
-def daemon_pid(pid: int, number: signal.Signals) -> int:
+def daemon_pid(pid: int, number: signal.Signals, start_command: str = "") -> int:
     """Return the process, proved to be a daemon of ours that listens to a signal before it gets one.
+
+    `start_command`: what started the one that is gone, as it published it.
 
     Raises:
         NotFoundError: there is none.
     """
     if not is_daemon(pid, number):
         msg = f"no daemon runs (status names process {pid})"
-        raise NotFoundError(msg, hint="start it: ckptd run --config-dir DIR, or systemctl start ckptd@USER")
+        raise NotFoundError(msg, hint=f"start it: {start_command or 'ckptd run SAVE_DIR URL'}")
     return pid
 
 

@@ -27,6 +27,19 @@ _EXAMPLES = """\
 ckptd run /nvme/llama-7b s3://my-bucket/llama-7b
 ckptd run llama-7b.toml
 ckptd run /nvme/llama-7b /mnt/nas/llama-7b --once"""
+_DRAIN: str | None = typer.Option(
+    None,
+    "--drain",
+    envvar="CKPTD_DRAIN",
+    metavar="DURATION",
+    help="On SIGTERM finish uploads, for at most so long (20m).",
+)
+_EXISTING: str | None = typer.Option(
+    None,
+    "--existing",
+    metavar="WHICH",
+    help="Of checkpoints that are there already, upload newest, all or none (with SAVE_DIR URL).",
+)
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -49,16 +62,11 @@ def register(app: typer.Typer) -> None:
         once: bool = typer.Option(
             False, "--once", envvar="CKPTD_ONCE", help="Work until nothing is left to do, then exit."
         ),
-        drain: str | None = typer.Option(
-            None,
-            "--drain",
-            envvar="CKPTD_DRAIN",
-            metavar="DURATION",
-            help="On SIGTERM finish uploads, for at most so long (20m).",
-        ),
+        drain: str | None = _DRAIN,
         save_total_limit: int | None = typer.Option(
             None, "--save-total-limit", min=1, metavar="N", help="Keep that many here (with SAVE_DIR URL)."
         ),
+        existing: str | None = _EXISTING,
         same_filesystem: bool = typer.Option(
             False, "--same-filesystem", help="Allow URL on the disk of SAVE_DIR (for tests)."
         ),
@@ -86,6 +94,7 @@ def register(app: typer.Typer) -> None:
             jobs=[Path(one) for one in job],
             config_dir=config_dir,
             save_total_limit=save_total_limit,
+            existing=existing,
             same_filesystem=same_filesystem,
         )
         daemon = Daemon(again(), os.environ, once=once, drain_seconds=drain_seconds, reload=again)
@@ -162,6 +171,7 @@ def load(
     jobs: Sequence[Path] = (),
     config_dir: Path | None = None,
     save_total_limit: int | None = None,
+    existing: str | None = None,
     same_filesystem: bool = False,
     verb: str = "run",
 ) -> LoadedConfig:
@@ -177,7 +187,7 @@ def load(
     if save_dir is None and not jobs and config_dir is None:
         save_dir, jobs = _from_environment(environ)
     if save_dir is None:
-        _must_be_of_arguments(save_total_limit, same_filesystem)
+        _must_be_of_arguments(save_total_limit, existing, same_filesystem)
         directory = config_dir or commands.default_config_dir(environ)
         if jobs:
             daemon = loader.load_daemon(directory / "ckptd.toml", environ)
@@ -198,6 +208,9 @@ def load(
     options: dict[str, object] = {"remote": {"same_filesystem": True} if same_filesystem else {}}
     if save_total_limit is not None:
         options["local"] = {"save_total_limit": save_total_limit}
+    if existing is not None:
+        must_be_existing(existing)
+        options["existing"] = existing
     single = loader.job_from_arguments(save_dir, url, options, environ)
     daemon_path = config_dir / "ckptd.toml" if config_dir else None
     return loader.LoadedConfig(daemon=loader.load_daemon(daemon_path, environ), jobs=(single,))
@@ -272,7 +285,12 @@ def _names_a_job(save_dir: str, url: str | None, environ: Mapping[str, str], con
     return not os.path.exists(save_dir) and _file_of(Path(save_dir), directory, environ) != Path(save_dir)
 
 
-def _must_be_of_arguments(save_total_limit: int | None, same_filesystem: bool) -> None:
+def must_be_existing(value: str) -> None:
+    """Raises: UsageError: no value of `--existing`."""
+    _must_be_one_of("--existing", value, ("newest", "all", "none"))
+
+
+def _must_be_of_arguments(save_total_limit: int | None, existing: str | None, same_filesystem: bool) -> None:
     """Refuse options that a job file sets itself: of several jobs, which one would they be for?"""
     from ckptd.errors import UsageError
 
@@ -280,6 +298,9 @@ def _must_be_of_arguments(save_total_limit: int | None, same_filesystem: bool) -
     if save_total_limit is not None:
         hint = f"write save_total_limit = {save_total_limit} into the job file, below [local]"
         raise UsageError(msg.format("--save-total-limit"), hint=hint)
+    if existing is not None:
+        hint = f'write existing = "{existing}" into the job file'
+        raise UsageError(msg.format("--existing"), hint=hint)
     if same_filesystem:
         hint = "write same_filesystem = true into the job file, below its [[remote]]"
         raise UsageError(msg.format("--same-filesystem"), hint=hint)

@@ -13,23 +13,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from ckptd.config.loader import LoadedConfig
     from ckptd.config.schema import JobConfig
+    from ckptd.errors import CkptdError
     from ckptd.storage.local.probe import Finding
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "fail": ("FAIL", "red")}
 
 
+_HELP = "Test permissions, disk space and remotes of jobs. What it writes for that, it deletes again."
+_NO_JOB = "`ckptd check SAVE_DIR URL`; `ckptd init SAVE_DIR URL` prints one"
+_EXISTING: str = typer.Option(
+    None, "--existing", metavar="WHICH", help="As for run with SAVE_DIR URL: newest, all or none."
+)
+_EXAMPLES = "ckptd check /nvme/llama-7b s3://my-bucket/llama-7b\nckptd check llama-7b.toml"
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(
-        help="Test permissions, disk space and remotes of jobs. What it writes for that, it deletes again.",
-        epilog="ckptd check /nvme/llama-7b s3://my-bucket/llama-7b\nckptd check llama-7b.toml",
-    )
+    @app.command(help=_HELP, epilog=_EXAMPLES)
     def check(
         files: list[str] = typer.Argument(
             None,
@@ -37,7 +44,11 @@ def register(app: typer.Typer) -> None:
             autocompletion=complete_job,
             help=f"{JOB_HERE_HELP} Or SAVE_DIR URL, as for run. Default: every configured job.",
         ),
+        existing: str = _EXISTING,
         init_remote: bool = typer.Option(False, "--init-remote", help="Make the remotes these jobs' own."),
+        same_filesystem: bool = typer.Option(
+            False, "--same-filesystem", help="Allow URL on the disk of SAVE_DIR, as run does."
+        ),
         no_probe: bool = typer.Option(False, "--no-probe", help="Write nothing, ask no remote."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
@@ -47,18 +58,12 @@ def register(app: typer.Typer) -> None:
         from ckptd.maintenance.check import check_job
         from ckptd.maintenance.install.plan import service_user
 
-        loaded, place = _load(files or [], config_dir, dict(os.environ))
+        loaded, place = _load(files or [], config_dir, dict(os.environ), same_filesystem=same_filesystem)
+        loaded = _with_existing(loaded, existing)
         console = screen()
-        codes: list[int] = []
-        for path, error in loaded.problems:
-            console.print(cell("").append_text(_mark("fail")).append_text(cell(f" {path}")))
-            for line in f"{error.message}\n→ {error.hint}".split("\n") if error.hint else [error.message]:
-                print_line(f"  {line}")
-            codes.append(error.exit_code)
+        codes = [_print_problem(console, path, error) for path, error in loaded.problems]
         if not (loaded.jobs or loaded.problems or loaded.has_globs):
-            print_line(
-                f"no job file in {place}: `ckptd check SAVE_DIR URL`; `ckptd init SAVE_DIR URL` prints one"
-            )
+            print_line(f"no job file in {place}: {_NO_JOB}")
             raise typer.Exit(66)
         environ = dict(os.environ)
         if not files and (user := service_user(place.parent)):
@@ -100,11 +105,21 @@ def _of_daemon(
         yield memory.what, [memory]
 
 
+def _print_problem(console: Console, path: Path, error: CkptdError) -> int:
+    """Print why a job file is not used; returns the exit code."""
+    console.print(cell("").append_text(_mark("fail")).append_text(cell(f" {path}")))
+    for line in f"{error.message}\n→ {error.hint}".split("\n") if error.hint else [error.message]:
+        print_line(f"  {line}")
+    return error.exit_code
+
+
 def _mark(verdict: str) -> Text:
     return cell(*_MARKS[verdict])
 
 
-def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) -> tuple[LoadedConfig, Path]:
+def _load(
+    files: list[str], config_dir: str | None, environ: Mapping[str, str], *, same_filesystem: bool = False
+) -> tuple[LoadedConfig, Path]:
     from pathlib import Path
 
     from ckptd.cli.daemon.run import load
@@ -124,11 +139,39 @@ def _load(files: list[str], config_dir: str | None, environ: Mapping[str, str]) 
             return LoadedConfig(daemon=daemon, jobs=(first,)), Path()
         if first is not None and first.file is None and len(files) <= 2:
             url = files[1] if len(files) == 2 else None
-            return load(environ, save_dir=str(first.save_dir), url=url, verb="check"), Path()
+            single = load(
+                environ,
+                save_dir=str(first.save_dir),
+                url=url,
+                verb="check",
+                same_filesystem=same_filesystem,
+            )
+            return single, Path()
         named += [_named(name, directory, environ) for name in files[1:]]
         paths = [one.file if one and one.file else Path(name) for one, name in zip(named, files, strict=True)]
         return load_jobs(paths, daemon, environ), directory
     return load_all(directory, environ), directory / "jobs.d"
+
+
+def _with_existing(loaded: LoadedConfig, existing: str | None) -> LoadedConfig:
+    """Return the jobs with another value of `existing`.
+
+    Raises:
+        UsageError: no such value, or a job file says it itself.
+    """
+    from dataclasses import replace
+
+    from ckptd.cli.daemon.run import must_be_existing
+    from ckptd.errors import UsageError
+
+    if existing is None:
+        return loaded
+    must_be_existing(existing)
+    if any(job.file is not None for job in loaded.jobs):
+        msg = "--existing goes with SAVE_DIR URL alone"
+        raise UsageError(msg, hint=f'write existing = "{existing}" into the job file')
+    jobs = tuple(job.model_copy(update={"existing": existing}) for job in loaded.jobs)
+    return replace(loaded, jobs=jobs)
 
 
 def _must_be_no_remote(job: str) -> None:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from ckptd.base.humanize import printable_everywhere
 from ckptd.cli.completion import complete_job, complete_tag
-from ckptd.cli.output import ENV_JOB, JOB_HELP, cell, print_line, print_note, printable_everywhere
+from ckptd.cli.output import ENV_JOB, JOB_HELP, cell, print_line, print_note
 from ckptd.cli.status.of_url import show_url
 from ckptd.cli.status.tables import checkpoints_table, remote_table
 from ckptd.errors import CkptdError, UsageError
@@ -70,6 +71,9 @@ def register(app: typer.Typer) -> None:
             "--retention",
             help="Every checkpoint, and why it is kept; without it: the 20 newest, and what is not settled.",
         ),
+        html: str | None = typer.Option(
+            None, "--html", metavar="FILE", help="Write all of it as one page, with nothing from outside."
+        ),
         watch: bool = typer.Option(False, "--watch", help="Again and again, until Ctrl-C."),
         interval: float = typer.Option(
             _INTERVAL_SECONDS,
@@ -88,6 +92,7 @@ def register(app: typer.Typer) -> None:
                 tag,
                 as_json=as_json,
                 retention=retention,
+                html=html,
                 watch=watch,
                 interval=interval,
                 live=live,
@@ -115,6 +120,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace | None:
     for flag in ("--retention", "--watch", "--live"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--json", action="store_true", dest="as_json")
+    parser.add_argument("--html")
     parser.add_argument("--interval", type=float, default=_INTERVAL_SECONDS)
     parser.add_argument("--state-dir")
     parser.add_argument("--config-dir")
@@ -131,6 +137,7 @@ def show(
     *,
     as_json: bool,
     retention: bool,
+    html: str | None,
     watch: bool,
     interval: float,
     live: bool,
@@ -139,6 +146,10 @@ def show(
 ) -> int:
     """Print what was asked for, and return the exit code."""
     places = [Path(place) if place else None for place in (state_dir, config_dir)]
+    if html is not None:
+        if as_json or retention or watch or live or tag is not None:
+            raise UsageError("--html writes all of a job; it takes no other form, and no TAG")
+        return _write_page(html, job, *places)
 
     if job is not None and tag is None and is_remote(job):
         _must_be_of_a_node(job, live=live, retention=retention, watch=watch)
@@ -171,6 +182,23 @@ def _worst(documents: Sequence[dict[str, Any]]) -> int:
     now = time.time()
     codes = [exit_code(one["jobs"], is_alive=life_of(one, now).is_well) for one in documents]
     return min(codes, key=(1, 3, 0).index)
+
+
+def _write_page(file: str, job: str | None, state_dir: Path | None, config_dir: Path | None) -> int:
+    """Write the page into a file, whole or not at all, and return the exit code of what is on it."""
+    from ckptd.base.files import opened_dir, write_atomic
+    from ckptd.page.render import page_html
+    from ckptd.page.sources import read_page, wanted
+
+    page = read_page(wanted([] if job is None else [job], state_dir, config_dir))
+    path = Path(os.path.abspath(file))
+    if path.is_dir():
+        raise UsageError(f"{file} is a directory", hint=f"name the file: {os.path.join(file, 'ckptd.html')}")
+    data = page_html(page).encode()
+    with opened_dir(path.parent) as folder:
+        write_atomic(folder, path.name, data)
+    print_line(f"{page.summary}: {file}")
+    return page.exit_code
 
 
 def _must_be_of_a_node(url: str, **options: bool) -> None:

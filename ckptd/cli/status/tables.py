@@ -6,7 +6,15 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ckptd.base.humanize import ago, size_of
-from ckptd.maintenance.status.words import forms_here, remote_shown, state_of
+from ckptd.maintenance.status.rows import (
+    is_wrong,
+    left_out_in_words,
+    marks_of,
+    note_of,
+    sign_of,
+    worth_a_row,
+)
+from ckptd.maintenance.status.words import forms_here, remote_shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,13 +24,6 @@ if TYPE_CHECKING:
 
     from ckptd.cli.status.drawing import Drawing
 
-ROWS = 20
-"""Settled checkpoints that are shown without --retention."""
-_OBVIOUS = ("complete", "committed", "uploading", "pruned", "vanished")
-"""States that the columns of the forms show, here and in the remotes."""
-_WRONG = ("suspect", "torn re-save", "incomplete", "refused", "leftover")
-_SIGNS = {"committed": ("✓", "green"), "waiting": ("○", "dim"), "new": ("○", "dim"), "retired": ("–", "dim")}
-"""State of a form in a remote → sign and colour; every other state is ✗ and a word."""
 FULL, SHORT, SIGNS, BARE = range(4)
 """How much room a row takes: whole words; short ones; signs for forms; no sizes, no bars."""
 LONGEST_TITLE = 10
@@ -39,7 +40,7 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool, is_alive: bool = 
 
     remotes = list(dict.fromkeys(name for c in job["checkpoints"] for name in c["remotes"]))
     shown, left_out = (job["checkpoints"], "") if retention else _worth_a_row(job["checkpoints"])
-    told = [_note(c, retention=retention) for c in shown]
+    told = [note_of(c, retention=retention) for c in shown]
     notes = ["; ".join(filter(None, one)) for one in told]
     once = _once(shown, told)
 
@@ -103,22 +104,14 @@ def _row(
     elif is_told:
         step = ""
     here = " ".join(_short(form, level) for form in forms_here(checkpoint)) or "–"
-    is_wrong = checkpoint["state"] in _WRONG
     return [
         cell(checkpoint["tag"]),
         cell(step),
         cell(size_of(checkpoint["bytes"]) if level < BARE else ""),
-        cell(_marks(checkpoint, retention=retention), "red" if is_wrong else ""),
+        cell(marks_of(checkpoint, says_pinned=not retention), "red" if is_wrong(checkpoint) else ""),
         cell(here if level < BARE else ""),
         *(_in_remote(checkpoint["remotes"].get(name, {}), level, is_alive=is_alive) for name in remotes),
     ]
-
-
-def _marks(checkpoint: dict[str, Any], *, retention: bool) -> str:
-    """Name the state, where no other column shows it, and say whether it is pinned."""
-    marks = [] if checkpoint["state"] in _OBVIOUS else [state_of(checkpoint, is_alive=True)]
-    marks += ["pinned"] * (checkpoint["pinned"] and not retention)
-    return ", ".join(marks)
 
 
 def _short(form: str, level: int) -> str:
@@ -147,7 +140,7 @@ def _in_remote(forms: dict[str, Any], level: int, *, is_alive: bool) -> Text:
 def _settled(form: str, state: dict[str, Any], level: int) -> Text:
     from ckptd.cli.output import cell
 
-    sign, style = _SIGNS.get(state["state"], ("✗", "red"))
+    sign, style = sign_of(state["state"])
     name = f" {_short(form, level)}" if level < SIGNS else ""
     word = f" {state['state']}" if sign == "✗" and level < BARE else ""
     return cell(sign, style).append_text(cell(f"{name}{word}", style if style != "green" else ""))
@@ -172,39 +165,8 @@ def _upload(form: str, state: dict[str, Any], level: int, *, is_alive: bool) -> 
 
 def _worth_a_row(checkpoints: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     """Choose the newest and all that is not settled; count the others: a long table hides its headline."""
-    here = [c for c in checkpoints if not _is_gone(c)]
-    shown = [c for place, c in enumerate(here) if place < ROWS or not _is_settled(c)]
-    older, gone = len(here) - len(shown), len(checkpoints) - len(here)
-    parts = (f"{older} older ones, safe" if older else "", f"{gone} that left this node" if gone else "")
-    return shown, " and ".join(part for part in parts if part)
-
-
-def _is_settled(checkpoint: dict[str, Any]) -> bool:
-    """Tell whether it is committed, nothing of it is under way and nothing is to be said about it."""
-    forms = {form["state"] for forms in checkpoint["remotes"].values() for form in forms.values()}
-    is_quiet = not checkpoint["reason"] and not checkpoint.get("next_step")
-    return checkpoint["state"] == "committed" and is_quiet and forms <= {"committed", "retired", "none"}
-
-
-def _note(checkpoint: dict[str, Any], *, retention: bool) -> tuple[str, str]:
-    """Say what is wrong with a checkpoint, or with `retention` why it is kept; and what to type."""
-    if retention:
-        goes = checkpoint.get("goes")
-        parts = [f"delete: {goes}" if goes else "; ".join(checkpoint["keep"])]
-    else:
-        parts = [checkpoint["reason"] or ""]
-        parts += [
-            f"{name}: {state['reason']}"
-            for name, forms in checkpoint["remotes"].items()
-            for state in forms.values()
-            if state["state"] in ("failed", "refused") and state.get("reason")
-        ]
-    if checkpoint.get("kind") == "model-only":
-        parts.append("only a model: nothing to resume from")
-    if checkpoint.get("complete_for") == "node":
-        parts.append("complete for this node, not for the job")
-    command = f"{checkpoint['next_step']} {_does(checkpoint)}" if checkpoint.get("next_step") else ""
-    return "; ".join(dict.fromkeys(part for part in parts if part)), command
+    shown, older, gone = worth_a_row(checkpoints)
+    return shown, left_out_in_words(older, gone)
 
 
 def _once(checkpoints: Sequence[dict[str, Any]], notes: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -225,18 +187,6 @@ def _once(checkpoints: Sequence[dict[str, Any]], notes: Sequence[tuple[str, str]
             who = f"{tag} and {len(told) - 1} more"
             found.append((f"{who}: {note}" if note else who, command))
     return found
-
-
-def _does(checkpoint: dict[str, Any]) -> str:
-    """Return the effect of the command that is printed beside a checkpoint."""
-    if checkpoint["state"] == "suspect":
-        return "takes it as one save"
-    return "puts it right" if "--repair" in checkpoint["next_step"] else "removes it"
-
-
-def _is_gone(checkpoint: dict[str, Any]) -> bool:
-    """Tell whether it is neither here nor held by a clone."""
-    return not checkpoint["local"]["present"] and not checkpoint["local"]["held"]
 
 
 def remote_table(remote: dict[str, Any]) -> Drawing:

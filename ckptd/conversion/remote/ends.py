@@ -58,7 +58,8 @@ def resolve_source(source: Path) -> Path:
     with files.opened_dir(folder.path) as fd:
         tag = read_pointer(fd, "latest")
     if tag is None:
-        hint = f"name a checkpoint folder: {', '.join(folder.folders[:5])}" if folder.folders else ""
+        there = ", ".join(folder.folders[:5]) or "global_step500, checkpoint-500"
+        hint = f"name a checkpoint folder: {there}"
         raise NotFoundError(f"{source} holds no shards and no `latest`", hint=hint)
     files.check_relative(tag)
     return source / tag

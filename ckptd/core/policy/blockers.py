@@ -204,7 +204,7 @@ def adopting(view: JobView) -> str:
     """Advise to adopt checkpoints where unadopted ones fill the disk, else ""."""
     count = len(unadopted(view)) if view.local_retention.deletes else 0
     return (
-        f"`ckptd accept --existing` has the {count} found at the first start sent and rotated; "
+        f"`ckptd accept --existing` has the {count} that were there before ckptd uploaded and rotated; "
         if count
         else ""
     )
@@ -213,7 +213,7 @@ def adopting(view: JobView) -> str:
 def _strongest(view: JobView, save: SaveView, verdict: RetentionVerdict) -> str:
     """Return the one reason that a person would have to change first."""
     if not save.is_adopted:
-        return "found at the first start"
+        return "there before ckptd"
     if not is_committed(view, save):
         return "not committed yet"
     if save.is_pinned:

@@ -206,7 +206,7 @@ def _protection(save: SaveView, facts: _Facts, *, is_committed: bool, is_loose: 
         (save.id in facts.newest, "newest complete"),
         (is_newer and not is_loose, "newer than the newest committed"),
         (save.save.tag == facts.latest, "latest names it"),
-        (not save.is_adopted, "found at the first start (ckptd accept --existing)"),
+        (not save.is_adopted, "there before ckptd (ckptd accept --existing)"),
         (save.is_busy, BEING_READ),
         (bool(save.has_unlisted), _unlisted(save) if save.has_unlisted else ""),
         (

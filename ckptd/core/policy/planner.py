@@ -234,7 +234,7 @@ def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Act
         if s.id in loose and not s.is_busy
     ]
     done += [
-        ReleaseHold(save_id=s.id, reason="not sent (backfill)")
+        ReleaseHold(save_id=s.id, reason="it was there before ckptd and is not to be uploaded")
         for s in held
         if s.is_intact and not s.is_busy and not is_to_upload(view, s) and not _was_committed(view, s)
     ]

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from ckptd.core.policy.view import JobView, RemoteCommit, SaveView
 
 
-# --- Which saves from before the first start are uploaded: `backfill` (ADR 0102) -------------------------
+# --- Which saves from before the first start are uploaded: `existing` (ADR 0102) -------------------------
 # If the run was rewound before the journal began, nobody saw it, and the newest of those saves is a guess.
 # So every save that may be the newest is uploaded too.
 
 
 def is_to_upload(view: JobView, save: SaveView) -> bool:
-    """Tell whether a save is uploaded; of those found at the first start `backfill` selects.
+    """Tell whether a save is uploaded; of those found at the first start `existing` selects.
 
     It selects all of them, those that may be the newest, or none.
     """
-    if not save.was_found_first or save.is_adopted or view.backfill == "all":
+    if not save.was_found_first or save.is_adopted or view.existing == "all":
         return True
-    if view.backfill == "none":
+    if view.existing == "none":
         return False
     newest = view.newest_found.get(save.is_model_only)
     if newest is None or save.order >= newest or is_in_doubt(view, save):

@@ -270,7 +270,7 @@ class JobView:
     remotes: tuple[RemoteView, ...]
     local_forms: tuple[str, ...]
     local_retention: RetentionPolicy
-    backfill: str
+    existing: str
     latest: str | None
     """Content of the trainer's pointer file."""
     latest_universal: str | None

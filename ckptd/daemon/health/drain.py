@@ -86,7 +86,7 @@ def missing_after(job: WatchedJob) -> tuple[str, ...]:
 
 
 def unsent_here(job: WatchedJob) -> tuple[str, ...]:
-    """Return the tags that are complete here and not committed because `backfill` excludes them."""
+    """Return the tags that are complete here and not committed because `existing` excludes them."""
     return unsent(job.view) if job.view is not None else ()
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     ShipTimes = Mapping[UploadKey, tuple[float | None, float | None]]
 
-_LEFT = "found at the first start: not sent (backfill); `ckptd accept --existing` sends and rotates it"
+_LEFT = "there before ckptd: not uploaded; `ckptd accept --existing` uploads and rotates it"
 SHOWN_ENDED = 20
 """Pruned and vanished saves that status still shows."""
 

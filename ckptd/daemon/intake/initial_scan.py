@@ -1,7 +1,7 @@
 """Record what lay in save_dir before ckptd: at this daemon's first listing, and at the first start ever.
 
 The first start is settled once every remote has answered. That may take days and restarts; what was saved
-meanwhile does not count as found: without `backfill`, only what was found stays unsent.
+meanwhile does not count as found: without `existing = "all"`, only what was found stays unsent.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ class Sealer:
         return False
 
     def _is_undecided(self, tag: str) -> bool:
-        """Found at the first start and not judged to its end: `backfill` needs to know the newest of all."""
+        """Found at the first start and not judged to its end: `existing` needs to know the newest of all."""
         verdict = self._state.folders.verdicts.get(tag)
         if verdict is None or self._state.saves.of_tag(tag) is not None:
             return False
@@ -297,7 +297,7 @@ class Sealer:
         fingerprints = tuple(sorted((f.path, f.fingerprint) for f in sealed))
         is_old = was_found and not self._known.came_back(folder.tag, fingerprints)
         is_first = is_old or again is not None
-        adopted = not is_first or self._config.backfill == "all" or (again is not None and again.adopted)
+        adopted = not is_first or self._config.existing == "all" or (again is not None and again.adopted)
         before = state.saves.of_tag(folder.tag)
         seen_at = state.folders.quiet[folder.tag].first_seen_unix
         save_id = state.journal.add_save(save, found_first=is_first, adopted=adopted, seen_at=seen_at)

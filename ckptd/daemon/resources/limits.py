@@ -87,7 +87,7 @@ class Slots:
 class HostLimits:
     """The shared limits of a daemon; `sessions` are those of all its jobs, `converting` how many convert.
 
-    `remotes`: the URLs of each job's remotes, as configured: the budget is divided for all of them.
+    `remotes`: what the child of each job's remotes takes (`child_bytes`): the budget is divided for all.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class HostLimits:
         sessions: Callable[[], Sequence[RemoteSession]],
         converting: Callable[[], int],
         *,
-        remotes: Callable[[], Sequence[Sequence[str]]],
+        remotes: Callable[[], Sequence[Sequence[int]]],
         unix: Callable[[], float] = time.time,
     ) -> None:
         self._sessions = sessions

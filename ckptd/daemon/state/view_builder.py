@@ -112,7 +112,7 @@ def build_view(
         ),
         local_forms=config.local.forms,
         local_retention=config.local.policy,
-        backfill=config.backfill,
+        existing=config.existing,
         unuploaded=config.unuploaded,
         metric=config.metric,
         is_higher_better=config.is_higher_better,
@@ -222,7 +222,7 @@ def _fresh(
     return SaveView(
         id=row.id,
         save=row.save,
-        is_adopted=row.adopted or config.backfill == "all",
+        is_adopted=row.adopted or config.existing == "all",
         was_found_first=row.found_first,
         is_intact=is_intact,
         is_present=is_mine,

@@ -56,6 +56,15 @@ def find_statuses(
     """
     if job or state_dir or config_dir or os.environ.get("CKPTD_CONFIG_DIR"):
         return [find_status(job, state_dir, config_dir, say=say)]
+    return _by_daemon([document for _, document in published_by_all(say)])
+
+
+def published_by_all(say: Callable[[str], None] | None = None) -> list[tuple[Path, dict[str, Any]]]:
+    """Return state directories with their documents: of configured jobs, and of this user's daemons that run.
+
+    Raises:
+        NotFoundError: there is none. NotPermitted: this user may not look there.
+    """
     why: CkptdError | None = None
     try:
         known = published(None, None, say=say)
@@ -73,7 +82,7 @@ def find_statuses(
         say(f"a daemon (process {silent[0]}) has published nothing yet; it does so within seconds")
     if not known:
         raise _nothing_runs(why)
-    return _by_daemon([document for _, document in known])
+    return known
 
 
 def _nothing_runs(why: CkptdError | None) -> CkptdError:

@@ -22,6 +22,9 @@ _CREDENTIALS_VARIABLE = "$CREDENTIALS_DIRECTORY"
 class Access(Model):
     """Keys of `[[remote]]` that only object stores and servers need; their own defaults otherwise."""
 
+    client: Literal["botocore", "s3fs"] = "botocore"
+    storage_options: tuple[tuple[str, str], ...] = ()
+    """Of s3fs.S3FileSystem: name, value as JSON."""
     endpoint_url: str | None = None
     region: str | None = None
     credentials: str = "env"
@@ -82,6 +85,8 @@ class Access(Model):
     def shown(self) -> tuple[tuple[str, str], ...]:
         """Key → value of what is set, in words, for `ckptd check`."""
         given: dict[str, str | None] = {
+            "client": None if self.client == "botocore" else self.client,
+            "storage_options": ", ".join(f"{k} = {v}" for k, v in self.storage_options) or None,
             "endpoint_url": self.endpoint_url,
             "region": self.region,
             "addressing": None if self.addressing == "auto" else self.addressing,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -83,6 +84,9 @@ def open_store(
     if is_s3(url):
         from ckptd.storage.stores.s3.store import S3Store
 
+        if access.client == "s3fs" and find_spec("s3fs") is None:
+            msg = f'{url}: client = "s3fs" needs a package that is not installed (s3fs)'
+            raise ConfigError(msg, hint='pip install "ckptd[s3]", or leave client out')
         return S3Store(url, access, owner=owner, read_back=read_back)
     if "://" in url:
         from ckptd.storage.stores.fsspec_protocol import open_files
@@ -97,6 +101,8 @@ def open_store(
 # commands start such processes too.
 
 
+S3_VARIABLES = ("AWS_", "FSSPEC_S3", "FSSPEC_CONFIG_DIR")
+"""Beginnings of the variables that S3's clients read: the AWS chain, and fsspec's settings for s3fs."""
 _PASSED_ON = ("PATH", "LANG")
 FOR_SERVERS = (
     "HOME",
@@ -123,7 +129,7 @@ def clean_environment(*urls: str) -> dict[str, str]:
     wanted = [name for name in os.environ if name in _PASSED_ON]
     for url in urls:
         if directory_path(url) is None:
-            prefixes = ("AWS_",) if is_s3(url) else scheme_of(url).variables
+            prefixes = S3_VARIABLES if is_s3(url) else scheme_of(url).variables
             wanted += [n for n in os.environ if n.startswith(prefixes) or n in FOR_SERVERS]
     environment = _ADDED | {name: os.environ[name] for name in wanted}
     package = str(Path(ckptd.__file__).resolve().parent.parent)

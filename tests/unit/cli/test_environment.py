@@ -219,6 +219,7 @@ def test_a_job_file_alone_is_run(
     class Daemon:
         def __init__(self, loaded: Any, *_: object, **__: object) -> None:
             ran.extend((job.file, job.save_dir) for job in loaded.jobs)
+            self.jobs: list[object] = []
 
         def run(self) -> int:
             return 0

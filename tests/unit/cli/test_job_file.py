@@ -151,6 +151,7 @@ def told_to_run(command: list[str]) -> tuple[object, list[str], list[int]]:
         def __init__(self, loaded: LoadedConfig, *_: object, **__: object) -> None:
             jobs.extend(job.name for job in loaded.jobs)
             codes.extend(error.exit_code for _, error in loaded.problems)
+            self.jobs: list[object] = []
 
         def run(self) -> int:
             return 0

@@ -17,6 +17,7 @@ from ckptd.cli.main import build_app, main
 from ckptd.cli.output import JOB_HELP
 from ckptd.cli.verbs import VERBS
 from ckptd.errors import UsageError
+from ckptd.page.sources import read_page, wanted
 from ckptd.recover.select.job import job_named, state_dir_for
 from ckptd.storage.local.job_names import running_daemons, running_in, running_job
 from tests.support.recover_scene import Scene
@@ -47,6 +48,8 @@ TABLE: dict[str, tuple[tuple[str, ...], int, int]] = {
 """Of each verb: what follows JOB, and how it ends for a job of this node and for a remote alone."""
 OTHERS = {"run", "init", "service", "inspect", "convert"}
 """Verbs that take no JOB."""
+ENDLESS = {"ui"}
+"""Verbs that take every JOB and do not end by themselves."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,15 @@ def test_every_verb_takes_every_notation(jobs: Jobs, verb: str, capsys: pytest.C
     assert not wrong
 
 
+def test_the_page_takes_every_notation(jobs: Jobs) -> None:
+    for words in jobs.notations().values():
+        for job, scene in words:
+            (shown,) = read_page(wanted([job])).jobs
+            assert shown.verdict == "SAFE", job
+            assert str(scene.nas) in shown.where or shown.where == str(scene.save_dir), job
+    assert read_page(wanted([])).jobs
+
+
 def test_a_verb_that_needs_a_node_names_the_job_that_uploads_there(
     jobs: Jobs, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,8 +238,8 @@ def test_a_state_directory_elsewhere_is_that_of_the_daemon(jobs: Jobs) -> None:
 
 def test_every_verb_says_the_same_of_job() -> None:
     commands = get_group(build_app()).commands
-    assert set(TABLE) | OTHERS == set(VERBS)
-    for verb in TABLE:
+    assert set(TABLE) | OTHERS | ENDLESS == set(VERBS)
+    for verb in {*TABLE, *ENDLESS}:
         job = commands[verb].params[0]
         assert (job.metavar or "").split() in (["JOB"], ["JOB", "..."]), verb
         assert str(getattr(job, "help", "")).startswith(JOB_HELP), verb

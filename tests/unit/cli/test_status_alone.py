@@ -73,7 +73,9 @@ class House:
 def house(tmp_path: Path) -> Iterator[House]:
     """Whose daemons end with the test."""
     makes = ["--map-root-user"] if "--user" in OWN_SPACE else []
-    holds = ["--fork", "--mount-proc", "--kill-child", "sleep", "infinity"]
+    # a /var/tmp of its own as well, where daemons of the same user leave their state
+    hold = "mount -t tmpfs tmpfs /var/tmp && exec sleep infinity"
+    holds = ["--fork", "--mount-proc", "--kill-child", "sh", "-c", hold]
     space = subprocess.Popen(["unshare", *OWN_SPACE, *makes, *holds])
     try:
         while not (children := psutil.Process(space.pid).children()) or children[0].name() != "sleep":

@@ -17,7 +17,7 @@ def look_once(scene: Scene, nas: Path, *words: str) -> None:
     job_file = scene.root / "run.toml"
     job_file.write_text(
         f'name = "run"\nsave_dir = "{scene.save_dir}"\nnode_name = "{scene.node}"\nsettle = "0.3s"\n'
-        'backfill = "all"\n'
+        'existing = "all"\n'
         '[local]\nmin_free = "0%"\nforms = []\nsave_total_limit = 2\n'
         f'[[remote]]\nname = "nas"\nurl = "{nas}"\nforms = ["zero"]\nsame_filesystem = true\n'
         "save_total_limit = 1\n"

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.config import budget
-from ckptd.config.budget import MIB, SMALLEST_CONVERSION_BYTES, UPLOAD_BYTES, divide, shortage
+from ckptd.config.budget import MIB, SMALLEST_CONVERSION_BYTES, UPLOAD_BYTES, child_bytes, divide, shortage
 
-NAS, BUCKET, SFTP = "/nas/j", "s3://b/j", "sftp://h/j"
+NAS, BUCKET, SFTP = map(child_bytes, ("/nas/j", "s3://b/j", "sftp://h/j"))
 ALWAYS = budget.DAEMON_BYTES + budget.READING_BYTES + SMALLEST_CONVERSION_BYTES
 DIRECTORY, S3 = budget.DIRECTORY_BYTES, budget.S3_BYTES
 
 
-def of(jobs: int, *urls: str) -> list[list[str]]:
+def of(jobs: int, *remotes: int) -> list[list[int]]:
     """So many jobs with these remotes each."""
-    return [list(urls) for _ in range(jobs)]
+    return [list(remotes) for _ in range(jobs)]
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,16 @@ def of(jobs: int, *urls: str) -> list[list[str]]:
     ],
 )
 def test_a_budget_divided(
-    budget_bytes: int, jobs: list[list[str]], max_uploads: int, children: int, uploads: int
+    budget_bytes: int, jobs: list[list[int]], max_uploads: int, children: int, uploads: int
 ) -> None:
     found = divide(budget_bytes, jobs, max_uploads)
     assert (found.children, found.uploads) == (children, uploads)
+
+
+def test_a_child_that_speaks_by_s3fs_takes_more() -> None:
+    """54 MiB at rest against 39 (docs/adr/0200)."""
+    assert child_bytes("s3://b/j", "s3fs") >= 54 * MIB > child_bytes("s3://b/j") >= 39 * MIB
+    assert child_bytes("/nas/j", "s3fs") == NAS
 
 
 def test_what_is_too_small_says_what_is_needed() -> None:
@@ -71,9 +77,9 @@ def test_what_is_too_small_says_what_is_needed() -> None:
     st.lists(st.lists(st.sampled_from([NAS, BUCKET, SFTP]), max_size=3), max_size=20),
     st.integers(1, 64),
 )
-def test_shares_are_never_more_than_the_whole(mib: int, jobs: list[list[str]], max_uploads: int) -> None:
+def test_shares_are_never_more_than_the_whole(mib: int, jobs: list[list[int]], max_uploads: int) -> None:
     found = divide(mib * MIB, jobs, max_uploads)
-    costs = sorted((budget._child_bytes(url) for urls in jobs for url in urls), reverse=True)
+    costs = sorted((cost for remotes in jobs for cost in remotes), reverse=True)
     taken = budget.DAEMON_BYTES + budget.JOB_BYTES * len(jobs) + budget.READING_BYTES
     taken += sum(costs[: found.children]) + found.uploads * UPLOAD_BYTES + found.conversion_bytes
     assert taken <= max(mib * MIB, found.needed_bytes)

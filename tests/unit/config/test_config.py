@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from ckptd.config.commands import command_for, default_config_dir
+from ckptd.config.environment import settings_from_environment, shown_variables
 from ckptd.config.loader import (
     job_from_arguments,
     load_all,
@@ -24,7 +26,14 @@ from ckptd.config.loader import (
 )
 from ckptd.config.messages import toml_keys
 from ckptd.config.s3 import S3Keys
-from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, config_digest
+from ckptd.config.schema import (
+    DaemonConfig,
+    JobConfig,
+    LocalConfig,
+    RemoteConfig,
+    _say_renamed,
+    config_digest,
+)
 from ckptd.config.template import job_template
 from ckptd.errors import CkptdError, ConfigError, NotFoundError
 from ckptd.storage.stores.access import Access, access_of
@@ -417,6 +426,7 @@ def test_resolve_job(tmp_path: Path, base: dict[str, Any]) -> None:
     assert "llama" in caught.value.message
 
 
+ROLE = "arn:aws:iam::123456789012:role/teams/ckptd"
 S3_KEYS = """
 addressing = "virtual"
 role_arn = "arn:aws:iam::123456789012:role/teams/ckptd"
@@ -462,9 +472,51 @@ def test_tags_are_a_table_a_list_or_a_variable(tmp_path: Path) -> None:
     assert (remote.tags, remote.sign_payload) == (wanted, True)
 
 
+def test_options_of_s3fs_are_a_table_a_list_or_a_variable(tmp_path: Path) -> None:
+    """Anything that TOML can say reaches s3fs as it was written; the two clients are told apart."""
+    table = '{ anon = true, client_kwargs = { region_name = "eu-1" } }'
+    remote = load_job(on_s3(tmp_path, f'client = "s3fs"\nstorage_options = {table}')).remotes[0]
+    access = Access.model_validate_json(access_of(remote).model_dump_json())
+    assert access.storage_options == (("anon", "true"), ("client_kwargs", '{"region_name": "eu-1"}'))
+    assert dict(access.shown())["client"] == "s3fs"
+    environ = {
+        "CKPTD_REMOTE_CLIENT": "s3fs",
+        "CKPTD_REMOTE_STORAGE_OPTIONS": "requester_pays=true, profile=team",
+    }
+    remote = job_from_arguments(str(tmp_path / "run"), "s3://bucket/run", environ=environ).remotes[0]
+    assert remote.client == "s3fs"
+    assert remote.storage_options == (("profile", '"team"'), ("requester_pays", "true"))
+    assert shown_variables(environ) == {"CKPTD_REMOTE_CLIENT": "s3fs"}
+    assert load_job(on_s3(tmp_path, "")).remotes[0].client == "botocore"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        '{ key = "hunter2" }',
+        '{ secret = "hunter2" }',
+        '{ client_kwargs = { aws_session_token = "hunter2" } }',
+        '["token=hunter2"]',
+        '["when=hunter2", "asynchronous=true"]',
+    ],
+)
+def test_a_secret_among_options_of_s3fs_is_refused_and_not_repeated(tmp_path: Path, options: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job(on_s3(tmp_path, f'client = "s3fs"\nstorage_options = {options}'))
+    assert "hunter2" not in f"{caught.value.message}{caught.value.hint}"
+
+
 @pytest.mark.parametrize(
     ("keys", "url", "words"),
     [
+        ("storage_options = { anon = true }", "", 'set client = "s3fs"'),
+        (f'client = "s3fs"\nrole_arn = "{ROLE}"', "", "a profile names the role"),
+        (
+            'client = "s3fs"\nendpoint_url = "http://h"\nstorage_options = { endpoint_url = "http://h" }',
+            "",
+            "leave one out",
+        ),
+        ('client = "s3fs"', "/mnt/nas/x", "client is for s3:// remotes"),
         ('external_id = "x1"', "", "external_id is for a role; set role_arn"),
         ('sts_endpoint_url = "https://sts.example.org"', "", "sts_endpoint_url is for a role"),
         ('sse_kms_key_id = "alias/x"', "", 'sse_kms_key_id needs sse = "aws:kms"'),
@@ -598,3 +650,14 @@ def test_a_jobs_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> 
     (tmp_path / "jobs.d").write_text("")
     with pytest.raises(CkptdError, match=r"listing .*jobs\.d"):
         load_all(tmp_path)
+
+
+def test_backfill_is_taken_as_existing_with_a_note(caplog: pytest.LogCaptureFixture) -> None:
+    """Job files and CKPTD_BACKFILL of 0.1."""
+    _say_renamed.cache_clear()
+    made = JobConfig.model_validate({"save_dir": "/nvme/run", "name": "run", "backfill": "all"})
+    assert made.existing == "all"
+    assert 'the key "backfill" is called "existing" now' in caplog.text
+    assert settings_from_environment({"CKPTD_BACKFILL": "none"}).job == {"backfill": "none"}
+    with pytest.raises(ValidationError):
+        JobConfig.model_validate({"save_dir": "/nvme/run", "backfill": "all", "existing": "all"})

@@ -44,7 +44,7 @@ WRONG: dict[str, list[Any]] = {
     "save_dir": [5, True, [], {}, DATE, "relative/path", "", "/", "/a/../b", "/nvme/runs/*", "s3://b/x"],
     "trainer": [5, True, [], "", "pytorch", "hf", "Lightning", "composer", DATE],
     "settle": [5, -1, 5.0, True, [], {}, "", "5", "-5s", "5 seconds", "fast", "5GB", "1s1h", DATE],
-    "backfill": [5, True, [], "", "newst", "ALL", DATE],
+    "existing": [5, True, [], "", "newst", "ALL", DATE],
     "unuploaded": [5, True, [], "", "keeep", "remove", "Thin", DATE],
     "extra": [5, True, "tokenizer*", [5], ["a/b"], [""], ["_ckptd"], {}, DATE],
     "name": [5, True, [], "", "a b", "a/b", ".hidden", "-x", "ä", DATE],
@@ -117,6 +117,11 @@ WRONG: dict[str, list[Any]] = {
         "http://host?x",
         "http://",
         DATE,
+    ],
+    "remote.client": [5, True, "", "boto3", "S3FS", DATE],
+    "remote.storage_options": [
+        *(5, True, "anon", ["anon"], {"asynchronous": True}, {"session": "x"}, {"when": DATE}, DATE),
+        *({"secret": "x"}, {"client_kwargs": {"aws_secret_access_key": "x"}}, ["key=x"]),
     ],
     "remote.region": [5, True, "", "eu west", DATE],
     "remote.credentials": [
@@ -288,7 +293,7 @@ def test_mutants_are_refused(
     assert key in error.message
     assert named in str(error)
     if (
-        named not in ("secret", "credentials")
+        named not in ("secret", "credentials", "storage_options")
         and isinstance(value, str | int | float)
         and not str(value).startswith("@")
     ):

@@ -77,13 +77,13 @@ def test_what_will_be_uploaded_and_what_each_save_costs_is_said_before_the_start
     (existing,) = rows["existing"]
     said = "3 checkpoints lie here already: global_step15 is uploaded; the other 2 stay"
     assert existing.text.startswith(said)
-    assert "CKPTD_BACKFILL=all" in existing.hint
+    assert "CKPTD_EXISTING=all" in existing.hint
     cost = next(row for row in rows["remote nas"] if "a save of this size" in row.text)
     total_bytes = size_bytes * 30 / 14
     assert f"uploads about {size_of(round(total_bytes))} (zero {size_of(size_bytes)}, " in cost.text
     assert f", {show_seconds(total_bytes / 1000)} at 1 kB/s" in cost.text
     assert 'forms = ["zero"] halves it' in cost.hint
-    path.write_text(f'backfill = "all"\n{path.read_text()}'.replace('["zero", "universal"]', '["zero"]'))
+    path.write_text(f'existing = "all"\n{path.read_text()}'.replace('["zero", "universal"]', '["zero"]'))
     rows = told()
     assert "existing" not in rows
     cost = next(row for row in rows["remote nas"] if "a save of this size" in row.text)

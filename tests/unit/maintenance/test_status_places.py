@@ -115,7 +115,7 @@ def test_a_place_that_may_not_be_read_is_said(etc: Path, capsys: pytest.CaptureF
         assert [place.name for place, _ in published(None, None, etc)] == ["b"]
         assert not capsys.readouterr().err
         options: dict[str, bool] = dict.fromkeys(("retention", "watch", "live"), False)
-        show(None, None, as_json=True, interval=2, state_dir=None, config_dir=str(etc), **options)
+        show(None, None, as_json=True, html=None, interval=2, state_dir=None, config_dir=str(etc), **options)
     assert "state/a/status.json may not be read" in capsys.readouterr().err
 
 

@@ -139,7 +139,7 @@ def daemon(scene: Scene) -> Iterator[None]:
     process = subprocess.Popen(
         [*command, "--same-filesystem", "--save-total-limit", "1"],
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"CKPTD_SETTLE": "0.3s", "CKPTD_MIN_FREE": "0%", "CKPTD_BACKFILL": "all"},
+        env=os.environ | {"CKPTD_SETTLE": "0.3s", "CKPTD_MIN_FREE": "0%", "CKPTD_EXISTING": "all"},
     )
     try:
         yield

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,26 @@ def test_the_path_alone_on_stdout(scene: RestoreScene) -> None:
     assert {p.name for p in (scene.root / "one" / TAG).iterdir()} == {MODEL, OPTIM.format(1)}
 
 
+def test_without_a_directory_it_lies_here(scene: RestoreScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ./TAG, said with the line that loads it; not where a training goes on from another checkpoint."""
+    scene.two()
+    scene.dir.mkdir()
+    monkeypatch.chdir(scene.dir)
+    done = run_here("restore", scene.nas)
+    assert (done.returncode, done.stdout) == (0, f"{scene.dir / TAG}\n"), done.stderr
+    assert f'load it: engine.load_checkpoint("{scene.dir}", "{TAG}")' in done.stderr
+    assert run_here("restore", scene.nas, TAG).returncode == 0
+    other = run_here("restore", scene.nas, "global_step5")
+    assert (other.returncode, "--to . here all the same" in other.stderr) == (73, True), other.stderr
+    assert "nothing was changed" in run_here("restore", scene.nas, TAG, "--dry-run").stderr
+
+
+def run_here(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command in the working directory."""
+    command = [sys.executable, "-m", "ckptd", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def test_exit_codes(scene: RestoreScene) -> None:
     to = ("--to", scene.dir)
     assert ckptd("restore", "no-such-job", *to).returncode == 66
@@ -41,7 +63,6 @@ def test_exit_codes(scene: RestoreScene) -> None:
     scene.ground()
     assert ckptd("restore", scene.nas, *to).returncode == 4
     scene.two()
-    assert ckptd("restore", scene.nas).returncode == 2
     for ranks in ("", "1-", "a", "3-1", "0,,1", "-1", "0-99999999"):
         done = ckptd("restore", scene.nas, *to, f"--ranks={ranks}")
         assert done.returncode == 2, (ranks, done.stderr)

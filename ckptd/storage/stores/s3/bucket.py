@@ -66,18 +66,22 @@ class S3Bucket:
 
     @property
     def client(self) -> Any:
-        """Return the botocore client; made anew after credentials failed, so that rotated ones are found."""
+        """Return the client; made anew after credentials failed, so that rotated ones are found."""
         with self._lock:
             if self._client is None:
-                self._client, credentials, verify = sc.make_client(self.access)
-                self._direct = Direct(
-                    self._client,
-                    credentials,
-                    self.bucket,
-                    self.prefix,
-                    signs_payload=self.access.signs_payload,
-                    verify=verify,
-                )
+                open_one = sc.open_botocore
+                if self.access.client == "s3fs":
+                    from ckptd.storage.stores.s3.s3fs_client import open_s3fs as open_one
+                self._client, credentials, verify = sc.make_client(self.access, open_one)
+                if self.access.client == "botocore":
+                    self._direct = Direct(
+                        self._client,
+                        credentials,
+                        self.bucket,
+                        self.prefix,
+                        signs_payload=self.access.signs_payload,
+                        verify=verify,
+                    )
             return self._client
 
     def close(self) -> None:
@@ -92,7 +96,7 @@ class S3Bucket:
 
     @property
     def direct(self) -> Direct | None:
-        """Return the short way for PUTs, once the client has shown it."""
+        """Return the short way for PUTs, once botocore's client has shown it; s3fs's requests are its own."""
         return self._direct
 
     @property

@@ -1,8 +1,8 @@
 """Make an S3 client from a job file's settings, and translate the server's failures into ours.
 
-botocore alone: one credentials chain, one connection pool, a third of the memory of the async stack. Its own
-bounded retries with jitter and its timeouts watch every request; what they cannot mend is named
-(docs/internals/stores.md).
+botocore's own by default: one credentials chain, one connection pool, least memory; s3fs's where the job asks
+for it (docs/adr/0200). Bounded retries with jitter and time limits watch every request; what they cannot mend
+is named (docs/internals/stores.md).
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def new_session(access: Access) -> Any:
     kind, _, rest = access.credentials.partition(":")
     # a profile that is named keeps the environment's keys from winning over it
     session = Session(profile={"profile": rest, "file": "default"}.get(kind))
-    session.register_component("data_loader", Loader(file_loader=_SmallModels()))
+    session.register_component("data_loader", Loader(file_loader=SmallModels()))
     if kind == "file":
-        session.set_config_variable("credentials_file", _credentials_file(rest))
+        session.set_config_variable("credentials_file", credentials_file(rest))
     return session
 
 
@@ -106,7 +106,7 @@ class _Assumed:
         return self._found
 
 
-class _SmallModels:
+class SmallModels:
     """Reads botocore's models without their prose: most of their memory is documentation (P12)."""
 
     _openers: ClassVar[dict[str, Callable[[str], Any]]] = {".json": open, ".json.gz": gzip.open}
@@ -133,7 +133,12 @@ def _without_prose(part: dict[str, Any]) -> dict[str, Any]:
     return part
 
 
-def _credentials_file(given: str) -> str:
+def credentials_file(given: str) -> str:
+    """Return the path of the file that `credentials = "file:GIVEN"` names.
+
+    Raises:
+        NotPermitted: it is not there, or cannot be read.
+    """
     found = credentials_path(given)
     if not os.access(found, os.R_OK):
         msg = f"the credentials file {found} is not there or cannot be read"
@@ -207,77 +212,85 @@ _SIGNS = {
     "ListParts": {"UploadId", "Parts", "Bucket"},
 }
 """Operation → at least one of these is in every S3 server's answer."""
+_BAD_HEADER = ("Invalid header", "character detected in")
+_NO_HTTP = ("BadStatusLine", "Bad status line")
+"""How http.client and aiohttp, below the two clients, say so."""
 RACING = {"ConditionalRequestConflict", "OperationAborted", "409"}
 
 
 class Opened(NamedTuple):
-    """A client; the credentials and authorities that it uses, as botocore's own objects."""
+    """A client; the credentials and authorities that it uses, as botocore's own objects.
+
+    `client` is botocore's or `S3fsClient`, which answers the same operations. `credentials` None: there are
+    none, or none but the client may use them.
+    """
 
     client: Any
     credentials: Any
     verify: Any
 
 
-def make_client(access: Access) -> Opened:
-    """Return a new client, its credentials looked up now.
+def make_client(access: Access, open_one: Callable[[Access], Opened]) -> Opened:
+    """Return a new client, its credentials looked up now; `open_one` is of the kind that `access` names.
 
     Raises:
         NotPermitted: the profile or file is not there.
         ConfigError: the settings around it cannot be read.
     """
     from botocore import exceptions
-    from botocore.config import Config
 
     kind, _, rest = access.credentials.partition(":")
     try:
-        session = new_session(access)
-        endpoint = access.endpoint
-        region = access.region or session.get_config_variable("region") or "us-east-1"
-        patience = Config(
-            connect_timeout=CONNECT_SECONDS,
-            read_timeout=READ_SECONDS,
-            retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-        )
-        if access.role_arn is not None:
-            assume_role(session, access, region, patience)
-        style = access.addressing if access.addressing != "auto" or not endpoint else "path"
-        client = session.create_client(
-            "s3",
-            region_name=region,
-            endpoint_url=endpoint,
-            config=patience.merge(
-                Config(
-                    max_pool_connections=CONNECTIONS,
-                    # bodies are proved by our checksum of the whole object, not by hashing each part twice
-                    request_checksum_calculation="when_required",
-                    response_checksum_validation="when_required",
-                    s3={
-                        "payload_signing_enabled": access.signs_payload,
-                        "addressing_style": style,
-                    },
-                )
-            ),
-        )
-        credentials = session.get_credentials()
-        authorities = session.get_config_variable("ca_bundle")
-        verify = authorities or os.environ.get("REQUESTS_CA_BUNDLE") or True
+        opened = open_one(access)
     except exceptions.ProfileNotFound as error:
         file = (
             f"the credentials file {credentials_path(rest)} has no section [default]"
             if kind == "file"
             else ""
         )
-        msg = file or f"there is no AWS profile {rest!r}"
+        msg = file or f"there is no AWS profile {error.kwargs.get('profile')!r}"
         raise NotPermitted(msg, hint=_CREDENTIALS_HINT) from error
     except _no_credentials() as error:
         raise _unusable(error) from error
     except (exceptions.BotoCoreError, ValueError) as error:
         msg = f"the settings for S3 cannot be used: {error}"
         raise ConfigError(msg, hint="see endpoint_url, region and the AWS configuration file") from error
-    client.meta.events.register("after-call.s3", partial(_speaks_s3, client.meta.endpoint_url))
+    meta = opened.client.meta
+    meta.events.register("after-call.s3", partial(_speaks_s3, meta.endpoint_url))
+    return opened
+
+
+def open_botocore(access: Access) -> Opened:
+    """Return botocore's own client."""
+    from botocore.config import Config
+
+    session = new_session(access)
+    endpoint = access.endpoint
+    region = access.region or session.get_config_variable("region") or "us-east-1"
+    style = access.addressing if access.addressing != "auto" or not endpoint else "path"
+    config = Config(**config_values(payload_signing_enabled=access.signs_payload, addressing_style=style))
+    if access.role_arn is not None:
+        assume_role(session, access, region, config)
+    client = session.create_client("s3", region_name=region, endpoint_url=endpoint, config=config)
     client.meta.events.register("before-sign.s3", _before_signing)
     client.meta.events.register("before-send.s3", _before_sending)
-    return Opened(client, credentials, verify)
+    authorities = session.get_config_variable("ca_bundle")
+    verify = authorities or os.environ.get("REQUESTS_CA_BUNDLE") or True
+    return Opened(client, session.get_credentials(), verify)
+
+
+def config_values(**s3: Any) -> dict[str, Any]:
+    """Return what botocore's Config says for each kind of client; `s3`: of S3 alone."""
+    return {
+        "connect_timeout": CONNECT_SECONDS,
+        "read_timeout": READ_SECONDS,
+        "retries": {"mode": "standard", "total_max_attempts": ATTEMPTS},
+        "max_pool_connections": CONNECTIONS,
+        # bodies are proved by our checksum of the whole object, not by hashing each part twice
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "s3": s3,
+    }
 
 
 def _before_signing(request: Any, **_: Any) -> None:
@@ -364,12 +377,13 @@ def failure(error: Exception, what: str, url: str, endpoint: str) -> CkptdError:
         host = urlsplit(str(error.kwargs.get("endpoint_url") or endpoint)).netloc
         msg = f"{place}: nothing answers at {host} ({_cause(error)})"
         return RemoteUnreachable(msg, hint="is endpoint_url right, and the server up? ckptd tries again")
-    if isinstance(error, exceptions.HTTPClientError) and "Invalid header" in told:
+    if isinstance(error, exceptions.HTTPClientError) and any(words in told for words in _BAD_HEADER):
         # the error quotes the header, and a session token is one
         msg = f"{place}: the AWS credentials hold a line break or another character that no key has"
         return NotPermitted(msg, hint=_CREDENTIALS_HINT)
-    if isinstance(error, ResponseParserError) or "BadStatusLine" in told:
-        return _no_s3(endpoint, "nor HTTP" if "BadStatusLine" in told else "its answer is no XML")
+    is_no_http = any(words in told for words in _NO_HTTP)
+    if isinstance(error, ResponseParserError) or is_no_http:
+        return _no_s3(endpoint, "nor HTTP" if is_no_http else "its answer is no XML")
     if isinstance(error, exceptions.ProxyConnectionError):
         # botocore blots out the name and password in it
         msg = f"{place}: the proxy {error.kwargs.get('proxy_url')} does not answer"

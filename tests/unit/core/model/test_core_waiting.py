@@ -34,7 +34,7 @@ def test_a_failed_upload_counts_while_its_save_is_wanted(changes: dict[str, Any]
     """Life 1203116: found at the first start, failed while it was the newest, and no newest any more."""
     old = save_view(1, sealed(1), committed=False, uploads={(NAS, ZERO): FAILED}, **changes)
     found = {"is_adopted": False, "was_found_first": True}
-    view = job_view([old, save_view(2, sealed(2), **found)], backfill="newest")
+    view = job_view([old, save_view(2, sealed(2), **found)], existing="newest")
     assert waiting(view) == ([FAILED] if is_wanted else [])
     away = replace(view, remotes=(replace(view.remotes[0], is_attached=False),))
     assert waiting(away) == []

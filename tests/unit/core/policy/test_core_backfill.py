@@ -61,7 +61,7 @@ def test_where_nothing_contradicts_the_newest_alone_is_sent() -> None:
         assert unsent(view) == ("s900b1", "s300b1")
     beside = job_view(found(900, 1000, 300, rivals=(1,)))
     assert sent(beside) == [1000], "it is surely older than 1000"
-    assert sent(job_view(found(900, 1000, 300), latest="s300b1", backfill="none")) == []
+    assert sent(job_view(found(900, 1000, 300), latest="s300b1", existing="none")) == []
 
 
 def test_the_next_save_ends_the_doubt_and_what_was_begun_is_ended() -> None:

@@ -217,16 +217,16 @@ def test_a_tag_that_the_remote_knows_is_described_first() -> None:
     assert len(of(known, Describe)) == 1
 
 
-@pytest.mark.parametrize(("backfill", "uploaded"), [("newest", [3]), ("all", [3]), ("none", [])])
-def test_backfill(backfill: str, uploaded: list[int]) -> None:
+@pytest.mark.parametrize(("existing", "uploaded"), [("newest", [3]), ("all", [3]), ("none", [])])
+def test_existing(existing: str, uploaded: list[int]) -> None:
     """Of what was found at the first start: the newest, all (newest first), or none."""
     saves = [
         save_view(n, sealed(n), committed=False, was_found_first=True, is_adopted=False) for n in (1, 2, 3)
     ]
-    assert [a.save_id for a in of(job_view(saves, backfill=backfill), Upload)] == uploaded
+    assert [a.save_id for a in of(job_view(saves, existing=existing), Upload)] == uploaded
     rest = [replace(saves[2], uploads={(NAS, ZERO): committed_record(saves[2].save)}), *saves[:2]]
-    again = [a.save_id for a in of(job_view(rest, backfill=backfill), Upload)]
-    assert again == ([2] if backfill == "all" else [])
+    again = [a.save_id for a in of(job_view(rest, existing=existing), Upload)]
+    assert again == ([2] if existing == "all" else [])
 
 
 @pytest.mark.parametrize("turn", range(4))

@@ -93,7 +93,7 @@ def test_what_was_found_is_old_for_every_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_found", [True, False])
 def test_what_a_new_journal_finds_is_old_without_doubt(tmp_path: Path, *, is_found: bool) -> None:
-    """Another node committed more: of what lay here before, nothing is in doubt, so `backfill` sends one."""
+    """Another node committed more: of what lay here before, nothing is in doubt, so `existing` sends one."""
     state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
     earlier = state.journal.add_save(sealed(4, 1, 0), found_first=True, adopted=False, seen_at=0.0)
     state.load()

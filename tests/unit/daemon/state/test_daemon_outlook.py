@@ -189,7 +189,7 @@ def test_what_was_found_at_the_first_start_is_to_be_adopted_first(how: str, spee
     """Neither a limit nor an opt-out lets it go: nothing that would not help is recommended meanwhile."""
     job, state = scene(free_gb=100, speeds={"nas": speed}, unuploaded=how, limit=limit)
     found = [replace(save_view(20 + n, sealed(n)), is_adopted=False, was_found_first=True) for n in (1, 2)]
-    first = "`ckptd accept --existing` has the 2 found at the first start sent and rotated; "
+    first = "`ckptd accept --existing` has the 2 that were there before ckptd uploaded and rotated; "
     assert all(first not in text for text in alarms(job, state).values())
     job.problems = Problems()
     job.view = replace(job.view, saves=(*job.view.saves, *found))

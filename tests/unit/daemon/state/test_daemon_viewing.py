@@ -38,7 +38,7 @@ def test_a_folder_that_a_worker_still_removes_counts_as_pruned() -> None:
             id=1, save=sealed(1), state=state, adopted=True, found_first=False, held=False, weights={}
         )
         row.derived = DerivedRecord()
-        job: Any = SimpleNamespace(backfill="all", remotes=())
+        job: Any = SimpleNamespace(existing="all", remotes=())
         nothing: Any = None
         daemon: Any = SimpleNamespace(saves=LocalSaves(nothing), uploads=Uploads(nothing))
         return view_builder._fresh(job, daemon, row, None, frozenset()).is_pruned
