@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _PROC = Path("/proc")
 _JOURNAL = "journal.db"
+_PROGRAM = re.compile(rb"python|ckptd")
+"""Not `sudo ckptd run`, `dumb-init ckptd run`, which wait for the daemon and pass signals on to it."""
 _VERBS = {b"run", b"drain"}
 """What a process that works as a daemon was started with."""
 
@@ -145,6 +148,8 @@ def is_daemon(pid: int, number: signal.Signals) -> bool:
     place = _PROC / str(pid)
     try:
         words = (place / "cmdline").read_bytes().split(b"\0")
+        if not _PROGRAM.match(os.path.basename(words[0])):
+            return False
         if not _VERBS & set(words) or not any(b"ckptd" in word for word in words):
             return False
         lines = (place / "status").read_text().splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from ckptd.cli.verbs import VERBS
 from ckptd.errors import UsageError
 from ckptd.page.sources import read_page, wanted
 from ckptd.recover.select.job import job_named, state_dir_for
-from ckptd.storage.local.job_names import running_daemons, running_in, running_job
+from ckptd.storage.local.job_names import is_daemon, running_daemons, running_in, running_job
 from tests.support.recover_scene import Scene
 
 WORKS, REFUSED, HELD = 0, 2, 75
@@ -243,3 +244,19 @@ def test_every_verb_says_the_same_of_job() -> None:
         job = commands[verb].params[0]
         assert (job.metavar or "").split() in (["JOB"], ["JOB", "..."]), verb
         assert str(getattr(job, "help", "")).startswith(JOB_HELP), verb
+
+
+@pytest.mark.parametrize(
+    ("program", "is_one"), [("dumb-init", False), ("/usr/bin/sudo", False), ("python3", True)]
+)
+def test_what_starts_a_daemon_is_none(program: str, is_one: bool) -> None:
+    """`sudo ckptd run` has the same words, and passes the signals on."""
+    code = "import signal, time; signal.signal(signal.SIGHUP, print); print('up', flush=True); time.sleep(60)"
+    words = [program, "-c", code, "ckptd", "run", "/nvme/run", "/mnt/nas/run"]
+    with subprocess.Popen(words, executable=sys.executable, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        try:
+            assert is_daemon(process.pid, signal.SIGHUP) is is_one
+        finally:
+            process.kill()
