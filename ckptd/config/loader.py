@@ -410,9 +410,10 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def resolve_job(job: str, environ: Mapping[str, str], *, config_dir: Path | None = None) -> JobConfig:
-    """Find JOB as everywhere: a job file, a SAVE_DIR, or a name in the configuration directory.
+    """Find JOB as everywhere: a job file, a name in the configuration directory, or a SAVE_DIR.
 
-    A SAVE_DIR that no job file names becomes a job with the remote `$CKPTD_URL`, else with none.
+    A bare word is a name first, whatever folder of that name lies here. A SAVE_DIR that no job file names
+    becomes a job with the remote `$CKPTD_URL`, else with none.
 
     Raises:
         NotFoundError: no such job (66).
@@ -423,10 +424,8 @@ def resolve_job(job: str, environ: Mapping[str, str], *, config_dir: Path | None
         return load_job(path, check_paths=False)
     directory = config_dir or default_config_dir(environ)
     loaded = _named_jobs(directory)
-    if "/" in job or path.is_dir():
-        url = environ.get("CKPTD_URL") or None
-        found = _job_of_save_dir(Path(_absolute(job)), loaded, url)
-        return found or job_from_arguments(job, url, environ=environ, check_paths=False)
+    if "/" in job:
+        return _of_save_dir(job, loaded, environ)
     for candidate in loaded:
         if isinstance(candidate, JobConfig) and candidate.name == job:
             return candidate
@@ -435,10 +434,22 @@ def resolve_job(job: str, environ: Mapping[str, str], *, config_dir: Path | None
     by_file = [j for j in loaded if isinstance(j, JobConfig) and j.file is not None and j.file.stem == job]
     if len(by_file) == 1:
         return by_file[0]
+    if path.is_dir():
+        return _of_save_dir(job, loaded, environ)
     check_spelling(job)
     names = ", ".join(sorted(j.name for j in loaded if isinstance(j, JobConfig))) or "none"
     msg = f"no job {job!r} in {directory / 'jobs.d'} (known: {names})"
     raise NotFoundError(msg, hint="give a name, a job file, or the save_dir with a / in it")
+
+
+def _of_save_dir(
+    job: str,
+    loaded: Sequence[JobConfig | tuple[Path, ConfigError | NotPermitted]],
+    environ: Mapping[str, str],
+) -> JobConfig:
+    url = environ.get("CKPTD_URL") or None
+    found = _job_of_save_dir(Path(_absolute(job)), loaded, url)
+    return found or job_from_arguments(job, url, environ=environ, check_paths=False)
 
 
 def _job_of_save_dir(

@@ -22,6 +22,7 @@ from ckptd.errors import LockHeld, RefusedError
 from ckptd.recover.execute import one_at_a_time
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local import clones, fs
+from ckptd.storage.local.job_names import running_daemons
 from ckptd.storage.local.scan import scan_folder
 
 if TYPE_CHECKING:
@@ -86,6 +87,11 @@ class Removal:
                 os.close(self._fd)
                 msg = f"a daemon owns {job.save_dir}"
                 raise LockHeld(msg, hint="stop it first; it would make all of it again") from error
+        kept = {os.path.realpath(place) for one in running_daemons() for place in one.places}
+        if state_dir is not None and os.path.realpath(state_dir) in kept:
+            self.close()
+            msg = f"a daemon keeps its state in {state_dir}"
+            raise LockHeld(msg, hint="stop it first; it would make all of it again")
 
     def close(self) -> None:
         """Let the lock go."""

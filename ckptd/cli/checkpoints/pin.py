@@ -65,7 +65,7 @@ def register(app: typer.Typer) -> None:
             None,
             metavar="TAG ...",
             autocompletion=complete_tag,
-            help="The suspect one; with --existing some of those, default: all.",
+            help="The suspect ones; with --existing some of those, default: all.",
         ),
         existing: bool = typer.Option(False, "--existing", help="Those that lay there before ckptd."),
         config_dir: str = _CONFIG_DIR,
@@ -74,10 +74,10 @@ def register(app: typer.Typer) -> None:
 
         if existing:
             _decide(job, "adopt", tags or [_ALL], config_dir)
-        elif tags and len(tags) == 1:
+        elif tags:
             _decide(job, "accept", tags, config_dir)
         else:
-            msg = "accept takes the TAG of one suspect checkpoint"
+            msg = "accept takes the TAG of a suspect checkpoint"
             raise UsageError(msg, hint="of those that lay there before ckptd: ckptd accept JOB --existing")
 
 

@@ -12,6 +12,7 @@ from ckptd.cli.output import JOB_HERE_HELP
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ckptd.config.schema import JobConfig
     from ckptd.maintenance.uninstall import Piece
 
 _HELP = (
@@ -47,7 +48,7 @@ def register(app: typer.Typer) -> None:
         must_be_of_this_node(job, "uninstall")
         directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
         config = job_named(job, os.environ, config_dir=directory)
-        with closing(Removal(config, _state_dir(job, directory))) as removal:
+        with closing(Removal(config, _state_dir(config, directory))) as removal:
             pieces = removal.plan()
             if not pieces and config.file is None and not os.path.exists(config.save_dir):
                 msg = f"{config.save_dir} is not there, and no job file names it"
@@ -59,20 +60,18 @@ def register(app: typer.Typer) -> None:
                 removal.refuse_what_is_only_here(pieces)
 
 
-def _state_dir(job: str, directory: Path) -> Path | None:
+def _state_dir(config: JobConfig, directory: Path) -> Path | None:
     """Return the job's state directory, as its daemon published it, else as configured."""
-    import os
-
     from ckptd.cli.checkpoints.verify import job_state_dir
     from ckptd.errors import NotFoundError
     from ckptd.maintenance.status.published import published
-    from ckptd.recover.select.job import job_named
 
-    found = job_state_dir(job_named(job, os.environ, config_dir=directory), directory, make=False)
+    found = job_state_dir(config, directory, make=False)
     if found is not None:
         return found
     try:
-        return published(job, None, directory)[0][0]
+        # by its save_dir: what the name alone means may be another job
+        return published(str(config.save_dir), None, directory)[0][0]
     except NotFoundError:
         return None
 

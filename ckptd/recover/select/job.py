@@ -40,7 +40,7 @@ _SERVICES = Path("/var/lib/ckptd")
 def job_named(job: str, environ: Mapping[str, str], *, config_dir: Path | None = None) -> JobConfig:
     """Return the job that JOB names: a name, a job file or a save_dir, with its remotes as far as known.
 
-    A name is that of a configured job, else that of a job which a daemon of this user watches.
+    A name is that of a configured job, else that of a job which a daemon of this user watches, else a folder.
 
     Raises:
         NotFoundError: no such job, or the job file that it was started by is gone (66).
@@ -54,6 +54,9 @@ def job_named(job: str, environ: Mapping[str, str], *, config_dir: Path | None =
         if running is None:
             raise with_running(error) from None
         found = resolve_job(str(running.save_dir), environ, config_dir=config_dir)
+    else:
+        if found.file is None and "/" not in job and (running := running_job(job)) is not None:
+            found = resolve_job(str(running.save_dir), environ, config_dir=config_dir)
     if found.file is not None:
         return found
     return _remembered(found, environ, config_dir) or found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from typer.main import get_group
 from ckptd.cli.main import build_app, main
 from ckptd.cli.output import JOB_HELP
 from ckptd.cli.verbs import VERBS
-from ckptd.errors import UsageError
+from ckptd.errors import LockHeld, UsageError
+from ckptd.maintenance.uninstall import Removal
 from ckptd.page.sources import read_page, wanted
 from ckptd.recover.select.job import job_named, state_dir_for
 from ckptd.storage.local.job_names import is_daemon, running_daemons, running_in, running_job
@@ -235,6 +237,34 @@ def test_a_state_directory_elsewhere_is_that_of_the_daemon(jobs: Jobs) -> None:
     job = job_named(str(scene.save_dir), os.environ)
     assert (job.name, job.remotes[0].url) == (place.name, str(scene.nas))
     assert state_dir_for(job, os.environ, None) == place
+
+
+@pytest.mark.parametrize("which", ["hand", "file", "conf"])
+def test_a_folder_of_a_jobs_name_is_not_the_job(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """`restore … --to ./llama-7b` leaves one; `uninstall llama-7b` beside it took the daemon's state away."""
+    name = f"{which}-{os.getpid()}"
+    meant = {"hand": jobs.by_hand, "file": jobs.by_file, "conf": jobs.configured}[which]
+    shutil.copytree(meant.save_dir / "global_step2", tmp_path / name / "global_step2")
+    monkeypatch.chdir(tmp_path)
+    assert job_named(name, os.environ).save_dir == meant.save_dir
+    assert ends("uninstall", name) == HELD
+    running = running_in(meant.save_dir)
+    assert running is not None and (running.place / "journal.db").exists()
+    # with a / it is the folder, of which nothing is known here
+    assert job_named(f"./{name}", os.environ).save_dir == tmp_path / name
+    assert ends("list", f"./{name}") == 66
+
+
+def test_the_state_of_a_daemon_that_runs_is_never_removed(jobs: Jobs) -> None:
+    """Whatever save_dir it is taken for."""
+    running = running_in(jobs.by_hand.save_dir)
+    assert running is not None
+    other = Scene(jobs.root / "other")
+    other.save(1)
+    with pytest.raises(LockHeld, match="keeps its state"):
+        Removal(job_named(str(other.save_dir), os.environ), running.place)
 
 
 def test_every_verb_says_the_same_of_job() -> None:
