@@ -41,7 +41,7 @@ def print_note(line: str) -> None:
 
 def print_answer(path: str) -> None:
     """Print a result for scripts on stdout, byte for byte; on a terminal control characters are escaped."""
-    print(printable(path) if sys.stdout.isatty() else path)
+    print(printable(path) if sys.stdout.isatty() else path, flush=True)
 
 
 __all__ = [

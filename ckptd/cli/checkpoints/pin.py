@@ -106,8 +106,9 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
             _must_be_pinned(config, tag, state_dir)
         elif kind == "pin" or (kind == "adopt" and tag != _ALL):
             _must_exist(config, tag)
-    for tag in tags:
-        fingerprints = _fingerprints(config, tag, state_dir) if kind == "accept" else ()
+    # all of them first: nothing is recorded beside an error
+    found = [_fingerprints(config, tag, state_dir) if kind == "accept" else () for tag in tags]
+    for tag, fingerprints in zip(tags, found, strict=True):
         decision = Decision(
             kind=kind,
             tag=tag,

@@ -125,7 +125,6 @@ def test_an_old_name_is_todays_and_listed_nowhere(
     "words",
     [
         ("accept", "a"),
-        ("accept", "a", "global_step1", "global_step2"),
         ("service",),
         ("service", "start"),
         ("service", "uninstall", "--user", "--now"),

@@ -124,11 +124,16 @@ def test_only_what_is_suspect_is_accepted(scene: Scene) -> None:
     done = ckptd(scene, "accept", scene.save_dir, "global_step2")
     assert (done.returncode, done.stdout) == (65, "")
     assert "global_step2 is complete; only a suspect checkpoint is accepted" in done.stderr
-    folder = scene.save_dir / scene.save(4)
-    for number, shard in enumerate(sorted(folder.glob("*.pt"))):
-        os.utime(shard, (1_700_000_000 + 9000 * number,) * 2)
-    done = ckptd(scene, "accept", scene.save_dir, "global_step4")
-    assert (done.returncode, "global_step4: accepted, recorded" in done.stdout) == (0, True), done
+    for step in (4, 6):
+        folder = scene.save_dir / scene.save(step)
+        for number, shard in enumerate(sorted(folder.glob("*.pt"))):
+            os.utime(shard, (1_700_000_000 + 9000 * number,) * 2)
+    done = ckptd(scene, "accept", scene.save_dir, "global_step4", "global_step2")
+    assert (done.returncode, done.stdout) == (65, ""), "nothing is recorded beside an error"
+    done = ckptd(scene, "accept", scene.save_dir, "global_step4", "global_step6")
+    assert done.returncode == 0, done
+    assert "global_step4: accepted, recorded" in done.stdout
+    assert "global_step6: accepted, recorded" in done.stdout
 
 
 def test_a_file_outside_the_configuration_is_remembered(scene: Scene) -> None:
