@@ -100,7 +100,18 @@ def verdict(job: dict[str, Any], life: Life) -> Verdict:
         return "WAITING"
     if job.get("safe") is None:
         return "NOT SAFE"
-    return "BEHIND" if job.get("steps_at_risk") else "SAFE"
+    return "BEHIND" if job.get("steps_at_risk") or newest_in_doubt(job) else "SAFE"
+
+
+def newest_in_doubt(job: dict[str, Any]) -> str:
+    """Return the newest checkpoint that looks like two saves and lies above what is safe; empty: none does.
+
+    It is not uploaded until a person accepts it.
+    """
+    safe = job.get("safe") or {}
+    doubtful = (row for row in job.get("checkpoints", ()) if row["state"] == "suspect")
+    above = [row for row in doubtful if (row.get("step") or 0) > (safe.get("step") or 0)]
+    return str(max(above, key=lambda row: row["step"])["tag"]) if above else ""
 
 
 def is_unprotected(job: dict[str, Any]) -> bool:
@@ -115,7 +126,7 @@ def exit_code(jobs: list[dict[str, Any]], *, is_alive: bool) -> int:
     states = {job["state"] for job in jobs}
     if not jobs or not is_alive or states & {"attention", "invalid"}:
         return 1
-    is_behind = any(job.get("steps_at_risk") or job.get("paused") for job in jobs)
+    is_behind = any(job.get("steps_at_risk") or job.get("paused") or newest_in_doubt(job) for job in jobs)
     # a job that waits for its first checkpoint is not behind: still nothing of it is safe
     is_unsafe = any(job.get("safe") is None for job in jobs)
     return 3 if "behind" in states or is_behind or is_unsafe else 0

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from ckptd.base.humanize import ago, size_of
-from ckptd.maintenance.status.verdict import is_unprotected, seconds_since, verdict
+from ckptd.maintenance.status.verdict import is_unprotected, newest_in_doubt, seconds_since, verdict
 from ckptd.observe.status import all_committed
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def clauses(job: dict[str, Any], life: Life, now: float) -> list[str]:
     since = seconds_since(job["as_of"], now) if job.get("as_of") else life.age_seconds
     runs = job["state"] != "invalid"
     said = [*(life.reason.split("; ") if runs else ()), _committed(job, since)]
-    said += [_under_way(job) if life.is_well else "", _risk(job, since, life), *_control(job, now)]
+    said += [_under_way(job) if life.is_well else "", _doubtful(job), _risk(job, since, life)]
+    said += _control(job, now)
     said.append(_full(job) if life.is_well else "")
     needed = sum(problem["severity"] == "attention" for problem in job["problems"])
     if needed and runs:
@@ -99,6 +100,11 @@ def _unseen(job: dict[str, Any]) -> str:
     """Name the remotes not reached since the daemon's start, whose content is unknown; empty: none."""
     away = [remote_shown(remote) for remote in job.get("remotes", ()) if not remote["attached"]]
     return f"what is committed is not known: {', '.join(away)} not attached yet" if away else ""
+
+
+def _doubtful(job: dict[str, Any]) -> str:
+    tag = newest_in_doubt(job) if job.get("safe") else ""
+    return f"{tag} is suspect and not uploaded" if tag else ""
 
 
 def _risk(job: dict[str, Any], since_seconds: float, life: Life) -> str:
