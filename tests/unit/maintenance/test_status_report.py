@@ -22,7 +22,7 @@ from tests.support.restore_scene import RestoreScene, scene
 __all__ = ["scene"]
 
 DOCUMENTS = gallery.documents()
-NOTHING: dict[str, Any] = dict.fromkeys(("retention", "watch", "live"), False)
+NOTHING: dict[str, Any] = dict.fromkeys(("retention", "watch", "live"), False) | {"html": None}
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
