@@ -138,6 +138,9 @@ def test_a_clean_environment_has_no_torch_and_the_commands_work(
 def test_it_installs_as_a_tool(wheel: Path, tmp_path: Path, installer: str) -> None:
     """By `uv tool install` and by `pipx install`, and its command keeps a checkpoint."""
     ours, pins, there = Path(sys.executable), ROOT / "constraints.txt", tmp_path / "bin"
+    # by pip, which knows the index and the certificates of this machine; uv has settings of its own
+    house = tmp_path / "wheels"
+    run(ours, "-m", "pip", "wheel", "-q", "-c", pins, "-w", house, wheel)
     if installer == "uv":
         places = (
             "UV_TOOL_DIR=tools",
@@ -145,10 +148,19 @@ def test_it_installs_as_a_tool(wheel: Path, tmp_path: Path, installer: str) -> N
             "UV_PYTHON_DOWNLOADS=never",
             "UV_CACHE_DIR=cache",
         )
-        command: tuple[str | Path, ...] = ("tool", "install", "-q", "-c", pins, "--python", ours, wheel)
+        command: tuple[str | Path, ...] = (
+            *("tool", "install", "-q", "-c", pins, "--no-index", "--find-links", house),
+            *("--python", ours, wheel),
+        )
     else:
         places = (f"PIPX_HOME={tmp_path / 'tools'}", f"PIPX_BIN_DIR={there}", "USE_EMOJI=0", "COLUMNS=80")
-        command = ("install", "--python", ours, f"--pip-args=-c {pins}", wheel)
+        command = (
+            "install",
+            "--python",
+            ours,
+            f"--pip-args=--no-index --find-links={house} -c {pins}",
+            wheel,
+        )
     run("env", *places, ours.with_name(installer), *command, cwd=tmp_path)
     assert run(there / "ckptd", "--version").startswith("ckptd ")
     assert "grafana" in run(there / "ckptd", "init", "--list")

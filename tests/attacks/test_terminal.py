@@ -165,13 +165,13 @@ def test_status_of_a_run_whose_names_are_hostile(evil: str, terminal: Run) -> No
         document = spoilt(gallery.plain(documents[title]))
         look = partial(screen, document, gallery.NOW, retention=False)
         name = document["jobs"][0]["name"]
-        judged(terminal(partial(_print, document, None, False)), shows=shows)
-        judged(terminal(partial(_print, document, None, True)), shows=shows)
+        judged(terminal(partial(_print, [document], None, False)), shows=shows)
+        judged(terminal(partial(_print, [document], None, True)), shows=shows)
         judged(terminal(partial(watch, look)), shows=shows)
         judged(terminal(partial(watch_lines, [name].copy, 0.0, rounds=1)))
         for checkpoint in document["jobs"][0]["checkpoints"] if evil in PLAIN else ():
             tag = checkpoint["tag"]
-            judged(terminal(partial(_print, document, tag, False)), shows=(tag,))
+            judged(terminal(partial(_print, [document], tag, False)), shows=(tag,))
 
 
 def watch(look: Callable[[], list[Any]]) -> None:

@@ -50,7 +50,7 @@ def test_once_does_not_end_before_it_has_looked_at_a_slow_remote(tmp_path: Path)
     with node(tmp_path, local="", remote='forms = ["zero"]\nbandwidth = "20kB/s"') as here:
         here.start()
         here.save(1)
-        here.wait("sealed", lambda: "(zero) → nas" in here.log.read_text())
+        here.wait("sealed", lambda: "(zero) to nas" in here.log.read_text())
         here.kill()
         assert not here.commits()
         here.write_job(remote='forms = ["zero"]')

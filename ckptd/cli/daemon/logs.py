@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ckptd.base.humanize import printable
 from ckptd.cli.completion import complete_job
 from ckptd.cli.output import ENV_JOB, JOB_HERE_HELP, print_line
 
@@ -91,13 +92,11 @@ def _show_journal(start: list[str], job: str, lines: int, *, follow: bool) -> No
         assert more.stdout is not None
         for line in more.stdout:
             if text := line_of(line.rstrip("\n"), job):
-                print(text, flush=True)
+                print(printable(text), flush=True)
 
 
 def line_of(line: str, job: str) -> str:
     """Return a line of the journal as text; empty: it is of another job."""
-    from ckptd.base.humanize import printable
-
     try:
         found = json.loads(line)
     except ValueError:
@@ -144,8 +143,6 @@ def _show_file(place: Path, job: str, lines: int, *, follow: bool) -> None:
 
 
 def _print(lines: list[str]) -> None:
-    from ckptd.base.humanize import printable
-
     for line in lines:
         print(printable(line), flush=True)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import typer
+
+from ckptd.cli.output import print_line
 
 _EXAMPLES = """\
 ckptd init /nvme/llama-7b s3://my-bucket/llama-7b > llama-7b.toml
@@ -59,8 +63,8 @@ def _print_examples(name: str) -> None:
     from ckptd.config.examples import EXAMPLES, example_text
 
     if name:
-        print(example_text(name), end="")
+        sys.stdout.write(example_text(name))  # a file of the wheel, byte for byte
         return
     width = max(map(len, EXAMPLES))
     for one, example in EXAMPLES.items():
-        print(f"{one.ljust(width)}  {example.what}")
+        print_line(f"{one.ljust(width)}  {example.what}")

@@ -351,7 +351,7 @@ def test_on_a_short_disk_every_reason_is_counted() -> None:
     for words in (
         "2 not committed yet",
         "1 pinned",
-        "1 found at the first start",
+        "1 there before ckptd",
         "1 with files that no COMMIT lists",
         "1 within the policy",
     ):
@@ -415,8 +415,7 @@ def test_a_short_disk_that_found_checkpoints_hold_names_what_lets_them_go() -> N
     short = Disk(free_bytes=1, reserve_bytes=100, can_clone=False)
     view = three(disk=short)
     kept = replace(view, saves=tuple(replace(s, is_adopted=False, was_found_first=True) for s in view.saves))
-    assert "3 found at the first start; `ckptd accept --existing` has the 3 found at the first start" in why(
-        kept
-    )
+    said = "3 there before ckptd; `ckptd accept --existing` has the 3 that were there before ckptd uploaded"
+    assert said in why(kept)
     assert "--existing" not in why(three(disk=short, local_retention=RetentionPolicy(save_total_limit=3)))
     assert "--existing" not in why(replace(kept, local_retention=RetentionPolicy()))
