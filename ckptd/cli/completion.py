@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 VARIABLE = "_CKPTD_COMPLETE"
 """Set by a shell that asks for completions: then no argument is no question."""
 _WORDS = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
-"""Where bash, and where zsh and fish, put the line that is completed."""
+"""Name the variables in which bash, and zsh and fish, pass the line that is completed."""
 
 
 def verb_asked(environ: Mapping[str, str]) -> str | None:

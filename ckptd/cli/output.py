@@ -60,9 +60,9 @@ __all__ = [
 ENV_JOB = ["CKPTD_JOB", "CKPTD_SAVE_DIR"]
 """Environment variables that name the job if the command line does not (docs/contract.md)."""
 JOB_HELP = "A job file, a job's name, its SAVE_DIR or the URL of its remote."
-"""What JOB is, for every verb."""
+"""Describe JOB, in the help of every verb."""
 JOB_HERE_HELP = f"{JOB_HELP} No URL: a job of this node."
-"""The same of a verb that needs more than a remote."""
+"""Describe JOB in the help of a verb that needs more than a remote."""
 ENV_JOB_OR_URL = [*ENV_JOB, "CKPTD_URL"]
 """Environment variables that name the job, or a remote where that is enough."""
 

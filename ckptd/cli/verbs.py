@@ -64,7 +64,7 @@ OLD_NAMES: dict[str, tuple[str, ...]] = {
 """Verbs of 0.1, taken until the release after 0.2; listed nowhere."""
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {"doctor": ("check",)}
-"""What other tools call a verb; listed nowhere."""
+"""Map names that other tools use to our verbs; listed nowhere."""
 
 EXIT_CODES: dict[int, str] = {
     0: "done, safe",

@@ -226,7 +226,7 @@ class Removing:
 
 
 class _Waiting:
-    """What is waited for, and the last answer."""
+    """Follow a request: keep its last answer, tell when it is over."""
 
     def __init__(self, asked: RemovalFile, seconds: float, going: Sequence[RemovalRowStatus]) -> None:
         from ckptd.observe.status import rfc3339

@@ -151,7 +151,7 @@ class RemovalRow:
     """unknown: not enough was read yet; wait: it is deleted as soon as `why` is over."""
     forms: tuple[str, ...] = ()
     bytes: int = 0
-    """Of a checkpoint on this node."""
+    """Describe a checkpoint on this node."""
     why: str = ""
     next_step: str = ""
     commits: tuple[str, ...] = ()

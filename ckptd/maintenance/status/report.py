@@ -84,7 +84,7 @@ class CheckpointReport:
     generation: int | None
     branch: int | None
     bytes: int | None
-    """Of its ZeRO form; None: not known."""
+    """Bytes of its ZeRO form; None: not known."""
     state: str
     """As the screen says it: saving, complete, uploading, committed, deleted here, suspect, …."""
     here: tuple[str, ...] = ()
