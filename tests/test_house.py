@@ -307,6 +307,18 @@ def test_only_these_remove_or_rename() -> None:
     )
 
 
+def test_open_directories_are_listed_by_one_function() -> None:
+    """`os.listdir` of a descriptor goes on where another thread's listing of a duplicate is."""
+    wrong = []
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.listdir", "os.scandir"):
+                listed = ast.unparse(node.args[0]).rpartition(".")[2]
+                is_open = listed.endswith("fd") or ast.unparse(node.func) == "os.scandir"
+                wrong += [f"{name_of(path)}:{node.lineno} lists {listed}"] if is_open else []
+    assert not wrong, "ckptd.base.owned_dirs.list_dir is for that"
+
+
 def _is_text_or_data(name: str, node: ast.Call) -> bool:
     """str.replace, datetime.replace, dataclasses.replace, list.remove: no file is touched."""
     if name == "replace":

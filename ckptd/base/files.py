@@ -340,14 +340,14 @@ def remove_tree(dir_fd: int, name: str) -> None:
         return
     try:
         device = os.fstat(fd).st_dev
-        for entry in list(os.scandir(fd)):
-            status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
+        for inner in owned_dirs.list_dir(fd):
+            status = os.stat(inner, dir_fd=fd, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
                 if status.st_dev != device:
-                    raise RefusedError(f"{name}/{entry.name} is a mount point", hint=_MOUNTS)
-                remove_tree(fd, entry.name)
+                    raise RefusedError(f"{name}/{inner} is a mount point", hint=_MOUNTS)
+                remove_tree(fd, inner)
             else:
-                os.unlink(entry.name, dir_fd=fd)
+                os.unlink(inner, dir_fd=fd)
     finally:
         os.close(fd)
     os.rmdir(name, dir_fd=dir_fd)

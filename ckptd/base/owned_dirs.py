@@ -55,9 +55,22 @@ def make_beside(save_dir_fd: int, mode: int, *, is_sure: bool = False) -> None:
     if name is None or _has(save_dir_fd, OURS) or _has(save_dir_fd, f"../{name}"):
         return
     if is_sure or any(
-        is_numbered_tag(tag) and _has(save_dir_fd, f"{tag}/{_ENGINE}") for tag in os.listdir(save_dir_fd)
+        is_numbered_tag(tag) and _has(save_dir_fd, f"{tag}/{_ENGINE}") for tag in list_dir(save_dir_fd)
     ):
         os.mkdir(f"../{name}", mode, dir_fd=save_dir_fd)
+
+
+def list_dir(dir_fd: int) -> list[str]:
+    """Return the names in an open directory, unordered.
+
+    Reads through a descriptor of its own: `os.listdir` and `os.scandir` of a descriptor use the position that
+    all its duplicates share, and two threads that list at once each miss what the other has read.
+    """
+    own = os.open(".", _DIR_FLAGS, dir_fd=dir_fd)
+    try:
+        return os.listdir(own)
+    finally:
+        os.close(own)
 
 
 def lock(fd: int, how: int) -> None:

@@ -496,10 +496,15 @@ def sent_to(state_dir: Path | None, remote: str) -> list[Sent]:
     """Return the objects that the journal says lie in a remote: proof that an object there is ours."""
     if state_dir is None:
         return []
+    # a form is also made of what the remote holds, until its ZeRO form is deleted there
     query = (
         "SELECT o.key, o.bytes, o.proof IS NOT NULL, coalesce(s.tag, ''), "
-        "o.form != 'zero' OR coalesce(s.state = 'present' OR s.held, 0) "
-        "FROM objects o LEFT JOIN saves s ON s.id = o.save_id WHERE o.remote = ? AND o.form NOT LIKE '%~'"
+        "coalesce(s.state = 'present' OR s.held, 0) OR (o.form != 'zero' AND ("
+        "(o.form = 'universal' AND json_extract(s.derived, '$.state') = 'ready') "
+        "OR coalesce(json_extract(z.record, '$.state'), '') != 'retired')) "
+        "FROM objects o LEFT JOIN saves s ON s.id = o.save_id "
+        "LEFT JOIN ships z ON z.save_id = o.save_id AND z.remote = o.remote AND z.form = 'zero' "
+        "WHERE o.remote = ? AND o.form NOT LIKE '%~'"
     )
     return [
         Sent(

@@ -17,6 +17,7 @@ from typing import Literal
 from ckptd.base import files
 from ckptd.base.humanize import in_columns, printable, size_of
 from ckptd.base.identity import Model
+from ckptd.base.owned_dirs import list_dir
 from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.conversion.weights import ADAPTER_FILE, read_names
 from ckptd.core.completeness.grid import Context
@@ -186,7 +187,7 @@ def _save_dir(path: Path, absolute: str) -> Inspection:
     with files.opened_dir(absolute) as fd:
         seen = scan(fd)
         latest, universal = read_pointer(fd, "latest"), read_pointer(fd, "latest_universal")
-        for name in sorted(os.listdir(fd), key=_natural):
+        for name in sorted(list_dir(fd), key=_natural):
             try:
                 listing = scan_folder(fd, name) if not name.startswith("_ckptd") else None
             except (NotADirectoryError, CkptdError):

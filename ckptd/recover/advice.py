@@ -6,10 +6,10 @@ and neither restores frozen parameters or buffers (docs/formats.md §5.1).
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from ckptd.base import files
+from ckptd.base.owned_dirs import list_dir
 from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.model.layouts import Role, Trainer, parse_shard_name
 from ckptd.core.model.records import WEIGHTS
@@ -29,7 +29,7 @@ def model_facts(folder: Path) -> ShardFacts | None:
     """
     try:
         with files.opened_dir(folder) as fd:
-            names = sorted(os.listdir(fd))
+            names = sorted(list_dir(fd))
     except OSError:
         return None
     models = [n for n in names if (s := parse_shard_name(n)) is not None and s.role is Role.MODEL]

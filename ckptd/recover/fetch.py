@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import extents, files, names
 from ckptd.base.names import NAME_BYTES
+from ckptd.base.owned_dirs import list_dir
 from ckptd.errors import DamagedError, RefusedError, from_os_error
 from ckptd.storage.stores import parallel
 from ckptd.storage.stores.checksums import crc64, to_hex
@@ -87,7 +88,7 @@ class Fetcher:
         self._drop_others(self._staging_fd, "", {file.path for file in self._copy.files})
 
     def _drop_others(self, fd: int, head: str, wanted: set[str]) -> None:
-        for name in os.listdir(fd):
+        for name in list_dir(fd):
             path = f"{head}{name}"
             if stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
                 with files.opened_dir(name, fd) as inner:

@@ -19,7 +19,7 @@ from ckptd.base import extents, files
 from ckptd.base.files import opened_real, real_path
 from ckptd.base.humanize import user_in_words
 from ckptd.base.names import NAME_BYTES
-from ckptd.base.owned_dirs import lock
+from ckptd.base.owned_dirs import list_dir, lock
 from ckptd.conversion.plan import Header, PlanReader, Trailer, identity_of, read_trailer
 from ckptd.core.model.layouts import ADAPTER_CONFIG, NamedShard, parse_shard_name
 from ckptd.errors import (
@@ -79,15 +79,15 @@ def list_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
     mode, disk_bytes = 0o666, 0
     with opened_real(path) as fd:
         own = os.fstat(fd)
-        for entry in sorted(os.scandir(fd), key=lambda e: e.name):
+        for name in sorted(list_dir(fd)):
             try:
-                status = os.stat(entry.name, dir_fd=fd, follow_symlinks=False)
+                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
             except FileNotFoundError:
                 continue  # removed since it was listed
             if stat.S_ISDIR(status.st_mode):
-                folders.append(entry.name)
-            elif stat.S_ISREG(status.st_mode) and (shard := parse_shard_name(entry.name)):
-                shards.append((entry.name, shard))
+                folders.append(name)
+            elif stat.S_ISREG(status.st_mode) and (shard := parse_shard_name(name)):
+                shards.append((name, shard))
                 mode &= status.st_mode
                 disk_bytes += 512 * status.st_blocks
     folder_mode = own.st_mode & 0o777 | 0o700  # files are put into the copy of a read-only folder, too
@@ -369,7 +369,7 @@ def find_origin(folder: SourceFolder) -> Origin:
 def _companions(folder: str) -> set[str]:
     # a folder above that may be crossed and not listed (mode 0711) has nothing to give
     with contextlib.suppress(PermissionError), opened_real(folder) as fd:
-        names = os.listdir(fd)
+        names = list_dir(fd)
         nested = {f"{name}/{ADAPTER_CONFIG}" for name in names if _lies(fd, name, stat.S_ISDIR)}
         here = {name for name in names if is_companion(name)}
         return {path for path in here | nested if _lies(fd, path, stat.S_ISREG)}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import files, names
 from ckptd.base.names import decode_name
-from ckptd.base.owned_dirs import opened_ours
+from ckptd.base.owned_dirs import list_dir, opened_ours
 from ckptd.core.model import manifest as mf
 from ckptd.core.model.decision import PINS, Decision, lacking, newest_decisions, pinned_tags
 from ckptd.errors import CkptdError, DamagedError, RefusedError, RemoteNotOurs, RemoteUnreachable
@@ -81,7 +81,7 @@ def _read(
     named: dict[str, Decision] = {}
     unread: dict[str, OSError] = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), opened_ours(state_dir / DECISIONS) as fd:
-        for name in sorted(os.listdir(fd)):
+        for name in sorted(list_dir(fd)):
             is_one = name.endswith(".json") and not name.startswith(".")
             if not is_one or (kinds is not None and name.partition("~")[0] not in kinds):
                 continue

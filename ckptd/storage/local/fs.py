@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import extents, files, names, owned_dirs
 from ckptd.base.identity import FolderIdentity
+from ckptd.base.owned_dirs import list_dir
 from ckptd.core.model.listing import OURS
 from ckptd.errors import CkptdError, RefusedError, SourceChanged, StorageError, from_os_error
 from ckptd.storage.local.scan import scan_folder
@@ -64,7 +65,7 @@ def folders_in(folder_fd: int) -> list[str]:
 
 def _below(folder_fd: int, prefix: str = "") -> Iterator[tuple[str, bool]]:
     """Yield (name, whether it is a folder that may be entered)."""
-    for name in os.listdir(folder_fd):
+    for name in list_dir(folder_fd):
         status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
         if not stat.S_ISDIR(status.st_mode) or status.st_dev != os.fstat(folder_fd).st_dev:
             yield prefix + name, False
@@ -312,7 +313,7 @@ def names_in(save_dir_fd: int, folder: str) -> list[str]:
     """List a folder of ours; empty when it is not there."""
     try:
         with closing(files.open_dir_beneath(save_dir_fd, folder)) as fd:
-            return sorted(os.listdir(fd))
+            return sorted(list_dir(fd))
     except FileNotFoundError:
         return []
 

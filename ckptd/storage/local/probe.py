@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from ckptd.base import extents, files
 from ckptd.base import names as base_names
 from ckptd.base.humanize import size_of, user_in_words
+from ckptd.base.owned_dirs import list_dir
 from ckptd.core.model.listing import OURS, warn_unprotected
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RefusedError, from_os_error
 from ckptd.storage.local.fs import STAGING, TRASH, closing, ensure_ours, remove_empty
@@ -94,7 +95,7 @@ def prove_rights(save_dir_fd: int, save_dir: str, mark: str) -> None:
 
 
 def _sweep(staging_fd: int, mark: str) -> None:
-    for left in [n for n in os.listdir(staging_fd) if n.startswith(base_names.TEMPORARY_PREFIX)]:
+    for left in [n for n in list_dir(staging_fd) if n.startswith(base_names.TEMPORARY_PREFIX)]:
         with suppress(FileNotFoundError):
             if mark in left or _is_old(staging_fd, left):
                 _remove(staging_fd, left)

@@ -20,6 +20,7 @@ from ckptd.base import extents, files
 from ckptd.base import names as base_names
 from ckptd.base.identity import FolderIdentity
 from ckptd.base.names import name_problem, shown
+from ckptd.base.owned_dirs import list_dir
 from ckptd.core.model.layouts import WRITES_AS, Trainer, layout_of, parse_shard_name
 from ckptd.core.model.listing import (
     OURS,
@@ -101,35 +102,35 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
     foreign, nameless, closed = list[str](), list[str](), list[str]()
     linked, names = list[str](), list[str]()
     latest = read_pointer(save_dir_fd, "latest")
-    for entry in sorted(os.scandir(save_dir_fd), key=lambda e: e.name):
-        if entry.name.startswith((OURS, base_names.TEMPORARY_PREFIX)):
+    for name in sorted(list_dir(save_dir_fd)):
+        if name.startswith((OURS, base_names.TEMPORARY_PREFIX)):
             continue
         with contextlib.suppress(FileNotFoundError):
-            status = os.stat(entry.name, dir_fd=save_dir_fd, follow_symlinks=False)
+            status = os.stat(name, dir_fd=save_dir_fd, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
-                if entry.name not in known and _is_closed(save_dir_fd, entry.name, status):
-                    foreign.append(entry.name)
-                    closed += [shown(entry.name)] if entry.name != LOST_AND_FOUND else []
+                if name not in known and _is_closed(save_dir_fd, name, status):
+                    foreign.append(name)
+                    closed += [shown(name)] if name != LOST_AND_FOUND else []
                     continue
-                listing = scan_folder(save_dir_fd, entry.name, known.get(entry.name))
+                listing = scan_folder(save_dir_fd, name, known.get(name))
                 linked += linked_shard(listing)
                 is_one = listing is not None and listing.is_checkpoint and wanted in ("auto", listing.trainer)
-                if listing is None or not is_one or shown(entry.name) != entry.name:
-                    foreign.append(entry.name)
+                if listing is None or not is_one or shown(name) != name:
+                    foreign.append(name)
                     if is_one:
-                        nameless.append(shown(entry.name))
-                    elif listing is not None and not listing.shards and _is_fit(entry.name):
-                        bare[entry.name] = [file.path for file in listing.files]
+                        nameless.append(shown(name))
+                    elif listing is not None and not listing.shards and _is_fit(name):
+                        bare[name] = [file.path for file in listing.files]
                 else:
                     folders.append(listing)
-            elif stat.S_ISREG(status.st_mode) and _is_fit(entry.name):
-                names.append(entry.name)
-                if entry.name not in POINTERS and status.st_size <= EXTRA_LIMIT_BYTES:
-                    extras.append(_listed(entry.name, status))
+            elif stat.S_ISREG(status.st_mode) and _is_fit(name):
+                names.append(name)
+                if name not in POINTERS and status.st_size <= EXTRA_LIMIT_BYTES:
+                    extras.append(_listed(name, status))
             else:
-                foreign.append(entry.name)
-                if stat.S_ISLNK(status.st_mode) and may_be_checkpoint(entry.name, latest):
-                    linked += [entry.name] if leads_elsewhere(save_dir_fd, entry.name) else []
+                foreign.append(name)
+                if stat.S_ISLNK(status.st_mode) and may_be_checkpoint(name, latest):
+                    linked += [name] if leads_elsewhere(save_dir_fd, name) else []
     folders, loose = _without_loose(folders, names)
     return SaveDirListing(
         device=os.fstat(save_dir_fd).st_dev,
@@ -236,7 +237,7 @@ def _walk(fd: int, prefix: str, device: int, depth: int) -> Iterator[tuple[str, 
 
     Of a directory in which nothing is: its path with a slash at the end.
     """
-    names = sorted(os.listdir(fd))
+    names = sorted(list_dir(fd))
     if not names and prefix:
         yield prefix, os.fstat(fd)
     for name in names:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import extents, files, names
 from ckptd.base.names import ROOT
+from ckptd.base.owned_dirs import list_dir
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -172,9 +173,9 @@ def walk(root: int, prefix: str) -> Iterator[ObjectInfo]:
 
 
 def _walk(fd: int, prefix: str, device: int) -> Iterator[ObjectInfo]:
-    with os.scandir(fd) as entries:
-        names = [entry.name for entry in entries if not is_ours(entry.name)]
-    for name in names:
+    for name in list_dir(fd):
+        if is_ours(name):
+            continue
         try:
             status = os.stat(name, dir_fd=fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -202,7 +203,7 @@ def temporaries(root: int, prefix: str) -> Iterator[ObjectInfo]:
 
 
 def _named_so(fd: int, above: str, prefix: str, *, is_deep: bool) -> Iterator[ObjectInfo]:
-    for name in os.listdir(fd):
+    for name in list_dir(fd):
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(name, dir_fd=fd, follow_symlinks=False)
             if stat.S_ISREG(status.st_mode) and name.startswith(prefix):

@@ -15,7 +15,15 @@ from ckptd.config.schema import JobConfig
 from ckptd.core.model.decision import Decision
 from ckptd.core.model.heartbeat import Heartbeat
 from ckptd.core.model.manifest import NodeManifest, Tombstone, manifest_key, sha256_of, to_bytes
-from ckptd.core.model.records import ObjectRow
+from ckptd.core.model.records import (
+    UNIVERSAL,
+    ZERO,
+    DerivedRecord,
+    DerivedState,
+    ObjectRow,
+    UploadRecord,
+    UploadState,
+)
 from ckptd.daemon.bootstrap import node_id_of
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, StorageError
 from ckptd.maintenance.gc import Collector, sealed_here
@@ -483,7 +491,7 @@ def journal_of(scene: RepairScene, tag: str = "global_step7") -> tuple[Journal, 
     return journal, journal.add_save(node.sealed(step=7), found_first=False, adopted=True, seen_at=0.0)
 
 
-def sent(journal: Journal, save_id: int, key: str, size: int, *, is_whole: bool) -> None:
+def sent(journal: Journal, save_id: int, key: str, size: int, *, is_whole: bool, form: str = "zero") -> None:
     """An object as the daemon notes it."""
     row = ObjectRow(
         key=key,
@@ -493,7 +501,7 @@ def sent(journal: Journal, save_id: int, key: str, size: int, *, is_whole: bool)
         proof="read-back" if is_whole else None,
         token="",
     )
-    journal.put_object(save_id, "nas", "zero", row)
+    journal.put_object(save_id, "nas", form, row)
 
 
 def lies_there(scene: RepairScene, key: str, data: bytes) -> Path:
@@ -534,6 +542,24 @@ def test_what_our_killed_upload_left_is_known_by_the_journal(scene: RepairScene)
     assert ours.exists()
     assert gc(scene).removed == dry.removed
     assert (ours.exists(), strange.exists(), resized.exists()) == (False, True, True)
+    journal.close()
+
+
+def test_a_form_that_was_given_up_half_way_goes_with_its_checkpoint(scene: RepairScene) -> None:
+    """A newer one's replaced it before it was whole there; of the remote's ZeRO form it may be made again."""
+    journal, save_id = journal_of(scene)
+    part = lies_there(scene, "global_step7_universal/ckptd.json", b"12345")
+    sent(journal, save_id, "global_step7_universal/ckptd.json", 5, is_whole=True, form=UNIVERSAL)
+    journal.end_save(save_id, "pruned")
+    zero = UploadRecord(remote="nas", form=ZERO, state=UploadState.COMMITTED)
+    journal.put_upload(save_id, zero)
+    assert gc(scene).removed == [], "made of what the remote holds"
+    journal.put_upload(save_id, zero.model_copy(update={"state": UploadState.DELETED}))
+    journal.set_derived(save_id, DerivedRecord(state=DerivedState.READY))
+    assert gc(scene).removed == [], "made, and here"
+    journal.set_derived(save_id, DerivedRecord())
+    assert [row.what for row in gc(scene).removed] == ["global_step7_universal/ckptd.json"]
+    assert not part.exists()
     journal.close()
 
 

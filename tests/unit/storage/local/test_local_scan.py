@@ -139,3 +139,13 @@ def test_many_processes_hold_up_no_turn(tmp_path: Path) -> None:
         assert writers._good_for_seconds >= 10.0
         process.communicate(b"\n")
     assert "open-writers" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_two_scans_at_once_each_see_everything(tmp_path: Path) -> None:
+    """The deciding thread scans while a worker looks whether a save began: one descriptor, duplicated."""
+    scene = Scene(tmp_path)
+    for step in (5, 6):
+        scene.save(step)
+    with files.opened_dir(scene.save_dir) as fd, os.scandir(fd) as other:
+        next(other)
+        assert [folder.tag for folder in scan(fd).folders] == ["global_step5", "global_step6"]
