@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 OURS = "_ckptd"
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NUMBERED = re.compile(r"^checkpoint_\d+$")
-_ENGINE = "pytorch_model"
+_SAVED = ("pytorch_model", "random_states_0.pkl")
+"""What `save_state` leaves in its folder: with DeepSpeed, and without."""
 
 
 def is_numbered_tag(tag: str) -> bool:
@@ -54,9 +55,8 @@ def make_beside(save_dir_fd: int, mode: int, *, is_sure: bool = False) -> None:
     name = _name_beside(save_dir_fd)
     if name is None or _has(save_dir_fd, OURS) or _has(save_dir_fd, f"../{name}"):
         return
-    if is_sure or any(
-        is_numbered_tag(tag) and _has(save_dir_fd, f"{tag}/{_ENGINE}") for tag in list_dir(save_dir_fd)
-    ):
+    tags = [] if is_sure else filter(is_numbered_tag, list_dir(save_dir_fd))
+    if is_sure or any(_has(save_dir_fd, f"{tag}/{mark}") for tag in tags for mark in _SAVED):
         os.mkdir(f"../{name}", mode, dir_fd=save_dir_fd)
 
 

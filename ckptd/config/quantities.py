@@ -377,7 +377,7 @@ def not_shareable(remotes: Iterable[tuple[str, bool, tuple[str, ...]]]) -> str:
     return f"shared_fs = true: {kept} keeps every heartbeat for ever; use another remote" if kept else ""
 
 
-Trainer = Literal["auto", "deepspeed", "huggingface", "accelerate", "lightning", "megatron"]
+Trainer = Literal["auto", "deepspeed", "huggingface", "accelerate", "lightning", "megatron", "torch"]
 Form = Literal["zero", "universal", "weights-fp32", "weights-bf16", "weights-fp16"]
 
 

@@ -25,11 +25,7 @@ from ckptd.base.owned_dirs import lies_in_save_dir
 from ckptd.config.budget import MIB, child_bytes, divide, shortage
 from ckptd.config.commands import node_name
 from ckptd.config.quantities import show_bandwidth, show_seconds, shown_remote
-from ckptd.conversion.engine.inspect import inspect_files, probe_restrictions
-from ckptd.core.completeness.grid import Context
-from ckptd.core.completeness.judge import STAGE_0, judge
-from ckptd.core.model.layouts import Role, parse_shard_name
-from ckptd.core.model.listing import KNOWN_ALONE
+from ckptd.conversion.engine.inspect import probe_restrictions
 from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.model.runs import short
 from ckptd.errors import (
@@ -138,7 +134,6 @@ def check_job(
     """
     yield from probe_save_dir(job.save_dir, job.local.min_free, writes=writes, trainer=job.trainer)
     if (listing := _listed(job)) is not None:
-        yield from _stage_0(job, listing)
         yield from _uploads(job, listing, _state_dir(job, daemon, environ, jobs_in_daemon))
     yield _state(job, daemon, environ, jobs_in_daemon)
     if job.shared_fs:
@@ -159,22 +154,6 @@ def _listed(job: JobConfig) -> SaveDirListing | None:
             return scan(fd, job.trainer)
     except OSError:
         return None
-
-
-def _stage_0(job: JobConfig, listing: SaveDirListing) -> Iterator[Finding]:
-    """Name the newest checkpoint where it is one without ZeRO, which its names alone do not tell."""
-    for folder in listing.folders:
-        has_optimizer = any(
-            named.role is Role.OPTIM for f in folder.shards if (named := parse_shard_name(f.name))
-        )
-        if folder.is_model_only or has_optimizer or not listing.is_at_risk(folder.tag):
-            continue
-        with contextlib.suppress(CkptdError):
-            read = inspect_files(job.save_dir / folder.tag, [f.path for f in folder.shards])
-            verdict = judge(folder, {row.path: row for row in read}, None, _at_rest(job))
-            if verdict.reason == STAGE_0:
-                text = f"{folder.tag} is {STAGE_0}: nothing of it is sent"
-                yield failed("layout", RefusedError(text, hint=KNOWN_ALONE))
 
 
 _BYTES_A_PARAMETER = {ZERO: 14, UNIVERSAL: 16, "weights-fp32": 4, "weights-bf16": 2, "weights-fp16": 2}
@@ -198,27 +177,18 @@ def _uploads(job: JobConfig, listing: SaveDirListing, state_dir: Path | None) ->
     size_bytes = sum(file.identity.size_bytes for file in newest.files)
     for remote in job.remotes:
         each = size_bytes / _BYTES_A_PARAMETER[ZERO]
-        costs = [(form, each * _BYTES_A_PARAMETER[form]) for form in remote.forms]
+        forms = remote.forms if newest.other_layout is None else (ZERO,)  # the files as they are
+        costs = [(form, each * _BYTES_A_PARAMETER[form]) for form in forms]
         total_bytes = sum(cost for _, cost in costs)
         text = f"a save of this size uploads about {size_of(round(total_bytes))}"
         if len(costs) > 1:
             text += f" ({', '.join(f'{form} {size_of(round(cost))}' for form, cost in costs)})"
         if rate := remote.bandwidth.at(time.time()):
             text += f", {show_seconds(total_bytes / rate)} at {show_bandwidth(rate)}"
-        halves = ZERO in remote.forms and UNIVERSAL in remote.forms
+        halves = ZERO in forms and UNIVERSAL in forms
         hint = 'forms = ["zero"] halves it: `ckptd convert` makes the universal form when it is needed'
         what = shown_remote(remote.name, remote.url)
         yield Finding(what=what, verdict="note", text=text, hint=hint if halves else "")
-
-
-def _at_rest(job: JobConfig) -> Context:
-    """Return the view of a folder that nobody writes in."""
-    return Context(
-        settle_seconds=job.settle_seconds,
-        quiet_seconds=job.settle_seconds,
-        save_spread_seconds=job.save_spread_seconds,
-        is_to_send=False,
-    )
 
 
 def check_glob(daemon: DaemonConfig, environ: Mapping[str, str]) -> Finding:

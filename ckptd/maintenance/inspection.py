@@ -25,6 +25,7 @@ from ckptd.core.completeness.judge import State, judge
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Grid, Role
 from ckptd.core.model.listing import FolderListing, ListedFile, warn_unprotected
+from ckptd.core.model.other_layouts import words_of
 from ckptd.errors import CkptdError, NotFoundError
 from ckptd.storage.local.scan import read_pointer, scan, scan_folder
 
@@ -88,6 +89,7 @@ class InspectedCheckpoint(Model):
     tensors: int | None = None
     """Named tensors (universal, weights)."""
     layout: str | None = None
+    """Of a universal form; of a checkpoint without ZeRO shards (core/model/other_layouts.py)."""
     bytes: int
     saved_seconds_apart: float | None = None
     notes: tuple[str, ...] = ()
@@ -156,7 +158,8 @@ def inspect_folder(path: Path) -> Inspection:
     if seen is None:
         return _save_dir(path, absolute)
     if seen.kind == "zero":
-        seen = seen.model_copy(update={"conversion": forecast_conversion(Path(absolute))})
+        forecast = forecast_conversion(Path(absolute)) if seen.layout is None else _without_forms(seen.layout)
+        seen = seen.model_copy(update={"conversion": forecast})
     return Inspection(path=str(path), kind=seen.kind, checkpoints=(seen,))
 
 
@@ -165,6 +168,11 @@ def _checkpoint(listing: FolderListing, parent: Path) -> InspectedCheckpoint | N
     if _is_universal(listing):
         return _universal(listing, parent)
     return _weights(listing, parent) or (_zero(listing, parent) if listing.shards else None)
+
+
+def _without_forms(layout: str) -> ConversionForecast:
+    reason = f"{words_of(layout)}: other forms are made of ZeRO shards alone"
+    return ConversionForecast(converts=False, reason=reason)
 
 
 def forecast_conversion(folder: Path) -> ConversionForecast:
@@ -252,6 +260,8 @@ def _zero(listing: FolderListing, parent: Path) -> InspectedCheckpoint:
         optimizer=verdict.writer.optimizer,
         ds_version=verdict.writer.ds_version,
         grid=verdict.grid,
+        layout=(listing.other_layout.name if listing.other_layout else verdict.grid and verdict.grid.layout)
+        or None,
         parameters=next((s.parameters for s in shards if s is not None and s.parameters), None),
         bytes=listing.total_bytes,
         saved_seconds_apart=(times.last - times.first) / 1e9 if times else None,

@@ -12,6 +12,7 @@ from ckptd.base import files
 from ckptd.base.owned_dirs import list_dir
 from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.model.layouts import Role, Trainer, parse_shard_name
+from ckptd.core.model.other_layouts import other_layout, words_of
 from ckptd.core.model.records import WEIGHTS
 from ckptd.formats.zero.optimizers import stage3_loader_word
 from ckptd.recover.select.copies import UNIVERSAL
@@ -47,7 +48,11 @@ def advice(plan: RecoveryPlan, facts: ShardFacts | None) -> list[str]:
     candidate = plan.candidate
     grid = candidate.grid
     first = f"resume from step {candidate.order.step} (branch {candidate.order.branch}): {candidate.tag}, "
-    first += f"ZeRO stage {grid.zero_stage}, saved by {candidate.saved_world_size} ranks, form {plan.form}"
+    first += (
+        f"ZeRO stage {grid.zero_stage}, saved by {candidate.saved_world_size} ranks, form {plan.form}"
+        if grid.has_shards
+        else words_of(grid.layout)
+    )
     if grid.is_model_only:
         return [f"{candidate.tag} is only a model (step {candidate.order.step}): nothing to resume from"]
     if plan.form in WEIGHTS:
@@ -103,6 +108,9 @@ def load_line(plan: RecoveryPlan, path: Path) -> str:
         return f'load it: trainer.train(resume_from_checkpoint="{path}")'
     if plan.form in WEIGHTS:
         return f'load it: AutoModel.from_pretrained("{path}")'
+    other = other_layout(plan.candidate.grid.layout)
+    if other is not None:
+        return f"load it: {other.opened_by.replace('PATH', repr(str(path)))}"
     if trainer in _OPENED_BY:
         return f"load it: {_OPENED_BY[trainer].replace('PATH', repr(str(path)))}"
     return f'load it: engine.load_checkpoint("{path.parent}", "{path.name}")'

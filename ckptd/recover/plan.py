@@ -23,6 +23,7 @@ from ckptd.base.humanize import ranks_in_words
 from ckptd.base.names import tag_problem
 from ckptd.core.completeness.judge import State
 from ckptd.core.model.layouts import BY_NAME, LATEST_UNIVERSAL, Role, Trainer, universal_name
+from ckptd.core.model.other_layouts import words_of
 from ckptd.core.model.records import WEIGHTS
 from ckptd.errors import CkptdError, RefusedError, TargetExists, UsageError
 from ckptd.recover.files import compare_folder
@@ -124,7 +125,7 @@ class RecoveryPlan:
 
 def needs_universal(candidate: Candidate, world_size: int | None) -> bool:
     """Whether so many ranks need the universal form."""
-    if candidate.grid.is_model_only or world_size is None:
+    if not candidate.grid.has_shards or world_size is None:
         return False
     return world_size != candidate.saved_world_size
 
@@ -207,7 +208,7 @@ class Planner:
     def _universal(self) -> tuple[str, list[Step], list[Step]]:
         """Return the path, the steps to the universal form where the trainer finds it, and the pointers."""
         tag, trainer = self._candidate.tag, self._candidate.layout[0]
-        if trainer is not Trainer.DEEPSPEED:
+        if trainer is not Trainer.DEEPSPEED or not self._candidate.grid.has_shards:
             root = _only_engine(self._candidate)
             return self._loadable(root) if trainer in BY_NAME else self._beside_shards(root)
         target = f"{DERIVED_UNIVERSAL}/{tag}"
@@ -532,12 +533,12 @@ def _only_engine(candidate: Candidate) -> str:
     """Return where the only engine's shards lie in a folder of another trainer.
 
     Raises:
-        RefusedError: there are several: no universal load by one call; or none: a model alone.
+        RefusedError: there are several: no universal load by one call; or none, in another layout.
     """
     roots = candidate.layout[1]
-    if not roots:
-        msg = f"{candidate.tag} is only a model: there is no universal form of it"
-        raise RefusedError(msg, hint="leave --form out; use it with from_pretrained")
+    if not candidate.grid.has_shards:
+        msg = f"{candidate.tag} is {words_of(candidate.grid.layout)}: there is no universal form of it"
+        raise RefusedError(msg, hint="leave --form out")
     if len(roots) > 1:
         msg = f"{candidate.tag} holds two engines ({', '.join(roots)}): no universal load by one call"
         raise RefusedError(msg, hint="resume on the ranks that saved it, or `ckptd convert` each engine")

@@ -239,26 +239,22 @@ def test_experts_of_releases_whose_model_states_do_not_tell_the_stage(tmp_path: 
     assert inspect(Path(resume(here)))[1]["state"] == "complete"
 
 
-def test_a_save_without_zero_is_said_to_be_unprotected(tmp_path: Path) -> None:
-    """Stage 0 keeps the optimizer in the model states: nothing of it is sent, and no command is silent."""
+def test_a_save_without_zero_is_protected_and_has_no_universal_form(tmp_path: Path) -> None:
+    """Stage 0 keeps the optimizer in the model states, which any number of data-parallel ranks loads."""
     prepare([STAGE_0])
     here = node_of(save_dir_of(STAGE_0), tmp_path / "node")
-    assert here.once() == 1, here.log.read_text()[-2000:]
-    (problem,) = here.status()["problems"]
-    assert (problem["code"], problem["severity"]) == ("unprotected-save", "attention")
-    assert f"{TAG} is a checkpoint of DeepSpeed without ZeRO (stage 0)" in problem["text"]
-    assert "nothing of it is sent" in problem["text"]
-    process = here.start()
-    # what the run before said lies there still: this one has to attach its remote first
-    here.wait("the problem", lambda: ckptd("status", here.job_file).returncode == 1)
-    said = ckptd("status", here.job_file)
-    assert "NOT SAFE" in said.stdout
-    assert "(stage 0)" in said.stdout
-    process.terminate()
-    assert process.wait(200) == 0
-    checked = ckptd("check", here.job_file)
-    assert (checked.returncode, "(stage 0)" in checked.stdout) == (65, True), checked
-    refused = ckptd("resume", here.job_file)
-    assert (refused.returncode, refused.stdout) == (65, ""), refused
-    assert "stage 0" in refused.stderr
-    assert not list(here.nas.rglob("*.pt"))
+    assert here.once() == 0, here.log.read_text()[-2000:]
+    assert any(name.startswith(f"{TAG}~") for name in here.commits())
+    code, seen = inspect(here.save_dir / TAG)
+    assert (code, seen["state"], seen["grid"]["layout"]) == (0, "complete", "deepspeed-stage-0")
+    wanted = (here.save_dir / TAG / "mp_rank_00_model_states.pt").read_bytes()
+    torn = tmp_path / "torn" / TAG
+    shutil.copytree(here.save_dir / TAG, torn)
+    os.truncate(torn / "mp_rank_00_model_states.pt", len(wanted) - 1)
+    assert inspect(torn)[1]["state"] == "incomplete"
+    shutil.rmtree(here.save_dir)
+    path = Path(resume(here))
+    assert (path / "mp_rank_00_model_states.pt").read_bytes() == wanted
+    assert (here.save_dir / "latest").read_text() == TAG
+    refused = ckptd("resume", here.job_file, "--form", "universal")
+    assert (refused.returncode, "without ZeRO (stage 0)" in refused.stderr) == (65, True), refused

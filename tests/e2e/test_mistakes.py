@@ -77,10 +77,9 @@ def prepare(scene: console.Scene) -> None:
     assert typed(scene, "ckptd run llama.toml --once")[0] == 0
     shutil.copytree(nvme / "llama-7b" / "global_step5", nvme / "lacking")
     (nvme / "lacking" / "mp_rank_00_model_states.pt").unlink()
-    for name in ("void", "away", "taken/of-somebody", "plain/checkpoint-8"):
+    for name in ("void", "away", "taken/of-somebody", "plain"):
         (nvme / name).mkdir(parents=True)
-    for name in ("model.safetensors", "optimizer.pt", "trainer_state.json"):
-        (nvme / "plain" / "checkpoint-8" / name).write_bytes(b"{}")
+    (nvme / "plain" / "epoch=8.ckpt").write_bytes(b"{}")
     for name in ("watched", "killed"):
         shutil.copytree(nvme / "twin", nvme / name)
         scene.start(f"ckptd run /nvme/{name} /mnt/nas/{name} --same-filesystem")

@@ -70,10 +70,21 @@ def _print_overview(console: Console, seen: Inspection) -> None:
             for n, tag in (("latest", seen.latest), ("latest_universal", seen.latest_universal))
             if tag == c.tag
         ]
-        ranks = f"{c.grid.dp} × {c.grid.mm_count}" if c.grid else ""
+        has_ranks = c.grid is not None and c.grid.has_shards
+        ranks = f"{c.grid.dp} × {c.grid.mm_count}" if c.grid and has_ranks else ""
         stage = "" if c.zero_stage is None else str(c.zero_stage)
         step = "" if c.step is None else str(c.step)
-        row = (c.tag, c.kind, c.state, step, stage, c.dtype or "", ranks, size_of(c.bytes), " ".join(marks))
+        row = (
+            c.tag,
+            c.kind if c.kind != "zero" else c.layout or c.kind,
+            c.state,
+            step,
+            stage,
+            c.dtype or "",
+            ranks,
+            size_of(c.bytes),
+            " ".join(marks),
+        )
         table.add_row(*cells(*row))
     console.print(table)
 
@@ -82,7 +93,7 @@ def _print_facts(console: Console, c: InspectedCheckpoint) -> None:
     from rich.table import Table
 
     grid = None
-    if c.grid is not None:
+    if c.grid is not None and c.grid.has_shards:
         grid = f"{c.grid.dp} data-parallel × {c.grid.mm_count} model-parallel ({c.grid.proof})"
     table = Table(show_header=False, box=None)
     for name, value in (

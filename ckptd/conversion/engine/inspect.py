@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.conversion.engine import children
 from ckptd.core.model.facts import Archive, FileFacts
-from ckptd.core.model.layouts import TRAINER_STATE, NamedShard, Role, ShardKey, parse_shard_name
+from ckptd.core.model.layouts import TORCH_FILES, TRAINER_STATE, NamedShard, Role, ShardKey, parse_shard_name
+from ckptd.core.model.other_layouts import METADATA
 from ckptd.errors import SourceChanged, StorageError
 
 if TYPE_CHECKING:
@@ -154,7 +155,9 @@ def _asked(path: str, identity: FileIdentity | None = None) -> dict[str, Any]:
         "path": path,
         "expected": shard is not None or _is_universal(path),
         "facts": shard is not None,
+        "torch_file": path.endswith(TORCH_FILES),
         "trainer": is_state,
+        "parts": path.rpartition("/")[2] == METADATA,
         "identity": None if i is None else [i.dev, i.ino, i.size_bytes, i.mtime_ns, i.ctime_ns],
     }
 
@@ -186,5 +189,6 @@ def _read(path: str, line: dict[str, Any]) -> FileFacts:
         role=role,
         shard=shard.shard if shard else ShardKey(),
         facts=line.get("facts"),
+        parts=line.get("parts"),
         trainer=line.get("trainer") or None,
     )

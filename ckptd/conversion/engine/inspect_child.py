@@ -19,9 +19,10 @@ from ckptd.base import files
 from ckptd.conversion.engine.sandbox import restrict
 from ckptd.core.model.metrics import finite, logged_name
 from ckptd.errors import CkptdError, RefusedError, TornArchiveError
-from ckptd.formats.torchfile.archive import Directory, Framing, frame
+from ckptd.formats.torchfile.archive import DEFAULT_LIMITS, Directory, Framing, frame
 from ckptd.formats.torchfile.fingerprint import fingerprint, has_crc, tensor_fingerprint
 from ckptd.formats.torchfile.legacy import read_archive
+from ckptd.formats.torchfile.sharded import named_parts, torn_safetensors
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.zero.facts import shard_facts
 
@@ -75,11 +76,16 @@ def _inspect(dir_fd: int, index: int, item: dict[str, Any]) -> dict[str, Any]:
             if item["expected"] and frame(fd, expected=True) is Framing.LEGACY:
                 # its records are found by running its pickle: first what is known without
                 _emit({"index": index, "bytes": before.st_size, **_unread_legacy(fd)})
-            found = _framing(fd, path, expected=item["expected"])
+            is_torch_file = bool(item.get("torch_file"))
+            found = _framing(fd, path, expected=item["expected"], is_torch_file=is_torch_file)
             directory = found.pop("directory", None)
             if directory is not None and item["facts"]:
                 _emit({"index": index, "bytes": before.st_size, **found})
                 found.update(_facts(fd, path, directory))
+            if item.get("parts"):
+                found.update(_parts(fd, path, before.st_size))
+            if path.endswith(".safetensors") and (torn := torn_safetensors(fd, before.st_size)):
+                found["reason"] = f"{path} {torn}"
             if item.get("trainer"):
                 found.update(_trainer_state(fd, before.st_size))
             after = os.fstat(fd)
@@ -94,6 +100,16 @@ def _inspect(dir_fd: int, index: int, item: dict[str, Any]) -> dict[str, Any]:
 
 def _identity(status: os.stat_result) -> list[int]:
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _parts(fd: int, path: str, size_bytes: int) -> dict[str, Any]:
+    """Read which files a `.metadata` names, or why it cannot be read."""
+    if size_bytes > DEFAULT_LIMITS.pickle_bytes:
+        return {"reason": f"{path} is larger than a .metadata may be"}
+    try:
+        return {"parts": named_parts(os.pread(fd, size_bytes, 0), path)}
+    except (CkptdError, MemoryError) as error:
+        return {"reason": error.message if isinstance(error, CkptdError) else f"{path} needs too much memory"}
 
 
 def _trainer_state(fd: int, size_bytes: int) -> dict[str, Any]:
@@ -135,7 +151,7 @@ def _metrics_at(step: object, history: object) -> list[tuple[str, float]]:
     return sorted((n, v) for n, v in found.items() if logged_name(n) not in evaluated)[:_MOST_METRICS]
 
 
-def _framing(fd: int, path: str, *, expected: bool) -> dict[str, Any]:
+def _framing(fd: int, path: str, *, expected: bool, is_torch_file: bool = False) -> dict[str, Any]:
     framing = frame(fd, expected=expected)
     directory: Directory | None = None
     reason: str | None = None
@@ -143,9 +159,9 @@ def _framing(fd: int, path: str, *, expected: bool) -> dict[str, Any]:
         try:
             directory = read_archive(fd, path)
         except TornArchiveError as error:
-            # A side file that merely starts with "PK" was never promised to be a torch archive.
+            # what merely starts with "PK" was never promised to be a torch archive (parts of torch are many)
             framing = Framing.TORN if expected else Framing.OTHER
-            reason = error.message if expected else None
+            reason = error.message if expected or is_torch_file else None
         except RefusedError as error:
             framing = framing if framing is Framing.LEGACY else Framing.OTHER
             reason = error.message if expected else None

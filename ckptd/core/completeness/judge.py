@@ -19,15 +19,13 @@ from ckptd.core.completeness.peer_evidence import find_evidence
 from ckptd.core.completeness.stale_files import WrittenShard, stale_layout
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import (
-    MODEL_ONLY,
     Grid,
     Role,
     Trainer,
     missing_shards,
-    missing_weights,
     parse_shard_name,
-    step_of_folder,
 )
+from ckptd.core.model.other_layouts import STAGE_0
 from ckptd.core.model.save import SaveWindow, Writer
 from ckptd.core.model.swapped_tensors import lacking
 
@@ -36,9 +34,9 @@ if TYPE_CHECKING:
 
     from ckptd.base.identity import FileIdentity
     from ckptd.core.model.listing import FolderListing
+    from ckptd.core.model.other_layouts import Layout
 
 SLOWEST_SAVE_BYTES_PER_SECOND = 100e6
-STAGE_0 = "a checkpoint of DeepSpeed without ZeRO (stage 0), whose optimizer lies in the model states"
 
 
 class State(StrEnum):
@@ -109,8 +107,8 @@ def judge(
     torn = _torn(shards)
     if torn:
         return _not_yet(listing, memory, context, torn)
-    if listing.is_model_only:
-        return _only_a_model(listing, facts, memory, context)
+    if listing.other_layout is not None:
+        return _without_shards(listing, listing.other_layout, facts, memory, context)
     written = {f.path: f.identity.mtime_ns for f in listing.shards}
     left = {path for root in listing.roots for path in _of_other_layout(_within(root, shards), written)}
     shards = {path: fact for path, fact in shards.items() if path not in left}
@@ -142,27 +140,32 @@ def judge(
     return replace(verdict, missing=elsewhere) if verdict.state is State.COMPLETE else verdict
 
 
-def _only_a_model(
-    listing: FolderListing, facts: Mapping[str, FileFacts], memory: Memory | None, context: Context
+def _without_shards(
+    listing: FolderListing,
+    layout: Layout,
+    facts: Mapping[str, FileFacts],
+    memory: Memory | None,
+    context: Context,
 ) -> Verdict:
-    """save_only_model without shards: every weights file and trainer_state.json of that step."""
-    marks = judge_markers(listing, facts, 0, context.quiet_seconds)
-    absent = missing_weights(f.path for f in listing.files)
-    reason = f"missing: {absent}" if absent else marks.waits_for
+    """Judge a checkpoint of another layout by what that layout says is missing."""
+    reason = layout.missing(listing.tag, {file.path: facts[file.path] for file in listing.own})
     if reason is not None:
         return _not_yet(listing, memory, context, reason)
     renewed, kept = _renewal(listing, memory)
     if renewed and kept:
         return _not_yet(listing, memory, context, f"{renewed[0]} was saved again, {kept[0]} was not")
-    weights = {f.path: facts[f.path] for f in listing.shards}
-    return Verdict(
+    step = layout.step(listing.tag, facts)
+    verdict = Verdict(
         state=State.COMPLETE,
-        grid=MODEL_ONLY,
-        step=step_of_folder(listing.tag),
+        grid=Grid(dp=0, mm_count=0, zero_stage=0, proof=layout.words, layout=layout.name),
+        step=step,
         writer=Writer(trainer=listing.trainer.value),
-        window=_window(listing, weights),
-        notes=("only a model: nothing to resume from",),
+        window=_window(listing, {file.path: facts[file.path] for file in listing.shards}),
+        notes=() if layout.is_resumable else ("only a model: nothing to resume from",),
     )
+    if step is None:
+        return _with(verdict, State.SUSPECT, "the folder's name holds no number that tells its step")
+    return verdict
 
 
 def _root(
@@ -176,7 +179,12 @@ def _root(
     inside = {path: fact for path, fact in inside.items() if not _is_stale(path, grid)}
     present = frozenset(named(path) for path in inside)
     if grid.zero_stage == 0 and not any(shard.role is Role.OPTIM for shard in present):
-        return None, {}, STAGE_0, ()
+        there = {shard.shard.mm for shard in present if shard.role is Role.MODEL}
+        absent = next((mm for mm in range(grid.mm_count) if mm not in there), None)
+        if absent is not None:
+            return None, {}, f"missing: mp_rank_{absent:02d}_model_states.pt", ()
+        # the optimizer lies in the model states: any number of data-parallel ranks loads them
+        return Grid(dp=0, mm_count=0, zero_stage=0, proof=grid.proof, layout=STAGE_0), inside, "", ()
     missing = missing_shards(grid, present)
     if missing and not may_be_elsewhere(context.spread, present, grid, is_in_flight=context.is_in_flight):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -321,8 +329,6 @@ def _moving(listing: FolderListing, memory: Memory | None) -> State:
 
 
 def _not_yet(listing: FolderListing, memory: Memory | None, context: Context, reason: str) -> Verdict:
-    if reason == STAGE_0:
-        return Verdict(state=State.REFUSED, reason=reason)
     renewed, kept = _renewal(listing, memory)
     if context.is_in_flight:
         return Verdict(state=State.RESAVING if kept else State.SAVING, reason=reason)

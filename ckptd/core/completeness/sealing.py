@@ -81,18 +81,18 @@ def refreshed(save: SealedSave, folder: FolderListing, facts: Mapping[str, FileF
 def sealed_file(
     file: ListedFile, facts: FileFacts, folder: FolderListing, stale: Collection[str] = ()
 ) -> SealedFile:
-    """Seal a file of the checkpoint folder as inspected; a model alone is identified by its weights.
+    """Seal a file of the checkpoint folder as inspected; without shards the state identifies the save.
 
     A shard that another layout left (`stale`) stands for no rank: it travels as a file beside the save.
     """
-    is_weights = folder.is_model_only and file in folder.shards
+    is_state = folder.other_layout is not None and file in folder.shards
     is_stale = file.path in stale
     return SealedFile(
         path=file.path,
         identity=file.identity,
         fingerprint=facts.fingerprint,
         tensor_fingerprint=facts.tensor_fingerprint,
-        role=Role.WEIGHTS if is_weights else Role.SIDE if is_stale else facts.role,
+        role=Role.WEIGHTS if is_state else Role.SIDE if is_stale else facts.role,
         shard=ShardKey() if is_stale else facts.shard,
         mode=file.mode,
     )

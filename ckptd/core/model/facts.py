@@ -54,5 +54,7 @@ class FileFacts(Model):
     shard: ShardKey = ShardKey()
     facts: ShardFacts | None = None
     """None for side files, and for shards whose pickle could not be read."""
+    parts: tuple[tuple[str, int], ...] | None = None
+    """(name, least bytes) of the files beside it that a torch.distributed.checkpoint `.metadata` names."""
     trainer: TrainerFacts | None = None
     """Read from `trainer_state.json` alone."""

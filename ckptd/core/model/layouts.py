@@ -97,14 +97,18 @@ class Grid(Model):
     layers: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
     proof: str = ""
+    layout: str = ""
+    """Of a checkpoint without ZeRO shards (dp 0), its layout (core/model/other_layouts.py)."""
 
     @property
     def is_model_only(self) -> bool:
         """No rank saved anything: weights alone, committed and kept, never resumed from (ADR 0050)."""
-        return self.dp == 0
+        return self.dp == 0 and not self.layout
 
-
-MODEL_ONLY = Grid(dp=0, mm_count=0, zero_stage=0, proof="only a model (save_only_model)")
+    @property
+    def has_shards(self) -> bool:
+        """Tell whether ZeRO shards make it up, of which other forms can be made."""
+        return self.dp > 0
 
 
 def absent_ranks(grid: Grid, present: frozenset[NamedShard]) -> tuple[NamedShard, ...]:
@@ -162,6 +166,8 @@ def missing_shards(grid: Grid, present: frozenset[NamedShard]) -> tuple[str, ...
 
 TRAINER_STATE = "trainer_state.json"
 ADAPTER_CONFIG = "adapter_config.json"
+TORCH_FILES = (".pt", ".pth", ".bin", ".pkl")
+"""Endings of files that `torch.save` writes."""
 LATEST_UNIVERSAL = "latest_universal"
 LATE = "_late"
 """Folder, in a checkpoint's on a remote, of files whose own place is another object's."""
@@ -181,6 +187,7 @@ class Trainer(StrEnum):
     HUGGINGFACE = "huggingface"
     ACCELERATE = "accelerate"
     LIGHTNING = "lightning"
+    TORCH = "torch"
 
 
 WRITES_AS = {"megatron": Trainer.DEEPSPEED}
@@ -190,13 +197,11 @@ BY_NAME = (Trainer.ACCELERATE, Trainer.LIGHTNING)
 """Their loaders open the shard root by name: a universal form lies under that name in a folder of ours."""
 
 
-def layout_of(tag: str, paths: Iterable[str]) -> tuple[Trainer, tuple[str, ...]]:
+def shard_roots_of(tag: str, paths: Iterable[str]) -> tuple[Trainer, tuple[str, ...]]:
     """Return the trainer that a folder's names suggest, and its shard roots ("" = the folder itself).
 
-    Of several `global_step*` in one checkpoint-N the highest is meant: the others are older. No root at all:
-    a model without what training needs to go on (save_only_model).
+    Of several `global_step*` in one checkpoint-N the highest is meant: the others are older.
     """
-    paths = tuple(paths)
     roots: set[str] = set()
     for path in paths:
         head, _, name = path.rpartition("/")
@@ -213,21 +218,7 @@ def layout_of(tag: str, paths: Iterable[str]) -> tuple[Trainer, tuple[str, ...]]
         return Trainer.ACCELERATE, tuple(models)
     if _LIGHTNING_ROOT in roots:
         return Trainer.LIGHTNING, (_LIGHTNING_ROOT,)
-    if not roots and _HF_TAG.match(tag) and _is_only_a_model(paths):
-        return Trainer.HUGGINGFACE, ()
     return Trainer.DEEPSPEED, ("",)
-
-
-def _is_only_a_model(paths: Iterable[str]) -> bool:
-    """trainer_state.json, weights, and no trace of a full save that a rotation left half removed."""
-    names = frozenset(paths)
-    is_traced = "latest" in names or any(
-        n.startswith(
-            ("rng_state", "zero_to_", "global_step", "optimizer", "scheduler.", "pytorch_model_fsdp")
-        )
-        for n in names
-    )
-    return TRAINER_STATE in names and any(is_weights(n) for n in names) and not is_traced
 
 
 def is_shard_root(folder: str, name: str) -> bool:

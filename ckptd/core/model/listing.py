@@ -18,14 +18,15 @@ from ckptd.core.model.layouts import (
     Trainer,
     added_by_us,
     is_shard_root,
-    is_weights,
     parse_shard_name,
 )
+from ckptd.core.model.other_layouts import MODEL
 from ckptd.core.model.swapped_tensors import is_swapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from ckptd.core.model.other_layouts import Layout
     from ckptd.core.model.save import SealedSave
 
 
@@ -42,6 +43,8 @@ class Kind(StrEnum):
     LOOSE = "shards that trainer.save_model left beside the Trainer's checkpoints"
 
 
+_WATCHED = frozenset({Kind.ZERO, Kind.HUGGINGFACE, Kind.ACCELERATE, Kind.TORCH_SHARDS})
+"""Protected where they lie in a folder of save_dir itself."""
 _OPTIMIZERS = frozenset({"optimizer.pt", "optimizer.bin"})
 _RANDOM = re.compile(r"^(rng_state|random_states)(_\d+)?\.(pth|pkl)$")
 _FSDP_FILE = re.compile(r"^pytorch_model_fsdp(_\d+)?(_rank\d+)?\.bin$")
@@ -202,7 +205,7 @@ def _told(
     if not newest.path:
         text = f"{save_dir} is itself {kind}: it is not watched, and nothing of it is sent"
         name = save_dir.rstrip("/").rpartition("/")[0] or "/"
-        step = f"name its parent as save_dir: {name}" if kind is Kind.ZERO else KNOWN_ALONE
+        step = f"name its parent as save_dir: {name}" if kind in _WATCHED else KNOWN_ALONE
         return UnprotectedWarning(about=save_dir, text=text, next_step=step, is_urgent=True)
     text = f"{newest.path}{more}{pointed} is {kind}: it is not watched, and nothing of it is sent"
     step = KNOWN_ALONE
@@ -211,7 +214,9 @@ def _told(
         step = '"stage3_gather_16bit_weights_on_model_save": true in DeepSpeed\'s configuration saves the '
         made = f"`ckptd convert {save_dir}/{newest.path} DIR --form weights-fp32` makes it of these"
         step += f"model instead; {made}"
-    elif kind is Kind.ZERO:
+    elif kind in _WATCHED and not holder:
+        step = "rename its folder to checkpoint-N, as the Trainer does, N being its step"
+    elif kind in _WATCHED:
         depth = "one folder" if holder.count("/") == 0 else "some folders"
         text = f"{newest.path}{more}{pointed} lies {depth} deeper than save_dir: it is not watched, "
         text += "and nothing of it is sent"
@@ -221,8 +226,8 @@ def _told(
 
 
 KNOWN_ALONE = (
-    "ckptd protects ZeRO checkpoints of DeepSpeed alone (stages 1 to 3): copy this one by other means, "
-    "or train with DeepSpeed ZeRO"
+    "ckptd protects checkpoints of DeepSpeed, of the Hugging Face Trainer, of Accelerate and of "
+    "torch.distributed.checkpoint: copy this one by other means"
 )
 
 
@@ -282,13 +287,15 @@ class FolderListing:
     trainer: Trainer = Trainer.DEEPSPEED
     roots: tuple[str, ...] = ("",)
     """Folders below this one that hold the shards; "" is this one."""
+    other_layout: Layout | None = None
+    """The layout of a checkpoint without ZeRO shards."""
     empty: tuple[str, ...] = ()
     """Folders below this one with nothing in them: DeepSpeed's NVMe offload does not load without (§3)."""
 
     @property
     def is_model_only(self) -> bool:
         """Hugging Face with save_only_model: nothing to resume from (ADR 0050)."""
-        return not self.roots
+        return self.other_layout is MODEL
 
     @cached_property
     def digest(self) -> str:
@@ -302,9 +309,9 @@ class FolderListing:
 
     @cached_property
     def shards(self) -> tuple[ListedFile, ...]:
-        """Files directly in the shard roots whose names are shards'; of a model alone its weights."""
-        if self.is_model_only:
-            return tuple(f for f in self.files if is_weights(f.path))
+        """Files directly in the shard roots whose names are shards'; of another layout those of its state."""
+        if self.other_layout is not None:
+            return tuple(f for f in self.files if self.other_layout.is_state(f.path))
         return tuple(
             f for f in self.files if f.path.rpartition("/")[0] in self.roots and parse_shard_name(f.name)
         )

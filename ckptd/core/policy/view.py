@@ -161,8 +161,8 @@ class SaveView:
 
     @property
     def is_convertible(self) -> bool:
-        """Tell whether all of its shards are here, and they are more than weights."""
-        return not self.save.grid.is_model_only and not self.save.is_part
+        """Tell whether all of its shards are here, of a ZeRO checkpoint."""
+        return self.save.grid.has_shards and not self.save.is_part
 
     @property
     def is_self_contained(self) -> bool:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 from ckptd.base.humanize import size_of
 from ckptd.config.commands import command_for
 from ckptd.config.quantities import shown_remote
-from ckptd.core.completeness.judge import STAGE_0, State
+from ckptd.core.completeness.judge import State
 from ckptd.core.model.layouts import Trainer
-from ckptd.core.model.listing import KNOWN_ALONE
 from ckptd.core.model.records import SETTLED, ZERO, DerivedState, UploadState
 from ckptd.core.model.save import Order
 from ckptd.core.policy import actions as a
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from ckptd.core.policy.view import JobView, RemoteCommit
     from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.intake.inspection import LateFiles
-    from ckptd.daemon.state.problems import Problems, Severity
+    from ckptd.daemon.state.problems import Problems
     from ckptd.daemon.state.state import JobState
 
 log = logging.getLogger("ckptd.job")
@@ -244,17 +243,8 @@ def _see_verdicts(job: WatchedJob, state: JobState) -> None:
             text = f"{tag} is being removed before it was committed"
             see.see("vanished-uncommitted", f"{tag} (in part)", text, NEXT_STEP_VANISHED)
         elif verdict.state is State.REFUSED:
-            _see_refused(see, state, tag, verdict.reason)
-
-
-def _see_refused(see: Problems, state: JobState, tag: str, why: str | None) -> None:
-    if why == STAGE_0 and state.folders.listing is not None:
-        severity: Severity = "attention" if state.folders.listing.is_at_risk(tag) else "note"
-        see.see(
-            "unprotected-save", tag, f"{tag} is {why}: nothing of it is sent", KNOWN_ALONE, severity=severity
-        )
-        return
-    see.see("tag-refused", tag, f"{tag}: {why}", "rename the folder, or choose another tag in the trainer")
+            rename = "rename the folder, or choose another tag in the trainer"
+            see.see("tag-refused", tag, f"{tag}: {verdict.reason}", rename)
 
 
 def _is_lost(job: WatchedJob, state: JobState, tag: str) -> bool:

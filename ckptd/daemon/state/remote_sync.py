@@ -10,8 +10,9 @@ from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.missing import Part
 from ckptd.core.completeness.peer_evidence import PeerEvidence
 from ckptd.core.model.generation import order_of
-from ckptd.core.model.layouts import Role, is_in_roots, layout_of
+from ckptd.core.model.layouts import Role, is_in_roots
 from ckptd.core.model.manifest import mark_of_manifest
+from ckptd.core.model.other_layouts import layout_of
 from ckptd.core.model.records import ZERO, UploadState
 from ckptd.core.model.runs import run_of
 from ckptd.core.model.save import Order
@@ -249,7 +250,7 @@ def committed_shards(
         if not seen.committed or seen.form != ZERO:
             continue
         mine = [f for f in found.files if f.role not in _BESIDE and f.replica_of is None]
-        roots = layout_of(tag, (f.path for f in mine))[1]
+        roots = layout_of(tag, (f.path for f in mine))[1] if found.grid.has_shards else ()
         shards = frozenset((f.path, f.fingerprint) for f in mine if is_in_roots(f.path, roots))
         yield shards, Order(found.branch, found.step, found.save_seq), run_of(found, found.job_id)
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.order import next_order, rebuilt_order
 from ckptd.core.model.generation import order_of
-from ckptd.core.model.layouts import Trainer, layout_of
+from ckptd.core.model.layouts import Trainer
+from ckptd.core.model.other_layouts import layout_of
 from ckptd.core.model.save import Order
 from ckptd.errors import CkptdError, DamagedError, NotPermitted, RemoteError, StorageError
 from ckptd.recover.select.copies import (

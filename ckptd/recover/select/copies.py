@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckptd.core.model.layouts import Role, is_in_roots, layout_of
+from ckptd.core.model.layouts import Role, is_in_roots
 from ckptd.core.model.manifest import ManifestFile, cells_of, proven_topology
+from ckptd.core.model.other_layouts import layout_of
 from ckptd.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ckptd.base import names as base_names
 from ckptd.base.identity import FolderIdentity
 from ckptd.base.names import name_problem, shown
 from ckptd.base.owned_dirs import list_dir
-from ckptd.core.model.layouts import WRITES_AS, Trainer, layout_of, parse_shard_name
+from ckptd.core.model.layouts import WRITES_AS, Trainer, parse_shard_name, shard_roots_of
 from ckptd.core.model.listing import (
     OURS,
     POINTERS,
@@ -33,6 +33,7 @@ from ckptd.core.model.listing import (
     is_trainers_checkpoint,
     of_listing,
 )
+from ckptd.core.model.other_layouts import other_layout_of
 from ckptd.errors import CkptdError
 
 if TYPE_CHECKING:
@@ -190,11 +191,14 @@ def scan_folder(save_dir_fd: int, tag: str, before: FolderListing | None = None)
         if before is not None and _is_same(before, status, found, irregular, empty):
             return before
         regular = [_listed(path, item) for path, item in found]
-        trainer, roots = layout_of(tag, (file.path for file in regular))
+        paths = frozenset(file.path for file in regular)
+        other = other_layout_of(tag, paths)
+        trainer, roots = (other.trainer, ()) if other is not None else shard_roots_of(tag, paths)
         return FolderListing(
             tag=tag,
             trainer=trainer,
             roots=roots,
+            other_layout=other,
             folder=FolderIdentity(dev=status.st_dev, ino=status.st_ino),
             files=tuple(regular),
             irregular=tuple(irregular),

@@ -53,13 +53,17 @@ def seen(root: Path, trainer: str = "auto") -> SaveDirListing:
 @pytest.mark.parametrize(
     ("paths", "found"),
     [
-        (inside("checkpoint-8", *HUGGINGFACE, "optimizer.pt"), {"checkpoint-8": Kind.HUGGINGFACE}),
-        (inside("checkpoint-8", *HUGGINGFACE, *METADATA), {"checkpoint-8": Kind.TORCH_SHARDS}),
-        (inside("checkpoint-8", *HUGGINGFACE, "pytorch_model_fsdp.bin"), {"checkpoint-8": Kind.TORCH_SHARDS}),
-        (inside("step-10", ".metadata", "__0_0.distcp", "__1_0.distcp"), {"step-10": Kind.TORCH_SHARDS}),
         (
-            inside("checkpoint_0", "model.safetensors", "optimizer.bin", "random_states_0.pkl"),
-            {"checkpoint_0": Kind.ACCELERATE},
+            inside("run-0/checkpoint-8", *HUGGINGFACE, "optimizer.pt"),
+            {"run-0/checkpoint-8": Kind.HUGGINGFACE},
+        ),
+        (inside("best", *HUGGINGFACE, "optimizer.pt"), {"best": Kind.HUGGINGFACE}),
+        (inside("a/checkpoint-8", *HUGGINGFACE, *METADATA), {"a/checkpoint-8": Kind.TORCH_SHARDS}),
+        (inside("checkpoint-8", *HUGGINGFACE, "pytorch_model_fsdp.bin"), {"checkpoint-8": Kind.TORCH_SHARDS}),
+        (inside("a/step-10", ".metadata", "__0_0.distcp", "__1_0.distcp"), {"a/step-10": Kind.TORCH_SHARDS}),
+        (
+            inside("a/checkpoint_0", "model.safetensors", "optimizer.bin", "random_states_0.pkl"),
+            {"a/checkpoint_0": Kind.ACCELERATE},
         ),
         (inside("iter_0000010", "mp_rank_00/model_optim_rng.pt"), {"iter_0000010": Kind.MEGATRON}),
         (
@@ -174,14 +178,14 @@ class Watched:
 
 def test_the_daemon_says_it_while_it_lies_there_and_status_is_not_safe(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
-    lay(tmp_path, *inside("checkpoint-8", *HUGGINGFACE, "optimizer.pt"))
+    lay(tmp_path, "epoch_8.ckpt")
     assert watched.look() == [("unprotected-save", "attention")]
     (first,) = watched.job.problems.all()
-    lay(tmp_path, *inside("checkpoint-12", *HUGGINGFACE, "optimizer.pt"))
+    lay(tmp_path, "epoch_12.ckpt")
     assert watched.look() == [("unprotected-save", "attention")], "one line for all of a kind"
     (then,) = watched.job.problems.all()
     assert then.since == first.since, "it is as old as the first one"
-    assert then.text.startswith("checkpoint-12 (and 1 more) is a checkpoint of the Hugging Face Trainer")
+    assert then.text.startswith("epoch_12.ckpt (and 1 more) is a Lightning checkpoint in one file")
     problem = {
         "code": then.code,
         "severity": then.severity,
@@ -191,7 +195,7 @@ def test_the_daemon_says_it_while_it_lies_there_and_status_is_not_safe(tmp_path:
     job = {"state": "attention", "safe": None, "problems": [problem], "opt_outs": [], "checkpoints": []}
     assert headline(job, Life(), 0.0).startswith("NOT SAFE  ")
     assert exit_code([job], is_alive=True) == 1
-    for name in ("checkpoint-8", "checkpoint-12"):
+    for name in ("epoch_8.ckpt", "epoch_12.ckpt"):
         (tmp_path / name).rename(tmp_path.parent / f"{tmp_path.name}-{name}")
     assert watched.look() == [], "it ends with its cause"
 

@@ -10,8 +10,9 @@ from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import Memory, State, judge
 from ckptd.core.model.facts import Archive, FileFacts, TrainerFacts
-from ckptd.core.model.layouts import Trainer, added_by_us, layout_of, missing_weights
+from ckptd.core.model.layouts import Trainer, added_by_us, missing_weights
 from ckptd.core.model.listing import FolderListing, ListedFile
+from ckptd.core.model.other_layouts import layout_of, other_layout_of
 
 RANK0 = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
@@ -79,7 +80,12 @@ def folder(paths: Iterable[str], tag: str = "checkpoint-2", start: int = 0) -> F
     files = tuple(ListedFile(path=p, identity=identity(start + len(p))) for p in sorted(paths))
     trainer, roots = layout_of(tag, (f.path for f in files))
     return FolderListing(
-        tag=tag, folder=FolderIdentity(dev=1, ino=2), files=files, trainer=trainer, roots=roots
+        tag=tag,
+        folder=FolderIdentity(dev=1, ino=2),
+        files=files,
+        trainer=trainer,
+        roots=roots,
+        other_layout=other_layout_of(tag, [f.path for f in files]),
     )
 
 

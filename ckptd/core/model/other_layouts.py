@@ -1,0 +1,277 @@
+"""Layouts of checkpoints without ZeRO shards: recognise a folder, prove it whole, say how to resume from it.
+
+Each is uploaded, verified, committed, kept and deleted as a ZeRO checkpoint is; no other form is made of it.
+Names raise an expectation; a folder is whole when every file that names, indexes and `.metadata` tell of is
+there and whole. How each trainer writes: docs/formats.md §1.3.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, ClassVar
+
+from ckptd.core.model.facts import Archive
+from ckptd.core.model.layouts import (
+    TORCH_FILES,
+    TRAINER_STATE,
+    Trainer,
+    is_weights,
+    missing_weights,
+    parse_shard_name,
+    shard_roots_of,
+    step_of_folder,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from ckptd.core.model.facts import FileFacts
+
+METADATA = ".metadata"
+"""Of a torch.distributed.checkpoint folder: written last, names every other file of it."""
+_DISTCP = ".distcp"
+_OPTIMIZER = re.compile(r"^optimizer(_\d+)?(\.pt|\.bin|/)")
+_RANDOM = re.compile(r"^(?:rng_state|random_states)_(\d+)\.(?:pth|pkl)$")
+_STATE = re.compile(
+    r"^((optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.(pt|bin)|scaler\.pt|meta\.pt|custom_checkpoint_\d+\.pkl"
+    r"|(model|pytorch_model)_\d+\.(safetensors|bin)|pytorch_model_fsdp(_\d+)?\.bin)$"
+)
+_FSDP = re.compile(r"^(pytorch_model_fsdp|optimizer)_\d+/")
+_NUMBER = re.compile(r"(\d+)(?!.*\d)")
+
+
+class Layout:
+    """Describe one kind of checkpoint folder; paths are relative to it."""
+
+    name: ClassVar[str]
+    """As manifests, status.json and docs/contract.md have it."""
+    words: ClassVar[str]
+    trainer: ClassVar[Trainer]
+    opened_by: ClassVar[str]
+    """The call that resumes from it; PATH stands for the folder."""
+    is_resumable: ClassVar[bool] = True
+
+    def recognises(self, tag: str, paths: Collection[str]) -> bool:
+        """Tell whether a folder of these files is, or is becoming, one of this layout."""
+        raise NotImplementedError
+
+    def is_state(self, path: str) -> bool:
+        """Tell whether a file is part of what training goes on from: such files identify the save."""
+        raise NotImplementedError
+
+    def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:
+        """Say what the folder lacks to be whole, None when it lacks nothing."""
+        raise NotImplementedError
+
+    def step(self, tag: str, _facts: Mapping[str, FileFacts]) -> int | None:
+        """Return the step that was saved; by default the last number of the folder's name."""
+        number = _NUMBER.search(tag)
+        return int(number[1]) if number else None
+
+
+class ModelOnly(Layout):
+    """Weights of the Hugging Face Trainer with `save_only_model`: kept, never resumed from."""
+
+    name = ""
+    words = "only a model (save_only_model)"
+    trainer = Trainer.HUGGINGFACE
+    opened_by = "AutoModel.from_pretrained(PATH)"
+    is_resumable = False
+
+    def recognises(self, tag: str, paths: Collection[str]) -> bool:
+        """Tell whether the folder holds weights, trainer_state.json and no trace of a whole save."""
+        is_traced = "latest" in paths or any(
+            n.startswith(
+                ("rng_state", "zero_to_", "global_step", "optimizer", "scheduler.", "pytorch_model_fsdp")
+            )
+            for n in paths
+        )
+        is_saved = step_of_folder(tag) is not None and TRAINER_STATE in paths
+        return is_saved and any(is_weights(n) for n in paths) and not is_traced
+
+    def is_state(self, path: str) -> bool:
+        """Tell whether a file holds weights."""
+        return is_weights(path)
+
+    def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:
+        """Say what is missing of weights that several files hold, or of the Trainer's word that it ended."""
+        absent = missing_weights(facts)
+        return f"missing: {absent}" if absent else _missing_state(tag, facts)
+
+    def step(self, tag: str, _facts: Mapping[str, FileFacts]) -> int | None:
+        """Return N of checkpoint-N."""
+        return step_of_folder(tag)
+
+
+class TorchShards(Layout):
+    """torch.distributed.checkpoint: `*.distcp` and the `.metadata` that names them (FSDP2, torchtitan)."""
+
+    name = "torch"
+    words = "a sharded checkpoint of torch.distributed.checkpoint"
+    trainer = Trainer.TORCH
+    opened_by = "torch.distributed.checkpoint.load(state_dict, checkpoint_id=PATH)"
+
+    def recognises(self, tag: str, paths: Collection[str]) -> bool:  # noqa: ARG002
+        """Tell whether a part that torch writes lies in the folder itself."""
+        return any(path.endswith(_DISTCP) and "/" not in path for path in paths)
+
+    def is_state(self, path: str) -> bool:
+        """Tell whether a file is a part, names parts, or lies beside them as Lightning's `meta.pt` does."""
+        return path.endswith(_DISTCP) or _base(path) == METADATA or bool(_STATE.match(path))
+
+    def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:  # noqa: ARG002
+        """Say which part is missing or shorter than `.metadata` says."""
+        return _missing_parts(facts) or _torn(self, facts)
+
+
+class HuggingFace(Layout):
+    """The Hugging Face Trainer without DeepSpeed: one process, DDP or FSDP."""
+
+    name = "huggingface"
+    words = "a checkpoint of the Hugging Face Trainer without DeepSpeed"
+    trainer = Trainer.HUGGINGFACE
+    opened_by = "trainer.train(resume_from_checkpoint=PATH)"
+
+    def recognises(self, tag: str, paths: Collection[str]) -> bool:
+        """Tell whether a checkpoint-N holds an optimizer of the Trainer's own."""
+        return step_of_folder(tag) is not None and any(_OPTIMIZER.match(path) for path in paths)
+
+    def is_state(self, path: str) -> bool:
+        """Tell whether a file holds weights or the state of the optimizer, the schedule or the scaler."""
+        return is_weights(path) or bool(_STATE.match(path) or _FSDP.match(path))
+
+    def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:
+        """Say what is missing: rank 0 writes trainer_state.json last, each rank its own random states."""
+        return (
+            _missing_model(facts)
+            or _missing_state(tag, facts)
+            or _missing_random(facts)
+            or _missing_parts(facts)
+            or _torn(self, facts)
+        )
+
+    def step(self, tag: str, _facts: Mapping[str, FileFacts]) -> int | None:
+        """Return N of checkpoint-N."""
+        return step_of_folder(tag)
+
+
+class Accelerate(HuggingFace):
+    """`accelerator.save_state` without DeepSpeed, in folders of any name."""
+
+    name = "accelerate"
+    words = "a checkpoint of Accelerate without DeepSpeed"
+    trainer = Trainer.ACCELERATE
+    opened_by = "accelerator.load_state(PATH)"
+
+    def recognises(self, tag: str, paths: Collection[str]) -> bool:  # noqa: ARG002
+        """Tell whether an optimizer lies beside random states, which are written last."""
+        has_random = any(path.startswith("random_states_") for path in paths)
+        return has_random and any(_OPTIMIZER.match(path) for path in paths)
+
+    def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:  # noqa: ARG002
+        """Say what is missing."""
+        return _missing_model(facts) or _missing_random(facts) or _missing_parts(facts) or _torn(self, facts)
+
+    def step(self, tag: str, facts: Mapping[str, FileFacts]) -> int | None:
+        """Return the last number of the folder's name."""
+        return Layout.step(self, tag, facts)
+
+
+MODEL = ModelOnly()
+OTHERS: tuple[Layout, ...] = (MODEL, HuggingFace(), Accelerate(), TorchShards())
+"""In the order in which they are asked."""
+STAGE_0 = "deepspeed-stage-0"
+"""Layout of DeepSpeed without ZeRO: model states alone, which hold the optimizer too."""
+
+
+def other_layout_of(tag: str, paths: Collection[str]) -> Layout | None:
+    """Return the layout of a folder without ZeRO shards, None when it is no checkpoint that ckptd knows."""
+    if any(parse_shard_name(_base(path)) is not None for path in paths):
+        return None
+    return next((layout for layout in OTHERS if layout.recognises(tag, paths)), None)
+
+
+def layout_of(tag: str, paths: Iterable[str]) -> tuple[Trainer, tuple[str, ...]]:
+    """Return the trainer that a folder's names suggest, and where its shards lie: ("",) in the folder itself,
+    () where it has none.
+    """
+    paths = frozenset(paths)
+    other = other_layout_of(tag, paths)
+    return shard_roots_of(tag, paths) if other is None else (other.trainer, ())
+
+
+def other_layout(name: str) -> Layout | None:
+    """Return the layout of that name that can be resumed from; None for ZeRO, stage 0 and a model alone."""
+    return next((one for one in OTHERS if one.is_resumable and one.name == name), None)
+
+
+def words_of(name: str) -> str:
+    """Return a layout's name in words for people; one that a newer release wrote by its name."""
+    if name == STAGE_0:
+        return "a checkpoint of DeepSpeed without ZeRO (stage 0)"
+    return next((layout.words for layout in OTHERS if layout.name == name), name)
+
+
+# --- what may be missing ---------------------------------------------------------------------------------
+
+
+def _base(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _missing_state(tag: str, facts: Mapping[str, FileFacts]) -> str | None:
+    state = facts.get(TRAINER_STATE)
+    if state is None:
+        return f"{TRAINER_STATE} is not there yet"
+    step = state.trainer.global_step if state.trainer else None
+    return None if step == step_of_folder(tag) else f"{TRAINER_STATE} is of step {step}, not of {tag}"
+
+
+def _missing_model(facts: Mapping[str, FileFacts]) -> str | None:
+    absent = missing_weights(facts)
+    if absent:
+        return f"missing: {absent}"
+    is_there = any(is_weights(p) or _base(p).startswith("pytorch_model_fsdp") for p in facts)
+    is_there |= any(p.startswith(("pytorch_model_fsdp_", "model_", "pytorch_model_")) for p in facts)
+    return None if is_there else "missing: the model's weights"
+
+
+def _missing_random(facts: Mapping[str, FileFacts]) -> str | None:
+    """Name a random state below the highest that is there: each rank writes its own."""
+    found = {int(match[1]): match[0] for path in facts if (match := _RANDOM.match(path))}
+    absent = next((rank for rank in range(max(found, default=-1)) if rank not in found), None)
+    if absent is None:
+        return None
+    return f"missing: {re.sub(r'[0-9]+', str(absent), found[max(found)])}"
+
+
+def _missing_parts(facts: Mapping[str, FileFacts]) -> str | None:
+    """Name a part of a torch.distributed.checkpoint folder that is missing or too short."""
+    folders = {path.rpartition("/")[0] for path in facts if path.endswith(_DISTCP) or _base(path) == METADATA}
+    for folder in sorted(folders):
+        head = f"{folder}/" if folder else ""
+        index = facts.get(head + METADATA)
+        if index is None:
+            return f"missing: {head}{METADATA}"
+        if index.parts is None:
+            return f"{head}{METADATA} names no parts ({index.reason or 'it cannot be read'})"
+        for name, least_bytes in index.parts:
+            part = facts.get(head + name)
+            if part is None:
+                return f"missing: {head}{name}"
+            if part.bytes < least_bytes:
+                return f"{head}{name} has {part.bytes} bytes, {METADATA} tells of {least_bytes}"
+    return None
+
+
+def _torn(layout: Layout, facts: Mapping[str, FileFacts]) -> str | None:
+    """Name a file of the state that is cut off."""
+    for path, fact in sorted(facts.items()):
+        if not layout.is_state(path) and not _RANDOM.match(path):
+            continue
+        is_archive = fact.archive in (Archive.ZIP, Archive.LEGACY)
+        if fact.bytes == 0:
+            return f"{path} is empty"
+        if fact.reason or (path.endswith(TORCH_FILES) and not is_archive):
+            return f"{path} is cut off" + (f" ({fact.reason})" if fact.reason else "")
+    return None

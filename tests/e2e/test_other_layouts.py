@@ -1,0 +1,142 @@
+"""Checkpoints of trainers without DeepSpeed: seen, proved whole, uploaded, restored, resumed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptd.core.model.other_layouts import OTHERS
+from ckptd.errors import NotFoundError
+from ckptd.maintenance.inspection import InspectedCheckpoint, inspect_folder
+from tests.e2e.harness import Node, node
+from tests.stores.servers import free_port
+from tests.support.other_trainers import FOLDER_OF
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+STEPS = 4
+LAYOUTS = tuple(FOLDER_OF)
+CLOSE = 1e-3
+
+
+def train(
+    layout: str, save_dir: Path, steps: int, ranks: int = 2, resume_from: Path | None = None
+) -> dict[int, float]:
+    """Losses by step, from the trainer itself."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)),
+        *("--master_port", str(free_port()), "-m", "tests.support.other_trainers"),
+        *(layout, str(save_dir), str(steps), *([str(resume_from)] if resume_from else [])),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss ([\d.]+)", done.stdout)}
+
+
+def tag_of(layout: str, step: int) -> str:
+    return f"{FOLDER_OF[layout]}{step}"
+
+
+def complete_in(save_dir: Path) -> list[InspectedCheckpoint]:
+    try:
+        return [seen for seen in inspect_folder(save_dir).checkpoints if seen.is_complete]
+    except NotFoundError:  # without that file it is no checkpoint at all
+        return []
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, dict[int, float]]]]:
+    """Of each layout a save_dir with two checkpoints, and the losses of a run that went on to STEPS + 2."""
+    made = {}
+    for layout in LAYOUTS:
+        root = tmp_path_factory.mktemp(layout)
+        losses = train(layout, root / "whole", STEPS + 2)
+        shutil.rmtree(root / "whole" / tag_of(layout, STEPS + 2))
+        made[layout] = (root / "whole", losses)
+    yield made
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Node]:
+    with node(tmp_path, local="save_total_limit = 2") as made:
+        yield made
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_from_the_trainer_to_the_remote_and_back(
+    layout: str, here: Node, trained: dict[str, tuple[Path, dict[int, float]]], tmp_path: Path
+) -> None:
+    """Committed, byte-equal after the node is lost, and resumed on another number of ranks."""
+    source, losses = trained[layout]
+    shutil.copytree(source, here.save_dir, dirs_exist_ok=True)
+    assert here.once() == 0, here.log.read_text()[-2000:]
+    newest = tag_of(layout, STEPS)
+    assert f"{newest}~g1" in here.commits()
+    wanted = bytes_of(here.save_dir / newest)
+    shutil.rmtree(here.save_dir)
+    here.save_dir.mkdir()
+    back = here.ckptd("restore", here.job_file, newest, "--to", tmp_path / "restored")
+    assert back.returncode == 0, back.stderr
+    assert bytes_of(tmp_path / "restored" / newest) == wanted or bytes_of(tmp_path / "restored") == wanted
+    resumed = here.ckptd("resume", here.job_file, "--world-size", "1")
+    assert resumed.returncode == 0, resumed.stderr
+    path = Path(resumed.stdout.strip())
+    assert bytes_of(path) == wanted
+    again = train(layout, here.save_dir, STEPS + 2, 1 if layout != "huggingface" else 2, path)
+    assert sorted(again) == [STEPS + 1, STEPS + 2]
+    assert all(abs(again[step] - losses[step]) <= CLOSE for step in again), (again, losses)
+    refused = here.ckptd("resume", here.job_file, "--form", "universal")
+    assert (refused.returncode, "there is no universal form of it" in refused.stderr) == (65, True), refused
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_torn_one_is_never_complete(
+    layout: str, trained: dict[str, tuple[Path, dict[int, float]]], tmp_path: Path
+) -> None:
+    """Each file of the state cut off at its end, half, empty or missing."""
+    source = trained[layout][0] / tag_of(layout, STEPS)
+    kind = next(one for one in OTHERS if one.name == layout)
+    names = [name for name in bytes_of(source) if kind.is_state(name) or "random_states" in name]
+    assert len(names) >= 3
+    for number, name in enumerate(names):
+        for damage in ("last byte", "half", "empty", "missing"):
+            folder = tmp_path / f"{number}-{damage.replace(' ', '-')}" / source.name
+            shutil.copytree(source, folder)
+            data = (folder / name).read_bytes()
+            if damage == "missing":
+                (folder / name).unlink()
+            else:
+                kept = {"last byte": len(data) - 1, "half": len(data) // 2, "empty": 0}[damage]
+                (folder / name).write_bytes(data[:kept])
+            found = complete_in(folder.parent)
+            is_optional = damage == "missing" and name.startswith(("scheduler", "rng_state", "random_states"))
+            assert not found or is_optional, f"{name}, {damage}: {found[0].state}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inspect_explains_it(layout: str, trained: dict[str, tuple[Path, dict[int, float]]]) -> None:
+    source = trained[layout][0]
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptd", "inspect", str(source), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = {one["tag"]: one for one in json.loads(done.stdout)["checkpoints"]}
+    one = seen[tag_of(layout, STEPS)]
+    assert (one["state"], one["step"], one["grid"]["layout"]) == ("complete", STEPS, layout)

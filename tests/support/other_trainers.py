@@ -1,0 +1,149 @@
+"""Train a tiny model with a trainer that is not DeepSpeed; what it saves is what that trainer writes.
+
+`python -m torch.distributed.run --nproc_per_node N -m tests.support.other_trainers LAYOUT SAVE_DIR STEPS
+[RESUME_FROM]` saves at every second step and prints `step N loss L` for each.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SEED = 7
+
+
+def model() -> torch.nn.Module:
+    """A model with more than one tensor of each kind."""
+    torch.manual_seed(SEED)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+
+
+def batch(step: int) -> torch.Tensor:
+    """The same data at the same step, whoever trains."""
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+
+
+def told(step: int, loss: torch.Tensor) -> None:
+    """One line of rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"step {step} loss {loss.item():.6f}", flush=True)
+
+
+class Wrapped(torch.nn.Module):
+    """As the Trainer wants a model: it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The mean square of the output."""
+        return {"loss": self.inner(x).square().mean()}
+
+
+class Batches(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """One row a step and rank, in order."""
+
+    def __len__(self) -> int:
+        return 1024
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": batch(index)[0]}
+
+
+def huggingface(save_dir: str, steps: int, resume_from: str | None, *, save_steps: int = 2) -> None:
+    """transformers.Trainer, DDP."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Told(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, float], **_: Any) -> None:
+            if state.is_world_process_zero and "loss" in logs:
+                told(state.global_step, torch.tensor(float(logs["loss"])))
+
+    arguments = TrainingArguments(
+        save_dir,
+        use_cpu=True,
+        max_steps=steps,
+        save_steps=save_steps,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        disable_tqdm=True,
+        report_to=[],
+        seed=SEED,
+    )
+    trainer = Trainer(model=Wrapped(), args=arguments, train_dataset=Batches(), callbacks=[Told()])
+    trainer.train(resume_from_checkpoint=resume_from)
+
+
+def accelerate(save_dir: str, steps: int, resume_from: str | None) -> None:
+    """Accelerator.save_state into folders of our own naming."""
+    from accelerate import Accelerator
+
+    at = Accelerator(cpu=True)
+    net = model()
+    net, optimizer = at.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+    first = 0
+    if resume_from is not None:
+        at.load_state(resume_from)
+        first = int(resume_from.rpartition("step_")[2])
+    for step in range(first + 1, steps + 1):
+        loss = net(batch(step)).square().mean()
+        at.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        told(step, loss)
+        if step % 2 == 0:
+            at.save_state(f"{save_dir}/step_{step}")
+
+
+def torch_shards(save_dir: str, steps: int, resume_from: str | None) -> None:
+    """FSDP2 and torch.distributed.checkpoint, as torchtitan."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    net = model()
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    first = 0
+    if resume_from is not None:
+        weights, states = get_state_dict(net, optimizer)
+        state: dict[str, Any] = {"model": weights, "optimizer": states, "step": 0}
+        checkpoint.load(state, checkpoint_id=resume_from)
+        set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=states)
+        first = int(state["step"])
+    for step in range(first + 1, steps + 1):
+        loss = net(batch(step)).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        told(step, loss)
+        if step % 2 == 0:
+            weights, states = get_state_dict(net, optimizer)
+            state = {"model": weights, "optimizer": states, "step": step}
+            checkpoint.save(state, checkpoint_id=f"{save_dir}/step-{step}")
+    dist.destroy_process_group()
+
+
+TRAINERS = {"huggingface": huggingface, "accelerate": accelerate, "torch": torch_shards}
+FOLDER_OF = {"huggingface": "checkpoint-", "accelerate": "step_", "torch": "step-"}
+
+
+def main() -> None:
+    """Train as the command line says."""
+    layout, save_dir, steps, *rest = sys.argv[1:]
+    torch.set_num_threads(1)
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    TRAINERS[layout](save_dir, int(steps), rest[0] if rest else None)
+
+
+if __name__ == "__main__":
+    main()
