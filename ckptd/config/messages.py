@@ -28,7 +28,7 @@ _TABLES: dict[str, type[Section]] = {"ephemeral": EphemeralConfig, "ladder": Run
 """Keys of [local] and [[remote]] whose values have keys of their own."""
 
 _UNSHOWN = ("credentials", "storage_options", "webhook", "heartbeat")
-"""What these are set to may be a secret."""
+"""Keys whose values are never shown, since they may be secrets."""
 
 
 def toml_keys(section: type[Section]) -> dict[str, str]:

@@ -157,7 +157,8 @@ def _listed(job: JobConfig) -> SaveDirListing | None:
 
 
 _BYTES_A_PARAMETER = {ZERO: 14, UNIVERSAL: 16, "weights-fp32": 4, "weights-bf16": 2, "weights-fp16": 2}
-"""With 16-bit weights and Adam, whose states make up nearly all of a checkpoint (docs/formats.md)."""
+"""Bytes per parameter with 16-bit weights and Adam, whose states are nearly all of a checkpoint
+(docs/formats.md)."""
 
 
 def _uploads(job: JobConfig, listing: SaveDirListing, state_dir: Path | None) -> Iterator[Finding]:
@@ -202,7 +203,8 @@ def check_glob(daemon: DaemonConfig, environ: Mapping[str, str]) -> Finding:
 
 
 def check_memory(jobs: Sequence[JobConfig], daemon: DaemonConfig) -> Finding | None:
-    """Whether `memory_budget` suffices for all jobs of a daemon (P12); None: nothing waits for want of it."""
+    """Judge whether `memory_budget` suffices for all jobs of a daemon (P12); None: nothing waits for
+    memory."""
     budget_bytes = daemon.memory_budget_bytes(psutil.virtual_memory().total)
     remotes = [[child_bytes(remote.url, remote.client) for remote in job.remotes] for job in jobs]
     shares = divide(budget_bytes, remotes, daemon.max_uploads)
