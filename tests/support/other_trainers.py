@@ -33,7 +33,7 @@ def told(step: int, loss: torch.Tensor) -> None:
         print(f"step {step} loss {loss.item():.6f}", flush=True)
 
 
-class Wrapped(torch.nn.Module):
+class Wrapped(torch.nn.Module):  # type: ignore[misc]
     """As the Trainer wants a model: it returns its loss."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Wrapped(torch.nn.Module):
         return {"loss": self.inner(x).square().mean()}
 
 
-class Batches(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+class Batches(torch.utils.data.Dataset):  # type: ignore[misc]
     """One row a step and rank, in order."""
 
     def __len__(self) -> int:
@@ -59,10 +59,10 @@ def huggingface(save_dir: str, steps: int, resume_from: str | None, *, save_step
     """transformers.Trainer, DDP."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class Told(TrainerCallback):  # type: ignore[misc]
-        def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, float], **_: Any) -> None:
-            if state.is_world_process_zero and "loss" in logs:
-                told(state.global_step, torch.tensor(float(logs["loss"])))
+    class Told(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.is_world_process_zero and "loss" in more["logs"]:
+                told(state.global_step, torch.tensor(float(more["logs"]["loss"])))
 
     arguments = TrainingArguments(
         save_dir,
@@ -122,7 +122,7 @@ def torch_shards(save_dir: str, steps: int, resume_from: str | None) -> None:
         first = int(state["step"])
     for step in range(first + 1, steps + 1):
         loss = net(batch(step)).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         told(step, loss)

@@ -70,13 +70,14 @@ def _print_overview(console: Console, seen: Inspection) -> None:
             for n, tag in (("latest", seen.latest), ("latest_universal", seen.latest_universal))
             if tag == c.tag
         ]
+        kind = (c.layout or c.kind) if c.kind == "zero" else c.kind
         has_ranks = c.grid is not None and c.grid.has_shards
         ranks = f"{c.grid.dp} × {c.grid.mm_count}" if c.grid and has_ranks else ""
         stage = "" if c.zero_stage is None else str(c.zero_stage)
         step = "" if c.step is None else str(c.step)
         row = (
             c.tag,
-            c.kind if c.kind != "zero" else c.layout or c.kind,
+            kind,
             c.state,
             step,
             stage,

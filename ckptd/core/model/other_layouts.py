@@ -2,7 +2,7 @@
 
 Each is uploaded, verified, committed, kept and deleted as a ZeRO checkpoint is; no other form is made of it.
 Names raise an expectation; a folder is whole when every file that names, indexes and `.metadata` tell of is
-there and whole. How each trainer writes: docs/formats.md §1.3.
+there and whole. How each trainer writes: docs/formats.md §1.4.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from ckptd.config.commands import command_for
 from ckptd.config.quantities import shown_remote
 from ckptd.core.completeness.judge import State
 from ckptd.core.model.layouts import Trainer
+from ckptd.core.model.other_layouts import words_of
 from ckptd.core.model.records import SETTLED, ZERO, DerivedState, UploadState
 from ckptd.core.model.save import Order
 from ckptd.core.policy import actions as a
@@ -137,6 +138,7 @@ def report_problems(job: WatchedJob, state: JobState) -> None:
     see = job.problems
     see.begin_turn()
     _see_verdicts(job, state)
+    _see_forms(job, state)
     report_conversions(see, state)
     if job.view is not None:
         report_unused_remotes(see, job.view)
@@ -245,6 +247,15 @@ def _see_verdicts(job: WatchedJob, state: JobState) -> None:
         elif verdict.state is State.REFUSED:
             rename = "rename the folder, or choose another tag in the trainer"
             see.see("tag-refused", tag, f"{tag}: {verdict.reason}", rename)
+
+
+def _see_forms(job: WatchedJob, state: JobState) -> None:
+    """Report checkpoints without ZeRO shards that a remote takes only in forms which they do not have."""
+    alone = [r.name for r in job.config.remotes if r.required and ZERO not in r.forms]
+    for tag, verdict in state.folders.verdicts.items() if alone else ():
+        if verdict.state is State.COMPLETE and verdict.grid is not None and verdict.grid.layout:
+            text = f"{tag} is {words_of(verdict.grid.layout)}: {alone[0]} takes other forms alone"
+            job.problems.see("unprotected-save", tag, text, f'add "zero" to the forms of {alone[0]}')
 
 
 def _is_lost(job: WatchedJob, state: JobState, tag: str) -> bool:
