@@ -251,10 +251,10 @@ def test_a_save_without_zero_is_protected_and_has_no_universal_form(tmp_path: Pa
     torn = tmp_path / "torn" / TAG
     shutil.copytree(here.save_dir / TAG, torn)
     os.truncate(torn / "mp_rank_00_model_states.pt", len(wanted) - 1)
-    assert inspect(torn)[1]["state"] == "incomplete"
+    assert not inspect(torn)[1]["is_complete"]
     shutil.rmtree(here.save_dir)
     path = Path(resume(here))
     assert (path / "mp_rank_00_model_states.pt").read_bytes() == wanted
     assert (here.save_dir / "latest").read_text() == TAG
-    refused = ckptd("resume", here.job_file, "--form", "universal")
+    refused = ckptd("restore", here.job_file, TAG, "--form", "universal", "--to", tmp_path / "form")
     assert (refused.returncode, "without ZeRO (stage 0)" in refused.stderr) == (65, True), refused

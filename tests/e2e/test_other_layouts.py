@@ -99,7 +99,7 @@ def test_from_the_trainer_to_the_remote_and_back(
     again = train(layout, here.save_dir, STEPS + 2, 1 if layout != "huggingface" else 2, path)
     assert sorted(again) == [STEPS + 1, STEPS + 2]
     assert all(abs(again[step] - losses[step]) <= CLOSE for step in again), (again, losses)
-    refused = here.ckptd("resume", here.job_file, "--form", "universal")
+    refused = here.ckptd("restore", here.job_file, newest, "--form", "universal", "--to", tmp_path / "form")
     assert (refused.returncode, "there is no universal form of it" in refused.stderr) == (65, True), refused
 
 

@@ -138,7 +138,6 @@ def report_problems(job: WatchedJob, state: JobState) -> None:
     see = job.problems
     see.begin_turn()
     _see_verdicts(job, state)
-    _see_forms(job, state)
     report_conversions(see, state)
     if job.view is not None:
         report_unused_remotes(see, job.view)
@@ -247,6 +246,7 @@ def _see_verdicts(job: WatchedJob, state: JobState) -> None:
         elif verdict.state is State.REFUSED:
             rename = "rename the folder, or choose another tag in the trainer"
             see.see("tag-refused", tag, f"{tag}: {verdict.reason}", rename)
+    _see_forms(job, state)
 
 
 def _see_forms(job: WatchedJob, state: JobState) -> None:
