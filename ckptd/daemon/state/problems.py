@@ -205,10 +205,13 @@ class Problems:
 
     def see(
         self, code: Code, about: str, text: str, next_step: str, *, severity: Severity | None = None
-    ) -> None:
-        """Raise for as long as each turn sees it."""
+    ) -> bool:
+        """Raise for as long as each turn sees it; tell whether no turn before did."""
+        key = (code, shown(about))
+        is_new = key not in self._open
         self.put(code, about, text, next_step, severity=severity)
-        self._renewed.add((code, shown(about)))
+        self._renewed.add(key)
+        return is_new
 
     def stays(self, code: Code, about: str) -> None:
         """Keep a reported problem open unchanged: its subject is just being tried again."""
