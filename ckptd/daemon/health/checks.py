@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.base.humanize import size_of
@@ -43,13 +42,11 @@ from ckptd.daemon.health.stalls import (
 from ckptd.observe.logs import line_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ckptd.core.model.records import SaveRow
     from ckptd.core.policy.view import JobView, RemoteCommit
     from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.intake.inspection import LateFiles
-    from ckptd.daemon.state.problems import Code, Problems, Severity
+    from ckptd.daemon.state.problems import Problems, Severity
     from ckptd.daemon.state.state import JobState
 
 log = logging.getLogger("ckptd.job")
@@ -140,7 +137,7 @@ def report_problems(job: WatchedJob, state: JobState) -> None:
     _forget_vanished(job, state)
     see = job.problems
     see.begin_turn()
-    _see_verdicts(job, state)
+    _report_verdicts(job, state)
     report_conversions(see, state)
     if job.view is not None:
         report_unused_remotes(see, job.view)
@@ -215,18 +212,28 @@ def _what_frees(job: WatchedJob, state: JobState) -> str:
     return f"{next(frees, '')}{to_adopt(job)}nothing uncommitted is deleted; free space or save less often"
 
 
+def _report_verdicts(job: WatchedJob, state: JobState) -> None:
+    """Report what is wrong with checkpoints here; the log says each once, as it says which are complete."""
+    known = {(problem.code, problem.about) for problem in job.problems.all()}
+    _see_verdicts(job, state)
+    for problem in job.problems.all():
+        if (problem.code, problem.about) not in known:
+            typed = with_typed_commands(job.config, problem.next_step)
+            log.warning("%s; %s", problem.text, typed, extra=line_fields("doubt", problem.about))
+
+
 def _see_verdicts(job: WatchedJob, state: JobState) -> None:
-    see = partial(_see_and_log, job)
+    see = job.problems
     for name in state.folders.listing.nameless if state.folders.listing is not None else ():
-        see(
+        see.see(
             "tag-refused", name, f"{name}: this name is no text (not UTF-8)", "rename the folder to upload it"
         )
     for name in state.folders.listing.closed if state.folders.listing is not None else ():
         reason = f"{name}: {os.strerror(errno.EACCES)} to enter this folder of another user"
-        see("incomplete-save", name, reason, f"if it is a checkpoint: {what_reads_it(reason)}")
+        see.see("incomplete-save", name, reason, f"if it is a checkpoint: {what_reads_it(reason)}")
     for name, why in state.holds.stray.items():
         if why:
-            see("incomplete-save", name, why, f"ckptd never removes it: {removal_of_hold(job, name)}")
+            see.see("incomplete-save", name, why, f"ckptd never removes it: {removal_of_hold(job, name)}")
     cut_short = unfinished(state)
     for tag, verdict in state.folders.verdicts.items():
         reason = f"{tag}: {verdict.reason}"
@@ -235,35 +242,29 @@ def _see_verdicts(job: WatchedJob, state: JobState) -> None:
         if verdict.is_unread:
             aside = what_reads_it(reason)
         if verdict.state is State.TORN_RESAVE:
-            see("torn-save", tag, costs, f"{aside}; an older checkpoint is used")
+            see.see("torn-save", tag, costs, f"{aside}; an older checkpoint is used")
         elif verdict.state is State.INCOMPLETE:
-            see("incomplete-save", tag, costs, aside)
+            see.see("incomplete-save", tag, costs, aside)
         elif verdict.state is State.SUSPECT:
             accept, _ = way_out(job, state, tag)
-            see("suspect-save", tag, costs, f"if it is one save: {accept}; else ckptd resume moves it aside")
+            see.see(
+                "suspect-save", tag, costs, f"if it is one save: {accept}; else ckptd resume moves it aside"
+            )
         elif verdict.state is State.LEFTOVER and _is_lost(job, state, tag):
             text = f"{tag} is being removed before it was committed"
-            see("vanished-uncommitted", f"{tag} (in part)", text, NEXT_STEP_VANISHED)
+            see.see("vanished-uncommitted", f"{tag} (in part)", text, NEXT_STEP_VANISHED)
         elif verdict.state is State.REFUSED:
             _see_refused(see, state, tag, verdict.reason)
 
 
-def _see_and_log(
-    job: WatchedJob, code: Code, about: str, text: str, next_step: str, *, severity: Severity | None = None
-) -> None:
-    """Report what is wrong with a checkpoint here; the log says it once, as it says which are complete."""
-    if job.problems.see(code, about, text, next_step, severity=severity):
-        typed = with_typed_commands(job.config, next_step)
-        log.warning("%s; %s", text, typed, extra=line_fields("doubt", about))
-
-
-def _see_refused(see: Callable[..., None], state: JobState, tag: str, why: str | None) -> None:
+def _see_refused(see: Problems, state: JobState, tag: str, why: str | None) -> None:
     if why == STAGE_0 and state.folders.listing is not None:
         severity: Severity = "attention" if state.folders.listing.is_at_risk(tag) else "note"
-        text = f"{tag} is {why}: nothing of it is sent"
-        see("unprotected-save", tag, text, KNOWN_ALONE, severity=severity)
+        see.see(
+            "unprotected-save", tag, f"{tag} is {why}: nothing of it is sent", KNOWN_ALONE, severity=severity
+        )
         return
-    see("tag-refused", tag, f"{tag}: {why}", "rename the folder, or choose another tag in the trainer")
+    see.see("tag-refused", tag, f"{tag}: {why}", "rename the folder, or choose another tag in the trainer")
 
 
 def _is_lost(job: WatchedJob, state: JobState, tag: str) -> bool:

@@ -120,12 +120,12 @@ _MAY_HEAL: frozenset[Code] = frozenset(
         "vanished-kept",
     }
 )
-"""What a save, a removal, a retry or a start under way ends within a minute, in the most normal training."""
+"""Problems that a save, a deletion, a retry or a start ends within a minute in normal training."""
 
 _OUTLIVES_SAVE_DIR: tuple[Code, ...] = ("reload-refused", "vanished-uncommitted", "internal")
 
 HEALS_SECONDS = 60.0
-"""For so long such a one is a note: nobody is called, and no exit code tells of it."""
+"""Such a problem is a note for so long: nobody is called, and no exit code tells of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class Problem:
     severity: Severity
     """Now. attention: a person is needed; behind: heals by itself; note: worth knowing."""
     lasting: Severity
-    """When it stays."""
+    """Severity once it lasts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,18 +200,15 @@ class Problems:
         self._open.pop((code, shown(about)), None)
 
     def begin_turn(self) -> None:
-        """From here to `end_turn`, `see` renews; what is not seen again is cleared."""
+        """Begin a turn: problems that are not seen again before `end_turn` are cleared."""
         self._renewed = set()
 
     def see(
         self, code: Code, about: str, text: str, next_step: str, *, severity: Severity | None = None
-    ) -> bool:
-        """Raise for as long as each turn sees it; tell whether no turn before did."""
-        key = (code, shown(about))
-        is_new = key not in self._open
+    ) -> None:
+        """Raise for as long as each turn sees it."""
         self.put(code, about, text, next_step, severity=severity)
-        self._renewed.add(key)
-        return is_new
+        self._renewed.add((code, shown(about)))
 
     def stays(self, code: Code, about: str) -> None:
         """Keep a reported problem open unchanged: its subject is just being tried again."""
@@ -240,7 +237,7 @@ class Problems:
 # --- Failures of this node's own disk, each tried again --------------------------------------------------
 
 FAILURE_SECONDS = 120.0
-"""How long status says that something failed here; what is tried in vain again is said anew."""
+"""Status reports a failure here for so long; another failed try reports it anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +250,7 @@ class LocalFailure:
 
 
 class Failures:
-    """What was tried on this node and why it failed, until it works or for a while."""
+    """Hold what failed on this node and why, until it works or for a while."""
 
     def __init__(self) -> None:
         self._open: dict[str, LocalFailure] = {}

@@ -133,10 +133,9 @@ class RemoteSession:
         self.bandwidth = bandwidth or constant(settings.bytes_per_second)
         """The remote's own limit."""
         self.attached: m.Attached | None = None
-        self.is_away = self.is_duplicate = False
-        """It was asked in vain, at a start nobody knows yet; it is another one's directory."""
-        self.is_new = False
-        """It answers and is no remote yet, and the settings forbid to make it one."""
+        self.is_away = self.is_duplicate = self.is_new = False
+        """It was asked in vain, at a start nobody knows yet; it is another one's directory; it answers, is no
+        remote yet and may not be made one."""
         self.seen_all: m.Observation | None = None  # what the remote holds, of all runs
         self._own: m.Observation | None = None
         self.run_id: str | None = None  # None: all runs are one; "": it is not known yet
