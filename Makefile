@@ -137,7 +137,7 @@ bench: setup ## conversion against ds_to_universal and cp, and bench-scale (writ
 	$(PY) -m bench.convert $(ARGS)
 	$(PY) -m bench.scale
 
-bench-scale: setup ## (root) checkpoints of hundreds of ranks as sparse files: time, memory, plot (docs/scale.png)
+bench-scale: setup ## (root) checkpoints of hundreds of ranks as sparse files: time, memory (writes docs/performance.md)
 	$(PY) -m bench.scale $(ARGS)
 
 bench-weights: setup ## weights against zero_to_fp32 and cp (prints the table of docs/performance.md)
@@ -155,7 +155,7 @@ $(PEERS): bench/peers.txt | $(PY)
 	.build/peers/bin/python -m pip install -q -r bench/peers.txt
 	@touch $@
 
-bench-transfer: setup $(PEERS) ## transfers against boto3, s3fs, awscrt, s5cmd, rclone, aws, cp (writes docs/performance.md, docs/transfer.png)
+bench-transfer: setup $(PEERS) ## transfers against boto3, s3fs, awscrt, s5cmd, rclone, aws, cp (writes docs/performance.md)
 	$(PY) -m bench.transfer $(ARGS)
 
 bench-interference: setup ## step and save times of a real training with and without ckptd (writes docs/performance.md)
@@ -165,7 +165,7 @@ bench-paired: setup ## this tree against another commit, in turns (BEFORE=COMMIT
 	test -d .build/before-$(BEFORE) || git worktree add --detach .build/before-$(BEFORE) $(BEFORE)
 	$(PY) -m bench.paired .build/before-$(BEFORE) $(ARGS)
 
-bench-cluster: setup ## a conversion from bucket to bucket by 1, 2 and 4 workers (writes docs/performance.md, docs/cluster.png)
+bench-cluster: setup ## a conversion from bucket to bucket by 1, 2 and 4 workers (writes docs/performance.md)
 	$(PY) -m bench.cluster $(ARGS)
 
 $(AUDIT): bench/audit.txt | $(PY)
@@ -190,7 +190,9 @@ docs: $(INSTALL) $(DOCS) ## the pages of docs/ as a site in .build/site (writes 
 	$(PY) -m tests.support.commands_page
 	NO_MKDOCS_2_WARNING=1 .build/docs/bin/mkdocs build --strict --quiet
 
-pictures: $(INSTALL) ## pictures of the terminal and of the page (writes docs/status.svg, docs/images/; needs chromium)
+# Each bench-* draws its own picture as well.
+pictures: $(INSTALL) ## the tables of docs/performance.md as docs/*.png, the terminal and the page (needs chromium)
+	$(PY) -m bench.pictures
 	$(PY) -m tests.support.pictures
 
 loader-matrix: setup ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)

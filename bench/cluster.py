@@ -8,7 +8,6 @@ nodes that saved them. `--small` tries the benchmark itself and writes nothing.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -23,7 +22,8 @@ import psutil
 
 from bench import saves
 from bench.limited import Limited, limited
-from bench.report import machine, replace_part
+from bench.pictures import replace_part
+from bench.report import machine
 from ckptd.core.model.layouts import parse_shard_name
 from tests.cluster_convert import scene
 from tests.stores import servers
@@ -31,8 +31,6 @@ from tests.support.real import REPOSITORY
 
 WORK = REPOSITORY / ".build" / "bench-cluster"
 RAW = WORK / "runs.json"
-PICTURE = REPOSITORY / "docs" / "cluster.png"
-BEGIN, END = "<!-- cluster: begin -->", "<!-- cluster: end -->"
 RATE = 12e6
 """Bytes per second of a connection, each way: so slow that the cores of one machine are not the bound."""
 BUDGET = "512MiB"
@@ -192,34 +190,6 @@ def _reached(is_so: bool) -> str:
     return "reached" if is_so else "NOT reached"
 
 
-def _draw(runs: list[Run]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8.0, 3.4))
-    names = [_name(run).replace(" ", "\n") for run in runs]
-    rates = [run.bytes / 1e6 / run.wall_seconds for run in runs]
-    colours = ["#0b8043" if run.placed else "#1a73e8" for run in runs]
-    for at, rate in enumerate(rates):
-        left.bar(at, rate, color=colours[at])
-        left.text(at, rate, f"{rate:.0f}", ha="center", va="bottom", fontsize=8)
-    left.set_ylabel("MB/s of output")
-    for at, run in enumerate(runs):
-        down, up = run.down_bytes / run.parameters, run.up_bytes / run.parameters
-        right.bar(at - 0.2, down, width=0.4, color="#34a853", label="read" if at == 0 else None)
-        right.bar(at + 0.2, up, width=0.4, color="#fbbc04", label="sent" if at == 0 else None)
-    right.set_ylabel("bytes on the wire per parameter")
-    right.legend(frameon=False, fontsize=8, loc="lower right")
-    for axis in (left, right):
-        axis.set_xticks(range(len(runs)), names)
-        axis.set_xlabel("workers")
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(PICTURE, dpi=130)
-
-
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -239,9 +209,7 @@ def main() -> None:
     text = render(runs)
     print(text)
     if not small:
-        replace_part(text, BEGIN, END)
-        if importlib.util.find_spec("matplotlib") is not None:
-            _draw(runs)
+        replace_part(text, "cluster")
     shutil.rmtree(WORK / "server")
     shutil.rmtree(WORK / "nodes")
 

@@ -1,7 +1,7 @@
 """`python -m bench.convert`: conversion against `ds_to_universal` and against `cp -r` on the same disk.
 
 Makes a real checkpoint once (minutes), then runs the tools in turn, cold and warm, flushed, and writes
-docs/performance.md and docs/performance.png. `--tiny` tries the benchmark itself.
+docs/performance.md and docs/conversion.png. `--tiny` tries the benchmark itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from bench import recipe, report, xfs
 from bench.measure import Run, make_cold, make_warm, measure
+from bench.pictures import replace_part
 from tests.support.real import REPOSITORY
 
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -195,7 +196,7 @@ def main() -> None:
     if given.tiny or given.without_stock:
         print(text)
         return
-    report.write(text, stages)
+    replace_part(text, "conversion")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from bench.pictures import replace_part
 from bench.report import machine
 from ckptd.daemon.idle import REST_AFTER_SECONDS
 from tests.stores import servers
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 RECIPE = Recipe(stage=2, world_size=2, hidden=16, layers=1, heads=2, save_at=(1,))
 WINDOWS = 5
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
-BEGIN, END = "<!-- idle: begin -->", "<!-- idle: end -->"
 HEAD = (
     "| remotes | jobs × checkpoints | daemon MB | children MB | CPU of one core, median (least – most) |\n"
     "|---|---|---|---|---|"
@@ -189,9 +188,7 @@ def main() -> None:
     lines = [HEAD, row("directory", 10, given.checkpoints, directory), row("S3", 1, given.checkpoints, s3)]
     text = "\n".join([f"Machine: {machine()}", "", *lines, "", *verdicts(directory, s3)])
     print(text)
-    page = PAGE.read_text()
-    head, _, rest = page.partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    replace_part(text, "idle")
 
 
 if __name__ == "__main__":

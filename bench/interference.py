@@ -28,9 +28,10 @@ from typing import Any
 
 from bench import native, saves
 from bench.interference_daemon import BUDGET_BYTES, Beside, pinned
-from bench.interference_report import Memory, Work, render, write
+from bench.interference_report import Memory, Work, render
 from bench.interference_stats import Pair, Segment
 from bench.measure import make_warm, resident_share
+from bench.pictures import replace_part
 from tests.support.real import REPOSITORY, Recipe
 
 ROOT = REPOSITORY / ".build" / "bench-interference"
@@ -248,7 +249,7 @@ def main() -> None:
     )
     print(text)
     if not given.tiny and not given.dry and not given.others:
-        write(text, both, none)
+        replace_part(text, "interference")
     shutil.rmtree(ROOT, ignore_errors=True)
 
 

@@ -1,8 +1,7 @@
-"""Turns the pairs of bench.interference into a part of docs/performance.md and docs/interference.png."""
+"""Turns the pairs of bench.interference into a part of docs/performance.md."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -12,18 +11,14 @@ from bench.interference_stats import (
     Pair,
     Quantity,
     difference,
-    each,
     mean_save,
     median_cpu,
     median_step,
     p99_step,
     undisturbed,
 )
-from bench.report import machine, replace_part
-from tests.support.real import REPOSITORY
+from bench.report import machine
 
-PICTURE = REPOSITORY / "docs" / "interference.png"
-BEGIN, END = "<!-- interference: begin -->", "<!-- interference: end -->"
 AIMS: tuple[tuple[str, Quantity, float], ...] = (
     ("step time, median", median_step, 1.0),
     ("step time, p99", p99_step, 2.0),
@@ -161,30 +156,3 @@ def _memory(memory: Memory, budget_bytes: int) -> str:
 
 def _verdict(is_reached: bool) -> str:
     return "reached" if is_reached else "NOT reached"
-
-
-def write(text: str, both: Sequence[Pair], none: Sequence[Pair]) -> None:
-    """Into the page, with its picture."""
-    if importlib.util.find_spec("matplotlib") is not None:
-        _draw(both, none)
-        text += f"\n![differences in a pair]({PICTURE.name})\n"
-    replace_part(text, BEGIN, END)
-
-
-def _draw(both: Sequence[Pair], none: Sequence[Pair]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
-    for pairs, words, colour in ((none, "A/A", "#999999"), (both, "with ckptd", "#1f77b4")):
-        for at, (axis, quantity) in enumerate(((left, median_step), (right, mean_save))):
-            seen = each(pairs, quantity)
-            axis.hist(seen, bins=20, alpha=0.6, label=words, color=colour)
-            axis.set_xlabel(("step time (median)" if at == 0 else "save time") + ", difference in a pair, %")
-    left.set_ylabel("pairs")
-    left.legend()
-    figure.tight_layout()
-    figure.savefig(PICTURE, dpi=110)
-    print(f"wrote {PICTURE}")

@@ -105,11 +105,6 @@ def _middle(ratios: list[float]) -> Statistic:
     return of
 
 
-def each(pairs: Sequence[Pair], quantity: Quantity) -> list[float]:
-    """Of every pair by itself, in percent."""
-    return [quantity([pair])(np.zeros(1, dtype=np.int64)) for pair in pairs]
-
-
 def difference(pairs: Sequence[Pair], quantity: Quantity) -> Interval:
     """Of a quantity, in percent; whole pairs are drawn, so a pair stays a pair.
 

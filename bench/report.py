@@ -1,9 +1,8 @@
-"""Turns measured series into docs/performance.md and, where matplotlib is, docs/performance.png."""
+"""Turns the series of bench.convert into a part of docs/performance.md."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
@@ -11,14 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.support.real import REPOSITORY
-
 if TYPE_CHECKING:
     from bench.convert import Series
 
-PAGE = REPOSITORY / "docs" / "performance.md"
-PICTURE = REPOSITORY / "docs" / "performance.png"
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 NAMES = {
     "read": "reading the source only",
     "cp": "`cp -r`",
@@ -139,51 +133,3 @@ def verdicts(stage: Stage) -> list[str]:
 
 def _word(ok: bool) -> str:
     return "reached" if ok else "NOT reached"
-
-
-def replace_part(text: str, begin: str, end: str) -> None:
-    """Replace what stands between two marks of the page, keep the rest."""
-    page = PAGE.read_text()
-    head, _, rest = page.partition(begin)
-    PAGE.write_text(f"{head}{begin}\n{text}{end}{rest.partition(end)[2]}")
-    print(f"wrote {PAGE}")
-
-
-def write(text: str, stages: list[Stage]) -> None:
-    """Replace the measured part of the page and draw it."""
-    replace_part(text, BEGIN, END)
-    if importlib.util.find_spec("matplotlib") is not None:
-        _draw(stages)
-
-
-def _draw(stages: list[Stage]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    colours = {"cp": "#9aa0a6", "ckptd": "#1a73e8", "stock": "#d93025"}
-    figure, axes = pyplot.subplots(1, len(stages), figsize=(4.6 * len(stages), 3.4), squeeze=False)
-    for axis, stage in zip(axes[0], stages, strict=True):
-        for place, cache in enumerate(("cold", "warm")):
-            for i, tool in enumerate(colours):
-                series = stage.find(tool, cache)
-                if series is None:
-                    continue
-                wall = series.median("wall_seconds")
-                low, high = series.spread("wall_seconds")
-                at = place * 4 + i
-                label = tool if place == 0 else None
-                axis.bar(
-                    at, wall, color=colours[tool], yerr=[[wall - low], [high - wall]], capsize=3, label=label
-                )
-                axis.text(at, high, f" {wall:.1f}", ha="center", va="bottom", fontsize=8)
-        axis.set_xticks([1, 5], ["cold cache", "warm cache"])
-        axis.set_title(
-            f"ZeRO-{stage.zero_stage}, {stage.bytes / 1e9:.1f} GB, {stage.ranks} ranks", fontsize=10
-        )
-        axis.set_ylabel("seconds to a flushed result")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(PICTURE, dpi=130)

@@ -22,12 +22,11 @@ from pathlib import Path
 
 from bench import sparse, xfs
 from bench.measure import Run, measure
-from bench.report import machine, replace_part
+from bench.pictures import replace_part
+from bench.report import machine
 from tests.support.real import REPOSITORY
 
 WORK = REPOSITORY / ".build" / "bench" / "scale"
-PICTURE = REPOSITORY / "docs" / "scale.png"
-BEGIN, END = "<!-- scale: begin -->", "<!-- scale: end -->"
 IMAGE_BYTES = 14 << 40
 MAX_WRITTEN_BYTES = 6 << 30
 """More than this in the image means that holes are being filled: the run is ended before the disk is."""
@@ -201,35 +200,6 @@ def render(results: list[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(results: list[Result]) -> None:
-    """docs/scale.png: seconds over fragments, one panel per stage."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9.2, 3.4), squeeze=False)
-    for axis, stages, title in (
-        (axes[0][0], (1, 2), "ZeRO-1, 104B: by source files"),
-        (axes[0][1], (3,), "ZeRO-3: by parameters × ranks"),
-    ):
-        found = [r for r in results if r.case.model.stage in stages and not r.case.plan_only]
-        for r in found:
-            x = r.source_files if 1 in stages else r.case.fragments
-            axis.plot(x, r.run.wall_seconds, "o", color="#1a73e8")
-            axis.plot(x, r.plan_report["seconds"], "s", color="#9aa0a6")
-        axis.plot([], [], "o", color="#1a73e8", label="whole conversion")
-        axis.plot([], [], "s", color="#9aa0a6", label="of it planning")
-        axis.set_title(title, fontsize=10)
-        axis.set_xlim(left=0)
-        axis.set_ylim(bottom=0)
-        axis.set_ylabel("seconds")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(PICTURE, dpi=130)
-
-
 def main() -> None:
     """Run the cases and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -248,8 +218,7 @@ def main() -> None:
     if given.tiny or given.aimed:
         print(text)
         return
-    replace_part(text, BEGIN, END)
-    draw(results)
+    replace_part(text, "scale")
 
 
 if __name__ == "__main__":

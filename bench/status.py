@@ -24,10 +24,10 @@ from pathlib import Path
 from statistics import median
 
 from bench import idle
-from bench.report import machine, replace_part
+from bench.pictures import replace_part
+from bench.report import machine
 from tests.stores import servers
 
-BEGIN, END = "<!-- status: begin -->", "<!-- status: end -->"
 AIM_SECONDS, URL_AIM_SECONDS = 0.2, 2.0
 REST_SECONDS = 5.0
 
@@ -174,7 +174,7 @@ def main() -> None:
         shutil.rmtree(root, ignore_errors=True)
     print(text)
     if not given.is_trial:
-        replace_part(text, BEGIN, END)
+        replace_part(text, "status")
 
 
 if __name__ == "__main__":

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bench.report import machine, replace_part
+from bench.pictures import LINK_MEGABYTES, replace_part
+from bench.report import machine
 from bench.transfer_runs import PART_BYTES
-from tests.support.real import REPOSITORY
 
 if TYPE_CHECKING:
     from bench.transfer import Series
 
-PICTURE = REPOSITORY / "docs" / "transfer.png"
-BEGIN, END = "<!-- transfer: begin -->", "<!-- transfer: end -->"
-LINK_BYTES = 125e6
 HEAD = (
     "| case | tool | wall s | MB/s | CPU s per GB | peak RSS MiB | requests |",
     "|---|---|---|---|---|---|---|",
@@ -75,7 +71,7 @@ def _faster(case: str, other: str, ours: str = "ckptd") -> Callable[[Found], flo
 
 
 def _of_link(case: str) -> Callable[[Found], float]:
-    return lambda found: found[case, "ckptd"].megabytes_per_second * 1e6 / LINK_BYTES
+    return lambda found: found[case, "ckptd"].megabytes_per_second / LINK_MEGABYTES
 
 
 def _cpu(case: str, tool: str) -> Callable[[Found], float]:
@@ -160,32 +156,4 @@ def write(series: list[Series]) -> None:
     """Replace the measured part of the page and draw it."""
     text = render(series)
     print(text)
-    replace_part(text, BEGIN, END)
-    if importlib.util.find_spec("matplotlib") is not None:
-        _draw(series)
-
-
-def _draw(series: list[Series]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    shown = (NEAR, FAR, DOWN, BACK, DISK)
-    figure, axes = pyplot.subplots(1, len(shown), figsize=(3.0 * len(shown), 3.4))
-    for axis, case in zip(axes, shown, strict=True):
-        rows = [one for one in series if one.case == case and one.samples]
-        for at, one in enumerate(rows):
-            low, high = (one.bytes / 1e6 / seconds for seconds in reversed(one.spread("wall_seconds")))
-            rate = one.megabytes_per_second
-            colour = "#1a73e8" if one.tool.startswith("ckptd") else "#9aa0a6"
-            axis.bar(at, rate, color=colour, yerr=[[rate - low], [high - rate]], capsize=3)
-            axis.text(at, high, f"{rate:.0f}", ha="center", va="bottom", fontsize=8)
-        if "link" in case:
-            axis.axhline(LINK_BYTES / 1e6, color="#d93025", linewidth=1)
-        axis.set_xticks(range(len(rows)), [one.tool for one in rows], rotation=35, ha="right", fontsize=8)
-        axis.set_title(case, fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("MB/s, median (least – greatest)")
-    figure.tight_layout()
-    figure.savefig(PICTURE, dpi=130)
+    replace_part(text, "transfer")

@@ -37,7 +37,7 @@ from typing import Any
 
 
 class Retry(StrEnum):
-    """When the same attempt may succeed."""
+    """Tell when the same attempt may succeed."""
 
     NEVER = "never"
     BACKOFF = "backoff"
@@ -81,7 +81,7 @@ class BehindError(CkptdError):
 
 
 class PersonNeeded(CkptdError):
-    """What was waited for will not come by itself (1)."""
+    """Stop waiting: what was waited for will not come by itself (1)."""
 
     exit_code = 1
 

@@ -1,4 +1,4 @@
-"""For training scripts: tell ckptd of a save, or wait until it is committed; the standard library alone.
+"""Tell ckptd of a save, or wait until it is committed: for training scripts, with the standard library alone.
 
 Training needs nothing of this: the daemon finds every save by itself. This file imports no other part of
 ckptd, so it may be copied beside a training script; transformers is loaded when `CkptdCallback` is asked for.
@@ -34,7 +34,7 @@ POLL_SECONDS = 0.5
 REPORT_SECONDS = 5.0
 """Between two looks for a COMMIT to report."""
 LAST_REPORT_SECONDS = 10.0
-"""How long the end of training waits for a tracker that does not answer."""
+"""The end of training waits so long for a tracker that does not answer."""
 STATUS_LIMIT_BYTES = 64 << 20
 _said: set[str] = set()
 
@@ -155,7 +155,7 @@ def _published_job(
 
 
 def _status_files(save_dir: str, state_dir: str | os.PathLike[str] | None) -> Iterator[str]:
-    """Where a daemon publishes, most certain first."""
+    """List where a daemon may publish its status, most certain first."""
     if state_dir is not None:
         yield os.path.join(state_dir, "status.json")
         yield from _below(os.fspath(state_dir))
@@ -174,7 +174,7 @@ def _status_files(save_dir: str, state_dir: str | os.PathLike[str] | None) -> It
 
 
 def _below(base: str) -> Iterator[str]:
-    """Of a directory with the states of several jobs."""
+    """List the status files below a directory that holds the states of several jobs."""
     for name in _names(base):
         yield os.path.join(base, name, "status.json")
 
@@ -216,7 +216,8 @@ def _committed_row(job: dict[str, Any], save_dir: str, step: int) -> dict[str, A
 
 
 def _written_at_seconds(folder: str) -> float:
-    """When the trainer last wrote a file below a checkpoint folder; 0 where it is gone."""
+    """Return when the trainer last wrote a file below a checkpoint folder (Unix seconds); 0 where it is
+    gone."""
     newest = 0.0
     for place, _, names in os.walk(folder):
         if place.endswith("_universal"):

@@ -84,7 +84,7 @@ class RetryTimer:
         return min((wait for wait in waits if wait > 0), default=0.0)
 
     def begin(self, what: str) -> bool:
-        """Whether it is to be asked now; then it is under way."""
+        """Tell whether it is due now, and mark it as under way if it is."""
         if what in self._open or self._clock() < self._failed.get(what, (0, 0.0))[1]:
             return False
         self._open.add(what)

@@ -101,7 +101,8 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
 
 @contextlib.contextmanager
 def reports_when_stopped() -> Iterator[Callable[[Callable[[], str]], None]]:
-    """At Ctrl-C say what lies where and what to type to go on; takes the function that knows the first."""
+    """Print at Ctrl-C what lies where and what to type to go on; yields a setter for the function that tells
+    the first."""
     import shlex
     import sys
 

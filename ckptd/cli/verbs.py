@@ -49,7 +49,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         "uninstall": Verb("setup.uninstall", "Remove what ckptd put on this node"),
     },
 }
-"""In the order of `ckptd --help`."""
+"""Groups and verbs in the order of `ckptd --help`."""
 
 VERBS: dict[str, Verb] = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 

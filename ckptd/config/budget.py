@@ -24,9 +24,9 @@ READING_BYTES = 36 * MIB
 DIRECTORY_BYTES, S3_BYTES, SERVICE_BYTES = 24 * MIB, 40 * MIB, 64 * MIB
 """A remote's child that has nothing to do, by its kind; S3 by s3fs takes 54 MiB, as services do."""
 UPLOAD_BYTES = 16 * MIB
-"""What a child takes besides while it uploads."""
+"""Memory that a child takes besides while it uploads."""
 SMALLEST_CONVERSION_BYTES = 64 * MIB
-"""With the pages that it dirties; also more than what making a form on its way adds to an upload."""
+"""Includes the pages that it dirties; more than making a form during its upload adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Division:
     children: int
     """Remotes' children that live at once; the others' orders wait in line."""
     uploads: int
-    """At once."""
+    """Number of uploads at a time."""
     conversion_bytes: int
-    """For the one conversion, whatever else runs."""
+    """Share of the one conversion, whatever else runs."""
     needed_bytes: int
     """The least budget for these jobs."""
     roomy_bytes: int
-    """With so much each remote keeps its child, and there is room for all uploads that are allowed."""
+    """Budget with which each remote keeps its child, and all allowed uploads run at a time."""
 
 
 def divide(budget_bytes: int, jobs: Sequence[Sequence[int]], max_uploads: int) -> Division:

@@ -13,7 +13,7 @@ class Example(NamedTuple):
     """Name a file of the package and what it is for."""
 
     folder: str
-    """Of the package: examples or systemd."""
+    """Folder of the package that holds the file: examples or systemd."""
     file: str
     """Below that folder."""
     what: str
@@ -46,7 +46,7 @@ EXAMPLES: dict[str, Example] = {
     "systemd-user": Example("systemd", "ckptd.service", "unit in your own systemd"),
     "systemd-slice": Example("systemd", "ckptd.slice", "what all these units share of the node"),
 }
-"""In the order of `ckptd init --list`; each file of config/ and systemd/ is here."""
+"""Examples in the order of `ckptd init --list`: every file of config/ and systemd/."""
 
 
 def example_text(name: str) -> str:

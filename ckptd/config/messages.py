@@ -31,7 +31,7 @@ TYPED = "arguments and environment"
 """Where the keys of a job come from that no file has: a message names what was typed."""
 
 _UNSHOWN = ("credentials", "storage_options", "webhook", "heartbeat")
-"""What these are set to may be a secret."""
+"""Keys whose values are never shown, since they may be secrets."""
 
 
 def toml_keys(section: type[Section]) -> dict[str, str]:

@@ -405,7 +405,7 @@ class Timetable(Model):
 
     changes: tuple[tuple[int, int | None], ...] = ((0, None),)
     text: str = "none"
-    """For people; both spellings of each speed."""
+    """Text for people, with both spellings of each speed."""
 
     def at(self, unix_seconds: float) -> int | None:
         """Return the bytes per second at that time; None: no limit."""

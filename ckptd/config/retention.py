@@ -48,7 +48,7 @@ class RungConfig(Section):
 
 
 class Retention(Section):
-    """Which committed checkpoints stay; keeps join by union. Without any key nothing is deleted."""
+    """Name the committed checkpoints that stay: those that a key keeps. Without a key nothing is deleted."""
 
     save_total_limit: Count | None = key(
         None, "save_total_limit", "3", "keep that many newest ones; unset: nothing is deleted"

@@ -15,7 +15,7 @@ class Scheme:
     """Describe one URL scheme before anything is imported for it."""
 
     package: str
-    """What to install for it with pip."""
+    """Package to install for it with pip."""
     variables: tuple[str, ...] = ()
     """Beginnings of the environment variables that its driver reads credentials and settings from."""
     takes_key_file: bool = False

@@ -45,7 +45,7 @@ def parse_form(name: str, dtype: str = "") -> tuple[Form, Dtype]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """How to convert; sizes in bytes.
+    """Hold the options of a conversion; sizes in bytes.
 
     Raises:
         UsageError: there is no such form, element type or layout, or a size that nothing fits in.
@@ -132,8 +132,8 @@ class ConvertReport:
     """Largest resident set of the children."""
     verified: bool
     notes: tuple[str, ...] = ()
-    """What a resumed run will find different (optimizer state that a loader leaves out); of weights, tensors
-    stored once under another name or left out by the save."""
+    """Differences that a resumed run will find (optimizer state that a loader leaves out); of weights,
+    tensors stored once under another name or left out by the save."""
     cluster: ClusterReport | None = None
 
     def __repr__(self) -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # would be written alone while the other threads wait. The plan's own order reads cold sources forwards.
 
 FILE = re.compile(rb'\{"f":("(?:[^"\\]|\\.)*"),"n":(\d+),"p":')
-"""How the line of an output file begins: its path as JSON, its bytes."""
+"""Begin of the line of an output file: its path as JSON, its bytes."""
 
 
 def large_first(stream: IO[bytes], plan: PlanReader, large_bytes: int) -> Iterator[Output]:
@@ -67,7 +67,7 @@ class Outputs:
         self._lock = threading.Lock()
         self._checks: list[int] = []
         self.files: dict[str, PlannedOutput] = {}
-        """By path, second names among them."""
+        """Path → output, second names included."""
         stream.seek(0)
         reader = PlanReader(stream)
         self.header = reader.header

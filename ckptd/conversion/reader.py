@@ -60,7 +60,7 @@ class Ranges(ABC):
 # --- Local files -----------------------------------------------------------------------------------------
 
 RESERVED_DESCRIPTORS = 320
-"""For outputs that wait for their flush (threads × batch), pipes, folders, the plan."""
+"""Descriptors kept for outputs that wait for their flush (threads × batch), pipes, folders, the plan."""
 WANTED_DESCRIPTORS = 16384
 
 

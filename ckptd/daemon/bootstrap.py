@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd")
 
 _TOLD_SECONDS = 86_400.0
-"""How long after its first start a job says that another node writes under its name."""
+"""A job names another node that writes under its name for so long after its first start."""
 
 
 def must_wait(state_dir: Path, save_dir: Path) -> bool:
@@ -258,7 +258,8 @@ def may_open_now(config: JobConfig, error: CkptdError) -> bool:
 
 
 def await_matches(loaded: LoadedConfig, environ: Mapping[str, str]) -> None:
-    """At start: jobs that globs may bring later need a place for their state, and somebody to tell of them.
+    """Refuse a start whose globs may bring jobs later that have no place for their state, and nobody to tell
+    of them.
 
     Raises:
         ConfigError: there is none; the first that comes beside another would stop both.
@@ -316,13 +317,13 @@ def is_still(path: Path, fd: int) -> bool:
 # Runs once, in the deciding thread, before the first plan; everything it does is idempotent.
 
 PARTIAL_END = ".ckptd-partial"
-"""How the executor names a conversion that is not published yet."""
+"""Ending of the name of a conversion that is not published yet."""
 MIRROR = "mirror."
-"""So begins the name of what planning reads of a remote's objects (`ckptd.conversion.remote.derive`)."""
+"""Begin of the name of what planning reads of a remote's objects (`ckptd.conversion.remote.derive`)."""
 
 
 def recover(state: JobState, save_dir_fd: int, audit: Audit) -> None:
-    """After a restart: finish journalled deletions, move back what was renamed aside without one, tidy ours.
+    """Finish journalled deletions after a restart, move back what was renamed aside without one, tidy ours.
 
     A prune whose intent is journalled rested on confirmed COMMITs, once: where nothing went yet it is taken
     back and needs a fresh permit (adr/0153). What has lost a file is finished, as far as the sealed files lie

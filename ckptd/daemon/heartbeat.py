@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.health.watched_job import WatchedJob
 
 LAST_WORD_SECONDS = 10.0
-"""How long a stop waits for remotes to take the last heartbeat: one of them may hang."""
+"""A stop waits so long for remotes to take the last heartbeat: one of them may hang."""
 
 
 def heartbeat_of(job: WatchedJob, node_id: str) -> Heartbeat:

@@ -117,7 +117,7 @@ class Job:
         self.needs_turn = True
         self.turns = 0
         self.plans = 0
-        """How often the job was planned: what status says of it may have changed since."""
+        """Number of plans so far: what status says of the job may change with each."""
         self._initial_scan = InitialScan()
         self.deletion_rights = DeletionRights()
         self._active_at = 0.0

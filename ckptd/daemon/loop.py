@@ -53,7 +53,7 @@ log = logging.getLogger("ckptd")
 LONGEST_PAUSE_SECONDS = 10.0
 _UNSEALED = "what is still being saved"
 GLOB_SECONDS = 10.0
-"""How often globs in save_dir are looked at again."""
+"""Interval at which globs in save_dir are matched again."""
 
 
 class Daemon:

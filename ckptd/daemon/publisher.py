@@ -90,10 +90,10 @@ class Publisher:
         self._started_unix = time.time()
         self._start_command = start_command(sys.argv[1:], os.environ)
         self._started_before: dict[Job, str] = {}
-        """Of jobs that a command watches for a while: what starts their daemon."""
+        """Job that a command watches for a while → the command that starts its daemon."""
         self._parts: dict[Job, _Part] = {}
         self._waiting: dict[Job, Path] = {}
-        """Where jobs without a checkpoint are told of."""
+        """Job without a checkpoint → where its status is written."""
         self._broken: list[st.JobStatus] = []
         self._header: object = None
         self._budget_bytes = 0

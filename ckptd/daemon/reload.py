@@ -32,7 +32,7 @@ class Changes:
 
     @property
     def summary(self) -> str:
-        """For the log."""
+        """Say in one line what a reload changes, for the log."""
         return (
             f"{len(self.start)} started or changed, {len(self.close)} ended, {len(self.kept)} kept as before"
         )

@@ -39,7 +39,7 @@ class JobSupervisor:
         self._is_patient = is_patient
         self._again_at_seconds = 0.0
         self._ending: CkptdError | None = None
-        """What a job without patience ends with at its next turn."""
+        """Error with which a job without patience ends at its next turn."""
 
     @property
     def seconds_left(self) -> float:
@@ -102,7 +102,8 @@ class JobSupervisor:
 
 
 def _in_words(error: OSError | RuntimeError) -> CkptdError | None:
-    """None: a defect, no lack of anything."""
+    """Translate a failure of the operating system into one of the error tree; None: it is a defect of
+    ckptd."""
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         return from_os_error(error, f"working on this node{where}")

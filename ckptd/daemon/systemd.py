@@ -30,7 +30,7 @@ class Service:
         is_ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         text = environ.get("WATCHDOG_USEC", "")
         self.watchdog_seconds = int(text) / 1e6 if text.isdecimal() and is_ours else None
-        """How long the supervisor waits for a turn; None: it does not."""
+        """Seconds that systemd waits for a turn; None: it does not."""
         self._alive_at = 0.0
 
     def ready(self) -> None:

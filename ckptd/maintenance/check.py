@@ -194,7 +194,8 @@ def check_glob(daemon: DaemonConfig, environ: Mapping[str, str]) -> Finding:
 
 
 def check_memory(jobs: Sequence[JobConfig], daemon: DaemonConfig) -> Finding | None:
-    """Whether `memory_budget` suffices for all jobs of a daemon (P12); None: nothing waits for want of it."""
+    """Judge whether `memory_budget` suffices for all jobs of a daemon (P12); None: nothing waits for
+    memory."""
     budget_bytes = daemon.memory_budget_bytes(psutil.virtual_memory().total)
     remotes = [[child_bytes(remote.url, remote.client) for remote in job.remotes] for job in jobs]
     shares = divide(budget_bytes, remotes, daemon.max_uploads)

@@ -87,7 +87,7 @@ class Collector:
         self._dry_run = dry_run
         self.removed: list[Removal] = []
         self._ended: dict[str, tuple[Collected, tuple[Sent, ...]]] = {}
-        """By remote: a look at it, and the objects there that this node sent in vain."""
+        """Remote → what was found there, and the objects that this node uploaded in vain."""
 
     # --- remotes ---------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class ConversionForecast(Model):
 
     converts: bool
     reason: str | None = None
-    """Why it does not convert, in one sentence."""
+    """Reason why it does not convert, in one sentence."""
     hint: str | None = None
     layout: str | None = None
     parameters: int | None = None

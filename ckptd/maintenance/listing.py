@@ -36,7 +36,7 @@ class ListedForm:
     age_seconds: float | None
     commit_sha256: str
     pointers: tuple[str, ...]
-    """Which pointer files name it: latest, latest_universal."""
+    """Pointer files that name it: latest, latest_universal."""
     late_files: int = 0
     """Files that were committed beside it later (SUPPLEMENTs), beyond `files`; a file written again counts
     again."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ckptd.core.model.listing import FolderListing, SaveDirListing
 
 _BYTES_A_PARAMETER = {ZERO: 14, UNIVERSAL: 16, "weights-fp32": 4, "weights-bf16": 2, "weights-fp16": 2}
-"""With 16-bit weights and Adam, whose states make up nearly all of a checkpoint (docs/formats.md)."""
+"""Bytes per parameter with 16-bit weights and Adam, whose states are nearly all of a checkpoint
+(docs/formats.md)."""
 
 
 def planned_uploads(job: JobConfig, listing: SaveDirListing, state_dir: Path | None) -> Iterator[Finding]:

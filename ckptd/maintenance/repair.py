@@ -405,7 +405,7 @@ class Unfinished:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """While no other repair or `gc` of this job is at work on this node: flock on the state directory.
+        """Keep other repairs and `gc` of this job off this node, by flock on the state directory.
 
         Raises:
             LockHeld: one is; what it has under way must not be taken for what it left.

@@ -63,7 +63,7 @@ class Piece:
 
     @property
     def path(self) -> str:
-        """For people."""
+        """Return the path of what is removed, to show it."""
         return f"{self.folder}/{self.name}" if self.folder else self.name
 
 

@@ -80,7 +80,7 @@ def _ends_well(folder: int, name: str) -> bool:
 # --- reading ---------------------------------------------------------------------------------------------
 
 _READ_BYTES = 1 << 20
-"""Of the end of the file: some thousand lines."""
+"""Bytes at the end of the file that are read: some thousand lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

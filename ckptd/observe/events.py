@@ -20,7 +20,7 @@ Kind = Literal["complete", "committed", "converted", "pruned", "problem", "solve
 
 
 RANK = {"note": 0, "behind": 1, "attention": 2}
-"""Of severities."""
+"""Rank of each severity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Event:
     form: str | None = None
     remote: str | None = None
     url: str | None = None
-    """Of `remote`."""
+    """URL of `remote`."""
     code: str | None = None
     severity: str = "note"
     next_step: str = ""
@@ -147,7 +147,7 @@ class EventReporter:
 
     rules: NotifyRules
     _last: dict[tuple[str, str], JobStatus] = field(default_factory=dict)
-    """By name and save_dir: a file that is wrong may bear the name of a job that runs."""
+    """Name and save_dir → last status: a wrong job file may have the name of a job that runs."""
     _told_at: dict[tuple[str, str, str], float] = field(default_factory=dict)
     _times: deque[float] = field(default_factory=deque)
     _held_back: int = 0

@@ -37,7 +37,7 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 LOG, OLD_LOG = "daemon.log", "daemon.log.1"
-"""In a job's state directory; the second is the first once it was full."""
+"""Files in a job's state directory; a full first one becomes the second."""
 LOG_BYTES = 1 << 20
 _EARLY_LINES = 200
 
@@ -73,7 +73,7 @@ def line_fields(action: Action, tag: str) -> Mapping[str, str]:
 
 
 class TextLines(logging.Formatter):
-    """For people, on a terminal: time, level, part, job."""
+    """Format log lines as text: time, level, part, job."""
 
     def __init__(self, style: str = "%(asctime)s %(levelname)s %(name)s%(job)s: %(message)s") -> None:
         super().__init__(style, defaults={"job": ""})

@@ -37,13 +37,13 @@ class DaemonStatus:
     """The boot and the namespace in which `pid` means something (`observe.space`)."""
     reloaded_at: str | None = None
     reload_error: str | None = None
-    """What the last reload refused, and kept as it was."""
+    """Job files that the last reload refused; their jobs run as before."""
     notify_error: str | None = None
-    """Why the last notification was not delivered."""
+    """Reason why the last notification was not delivered."""
     metrics_error: str | None = None
-    """Why metrics are not offered where `ckptd.toml` says."""
+    """Reason why metrics are not served where `ckptd.toml` says."""
     start_command: str = ""
-    """What starts it again, for whoever finds it gone."""
+    """Command that starts the daemon again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class DiskStatus:
     full_in_saves: int | None = None
     full_in_seconds: float | None = None
     unfinished_bytes: int = 0
-    """In saves cut short, torn, damaged or in doubt, which are never deleted by themselves."""
+    """Bytes in saves cut short, torn, damaged or doubtful, which ckptd never deletes by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +124,9 @@ class CheckpointStatus:
     reason: str | None = None
     remotes: dict[str, dict[str, FormStatus]] = field(default_factory=dict)
     keep: tuple[str, ...] = ()
-    """Why it stays on this node; empty: it may go."""
+    """Reasons to keep it on this node; empty: it may be deleted."""
     goes: str | None = None
-    """Why it may go from this node; None: it stays, or is gone."""
+    """Reason why it may be deleted from this node; None: it stays, or is gone."""
     pinned: bool = False
     next_step: str | None = None
     """The command for a save that will not be safe as it is: cut short, torn, doubtful or damaged."""
@@ -164,7 +164,7 @@ class RemoteStatus:
     attached: bool
     create_only: bool | None = None
     proof: str | None = None
-    """How an upload is verified there: store-checksum, part-etags, read-back or none."""
+    """Proof of uploads there: store-checksum, part-etags, read-back or none."""
     resumable: bool | None = None
     notes: tuple[str, ...] = ()
     held: tuple[HeldStatus, ...] = ()
@@ -190,9 +190,9 @@ class DrainStatus:
     missing: tuple[str, ...] = ()
     """Tags that are not committed yet, newest first."""
     late: tuple[str, ...] = ()
-    """Of those, what will not make it at the speed of the link."""
+    """Those that will not be uploaded in time at the speed of the link."""
     refused: tuple[str, ...] = ()
-    """Of those, what cannot be committed as it is: a person is needed."""
+    """Those that cannot be committed as they are: a person is needed."""
     unsent: tuple[str, ...] = ()
     """Found at the first start and not accepted: neither missing nor committed."""
     stalled: tuple[str, ...] = ()
@@ -201,7 +201,8 @@ class DrainStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovalRowStatus:
-    """What becomes of one checkpoint in one place that `ckptd rm` named; what is deleted has no row."""
+    """Report what becomes of one checkpoint in one place that `ckptd rm` named; what is deleted has no
+    row."""
 
     tag: str
     remote: str | None
@@ -234,7 +235,7 @@ class SharedStatus:
     """Heard of lately, this one included: files go by the hash of their names."""
     holds_lease: bool
     holder: str | None = None
-    """Of the lease, as last read; None: not read yet."""
+    """Holder of the lease, as last read; None: not read yet."""
     epoch: int = 0
 
 

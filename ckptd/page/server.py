@@ -33,7 +33,7 @@ _METHODS = ("GET", "HEAD")
 _KEY = re.compile(r"j[0-9a-f]{12}(\.(older|why))?")
 _MOST_KEYS = 1000
 _MOST_REQUESTS = 32
-"""At a time; more are refused."""
+"""Requests at a time; more are refused."""
 
 
 def new_token() -> str:

@@ -27,7 +27,7 @@ REMOTE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What was asked for: jobs of this node (none and no URL: all of them), and remotes."""
+    """Name what the page was asked to show: jobs of this node (none and no URL: all of them), and remotes."""
 
     jobs: tuple[str, ...] = ()
     urls: tuple[str, ...] = ()

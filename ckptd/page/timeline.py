@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WIDTH = 1000
-"""Of a bar."""
+"""Width of a bar."""
 _LEAST_WIDTH = 4
-"""Of a part of a bar that can still be seen."""
+"""Least width at which a part of a bar can be seen."""
 
 Kind = Literal["saving", "uploading", "safe", "gone"]
 
@@ -66,7 +66,7 @@ class Timeline:
     begin: When
     tracks: tuple[Track, ...]
     has_local: bool = True
-    """Of a remote alone only the times of COMMITs are known."""
+    """False for a remote alone, where only the times of COMMITs are known."""
 
 
 def when(at: str | None, now: float, what: str = "") -> When | None:

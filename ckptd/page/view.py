@@ -39,9 +39,9 @@ class Form:
     word: str
     tone: Tone
     title: str = ""
-    """Why, since when, which COMMIT."""
+    """Tooltip: why, since when, which COMMIT."""
     percent: int | None = None
-    """Of an upload under way."""
+    """Progress of an upload under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +55,13 @@ class Row:
     marks: str
     tone: Tone
     places: tuple[tuple[Form, ...], ...]
-    """By the titles of the job's places."""
+    """Forms in each of the job's places, in the order of their titles."""
     note: str = ""
     command: str = ""
-    """What to type; `effect`: what it does."""
+    """Command to type; `effect`: what it does."""
     effect: str = ""
     kept: str = ""
-    """Why it is kept here, or goes."""
+    """Reason why it is kept here or deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detail:
-    """What is shown below the first line of a job."""
+    """Hold what is shown below the first line of a job."""
 
     uploads: tuple[Upload, ...] = ()
     places: tuple[str, ...] = ()
@@ -149,7 +149,7 @@ class Job:
     """One job; what is below its first line is made where it is shown."""
 
     key: str
-    """The same as long as it is the same job."""
+    """Key that stays the same as long as it is the same job."""
     name: str
     where: str
     tone: Tone
@@ -160,7 +160,7 @@ class Job:
     committed: When | None = None
     as_of: When | None = None
     code: int = 0
-    """What `ckptd status` of it exits with."""
+    """Exit code of `ckptd status` for it."""
     make_detail: Callable[[], Detail] | None = None
     """None: nothing more is known of it."""
 
@@ -177,7 +177,7 @@ class Page:
     is_reading: bool = False
     """Some remote was not read yet."""
     is_whole: bool = True
-    """What is folded is in it too."""
+    """True: folded parts are included."""
 
     @property
     def title(self) -> str:

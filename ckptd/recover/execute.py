@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 # one for each rank: each is opened, copied, made durable and closed before the next.
 
 _MEMORY_BUDGET_BYTES = 512 << 20
-"""Of a conversion."""
+"""Memory budget of a conversion."""
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

@@ -341,7 +341,7 @@ class LocalFault:
     seen: Seen
     """Every file of the folder as it was before the first of them was compared."""
     left: str | None = None
-    """Why it is not mended; None: it may be."""
+    """Reason why it is not repaired; None: it may be."""
 
 
 class LocalFiles:

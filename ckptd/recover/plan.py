@@ -78,7 +78,7 @@ class RecoveryOptions:
     tag: str | None = None
     """Only this one; None: the newest."""
     run: str | None = None
-    """Of this run, named by the beginning of its id; None: of the job's own, else of the newest."""
+    """Beginning of the id of a run; None: the job's own run, else the newest."""
     form: str | None = None
     world_size: int | None = None
     ranks: frozenset[int] | None = None
@@ -87,7 +87,7 @@ class RecoveryOptions:
     remote: str | None = None
     """Only this one of the job's remotes."""
     state_dir: Path | None = None
-    """Where the daemon's status may lie."""
+    """Directory in which the daemon's status may lie."""
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class Planner:
         self._root = root
         self._fd = fd
         self._first: list[Step] = []
-        """What goes before all else."""
+        """Steps before all others."""
 
     def plan(self) -> RecoveryPlan:
         """Return the steps to the candidate.

@@ -74,7 +74,7 @@ class Recovery(ABC):
         self._say = say
         self._on_progress = on_progress
         self._is_bound = is_bound
-        """Whether no other save will do than the one that was asked for."""
+        """True: no other save will do than the one that was asked for."""
         self._sources = Sources(where=where, say=say)
         self._execution: Execution | None = None
         self._said: set[str] = set()

@@ -424,15 +424,15 @@ _NEAREST = 3
 
 @dataclass(slots=True, kw_only=True)
 class PinnedSelection:
-    """Which save may be taken; of one node that names none: any."""
+    """Decide which save may be taken; a single node that names none takes any."""
 
     job: JobConfig
     options: RecoveryOptions
     _why: CkptdError | None = None
-    """What was wrong with the copy that was given up last."""
+    """Error of the copy that was given up last."""
     _key: tuple[Order, str] | None = None
     _views: list[tuple[RemoteInventory, CommitView]] = field(default_factory=list)
-    """Its COMMITs, as they were seen first."""
+    """COMMITs of the chosen save, as seen first."""
 
     @property
     def is_bound(self) -> bool:
@@ -494,7 +494,8 @@ class PinnedSelection:
         raise self._lost(self._key, choice, sources)
 
     def _is_alike(self, one: Candidate) -> bool:
-        """Not the universal form alone where the other nodes take shards."""
+        """Tell whether this node may take it: not the universal form alone where the other nodes take
+        shards."""
         if self.options.nodes.count == 1 or not one.is_universal_alone:
             return True
         if needs_universal(one, self.options.world_size):

@@ -1,6 +1,6 @@
 """What a commit costs as nodes grow more: requests of each node, and time from the last part to COMMIT.
 
-`python -m tests.fleet.cost [--most 1024] [--plot docs/fleet.png]`: no faults, 20 ms per request, each node
+`python -m tests.fleet.cost [--most 1024] [--publish]`: no faults, 20 ms per request, each node
 with a shard of its own and a replica of the model states.
 """
 
@@ -13,12 +13,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.pictures import replace_part
 from tests.fleet.remote import Network
 from tests.fleet.story import Shape, staged, tell
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- fleet: begin -->", "<!-- fleet: end -->"
 HEAD = (
     "| nodes | requests, mean node | busiest node | documents read | listing pages | to COMMIT |",
     "|---|---|---|---|---|---|",
@@ -82,58 +81,12 @@ def row(cost: Cost) -> str:
     )
 
 
-def publish(costs: list[Cost]) -> None:
-    """The table in docs/performance.md, from the runs.
-
-    Raises:
-        ValueError: the page has no place for it.
-    """
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    if END not in rest:
-        msg = f"{PAGE} has no {BEGIN} … {END}"
-        raise ValueError(msg)
-    lines = (BEGIN, *HEAD, *(row(cost) for cost in costs), END)
-    PAGE.write_text(head + "\n".join(lines) + rest.partition(END)[2])
-
-
-def plot(costs: list[Cost], path: Path) -> None:
-    """Requests per node, and seconds to COMMIT, against nodes."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, left = pyplot.subplots(figsize=(7, 4))
-    nodes = [cost.nodes for cost in costs]
-    left.plot(
-        nodes, [cost.requests_mean for cost in costs], "o-", color="#2060a0", label="requests, mean node"
-    )
-    left.plot(
-        nodes, [cost.requests_most for cost in costs], "^:", color="#2060a0", label="requests, busiest node"
-    )
-    left.set_xscale("log", base=2)
-    left.set_xticks(nodes, [str(count) for count in nodes])
-    left.set_ylim(bottom=0)
-    left.set_xlabel("nodes")
-    left.set_ylabel("requests per node and checkpoint")
-    right = left.twinx()
-    right.plot(
-        nodes, [cost.commit_seconds for cost in costs], "s-", color="#c05020", label="seconds to COMMIT"
-    )
-    right.set_ylabel("seconds to COMMIT (20 ms a request)")
-    right.set_ylim(bottom=0)
-    lines = left.get_lines() + right.get_lines()
-    left.legend(lines, [str(line.get_label()) for line in lines], loc="upper left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main(arguments: list[str]) -> int:
-    """Measure and print the table; with --plot it and the picture go to docs/."""
+    """Measure and print the table; with --publish it and its picture go to docs/."""
     parser = argparse.ArgumentParser(prog="python -m tests.fleet.cost", description=__doc__)
     parser.add_argument("--most", type=int, default=1024)
     parser.add_argument("--least", type=int, default=1, help="those below are taken from the last run")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--publish", action="store_true", help="write docs/performance.md, docs/fleet.png")
     chosen = parser.parse_args(arguments)
     kept = ROOT / ".build" / "fleet-cost.json"
     known = json.loads(kept.read_text()) if kept.is_file() else []
@@ -146,9 +99,8 @@ def main(arguments: list[str]) -> int:
         print(row(costs[-1]), flush=True)
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps([{name: getattr(c, name) for name in Cost.__slots__} for c in costs]))
-    if chosen.plot is not None:
-        plot(costs, chosen.plot)
-        publish(costs)
+    if chosen.publish:
+        replace_part("\n".join((*HEAD, *(row(cost) for cost in costs))), "fleet")
     return 0
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptd.observe.status import RemovalRowStatus
 
 LOOK_SECONDS = 30.0
-"""For every remote that is meant to answer."""
+"""Limit for the answer of each remote."""
 DELETE_SECONDS = 600.0
 """A removal that was agreed to ends then: what could not be deleted stays."""
 

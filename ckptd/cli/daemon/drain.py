@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckptd.config.loader import LoadedConfig
 
 GRACE_SECONDS = 2.0
-"""After the deadline, for the daemon's last word."""
+"""Wait after the deadline for the daemon's last word."""
 AGAIN_SECONDS = 0.5
 _NOT_BEGUN = ("saving", "unknown", "resaving", "sealing")
 

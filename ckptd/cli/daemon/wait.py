@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.5
 UNWATCHED_SECONDS = 30.0
-"""How long no daemon may be there before nobody is believed to start one."""
+"""Wait so long for a daemon to start."""
 
 _ENDED = {
     "torn re-save": "it was saved over in part",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckptd.cli.status.drawing import Drawing
 
 FULL, SHORT, SIGNS, BARE = range(4)
-"""How much room a row takes: whole words; short ones; signs for forms; no sizes, no bars."""
+"""Widths of a row: whole words; short ones; signs for forms; no sizes, no bars."""
 LONGEST_TITLE = 10
 """Columns of a remote's title where there is little room."""
 

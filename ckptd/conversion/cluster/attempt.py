@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 QUEUED_PER_THREAD = 2
 TRIES = 3
-"""Of one task, when what went wrong may pass."""
+"""Tries of one task whose failure may pass."""
 POLL_SECONDS = 0.05
 
 
@@ -36,7 +36,7 @@ class Tally:
     """Count what an attempt did; bytes are of sources, but `bytes_done` of outputs."""
 
     bytes_local: int = 0
-    """Of `bytes_read`: from workers' own disks."""
+    """Part of `bytes_read` that came from workers' own disks."""
 
     bytes_done: int = 0
     files_resumed: int = 0
@@ -104,7 +104,7 @@ class Attempt:
         self._should_stop = should_stop
         self._sizes = {name: item.nbytes for item in index.items for name in item.names}
         self._links = {name for item in index.items for name in item.names[1:]}
-        """Whose bytes count with their first name."""
+        """Second names; their bytes count with the first name."""
         self._there: dict[str, int] = {}
         self._asked: dict[str, _Asked] = {}
         self._ready_joins: list[Join] = []

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 FOLDER = "cluster"
 """Where outputs for a folder are gathered, in the partial folder beside it."""
 _KEPT = (errors.LockHeld, errors.BehindError, errors.RemoteUnreachable)
-"""What an attempt ends with that the next one goes on from."""
+"""Errors after which the next attempt continues what this one left."""
 _CACHE_BYTES = 8 << 20
 
 

@@ -79,7 +79,7 @@ class AttemptLog:
         return True
 
     def claim(self) -> None:
-        """From now on the destination is this attempt's."""
+        """Claim the destination for this attempt."""
         self._put()
 
     def write(self, *, force: bool) -> None:

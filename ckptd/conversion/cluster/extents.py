@@ -34,10 +34,10 @@ GAP_BYTES = 64 << 10
 MOST_BLOCK_BYTES = 1 << 20
 LEAST_BLOCK_BYTES = 16 << 10
 MOST_RUN_BYTES = 16 << 20
-"""Of one CRC64 that is told: what two tasks read in part is hashed again by the command."""
+"""Longest range of one reported CRC64; the command hashes again what two tasks read in part."""
 
 Spans = dict[int, list[tuple[int, int]]]
-"""By source: begin and end of what is read, in order."""
+"""Source → begin and end of each range that is read, in order."""
 
 
 def spans_of(ranges: Iterable[Range]) -> Spans:

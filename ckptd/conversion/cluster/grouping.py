@@ -142,7 +142,7 @@ def _merged(blocks: Sequence[Run], best: Sequence[tuple[int, int, int] | None]) 
 
 
 class Layout:
-    """How outputs are cut into parts, and whose they are.
+    """Describe how outputs are cut into parts, and who holds each source.
 
     `part_bytes`: by an output's size that of its parts, where the destination joins them; `parts_of`: what an
     item is made of; `holders`: by source who holds it; `begun`: cuts of uploads that were begun, by name.
@@ -219,7 +219,7 @@ MOST_RANGES = 200_000
 MOST_FILES = 256
 MOST_LINE_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
-"""What is made of a part that begins in the middle of an arranged piece is made from its beginning."""
+"""An arranged piece is made from its beginning, also where a part begins in its middle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +231,7 @@ class Index:
     trailer: Trailer
     items: list[Item]
     together: list[int]
-    """By item: the first one that reads large ranges of the same bytes; itself where none does."""
+    """Item → the first item that reads large ranges of the same bytes; itself where none does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +242,7 @@ class TaskOutput:
     name: str
     parts: tuple[int, int] | None = None
     cuts: PartLayout | None = None
-    """Where its upload is cut."""
+    """Borders of the parts of its upload."""
 
 
 @dataclass(slots=True)
@@ -301,7 +301,7 @@ def index_of(stream: IO[bytes]) -> Index:
 
 
 def without_links(index: Index) -> Index:
-    """For a destination where a second name costs nothing: each output under its first name alone."""
+    """Drop second names of outputs, for a destination that makes them without bytes."""
     return replace(index, items=[replace(item, names=item.names[:1]) for item in index.items])
 
 

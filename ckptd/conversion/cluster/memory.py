@@ -15,8 +15,8 @@ BASE_BYTES = 128 * MIB
 LANE_BYTES = 24 * MIB
 """An output, or a part of one, on its way."""
 HELD_BYTES = 16 * MIB
-"""Of a lane: what is sent is made once and held up to this. The rest of the lane is a block on its way in,
-one on its way out, and the streams in which an output is read back."""
+"""Bytes that a lane holds: what is sent is made once, and held up to this size. The rest of the lane is a
+block on its way in, one on its way out, and the streams in which an output is read back."""
 LEAST_CACHE_BYTES = 8 * MIB
 MOST_CACHE_BYTES = 24 * MIB
 MOST_LANES = 3
@@ -43,7 +43,7 @@ class Shares:
 
 
 def shares_of(budget_bytes: int) -> Shares:
-    """For a budget of `LEAST_BUDGET_BYTES` or more: first tasks, then lanes, then cache."""
+    """Divide a budget of `LEAST_BUDGET_BYTES` or more: first among tasks, then lanes, then the cache."""
     room = budget_bytes - BASE_BYTES
     tasks = max(1, min(MOST_TASKS, room // TASK_BYTES))
     share = room // tasks

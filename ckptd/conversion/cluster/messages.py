@@ -14,7 +14,7 @@ class Job(Model):
     """One attempt at one destination; sizes in bytes."""
 
     version: str
-    """Of ckptd: a worker with another one does nothing."""
+    """Version of ckptd; a worker with another one does nothing."""
     attempt: str
     source_root: str
     """A folder that every worker sees; empty: `source_url`."""
@@ -24,7 +24,7 @@ class Job(Model):
     target_access: Access
     target_name: str
     note_key: str
-    """Whose attempt the destination is, at the moment."""
+    """Key of the note that says whose attempt owns the destination now."""
     abilities: Abilities | None
     """Abilities of an S3 destination, found out once for all tasks; None: another store."""
     file_mode: int
@@ -44,13 +44,13 @@ class TaskSource(Model):
     mtime_ns: int
     fingerprint: str = ""
     crc64: str = ""
-    """As a manifest says it: what is read of it is hashed."""
+    """Checksum in the manifest; what is read of the file is hashed for it."""
     local: str = ""
-    """Where it lay below the save_dir of the node that saved it."""
+    """Its path below the save_dir of the node that saved it."""
 
 
 class Question(Model):
-    """Which of these does a worker have on its own disk?"""
+    """Ask a worker which of these files it has on its own disk."""
 
     sources: tuple[TaskSource, ...]
 
@@ -78,7 +78,7 @@ class Piece(Model):
     path: str
     nbytes: int
     line: str
-    """Of the plan."""
+    """Line of the plan."""
     token: str = ""
     parts: tuple[int, ...] = ()
     is_there: bool = False

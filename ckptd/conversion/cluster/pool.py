@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 15.0
 WORKER_SECONDS = 120.0
-"""For a first worker of a scheduler that runs already; a queue's may take as long as it takes."""
+"""Limit for the first worker of a scheduler that runs already; a queue's worker has none."""
 ALONE_SECONDS = 300.0
-"""Without any worker in the middle of a conversion."""
+"""Limit for a conversion that has lost all its workers."""
 STOP_SECONDS = 20.0
 PROFILER = "distributed.worker.profile.enabled"
 _PIP = "pip install 'ckptd[cluster]'"

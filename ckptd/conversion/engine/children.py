@@ -126,7 +126,7 @@ _MAX_WORDS_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class Watched:
-    """How a child ended; `said` is the last JSON line of its stderr."""
+    """Record how a child ended; `said` is the last JSON line of its stderr."""
 
     status: int = 0
     stopped: bool = False

@@ -60,7 +60,7 @@ class Tally:
 
     clonable: int = 0
     misplaced: int = 0
-    """In ranges large enough for a clone whose offsets do not agree: copied even where extents clone."""
+    """Bytes in ranges large enough to clone whose offsets do not agree: copied although extents clone."""
 
     def add(self, output: OutputFile) -> None:
         """Count one output."""

@@ -57,7 +57,7 @@ class Request:
     numpy_folder: str
     """Where to import numpy from when weights are rounded; empty: nothing is."""
     network: bool = False
-    """Whether it may speak to anybody: for sources and outputs that lie in a remote."""
+    """Allow connections: for sources and outputs that lie in a remote."""
 
 
 def main() -> int:

@@ -53,7 +53,8 @@ def _emit(line: dict[str, Any]) -> None:
 
 
 class _Alive:
-    """Without CRCs all of a shard is read: longer than a child may be silent."""
+    """Print a sign of life now and then: a shard without CRCs is read whole, for longer than a child may be
+    silent."""
 
     def __init__(self) -> None:
         self._said_at = time.monotonic()

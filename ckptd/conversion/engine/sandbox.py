@@ -25,7 +25,7 @@ _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 UNLIMITED = -1
 STOP_SIGNAL = signal.SIGUSR1
-"""How a parent stops a child in order; SIGTERM, which a step of Slurm gets as a whole, is blocked in them."""
+"""Signal by which a parent stops a child; children block SIGTERM, which Slurm sends to a whole step."""
 
 
 def restrict(

@@ -377,7 +377,7 @@ def _companions(folder: str) -> set[str]:
 
 
 def _lies(folder_fd: int, path: str, kind: Callable[[int], bool]) -> bool:
-    """Whether something of that kind lies there; no link counts."""
+    """Tell whether something of that kind lies there; links are not followed."""
     with contextlib.suppress(FileNotFoundError, PermissionError):
         return kind(os.stat(path, dir_fd=folder_fd, follow_symlinks=False).st_mode)
     return False

@@ -191,7 +191,7 @@ class Conversion:
         self.should_pause = should_pause
         self.start_executor: Callable[[], subprocess.Popen[bytes]] = _start_executor
         self.more: dict[str, Any] = {}
-        """What an executor of another kind is asked beyond what every one is."""
+        """Further fields of the request to an executor of another kind."""
         self.last: dict[str, Any] = {}
         self.peak_rss_bytes = self.clonable_bytes = 0
 
@@ -424,9 +424,9 @@ class Forecast:
     """Upper bound of processes and dirty pages while it runs."""
     plan_sha256: str
     seconds: float
-    """That planning took."""
+    """Duration of the planning."""
     peak_rss_bytes: int
-    """Of the planning child."""
+    """Peak resident set of the planning child."""
 
 
 def forecast(source: Path, destination: Path, options: ConvertOptions | None = None) -> Forecast:

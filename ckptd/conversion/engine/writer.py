@@ -25,7 +25,8 @@ PROGRESS_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to write: window and batch bound what is dirty per thread; the reserve stays free."""
+    """Hold the limits of writing: window and batch bound the dirty pages of a thread; the reserve stays
+    free."""
 
     window_bytes: int
     batch_bytes: int
@@ -175,7 +176,7 @@ class Dirty:
         self._under_way: tuple[int, int] | None = None
 
     def room(self) -> int:
-        """How much may be written before `wrote`."""
+        """Return the number of bytes that may be written before `wrote` is called."""
         return self._half_bytes - self._bytes
 
     def wrote(self, at: int, length: int) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 8 << 20
 WINDOW_BYTES = 8 << 20
-"""What a directory or an SFTP server is sent between two flushes."""
+"""Bytes that a directory or an SFTP server gets between two flushes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class RangedExecution(Execution):
         return Uploader(self.target, self.sources, self.links, self.counters, self.check_stop)
 
     def name_again(self, link: OutputLink) -> None:
-        """In a store it was sent with its target."""
+        """Make the second name in a folder; a store got it together with its target."""
         if self.target is None:
             super().name_again(link)
 

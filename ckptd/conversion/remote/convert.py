@@ -85,7 +85,7 @@ class RemoteConversion:
         self._destination = destination
         self._work_dir = work_dir
         self._is_asked_for = isinstance(source, RemoteSource)
-        """By `restore`, which promises that every file was compared (P18)."""
+        """True for `restore`, which promises that every file was compared (P18)."""
         self._remote = look_at(source, environ) if isinstance(source, str) else None
         if isinstance(source, RemoteSource):
             self._remote, source = source, source.url
@@ -170,7 +170,7 @@ class RemoteConversion:
             return conversion.report(str(self._target), header, trailer, time.monotonic() - started)
 
     def _refuse_taken(self, target: Destination) -> None:
-        """Before anything is planned: a whole checkpoint is there, or a remote of ckptd is above."""
+        """Refuse a destination that holds a whole checkpoint, or that lies in a remote of ckptd."""
         for root in ancestors(target.url)[:4]:
             if is_root(root, target.access, must_answer=False):
                 raise within_remote(str(target), root)

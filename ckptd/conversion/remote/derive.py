@@ -113,7 +113,8 @@ class DerivedUpload:
         self._recheck()
 
     def compare(self, control: Control, prove: Callable[[], object]) -> None:
-        """Before the first byte is sent: copies of a parameter on several ranks are one (formats.md §6.1).
+        """Compare the copies of each parameter on several ranks before the first byte is sent (formats.md
+        §6.1).
 
         `prove`: what was read so far is what was saved, or it raises.
 

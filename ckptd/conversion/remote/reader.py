@@ -34,7 +34,7 @@ _PROVEN_SHARE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """How many files were compared with their manifest, and how many were read in part only."""
+    """Count the files that were compared with their manifest, and those that were read in part only."""
 
     compared: int
     in_part: int

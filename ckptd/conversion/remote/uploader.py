@@ -64,7 +64,7 @@ class PartsSource:
         self._told = 0
         self._made = 0
         self._cursors: OrderedDict[int, _Cursor] = OrderedDict()
-        """By the offset that each is at."""
+        """Offset → the cursor that stands there."""
         self._lock = threading.Lock()
         self.size_bytes: int = self._ends[-1] if self._ends else 0
         self.mode = mode
@@ -137,7 +137,7 @@ class Target:
         self.there: dict[str, int] = {}
         self._plan_sha256 = ""
         self._uploads: dict[str, str] = {}
-        """By path, the words of the store for an upload in parts that is not over."""
+        """Path → the store's token of an unfinished upload in parts."""
         self._lock = threading.Lock()
 
     def begin(self, plan_sha256: str) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.save import SealedSave
 
 PATIENCE_SECONDS = 600.0
-"""How long random states are waited for: trainers resume without them."""
+"""Wait for random states so long; trainers resume without them."""
 COPY_GAP_SECONDS = 0.5
 SLOWEST_COPY_BYTES_PER_SECOND = 10e6
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ckptd.core.model.layouts import NamedShard
 
 INCOMPLETE_SECONDS = 60.0
-"""After a part was sealed: as long as replicas are left to their owner."""
+"""Time from the seal of a part until missing shards are named; replicas are left to their owner as long."""
 SLOW_SECONDS = 180.0
-"""The same for ranks of a node that is alive: it may be about to say that it has the save."""
+"""The same for ranks of a node that is alive: it may be about to report the save."""
 MOST_NAMED = 3
 
 
@@ -46,9 +46,9 @@ class UncommittedSave:
     generation: int
     mm_count: int
     age_seconds: float
-    """Since a part of it was sealed, or uploaded."""
+    """Seconds since a part of it was sealed or uploaded."""
     parts: Sequence[Part] = ()
-    """Of its tag, in all open generations."""
+    """Parts of its tag, in all open generations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,7 @@ class CoexistingSave:
     """Describe a save that another lay beside, unsealed, when it was sealed; or that other one."""
 
     order: Order
-    """As it was given."""
+    """The order that was given."""
     seen_seconds: float
     """Monotonic: when this daemon saw its last change."""
     written_ns: int

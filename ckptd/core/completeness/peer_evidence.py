@@ -30,7 +30,7 @@ class PeerEvidence:
     optimizer_step: int | None = None
     """None: an older release made the manifest, or no shard tells."""
     marks: tuple[SaveMark, ...] = ()
-    """Of the manifests that were read."""
+    """Marks of the manifests that were read."""
     named: tuple[ManifestName, ...] = ()
     """Those that were not."""
     listed: frozenset[tuple[str, int, str]] | None = None

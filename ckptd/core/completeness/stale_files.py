@@ -19,7 +19,7 @@ class WrittenShard:
 
     path: str
     is_optimizer: bool
-    """Of the optimizer; else model states."""
+    """True: optimizer states; False: model states."""
     is_ranked: bool
     """Its name has a data-parallel rank."""
     stage: int | None

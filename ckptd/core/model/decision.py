@@ -28,7 +28,7 @@ class Decision(Document):
     tag: str
     """`*` = every checkpoint found at the first start (adopt)."""
     fingerprints: Many[tuple[str, str]] = ()
-    """Which save of the tag is meant, where it matters (accept)."""
+    """Shards of the save that is meant, where it matters (accept)."""
     tags: Many[str] = ()
     """first-start: the tags found then."""
     committed: Many[str] = ()

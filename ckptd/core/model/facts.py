@@ -14,7 +14,7 @@ from ckptd.core.model.shard_facts import ShardFacts
 
 
 class Archive(StrEnum):
-    """How a file's bytes are framed."""
+    """Name the framing of a file's bytes."""
 
     ZIP = "zip"
     """A `torch.save` archive, central directory valid, every record inside the file."""
@@ -45,7 +45,7 @@ class FileFacts(Model):
     bytes: int
     archive: Archive
     reason: str | None = None
-    """Why the archive is torn, or why the shard's pickle could not be read."""
+    """Reason why the archive is torn or the shard's pickle could not be read."""
     fingerprint: str = ""
     """SHA-256 hex (docs/design.md §3 *Fingerprint*); empty for torn and empty files."""
     tensor_fingerprint: str | None = None

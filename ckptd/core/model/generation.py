@@ -286,7 +286,7 @@ def newest_revisions(manifests: Iterable[KnownManifest]) -> tuple[KnownManifest,
 def conflict(
     ours: NodeManifest, others: Iterable[KnownManifest], *, save_spread_seconds: float
 ) -> str | None:
-    """Why a generation cannot hold `ours` beside what it holds already; None: nothing speaks against it."""
+    """Return why a generation cannot hold `ours` beside what it holds already; None: it can."""
     mark = mark_of_manifest(ours)
     for known in others:
         if known.manifest.job_id != ours.job_id:
@@ -328,7 +328,8 @@ def contradiction(manifests: Sequence[KnownManifest], *, save_spread_seconds: fl
 
 
 def _emptied_elsewhere(manifests: Sequence[KnownManifest]) -> str | None:
-    """Why a folder of swapped tensors, empty on one node, is not that of another with tensors in it."""
+    """Return why a folder of swapped tensors, empty on one node, differs from another node's with tensors in
+    it."""
     empty = {p: k.manifest.node for k in manifests for p in k.manifest.empty_folders if is_state_folder(p)}
     for known in manifests if empty else ():
         for file in known.manifest.files:

@@ -24,7 +24,7 @@ class NewestSave(Model):
     branch: int
     step: int
     written_seconds_ago: float
-    """Since its last shard was written here."""
+    """Seconds since its last shard was written here."""
     last_seconds: int | None = None
     """The end of its save window, as that node's manifest of it says: compared with nothing else. None: an
     older release."""

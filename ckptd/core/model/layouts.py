@@ -31,7 +31,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardKey:
-    """Which shard: d = ZeRO data-parallel rank, mm = model-parallel rank, layer, expert (global id).
+    """Identify a shard: d = ZeRO data-parallel rank, mm = model-parallel rank, layer, expert (global id).
 
     `None` where the name says nothing of it: `mp_rank_00_model_states.pt` has no d.
     """

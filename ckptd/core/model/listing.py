@@ -346,7 +346,7 @@ class SaveDirListing:
     latest: str | None = None
     latest_universal: str | None = None
     resumed: str | None = None
-    """What `resume` wrote of the checkpoint that it gave to the trainer (resumed.py)."""
+    """Content of the file in which `resume` names the checkpoint that it gave to the trainer (resumed.py)."""
     foreign: tuple[str, ...] = ()
     """Names that are no checkpoint and no file of ours: left alone."""
     nameless: tuple[str, ...] = ()
@@ -405,7 +405,7 @@ def resume_marker_text(tag: str, folders: Iterable[FolderListing]) -> ResumeMark
 
 @functools.lru_cache(maxsize=64)
 def read_resume_marker(text: str | None) -> ResumeMarker | None:
-    """None: nothing was resumed from, or somebody else wrote that."""
+    """Read what `resume` wrote; None: nothing was resumed from, or somebody else wrote that file."""
     try:
         return None if text is None else ResumeMarker.model_validate_json(text)
     except ValidationError:

@@ -204,7 +204,7 @@ def may_cover(names: Sequence[ManifestName]) -> bool:
 def named_conflict(
     ours: SaveMark, names: Iterable[ManifestName], *, save_spread_seconds: float
 ) -> str | None:
-    """Why `ours` is of another save than one of those; None: nothing that a name says speaks against it."""
+    """Return why `ours` is of another save than one of those, by their names; None: the names do not tell."""
     mark = _mark(ours.step, ours.grid, ours.ds_version)
     first, last = (at // 10**9 for at in (ours.window.first, ours.window.last))
     for name in names:
@@ -268,7 +268,7 @@ Proof = Literal["store-checksum", "part-etags", "read-back", "none"]
 
 _DIGITS = 10
 _MOST_OBJECTS = 500_000
-"""Of a document, three to a file; reading takes up to 2 kB for each."""
+"""Most JSON objects of a document, three to a file; reading takes up to 2 kB for each."""
 
 Item = TypeVar("Item")
 Many = Annotated[tuple[Item, ...], FailFast()]
@@ -423,7 +423,7 @@ class TombstoneHeader(Document):
     reason: str
     commit_sha256: str
     run_id: str | None = None
-    """As the COMMIT had it."""
+    """Run of the COMMIT."""
 
 
 class Tombstone(TombstoneHeader):

@@ -62,14 +62,14 @@ class UploadRecord(Model):
     """Monotonic; not stored."""
     reason: str | None = None
     hint: str = ""
-    """What to do about the reason."""
+    """Advice about the reason."""
     is_damaged: bool = False
     """An upload found other bytes than were written, here or in what the remote holds to make a form of."""
     unlisted: tuple[str, ...] = ()
     """Files of the folder that the COMMIT does not list: they stay, and the folder with them (H8)."""
     bytes_sent: int = 0
     supplements: tuple[SupplementRecord, ...] = ()
-    """What is committed beside that COMMIT and lists a file of this folder."""
+    """Supplements of that COMMIT that list a file of this folder."""
 
 
 class DerivedState(StrEnum):
@@ -94,7 +94,7 @@ class DerivedRecord(Model):
     bytes: int = 0
     tries: int = 0
     lacks: int = 0
-    """How often this node's disk refused: that passes, and does not count as a try."""
+    """Times that this node's disk refused; that passes, and does not count as a try."""
     retry_at_seconds: float = 0.0
     """Monotonic; reset by a restart."""
     reason: str | None = None
@@ -116,7 +116,7 @@ class SaveRow(Model):
     derived: DerivedRecord
     """The universal form."""
     weights: dict[str, DerivedRecord] = Field(default_factory=dict)
-    """By form."""
+    """Form of weights → its record."""
     seen_at: float
     sealed_at: float
     ended_at: float | None

@@ -88,7 +88,7 @@ class RunFile(Model):
         return dict(self.accepted).get(remote_id, 0)
 
     def accepting(self, remote_id: str, number: int, run_id: str) -> RunFile:
-        """After a remote's word."""
+        """Return a copy that records the row under which a remote accepted this place."""
         rows = {**dict(self.accepted), remote_id: number}
         how: How = self.how if run_id == self.run_id else "joined"
         return self.model_copy(update={"accepted": tuple(sorted(rows.items())), "run_id": run_id, "how": how})
@@ -112,7 +112,7 @@ class Decision(Model):
     run_id: str
     appends: bool = False
     others: tuple[Place, ...] = ()
-    """Who writes there: nothing is sent to that remote, and nothing removed from it."""
+    """Other writers: nothing is uploaded to that remote, and nothing deleted from it."""
 
 
 class RunSeen(Model):

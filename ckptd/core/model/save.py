@@ -23,7 +23,7 @@ class SaveWindow(Model):
 
 
 class Writer(Model):
-    """Who wrote the save."""
+    """Identify who wrote the save."""
 
     trainer: str = "deepspeed"
     engine: str | None = None
@@ -98,7 +98,7 @@ class SealedSave(Model):
     """Folders below the checkpoint's that hold its shards (core/model/layouts.py)."""
     best: Best | None = None
     is_part: bool = False
-    """What this node holds of a save over several: other nodes' shards are not here
+    """True: a save over several nodes, of which other nodes' shards are not here
     (core/completeness/markers.py)."""
     best_checkpoint: str | None = None
     """The tag that this save's trainer calls the best so far."""
@@ -163,7 +163,7 @@ def _tensors(rows: object) -> tuple[tuple[str, str], ...]:
 
 
 def differs(a: SaveMark, b: SaveMark, *, save_spread_seconds: float) -> str | None:
-    """Why `a` and `b` cannot be of one save; None when nothing speaks against it (§3 *Generations*)."""
+    """Return why `a` and `b` cannot be of one save; None: they can (§3 *Generations*)."""
     if a.run_id and b.run_id and a.run_id != b.run_id:
         return f"run {a.run_id} against {b.run_id}"
     if a.step != b.step:

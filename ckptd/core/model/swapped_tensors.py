@@ -51,7 +51,7 @@ def is_state_folder(path: str) -> bool:
 
 
 BY_LOCAL_RANK = "with use_node_local_storage DeepSpeed names swapped tensors by local rank"
-"""Why two nodes may have swapped tensors under one path."""
+"""Reason why two nodes may have swapped tensors under one path."""
 
 
 def lacking(

@@ -126,7 +126,7 @@ class DeleteRemote:
 
 
 ActionHere = Convert | StopConverting | Hold | ReleaseHold | DropDerived | PointUniversal | DeleteLocal
-"""What is done on this node, in workers."""
+"""Actions on this node, run by workers."""
 Action = ActionHere | Describe | Upload | UploadLateFiles | CancelUpload | ConfirmCommits | DeleteRemote
 
 
@@ -137,7 +137,7 @@ class Drained:
     missing: tuple[str, ...] = ()
     """Complete here and not committed on every required remote."""
     late: tuple[str, ...] = ()
-    """Of those, what will not make it at the speed of the link."""
+    """Those that will not be uploaded in time at the speed of the link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +168,6 @@ class Plan:
     remote_verdicts: dict[tuple[str, str], RetentionVerdict]
     """(remote, COMMIT key) → what becomes of it."""
     drained: Drained | None = None
-    """While the job drains."""
+    """State of the drain; None: the job does not drain."""
     removal: tuple[RemovalRow, ...] = ()
     """While a person's `ckptd rm` lasts: what is left of it in each place."""

@@ -1,4 +1,4 @@
-"""What the recent saves say of the next hours: when the next one comes, how large, when the disk is full.
+"""Forecast from the recent saves: when the next one comes, how large it is, when the disk is full.
 
 Pure functions, so that status can warn from the first day: what fills a disk is known before it is full, and
 only a person can save less often or keep less (docs/design.md P13, P17). The room of each coming save is free
@@ -44,7 +44,7 @@ class Piece:
     order: Order
     bytes: int
     is_committed: bool = False
-    """On every required remote."""
+    """True: on every required remote."""
     committed_at_seconds: float | None = None
     """Unix time."""
     is_pinned: bool = False
@@ -60,16 +60,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How the run goes on."""
+    """Describe the rhythm of the run: sizes of saves, and the time between them."""
 
     sizes_bytes: tuple[int, ...]
-    """Of the last saves; of the last one alone where they grow."""
+    """Sizes of the last saves; of the last one alone where they grow."""
     every_seconds: float
     flight_seconds: float = 0.0
-    """From the first file of a save until it may be sent; nothing is deleted meanwhile."""
+    """Seconds from the first file of a save until its upload; nothing is deleted meanwhile."""
     last_step: int = 0
     steps: int = 1
-    """From save to save."""
+    """Steps between two saves."""
     since_last_seconds: float = 0.0
     now_unix_seconds: float = 0.0
 
@@ -89,25 +89,25 @@ class DiskUse:
     """The disk, what lies on it, and what may be deleted from it."""
 
     free_bytes: int
-    """With the derived forms that are deleted under disk pressure before a save lacks room."""
+    """Includes the derived forms that are deleted under disk pressure before a save lacks room."""
     pieces: tuple[Piece, ...] = ()
     policy: RetentionPolicy = field(default_factory=RetentionPolicy)
     unuploaded: Unuploaded = "keep"
     link_bytes_per_second: float | None = None
-    """Of the slowest required remote; None: it takes nothing; inf: not known, and fast enough."""
+    """Speed of the slowest required remote; None: it takes nothing; inf: not known, and fast enough."""
     may_delete: bool = True
     """False: deletions rest (a pause, a drain, rights that are not proved)."""
     sent: str | None = None
     """Key of the save that is uploaded just now."""
     left_bytes: int = 0
-    """Of that, still to be sent."""
+    """Bytes of that save that are still to be uploaded."""
     written_bytes: int = 0
-    """Of the save in flight."""
+    """Bytes written of the save in flight."""
     is_in_flight: bool = False
     makes_universal: bool = False
     """A ladder leaves a universal form, and those to come can be made."""
     trainer_keeps: int | None = None
-    """What the trainer's own rotation leaves here; None: it removes nothing."""
+    """Number of checkpoints that the trainer's own rotation leaves here; None: it removes nothing."""
     others: tuple[tuple[DiskUse, Pace], ...] = ()
     """Other jobs that save to this disk."""
 
@@ -130,11 +130,11 @@ _MOST_JUDGED = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How many more saves find room, and when the next one runs out of it."""
+    """Tell how many more saves fit on the disk, and when one no longer does."""
 
     saves: int = 0
     full_at_seconds: float | None = None
-    """From now; None: the disk does not fill within the horizon."""
+    """Seconds from now; None: the disk does not fill within the horizon."""
 
     @property
     def is_full(self) -> bool:
@@ -353,7 +353,7 @@ _KEYS = (
     "ephemeral",
     "ladder",
 )
-"""What keeps checkpoints beside save_total_limit, in the order in which it is named."""
+"""Keys that keep checkpoints beside save_total_limit, in the order in which messages name them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,12 +365,12 @@ class Saved:
     step: int
     tag: str = ""
     written_seconds: float = 0.0
-    """From its first file until it could be sent."""
+    """Seconds from its first file until its upload could begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """None: the saves so far do not tell."""
+    """Hold the forecast of a job; a value is None where the saves so far do not tell."""
 
     production_bytes_per_second: float | None = None
     save_every_seconds: float | None = None
@@ -379,7 +379,7 @@ class Forecast:
     """Further saves that fit, if all goes on as it did; None: it does not fill within the horizon."""
     full_in_seconds: float | None = None
     overdue_seconds: float | None = None
-    """How long after its usual time the next save still has not come."""
+    """Seconds that the next save is late."""
     save_steps_for_link: int | None = None
     """Steps between saves that the link could carry; None: it carries these."""
     is_spared_by_thin: bool = False
@@ -389,11 +389,11 @@ class Forecast:
     lacks_files: bool = False
     """There are bytes, and no inodes for the next save."""
     kept_by: tuple[str, ...] = ()
-    """The same with what these keys of the policy keep."""
+    """Keys of the policy that keep so much that the disk fills, however fast the link is."""
 
 
 def forecast(saves: Sequence[Saved], disk_use: DiskUse, *, now_seconds: float) -> Forecast:
-    """What to expect if the run goes on as it did."""
+    """Return what to expect if the run goes on as it did."""
     recent = _recent(saves)
     if recent is None:
         return Forecast()
@@ -427,8 +427,8 @@ def forecast(saves: Sequence[Saved], disk_use: DiskUse, *, now_seconds: float) -
 
 
 def pace_of(saves: Sequence[Saved], now_seconds: float) -> Pace | None:
-    """How the run goes on; None: the saves so far do not tell, each is written over the one before, or it
-    rests or has ended: then it takes nothing of a disk."""
+    """Return the rhythm of the run. None: the saves so far do not tell, each is written over the one before,
+    or the run rests or has ended and takes no more disk space."""
     recent = _recent(saves)
     if recent is None:
         return None
@@ -469,7 +469,7 @@ def _pace(recent: Sequence[Saved], gaps: Sequence[float], now_seconds: float) ->
 
 
 def _explained(told: Forecast, disk_use: DiskUse, pace: Pace, *, is_bounded: bool) -> Forecast:
-    """What would spare this disk: `thin`, a lower limit, or other keys."""
+    """Add to a forecast what would keep this disk from filling: `thin`, a lower limit, or other keys."""
     if disk_use.unuploaded != "delete" and not is_bounded:
         thin = saves_that_fit(replace(disk_use, unuploaded="thin"), pace)
         told = replace(told, is_spared_by_thin=disk_use.policy.limits and not thin.is_full)
@@ -520,21 +520,22 @@ def _rounded(steps: float) -> int:
 _NEVER_SENT = (UploadState.REFUSED, UploadState.DELETED)
 _LEAST_REMOVALS = 2
 _GAPS = 3
-"""In two of the last three gaps between saves somebody else removed some: the trainer rotates."""
+"""Gaps between saves that are looked at: if others removed checkpoints in two of them, the trainer
+rotates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """How the trainer rotates by itself, learned from what went lately by another hand."""
+    """Describe the trainer's own rotation, as learned from checkpoints that ckptd did not delete."""
 
     keeps: int
     """The newest so many."""
     newest_gone: Order
-    """What is older and still here is none of its business."""
+    """Newest checkpoint that it deleted; it leaves older ones that are still here alone."""
 
 
 def rotation_of(rows: Iterable[SaveRow]) -> Rotation | None:
-    """None: what goes goes by our hand, or a person removed some once."""
+    """Recognise the trainer's own rotation; None: ckptd alone deletes, or a person removed some once."""
     known = sorted((r for r in rows if r.state != "superseded"), key=lambda r: r.save.window.last)
     gone = [r for r in known if r.state == "vanished" and r.ended_at is not None]
     ends = [r.save.window.last / 1e9 for r in known]
@@ -592,7 +593,7 @@ def disk_use_of(
 
 
 def _pieces(view: JobView, rotation: Rotation | None) -> list[Piece]:
-    """Of the kind that the run saves: the other kind lies where it lies."""
+    """List the checkpoints of the kind that the run saves now; those of the other kind are left alone."""
     newest = max(view.saves, key=lambda s: s.save.window.last, default=None)
     kind = [s for s in view.saves if newest is not None and s.is_model_only == newest.is_model_only]
     here = [s for s in kind if s.is_present and s.is_intact]
@@ -649,7 +650,7 @@ def _is_makable(save: SaveView) -> bool:
 
 
 def _makes_universal(view: JobView) -> bool:
-    """By the newest: what the run saves next is like it."""
+    """Tell whether a ladder makes universal forms, judged by the newest save: the next one is like it."""
     newest = next(iter(view.intact[False]), None)
     return newest is not None and UNIVERSAL in _forms(view, newest)
 

@@ -85,7 +85,8 @@ def share_of(tag: str, paths: Sequence[str], members: Sequence[str], node: str) 
 
 
 def next_members(members: Sequence[str], living: Iterable[str]) -> tuple[str, ...]:
-    """Without those that are gone; nobody joins a division while one of it lives, so that no share moves."""
+    """Return the members without those that are gone. Nobody joins while one of them lives, so that no share
+    moves."""
     here = frozenset(living)
     return tuple(sorted(here.intersection(members) or here))
 
@@ -160,7 +161,7 @@ class Attempt(LeaseTerm):
     """There is no such form of this save, and nobody need try again: why."""
     hint: str = ""
     damaged: str = ""
-    """What the shards looked like in the remote when one of them was found damaged: as long as they look so,
+    """State of the shards in the remote when one of them was found damaged: as long as they look so,
     or as any refusal before says, nobody need try again. Empty: no such form will ever be."""
 
 

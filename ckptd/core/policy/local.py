@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BEING_READ = "being read"
 _ALONE = frozenset({UNIVERSAL})
 NEWEST = "newest committed"
-"""What the policy says of the newest that it is shown; of an uncommitted one it would not be true."""
+"""Reason that the policy gives for the newest that it is shown; for an uncommitted one it would be wrong."""
 
 
 def newest(
@@ -60,11 +60,12 @@ class LocalVerdicts:
     """Hold the verdicts of local retention by save id and form."""
 
     zero: dict[int, RetentionVerdict]
-    """Of every save whose folder is here."""
+    """Save id → verdict on its ZeRO form, for every save whose folder is here."""
     universal: dict[int, RetentionVerdict]
-    """Of the universal forms of a ladder: one that does not keep its form leaves it to the other rules."""
+    """Save id → verdict on its universal form, where a ladder decides; else the other rules do."""
     forbidden: dict[int, tuple[str, ...]]
-    """Of every save whose folder is here: why nobody may delete it, whatever the retention keys say."""
+    """Save id → why nobody may delete it, whatever the retention keys say, for every save whose folder is
+    here."""
 
 
 def keep_local(view: JobView) -> LocalVerdicts:

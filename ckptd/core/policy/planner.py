@@ -265,7 +265,8 @@ def _was_committed(view: JobView, save: SaveView) -> bool:
 
 
 def _uploads(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Action]:
-    """At most one: the newest save's zero form first; derived forms only when no zero form waits."""
+    """Choose at most one upload: the newest save's zero form first; derived forms only when no zero form
+    waits."""
     if not remote.is_attached:
         return []
     newest_first = sorted(view.saves, key=lambda s: s.order, reverse=True)

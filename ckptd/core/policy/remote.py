@@ -30,7 +30,7 @@ class Generation:
     """Group all COMMITs of one save on one remote."""
 
     commits: Mapping[str, RemoteCommit]
-    """By form."""
+    """Form → its COMMIT."""
     leader: RemoteCommit
     """The COMMIT that says what the save is: of the ZeRO form where that is still there."""
     order: Order

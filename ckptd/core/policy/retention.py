@@ -41,7 +41,7 @@ class Age(NamedTuple):
     newer: int
     """Newer ones of its kind."""
     seconds: float | None
-    """From its COMMIT to the newest one's; None: not known."""
+    """Seconds from its COMMIT to the newest one's; None: not known."""
 
 
 class Tier(Model):
@@ -70,16 +70,16 @@ class RetentionVerdict:
     """Hold the verdict of the policy on one form of one checkpoint."""
 
     keeps: tuple[str, ...] = ()
-    """Why it stays; empty: it may be deleted."""
+    """Reasons to keep it; empty: it may be deleted."""
     goes: str = ""
-    """Why it may be deleted."""
+    """Reason why it may be deleted."""
     instead: str | None = None
     """The form that must exist before this one is deleted; None: no form is meant to stay."""
     awaits: str | None = None
     """It stays for want of this form alone, as far as the policy goes."""
 
     def kept_for(self, *more: str) -> RetentionVerdict:
-        """With further reasons to stay."""
+        """Return the verdict with further reasons to stay."""
         return replace(self, keeps=self.keeps + more) if more else self
 
 
@@ -123,7 +123,7 @@ def span(seconds: float | None) -> str:
 # --- The policy ------------------------------------------------------------------------------------------
 
 _MOST_GAPS = 4
-"""From one COMMIT to the next counts as at most that many times what is usual."""
+"""A gap between two COMMITs counts as at most so many usual ones."""
 
 
 class Ephemeral(Model):
@@ -189,7 +189,7 @@ class PolicyItem:
     committed_at_seconds: float | None = None
     """Unix time in its COMMIT; None: not known (yet), and every key that goes by time keeps it."""
     score: float | None = None
-    """Of the job's metric, higher is better; None: none is known, and keep_best passes it over."""
+    """Value of the job's metric, higher is better; None: not known, and keep_best ignores it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

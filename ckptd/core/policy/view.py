@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from ckptd.core.model.listing import ResumeMarker
 
 BEGUN_FACTOR = 1.25
-"""What is under way stays while it would be late by no more than this: an estimate wanders."""
+"""An upload under way goes on while it is late by no more than this factor: estimates vary."""
 
 
 WEIGHTS_SHARE = {"weights-fp32": 1 / 3, "weights-bf16": 1 / 6, "weights-fp16": 1 / 6}
 """Bytes of a model beside those of its ZeRO form, at most: masters and two moments in fp32."""
 
 Unuploaded = Literal["keep", "thin", "delete"]
-"""What may become of a checkpoint that is not committed: nothing; it goes once a newer one of its branch is
+"""Treatment of a checkpoint that is not committed: it stays; it goes once a newer one of its branch is
 committed; the limit applies to it."""
 
 
@@ -50,7 +50,8 @@ class Drain:
     """(save id, remote, form) → bytes that are still to be sent, where it was begun."""
 
     def needs_seconds(self, remote: RemoteView, save: SaveView, form: str) -> float:
-        """At the speed of the link, which must be known; what is under way is given some patience."""
+        """Return the seconds that an upload takes at the known speed of the link; one under way is given some
+        patience."""
         whole = save.save.total_bytes * WEIGHTS_SHARE.get(form, 1.0)
         seconds = self.left_bytes.get((save.id, remote.name, form), whole) / self.speeds[remote.name]
         is_begun = (remote.uploading_save_id, remote.uploading) == (save.id, form)
@@ -63,7 +64,7 @@ class Removal:
 
     tags: tuple[str, ...]
     is_here: bool
-    """From this node's disk."""
+    """True: delete it from this node's disk."""
     remotes: frozenset[str]
     is_remote_named: bool = False
     """The person named the remotes: that other nodes need what they hold was considered."""
@@ -135,7 +136,7 @@ class SaveView:
     late: tuple[SealedFile, ...] = ()
     """Files that appeared after it was sealed, as they are now."""
     lacking: Mapping[str, tuple[SealedFile, ...]] = field(default_factory=dict)
-    """By remote that holds its COMMIT: files of the folder that neither that nor a supplement lists."""
+    """Remote with its COMMIT → files of the folder that neither the COMMIT nor a supplement lists."""
     added: tuple[SealedFile, ...] = ()
     """Derived files that our `resume` put in: they go with the folder."""
     is_held: bool = False
@@ -147,9 +148,9 @@ class SaveView:
     uploads: Mapping[tuple[str, str], UploadRecord] = field(default_factory=dict)
     universal: DerivedRecord = field(default_factory=DerivedRecord)
     weights: Mapping[str, DerivedRecord] = field(default_factory=dict)
-    """By form; what is known of making them, for they lie nowhere here."""
+    """Form → what is known of making it; the weights themselves are not kept here."""
     order: Order = field(init=False, compare=False)
-    """Of the save; kept, for a plan of thousands asks a dozen times."""
+    """Order of the save, computed once: a plan of thousands asks a dozen times."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", self.save.order)
@@ -200,9 +201,9 @@ class RemoteCommit:
     is_self_contained: bool = True
     """It can be used when the other forms of its generation are gone."""
     config_digest: str = ""
-    """Of all nodes whose manifests it rests on; empty: they disagree."""
+    """Configuration that its nodes share; empty: they disagree."""
     nodes: frozenset[str] = frozenset()
-    """Whose manifests it rests on."""
+    """Nodes whose manifests it lists."""
     order: Order = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -225,7 +226,7 @@ class RemoteView:
     uploading: str | None = None
     """The form that is being uploaded."""
     uploading_save_id: int | None = None
-    """Of which save."""
+    """Id of the save that is uploaded; None: none is."""
     commits: tuple[RemoteCommit, ...] = ()
     known_tags: frozenset[str] = frozenset()
     """Tags with commits, tombstones or manifests: must be described before they are uploaded."""
@@ -292,10 +293,10 @@ class JobView:
     unuploaded: Unuploaded = "keep"
     """The job file's rule for checkpoints that are not committed."""
     metric: str | None = None
-    """What keep_best compares."""
+    """Metric that keep_best compares."""
     is_higher_better: bool = False
     pinned_tags: frozenset[str] = frozenset()
-    """Whether a save of the tag is on this node or not."""
+    """Pinned tags, also those of which no save is on this node."""
     not_to_delete: frozenset[int] = frozenset()
     """Ids of saves whose deletion from this node failed a short while ago."""
     not_to_upload_late: frozenset[tuple[int, str]] = frozenset()
@@ -306,7 +307,7 @@ class JobView:
     """The node is about to go; comes before a pause."""
     removal: Removal | None = None
     config_digest: str = ""
-    """Of what all nodes of the job must agree on; empty: not compared."""
+    """Digest of what all nodes of the job must agree on; empty: not compared."""
     node: str = ""
     """This node's name."""
     due_since_seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -316,13 +317,13 @@ class JobView:
     is_spread: bool = False
     """Other nodes of this run are known, which may hold the rest of a part."""
     resumed: ResumeMarker | None = None
-    """What `resume` gave to the trainer last, whatever came of it since."""
+    """Checkpoint that `resume` gave to the trainer last, whatever became of it."""
     unsealed_tags: frozenset[str] = frozenset()
     """Checkpoints on this node of which nothing is known yet, as after the loss of the journal."""
     newest_found: Mapping[bool, Order] = field(init=False, compare=False)
     """The highest order found at the first start, of models alone (True) and of the others (False)."""
     intact: Mapping[bool, tuple[SaveView, ...]] = field(init=False, compare=False)
-    """What lies here as it was sealed, newest first, by the same."""
+    """Whether only the model was saved → saves that lie here as sealed, newest first."""
 
     def __post_init__(self) -> None:
         newest: dict[bool, Order] = {}

@@ -158,7 +158,7 @@ class Control:
             log.warning("the request in %s/%s cannot be read: %s", FOLDER, name, error)
 
     def begin_drain(self, seconds: float, *, passed_seconds: float = 0.0) -> None:
-        """From now on, or from `passed_seconds` ago."""
+        """Begin a drain now, or as if `passed_seconds` ago."""
         asked_at, now = time.time() - passed_seconds, time.monotonic()
         self.drain = DrainRequest(
             asked_at_unix=asked_at,
@@ -192,7 +192,7 @@ class Control:
         return 1.0 if is_asked or is_unread else 3600.0
 
     def pause_status(self) -> PauseStatus | None:
-        """For status.json."""
+        """Return what status.json says of the pause."""
         if self.pause is None:
             return None
         return PauseStatus(since=rfc3339(self.pause.at_unix_seconds), by=self.pause.by)

@@ -44,7 +44,7 @@ class Signals:
     """The lease of a shared directory is this host's."""
 
     def must_end(self) -> bool:
-        """For whatever reason."""
+        """Tell whether the conversion must end: a stop, room for the trainer, or a lost lease."""
         return self.stop.is_set() or self.give_room.is_set() or not self.holds()
 
 

@@ -66,7 +66,7 @@ def link_speed(job: WatchedJob, state: JobState) -> float | None:
 
 
 def outlook(job: WatchedJob, state: JobState) -> Forecast:
-    """What to expect of this job if the trainer goes on as it did, and those beside it on its disk."""
+    """Return the forecast of this job, if its trainer and those beside it on its disk go on as they did."""
     now = time.time()
     others = tuple((_disk_use(other, its), pace) for other, its, pace in _beside(job, now))
     disk_use = replace(_disk_use(job, state), others=others)
@@ -91,7 +91,8 @@ def _disk_use(job: WatchedJob, state: JobState) -> DiskUse:
 
 
 def _is_paused(view: JobView, state: JobState) -> bool:
-    """By a person; a host that stands by rests as well, and another one lets go meanwhile."""
+    """Tell whether a person paused the job; a host that stands by rests as well, while another one
+    deletes."""
     return view.is_paused and not (state.other_host is not None and state.other_host.stands_by)
 
 
@@ -124,7 +125,8 @@ def _saved(window: SaveWindow, size: int, step: int, tag: str, seen_at: float, s
 
 
 def _link(job: WatchedJob, state: JobState) -> float | None:
-    """What the forecast may count on: nothing of a remote that is away, or takes no upload.
+    """Return the upload speed that the forecast may count on; None: a required remote is away or takes no
+    upload.
 
     One that was not measured since the start counts as fast enough: what is told then fills the disk in any
     case, and the slowness of a link that nobody knows frightens nobody after each restart.
@@ -136,14 +138,16 @@ def _link(job: WatchedJob, state: JobState) -> float | None:
 
 
 def _written_bytes(state: JobState) -> int:
-    """Of saves that are written just now: the disk has given that room, and it is no longer to be found."""
+    """Count the bytes of saves that are written just now: that room is no longer free, and not yet a
+    checkpoint's."""
     folders = state.folders.listing.folders if state.folders.listing is not None else ()
     whole = {folder.tag for folder, _, _ in unsealed(state)}
     return sum(folder.total_bytes for folder in folders if folder.tag in state.folders.in_flight - whole)
 
 
 def _left_bytes(view: JobView, state: JobState) -> int | None:
-    """What the slowest required remote still has to take of the ZeRO form under way; None: there is none."""
+    """Count the bytes of the ZeRO form under way that the slowest required remote still lacks; None: there
+    is none."""
     keys = [
         (r.uploading_save_id, r.name, ZERO)
         for r in view.remotes
@@ -180,7 +184,7 @@ def see_outlook(job: WatchedJob, state: JobState) -> None:
 
 
 def shortage(disk: Disk) -> str:
-    """What the next save lacks on this disk, in words; else nothing."""
+    """Say what the next save lacks on this disk; empty: nothing."""
     if disk.is_short:
         free, need = disk.free_bytes / 1e9, disk.reserve_bytes / 1e9
         return f"{free:.1f} GB free, the next save and min_free need {need:.1f} GB"
@@ -190,7 +194,7 @@ def shortage(disk: Disk) -> str:
 
 
 def disk_files(disk: Disk) -> str:
-    """In words."""
+    """Say how many inodes are free, and how many the next save needs."""
     return f"{disk.free_files} inodes free, the next save needs {disk.reserve_files}"
 
 
@@ -258,7 +262,7 @@ def _see_full(job: WatchedJob, state: JobState, told: Forecast) -> None:
 
 
 def _less(job: WatchedJob, keys: tuple[str, ...]) -> str:
-    """What lets these keys of the policy keep less; of ephemeral alone the others have no limit."""
+    """Say how to make these keys of the policy keep less; with ephemeral alone the others have no limit."""
     if keys == ("ephemeral",) and not job.config.local.policy.limits:
         return "set save_total_limit"
     return ", ".join(_CURES[key] for key in keys)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.state.state import JobState
 
 TOLD_SECONDS = 600.0
-"""How long after its deadline status tells how a drain ended."""
+"""Status shows how a drain ended for so long after its deadline."""
 MEASURED_SECONDS = 1.0
 """An upload that has run for so long gives a first estimate; a drain cannot wait for a better one."""
 
@@ -47,7 +47,7 @@ def drain_view(job: WatchedJob, state: JobState) -> Drain | None:
 
 
 def drain_status(job: WatchedJob, state: JobState) -> DrainStatus | None:
-    """For status.json, until some minutes after the deadline."""
+    """Return what status.json says of a drain, until some minutes after its deadline."""
     drain = job.control.drain
     if drain is None or time.monotonic() > drain.deadline_seconds + TOLD_SECONDS:
         return None
@@ -75,13 +75,13 @@ def stalled_remotes(control: Control, jobs: Sequence[WatchedJob]) -> tuple[str, 
 
 
 def _newest_seen_at(state: JobState) -> float:
-    """When the newest save was first seen (Unix), whole or not."""
+    """Return when the newest save was first seen (Unix seconds), whole or not."""
     seen = [row.seen_at for row in state.saves.rows.values()]
     return max([*seen, *(quiet.first_seen_unix for quiet in state.folders.quiet.values())], default=0.0)
 
 
 def missing_after(job: WatchedJob) -> tuple[str, ...]:
-    """When the deadline has passed and the job goes on as ever: what still is not committed."""
+    """Name what is not committed yet, once the deadline has passed and the job goes on as before."""
     return tuple(save.save.tag for save in open_saves(job.view)) if job.view is not None else ()
 
 

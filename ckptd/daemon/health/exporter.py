@@ -43,7 +43,7 @@ class Exporter:
         self._server: tuple[Any, threading.Thread] | None = None
         self._next_at = 0.0
         self.failed: str | None = None
-        """Why nothing is offered; None: it is, or nobody asked for it."""
+        """Reason why metrics are not served; None: they are, or nobody asked for them."""
 
     def change(self, where: str | None) -> None:
         """Another place, or none, from now on."""
@@ -73,7 +73,7 @@ class Exporter:
             self.failed = f"{self._where}: {error}"
 
     def collect(self) -> Iterator[Metric]:
-        """For the library, in its own threads."""
+        """Yield the metrics; the library calls this in its own threads."""
         from ckptd.observe.exposition import families
 
         seen = self._seen

@@ -50,7 +50,7 @@ class Notifier:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(_WAITING)
         self._beat_at: float | None = None
         self.failed: str | None = None
-        """Why the last delivery failed; None: it did not."""
+        """Reason why the last delivery failed; None: it did not."""
         self._thread = threading.Thread(target=self._serve, name="notify", daemon=True)
         if config.is_wanted:
             self._thread.start()

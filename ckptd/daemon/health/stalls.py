@@ -89,7 +89,8 @@ def removal(job: WatchedJob, tag: str) -> str:
 
 
 def what_reads_it(reason: str) -> str:
-    """For what the disk refuses to give, or what was killed gave nobody: whole, for all that is known."""
+    """Say what to do about a checkpoint that could not be read: the disk refused, or the reader was
+    killed."""
     me = user_in_words(os.geteuid())
     is_denied = any(os.strerror(code) in reason for code in (errno.EACCES, errno.EPERM))
     mend = (
@@ -101,7 +102,7 @@ def what_reads_it(reason: str) -> str:
 
 
 def removal_of_hold(job: WatchedJob, name: str) -> str:
-    """For a person who wants the room of a hold that is no known save's."""
+    """Return the command that deletes a hold which belongs to no known save."""
     place = path_of(job.config.save_dir, f"{fs.HOLD}/{name}")
     return f"rm -r {shlex.quote(str(place))}"
 
@@ -242,7 +243,7 @@ def _see_holds(job: WatchedJob, state: JobState) -> None:
 
 
 def _see_still(job: WatchedJob) -> None:
-    """Before it is cut (session.py): a note, for a flush may last so long."""
+    """Note an upload of which no byte moves, before it is cut (session.py): a flush may last so long."""
     cut = {problem.about for problem in job.problems.all() if problem.code == "transfer-stalled"}
     for session in job.sessions.values():
         if session.name not in cut and (seconds := session.idle_seconds) >= STILL_SECONDS:
@@ -349,7 +350,7 @@ def _see_missing(job: WatchedJob, state: JobState, tag: str, verdict: Verdict) -
 
 
 def _last_place(job: WatchedJob, state: JobState, missing: str) -> str:
-    """Which node wrote that shard in the newest save that is whole here."""
+    """Return the node that wrote that shard in the newest save that is whole here."""
     name = _NAME.search(missing)
     rows = [row for row in state.saves.rows.values() if row.state == "present"]
     newest = max(rows, key=lambda row: row.save.order, default=None)
@@ -398,7 +399,7 @@ def report_waiting(job: WatchedJob, state: JobState) -> None:
 
 
 def _with_parts(job: WatchedJob, row: SaveRow, remote: str, waiting: CommitWait) -> CommitWait:
-    """With what the last look at the tag told; it is asked anew after each attempt."""
+    """Add what the last look at the tag told of other nodes; it is asked anew after each attempt."""
     view = job.sessions[remote].tag_views.get(row.save.tag) if remote in job.sessions else None
     if view is None:
         return waiting
@@ -442,7 +443,7 @@ def report_differing_nodes(job: WatchedJob) -> None:
 
 
 def why_gone(state: JobState, row: SaveRow) -> str | None:
-    """None: it is here, was saved again, or the journal that knew is lost."""
+    """Say why a checkpoint is gone; None: it is here, was saved again, or the journal that knew is lost."""
     if row.state == "vanished":
         return "removed by somebody else"
     if row.state != "pruned":

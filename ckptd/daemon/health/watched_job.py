@@ -32,7 +32,7 @@ class WatchedJob(Protocol):
     state: JobState | None
     """None: save_dir does not exist yet, or nothing was saved into it."""
     view: JobView | None
-    """What was planned on last."""
+    """View of the last plan."""
     sessions: dict[str, RemoteSession]
     peers: Peers
     local_actions: LocalActions

@@ -1,1 +1,1 @@
-"""From a folder to a sealed save."""
+"""Turn folders into sealed saves."""

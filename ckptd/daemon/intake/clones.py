@@ -37,7 +37,7 @@ log = logging.getLogger("ckptd.local")
 
 _END = clones.about_name("")
 _ASIDE = ".unknown"
-"""After the name of a hold that is not known to be of any save, and a number."""
+"""Ending, before a number, of the name of a hold that belongs to no known save."""
 
 
 def recover_holds(state: JobState, save_dir_fd: int) -> None:
@@ -62,7 +62,8 @@ def recover_holds(state: JobState, save_dir_fd: int) -> None:
 
 
 def settle_holds(state: JobState, save_dir_fd: int) -> None:
-    """After saves were sealed: holds whose checkpoint was still here, unsealed, when the daemon started.
+    """Settle holds whose checkpoint was still here, unsealed, when the daemon started; called after saves
+    were sealed.
 
     Before anything new is held: a new hold may bear such a one's name. And what is left of those that failed.
     """

@@ -48,7 +48,7 @@ class _Own:
     named: Mapping[str, Decision]
     """Pins whose files cannot be read: their names say the tag."""
     unread: Mapping[str, OSError]
-    """What may be readable later (no free descriptor, an I/O error)."""
+    """Files that may be readable later (no free descriptor, an I/O error)."""
 
     @property
     def all(self) -> tuple[Decision, ...]:
@@ -128,7 +128,7 @@ class Decisions:
 
     def __init__(self, journal: Journal, state_dir: Path) -> None:
         self.known: tuple[Decision, ...] = ()
-        """Of own files and of remotes that are there."""
+        """Decisions in own files and in remotes that answer."""
         self._journal = journal
         self._state_dir = state_dir
         self._kept = newest_decisions(journal.decisions())
@@ -219,7 +219,7 @@ _AGAIN_SECONDS = 60.0
 """A store that lists late does not show at once what was put there."""
 _GONE = (RemoteUnreachable, RemoteNotOurs)
 _OF_ONE = (DamagedError, RefusedError)
-"""What the remote holds on one subject cannot be read: the others are published all the same."""
+"""Errors of one subject whose document cannot be read: the others are published all the same."""
 
 
 @dataclass
@@ -227,10 +227,10 @@ class _Published:
     """Track what was published to one remote."""
 
     basis: tuple[tuple[Decision, ...], tuple[Decision, ...]] = ((), ())
-    """What was compared: words that are known here, decisions that it showed."""
+    """The two sides that were compared: decisions known here, decisions that the remote showed."""
     lacks: tuple[Decision, ...] = ()
     left: list[Decision] = field(default_factory=list)
-    """To be ordered, the first is under way."""
+    """Decisions to publish; the first is under way."""
     asked: tuple[Decision, ...] = ()
     """All that was ordered then."""
     looked_at_seconds: float | None = None

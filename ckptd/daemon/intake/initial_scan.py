@@ -35,7 +35,7 @@ class PreexistingSaves:
     first: frozenset[str]
     """There when the journal was begun over this very directory."""
     place: str = ""
-    """Of this directory, as a `first-start` notes it."""
+    """Identity of this directory, as a `first-start` notes it."""
     holds_state: bool = False
     """The state directory lies in it, moves and goes with it: what that has noted is of this directory."""
     since_ns: int = field(default=1 << 63, compare=False)

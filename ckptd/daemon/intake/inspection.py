@@ -39,7 +39,7 @@ log = logging.getLogger("ckptd.intake")
 Found = TypeVar("Found")
 
 TRIES = 3
-"""How often a disk may refuse files of a folder before that folder is judged without them."""
+"""Refusals by a disk before a folder is judged without the refused files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class ShardInspector:
         return refused.reason if refused and refused.lost and refused.digest == folder.digest else None
 
     def seconds_to_read(self, now_seconds: float) -> list[float]:
-        """For each folder that a disk refused: how long until it is asked again."""
+        """Return, for each folder that a disk refused, the seconds until it is read again."""
         waiting = (r for tag, r in self._refused.items() if tag not in self._inspecting)
         return [refused.again_at_seconds - now_seconds for refused in waiting]
 

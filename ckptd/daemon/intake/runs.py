@@ -98,7 +98,8 @@ class Runs:
             session.set_claim(is_claimed=self._is_accepted(session))
 
     def _write(self, found: RunFile) -> None:
-        """In memory it counts at once; a disk that takes nothing now is written to at the next change."""
+        """Write run.json. In memory it counts at once; a disk that takes nothing now is tried at the next
+        change."""
         try:
             write_run(self._fd, found)
         except OSError as error:

@@ -68,7 +68,7 @@ class Sealer:
         self._known = known
         self._reading = ShardInspector(config, state, workers, wake)
         self._spread = spread
-        """What is known of other nodes' parts of a tag."""
+        """Function that tells what other nodes hold of a tag."""
         self._asked_at: dict[str, float] = {}  # durable ones that a remote was asked about
         self._compared: dict[str, tuple[FolderListing, SealedSave, bool]] = {}
         """Tag → what was compared last, and whether the folder still is that save."""

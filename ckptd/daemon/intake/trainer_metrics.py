@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 AGAIN_SECONDS = 2.0
 LATER_SECONDS = 60.0
-"""What could not be read is looked at again, though no save waits for a value: it may be mended."""
+"""An unreadable file is read again so seldom, even if no save waits for a value: it may be repaired."""
 LATE_SECONDS = 3600.0
 """So long after a save its value may still come: for this node's disk alone once it is committed."""
 TAIL_BYTES = 8 << 20

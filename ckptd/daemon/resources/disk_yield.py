@@ -27,12 +27,13 @@ LONGEST_SECONDS = 1800.0
 
 
 class DiskYield:
-    """Which jobs of a daemon save on which disk (`st_dev` of save_dir); called in the deciding thread."""
+    """Record which jobs of a daemon save on which disk (`st_dev` of save_dir); called in the deciding
+    thread."""
 
     def __init__(self) -> None:
         self._places: dict[Hashable, tuple[int, Callable[[], None]]] = {}
         self._saving: dict[Hashable, float] = {}
-        """With when it began, monotonic."""
+        """Job that saves → when the save began (monotonic)."""
 
     def join(self, job: Hashable, device: int, pace: Callable[[], None]) -> None:
         """Register a job whose save_dir lies on `device`; `pace` makes it apply the rate that is right
@@ -65,7 +66,8 @@ class DiskYield:
         return job in self._saving
 
     def seconds_to_look(self, job: Hashable) -> float:
-        """While others make way for it, it looks whether they still must; infinite: nobody does."""
+        """Return the seconds until a saving job looks whether others must still make way; infinite: it does
+        not save."""
         return QUIET_SECONDS if self.is_saving(job) else math.inf
 
     def set_saving(self, job: Hashable, *, is_saving: bool) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd")
 
 CONVERSIONS = 1
-"""At once in the whole daemon: it may use what the memory budget leaves."""
+"""Conversions at a time in the whole daemon: one may use what the memory budget leaves."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Waiting:
 
 
 class Slots:
-    """At most `count` of something at once, as of now; `in_use` says how many there are."""
+    """Admit at most `count` of something at a time; `in_use` says how many there are."""
 
     def __init__(self, count: Callable[[], int], in_use: Callable[[], int]) -> None:
         self._count = count
@@ -116,7 +116,7 @@ class HostLimits:
         self._max_uploads = daemon.max_uploads
         self._bandwidth = daemon.bandwidth
         self.memory_bytes = daemon.memory_budget_bytes(psutil.virtual_memory().total)
-        """Of the whole process tree."""
+        """Budget of the whole process tree."""
 
     @property
     def division(self) -> Division:
@@ -150,7 +150,7 @@ class HostLimits:
             slots.leave(mine)
 
     def share_and_wake(self) -> None:
-        """After all turns: share the bandwidth among the uploads, and wake who may start."""
+        """Share the bandwidth among the uploads and wake who may start; called after all turns."""
         self.share()
         self.child_slots.settle()
         self.uploads.call()
@@ -204,7 +204,7 @@ _ARENAS = 2
 
 
 def keep_small() -> None:
-    """Before the first thread: few arenas, else each keeps what its threads once needed (glibc alone)."""
+    """Limit malloc to few arenas (glibc alone); called before any thread, whose memory they keep."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, _ARENAS)

@@ -63,7 +63,7 @@ class JobWorkers:
             self._guard(call)
 
     def close(self) -> None:
-        """From here on nothing is reported."""
+        """Drop all reports from here on."""
         self._is_closed = True
 
 

@@ -26,7 +26,8 @@ HOUR_SECONDS = BELT_SECONDS
 _MINUTE_SECONDS = 60.0
 _SOON_SECONDS = 10.0
 _LATELY = "retired-lately"
-"""In the journal: COMMITs ("digest remote") that were asked to go within the hour, and when (unix)."""
+"""Key of the journal: COMMITs ("digest remote") whose deletion was ordered within the hour, and when
+(Unix)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class BlockedDeletion:
     is_brief: bool
     """The trainer wrote meanwhile: it goes at the next look."""
     times: int = 1
-    """In a row."""
+    """Times in a row."""
     at_seconds: float = 0.0
     """The last time; monotonic."""
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Quiet:
-    """Since when a folder's identities have not changed, by our monotonic clock."""
+    """Record since when a folder's identities have not changed, by our monotonic clock."""
 
     digest: str
     since_seconds: float
@@ -228,7 +228,7 @@ def _is_of(save: SealedSave, wanted: set[tuple[str, str]]) -> bool:
 
 
 class Holds:
-    """What is known of holds beside the journal."""
+    """Hold what is known of kept copies beside the journal."""
 
     def __init__(self) -> None:
         self.can_clone = False

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 AGAIN_SECONDS = 60.0
 SOON_SECONDS = 5.0
-"""When something that should have gone could not."""
+"""Interval of proofs while something that should be deleted could not be."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -37,7 +37,8 @@ class DeletionRights:
         self._clones_are_known = False
 
     def prove(self, problems: Problems, about: str, state: JobState, save_dir_fd: int) -> None:
-        """When there is something to keep, on the file system that it was on; what failed, at each turn."""
+        """Prove the right to delete once a minute, while saves are on the file system of their writing; a
+        proof that failed is tried at each turn."""
         if not state.saves.rows or state.journal.meta("device") != str(os.fstat(save_dir_fd).st_dev):
             self.are_held = False
             return

@@ -46,7 +46,7 @@ class JobState:
     ) -> None:
         self.journal = journal
         self.config_digest = config_digest
-        """Of what all nodes of the job must agree on."""
+        """Digest of what all nodes of the job must agree on."""
         self.required = required
         """Remotes that must hold a save before its last copy here may go (P1); none: it stays."""
         self.audit = audit

@@ -34,11 +34,11 @@ class CommitWait:
     hint: str = "see the other nodes"
     missing: tuple[NamedShard, ...] = ()
     parts: tuple[Part, ...] = ()
-    """Of the tag, of other nodes: as the last look told."""
+    """Parts of the tag that other nodes hold, as of the last look."""
     attempts: int = 1
-    """In a row, with that reason."""
+    """Attempts in a row with that reason."""
     first_seconds: float = 0.0
-    """After the first attempt."""
+    """Time of the first attempt."""
     is_whole: bool = False
     """All parts are listed, as the last look told: a COMMIT is due."""
 
@@ -121,7 +121,7 @@ class FailedLateFiles:
     text: str
     hint: str
     times: int
-    """In a row."""
+    """Times in a row."""
     at_seconds: float
     """The last time; monotonic."""
 
@@ -134,7 +134,7 @@ class Uploads:
         self.records: dict[int, dict[tuple[str, str], UploadRecord]] = {}
         self.generations: dict[UploadKey, GenerationAnswer] = {}
         self.progress: dict[UploadKey, UploadProgress] = {}
-        """Of uploads under way."""
+        """Progress of uploads under way."""
         self.waiting: dict[UploadKey, CommitWait] = {}
         """Parts that wait for other nodes' shards."""
         self.failed_late: dict[tuple[int, str], FailedLateFiles] = {}

@@ -74,7 +74,7 @@ class Peers:
         self._node = next((session.settings.node for session in sessions.values()), "")
         self._wake = wake
         self.shared_lease = shared_lease
-        """Of a directory that hosts share."""
+        """Lease of a directory that hosts share; None: save_dir is this host's alone."""
         self._takeover_seconds = takeover_seconds
         """A node that is silent for so long is replaced where it makes a form of a spread save (adr/0118)."""
         self._is_spread_by_scheduler = any(
@@ -138,12 +138,13 @@ class Peers:
 
     @property
     def lease_status(self) -> LeaseStatus | None:
-        """For the planner; None: save_dir is this host's alone."""
+        """Return what the planner must know of the lease; None: save_dir is this host's alone."""
         return None if self.shared_lease is None else self.shared_lease.view
 
     @property
     def hosts(self) -> frozenset[str]:
-        """Who share the directory and live, this one included; none where it is this host's alone."""
+        """Name the living hosts that share the directory, with this one; none where it is this host's
+        alone."""
         if self.shared_lease is None:
             return frozenset()
         return living(self._node, self.others, self.shared_lease.takeover_seconds)
@@ -194,7 +195,8 @@ class Peers:
         return newest is not None and len(newest.manifests) > 1
 
     def spread(self, tag: str) -> Spread | None:
-        """For the verdict on one folder; None: all of it should lie here, as where hosts share it."""
+        """Return what other nodes hold of a folder, for its verdict; None: all of it should lie here, as
+        where hosts share it."""
         if not self.is_spread or self.shared_lease is not None:
             return None
         parts = [row for row in self._state.saves.rows.values() if row.save.is_part]

@@ -83,7 +83,7 @@ def verified_row(done: m.UploadedObject) -> ObjectRow:
 
 
 def half_row(moving: m.TransferProgress) -> ObjectRow:
-    """How far one is durable there."""
+    """Record how far an object under way is durable in the remote."""
     return ObjectRow(
         key=moving.key,
         bytes=moving.total_bytes,

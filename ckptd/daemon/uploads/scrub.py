@@ -51,7 +51,7 @@ class Progress(Model):
     unread: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Keys that I/O or rights kept from being read: neither good nor bad."""
     tags: dict[str, str] = Field(default_factory=dict)
-    """Of those in `bad` and `unread`: known also while the remote is away."""
+    """Key → tag of those in `bad` and `unread`: known also while the remote is away."""
 
     @property
     def suspects(self) -> tuple[str, ...]:
@@ -237,7 +237,7 @@ class Scrubber:
         return update
 
     def _say(self, name: str) -> None:
-        """At most two problems a remote, naming the first bad and the first unreadable object."""
+        """Report at most two problems of a remote: the first bad and the first unreadable object."""
         self._say_unread(name)
         see = self._state.problems
         views = {view.sha256: view for view in self._views(name)}

@@ -39,7 +39,7 @@ IDLE_SECONDS = 60.0
 MOST_PATIENCE = 16
 """Each cut doubles that time, up to so many times, until an upload is finished."""
 STILL_SECONDS = 10.0
-"""Said for so long an upload of which no byte moved: a link that is slow moves some."""
+"""Seconds without a moved byte after which an upload counts as still; a slow link moves some."""
 NEXT_STEP = "it accepts and then hangs: look at the server, the mount, the network in between"
 
 
@@ -173,7 +173,7 @@ class RemoteSession:
         """False: the last observation came too late to count, so "unchanged" since then means nothing."""
         self._asked_at_seconds = 0.0
         self._changed_at_seconds = 0.0
-        """When our own mover last changed the remote: an observation asked for earlier is out of date."""
+        """Time of the last change that ckptd made here: an observation requested earlier is out of date."""
         self._describing = RetryTimer()
         self._fraction = 1.0
         self.bytes_per_second = settings.bytes_per_second
@@ -282,7 +282,7 @@ class RemoteSession:
         return True
 
     def bind(self, run_id: str) -> None:
-        """From here on the remote holds what this run committed there."""
+        """Count from here on only what this run committed in the remote."""
         if run_id != self.run_id:
             self.run_id = run_id
             self.others = ()
@@ -408,7 +408,7 @@ class RemoteSession:
     # --- answers ---------------------------------------------------------------------------------------
 
     def _deliver(self, order_id: int, answer: m.Answer) -> None:
-        """In the client's reader thread: hand over to the deciding thread."""
+        """Hand an answer over to the deciding thread; called in the client's reader thread."""
         self._post(lambda: self._dispatch(order_id, answer))
 
     def _dispatch(self, order_id: int, answer: m.Answer) -> None:

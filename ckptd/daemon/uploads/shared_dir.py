@@ -74,7 +74,7 @@ class SharedDirLease:
 
     @property
     def view(self) -> LeaseStatus:
-        """For the planner."""
+        """Return the lease as the planner sees it."""
         return LeaseStatus(holds_lease=self.holds(), until_seconds=self.until_seconds)
 
     def take_over(self, state: JobState, save_dir_fd: int, audit: Audit) -> None:

@@ -65,7 +65,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.uploads")
 
 STEP_IN_SECONDS = 60.0
-"""Until a part that waits is looked at again, and replicas are sent that their owner did not send (H29)."""
+"""Seconds until a waiting part is looked at again, and replicas are uploaded that their owner did not
+(H29)."""
 
 NEXT_STEP_CHANGED = "find out what writes there: ckptd sends it once it rests, an hour later at most"
 

@@ -49,14 +49,14 @@ _LOCAL = struct.Struct("<4s5H3L2H")
 AT_ONCE_BYTES = 1 << 20
 """A file up to this (model states of stage 3 with hundreds of empty records) is read in one go."""
 TAIL_BYTES = 65_535 + _EOCD.size
-"""In which the end of a zip is looked for."""
+"""Bytes at the end of a file in which the end of a zip is looked for."""
 LOCAL_HEADER_BYTES = _LOCAL.size
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _ENCRYPTED_FLAGS = 0x2041
 
 
 class Framing(StrEnum):
-    """How the bytes of a file are framed; the same words as `ckptd.core.model.facts.Archive`."""
+    """Name the framing of a file's bytes, in the words of `ckptd.core.model.facts.Archive`."""
 
     ZIP = "zip"
     LEGACY = "legacy"
@@ -81,7 +81,7 @@ class Directory:
 
     prefix: str
     records: dict[str, Record]
-    """By name without the prefix: "data.pkl", "data/0", "version" …, in directory order."""
+    """Name without the prefix ("data.pkl", "data/0", "version" …) → record, in directory order."""
     file_bytes: int
     has_crcs: bool = True
     """False for legacy files, whose framing has none."""

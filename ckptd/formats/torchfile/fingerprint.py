@@ -26,9 +26,9 @@ _BLOCK_BYTES = 1 << 20
 _CRC_MATTERS_BYTES = 1024
 _SAMPLE_BYTES = 4096
 _FILE_SAMPLES = 2048
-"""Of a legacy file: all of one up to 8 MiB, 8 MiB of a larger one."""
+"""Samples of a legacy file: all of one up to 8 MiB, 8 MiB of a larger one."""
 _STORAGE_SAMPLES = 16
-"""Of each storage of a legacy file."""
+"""Samples of each storage of a legacy file."""
 
 
 def has_crc(directory: Directory) -> bool:

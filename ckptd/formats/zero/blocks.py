@@ -41,7 +41,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Strand:
-    """In row r: `width` elements from element `at + r * stride` of rank's shard."""
+    """Describe a strided piece: row r is `width` elements from element `at + r * stride` of the rank's
+    shard."""
 
     rank: int
     at: int

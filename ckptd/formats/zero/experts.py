@@ -138,7 +138,7 @@ NO_EXPERTS = Experts()
 
 
 def find(model: Opened, optim: Opened, dp: int) -> Experts:
-    """Which groups hold experts, by the partition counts of the groups and by what the trainer called them.
+    """Find the groups that hold experts, by their partition counts and by what the trainer called them.
 
     Raises:
         RefusedError: metadata contradict each other, or experts lie in a way that has no universal form.

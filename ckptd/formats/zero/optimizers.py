@@ -23,7 +23,7 @@ DRIFT_THERE = (
     ", and there with FusedAdam, CPUAdam or one sub-group (it counts each step of a torch optimizer once "
     "per sub-group)"
 )
-"""What is added where the loader of the release that saved reads no sub-groups, and a newer one miscounts."""
+"""Text added where the loader of the release that saved reads no sub-groups, and a newer one miscounts."""
 
 
 def refuse_unknown_layout(base: dict[Any, Any], source: Source) -> None:

@@ -128,7 +128,8 @@ def resolve(
 
 
 def _legacy(subs: SubParams, shapes: list[tuple[int, ...]]) -> tuple[SubParams, list[int]]:
-    """Before 0.4 a plain number at `partition_dim` is a count of equal sub-parameters: made explicit."""
+    """Make explicit what releases before 0.4 wrote: a plain number at `partition_dim` counts equal
+    sub-parameters."""
     dim = subs.partition_dim
     sizes = _sizes(subs.shape[dim])
     if sizes is not None:
@@ -413,7 +414,7 @@ class Patterns:
         return Join(shape=shapes[0], steps=first, cat_dim=None, equal=equal)
 
     def _stripped(self, name: str, join: Join) -> Join:
-        """Without the padded rows of a vocabulary."""
+        """Strip the padded rows of a vocabulary."""
         if not (join.vocabulary or self._matches(VOCABULARY, name)):
             return join
         if self._vocabulary is None or self._vocabulary < 0 or len(join.shape) != 2:

@@ -138,7 +138,7 @@ def _shape_digest(model: Opened) -> str:
 
 Opening = Callable[[str], AbstractContextManager[int]]
 MAX_RANKS = 1 << 20
-"""Of a grid: what a hostile number may cost."""
+"""Most ranks of a grid: limits what a hostile number may cost."""
 SAFE = "the ZeRO form is safe all the same"
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SYSTEM_UNITS = Path("/etc/systemd/system")
 _CONFIG = Path("/etc/ckptd")
 _IMPORTS = "import ssl, ckptd.daemon.loop"
-"""What a daemon needs of its interpreter and packages; an interpreter of another release lacks some."""
+"""Imports that a daemon needs; an interpreter of another release lacks some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Target:
     folder: Path
     user: str | None
     root: Path = Path("/")
-    """Of the file system installed into; another than / is not running: nothing is started."""
+    """Root of the file system to install into; another than / is not running: nothing is started."""
 
     @property
     def service(self) -> str:

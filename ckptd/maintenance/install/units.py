@@ -32,7 +32,7 @@ class DropIn:
     sets_paths: bool = True
     """A user's own manager cannot make the rest read-only, so that listing paths would say nothing."""
     config_dir: str = ""
-    """Where the service reads its jobs, if not where its unit says."""
+    """Directory from which the service reads its jobs, if not the unit's."""
 
     @property
     def memory_max_bytes(self) -> int:

@@ -1,1 +1,1 @@
-"""What `ckptd status` says: where a status is published, how it is read and judged, and its words."""
+"""Find a published status, read and judge it, and put it into words."""

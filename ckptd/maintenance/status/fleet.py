@@ -55,7 +55,7 @@ def is_alive(row: NodeReport) -> bool:
 
 
 def ended_seconds_ago(rows: Sequence[NodeReport]) -> float | None:
-    """Since the last node ended, where all of them did."""
+    """Return the seconds since the last node ended; None: not all of them did."""
     ages = [row.heard_seconds_ago for row in rows if row.has_ended and row.heard_seconds_ago is not None]
     return min(ages) if ages and len(ages) == len(rows) else None
 
@@ -104,7 +104,7 @@ def silent(row: NodeReport, ahead: Set[str]) -> str:
 
 
 def seconds_at_risk(safe: SafeRow | None, seen: Sequence[SeenNode], ended: float | None) -> float | None:
-    """Since the safe save was written, by the nodes that said so of that very save; else since its COMMIT.
+    """Return the seconds since the safe save was written, as its nodes said; else since its COMMIT.
 
     Nothing is trained on a node that has ended.
     """
@@ -181,7 +181,7 @@ class NodeReport:
     has_ended: bool
     """Its daemon was stopped in order when it was heard of last."""
     state: str
-    """What its daemon last said: ok, behind, attention, waiting, paused; ended; unknown."""
+    """State that its daemon last reported: ok, behind, attention, waiting, paused; ended; unknown."""
     newest_step: int | None
     newest_tag: str | None
     ranks: str
@@ -206,7 +206,7 @@ class FleetStatus:
     seconds_at_risk: float | None
     newest_step: int | None
     ended_seconds_ago: float | None
-    """Since the last of all nodes ended in order; None: the job goes on, or some node fell silent."""
+    """Seconds since the last of all nodes ended in order; None: the job goes on, or a node fell silent."""
     run_id: str | None = None
     """The newest run, of which all this is; None: nothing says that there is one."""
     runs: tuple[RunView, ...] = ()
@@ -214,7 +214,8 @@ class FleetStatus:
     uncommitted: tuple[OpenRow, ...] = ()
     problems: tuple[str, ...] = ()
     clock: Literal["store", "reader", "nodes"] = "store"
-    """By whose time ages are: the store's; this machine's, compared with the store's times; the nodes'."""
+    """Clock by which ages are told: the store's; this machine's, compared with the store's times; the
+    nodes'."""
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -593,8 +594,8 @@ def _order(manifest: NodeManifest) -> Order:
 
 
 def _saved_at(store: Store, wanted: set[Stem]) -> dict[Stem, tuple[int, int]]:
-    """When each was saved, unix seconds as names of manifests tell (0: an early release's), and when its last
-    part came, by the store's time in ns."""
+    """Return when each was saved (Unix seconds, from names of manifests; 0: an early release's), and when its
+    last part came (ns, the store's time)."""
     found: dict[Stem, tuple[int, int]] = {}
     for info in store.list(f"{ROOT}/nodes/"):
         where = stem_of_key(info.key.rpartition("/")[0])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptd.errors import CkptdError
 
 _SERVICES = Path("/var/lib/ckptd")
-"""Where systemd keeps the state of `ckptd@USER.service`, by user and job."""
+"""Directory in which systemd keeps the state of `ckptd@USER.service`, by user and job."""
 STATUS = "status.json"
 
 

@@ -43,7 +43,7 @@ class SafeReport:
     committed_at: str
     """RFC 3339, UTC; empty: its COMMIT names none."""
     age_seconds: float | None
-    """Since it was committed; None: not known."""
+    """Seconds since it was committed; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +51,12 @@ class ProblemReport:
     """Something that is stuck or worth knowing, and what to do about it."""
 
     code: str
-    """As docs/problems.md lists them; empty: no daemon published it."""
+    """Code of docs/problems.md; empty: no daemon published it."""
     severity: Severity
     """attention: a person is needed; behind: it goes on by itself; note."""
     text: str
     hint: str = ""
-    """What to type or do next."""
+    """Advice: a command to type, or what to do."""
     since: str = ""
     """RFC 3339, UTC."""
     about: str = ""
@@ -86,7 +86,7 @@ class CheckpointReport:
     bytes: int | None
     """Bytes of its ZeRO form; None: not known."""
     state: str
-    """As the screen says it: saving, complete, uploading, committed, deleted here, suspect, …."""
+    """State in the words of the screen: saving, complete, uploading, committed, deleted here, suspect, …."""
     here: tuple[str, ...] = ()
     """Forms on this node; `kept copy`: only what ckptd keeps of it until it is committed."""
     remotes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -98,18 +98,18 @@ class CheckpointReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class JobReport:
-    """What `ckptd status JOB` says. Checkpoints: the newest first."""
+    """Hold what `ckptd status JOB` says. Checkpoints: the newest first."""
 
     name: str
     verdict: Verdict
     exit_code: int
-    """Of the command: 0 safe · 1 a person is needed · 3 behind, or nothing is safe yet."""
+    """Exit code of the command: 0 safe · 1 a person is needed · 3 behind, or nothing is safe yet."""
     clauses: tuple[str, ...]
-    """What the verdict rests on, and what is under way."""
+    """Reasons of the verdict, and what is under way."""
     save_dir: str | None
-    """None: of a remote."""
+    """None: the report is of a remote."""
     url: str | None = None
-    """None: of this node."""
+    """None: the report is of this node."""
     safe: SafeReport | None
     steps_at_risk: int | None = None
     """None: not known."""

@@ -25,13 +25,13 @@ class Life:
 
     reason: str = ""
     age_seconds: float = 0.0
-    """Of the document."""
+    """Age of the document."""
     hanging: int | None = None
     """The process that is there and decides nothing."""
     short: str = ""
     """The save_dir whose disk was short of room: perhaps the daemon lives and cannot publish."""
     start_command: str = ""
-    """As the daemon told it; empty: it did not."""
+    """Command that the daemon told; empty: it told none."""
 
     @property
     def is_well(self) -> bool:

@@ -22,12 +22,12 @@ FULL_SOON_SAVES = 10
 MANY_SAVES = 1000
 """Room for so many needs no word."""
 SHOWN_REMOTES = 2
-"""On the first line by their names; the table has all of them."""
+"""Remotes that the first line names; the table has all of them."""
 
 NEXT = "  → "
-"""Before what to type next."""
+"""Sign before what to type next."""
 MARKS = {"attention": "!", "behind": "~"}
-"""Before a problem, by its severity; `·` before any other."""
+"""Severity → sign before a problem; `·` before any other."""
 _STATES = {"pruned": "deleted here", "retired": "deleted there", "vanished": "gone", "superseded": "replaced"}
 
 

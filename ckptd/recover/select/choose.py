@@ -136,10 +136,10 @@ def choose(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which saves need to be read of a remote that may hold thousands: the newest, and those of some tags."""
+    """Select the saves to read from a remote that may hold thousands: the newest, and those of some tags."""
 
     most: int = NEWEST_READ
-    """So many of the newest that are usable."""
+    """Number of the newest usable saves to read."""
     tags: frozenset[str] = frozenset()
     """All saves of these."""
     is_usable: Callable[[Candidate], bool] = lambda _: True

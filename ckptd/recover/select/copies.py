@@ -28,7 +28,7 @@ class Copy:
     """Without extras; distinct paths."""
     extras: tuple[ManifestFile, ...] = ()
     late: tuple[ManifestFile, ...] = ()
-    """What came after its COMMIT, of all nodes."""
+    """Files of all nodes that came after its COMMIT."""
     is_all_for_each: bool = False
     """Every node of several wants all of it: which ranks run where is not known (docs/adr/0104)."""
 
@@ -60,7 +60,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """How many nodes resume together, and which one this is."""
+    """Tell how many nodes resume together, and which one this is."""
 
     count: int = 1
     rank: int = 0

@@ -101,7 +101,7 @@ def _state_dirs(save_dir: Path, environ: Mapping[str, str], config_dir: Path | N
 # --- whose a remote must be ------------------------------------------------------------------------------
 
 _JOURNAL_WAIT_SECONDS = 2.0
-"""For a writer that is just at it."""
+"""Wait for a writer that holds the journal."""
 
 
 def journal_rows(path: Path, query: str, *values: str) -> list[tuple[object, ...]]:
@@ -126,7 +126,7 @@ class Owner:
     job_ids: Mapping[str, str] = field(default_factory=dict)
     remote_ids: Mapping[str, str] = field(default_factory=dict)
     urls: Mapping[str, str | None] = field(default_factory=dict)
-    """Where the daemon attached to each remote last."""
+    """Remote → URL at which the daemon attached to it last."""
 
     def must_own(self, remote: str, url: str, found: RemoteIdentity) -> None:
         """Raise unless the remote that was found is this job's.

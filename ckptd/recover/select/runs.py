@@ -115,7 +115,8 @@ class Runs:
         return run_id == other or {run_id, other} <= self._firsts
 
     def newest(self) -> str | None:
-        """That of the newest row in the first remote that has any; else the only one; None: there is none.
+        """Return the run of the newest row in the first remote that has any; else the only one; None: there
+        is none.
 
         Raises:
             RefusedError: there are several, and no row says which goes on (65).

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 _OF_A_REMOTE = (RemoteError, NotPermitted, StorageError)
-"""What makes the next remote be asked; a fault of this node is met again there, and said."""
+"""Errors after which the next remote is asked; a fault of this node shows there again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class _Child(NamedTuple):
 
 
 class _Signs:
-    """When each of the child's two threads last gave a sign, and when a byte last moved in it."""
+    """Record when each of the child's two threads last gave a sign, and when a byte last moved in it."""
 
     def __init__(self) -> None:
         self._sign_at = dict.fromkeys((True, False), time.monotonic())

@@ -50,7 +50,7 @@ class SlotPool:
         return bool(self._waiting)
 
     def take(self, who: SlotUser) -> bool:
-        """Whether `who` has a place; else it waits in line, and `begin` is called when it has."""
+        """Tell whether `who` has a place; else it waits in line, and `begin` is called when it has one."""
         if who not in self._here and who not in self._waiting:
             self._waiting.append(who)
             self._admit(but=who)

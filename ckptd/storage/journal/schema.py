@@ -192,7 +192,7 @@ CREATE TABLE decisions (kind TEXT NOT NULL, tag TEXT NOT NULL, serial INTEGER NO
                         PRIMARY KEY (kind, tag, serial));
 INSERT INTO meta VALUES ('found', '');
 """
-"""Without the sums, which are each table's last column."""
+"""Tables without the sums, which are each table's last column."""
 
 
 def prepare(db: Database) -> None:

@@ -100,7 +100,7 @@ ASIDE = f"{OURS}/aside"
 _OURS_IN_TRASH = re.compile(r"ours\.(?![0-9a-f]{8}$)[^.]+")
 
 _STAYS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY)
-"""Why a folder is not removed that need not be."""
+"""Errors with which a folder stays that need not be removed."""
 
 
 def ensure_ours(save_dir_fd: int, relative: str) -> int:

@@ -29,7 +29,7 @@ _JOURNAL = "journal.db"
 _PROGRAM = re.compile(rb"python|ckptd")
 """Not `sudo ckptd run`, `dumb-init ckptd run`, which wait for the daemon and pass signals on to it."""
 _VERBS = {b"run", b"drain"}
-"""What a process that works as a daemon was started with."""
+"""Verbs of processes that work as a daemon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class RunningJob:
     name: str
     save_dir: Path
     urls: tuple[str, ...]
-    """Of its remotes, without `file://` and a slash at the end."""
+    """URLs of its remotes, without `file://` and a slash at the end."""
     place: Path
     """The directory in which its status lies; its state directory, unless it waits for a checkpoint."""
     pid: int

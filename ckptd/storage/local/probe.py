@@ -156,7 +156,7 @@ class Finding:
     hint: str = ""
     exit_code: int = 0
     rows: tuple[tuple[str, str], ...] = ()
-    """What belongs to it in a table of its own."""
+    """Rows of a table of its own."""
 
 
 def failed(what: str, error: CkptdError) -> Finding:

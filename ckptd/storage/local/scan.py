@@ -74,7 +74,7 @@ EXTRA_LIMIT_BYTES = 16 << 20
 LOST_AND_FOUND = "lost+found"
 """Root's, in every ext4 that is mounted at save_dir."""
 WALK_SECONDS = 10.0
-"""What a walk over all processes found is used for so long."""
+"""The result of a walk over all processes is used for so long."""
 WALK_WAIT_SECONDS = 1.0
 """So long its end is waited for; usually it takes some milliseconds, on a node of thousands of processes
 seconds.
@@ -272,7 +272,8 @@ def read_pointer(save_dir_fd: int, name: str, *, limit_bytes: int = _POINTER_LIM
 
 
 class OpenWriters:
-    """Which folders of a save_dir some process writes in; one walk over all processes answers for all.
+    """Find the folders of a save_dir that some process writes in; one walk over all processes answers for
+    all.
 
     A walk reads every descriptor that we may see: seconds on a node with thousands of processes. So a thread
     makes it, an answer is used for ten seconds or, where the walk was long, for longer.

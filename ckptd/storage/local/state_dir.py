@@ -44,11 +44,11 @@ NODE_ID = "node_id"
 NODE_PLACE = "node_place"
 """Inode of the save_dir in which the state lay when the id was made."""
 REPAIR_UPLOADS = "repair-uploads.json"
-"""Which uploads a repair has begun (maintenance/repair.py)."""
+"""File that lists the uploads that a repair has begun (maintenance/repair.py)."""
 _NODE_ID_LIMIT_BYTES = 256
 _NODE_PLACE_LIMIT_BYTES = 64
 JOB = "job.json"
-"""How the job was started: its job file, or its arguments and settings (docs/contract.md)."""
+"""File that says how the job was started: its job file, or its arguments and settings (docs/contract.md)."""
 _JOB_LIMIT_BYTES = 1 << 20
 _LOCAL_FUSE = ("fuse.fuse-overlayfs",)
 

@@ -167,7 +167,7 @@ class Watcher:
         self._observer.daemon = True
         self._watches: dict[str, ObservedWatch] = {}
         self.problem: str | None = None
-        """Why hints do not arrive (rescans still do the work)."""
+        """Reason why file events do not arrive (rescans still do the work)."""
         self._is_shared = is_network(filesystem_type(Path(save_dir)))
 
     def start(self) -> None:

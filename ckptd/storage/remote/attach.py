@@ -363,6 +363,6 @@ def _root(place: str | None) -> str:
 
 
 def one_place(url: str, other: str, other_url: str) -> str:
-    """In words, of the one that does not count."""
+    """Say that two remotes are one place, for the one that does not count."""
     kind = "bucket and prefix" if url.startswith(_OBJECT_STORES) else "directory"
     return f"{url} is the same {kind} as remote {other} ({other_url})"

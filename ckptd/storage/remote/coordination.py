@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 # times, the documents' own are compared, and the answer says so.
 
 READ_AGAIN_SECONDS = 600.0
-"""What is known of a node is read again so seldom, unless somebody wants it."""
+"""A node's heartbeat is read again so seldom, unless somebody wants it."""
 MOST_NODES = 10_000
 
 
@@ -66,7 +66,7 @@ class Heartbeats:
         self.newest_seconds = 0.0
         """The store's time of the newest one that was listed; 0 unknown."""
         self._put_at: tuple[int, float] | None = None
-        """Of our own last one: the store's time, and our monotonic clock's."""
+        """Time of our own last heartbeat: the store's (ns), and our monotonic clock's."""
 
     def put(self, heartbeat: Heartbeat) -> None:
         """Write one; where another daemon that lives has this node's name, beside its own."""

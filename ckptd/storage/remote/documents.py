@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 LEASES = f"{ROOT}/leases/"
 _TRIES = 3
 _AFTER_SLASH = chr(ord("/") + 1)
-"""What begins with it comes right after a folder's contents."""
+"""First character of a key that comes right after a folder's contents."""
 Stone = TypeVar("Stone", bound=TombstoneHeader)
 Stem = tuple[str, int, str]
 """(tag, generation, form)."""

@@ -246,7 +246,7 @@ class _Seen:
     """Object → how many generations list it, in revisions that are not replaced."""
     dead: list[KnownManifest] = field(default_factory=list)
     opened: dict[Stem, frozenset[str]] = field(default_factory=dict)
-    """What generations whose removal was cut short list."""
+    """Generation whose deletion was cut short → the objects that it lists."""
     spares: set[str] = field(default_factory=set)
     """Spares whose object is listed and not what it should be: a repair is at work, or was killed."""
 

@@ -44,19 +44,19 @@ class RemoteSettings(Model):
     job_id: str | None = None
     """None: no state yet; taken from remote.json when the job name is equal (contract)."""
     proposed_job_id: str | None = None
-    """What a new remote.json gets: the id that the job's other remotes know it by."""
+    """Id for a new remote.json: the one by which the job's other remotes know it."""
     remote_id: str | None = None
     """The identity seen before; another one, or none, is "not there" (P2)."""
     known_url: str | None = None
-    """Where that identity was seen last; None: not remembered."""
+    """URL at which that identity was seen last; None: not remembered."""
     abilities: Abilities | None = None
-    """What the remote of that identity was seen to do, for a time when it is full (adr/0161)."""
+    """Abilities that the remote showed before, for a time when it is full (adr/0161)."""
     may_initialise: bool = True
     only_looks: bool = False
     """Attaching answers whether the place is surely new, and writes nothing at all (`ckptd resume`)."""
     same_filesystem: bool = False
     save_dir: str
-    """To prove that a directory remote lies on another file system (H5)."""
+    """Needed to prove that a directory remote lies on another file system (H5)."""
     apart_from: tuple[str, ...] = ()
     """Local directories that a directory remote, symlinks resolved, may neither lie in nor hold (H6)."""
     verify: Literal["auto", "read-back", "none"] = "auto"
@@ -127,7 +127,7 @@ class Attached(Model):
     """At the first time: other nodes that write there under this job's name; else where it was asked for, and
     then all."""
     newest: Row | None = None
-    """Which run goes on there, and where, where that was asked for."""
+    """Newest row of the run that goes on there, if it was asked for."""
 
 
 class Observe(Model):
@@ -147,7 +147,7 @@ class Observation(Model):
     retired: tuple[TombstoneHeader, ...] = ()
     """Tombstones of removals that are under way and others that matter (`storage/remote/observe.py`)."""
     retired_tags: tuple[str, ...] = ()
-    """Of all tombstones."""
+    """Tags of all tombstones."""
     retired_beside: tuple[tuple[str, int, str], ...] = ()
     """Tombstones of generations of which another form is committed still."""
     unreadable: tuple[tuple[str, int, str], ...] = ()
@@ -168,7 +168,7 @@ class Observation(Model):
     """(tag, generation, form) with a tombstone whose removal was cut short: `DeleteCommit` finishes it."""
     free_bytes: int | None = None
     rows: tuple[Row, ...] = ()
-    """Which runs were saved there, and where (core/model/runs.py)."""
+    """Rows of the runs that were saved there (core/model/runs.py)."""
 
 
 class Unchanged(Model):
@@ -220,7 +220,7 @@ class Beat(Model):
     op: Literal["beat"] = "beat"
     heartbeat: Heartbeat | None = None
     node: str
-    """Whose is not told."""
+    """Own node; its heartbeat is not returned."""
     reads_all: bool = False
     """Read every heartbeat afresh; else those that are not known, or were read long ago."""
     takeover_seconds: float | None = None
@@ -300,7 +300,7 @@ class Committed(Model):
     """The ZeRO form that a form is made of where no node has all shards: what that remote holds."""
 
     sha256: str
-    """Of its COMMIT, of the order's tag and generation."""
+    """Digest of its COMMIT, of the order's tag and generation."""
     takeover_seconds: float
     """A node that makes the form and was not heard of for so long is replaced."""
 
@@ -309,7 +309,7 @@ class DeriveRequest(Model):
     """A derived form that no disk holds: made of the sealed shards while it is sent."""
 
     folders: tuple[str, ...]
-    """Of the shards, relative to `UploadRequest.root`, or in the remote's; more than one is refused."""
+    """Folders of the shards, relative to `UploadRequest.root` or the remote's; more than one is refused."""
     zero: Committed | None = None
     """None: the shards lie here."""
     sealed: tuple[tuple[str, FileIdentity], ...]
@@ -319,7 +319,7 @@ class DeriveRequest(Model):
     staging: str
     """Folder of this disk where the plan lies, without a name."""
     memory_bytes: int
-    """What the process that makes it may use (P12)."""
+    """Memory that the process that makes it may use (P12)."""
     plan_sha256: str = ""
     """The plan that `UploadRequest.uploaded` and `partly` were made by."""
 
@@ -334,7 +334,7 @@ class UploadRequest(Model):
     """Complete but for `files` (empty) and `revision`."""
     files: tuple[UploadFile, ...]
     making: DeriveRequest | None = None
-    """What is made besides; `files` are then those that are not."""
+    """Form to make during the upload; `files` are then those that are not made."""
     uploaded: tuple[UploadedObject, ...] = ()
     partly: tuple[PartlyUploaded, ...] = ()
     save_spread_seconds: float = 60.0
@@ -347,7 +347,7 @@ class UploadRequest(Model):
 
 
 class UploadResult(Model):
-    """How an order to upload ended, when it did not fail."""
+    """Report how an order to upload ended, when it did not fail."""
 
     kind: Literal["uploaded"] = "uploaded"
     outcome: Literal["committed", "waiting", "conflict", "refused", "damaged"]
@@ -365,7 +365,7 @@ class UploadResult(Model):
     unlisted: tuple[str, ...] = ()
     """committed: files of the folder that the COMMIT does not list."""
     supplements: tuple[SupplementRecord, ...] = ()
-    """Of a supplement: all that list a file of the order."""
+    """For a supplement: all supplements that list a file of the order."""
 
 
 # --- events of an open upload -------------------------------------------------------------------------
@@ -475,7 +475,7 @@ class BadCopy(Model):
 
 
 class Scrubbed(Model):
-    """How far it got."""
+    """Report how far a scrub got."""
 
     kind: Literal["scrubbed"] = "scrubbed"
     read_bytes: int = 0

@@ -375,7 +375,7 @@ def is_pinned(store: Store, tag: str) -> bool:
 # raises, a remote without commits is an answer.
 
 UNREADABLE = (DamagedError, NotPermitted, StorageError)
-"""What one document may fail with where the others are still wanted (`verify`)."""
+"""Errors of one document after which the others are still wanted (`verify`)."""
 
 
 def read_remote(
@@ -439,5 +439,5 @@ class AttachedRemote:
     abilities: Abilities
     identity: RemoteIdentity
     manifests: ManifestCache = field(default_factory=ManifestCache)
-    """What never changes and was read before."""
+    """Manifests read before; they never change."""
     documents: DocumentCache = field(default_factory=DocumentCache)

@@ -116,12 +116,12 @@ def mode_of_folder(root: int, parent: str) -> int:
 # store offers for it (`flights`, `begin`) is optional; without it lanes upload one file after another.
 
 SMALL_BYTES = 8 << 20
-"""What is sent beside others; larger files go in order, one after the other."""
+"""Size up to which files are sent beside others; larger ones go in order, one after the other."""
 _SMALL_EXTRA_BYTES = 1 << 20
 """The same for a file that is held in memory."""
 FLYING_LANES = 2
 TINY_BYTES = 1 << 20
-"""What may fly."""
+"""Size up to which a lane begins the next file before this one is answered."""
 _MOST_BYTES = 4 << 20
 """Held by one lane: a file stays in memory until its answer came."""
 
@@ -168,7 +168,7 @@ _AGAIN = "this attempt is dropped; the next turn looks again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """How a transfer is steered and what it reports to.
+    """Steer a transfer and take its reports.
 
     `check` raises `Cancelled` to stop; `on_moving(key, total_bytes, progress)`, `on_done(object)` and
     `on_planned(what)` tell.

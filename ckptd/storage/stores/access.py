@@ -24,7 +24,7 @@ class Access(Model):
 
     client: Literal["botocore", "s3fs"] = "botocore"
     storage_options: tuple[tuple[str, str], ...] = ()
-    """Of s3fs.S3FileSystem: name, value as JSON."""
+    """Arguments of s3fs.S3FileSystem: name, value as JSON."""
     endpoint_url: str | None = None
     region: str | None = None
     credentials: str = "env"

@@ -22,7 +22,7 @@ NOT_READ_BACK = "copies are not read back (verify = none)"
 PARTIAL_PREFIX = ".ckptd-part-"
 WINDOW_BYTES = 64 << 20
 DOCUMENT_LIMIT_BYTES = 64 << 20
-"""What `get` reads at most: a document of a checkpoint of a million files is smaller."""
+"""Limit of `get`: a document of a checkpoint of a million files is smaller."""
 
 
 def too_large(key: str) -> DocumentDamaged:
@@ -95,7 +95,8 @@ class Abilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """How far an earlier attempt at one object got: bytes flushed, and the CRC64NVME of those bytes."""
+    """Record how far an earlier attempt at one object got: bytes flushed, and the CRC64NVME of those
+    bytes."""
 
     flushed_bytes: int = 0
     crc64: int = 0

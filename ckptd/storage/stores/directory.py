@@ -72,7 +72,7 @@ GONE = {
     errno.ENODEV,
     errno.ESHUTDOWN,
 }
-"""What a share says whose server is not there."""
+"""Error numbers of a share whose server is away."""
 
 
 def is_ours(name: str) -> bool:

@@ -164,7 +164,7 @@ class FileConnection(Protocol):
 
 
 class Pool:
-    """At most `CONNECTIONS` drives, opened when needed, each used by one thread at a time."""
+    """Pool at most `CONNECTIONS` drives, opened when needed, each used by one thread at a time."""
 
     def __init__(self, connect: Callable[[], FileConnection]) -> None:
         self._connect = connect

@@ -107,7 +107,7 @@ class FullStoreMemory:
         """Key → how often in a row, until when (monotonic) a count of free blocks is not believed."""
 
     def is_in_vain(self, key: str, size_bytes: int, free_bytes: Callable[[], int | None]) -> bool:
-        """Whether to begin it would send its bytes for nothing, as far as anybody can tell."""
+        """Tell whether beginning it would, as far as is known, send its bytes for nothing."""
         tries, until_seconds = self._lacked.get(key, (0, 0.0))
         return tries > 0 and (time.monotonic() < until_seconds or (free_bytes() or 0) < size_bytes)
 
@@ -136,7 +136,7 @@ _SUSTAINED_SECONDS = 5.0
 
 
 class Motion:
-    """When something last moved in one order; called from all its threads.
+    """Record when something last moved in one order; called from all its threads.
 
     A request that is tried again reads the same bytes once more, in one go into the socket's buffer: that is
     no motion. Bytes read again for longer than a few seconds without a pause are (a slow link, hashing).

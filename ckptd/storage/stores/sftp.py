@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Each answer costs a round trip, so many requests are in flight on an open file.
 
 _PIECE_BYTES = 32 << 10
-"""What every server takes in one request."""
+"""Bytes that every server takes in one request."""
 _IN_FLIGHT = 64
 
 

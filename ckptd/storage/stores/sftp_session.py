@@ -39,7 +39,7 @@ _PORT = 22
 _LOG = "ckptd.sftp"
 _SYSTEM_HOSTS = "/etc/ssh/ssh_known_hosts"
 _SILENT = ("No existing session", "SSH protocol banner", "Timeout opening channel")
-"""How paramiko says that time ran out."""
+"""Words by which paramiko says that time ran out."""
 _STATUS = {
     wire.SFTP_NO_SUCH_FILE: errno.ENOENT,
     wire.SFTP_PERMISSION_DENIED: errno.EACCES,
@@ -207,7 +207,7 @@ def _transport(stream: socket.socket, **options: Any) -> paramiko.Transport:
 
 
 def _refused(error: Exception, place: SftpPlace) -> Exception:
-    """Why there is no connection, in words of the tree."""
+    """Translate why there is no connection into the error tree."""
     where = f"{place.url}: {place.host}:{place.port}"
     if isinstance(error, paramiko.BadHostKeyException):
         msg = f"{where} shows another host key than known_hosts has"

@@ -166,7 +166,7 @@ class RecordChecksums:
             return self._wrong.get(index)
 
     def ask(self, offset: int, nbytes: int) -> None:
-        """That range is used: its records are to be proven."""
+        """Note that a range is used, so that its records are proved."""
         end, covered = offset + nbytes, 0
         for index in self._within(offset, end):
             record = self._records[index]

@@ -100,7 +100,7 @@ class Body(io.RawIOBase):
         return self.take(size if 0 <= size < _BLOCK_BYTES else len(self._buffer))
 
     def take(self, most: int) -> memoryview:
-        """At most so many bytes, none at the end; valid until the next read."""
+        """Return at most so many bytes, none at the end; valid until the next read."""
         begin, end = self._filled
         if not begin <= self._at < end:
             begin, end = self._fill()
@@ -146,7 +146,7 @@ class Body(io.RawIOBase):
         self._hashed += len(data)
 
     def rehearse(self, is_rehearsal: bool) -> None:
-        """From now on it is read to be signed or measured (True), or to be sent (False)."""
+        """Switch to being read for a signature or a measurement (True), or to being sent (False)."""
         self._is_rehearsal = is_rehearsal
         self.seek(0)
 

@@ -214,7 +214,7 @@ _SIGNS = {
 """Operation → at least one of these is in every S3 server's answer."""
 _BAD_HEADER = ("Invalid header", "character detected in")
 _NO_HTTP = ("BadStatusLine", "Bad status line")
-"""How http.client and aiohttp, below the two clients, say so."""
+"""Words by which http.client and aiohttp, below the two clients, say so."""
 RACING = {"ConditionalRequestConflict", "OperationAborted", "409"}
 
 
@@ -331,7 +331,8 @@ def _no_credentials() -> tuple[type[Exception], ...]:
 
 
 def _unusable(error: Exception) -> NotPermitted:
-    """Without the provider's own words: a helper program may print the secret itself (P15)."""
+    """Report unusable credentials without the provider's own words: a helper program may print the secret
+    (P15)."""
     from botocore import exceptions
 
     if isinstance(error, exceptions.NoCredentialsError):

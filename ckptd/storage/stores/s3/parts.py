@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # itself, so that a part never holds bytes from both sides of one (docs/internals/conversion.md). Pure.
 
 LEAST_PART_BYTES = 5 << 20
-"""Of every part but the last: what S3 asks for."""
+"""Least size of every part but the last, as S3 demands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class PartLayout:
 
     @property
     def text(self) -> str:
-        """In a token; no colon."""
+        """Return it as a part of a token, without a colon."""
         return f"{self.part_bytes}" + (f"@{','.join(map(str, self.borders))}" if self.borders else "")
 
 
@@ -108,11 +108,11 @@ class Upload:
 
     upload_id: str
     cuts: PartLayout
-    """Where its parts begin and end."""
+    """Layout of its parts."""
     etags: dict[int, str] = field(default_factory=dict)
     crcs: dict[int, int] = field(default_factory=dict)
     md5s: dict[int, bytes] = field(default_factory=dict)
-    """Of the parts that this process sent."""
+    """Number → MD5 of the parts that this process sent."""
     done_parts: int = 0
     done_bytes: int = 0
     crc: int = 0

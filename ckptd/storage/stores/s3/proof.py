@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # does not fit is looked into, never believed: a part is sent again, a whole object is read back.
 
 CHANGED = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
-"""What servers answer to a body that is not the one that was measured."""
+"""Codes with which servers answer a body that is not the one that was measured."""
 
 
 def bare(etag: str) -> str:

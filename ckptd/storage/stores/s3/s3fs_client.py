@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.access import Access
 
 _CHUNK_BYTES = 256 << 10
-"""Of a body, copied at a time: the event loop may keep what it could not send yet."""
+"""Bytes of a body copied at a time: the event loop may keep what it could not send yet."""
 _READERS = 16
 """Threads that read bodies: as many as the store sends at once, each of which a rate limit may hold."""
 _NEXT = {
@@ -271,7 +271,7 @@ class _Sent:
 
 
 class _Request(Protocol):
-    """What botocore's events show of a request."""
+    """Hold what botocore's events show of a request."""
 
     data: Any
     body: Any
