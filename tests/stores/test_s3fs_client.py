@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from ckptd.base import retry
-from ckptd.errors import ConfigError, NotPermitted
+from ckptd.errors import ConfigError, NotPermitted, RemoteUnreachable
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
@@ -77,6 +77,29 @@ def test_a_server_that_hangs_is_left_and_gone_on_with(
 ) -> None:
     """aiohttp itself has no time limit for a server that takes no more bytes."""
     test_s3.test_a_server_that_hangs_is_left_and_gone_on_with(moto, monkeypatch)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", ["part", "document"])
+def test_a_server_that_takes_no_more_bytes_is_left(
+    moto: servers.Server, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """aiohttp waits for it without end, also where the connection is closed; the kernel does not."""
+    monkeypatch.setattr("ckptd.storage.stores.s3.client.READ_SECONDS", 2)
+    monkeypatch.setattr("ckptd.storage.stores.s3.client.ATTEMPTS", 1)
+    with proxy(moto.port) as between:
+        store = store_at(between.endpoint)
+        stalls = Fault("stall", "PUT .*t/x", times=100, after_bytes=1000)
+        between.faults.append(stalls)
+        with pytest.raises(RemoteUnreachable, match="the connection was lost"):
+            if what == "part":
+                store.upload("t/x", source_of(BIG), resume=None, on_progress=lambda _: None)
+            else:
+                store.put("t/x", BIG)
+        assert stalls.hits
+        between.faults.clear()
+        store.put("t/x", b"1")
+        assert store.get("t/x") == b"1"
 
 
 def test_a_request_is_tried_by_one_layer_alone(moto: servers.Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -88,9 +89,21 @@ def _configure(fs: Any, access: Access) -> None:
     }
     said = {name: value for name, value in said.items() if value is not None}
     s3 = ours["s3"] | fs.config_kwargs.get("s3", {}) | said
-    fs.config_kwargs = ours | fs.config_kwargs | {"s3": s3}
+    connector = {"socket_factory": _socket} | fs.config_kwargs.get("connector_args", {})
+    fs.config_kwargs = ours | fs.config_kwargs | {"s3": s3, "connector_args": connector}
     if access.region is not None:
         fs.client_kwargs = fs.client_kwargs | {"region_name": access.region}
+
+
+def _socket(address: tuple[Any, ...]) -> socket.socket:
+    """Return a socket whose connection the kernel ends where the server takes no more bytes.
+
+    aiohttp has no time limit for sending, and closing such a connection waits until the bytes are gone.
+    """
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, sc.READ_SECONDS * 1000)
+    return made
 
 
 class S3fsClient:
@@ -259,15 +272,8 @@ class _Sent:
         return 0
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None
         while data := await self._body.chunk():
-            # aiohttp has no time limit for sending; botocore's socket has: the connection is closed
-            limit = loop.call_later(sc.READ_SECONDS, task.cancel)
-            try:
-                yield data
-            finally:
-                limit.cancel()
+            yield data
 
 
 class _Request(Protocol):
@@ -340,16 +346,27 @@ def _asked(action: Callable[..., Any], *given: Any) -> Any:
 
     s3fs and fsspec make errors of the operating system of them.
     """
-    from botocore.exceptions import BotoCoreError, ClientError
+    from aiohttp import ClientConnectorError, ClientOSError
+    from botocore.exceptions import (
+        BotoCoreError,
+        ClientError,
+        ConnectionClosedError,
+        EndpointConnectionError,
+    )
 
     cause: BaseException | None
     try:
         return action(*given)
-    except OSError as error:
+    except (OSError, EndpointConnectionError) as error:
         cause = error
         while cause is not None and not isinstance(cause, BotoCoreError | ClientError):
             cause = cause.__cause__
         if cause is None:
             raise
+        told = cause.kwargs if isinstance(cause, EndpointConnectionError) else {}
+        inner = told.get("error")
+        if isinstance(inner, ClientOSError) and not isinstance(inner, ClientConnectorError):
+            # aiobotocore calls a connection that broke one that was never made
+            cause = ConnectionClosedError(**told)
     # outside of the handler: the error that it is the cause of would become its context, a circle
     raise cause
