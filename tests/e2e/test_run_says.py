@@ -141,6 +141,22 @@ def test_a_save_in_doubt_is_logged_once(tmp_path: Path) -> None:
     assert f"ckptd accept {tmp_path}/run global_step10; else ckptd resume moves it aside" in lines[0]
 
 
+def test_what_was_accepted_is_waited_for(tmp_path: Path) -> None:
+    """`wait` said for seconds that it will not be committed, until the daemon had read the word."""
+    save(tmp_path)
+    folder = tmp_path / "run" / "global_step10"
+    write_stage12(folder, GROUPS, 2, step=10)
+    for number, shard in enumerate(sorted(folder.glob("*.pt"))):
+        os.utime(shard, (1_700_000_000 + 9000 * number,) * 2)
+    with running(command(tmp_path), tmp_path / "log"):
+        until(lambda: "global_step10 is suspect" in status(tmp_path).stdout, "it is not suspect")
+        ckptd = [sys.executable, "-m", "ckptd"]
+        done = run([*ckptd, "accept", f"{tmp_path}/run", "global_step10"])
+        assert (done.returncode, done.stderr) == (0, ""), done
+        done = run([*ckptd, "wait", f"{tmp_path}/run", "--step", "10", "--timeout", "60s"])
+        assert (done.returncode, "step 10 (global_step10) is committed" in done.stdout) == (0, True), done
+
+
 @pytest.mark.parametrize("is_there", [True, False], ids=["empty", "no save_dir"])
 def test_a_remote_that_is_not_there_is_said_before_the_first_save(tmp_path: Path, is_there: bool) -> None:
     """In words, with the next step, by log and status; nothing is made there; and it goes on by itself."""
