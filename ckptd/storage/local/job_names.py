@@ -76,9 +76,9 @@ def remotes_below(folder: str | Path) -> list[str]:
     for _ in range(2):
         below: list[str] = []
         for place in above:
-            with contextlib.suppress(OSError), os.scandir(place) as entries:
-                below += [one.path for one in entries if one.is_dir(follow_symlinks=False)]
-        above = sorted(below)[: _MOST_LOOKED - looked]
+            with contextlib.suppress(OSError):
+                below += [os.path.join(place, name) for name in sorted(os.listdir(place))]
+        above = below[: _MOST_LOOKED - looked]
         looked += len(above)
         found += [one for one in above if os.path.isfile(os.path.join(one, "_ckptd", "remote.json"))]
     return found
