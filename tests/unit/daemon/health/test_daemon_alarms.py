@@ -183,7 +183,7 @@ def told(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict
     for name in OTHERS:
         monkeypatch.setattr(checks, name, lambda *_: None)
     job = watched.job
-    job.config.remotes = (SimpleNamespace(name="nas", required=True),)
+    job.config.remotes = (SimpleNamespace(name="nas", required=True, forms=("zero",)),)
     job.known_saves = SimpleNamespace(has_heard_all=True, is_rebuilt=True)
     job.sessions, job.watcher, job.sealer = {}, None, SimpleNamespace(late=None)
     job.runs = SimpleNamespace(see_problems=lambda _: None)
