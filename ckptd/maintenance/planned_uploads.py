@@ -73,7 +73,7 @@ def _cost(remote: RemoteConfig, forms: Sequence[str], size_bytes: int) -> Findin
         text += f" ({', '.join(f'{form} {size_of(round(cost))}' for form, cost in costs)})"
     if rate := remote.bandwidth.at(time.time()):
         text += f", {show_seconds(total_bytes / rate)} at {show_bandwidth(rate)}"
-    halves = ZERO in remote.forms and UNIVERSAL in remote.forms
+    halves = ZERO in forms and UNIVERSAL in forms
     hint = 'forms = ["zero"] halves it: `ckptd convert` makes the universal form when it is needed'
     what = shown_remote(remote.name, remote.url)
     return Finding(what=what, verdict="note", text=text, hint=hint if halves else "")

@@ -64,7 +64,10 @@ def scene(
         )
         for n in range(6)
     ]
-    remotes = [SimpleNamespace(name="nas", required=True), SimpleNamespace(name="s3", required=False)]
+    remotes = [
+        SimpleNamespace(name="nas", required=True, forms=("zero",)),
+        SimpleNamespace(name="s3", required=False, forms=("zero",)),
+    ]
     policy = RetentionPolicy(save_total_limit=limit, keep_every_steps=every_steps)
     here = [save_view(n, resized(sealed(9000 - 500 * n), 60 * GB), committed=n >= waiting) for n in range(6)]
     disk = Disk(free_bytes=free_gb * GB, reserve_bytes=66 * GB, can_clone=False)
