@@ -258,11 +258,12 @@ def verify(
     >>> {row.verdict for row in ckptd.verify("nas/run")[0].commits}
     {'good'}
     """
+    from ckptd.config.quantities import said_of
     from ckptd.core.model.runs import run_of
     from ckptd.errors import CkptdError
     from ckptd.maintenance.verify import Slice, Verifier
     from ckptd.recover.select.runs import Runs
-    from ckptd.recover.select.sources import said_of, where_of
+    from ckptd.recover.select.sources import where_of
 
     where = where_of(os.fspath(job), os.environ, only=remote, config_dir=_path(config_dir))
     found: list[VerifiedRemote] = []

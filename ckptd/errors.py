@@ -16,6 +16,7 @@ One place for exit codes (docs/contract.md), so that a launch script and the dae
     ├─ RemoteError ........................ 69
     │  ├─ RemoteUnreachable                      retried with backoff
     │  └─ RemoteNotOurs                          identity missing or another job's
+    │     └─ RemoteNotInitialised                a place that may become this job's remote
     ├─ CommitConflict ..................... 1    another save holds this generation
     ├─ SourceChanged ...................... 1    the trainer wrote or removed it under us
     ├─ TargetExists ....................... 73
@@ -152,6 +153,10 @@ class RemoteNotOurs(RemoteError):
 
     retry = Retry.AFTER_CHANGE
     default_hint = "is it mounted? see `ckptd check`"
+
+
+class RemoteNotInitialised(RemoteNotOurs):
+    """The place answers and may become this job's remote: nothing was ever uploaded there."""
 
 
 class CommitConflict(CkptdError):

@@ -16,7 +16,7 @@ from rich.segment import Segment
 from ckptd.base.humanize import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from typing import IO
 
     from rich.console import ConsoleOptions, RenderableType
@@ -39,8 +39,12 @@ class Screen(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render like rich, but escape characters that a terminal would obey, and those it cannot show."""
+        shown = self._shown(super().render(renderable, options))
+        return shown if self.is_terminal else _without_padding(shown)
+
+    def _shown(self, segments: Iterable[Segment]) -> Iterator[Segment]:
         is_plain = self.is_dumb_terminal or not self.encoding.startswith("utf")
-        for segment in super().render(renderable, options):
+        for segment in segments:
             text, style, control = segment
             if control or text == "\n" or (text.isprintable() and not is_plain):
                 yield segment
@@ -49,6 +53,26 @@ class Screen(Console):
             if is_plain:
                 shown = shown.translate(_ASCII).encode(self.encoding, "replace").decode(self.encoding)
             yield Segment(shown, style)
+
+
+def _without_padding(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Leave out the blanks with which a table fills its lines: a file has no right edge."""
+    blanks: list[Segment] = []
+    for text, style, control in segments:
+        if control:
+            yield Segment(text, style, control)
+            continue
+        for line in text.splitlines(keepends=True):
+            words = line.rstrip(" \n")
+            if words:
+                yield from blanks
+                yield Segment(words, style)
+            if line.endswith("\n"):
+                blanks = []
+                yield Segment("\n")
+            else:
+                blanks = [*(() if words else blanks), Segment(line[len(words) :], style)]
+    yield from blanks
 
 
 def screen(elsewhere: int = ELSEWHERE) -> Screen:

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from ckptd.config.commands import default_config_dir, fill_placeholders, job_name, user_name
 from ckptd.config.environment import remote_settings, settings_from_environment
 from ckptd.config.globs import expand_glob, glob_root, is_glob
-from ckptd.config.messages import explain
+from ckptd.config.messages import TYPED, explain
 from ckptd.config.quantities import UNNAMED, check_spelling, url_path
 from ckptd.config.retention import Retention
 from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, config_digest
@@ -48,19 +48,17 @@ def check_job_paths(job: JobConfig, where: str) -> None:
     Raises:
         ConfigError: naming the path and what it resolves to.
     """
-    save_dir = job.save_dir
+    save_dir, what = job.save_dir, _named(job)
     if save_dir.is_symlink():
-        msg = f'{where}: save_dir = "{save_dir}" is a symlink'
-        raise ConfigError(msg, hint=f'write what it points to: save_dir = "{os.path.realpath(save_dir)}"')
+        msg = f'{where}: {what} = "{save_dir}" is a symlink'
+        raise ConfigError(msg, hint=f'write what it points to: {what} = "{os.path.realpath(save_dir)}"')
     if save_dir.exists() and not save_dir.is_dir():
-        msg = f'{where}: save_dir = "{save_dir}" is not a directory'
+        msg = f'{where}: {what} = "{save_dir}" is not a directory'
         raise ConfigError(msg)
     if not save_dir.parent.is_dir():
-        msg = (
-            f'{where}: save_dir = "{save_dir}": its parent {os.path.realpath(save_dir.parent)} does not exist'
-        )
+        msg = f'{where}: {what} = "{save_dir}": its parent {os.path.realpath(save_dir.parent)} does not exist'
         raise ConfigError(
-            msg, hint="is the disk mounted? save_dir itself may appear later, its parent must exist"
+            msg, hint=f"is the disk mounted? {what} itself may appear later, its parent must exist"
         )
     places = _places(job)
     for index, place in enumerate(places):
@@ -101,12 +99,18 @@ class _Place:
 
 
 def _places(job: JobConfig) -> list[_Place]:
-    places = [_Place("save_dir", job.save_dir)]
+    places = [_Place(_named(job), job.save_dir)]
     for index, remote in enumerate(job.remotes):
         path = url_path(remote.url)
         if path is not None:
-            places.append(_Place(f"remote[{index}].url", path, is_remote=True))
+            what = "URL" if job.file is None else f"remote[{index}].url"
+            places.append(_Place(what, path, is_remote=True))
     return places
+
+
+def _named(job: JobConfig) -> str:
+    """Name save_dir as whoever reads a message wrote it: in a file, or on a command line."""
+    return "SAVE_DIR" if job.file is None else "save_dir"
 
 
 def _apart(where: str, mine: _Place, other: _Place) -> None:
@@ -283,12 +287,12 @@ def _job_of(data: dict[str, Any], path: Path, *, check_paths: bool) -> JobConfig
     if not job.remotes:
         msg = f"{path}: there is no [[remote]]: nothing would leave this node"
         raise ConfigError(msg, hint='add [[remote]] with name = "nas" and url = "/mnt/nas/…"')
+    job._file = path.absolute()
     if check_paths:
         try:
             check_job_paths(job, str(path))
         except OSError as error:  # this job's alone: the others run (P16)
             raise from_os_error(error, f"{path}: looking at {error.filename}") from error
-    job._file = path.absolute()
     return job
 
 
@@ -315,7 +319,7 @@ def job_from_arguments(
         url = url if "://" in url else _absolute(url)
         remote = {"name": UNNAMED} | remote_settings(environ or {}, url) | dict(given.get("remote", {}))
         data["remote"] = [remote | {"url": url}]
-    job = _validate(JobConfig, data, "arguments and environment")
+    job = _validate(JobConfig, data, TYPED)
     if check_paths:
         check_job_paths(job, "arguments")
     job._given = json.dumps(data)
@@ -349,7 +353,7 @@ def remote_from_arguments(url: str, environ: Mapping[str, str]) -> RemoteConfig:
     """
     check_spelling(url)
     data = {"name": UNNAMED} | remote_settings(environ, url) | {"url": url}
-    return _validate(RemoteConfig, data, "arguments and environment")
+    return _validate(RemoteConfig, data, TYPED)
 
 
 def load_jobs(paths: Iterable[Path], daemon: DaemonConfig, environ: Mapping[str, str]) -> LoadedConfig:

@@ -27,6 +27,9 @@ _SECTIONS: dict[str, type[Section]] = {
 _TABLES: dict[str, type[Section]] = {"ephemeral": EphemeralConfig, "ladder": RungConfig}
 """Keys of [local] and [[remote]] whose values have keys of their own."""
 
+TYPED = "arguments and environment"
+"""Where the keys of a job come from that no file has: a message names what was typed."""
+
 _UNSHOWN = ("credentials", "storage_options", "webhook", "heartbeat")
 """Keys whose values are never shown, since they may be secrets."""
 
@@ -46,7 +49,8 @@ def explain(error: ValidationError, kind: type[Section], data: dict[str, Any], w
     # a key that is spelt wrong is not missing as well
     unknown_in = {p["loc"][:-1] for p in problems if p["type"] == "extra_forbidden"}
     problems = [p for p in problems if p["type"] != "missing" or p["loc"][:-1] not in unknown_in]
-    told = [_explained(problem, kind, data, "" if len(problems) > 1 else where) for problem in problems]
+    named = "" if len(problems) > 1 else where
+    told = [_explained(problem, kind, data, named, is_typed=where == TYPED) for problem in problems]
     if len(told) == 1:
         return ConfigError(told[0][0], hint=told[0][1])
     messages = "; ".join(f"({number}) {message}" for number, (message, _) in enumerate(told, 1))
@@ -55,11 +59,16 @@ def explain(error: ValidationError, kind: type[Section], data: dict[str, Any], w
 
 
 def _explained(
-    problem: ErrorDetails, kind: type[Section], data: dict[str, Any], where: str
+    problem: ErrorDetails, kind: type[Section], data: dict[str, Any], where: str, *, is_typed: bool
 ) -> tuple[str, str]:
-    """Return what is wrong, and what to do; `where`: the file, "" where it is named already."""
+    """Return what is wrong, and what to do; `where`: the file, "" where it is named already.
+
+    `is_typed`: there is no file; the argument is named, or the variable that sets the key.
+    """
     path = _shown_path(problem["loc"])
     section, key = _section_of(problem["loc"], kind)
+    if is_typed and key:
+        where, path = "", _as_typed(section, key) + path.partition(key)[2]
     subject = ": ".join(part for part in (where, path) if part) or "it"
     if any(is_secret(part) for part in problem["loc"] if isinstance(part, str)):
         hint = "remove it here, and use the environment or the store's own credential files"
@@ -81,10 +90,18 @@ def _explained(
     is_shown = key and key not in _UNSHOWN and not holds_secret(problem["input"])
     is_shown = is_shown and not _is_table(problem["input"])
     shown = f" = {_shown(problem['input'])}" if is_shown else ""
-    if len(problem["loc"]) == 2 and isinstance(problem["input"], dict):
+    if len(problem["loc"]) == 2 and isinstance(problem["input"], dict) and not is_typed:
         # a rule of the whole table: its name tells more than its beginning
         shown = f' ("{problem["input"].get("name", "")}")'
-    return f"{subject}{shown}: {reason}", _help(section, key)
+    help_text = _help(section, key)
+    return f"{subject}{shown}: {reason}", help_text.partition("; for example ")[0] if is_typed else help_text
+
+
+def _as_typed(section: type[Section], key: str) -> str:
+    """Return the argument, or the variable of the environment, that sets a key."""
+    if key in ("save_dir", "url", "remote"):
+        return "SAVE_DIR" if key == "save_dir" else "URL"
+    return f"{'CKPTD_REMOTE_' if section is RemoteConfig else 'CKPTD_'}{key.upper()}"
 
 
 def _list_wanted(path: str, value: object) -> str:

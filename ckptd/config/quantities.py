@@ -181,6 +181,12 @@ def shown_remote(name: str, url: str) -> str:
     return url if name == UNNAMED else f"remote {name}"
 
 
+def said_of(name: str, url: str, text: str) -> str:
+    """Return a line about a remote; a URL that the text names already is not said twice."""
+    shown = shown_remote(name, url)
+    return text if shown == url and url in text else f"{shown}: {text}"
+
+
 def reject(text: str) -> NoReturn:
     """End a validation with this reason."""
     raise ValueError(text)

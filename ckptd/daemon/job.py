@@ -52,8 +52,10 @@ from ckptd.daemon.uploads.scrub import Scrubber
 from ckptd.daemon.uploads.session import RemoteSession
 from ckptd.daemon.uploads.shared_dir import SharedDirLease
 from ckptd.daemon.uploads.uploads import UploadManager
+from ckptd.maintenance.planned_uploads import planned_uploads
 from ckptd.observe import logs
 from ckptd.observe.audit import Audit
+from ckptd.recover.select.job import owner_of, settings_to_ask
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.state_dir import is_default_state, remember_job
 from ckptd.storage.local.watch import Watcher
@@ -151,6 +153,7 @@ class Job:
 
     def _activate(self, save_dir_fd: int) -> JobState:
         """Open state, journal and remotes; finish what a crash left."""
+        self._close_sessions()
         self.state_dir = make_state(self.state_dir, self.config.save_dir, save_dir_fd)
         remember_job(self.state_dir, self.config)
         logs.begin_file(self.config.name, self.state_dir)
@@ -167,6 +170,35 @@ class Job:
             self.sessions = {}
             raise
         return self.state
+
+    def _try_remotes(self, now_seconds: float) -> None:
+        """Attach to the remotes of a job that waits: what is wrong with one is said before the first save.
+
+        None is made this job's: save_dir may be spelled wrong. Whatever answers is left alone until then.
+        """
+        if not self.sessions:
+            owner = owner_of(self.config, self.state_dir)
+            apart_from = {"apart_from": (str(self.state_dir), *self._apart_from), "node": self.node}
+            for remote in self.config.remotes:
+                settings = settings_to_ask(self.config, remote, owner).model_copy(update=apart_from)
+                own = (settings, self.problems, self.supervisor.post, lambda _: None, self._hear_of_remote)
+                session = RemoteSession(*own, remote.bandwidth, self._limits.child_slots)
+                self.sessions[remote.name] = session
+        for session in self.sessions.values():
+            if session.is_ready or session.is_new:
+                session.end_child()
+            else:
+                session.turn(now_seconds)
+
+    def _hear_of_remote(self) -> None:
+        """Publish what a remote answered while the job waits."""
+        self.plans += 1
+        self.wake()
+
+    def _close_sessions(self) -> None:
+        for session in self.sessions.values():
+            session.close()
+        self.sessions = {}
 
     def _assemble(self, journal: Journal, node_id: str, save_dir_fd: int) -> JobState:
         required = tuple(remote.name for remote in self.config.remotes if remote.required)
@@ -323,6 +355,7 @@ class Job:
             self.turns += 1
         if (fd := self._fd) is None:
             self.needs_turn = False
+            self._try_remotes(now_seconds)
             return
         is_hinted = self._save_detector.seconds_to_look(now_seconds) <= 0
         scanned_at = self.idle.scanned_at_seconds
@@ -348,9 +381,12 @@ class Job:
             count = len(listing.folders)
             there = f"{count} checkpoint{'' if count == 1 else 's'}"
             log.info("watching %s: %s there", self.config.save_dir, there)
+            for told in planned_uploads(self.config, listing, self.state_dir):
+                log.info("%s: %s%s", told.what, told.text, f"; {told.hint}" if told.hint else "")
         if self.state is None:
             self.disk_yield.set_saving(self, is_saving=False)
             if not listing.folders and must_wait(self.state_dir, self.config.save_dir):
+                self._try_remotes(now_seconds)
                 self.supervisor.works()
                 return
             recover(self._activate(save_dir_fd), save_dir_fd, self.audit)
@@ -444,13 +480,12 @@ class Job:
             self.leave_line()
             self.local_actions.stop()
             self.workers.close()
-            for session in self.sessions.values():
-                session.close()
-            self.sessions = {}
+            self._close_sessions()
             self.state.journal.close()
             self.state = None
             logs.end_file(self.config.name)
             self.view = None
+        self._close_sessions()
         self.idle, self.deletion_rights = IdlePolicy(), DeletionRights(self.deletion_rights.mark)
         if self._fd is not None:
             close_save_dir(self._fd, self._lock)

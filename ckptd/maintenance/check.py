@@ -10,7 +10,6 @@ import errno
 import os
 import socket
 import stat
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,17 +19,16 @@ import psutil
 from ckptd import errors
 from ckptd.base import files
 from ckptd.base.humanize import ago, size_of
-from ckptd.base.names import IDENTITY_KEY
 from ckptd.base.owned_dirs import lies_in_save_dir
 from ckptd.config.budget import MIB, child_bytes, divide, shortage
 from ckptd.config.commands import node_name
-from ckptd.config.quantities import show_bandwidth, show_seconds, shown_remote
+from ckptd.config.quantities import shown_remote
 from ckptd.conversion.engine.inspect import inspect_files, probe_restrictions
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import STAGE_0, judge
 from ckptd.core.model.layouts import Role, parse_shard_name
 from ckptd.core.model.listing import KNOWN_ALONE
-from ckptd.core.model.records import UNIVERSAL, ZERO
+from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import short
 from ckptd.errors import (
     CkptdError,
@@ -38,13 +36,13 @@ from ckptd.errors import (
     LockHeld,
     NotPermitted,
     RefusedError,
-    RemoteNotOurs,
-    RemoteUnreachable,
+    RemoteNotInitialised,
     from_os_error,
 )
-from ckptd.recover.select.job import owner_of
+from ckptd.maintenance.planned_uploads import planned_uploads
+from ckptd.recover.select.job import owner_of, settings_to_ask
 from ckptd.recover.select.runs import held_by
-from ckptd.storage.child.client import RemoteClient
+from ckptd.storage.child.client import attach_once
 from ckptd.storage.local.probe import Finding, failed, probe_save_dir
 from ckptd.storage.local.run_file import host_name
 from ckptd.storage.local.scan import scan
@@ -52,7 +50,6 @@ from ckptd.storage.local.state_dir import filesystem_type, is_network, state_bas
 from ckptd.storage.remote.attach import NEXT_STEP, are_one, one_place
 from ckptd.storage.remote.coordination import NEXT_STEP as IS_OWN_RUN
 from ckptd.storage.remote.coordination import other_writers
-from ckptd.storage.remote.messages import Attach, Attached, Failed, RemoteSettings
 from ckptd.storage.stores.access import access_of, credentials_path
 from ckptd.storage.stores.open import is_s3
 
@@ -63,7 +60,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.heartbeat import SeenNode
     from ckptd.core.model.listing import SaveDirListing
     from ckptd.recover.select.job import Owner
-    from ckptd.storage.remote.messages import Answer
+    from ckptd.storage.remote.messages import Attached
     from ckptd.storage.stores.access import Access
     from ckptd.storage.stores.base import Abilities
 
@@ -120,7 +117,6 @@ def _guard(can: Abilities) -> str:
 # --- the checks of a job ---------------------------------------------------------------------------------
 
 REMOTE_SECONDS = 30.0
-_CHECK_NODE_ID = "check"
 _WANTED_RESTRICTIONS = ("rlimits", "no-new-privs", "no-network")
 
 
@@ -139,7 +135,7 @@ def check_job(
     yield from probe_save_dir(job.save_dir, job.local.min_free, writes=writes, trainer=job.trainer)
     if (listing := _listed(job)) is not None:
         yield from _stage_0(job, listing)
-        yield from _uploads(job, listing, _state_dir(job, daemon, environ, jobs_in_daemon))
+        yield from planned_uploads(job, listing, _state_dir(job, daemon, environ, jobs_in_daemon))
     yield _state(job, daemon, environ, jobs_in_daemon)
     if job.shared_fs:
         yield _shared(job, _state_dir(job, daemon, environ, jobs_in_daemon))
@@ -175,41 +171,6 @@ def _stage_0(job: JobConfig, listing: SaveDirListing) -> Iterator[Finding]:
             if verdict.reason == STAGE_0:
                 text = f"{folder.tag} is {STAGE_0}: nothing of it is sent"
                 yield failed("layout", RefusedError(text, hint=KNOWN_ALONE))
-
-
-_BYTES_A_PARAMETER = {ZERO: 14, UNIVERSAL: 16, "weights-fp32": 4, "weights-bf16": 2, "weights-fp16": 2}
-"""Bytes per parameter with 16-bit weights and Adam, whose states are nearly all of a checkpoint
-(docs/formats.md)."""
-
-
-def _uploads(job: JobConfig, listing: SaveDirListing, state_dir: Path | None) -> Iterator[Finding]:
-    """Say which of the checkpoints that lie here will be uploaded, and what each save costs on the link."""
-    saves = [folder for folder in listing.folders if folder.shards and not folder.is_model_only]
-    if not saves:
-        return
-    by_time = max(saves, key=lambda folder: max(file.identity.mtime_ns for file in folder.shards))
-    newest = next((folder for folder in saves if folder.tag == listing.latest), by_time)
-    is_begun = state_dir is not None and (state_dir / "journal.db").exists()
-    if len(saves) > 1 and job.existing != "all" and not is_begun:
-        rest = f"the other {len(saves) - 1} stay" if job.existing == "newest" else f"all {len(saves)} stay"
-        first = f"{newest.tag} is uploaded; " if job.existing == "newest" else ""
-        text = f"{len(saves)} checkpoints lie here already: {first}{rest} on this node alone, never deleted"
-        hint = 'existing = "all" (--existing all, CKPTD_EXISTING=all) uploads and rotates them too'
-        yield Finding(what="existing", verdict="note", text=text, hint=hint)
-    size_bytes = sum(file.identity.size_bytes for file in newest.files)
-    for remote in job.remotes:
-        each = size_bytes / _BYTES_A_PARAMETER[ZERO]
-        costs = [(form, each * _BYTES_A_PARAMETER[form]) for form in remote.forms]
-        total_bytes = sum(cost for _, cost in costs)
-        text = f"a save of this size uploads about {size_of(round(total_bytes))}"
-        if len(costs) > 1:
-            text += f" ({', '.join(f'{form} {size_of(round(cost))}' for form, cost in costs)})"
-        if rate := remote.bandwidth.at(time.time()):
-            text += f", {show_seconds(total_bytes / rate)} at {show_bandwidth(rate)}"
-        halves = ZERO in remote.forms and UNIVERSAL in remote.forms
-        hint = 'forms = ["zero"] halves it: `ckptd convert` makes the universal form when it is needed'
-        what = shown_remote(remote.name, remote.url)
-        yield Finding(what=what, verdict="note", text=text, hint=hint if halves else "")
 
 
 def _at_rest(job: JobConfig) -> Context:
@@ -298,27 +259,12 @@ def _remote(
         rows = settings_rows(remote, access)
         yield Finding(what=what, verdict="note", text=f"{remote.url}: not tried (--no-probe)", rows=rows)
         return
-    settings = RemoteSettings(
-        name=remote.name,
-        url=remote.url,
-        job=job.name,
-        job_id=owner.job_ids.get(remote.name),
-        proposed_job_id=_job_id(owner, seen),
-        remote_id=owner.remote_ids.get(remote.name),
-        known_url=owner.urls.get(remote.name),
-        may_initialise=init_remote,
-        same_filesystem=remote.same_filesystem,
-        save_dir=str(job.save_dir),
-        verify=remote.verify,
-        access=access,
-        bytes_per_second=remote.bandwidth.at(time.time()),
-        node=job.node_name or node_name(os.environ),
-        node_id=_CHECK_NODE_ID,
-        asks_who_lives=True,
-    )
+    settings = settings_to_ask(job, remote, owner)
+    asked = {"may_initialise": init_remote, "proposed_job_id": _job_id(owner, seen), "asks_who_lives": True}
+    settings = settings.model_copy(update=asked)
     answer = attach_once(settings, REMOTE_SECONDS)
     if isinstance(answer, CkptdError):
-        yield _absent(what, remote, owner, answer)
+        yield _absent(what, remote, answer)
         return
     if (error := _same_directory(job, remote, answer, seen)) is not None:
         yield failed(what, error)
@@ -399,13 +345,12 @@ def _without_zero(remote: RemoteConfig) -> Finding:
     return Finding(what=shown_remote(remote.name, remote.url), verdict="note", text=text, hint=hint)
 
 
-def _absent(what: str, remote: RemoteConfig, owner: Owner, error: CkptdError) -> Finding:
+def _absent(what: str, remote: RemoteConfig, error: CkptdError) -> Finding:
     """Return the finding for a place that could become the remote: no failure before the first start.
 
     The remote's child looked at the place (`attach`): no path of a remote is touched here (docs/adr/0182).
     """
-    is_new = isinstance(error, RemoteNotOurs) and remote.name not in owner.remote_ids
-    if is_new and (f"has no {IDENTITY_KEY}" in error.message or error.message.endswith(" is not there")):
+    if isinstance(error, RemoteNotInitialised):
         text = f"{remote.url} is not initialised yet; `ckptd run` or `ckptd check --init-remote` does it"
         return Finding(what=what, verdict="note", text=text)
     return failed(what, error)
@@ -426,31 +371,6 @@ def _children() -> Finding:
             what="children", verdict="note", text=f"{text}; without {', '.join(missing)}", hint=hint
         )
     return Finding(what="children", verdict="ok", text=text)
-
-
-def attach_once(settings: RemoteSettings, timeout_seconds: float) -> Attached | CkptdError:
-    """Attach to a remote in a child of its own and let go again; errors are returned."""
-    answered = threading.Event()
-    answers: list[Answer] = []
-
-    def on_answer(_: int, answer: Answer) -> None:
-        answers.append(answer)
-        answered.set()
-
-    client = RemoteClient(settings, on_answer, has_stderr=False)
-    try:
-        client.submit(Attach(settings=settings))
-        if not answered.wait(timeout_seconds):
-            msg = f"{settings.url} did not answer within {timeout_seconds:.0f} s"
-            return RemoteUnreachable(msg, hint="is the server up? a hard mount waits for ever")
-    finally:
-        client.close()
-    answer = answers[0]
-    if isinstance(answer, Attached):
-        return answer
-    if isinstance(answer, Failed):
-        return answer.raised
-    return errors.RemoteError(f"{settings.url} answered with {answer.kind}")
 
 
 # --- the checks of ckptd.toml: notifications and metrics -------------------------------------------------

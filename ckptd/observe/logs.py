@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 Style = Literal["auto", "text", "json"]
 STYLES: tuple[str, ...] = get_args(Style)
-Action = Literal["complete", "upload", "commit", "convert", "hold", "delete-local", "delete-remote", "vanish"]
+Action = Literal[
+    "complete", "doubt", "upload", "commit", "convert", "hold", "delete-local", "delete-remote", "vanish"
+]
+"""`doubt`: a checkpoint here is incomplete, torn, suspect or refused."""
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")

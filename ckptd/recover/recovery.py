@@ -132,6 +132,7 @@ class Recovery(ABC):
                 self._say_once(note)
             candidate = self._pick(choice)
             if candidate is not None:
+                self._sources.say_absent()
                 return candidate
 
     def _carry_out(self, plan: RecoveryPlan) -> bool:

@@ -75,7 +75,8 @@ class Restore(Recovery):
             RemoteUnreachable, RemoteNotOurs, RefusedError, NoSpaceError, NotPermitted: as they say.
         """
         try:
-            return self._run()
+            with self._sources.saying_absent():
+                return self._run()
         except OSError as error:
             # the name is relative to DIR, which no one sees in it
             name = error.filename if isinstance(error.filename, str) else "."

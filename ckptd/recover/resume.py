@@ -91,8 +91,8 @@ class Resume(Recovery):
         """Make save_dir resumable.
 
         Raises:
-            NothingCommitted: the remote is there and ours, it holds nothing of this run and neither does
-                save_dir (4). LockHeld: another place that lives goes on with the run (75).
+            NothingCommitted: the remote is there and ours, or surely new; it holds nothing of this run and
+                neither does save_dir (4). LockHeld: another place that lives goes on with the run (75).
             NotFoundError: no remote is known and save_dir holds nothing, or no save has the tag (66).
             RemoteUnreachable, RemoteNotOurs: no remote answers or is this job's, and nothing here is surely
                 the newest; of several nodes' remotes one does not (69).
@@ -102,12 +102,16 @@ class Resume(Recovery):
         if not self._job.remotes:
             hint = "`ckptd resume SAVE_DIR URL`, or name its job file"
             self._say(f"no remote is known of {self._dir}: only what lies here counts; {hint}")
-        self._sources.look()
+        with self._sources.saying_absent():
+            return self._run()
+
+    def _run(self) -> Recovered:
+        self._sources.look(knows_new=True)
         self._one.check_remotes(self._sources)
         fd = self._fd = self._open()
         try:
             if self._choose_run():
-                self._sources.look()  # what it has committed until it fell silent
+                self._sources.look(knows_new=True)  # what it has committed until it fell silent
                 self._choose_run()
             if fd is None or self._options.dry_run:
                 return self._recover()
@@ -158,7 +162,10 @@ class Resume(Recovery):
         for remote in remotes:
             row = elsewhere(remote.observation.rows, run_id, str(self._dir))
             insists = command_for(self._job, "resume", "--run", short(run_id))
-            if row is not None and wait_until_silent(remote, row, self._say, insists):
+            if row is None:
+                continue
+            self._sources.say_absent()  # the wait takes minutes
+            if wait_until_silent(remote, row, self._say, insists):
                 return True
         return False
 
@@ -315,12 +322,15 @@ class Resume(Recovery):
 
     def _is_surely_newest(self, candidate: Candidate) -> None:
         """Take what is here without any remote only if the daemon's status knows nothing newer."""
-        if self._sources.remotes or not self._job.remotes or self._options.tag is not None:
+        sources = self._sources
+        is_known = bool(sources.remotes or (sources.new and not sources.absent))
+        if is_known or not self._job.remotes or self._options.tag is not None:
             return
         hints = self._memory.orders
         hint, newest = hints.get(candidate.tag), max(hints.values(), default=None)
         if self._options.nodes.count > 1 or hint is None or newest is None or candidate.order < newest:
-            raise self._sources.absent[0]
+            raise sources.absent[0]
+        sources.say_absent()
         self._say(f"no remote answers; {candidate.tag} here is the newest that the daemon knew of")
 
     def _say_unprotected(self, tag: str) -> None:
@@ -362,13 +372,15 @@ class Resume(Recovery):
             is_suspect = verdict.state is State.SUSPECT
             raise RefusedError(msg, hint=f"{accepts if is_suspect else ''}move it away to start fresh")
         self._clear()
-        where = ", ".join(remote.url for remote in self._sources.remotes)
+        new = [remote.url for remote in self._sources.new]
+        where = ", ".join([*(remote.url for remote in self._sources.remotes), *new])
         of_run = f", run {short(self._sources.run_id)}" if self._sources.run_id is not None else ""
         msg = f"{where} holds no committed checkpoint of {job.name}{of_run}, {job.save_dir} no complete one"
         alone = {
             v.commit.tag for r in self._sources.remotes for v in r.commits if v.commit.grid.is_model_only
         }
         alone |= {s.tag for s in self._local if s.is_complete and s.listing.is_model_only}
+        msg += f" ({', '.join(new)}: empty, nothing was ever uploaded there)" if new else ""
         msg += f" (only a model: {', '.join(sorted(alone))})" if alone else ""
         weights = sorted(forms_alone(self._sources.remotes))
         msg += f" (only weights: {', '.join(weights)})" if weights else ""
@@ -440,7 +452,7 @@ class PinnedSelection:
         """
         if self.options.nodes.count == 1 or self.options.remote is not None or not sources.remotes:
             return
-        there = [sight.name for sight in sources.remotes]
+        there = [*(sight.name for sight in sources.remotes), *(remote.name for remote in sources.new)]
         away = [remote for remote in self.job.remotes if remote.name not in there]
         for remote, error in zip(away, sources.absent, strict=True):
             if set(FORMS) & set(remote.forms):
@@ -449,7 +461,7 @@ class PinnedSelection:
                 msg = f"{shown}: {error.message}; {others}"
                 mend = error.hint or "mend that"
                 hint = f"{mend}; or add `--remote {there[0]}` to `ckptd resume` on every node"
-                raise _of_its_kind(error, msg, hint)
+                raise _of_its_kind(error, msg, hint) from error
 
     def settle(self, choice: Choice, sources: Sources) -> None:
         """Pin the save, before a remote that failed meanwhile is left out."""
@@ -508,7 +520,9 @@ class PinnedSelection:
             error = sources.absent[-1]
             others = "; every node takes it or none" if several else ""
             msg = f"{tag} cannot be fetched: {error.message}{others}"
-            return _of_its_kind(error, msg, "call it again, on every node, once the remote answers")
+            found = _of_its_kind(error, msg, "call it again, on every node, once the remote answers")
+            found.__cause__ = error
+            return found
         if self._views and key not in views_by_save(sources.remotes, FORMS):
             msg = f"{tag} was deleted from the remote while it was fetched"
             return RefusedError(msg, hint="does a daemon run? stop it, and call resume again on every node")

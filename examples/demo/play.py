@@ -153,9 +153,7 @@ class Play:
             else:
                 path.unlink()
         scene.note("wipe", begin=begin, left=sorted(p.name for p in scene.save_dir.iterdir()))
-        self._progress.say(
-            "the node is replaced: all but the torn save and `latest` is gone, ckptd's state too"
-        )
+        self._progress.say("the node is replaced: only the unfinished save and `latest` are left of it")
 
     def _keep_audit(self, name: str) -> None:
         source = self._scene.state_dir / "audit.jsonl"
@@ -180,9 +178,8 @@ class Play:
             msg = f"ckptd resume ended with {done.returncode}: {done.stderr.strip()}"
             raise QuickstartFailed(msg)
         path = Path(done.stdout.strip()).relative_to(scene.save_dir)
-        self._progress.say(
-            f"ckptd resume: {path} after {time.time() - begin:.1f} s; the torn save lies aside"
-        )
+        self._progress.say(f"ckptd resume: {path} after {time.time() - begin:.1f} s")
+        self._progress.say(f"the unfinished {scene.torn_tag} was moved to _ckptd/aside")
 
     def _train_to_the_end(self) -> None:
         scene, ranks = self._scene, self._scene.resume_world_size

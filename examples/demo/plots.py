@@ -25,6 +25,7 @@ COLOURS = {
     "universal": "#8172b3",
     "event": "#c44e52",
 }
+NAMES = {"first": "before the crash"}
 RUN_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3")
 EVENTS = {
     "kill-daemon": "kill -9 ckptd in mid-upload",
@@ -41,17 +42,19 @@ def _figure(rows: int, height: float) -> tuple[Any, Any]:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(rows, 1, figsize=(11, height), layout="constrained")
-    return figure, axes
+    figure, axes = plt.subplots(rows, 1, figsize=(8.5, height), layout="constrained", squeeze=False)
+    for one in axes.flat:
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, axes[:, 0]
 
 
 def draw_losses(path: Path, runs: Mapping[str, Mapping[int, float]], tolerance: float) -> None:
     """Losses by step of every run (above), and their distance from the run `reference` (below)."""
-    figure, (above, below) = _figure(2, 7)
+    figure, (above, below) = _figure(2, 6)
     reference = runs["reference"]
     above.plot(list(reference), list(reference.values()), label="uninterrupted", color="#b0b0b0", linewidth=5)
     for number, (name, losses) in enumerate((n, r) for n, r in runs.items() if n != "reference"):
-        style = {"label": name, "color": RUN_COLOURS[number], "marker": ".", "linewidth": 1}
+        style = {"label": NAMES.get(name, name), "color": RUN_COLOURS[number], "marker": ".", "linewidth": 1}
         above.plot(list(losses), list(losses.values()), **style)
         shared = [step for step in losses if step in reference]
         below.plot(shared, [abs(losses[step] - reference[step]) for step in shared], **style)
@@ -63,7 +66,7 @@ def draw_losses(path: Path, runs: Mapping[str, Mapping[int, float]], tolerance: 
     below.set_ylabel("|loss - uninterrupted|")
     below.set_xlabel("step")
     below.legend()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=165)
 
 
 def draw_timeline(path: Path, e: Evidence, statuses: list[dict[str, Any]]) -> None:
@@ -71,7 +74,7 @@ def draw_timeline(path: Path, e: Evidence, statuses: list[dict[str, Any]]) -> No
 
     `statuses` are the changes that status.json showed: at, tag, state, upload_started_at.
     """
-    figure, axes = _figure(1, 2.2 + 0.4 * max(4, len(e.saves)))
+    figure, (axes,) = _figure(1, 2.6 + 0.3 * max(4, len(e.saves)))
     zero = min([*(s["at"] for s in e.starts.values()), *(save.at for save in e.saves)])
     labels = []
     for row, save in enumerate(e.saves):
@@ -86,13 +89,22 @@ def draw_timeline(path: Path, e: Evidence, statuses: list[dict[str, Any]]) -> No
             axes.axvline(at, color=COLOURS["event"], linestyle=":", linewidth=1.5)
             if kind == "remote-away":
                 axes.axvspan(line["begin"] - zero, at, color=COLOURS["event"], alpha=0.12)
-            axes.text(at, -0.8 - 0.5 * number, f" {EVENTS[kind]}", color=COLOURS["event"], fontsize=9)
+            text = axes.text(at, -0.9 - 0.7 * number, f" {EVENTS[kind]}", color=COLOURS["event"], fontsize=9)
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     axes.set_yticks([*range(len(labels)), len(labels)], [*labels, "training steps"], fontsize=9)
-    axes.set_ylim(len(labels) + 0.7, -1.0 - 0.5 * len(happened))
+    axes.set_ylim(len(labels) + 0.7, -1.2 - 0.7 * len(happened))
     axes.set_xlabel("seconds")
-    axes.set_title(f"{len(e.saves)} saves of two runs: written, complete, committed, deleted")
-    axes.legend(*_once_each(axes), loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
-    figure.savefig(path, dpi=120)
+    figure.suptitle(_finding(e), fontweight="bold")
+    figure.legend(*_once_each(axes), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    figure.savefig(path, dpi=165)
+
+
+def _finding(e: Evidence) -> str:
+    """Say how many saves were committed, and how many left the node before that."""
+    ends = [(commit_of(e, save), pruned_at(e, save)) for save in e.saves]
+    early = sum(gone is not None and (commit is None or gone[0] < commit.created) for commit, gone in ends)
+    committed = sum(commit is not None for commit, _ in ends)
+    return f"{len(ends)} saves of two runs: {committed} committed, {early} deleted on the node before that"
 
 
 def _draw_save(

@@ -26,10 +26,11 @@ BOUND = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One training run; `experiments` are the plots it belongs to."""
+    """One training run."""
 
     name: str
-    experiments: tuple[int, ...]
+    experiment: int
+    """0: what the others are compared with."""
     ranks: int
     accumulation: int = 1
     load: str | None = None
@@ -37,27 +38,22 @@ class Run:
     saves: bool = False
 
 
-STRAIGHT = Run(name="uninterrupted, 4 ranks", experiments=(1, 2, 3), ranks=4, saves=True)
+STRAIGHT = Run(name="uninterrupted, 4 ranks", experiment=0, ranks=4, saves=True)
 RUNS = (
     STRAIGHT,
-    Run(name="resumed from ZeRO, 4 ranks", experiments=(1,), ranks=4, load="zero", is_exact=True),
-    Run(name="resumed from universal, 4 ranks", experiments=(1,), ranks=4, load="universal", is_exact=True),
-    Run(name="4 ranks, 2 micro-steps", experiments=(2,), ranks=4, accumulation=2),
-    Run(name="4 ranks, 4 micro-steps", experiments=(2,), ranks=4, accumulation=4),
-    Run(name="2 ranks, 2 micro-steps", experiments=(2,), ranks=2, accumulation=2),
+    Run(name="resumed from ZeRO, 4 ranks", experiment=1, ranks=4, load="zero", is_exact=True),
+    Run(name="resumed from universal, 4 ranks", experiment=1, ranks=4, load="universal", is_exact=True),
+    Run(name="4 ranks, 2 micro-steps", experiment=2, ranks=4, accumulation=2),
+    Run(name="4 ranks, 4 micro-steps", experiment=2, ranks=4, accumulation=4),
+    Run(name="2 ranks, 2 micro-steps", experiment=2, ranks=2, accumulation=2),
     Run(
         name="resumed from universal, 2 ranks, 2 micro-steps",
-        experiments=(3,),
+        experiment=3,
         ranks=2,
         accumulation=2,
         load="universal",
     ),
 )
-TITLES = {
-    1: "1: resume on the same ranks",
-    2: "2: the same global batch by other micro-steps and ranks",
-    3: "3: resume on half the ranks, twice the micro-steps",
-}
 
 
 class Example:
@@ -149,24 +145,36 @@ class Example:
         return "\n".join(lines)
 
     def plot(self, file: Path) -> None:
-        """Three plots of losses by step."""
+        """Plot the losses of all runs by step, and below them how far each is from the uninterrupted run."""
         import matplotlib as mpl
 
         mpl.use("Agg")
         from matplotlib import pyplot
 
-        figure, axes = pyplot.subplots(1, 3, figsize=(15, 4), sharey=True)
-        for number, axis in zip(TITLES, axes, strict=True):
-            for run in (r for r in RUNS if number in r.experiments):
-                losses = self.losses[run.name]
-                style = {"linewidth": 4, "alpha": 0.35} if run is STRAIGHT else {"linestyle": "--"}
-                axis.plot(list(losses), list(losses.values()), label=run.name, **style)
-            axis.axvline(self.middle, color="grey", linewidth=0.8)
-            axis.set(title=TITLES[number], xlabel="step")
-            axis.legend(fontsize=8)
-        axes[0].set_ylabel("loss")
-        figure.tight_layout()
-        figure.savefig(file, dpi=90)
+        figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 5.6), layout="constrained", sharex=True)
+        straight = self.losses[STRAIGHT.name]
+        above.plot(list(straight), list(straight.values()), color="#9aa0a6", linewidth=5, label=STRAIGHT.name)
+        for number, run in enumerate(run for run in RUNS if run is not STRAIGHT):
+            losses, style = self.losses[run.name], {"color": f"C{number}", "linewidth": 1.2}
+            above.plot(list(losses), list(losses.values()), **style)
+            away = [abs(loss - straight[step]) for step, loss in losses.items()]
+            below.plot(list(losses), away, label=f"{run.experiment}: {run.name}", **style)
+        below.axhline(BOUND, color="black", linestyle=":", label=f"allowed: {BOUND}")
+        below.set_yscale("symlog", linthresh=1e-6)
+        below.set_ylim(bottom=-3e-7)
+        for axis, words in ((above, "loss"), (below, "difference of losses")):
+            axis.axvline(self.middle, color="black", linewidth=0.8)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.set_ylabel(words)
+        above.legend(frameon=False)
+        below.set_xlabel(f"step (saved and resumed at {self.middle})")
+        exact = max(self.difference(run) for run in RUNS if run.is_exact)
+        other = max(self.difference(run) for run in RUNS if not run.is_exact and run is not STRAIGHT)
+        title = f"Resumed on the same ranks, losses differ by {exact:.1g};\n"
+        figure.suptitle(f"{title}with other ranks or micro-steps by at most {other:.1e}", fontweight="bold")
+        handles, labels = below.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+        figure.savefig(file, dpi=200)
         pyplot.close(figure)
 
 

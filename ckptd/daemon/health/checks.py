@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptd.base.humanize import size_of
-from ckptd.config.commands import command_for
+from ckptd.config.commands import command_for, with_typed_commands
 from ckptd.config.quantities import shown_remote
 from ckptd.core.completeness.judge import STAGE_0, State
 from ckptd.core.model.layouts import Trainer
@@ -137,7 +137,7 @@ def report_problems(job: WatchedJob, state: JobState) -> None:
     _forget_vanished(job, state)
     see = job.problems
     see.begin_turn()
-    _see_verdicts(job, state)
+    _report_verdicts(job, state)
     report_conversions(see, state)
     if job.view is not None:
         report_unused_remotes(see, job.view)
@@ -210,6 +210,16 @@ def _what_frees(job: WatchedJob, state: JobState) -> str:
     ways = ((way_out(job, state, tag), size) for tag, size in unfinished(state).items())
     frees = (f"{command} frees {size_of(size)}; " for (command, what), size in ways if what == REMOVES)
     return f"{next(frees, '')}{to_adopt(job)}nothing uncommitted is deleted; free space or save less often"
+
+
+def _report_verdicts(job: WatchedJob, state: JobState) -> None:
+    """Report what is wrong with checkpoints here; the log says each once, as it says which are complete."""
+    known = {(problem.code, problem.about) for problem in job.problems.all()}
+    _see_verdicts(job, state)
+    for problem in job.problems.all():
+        if (problem.code, problem.about) not in known:
+            typed = with_typed_commands(job.config, problem.next_step)
+            log.warning("%s; %s", problem.text, typed, extra=line_fields("doubt", problem.about))
 
 
 def _see_verdicts(job: WatchedJob, state: JobState) -> None:
@@ -334,7 +344,7 @@ def is_idle(job: WatchedJob) -> bool:
     """Nothing is under way and nothing is left to do but what a backoff or a person holds up."""
     state = job.state
     if state is None:
-        return job.turns > 0
+        return job.turns > 0 and not any(session.open_requests for session in job.sessions.values())
     if state.is_first_scan or job.needs_turn or state.plan is None:
         return False
     sessions = job.sessions.values()

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     ShipTimes = Mapping[UploadKey, tuple[float | None, float | None]]
 
 _LEFT = "there before ckptd: not uploaded; `ckptd accept --existing` uploads and rotates it"
+_NEW = "it answers, and the first save makes it this job's remote"
 SHOWN_ENDED = 20
 """Pruned and vanished saves that status still shows."""
 
@@ -119,7 +120,8 @@ def _shared(job: WatchedJob) -> st.SharedStatus | None:
 def _remote(job: WatchedJob, session: RemoteSession) -> st.RemoteStatus:
     """Build the status of one remote, with the abilities that its store showed when it was attached."""
     if session.attached is None:
-        return st.RemoteStatus(name=session.name, url=session.settings.url, attached=False)
+        notes = (_NEW,) if session.is_new else ()
+        return st.RemoteStatus(name=session.name, url=session.settings.url, attached=False, notes=notes)
     can = session.attached.abilities
     is_proved = session.settings.verify != "none" or can.checksum is not None
     return st.RemoteStatus(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd import errors
 from ckptd.base.retry import Breaker, RetryTimer
-from ckptd.config.quantities import constant, shown_remote
+from ckptd.config.quantities import constant, said_of, shown_remote
 from ckptd.core.model.generation import SeenCommit, SeenManifest
 from ckptd.core.model.runs import run_of
 from ckptd.storage.child.slots import RemoteProcess
@@ -86,7 +86,9 @@ FULL_SECONDS = 180.0
 _FULL_STEP = "free space there, or set or lower its keep_last and `ckptd reload`; nothing local is deleted"
 
 
-def report_error(problems: Problems, name: str, error: errors.CkptdError, *, lacks_room: bool) -> Code:
+def report_error(
+    problems: Problems, name: str, url: str, error: errors.CkptdError, *, lacks_room: bool
+) -> Code:
     """Raise the problem of a remote's error and return its code; `lacks_room`: an upload failed, while reads
     work.
     """
@@ -99,7 +101,8 @@ def report_error(problems: Problems, name: str, error: errors.CkptdError, *, lac
         code = "remote-full" if isinstance(error, errors.NoSpaceError) else "remote-denied"
     hint = _FULL_STEP if code == "remote-full" else error.hint
     seconds = FULL_SECONDS if lacks_room else math.inf
-    problems.put(code, name, f"{name}: {error.message}", hint, lasts_seconds=seconds)
+    text = said_of(name, url, error.message).removeprefix("remote ")
+    problems.put(code, name, text, hint, lasts_seconds=seconds)
     return code
 
 
@@ -130,8 +133,9 @@ class RemoteSession:
         self.bandwidth = bandwidth or constant(settings.bytes_per_second)
         """The remote's own limit."""
         self.attached: m.Attached | None = None
-        self.is_away = self.is_duplicate = False
-        """It was asked in vain, at a start nobody knows yet; it is another one's directory."""
+        self.is_away = self.is_duplicate = self.is_new = False
+        """It was asked in vain, at a start nobody knows yet; it is another one's directory; it answers, is no
+        remote yet and may not be made one."""
         self.seen_all: m.Observation | None = None  # what the remote holds, of all runs
         self._own: m.Observation | None = None
         self.run_id: str | None = None  # None: all runs are one; "": it is not known yet
@@ -391,6 +395,11 @@ class RemoteSession:
         if self.scrub is not None:
             self._client.cancel(self.scrub)
 
+    def end_child(self) -> None:
+        """End the child if it has nothing to do; the next order starts another."""
+        if self._client.pid is not None:
+            self._client.make_room()
+
     def close(self) -> None:
         """End the child; answers that are on their way concern nobody any more."""
         self._client.close()
@@ -438,6 +447,10 @@ class RemoteSession:
             self.settings = self.settings.model_copy(update={**seen, "abilities": can})
             self._on_attached(answer)
             self.observe()
+        elif isinstance(answer, m.Failed) and isinstance(answer.raised, errors.RemoteNotInitialised):
+            self.is_new = True
+            self.note_answer()
+            self._wake()
         elif isinstance(answer, m.Failed):
             self.note_error(answer.raised)
 
@@ -488,11 +501,12 @@ class RemoteSession:
     def note_error(self, error: errors.CkptdError) -> None:
         """The remote failed: say so, back off; an unreachable or foreign one must attach anew (P2)."""
         self._requests_breaker.failed(error.message)
-        code = report_error(self._problems, self.name, error, lacks_room=self._lacks_room)
+        code = report_error(self._problems, self.name, self.settings.url, error, lacks_room=self._lacks_room)
         if code not in ("remote-full", "remote-denied"):
             self.attached, self.observation, self.is_away = None, None, True
         is_new, self._logged = self._logged != error.message, error.message
-        log.log(logging.WARNING if is_new else logging.DEBUG, "%s: %s", self._shown, error)
+        text = said_of(self.name, self.settings.url, str(error))
+        log.log(logging.WARNING if is_new else logging.DEBUG, "%s", text)
         self._wake()
 
     def forget_commit(self, key: str) -> None:

@@ -237,7 +237,7 @@ def abilities(remote: dict[str, Any], *, is_all: bool) -> str:
         return ""
     shown = remote_shown(remote)
     if not remote["attached"]:
-        return f"{shown}: not attached"
+        return "; ".join([f"{shown}: not attached", *remote["notes"]])
     exclusive = "create-only writes" if remote["create_only"] else "no create-only writes"
     return "; ".join([f"{shown}: {exclusive}", f"verified by {remote['proof']}", *remote["notes"]])
 

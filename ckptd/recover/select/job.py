@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,18 +20,19 @@ from urllib.parse import quote
 
 from ckptd.base.names import IDENTITY_KEY
 from ckptd.base.owned_dirs import path_of
-from ckptd.config.commands import default_config_dir
+from ckptd.config.commands import default_config_dir, node_name
 from ckptd.config.loader import job_from_memory, load_daemon, load_job_file, resolve_job
 from ckptd.core.model.listing import OURS
 from ckptd.errors import CkptdError, NotFoundError, RemoteNotOurs
 from ckptd.storage.local.job_names import running_job, running_state_dir, with_running
 from ckptd.storage.local.state_dir import JOB, private_place, remembered_job, state_dir_of
-from ckptd.storage.remote.messages import known_url
+from ckptd.storage.remote.messages import RemoteSettings, known_url
+from ckptd.storage.stores.access import access_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ckptd.config.schema import JobConfig
+    from ckptd.config.schema import JobConfig, RemoteConfig
     from ckptd.core.model.manifest import RemoteIdentity
 
 
@@ -156,6 +158,28 @@ def owner_of(job: JobConfig, state_dir: Path | None) -> Owner:
         job_ids=by_remote("job_id:"),
         remote_ids=by_remote("remote_id:"),
         urls={name: known_url(text) for name, text in by_remote("abilities:").items()},
+    )
+
+
+def settings_to_ask(job: JobConfig, remote: RemoteConfig, owner: Owner) -> RemoteSettings:
+    """Return the settings with which a remote is asked whose it is, and made nobody's: by what this node
+    remembers of it.
+    """
+    return RemoteSettings(
+        name=remote.name,
+        url=remote.url,
+        job=job.name,
+        job_id=owner.job_ids.get(remote.name),
+        remote_id=owner.remote_ids.get(remote.name),
+        known_url=owner.urls.get(remote.name),
+        may_initialise=False,
+        same_filesystem=remote.same_filesystem,
+        save_dir=str(job.save_dir),
+        verify=remote.verify,
+        access=access_of(remote),
+        bytes_per_second=remote.bandwidth.at(time.time()),
+        node=job.node_name or node_name(os.environ),
+        node_id="asks",
     )
 
 

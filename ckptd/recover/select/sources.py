@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.base.owned_dirs import is_numbered_tag
+from ckptd.base.process import LIMIT_SECONDS, NOT_ANSWERING
 from ckptd.config.loader import remote_from_arguments
-from ckptd.config.quantities import shown_remote
+from ckptd.config.quantities import said_of
 from ckptd.core.model.layouts import Trainer
 from ckptd.errors import (
     CkptdError,
@@ -23,12 +24,15 @@ from ckptd.errors import (
     NotFoundError,
     NotPermitted,
     RemoteError,
+    RemoteNotInitialised,
+    RemoteNotOurs,
     SourceChanged,
     StorageError,
 )
 from ckptd.recover.select.inventory import is_gone, read_remote_inventory
-from ckptd.recover.select.job import job_named, no_remote, owner_of, state_dir_hint
+from ckptd.recover.select.job import job_named, no_remote, owner_of, settings_to_ask, state_dir_hint
 from ckptd.recover.select.steps import Convert, ConvertFrom, Fetch, RestoreExtras
+from ckptd.storage.child.client import attach_once
 from ckptd.storage.local.job_names import is_remote
 from ckptd.storage.stores.access import access_of
 
@@ -75,6 +79,18 @@ class Where:
         """Return the remote of that name."""
         return next(remote for remote in self.remotes if remote.name == name)
 
+    def is_new(self, name: str, error: CkptdError) -> bool:
+        """Tell whether a remote of the job that could not be read was reached, and surely holds nothing yet.
+
+        `error`: why it could not be read; a place that does not answer is not asked once more.
+        """
+        is_there = isinstance(error, RemoteNotOurs) or error.hint != NOT_ANSWERING
+        if self.job is None or self.owner is None or not isinstance(error, RemoteError) or not is_there:
+            return False
+        settings = settings_to_ask(self.job, self.remote(name), self.owner)
+        settings = settings.model_copy(update={"only_looks": True})
+        return isinstance(attach_once(settings, LIMIT_SECONDS), RemoteNotInitialised)
+
     def read_one(self, name: str, *, is_tolerant: bool = False) -> RemoteInventory:
         """Read the remote of that name."""
         remote = self.remote(name)
@@ -102,12 +118,6 @@ def where_of(
     raise no_remote(found)
 
 
-def said_of(name: str, url: str, text: str) -> str:
-    """Return a line about a remote; a URL that the text names already is not said twice."""
-    shown = shown_remote(name, url)
-    return text if shown == url and url in text else f"{shown}: {text}"
-
-
 def named(remotes: Sequence[RemoteConfig], only: str | None) -> tuple[RemoteConfig, ...]:
     """Return all remotes, or the one called `only`.
 
@@ -124,26 +134,58 @@ def named(remotes: Sequence[RemoteConfig], only: str | None) -> tuple[RemoteConf
 
 @dataclass(slots=True, kw_only=True)
 class Sources:
-    """The remotes that answer, the errors of the others, and (remote, COMMIT digest) of bad copies."""
+    """The remotes that answer, the errors of the others, and (remote, COMMIT digest) of bad copies.
+
+    Why a remote is left out is said where something is done without it; an error that ends the command is
+    printed by whoever catches it.
+    """
 
     where: Where
     say: Callable[[str], None]
     remotes: list[RemoteInventory] = field(default_factory=list)
+    new: list[RemoteConfig] = field(default_factory=list)
+    """Places that answer, hold nothing and are no remotes yet: asked for by `look`."""
     absent: list[CkptdError] = field(default_factory=list)
     damaged: set[tuple[str, str]] = field(default_factory=set)
     run_id: str | None = None
     """The one run whose checkpoints are offered, once `take` has said so."""
     _runs: Runs | None = None
+    _unsaid: dict[str, CkptdError] = field(default_factory=dict)
+    _said: set[str] = field(default_factory=set)
 
-    def look(self) -> None:
-        """Read each remote, perhaps again; one that is not there is said and left out."""
+    def look(self, *, knows_new: bool = False) -> None:
+        """Read each remote, perhaps again; one that is not there is left out, or with `knows_new` in `new`
+        if it is not there yet.
+        """
         failures: dict[str, CkptdError] = {}
         self.remotes = []
-        for sight in self.where.read(self.say, failures):
+        for sight in self.where.read(lambda _: None, failures):
             self.remotes.append(sight)
             for text in sight.observation.damaged:
                 self.say(said_of(sight.name, sight.url, text))
-        self.absent = list(failures.values())
+        new = [name for name, error in failures.items() if knows_new and self.where.is_new(name, error)]
+        self.new = [self.where.remote(name) for name in new]
+        self._unsaid = {name: error for name, error in failures.items() if name not in new}
+        self.absent = list(self._unsaid.values())
+
+    def say_absent(self, but: CkptdError | None = None) -> None:
+        """Say which remotes are left out and why, each once; `but`: what is raised, and printed, instead."""
+        for name, error in self._unsaid.items():
+            text = said_of(name, self.where.remote(name).url, str(error))
+            if but is None or error not in (but, but.__cause__):
+                if text not in self._said:
+                    self.say(text)
+                self._said.add(text)
+        self._unsaid = {}
+
+    @contextlib.contextmanager
+    def saying_absent(self) -> Iterator[None]:
+        """Say at an error that ends the command which other remotes were left out."""
+        try:
+            yield
+        except CkptdError as error:
+            self.say_absent(error)
+            raise
 
     def take(self, runs: Runs, run_id: str | None) -> None:
         """Keep only what one run committed; None: nothing."""
@@ -179,8 +221,11 @@ class Sources:
         self.remotes = [remote for remote in self.remotes if remote.name != name]
         self.absent.append(error)
         others = ", ".join(remote.name for remote in self.remotes)
-        going = f"going on with {others}" if others else "no other is left"
-        self.say(said_of(name, self.where.remote(name).url, f"{error.message}; {going}"))
+        if others:
+            text = f"{error.message}; going on with {others}"
+            self.say(said_of(name, self.where.remote(name).url, text))
+        else:
+            self._unsaid[name] = error
 
     def _look_again(self, copy: Copy) -> None:
         """A COMMIT that retention removed meanwhile is no damage, and what was seen then is history."""

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from ckptd.base.process import spawn
 from ckptd.config.quantities import shown_remote
+from ckptd.errors import RemoteError, RemoteUnreachable
 from ckptd.storage.remote.messages import (
     ANSWER_LINE,
     EVENTS,
@@ -42,6 +43,7 @@ from ckptd.storage.stores.open import clean_environment
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from ckptd.errors import CkptdError
     from ckptd.storage.remote.messages import Answer, RemoteSettings, Request
 
 CHILD = "ckptd.storage.child.child"
@@ -348,6 +350,31 @@ class RemoteClient:
             hint = "ckptd tries again by itself; check the mount or the network"
             error = "BehindError" if _is_making(order) else "RemoteUnreachable"
             self._on_answer(order_id, Failed(error=error, message=message, hint=hint))
+
+
+def attach_once(settings: RemoteSettings, timeout_seconds: float) -> Attached | CkptdError:
+    """Attach to a remote in a child of its own and let go again; errors are returned."""
+    answered = threading.Event()
+    answers: list[Answer] = []
+
+    def on_answer(_: int, answer: Answer) -> None:
+        answers.append(answer)
+        answered.set()
+
+    client = RemoteClient(settings, on_answer, has_stderr=False)
+    try:
+        client.submit(Attach(settings=settings))
+        if not answered.wait(timeout_seconds):
+            msg = f"{settings.url} did not answer within {timeout_seconds:.0f} s"
+            return RemoteUnreachable(msg, hint="is the server up? a hard mount waits for ever")
+    finally:
+        client.close()
+    answer = answers[0]
+    if isinstance(answer, Attached):
+        return answer
+    if isinstance(answer, Failed):
+        return answer.raised
+    return RemoteError(f"{settings.url} answered with {answer.kind}")
 
 
 def _line(order_id: int, order: Request) -> bytes:

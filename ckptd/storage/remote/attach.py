@@ -7,6 +7,7 @@ machine. So a directory becomes a remote only on a file system of its own, and o
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -18,7 +19,14 @@ from typing import TYPE_CHECKING
 from ckptd.base import files
 from ckptd.base.names import IDENTITY_KEY, ROOT
 from ckptd.core.model.manifest import RemoteIdentity, to_bytes
-from ckptd.errors import CkptdError, NoSpaceError, RemoteNotOurs, RemoteUnreachable, from_os_error
+from ckptd.errors import (
+    CkptdError,
+    NoSpaceError,
+    RemoteNotInitialised,
+    RemoteNotOurs,
+    RemoteUnreachable,
+    from_os_error,
+)
 from ckptd.storage.remote.coordination import live_nodes, newest_run
 from ckptd.storage.remote.documents import read_identity
 from ckptd.storage.remote.messages import Attached
@@ -49,12 +57,13 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
     Raises:
         RemoteUnreachable: the directory or its mount is not there.
         RemoteNotOurs: no identity though one is known, another job's, or a place that may not become one.
+        RemoteNotInitialised: it has none, could get one, and `settings` forbid that.
         NotPermitted, StorageError: it cannot be written. NoSpaceError: it is full, and was never probed.
     """
     path = directory_path(settings.url)
     if path is not None:
         _check_apart(path, settings)
-        _prepare_root(path, settings)
+        _prepare_root(path, store, settings)
     found = read_identity(store)
     initialised = False
     if found is None:
@@ -71,6 +80,8 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
         msg = f"{store.url} lost {IDENTITY_KEY} right after it was created"
         raise RemoteNotOurs(msg)
     _check_owner(found, store, settings)
+    if settings.only_looks:
+        raise RemoteNotOurs(f"{store.url} became a remote just now", hint="call it again")
     return Attached(
         identity=found,
         abilities=_abilities(store, settings, found),
@@ -168,7 +179,44 @@ def _may_initialise(store: Store, settings: RemoteSettings, path: Path | None) -
         _check_place(path, settings)
     if not settings.may_initialise:
         msg = f"{store.url} has no {IDENTITY_KEY}"
-        raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` makes it this job's remote")
+        hint = "is it mounted? `ckptd check --init-remote` makes it this job's remote"
+        raise _kind_of_new(store, settings, path)(msg, hint=hint)
+
+
+def _kind_of_new(store: Store, settings: RemoteSettings, path: Path | None) -> type[RemoteNotOurs]:
+    """Return the error for a place that could become the remote and may not be made it now.
+
+    Raises:
+        NotPermitted, NoSpaceError, StorageError: nothing could be written there.
+    """
+    if settings.only_looks:
+        return RemoteNotInitialised if _is_surely_new(store, settings, path) else RemoteNotOurs
+    if path is not None:
+        place = path if path.is_dir() else path.parent
+        if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+            denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            raise from_os_error(denied, f"{place}: making a folder there")
+    elif settings.url.startswith(_OBJECT_STORES):
+        store.probe()
+    return RemoteNotInitialised
+
+
+def _is_surely_new(store: Store, settings: RemoteSettings, path: Path | None) -> bool:
+    """Tell whether the place itself was reached, and holds nothing.
+
+    An empty folder on the root file system may be one on which a share is not mounted, whatever the job file
+    says of same_filesystem; so may any folder of a file server, whose disks nobody sees from here.
+    """
+    if path is None and not settings.url.startswith(_OBJECT_STORES):
+        return False
+    if path is not None:
+        if _device_of(path) == _device_of(Path("/")):
+            return False
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            return True  # its parent is there, on that other file system
+    return next(iter(store.list("")), None) is None
 
 
 def _check_apart(path: Path, settings: RemoteSettings) -> None:
@@ -193,7 +241,7 @@ def _check_outer(path: Path) -> None:
             raise RemoteNotOurs(msg, hint="no URL, save_dir or state directory may lie inside another")
 
 
-def _prepare_root(path: Path, settings: RemoteSettings) -> None:
+def _prepare_root(path: Path, store: Store, settings: RemoteSettings) -> None:
     """Create the root where only its last component is missing and that is right."""
     try:
         parent = path.parent
@@ -212,8 +260,8 @@ def _prepare_root(path: Path, settings: RemoteSettings) -> None:
         if not settings.same_filesystem:
             _check_place(parent, settings)
         if not settings.may_initialise:
-            msg = f"{path} is not there"
-            raise RemoteNotOurs(msg, hint="is it mounted? `ckptd check --init-remote` creates it")
+            kind = _kind_of_new(store, settings, path)
+            raise kind(f"{path} is not there", hint="is it mounted? `ckptd check --init-remote` creates it")
         path.mkdir(mode=0o755 & parent.stat().st_mode, exist_ok=True)
         _flush_names(parent)
     except OSError as error:

@@ -52,6 +52,8 @@ class RemoteSettings(Model):
     abilities: Abilities | None = None
     """Abilities that the remote showed before, for a time when it is full (adr/0161)."""
     may_initialise: bool = True
+    only_looks: bool = False
+    """Attaching answers whether the place is surely new, and writes nothing at all (`ckptd resume`)."""
     same_filesystem: bool = False
     save_dir: str
     """Needed to prove that a directory remote lies on another file system (H5)."""

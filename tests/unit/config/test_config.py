@@ -361,8 +361,8 @@ def test_arguments_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("CKPTD_SETTEL", "5s", "CKPTD_SETTLE"),
         ("CKPTD_SAVE_TOTAL_LIMT", "3", "CKPTD_SAVE_TOTAL_LIMIT"),
         ("CKPTD_RUN_ID_ENV", "2", "not in this version"),
-        ("CKPTD_SETTLE", "5", "settle"),
-        ("CKPTD_SAVE_TOTAL_LIMIT", "many", "save_total_limit"),
+        ("CKPTD_SETTLE", "5", "CKPTD_SETTLE"),
+        ("CKPTD_SAVE_TOTAL_LIMIT", "many", "CKPTD_SAVE_TOTAL_LIMIT"),
         ("CKPTD_REMOTE_REQUIRED", "perhaps", "CKPTD_REMOTE_REQUIRED"),
     ],
 )

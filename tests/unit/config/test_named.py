@@ -180,6 +180,39 @@ def test_an_address_is_no_directory(tmp_path: Path, url: str, hint: str) -> None
     assert hint in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("url", "environ", "said"),
+    [
+        ("s3://bucket/run", {"CKPTD_REMOTE_KEEP_LAST": "ten"}, 'CKPTD_REMOTE_KEEP_LAST = "ten": '),
+        ("s3://", {}, 'URL = "s3://": '),
+        ("s3://bucket/run", {"CKPTD_SETTLE": "soon"}, 'CKPTD_SETTLE = "soon": '),
+        ("s3://bucket/run", {"CKPTD_SAVE_TOTAL_LIMIT": "few"}, 'CKPTD_SAVE_TOTAL_LIMIT = "few": '),
+        (
+            "s3://bucket/run",
+            {"CKPTD_SETTLE": "soon", "CKPTD_REMOTE_KEEP_LAST": "ten"},
+            "2 mistakes: (1) CKPTD_",
+        ),
+    ],
+)
+def test_what_was_typed_is_named_and_no_key(
+    tmp_path: Path, url: str, environ: dict[str, str], said: str
+) -> None:
+    """There is no file with a `remote[0]` in it."""
+    with pytest.raises(ConfigError) as caught:
+        job_from_arguments(str(tmp_path / "run"), url, {}, environ)
+    assert said in caught.value.message
+    assert "remote[" not in caught.value.message
+    assert "[local]" not in caught.value.message
+
+
+def test_arguments_that_lie_in_each_other_are_named_as_typed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job_from_arguments(str(tmp_path / "run"), str(tmp_path / "run" / "copies"))
+    assert "URL lies inside SAVE_DIR" in caught.value.message
+    with pytest.raises(ConfigError, match=r'SAVE_DIR = "\S+/none/run": its parent'):
+        job_from_arguments(str(tmp_path / "none" / "run"), "s3://bucket/run")
+
+
 def test_a_directory_with_a_colon_can_be_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no other machine"):
         job_from_arguments(str(tmp_path / "a"), "file://host/x")

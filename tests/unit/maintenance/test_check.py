@@ -75,7 +75,7 @@ def test_what_will_be_uploaded_and_what_each_save_costs_is_said_before_the_start
     size_bytes = sum(p.stat().st_size for p in (scene.save_dir / "global_step15").iterdir())
     rows = told()
     (existing,) = rows["existing"]
-    said = "3 checkpoints lie here already: global_step15 is uploaded; the other 2 stay"
+    said = "3 checkpoints lie here already: global_step15 will be uploaded; the other 2 stay"
     assert existing.text.startswith(said)
     assert "CKPTD_EXISTING=all" in existing.hint
     cost = next(row for row in rows["remote nas"] if "a save of this size" in row.text)
@@ -85,10 +85,30 @@ def test_what_will_be_uploaded_and_what_each_save_costs_is_said_before_the_start
     assert 'forms = ["zero"] halves it' in cost.hint
     path.write_text(f'existing = "all"\n{path.read_text()}'.replace('["zero", "universal"]', '["zero"]'))
     rows = told()
-    assert "existing" not in rows
+    (existing,) = rows["existing"]
+    said = "3 checkpoints lie here already: all of them will be uploaded"
+    assert (existing.verdict, existing.text, existing.hint) == ("ok", said, "")
     cost = next(row for row in rows["remote nas"] if "a save of this size" in row.text)
     assert f"about {size_of(size_bytes)}, " in cost.text
     assert cost.hint == ""
+
+
+@pytest.mark.parametrize(
+    ("count", "existing", "said"),
+    [
+        (1, "newest", "global_step5 lies here already: it will be uploaded"),
+        (1, "all", "global_step5 lies here already: it will be uploaded"),
+        (1, "none", "global_step5 lies here already: nothing of it will be uploaded; it stays on this node "),
+        (2, "newest", "2 checkpoints lie here already: global_step10 will be uploaded; the other one stays "),
+        (2, "none", "2 checkpoints lie here already: nothing of it will be uploaded; all 2 stay on this "),
+    ],
+)
+def test_each_number_and_each_choice_is_said(tmp_path: Path, count: int, existing: str, said: str) -> None:
+    path, scene = job_file(tmp_path), Scene(tmp_path)
+    path.write_text(f'existing = "{existing}"\n{path.read_text()}')
+    for step in range(5, 5 * count + 1, 5):
+        scene.save(step)
+    assert findings(path)["existing"].text.startswith(said)
 
 
 WITHOUT_RIGHTS = (  # root too keeps to modes without its capabilities
