@@ -153,6 +153,8 @@ class HeldStatus:
     """The forms that stay."""
     kind: str = "resumable"
     """Or "model-only", "weights-only": nothing to resume from."""
+    bytes: int | None = None
+    """Of its ZeRO form, or of the form that is left; None: published by an earlier release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -283,21 +283,22 @@ def _problem(problem: dict[str, Any], now: float) -> Problem:
 
 
 def _detail(job: dict[str, Any], life: Life, now: float, deleted: Sequence[Deleted]) -> Detail:
-    checkpoints = job["checkpoints"]
+    checkpoints = rows.checkpoints_of(job)
     places = list(dict.fromkeys(name for one in checkpoints for name in one["remotes"]))
-    shown, older, gone = rows.worth_a_row(checkpoints)
+    chosen = rows.worth_a_row(checkpoints)
     told = [words.shared_line(job), *(words.abilities(one, is_all=False) for one in job.get("remotes", ()))]
 
     def made(ones: Sequence[dict[str, Any]]) -> tuple[Row, ...]:
         return tuple(_row(one, places, now, is_alive=life.is_well) for one in ones)
 
-    tracks = [_track(one, now, deleted, names_places=len(places) > 1) for one in (*shown, *gone)]
+    known = [one for one in (*chosen.shown, *chosen.gone) if one["local"].get("seen_at")]
+    tracks = [_track(one, now, deleted, names_places=len(places) > 1) for one in known]
     return Detail(
         uploads=tuple(_uploads(checkpoints)) if life.is_well else (),
         places=tuple(places),
-        checkpoints=made(shown),
-        older=made([*older, *gone]),
-        older_title=rows.left_out_in_words(older, gone),
+        checkpoints=made(chosen.shown),
+        older=made([*chosen.older, *chosen.there, *chosen.gone]),
+        older_title=chosen.left_out,
         timeline=laid_out(tracks, now),
         facts=tuple(_outlook(job)),
         notes=tuple(line for line in told if line),
@@ -316,7 +317,7 @@ def _row(checkpoint: dict[str, Any], places: Sequence[str], now: float, *, is_al
     return Row(
         tag=checkpoint["tag"],
         step=("?" if step is None else str(step)) + (f" (branch {branch})" if branch > 1 else ""),
-        size=size_of(checkpoint["bytes"]),
+        size="" if checkpoint["bytes"] is None else size_of(checkpoint["bytes"]),
         here=" ".join(words.forms_here(checkpoint)) or "–",
         marks=rows.marks_of(checkpoint),
         tone="bad" if rows.is_wrong(checkpoint) else "calm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import ckptd
 from tests.support.synthetic import write_stage12
 
 GROUPS = [{"w": (16, 8), "b": (8,)}]
@@ -141,6 +143,22 @@ def test_a_save_in_doubt_is_logged_once(tmp_path: Path) -> None:
     assert f"ckptd accept {tmp_path}/run global_step10; else ckptd resume moves it aside" in lines[0]
 
 
+def test_what_was_accepted_is_waited_for(tmp_path: Path) -> None:
+    """`wait` said for seconds that it will not be committed, until the daemon had read the word."""
+    save(tmp_path)
+    folder = tmp_path / "run" / "global_step10"
+    write_stage12(folder, GROUPS, 2, step=10)
+    for number, shard in enumerate(sorted(folder.glob("*.pt"))):
+        os.utime(shard, (1_700_000_000 + 9000 * number,) * 2)
+    with running(command(tmp_path), tmp_path / "log"):
+        until(lambda: "global_step10 is suspect" in status(tmp_path).stdout, "it is not suspect")
+        program = [sys.executable, "-m", "ckptd"]
+        done = run([*program, "accept", f"{tmp_path}/run", "global_step10"])
+        assert (done.returncode, done.stderr) == (0, ""), done
+        done = run([*program, "wait", f"{tmp_path}/run", "--step", "10", "--timeout", "60s"])
+        assert (done.returncode, "step 10 (global_step10) is committed" in done.stdout) == (0, True), done
+
+
 @pytest.mark.parametrize("is_there", [True, False], ids=["empty", "no save_dir"])
 def test_a_remote_that_is_not_there_is_said_before_the_first_save(tmp_path: Path, is_there: bool) -> None:
     """In words, with the next step, by log and status; nothing is made there; and it goes on by itself."""
@@ -163,6 +181,36 @@ def test_a_remote_that_is_not_there_is_said_before_the_first_save(tmp_path: Path
         write_stage12(tmp_path / "run" / "global_step5", GROUPS, 2, step=5)
         (tmp_path / "run" / "latest").write_text("global_step5")
         until(lambda: "● SAFE step 5" in status(tmp_path).stdout, log.read_text())
+
+
+def test_after_the_loss_of_a_node_the_list_has_what_the_remote_holds(tmp_path: Path) -> None:
+    """From what the daemon knows of its remotes, before the first checkpoint and after a resume."""
+    save(tmp_path)
+    for step in (10, 15):
+        write_stage12(tmp_path / "run" / f"global_step{step}", GROUPS, 2, step=step)
+    (tmp_path / "run" / "latest").write_text("global_step15")
+    assert run(command(tmp_path, "--once", "--existing", "all")).returncode == 0
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    with running(command(tmp_path), tmp_path / "log"):
+        told = "WAITING no checkpoint here yet; global_step15 is on the remote"
+        until(lambda: told in status(tmp_path).stdout, "it does not say what the remote holds")
+        row = r"global_step{} +{} +\S+ kB +– +✓ zero"
+        shown = status(tmp_path).stdout
+        assert all(re.search(row.format(step, step), shown) for step in (5, 10, 15)), shown
+        done = run([sys.executable, "-m", "ckptd", "resume", f"{tmp_path}/run", f"{tmp_path}/nas"])
+        assert done.returncode == 0, done
+        until(lambda: "● SAFE step 15" in status(tmp_path).stdout, "the resumed one is not known")
+        shown = status(tmp_path).stdout
+        assert re.search(r"global_step15 +15 +\S+ kB +zero\b.* ✓ zero", shown), shown
+        assert all(re.search(row.format(step, step), shown) for step in (5, 10)), shown
+        assert shown.count("global_step15") == 1, shown
+        assert status(tmp_path, "--html", f"{tmp_path}/page.html").returncode == 0
+        report = ckptd.status(tmp_path / "run")
+    page = (tmp_path / "page.html").read_text()
+    assert all(f"global_step{step}" in page for step in (5, 10, 15))
+    assert [one.tag for one in report.checkpoints] == ["global_step15", "global_step10", "global_step5"]
+    assert report.checkpoints[2].remotes["remote"]["zero"] == "committed"
 
 
 def test_a_remote_of_another_job_is_said_before_the_first_save(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ REMOTE = st.RemoteStatus(
             forms=("zero",),
             verdict="keep",
             why=("one of the newest 10",),
+            bytes=12_000_000_000,
         ),
     ),
 )
@@ -303,6 +304,9 @@ def documents() -> dict[str, st.Status]:
         full_in_seconds=2400.0,
         unfinished_bytes=12_000_000_000,
     )
+    lost = tuple(
+        replace(REMOTE.held[0], tag=f"global_step{step}", step=step) for step in range(3900, 3000, -100)
+    )
     gone = checkpoint(3500, state="pruned")
     gone = replace(gone, local=replace(gone.local, present=False, held=False))
     one = (checkpoint(4500, state="uploading", upload="shipping"),)
@@ -311,6 +315,13 @@ def documents() -> dict[str, st.Status]:
     return {
         "safe": of(job()),
         "safe, and older ones left this node": of(job(checkpoints=(checkpoint(4000), gone))),
+        "safe, and a remote alone holds others": of(
+            job(
+                checkpoints=(checkpoint(4000), replace(gone_from_here(3950), local=GONE)),
+                remotes=(replace(REMOTE, held=(*REMOTE.held, *lost)),),
+            )
+        ),
+        "waiting on a node that replaces a lost one": of(replace(NOTHING_YET, remotes=(REMOTE,))),
         "safe, a long run": of(job(checkpoints=LONG)),
         "safe, a hundred checkpoints": of(job(checkpoints=HUNDRED)),
         "behind, two remotes": of(several("nas", "s3")),

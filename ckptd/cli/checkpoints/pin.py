@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import Store
 
 _IN_DOUBT = {"suspect", "torn re-save"}
+_READ_SECONDS = 20.0
+"""A daemon reads a decision at its next turn, and publishes what follows from it within a second."""
 
 Kind = Literal["pin", "unpin", "accept", "adopt"]
 
@@ -121,6 +123,32 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
         what = "what lay there at the first start" if tag == _ALL else tag
         places = ", ".join(remote.name for remote in config.remotes)
         print_line(f"{what}: {_WORDS[kind]}, recorded here and in {places}")
+    _have_it_read(config, state_dir, tags if kind == "accept" else [])
+
+
+def _have_it_read(config: JobConfig, state_dir: Path, accepted: list[str]) -> None:
+    """Have the daemon read decisions at once; wait until it calls what was accepted suspect no more, so that
+    `ckptd wait` does not hear that from it.
+    """
+    import contextlib
+    import os
+    import signal
+
+    from ckptd.cli.daemon.request import wait_until
+    from ckptd.cli.output import print_note
+    from ckptd.storage.local.job_names import running_in
+
+    daemon = running_in(config.save_dir)
+    if daemon is None:
+        return
+    with contextlib.suppress(OSError):  # it has ended, and reads them at its start
+        os.kill(daemon.pid, signal.SIGUSR1)
+
+    def is_read() -> bool:
+        return not any(_published_state(state_dir, tag) in _IN_DOUBT for tag in accepted)
+
+    if not wait_until(is_read, _READ_SECONDS):
+        print_note("its daemon has not read that yet; it does by itself, and `ckptd status` shows it then")
 
 
 def _state_dir(config: JobConfig, config_dir: Path) -> Path:

@@ -23,6 +23,7 @@ from ckptd.cli.status.tables import checkpoints_table, remote_table
 from ckptd.errors import CkptdError, UsageError
 from ckptd.maintenance.status import words
 from ckptd.maintenance.status.published import find_statuses, is_meant, jobs_meant
+from ckptd.maintenance.status.rows import checkpoints_of
 from ckptd.maintenance.status.verdict import exit_code, life_of, verdict
 from ckptd.storage.local.job_names import is_remote
 
@@ -326,7 +327,7 @@ def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any
             style = _STYLES.get(severity, "")
             is_step = line.startswith(words.NEXT)
             parts.append(cell(f"  {line}", style) if is_step else prose(line, style))
-        if job["checkpoints"]:
+        if job["checkpoints"] if retention else checkpoints_of(job):
             parts.append(checkpoints_table(job, retention=retention, is_alive=life.is_well))
         parts += [remote_table(remote) for remote in job.get("remotes", []) if retention]
         said = [words.shared_line(job)]

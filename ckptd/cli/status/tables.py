@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.base.humanize import ago, size_of
 from ckptd.maintenance.status.rows import (
+    checkpoints_of,
     is_wrong,
-    left_out_in_words,
     marks_of,
     note_of,
     sign_of,
@@ -31,15 +31,17 @@ LONGEST_TITLE = 10
 
 
 def checkpoints_table(job: dict[str, Any], *, retention: bool, is_alive: bool = True) -> Drawing:
-    """Show the checkpoints on this node and their state in each remote; with `retention` why each is kept.
+    """Show the checkpoints on this node and their state in each remote, and the newest that only a remote
+    holds; with `retention` those of this node, and why each is kept.
 
     Not `is_alive`: the daemon that published it is gone, and nothing is under way any more.
     """
     from ckptd.cli.output import cell
     from ckptd.cli.status.drawing import Drawing, beside_rows, explained, prose, table
 
-    remotes = list(dict.fromkeys(name for c in job["checkpoints"] for name in c["remotes"]))
-    shown, left_out = (job["checkpoints"], "") if retention else _worth_a_row(job["checkpoints"])
+    rows = worth_a_row(checkpoints_of(job))
+    shown, left_out = (job["checkpoints"], "") if retention else (rows.shown, rows.left_out)
+    remotes = list(dict.fromkeys(name for c in shown for name in c["remotes"]))
     told = [note_of(c, retention=retention) for c in shown]
     notes = ["; ".join(filter(None, one)) for one in told]
     once = _once(shown, told)
@@ -107,7 +109,7 @@ def _row(
     return [
         cell(checkpoint["tag"]),
         cell(step),
-        cell(size_of(checkpoint["bytes"]) if level < BARE else ""),
+        cell("" if level >= BARE or checkpoint["bytes"] is None else size_of(checkpoint["bytes"])),
         cell(marks_of(checkpoint, says_pinned=not retention), "red" if is_wrong(checkpoint) else ""),
         cell(here if level < BARE else ""),
         *(_in_remote(checkpoint["remotes"].get(name, {}), level, is_alive=is_alive) for name in remotes),
@@ -161,12 +163,6 @@ def _upload(form: str, state: dict[str, Any], level: int, *, is_alive: bool) -> 
     eta = f", {ago(state['eta_seconds'])}" if is_timed else ""
     width = (10 if level == FULL else 5) - (2 if name else 0)
     return cell(f"{name}{bar(part, width)} {percent:>5}", "yellow").append_text(cell(eta))
-
-
-def _worth_a_row(checkpoints: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Choose the newest and all that is not settled; count the others: a long table hides its headline."""
-    shown, older, gone = worth_a_row(checkpoints)
-    return shown, left_out_in_words(older, gone)
 
 
 def _once(checkpoints: Sequence[dict[str, Any]], notes: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from ckptd.core.policy.local import best_here, best_there, score_of
 from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionVerdict, apply_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ckptd.core.model.save import Order
     from ckptd.core.policy.view import JobView, RemoteCommit, RemoteView
@@ -63,8 +63,13 @@ class Generation:
 
 def generations_of(remote: RemoteView) -> list[Generation]:
     """Group the COMMITs of a remote by save, oldest first."""
+    return grouped(remote.commits)
+
+
+def grouped(those: Iterable[RemoteCommit]) -> list[Generation]:
+    """Group COMMITs by save, oldest first."""
     found: dict[tuple[str, int], dict[str, RemoteCommit]] = {}
-    for commit in remote.commits:
+    for commit in those:
         found.setdefault((commit.tag, commit.generation), {})[commit.form] = commit
     leaders = [(commits, commits.get(ZERO) or next(iter(commits.values()))) for commits in found.values()]
     return sorted((Generation(*pair, pair[1].order) for pair in leaders), key=lambda g: g.order)

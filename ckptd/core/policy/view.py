@@ -192,6 +192,7 @@ class RemoteCommit:
     save_seq: int
     key: str
     sha256: str
+    bytes: int = 0
     is_model_only: bool = False
     committed_at_seconds: float | None = None
     """Unix time that the COMMIT carries; None: it carries none that can be read."""

@@ -10,7 +10,7 @@ from ckptd.core.completeness.judge import State, Verdict
 from ckptd.core.model.records import ZERO, DerivedState, UploadState
 from ckptd.core.policy.local import is_committed
 from ckptd.core.policy.local import newest as newest_save
-from ckptd.core.policy.remote import generations_of
+from ckptd.core.policy.remote import generations_of, grouped
 from ckptd.core.policy.retention import fullness
 from ckptd.core.policy.safety import exposed, is_to_upload, newest_safe, steps_at_risk
 from ckptd.daemon.health.capacity import link_speed, outlook
@@ -18,7 +18,7 @@ from ckptd.daemon.health.checks import is_idle
 from ckptd.daemon.health.drain import drain_status
 from ckptd.daemon.health.removal import removal_status
 from ckptd.daemon.health.stalls import damage, unfinished, way_out, why_gone
-from ckptd.daemon.state.view_builder import next_save_bytes
+from ckptd.daemon.state.view_builder import as_planned, next_save_bytes
 from ckptd.observe import status as st
 from ckptd.observe.status import rfc3339
 
@@ -138,7 +138,9 @@ def _remote(job: WatchedJob, session: RemoteSession) -> st.RemoteStatus:
 
 def _held(job: WatchedJob, name: str) -> tuple[st.HeldStatus, ...]:
     """Every checkpoint of a remote with keep or delete, and why, as the last plan had it."""
-    if job.state is None or job.state.plan is None or job.view is None:
+    if job.state is None:
+        return _seen(job.sessions[name])
+    if job.state.plan is None or job.view is None:
         return ()
     remote = next(r for r in job.view.remotes if r.name == name)
     verdicts = job.state.plan.remote_verdicts
@@ -159,9 +161,30 @@ def _held(job: WatchedJob, name: str) -> tuple[st.HeldStatus, ...]:
                 why=tuple(dict.fromkeys(why)),
                 leaves=tuple(sorted(stay, key=fullness, reverse=True)),
                 kind=generation.kind,
+                bytes=lead.bytes,
             )
         )
     return tuple(found)
+
+
+def _seen(session: RemoteSession) -> tuple[st.HeldStatus, ...]:
+    """Every checkpoint of a remote, of a job that waits for its first one here: nothing is planned yet."""
+    seen = session.observation
+    commits = [as_planned(view) for view in seen.commits if not view.disputed] if seen is not None else []
+    return tuple(
+        st.HeldStatus(
+            tag=one.leader.tag,
+            generation=one.leader.generation,
+            branch=one.leader.branch,
+            step=one.leader.step,
+            forms=tuple(sorted(one.commits, key=fullness, reverse=True)),
+            verdict="keep",
+            why=("nothing is deleted before a checkpoint lies here",),
+            kind=one.kind,
+            bytes=one.leader.bytes,
+        )
+        for one in reversed(grouped(commits))
+    )
 
 
 def _safe(job: WatchedJob, commit: RemoteCommit) -> st.SafeStatus:

@@ -266,6 +266,7 @@ def _planned(view: CommitView) -> RemoteCommit:
         save_seq=commit.save_seq,
         key=view.key,
         sha256=view.sha256,
+        bytes=commit.bytes,
         is_model_only=commit.grid.is_model_only,
         committed_at_seconds=commit.committed_at_seconds,
         best=commit.best,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, UsageError
 from ckptd.maintenance.status.places import STATUS, newest_of, state_places, written_in, wrong_file
-from ckptd.storage.local.job_names import running_daemons
+from ckptd.storage.local.job_names import named_below, remotes_below, running_daemons
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -197,6 +197,8 @@ def _where_then(job: str | None) -> str:
         return "start it: ckptd run --config-dir DIR, or systemctl start ckptd@USER"
     if job.endswith(".toml"):
         return f"is it running? start it with: ckptd run {shlex.quote(job)}"
+    if "/" in job and (below := named_below(remotes_below(job), "status")):
+        return below
     place = shlex.quote(job) if os.path.isdir(job) else "SAVE_DIR"
     return f"is it running? start it with: ckptd run {place} URL"
 

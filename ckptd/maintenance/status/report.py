@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ckptd.base.humanize import in_columns, printable, size_of
+from ckptd.maintenance.status.rows import checkpoints_of
 from ckptd.maintenance.status.verdict import exit_code, life_of, seconds_since, verdict
 from ckptd.maintenance.status.words import (
     MARKS,
@@ -178,7 +179,7 @@ def _report_of(job: dict[str, Any], life: Life, now: float) -> JobReport:
         safe=_safe(job["safe"], since) if job.get("safe") else None,
         steps_at_risk=job.get("steps_at_risk"),
         seconds_at_risk=None if at_risk is None else at_risk + since,
-        checkpoints=tuple(_checkpoint(one, is_alive=life.is_well) for one in job["checkpoints"]),
+        checkpoints=tuple(_checkpoint(one, is_alive=life.is_well) for one in checkpoints_of(job)),
         problems=tuple(_problems(job, life)),
         uploads=tuple(_uploads(job)) if life.is_well else (),
     )

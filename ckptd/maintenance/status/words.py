@@ -57,12 +57,23 @@ def _committed(job: dict[str, Any], since_seconds: float) -> str:
         words = {"waiting": "no checkpoint yet", "invalid": "this job does not run"}
         if job["state"] == "waiting" and is_unprotected(job):
             return "no ZeRO checkpoint is here"
+        if job["state"] == "waiting" and (there := _newest_there(job)):
+            return f"no checkpoint here yet; {there}"
         return words.get(job["state"]) or _unproved(job) or _unseen(job) or "nothing is committed yet"
     when = f"{ago(safe['age_seconds'] + since_seconds)} ago" if safe["committed_at"] else "at an unknown time"
     step, tag = safe["step"], safe["tag"]
     named = f"step {step}" if tag == f"global_step{step}" else f"step {step} ({tag})"
     where = _remotes_with(job, tag)
     return f"{named} on {where}, {when}" if where else f"{named} committed {when}"
+
+
+def _newest_there(job: dict[str, Any]) -> str:
+    """Name the newest checkpoint of the remotes, for a job that has none here; empty: they hold none."""
+    held = [one for remote in job.get("remotes", ()) for one in remote.get("held", ())]
+    if not held:
+        return ""
+    newest = max(held, key=lambda one: (one["branch"], one["step"]))
+    return f"{newest['tag']} is on {_remotes_with(job, newest['tag']) or 'a remote'}"
 
 
 def _remotes_with(job: dict[str, Any], tag: str) -> str:

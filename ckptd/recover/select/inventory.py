@@ -6,9 +6,11 @@ may run or be dead. Local folders are judged by the daemon's own rules.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ckptd.base.names import IDENTITY_KEY, ROOT, name_problem, tag_problem
@@ -21,6 +23,7 @@ from ckptd.core.model.save import Order
 from ckptd.core.policy.leases import shares_folder
 from ckptd.errors import CkptdError, DamagedError, RemoteNotOurs, StorageError
 from ckptd.storage.child.apart import open_apart
+from ckptd.storage.local.job_names import named_below
 from ckptd.storage.local.scan import scan, written_folders
 from ckptd.storage.local.state_dir import own_node_id
 from ckptd.storage.remote.documents import stem_of
@@ -66,6 +69,8 @@ class NodeMemory:
 
 
 _DEFAULT = Access()
+_MOST_LOOKED = 1000
+"""Names in a store that are looked through for remotes below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +192,10 @@ def read_remote_inventory(
     except RemoteNotOurs as error:
         if IDENTITY_KEY not in error.message:
             raise
-        hint = "is it mounted? before the very first start: `ckptd check --init-remote`, or start `ckptd run`"
+        hint = named_below([f"{url.rstrip('/')}/{below}" for below in _remotes_below(store)])
+        hint = (
+            hint or "is it mounted? before the very first start: `ckptd check --init-remote`, or `ckptd run`"
+        )
         raise RemoteNotOurs(error.message, hint=hint) from error
     if owner is not None:
         owner.must_own(name, url, observation.identity)
@@ -199,6 +207,14 @@ def read_remote_inventory(
         commits=live_commits(observation),
         access=access,
     )
+
+
+def _remotes_below(store: Store) -> list[str]:
+    """Return the folders in which remotes lie, as far as the first names in the store tell."""
+    with contextlib.suppress(CkptdError):
+        keys = [info.key for info in islice(store.list(""), _MOST_LOOKED)]
+        return sorted({key.partition(f"/{ROOT}/")[0] for key in keys if f"/{ROOT}/" in key})
+    return []
 
 
 def forms_alone(remotes: Sequence[RemoteInventory]) -> dict[str, set[str]]:

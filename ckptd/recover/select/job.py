@@ -24,7 +24,13 @@ from ckptd.config.commands import default_config_dir, node_name
 from ckptd.config.loader import job_from_memory, load_daemon, load_job_file, resolve_job
 from ckptd.core.model.listing import OURS
 from ckptd.errors import CkptdError, NotFoundError, RemoteNotOurs
-from ckptd.storage.local.job_names import running_job, running_state_dir, with_running
+from ckptd.storage.local.job_names import (
+    named_below,
+    remotes_below,
+    running_job,
+    running_state_dir,
+    with_running,
+)
 from ckptd.storage.local.state_dir import JOB, private_place, remembered_job, state_dir_of
 from ckptd.storage.remote.messages import RemoteSettings, known_url
 from ckptd.storage.stores.access import access_of
@@ -67,7 +73,10 @@ def job_named(job: str, environ: Mapping[str, str], *, config_dir: Path | None =
 def no_remote(config: JobConfig) -> NotFoundError:
     """Say that no remote of a save_dir is known, where one is needed."""
     msg = f"no remote is known of {config.save_dir}: no job file names it, and no daemon has run for it here"
-    return NotFoundError(msg, hint="set CKPTD_URL to its remote, or name its job file or the remote instead")
+    hint = "set CKPTD_URL to its remote, or name its job file or the remote instead"
+    if below := named_below(remotes_below(config.save_dir)):
+        msg, hint = f"{config.save_dir} is no remote, and {msg.partition(': ')[0]}", below
+    return NotFoundError(msg, hint=hint)
 
 
 def _remembered(found: JobConfig, environ: Mapping[str, str], config_dir: Path | None) -> JobConfig | None:

@@ -22,12 +22,14 @@ from ckptd.errors import NotFoundError, UsageError
 from ckptd.observe.status import FILE_NAME, pid_space
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _PROC = Path("/proc")
 _JOURNAL = "journal.db"
 _PROGRAM = re.compile(rb"python|ckptd")
 """Not `sudo ckptd run`, `dumb-init ckptd run`, which wait for the daemon and pass signals on to it."""
+_MOST_LOOKED, _SHOWN = 2000, 5
+"""Folders that are looked at for remotes below one, and how many of those are named."""
 _VERBS = {b"run", b"drain"}
 """Verbs of processes that work as a daemon."""
 
@@ -65,6 +67,32 @@ def is_remote(job: str) -> bool:
     if "/" in job:
         must_answer(job)
     return os.path.isfile(os.path.join(job, "_ckptd", "remote.json"))
+
+
+def remotes_below(folder: str | Path) -> list[str]:
+    """Return the remotes of ckptd that lie one or two folders below; of a vast folder not all are found."""
+    found: list[str] = []
+    looked, above = 0, [str(folder)]
+    for _ in range(2):
+        below: list[str] = []
+        for place in above:
+            with contextlib.suppress(OSError):
+                below += [os.path.join(place, name) for name in sorted(os.listdir(place))]
+        above = below[: _MOST_LOOKED - looked]
+        looked += len(above)
+        found += [one for one in above if os.path.isfile(os.path.join(one, "_ckptd", "remote.json"))]
+    return found
+
+
+def named_below(remotes: Sequence[str], verb: str = "list") -> str:
+    """Say which remotes lie below what was named, and what to type; empty: none does."""
+    if not remotes:
+        return ""
+    typed = shlex.join(["ckptd", verb, remotes[0]])
+    if len(remotes) == 1:
+        return f"the remote {remotes[0]} lies below it: {typed}"
+    more = f" and {len(remotes) - _SHOWN} more" if len(remotes) > _SHOWN else ""
+    return f"remotes lie below it, {', '.join(remotes[:_SHOWN])}{more}: {typed}"
 
 
 def must_be_of_this_node(job: str | None, verb: str) -> None:
