@@ -67,6 +67,23 @@ def in_order(files: Iterable[Path]) -> list[Path]:
     return [file for pair in zip_longest(waiting, computing) for file in pair if file is not None]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run what asks for `either_client` over botocore and over s3fs.
+
+    With CKPTD_FULL=1 over one of them, as CKPTD_REMOTE_CLIENT says: `make stores-full` runs all twice.
+    """
+    if "either_client" in metafunc.fixturenames:
+        is_one = os.environ.get("CKPTD_FULL") or metafunc.definition.get_closest_marker("botocore")
+        kinds = [servers.CLIENT] if is_one else ["botocore", "s3fs"]
+        metafunc.parametrize("either_client", kinds, indirect=True)
+
+
+@pytest.fixture
+def either_client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the S3 stores of this test speak by."""
+    monkeypatch.setattr(servers, "CLIENT", request.param)
+
+
 @pytest.fixture(scope="module")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
     """moto: takes any keys."""

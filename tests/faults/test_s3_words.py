@@ -38,7 +38,7 @@ PAGE = b"<html><body>Welcome</body></html>"
 
 
 @pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def credentials(either_client: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in servers.environment().items():
@@ -303,7 +303,7 @@ def test_a_server_that_dies_in_mid_upload_and_lost_its_parts(
 def test_two_first_writers_where_conditions_are_ignored(rclone: servers.Server) -> None:
     """The second one looks first; what was written after that look is seen by the re-read (P3, P10)."""
     access = servers.access(rclone.endpoint)
-    first, second = (open_store(f"s3://{servers.BUCKET}/two", access=access) for _ in range(2))
+    first, second = (open_store(f"s3://{servers.BUCKET}/{servers.CLIENT}", access=access) for _ in range(2))
     assert not first.probe().create_only
     assert any("If-None-Match is ignored" in note for note in second.probe().notes)
     assert first.put_if_absent("_ckptd/a.json", b"first")
@@ -313,7 +313,9 @@ def test_two_first_writers_where_conditions_are_ignored(rclone: servers.Server) 
 
     def overtake(**_: object) -> None:
         client.meta.events.unregister("after-call.s3.PutObject", overtake)
-        rclone.client().put_object(Bucket=servers.BUCKET, Key="two/_ckptd/b.json", Body=b"second")
+        rclone.client().put_object(
+            Bucket=servers.BUCKET, Key=f"{servers.CLIENT}/_ckptd/b.json", Body=b"second"
+        )
 
     client.meta.events.register("after-call.s3.PutObject", overtake)
     assert not first.put_if_absent("_ckptd/b.json", b"first")

@@ -227,7 +227,10 @@ class _Connection:
             time.sleep(proxy.latency_seconds)
         kind = fault.kind if fault is not None else ""
         if fault is not None and kind in ("busy", "answer"):
-            self._client.sendall(SLOW_DOWN if kind == "busy" else fault.answer)
+            said = SLOW_DOWN if kind == "busy" else fault.answer
+            # an answer to HEAD has no body, and aiohttp takes none
+            is_head = piece.line.startswith("HEAD ")
+            self._client.sendall(said[: said.find(b"\r\n\r\n") + 4] if is_head else said)
         elif kind == "forget":
             self._client.sendall(FORGOTTEN if not piece.body_bytes else b"HTTP/1.1 100 Continue\r\n\r\n")
         elif kind == "cut" and fault is not None and not fault.after_bytes:

@@ -28,7 +28,7 @@ ACCESS_KEY, SECRET_KEY = "test", "testtest"
 BUCKET = "training"
 START_SECONDS = 200.0
 CLIENT = os.environ.get("CKPTD_REMOTE_CLIENT", "botocore")
-"""What the S3 stores of these tests speak by: `make stores-full` runs them once more with s3fs."""
+"""What the S3 stores of these tests speak by; those that ask for `either_client` run over both."""
 
 
 def free_port() -> int:

@@ -36,7 +36,7 @@ BIG = DATA * 6
 
 
 @pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def credentials(either_client: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in servers.environment().items():
         monkeypatch.setenv(name, value)
 
@@ -110,7 +110,7 @@ class TestRclone(_InParts):
 def test_reading_goes_on_where_a_connection_broke(moto: servers.Server) -> None:
     """An hour of restoring does not end with one lost connection; bytes that came are not asked for again."""
     with proxy(moto.port) as between:
-        there = f"s3://{servers.BUCKET}/broken"
+        there = f"s3://{servers.BUCKET}/{servers.CLIENT}/broken"
         store = open_store(there, access=servers.access(between.endpoint))
         store.put("t/x", BIG)
         between.cut()
@@ -152,7 +152,7 @@ def test_a_server_that_hangs_is_left_and_gone_on_with(
     seen: list[Progress] = []
     with proxy(moto.port) as between:
         access = servers.access(between.endpoint, part_size_bytes=PART_BYTES)
-        store = open_store(f"s3://{servers.BUCKET}/hang", access=access)
+        store = open_store(f"s3://{servers.BUCKET}/{servers.CLIENT}/hang", access=access)
 
         def tell(progress: Progress) -> None:
             seen.append(progress)
@@ -182,7 +182,7 @@ def test_a_server_that_cannot_list_parts_gets_the_object_anew(moto: servers.Serv
             "^GET .*uploadId=",
         )
         access = servers.access(between.endpoint, part_size_bytes=PART_BYTES)
-        store = open_store(f"s3://{servers.BUCKET}/unlisted", access=access)
+        store = open_store(f"s3://{servers.BUCKET}/{servers.CLIENT}/unlisted", access=access)
         abilities = store.probe()
         assert not abilities.resumable
         assert any("parts cannot be listed" in note for note in abilities.notes)
@@ -195,7 +195,7 @@ def test_a_server_that_cannot_list_parts_gets_the_object_anew(moto: servers.Serv
         assert again.upload("t/x", source_of(BIG), resume=resume, on_progress=lambda _: None) == crc64(BIG)
         assert again.get("t/x") == BIG
         left = moto.client().list_multipart_uploads(Bucket=servers.BUCKET).get("Uploads", [])
-        assert not [one for one in left if one["Key"].startswith("unlisted/")]
+        assert not [one for one in left if one["Key"].startswith(f"{servers.CLIENT}/unlisted/")]
 
 
 @pytest.mark.parametrize("cut", [1, 5])
@@ -205,7 +205,7 @@ def test_parts_that_arrived_out_of_order_are_not_sent_again(moto: servers.Server
     parts = -(-len(data) // PART_BYTES)
     with proxy(moto.port) as between:
         access = servers.access(between.endpoint, part_size_bytes=PART_BYTES)
-        store = open_store(f"s3://{servers.BUCKET}/order{cut}", access=access)
+        store = open_store(f"s3://{servers.BUCKET}/{servers.CLIENT}/order{cut}", access=access)
         store.probe()
         seen: list[Progress] = []
         between.canned_for = f"partNumber={cut}(&|$)"
@@ -220,7 +220,7 @@ def test_parts_that_arrived_out_of_order_are_not_sent_again(moto: servers.Server
         before = between.parts()
         tries = sum(n for (key, _), n in before.items() if key.endswith("t/x"))
         upload_id = last.token.partition(":")[2]
-        where = {"Bucket": servers.BUCKET, "Key": f"order{cut}/t/x", "UploadId": upload_id}
+        where = {"Bucket": servers.BUCKET, "Key": f"{servers.CLIENT}/order{cut}/t/x", "UploadId": upload_id}
         held = {p["PartNumber"] for p in moto.client().list_parts(**where).get("Parts", [])}
         resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
         again = open_store(store.url, access=access)
@@ -238,7 +238,9 @@ def test_parts_that_arrived_out_of_order_are_not_sent_again(moto: servers.Server
 def test_a_small_object_costs_one_request_or_one_more_to_prove_it(moto: servers.Server) -> None:
     """Round trips are what thousands of small files cost: no look before, none after."""
     with proxy(moto.port) as between:
-        store = open_store(f"s3://{servers.BUCKET}/trips", access=servers.access(between.endpoint))
+        store = open_store(
+            f"s3://{servers.BUCKET}/{servers.CLIENT}/trips", access=servers.access(between.endpoint)
+        )
         assert isinstance(store, S3Store)
         shown = store.probe()
         for name, proof, wanted in (("x", "part-etags", ["PUT"]), ("y", "read-back", ["PUT", "GET"])):

@@ -35,7 +35,7 @@ _OTHER = bytes.maketrans(b"0123456789abcdef", b"fedcba9876543210")
 
 
 @pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def credentials(either_client: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in servers.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(s3_client, "ATTEMPTS", 1)

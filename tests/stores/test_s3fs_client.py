@@ -1,6 +1,6 @@
-"""The S3 store over s3fs keeps the same contract, and has the access that s3fs's own settings give.
+"""The S3 store over s3fs has the access that s3fs's own settings give, and no thread of it waits for ever.
 
-`make stores-full` runs the other tests of S3 over it too (CKPTD_REMOTE_CLIENT=s3fs).
+That it keeps the same contract is shown by the tests that run over both clients (`either_client`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
 from ckptd.storage.stores.s3.store import S3Store
 from tests.faults.transfer_rig import Rig
-from tests.stores import servers, test_s3
-from tests.stores.conformance import Meter, Stopped, StoreConformance, source_of
+from tests.stores import servers
+from tests.stores.conformance import Meter, Stopped, source_of
 from tests.stores.proxy import Fault, answer, proxy
 from tests.stores.test_s3 import BIG, PART_BYTES
 
@@ -50,33 +50,7 @@ def store_at(endpoint: str | None, **more: Any) -> S3Store:
     return store
 
 
-class TestMoto(StoreConformance):
-    window_bytes = PART_BYTES
-    data = BIG
-    at_once = PARTS_AT_ONCE
-    proof = "part-etags"
-
-    @pytest.fixture
-    def store(self, moto: servers.Server) -> S3Store:
-        store = store_at(moto.endpoint)
-        store.probe()
-        return store
-
-    def test_a_part_is_never_held_whole(self, store: S3Store) -> None:
-        """P12: at most 1 MiB of a part at a time, whatever its size."""
-        meter = Meter(BIG)
-        store.upload("t/x", meter, resume=None, on_progress=lambda _: None)
-        assert meter.longest_bytes == 1 << 20
-
-
 # --- faults -----------------------------------------------------------------------------------------------
-
-
-def test_a_server_that_hangs_is_left_and_gone_on_with(
-    moto: servers.Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """aiohttp itself has no time limit for a server that takes no more bytes."""
-    test_s3.test_a_server_that_hangs_is_left_and_gone_on_with(moto, monkeypatch)
 
 
 @pytest.mark.timeout(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import lightning
@@ -24,6 +25,27 @@ class Numbers(Dataset):  # type: ignore[misc]
         time.sleep(0.05)
         ids = (index + torch.arange(16) * (1 + index % 3)) % 97
         return {"input_ids": ids, "labels": ids.clone()}
+
+
+class ResumableLoader(DataLoader):  # type: ignore[misc]
+    """Goes on after the batch of a save in the middle of an epoch; a plain DataLoader begins anew."""
+
+    done_batches = skipped_batches = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(super().__iter__(), 1):
+            if number > self.skipped_batches:
+                self.done_batches = number
+                yield batch
+        self.skipped_batches = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what Lightning saves of it."""
+        return {"done_batches": self.done_batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Skip the batches that the saved run had."""
+        self.skipped_batches = state["done_batches"]
 
 
 class Model(lightning.LightningModule):  # type: ignore[misc]
@@ -95,7 +117,7 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
     )
-    data = DataLoader(Numbers(), batch_size=args.batch_size)
+    data = ResumableLoader(Numbers(), batch_size=args.batch_size)
     trainer.fit(Model(), data, ckpt_path=args.ckpt_path)
 
 

@@ -405,7 +405,7 @@ def _cause(error: Exception) -> str:
         if reason is None or reason is inner:
             break
         inner = reason
-    text = str(inner)
+    text = " ".join(str(inner).split())
     return text.rsplit(": ", 1)[-1][:120] if text else type(error).__name__
 
 
