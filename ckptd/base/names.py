@@ -11,7 +11,7 @@ from urllib.parse import quote, unquote
 
 ROOT = "_ckptd"
 IDENTITY_KEY = f"{ROOT}/remote.json"
-"""At the root of every remote of ckptd."""
+"""Key of the document at the root of every remote of ckptd."""
 _RESERVED_END = re.compile(r"(_universal|_weights-.*|\.g\d+|\.a\d+)$")
 _TAG_BYTES = 220
 _ID = re.compile(r"^[A-Za-z0-9._=+-]+$")

@@ -116,7 +116,7 @@ class Sources(Ranges, Sequence[int]):
 
     @property
     def local(self) -> Sources:
-        """These are."""
+        """Return the local sources: these."""
         return self
 
     def read(self, source: int, offset: int, nbytes: int) -> bytes:
@@ -376,7 +376,7 @@ def _steps(count: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut_rows(stream: Stream, first: int, rows: int) -> Stream:
-    """Some rows of a stream; its last row may be shorter than the others."""
+    """Return some rows of a stream; its last row may be shorter than the others."""
     begin = first * stream.stride
     whole = sum(r.nbytes for r in stream.ranges)
     return Stream(tuple(_sub(stream.ranges, begin, min(rows * stream.stride, whole - begin))), stream.stride)

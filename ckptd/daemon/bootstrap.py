@@ -287,7 +287,7 @@ def _open(save_dir: str) -> int | None:
 
 
 def check_device(job: WatchedJob, state: JobState, save_dir_fd: int) -> None:
-    """Another device than before: perhaps the NVMe is not mounted; nothing is deleted (H30)."""
+    """Report another device than before: perhaps the NVMe is not mounted; nothing is deleted (H30)."""
     device = str(os.fstat(save_dir_fd).st_dev)
     known = state.journal.meta("device")
     if known is None:

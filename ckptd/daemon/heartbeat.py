@@ -64,7 +64,7 @@ def send_final(
     settle: Callable[[], None],
     not_now: Callable[[], None],
 ) -> None:
-    """These jobs end in order: their remotes hear it from this daemon, not by its silence.
+    """Tell the remotes of jobs that end in order so: they learn it by a heartbeat, not by silence.
 
     `settle` lets remotes begin that wait for a place. `not_now`: a result that waits until this is over, for
     it changes which jobs there are (a reload).

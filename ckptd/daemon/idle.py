@@ -29,7 +29,7 @@ class IdlePolicy:
         """The last plan left nothing to do and nothing is under way."""
         self.scanned_at_seconds = 0.0
         self.stood_at_seconds = 0.0
-        """When save_dir was last seen to be the directory that is open."""
+        """Time at which save_dir was last seen to be the directory that is open."""
         self._busy_at_seconds = 0.0
         self._planned_at_seconds = 0.0
         self._are_ready: tuple[bool, ...] = ()
@@ -48,7 +48,7 @@ class IdlePolicy:
 
     @property
     def is_long(self) -> bool:
-        """Nothing has happened for a while."""
+        """Tell whether nothing has happened for a while."""
         return self.is_now and self.scanned_at_seconds - self._busy_at_seconds > REST_AFTER_SECONDS
 
     def rescan_seconds(self, *, hears_all: bool) -> float:

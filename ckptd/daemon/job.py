@@ -465,7 +465,7 @@ class Job:
         return self.state is not None and self.state.saves.conversion is not None
 
     def leave_line(self) -> None:
-        """Nobody waits behind a job that ended or whose turn failed, nor for its save."""
+        """Leave the lines of a job that ended or whose turn failed; nobody waits for its save."""
         self.disk_yield.set_saving(self, is_saving=False)
         if self.state is not None:
             self._limits.leave([self.executor, *self.sessions.values()])

@@ -312,7 +312,7 @@ class Daemon:
                 return
 
     def _is_drained(self, now: float) -> bool:
-        """Nothing is left to send, or no time."""
+        """Tell whether the drain is over: nothing is left to upload, or no time."""
         left = {tag for job in self.jobs for tag in missing_after(job)}
         if all(is_drained(job) for job in self.jobs):
             log.info("drained: %s", drained_words(self.jobs))
@@ -333,7 +333,7 @@ class Daemon:
         return now - (self._deadline or now) + (self._drain_seconds or 0.0)
 
     def _give_back_when_at_rest(self) -> None:
-        """Once each time that all jobs have come to rest."""
+        """Give memory back, once each time that all jobs have come to rest."""
         was_at_rest, self._is_at_rest = self._is_at_rest, all(job.idle.is_long for job in self.jobs)
         if self._is_at_rest and not was_at_rest:
             give_back()

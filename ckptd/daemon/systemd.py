@@ -59,7 +59,7 @@ class Service:
             self._notifier.notify("WATCHDOG=1")
 
     def longest_pause_seconds(self, pause_seconds: float) -> float:
-        """Never sleep through half the watchdog's patience."""
+        """Return the longest pause of the loop: half the watchdog's patience."""
         return min(pause_seconds, self.watchdog_seconds / 3) if self.watchdog_seconds else pause_seconds
 
 

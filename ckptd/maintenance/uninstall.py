@@ -15,22 +15,31 @@ from typing import TYPE_CHECKING, Literal
 from ckptd.base import files
 from ckptd.base.owned_dirs import lock, opened_ours, path_of
 from ckptd.config.commands import command_for
+from ckptd.conversion.engine.inspect import inspect_files
+from ckptd.core.model.layouts import Role
 from ckptd.core.model.listing import OURS, RESUMED
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, UploadState
 from ckptd.core.model.runs import RUN_FILE
-from ckptd.errors import LockHeld, RefusedError
+from ckptd.errors import CkptdError, LockHeld, RefusedError
 from ckptd.recover.execute import one_at_a_time
+from ckptd.recover.select.inventory import read_remote_inventory
+from ckptd.recover.select.job import owner_of
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local import clones, fs
+from ckptd.storage.local.derived import describe
 from ckptd.storage.local.job_names import running_daemons
 from ckptd.storage.local.scan import scan_folder
+from ckptd.storage.stores.access import access_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from ckptd.config.schema import JobConfig
+    from ckptd.core.model.manifest import NodeManifest
     from ckptd.core.model.records import SaveRow, UploadRecord
+    from ckptd.recover.select.inventory import RemoteInventory
+    from ckptd.storage.local.derived import DerivedDescription
 
 Fate = Literal["goes", "only here", "stays"]
 
@@ -49,6 +58,8 @@ _STATE_FILES = (
     "reserve",
 )
 _STATE_FOLDERS = ("decisions", "control")
+_BESIDE = (Role.SIDE, Role.EXTRA)
+"""Files that are no shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +88,8 @@ class Removal:
     def __init__(self, job: JobConfig, state_dir: Path | None) -> None:
         self._job = job
         self._state_dir = state_dir
+        self._remotes: dict[str, RemoteInventory | None] = {}
+        """Those that were asked; None: it did not answer."""
         self._fd: int | None = None
         with contextlib.suppress(FileNotFoundError):
             self._fd = os.open(job.save_dir, files.DIR_FLAGS)
@@ -113,7 +126,7 @@ class Removal:
         yield from self._holds(fd, rows, uploads)
         by_tag = {row.save.tag: row for row in rows.values() if row.derived.state is DerivedState.READY}
         for name in fs.names_in(fd, _MADE):
-            yield self._piece(_MADE, name, *self._made(fd, by_tag.get(name), uploads))
+            yield self._piece(_MADE, name, *self._made(fd, name, by_tag.get(name), uploads))
         for name in fs.names_in(fd, f"{fs.DERIVED}/accelerate"):
             yield self._piece(f"{fs.DERIVED}/accelerate", name, "goes", "made again by `ckptd resume`")
         for name in fs.names_in(fd, fs.STAGING):
@@ -178,14 +191,59 @@ class Removal:
         return "only here", f"{row.save.tag} is not committed"
 
     def _made(
-        self, fd: int, row: SaveRow | None, uploads: Mapping[int, Mapping[tuple[str, str], UploadRecord]]
+        self,
+        fd: int,
+        name: str,
+        row: SaveRow | None,
+        uploads: Mapping[int, Mapping[tuple[str, str], UploadRecord]],
     ) -> tuple[Fate, str]:
         if row is not None and fs.folder_is_intact(fd, row.save.tag, row.save.files):
             return "goes", "made of what lies in save_dir"
         records = uploads.get(row.id, {}) if row is not None else {}
         if any(self._is_committed(records, form) for form in (UNIVERSAL, ZERO)):
             return "goes", "its save is committed"
+        # what `resume` made or fetched is in no journal: what it was made of tells of which save it is
+        with contextlib.suppress(OSError):
+            made = describe(fd, f"{_MADE}/{name}")
+            if made is not None and self._lies_here(fd, name, made):
+                return "goes", "made of what lies in save_dir"
+            if made is not None and self._is_held(name, made):
+                return "goes", "its save is committed"
         return "only here", "its shards are gone, and it is not known to be committed"
+
+    def _lies_here(self, fd: int, tag: str, made: DerivedDescription) -> bool:
+        """Tell whether the shards that a form was made of are those of the folder of its tag."""
+        folder = scan_folder(fd, tag)
+        if folder is None:
+            return False
+        with contextlib.suppress(CkptdError):
+            shards = inspect_files(self._job.save_dir / tag, [file.path for file in folder.shards])
+            return made.is_made_from({one.path.rpartition("/")[2]: one.fingerprint for one in shards})
+        return False
+
+    def _is_held(self, tag: str, made: DerivedDescription) -> bool:
+        """Tell whether every required remote holds a form of the save that a form here was made of."""
+        names = [remote.name for remote in self._job.remotes if remote.required]
+        return bool(names) and all(self._holds_save(name, tag, made) for name in names)
+
+    def _holds_save(self, name: str, tag: str, made: DerivedDescription) -> bool:
+        if name not in self._remotes:
+            remote = next(remote for remote in self._job.remotes if remote.name == name)
+            owner = owner_of(self._job, self._state_dir)
+            self._remotes[name] = None
+            with contextlib.suppress(CkptdError):  # one that does not answer is not known to hold anything
+                found = read_remote_inventory(name, remote.url, owner, access_of(remote))
+                self._remotes[name] = found
+        there = self._remotes[name]
+        if there is None:
+            return False
+        for commit in (view.commit for view in there.commits):
+            if commit.tag != tag or commit.form not in (ZERO, UNIVERSAL):
+                continue
+            with contextlib.suppress(CkptdError):
+                if made.is_made_from(_shards_of(there.manifests(commit))):
+                    return True
+        return False
 
     def _is_committed(self, records: Mapping[tuple[str, str], UploadRecord], form: str) -> bool:
         names = [remote.name for remote in self._job.remotes if remote.required]
@@ -224,6 +282,8 @@ class Removal:
         if alone:
             names = "; ".join(f"{piece.path}: {piece.why}" for piece in alone)
             hint = f"{command_for(self._job, 'drain')} commits it; --uncommitted removes it for good"
+            if not self._job.remotes:
+                hint = "CKPTD_URL=URL names the remote that may hold it; --uncommitted removes it for good"
             raise RefusedError(f"nothing was removed, for this is nowhere else: {names}", hint=hint)
 
     def carry_out(self, pieces: list[Piece], *, with_uncommitted: bool) -> list[Piece]:
@@ -294,6 +354,17 @@ class Removal:
         with contextlib.suppress(OSError):
             place.rmdir()
         files.fsync_dir(fd)
+
+
+def _shards_of(manifests: Sequence[NodeManifest]) -> dict[str, str]:
+    """Return name → fingerprint of the shards of a ZeRO form, or of those that another form was made of."""
+    marks: list[tuple[str, str]] = []
+    for one in manifests:
+        if one.form == ZERO:
+            marks += [(file.path, file.fingerprint) for file in one.files if file.role not in _BESIDE]
+        elif one.source is not None:
+            marks += one.source.fingerprints
+    return {path.rpartition("/")[2]: mark for path, mark in marks}
 
 
 def _id_of(name: str) -> int:

@@ -111,7 +111,7 @@ class VerifiedRemote:
 
     @property
     def is_good(self) -> bool:
-        """Nothing that counts differs."""
+        """Tell whether nothing that counts differs."""
         return not self.problems and all(row.verdict not in BAD for row in self.commits)
 
     def __repr__(self) -> str:

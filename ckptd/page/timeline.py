@@ -33,7 +33,7 @@ class When:
     seconds: float
     """Unix time."""
     what: str = ""
-    """Where it happened, if there are several places."""
+    """Place where it happened, if there are several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ckptd.conversion.remote.source import RemoteFile
 
 FOLDER = "cluster"
-"""Where outputs for a folder are gathered, in the partial folder beside it."""
+"""Folder in which outputs are gathered, in the partial folder beside the destination."""
 _KEPT = (errors.LockHeld, errors.BehindError, errors.RemoteUnreachable)
 """Errors after which the next attempt continues what this one left."""
 _CACHE_BYTES = 8 << 20
@@ -290,7 +290,8 @@ class Clustered(RemoteConversion):
     def _check_sources(
         self, conversion: Conversion, index: Index, wanted: list[RemoteFile], tally: Tally
     ) -> None:
-        """They are what was planned (P4), and what was read of them is what was committed (P2)."""
+        """Check that the sources are what was planned (P4), and what was read of them is what was committed
+        (P2)."""
         if self._remote is None:
             with files.opened_dir(conversion.origin.root) as fd:
                 for source, identity in zip(index.header.sources, index.identities, strict=True):

@@ -112,7 +112,7 @@ class AttemptLog:
         self._store.put(self._key, json.dumps(text, separators=(",", ":")).encode())
 
     def check_ours(self) -> None:
-        """Nobody took the destination over.
+        """Check that no other command took the destination over.
 
         Raises:
             LockHeld: another command did.

@@ -294,7 +294,7 @@ class _Work:
             )
 
     def _check_note(self, target: Store) -> None:
-        """Another command took the destination over: this attempt writes nothing more."""
+        """Stop this attempt if another command took the destination over."""
         raw = target.get(self.job.note_key)
         if raw is None:
             raise NotFoundError(

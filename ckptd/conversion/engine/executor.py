@@ -96,7 +96,7 @@ class Maker(Protocol):
         ...
 
     def settle(self) -> None:
-        """Nothing more comes: make durable what is not yet."""
+        """Make durable what is not yet; nothing more comes."""
         ...
 
     def abandon(self) -> None:

@@ -55,7 +55,7 @@ class Request:
     low_priority: bool
     manifest: dict[str, Any]
     numpy_folder: str
-    """Where to import numpy from when weights are rounded; empty: nothing is."""
+    """Folder to import numpy from when weights are rounded; empty: none are."""
     network: bool = False
     """Allow connections: for sources and outputs that lie in a remote."""
 

@@ -271,7 +271,7 @@ def _committed(sight: RemoteInventory, access: Access, folder: str) -> RemoteSou
 
 
 def _plain(url: str, access: Access) -> RemoteSource:
-    """Any folder of shards, or one with `latest`."""
+    """Open any folder of shards, or one with `latest`."""
     above = ancestors(url)[1:2]
     store = open_apart(url, above[0] if above else url, access)
     head = f"{url.rpartition('/')[2]}/" if above else ""

@@ -106,7 +106,7 @@ class PartsSource:
         return count
 
     def drop(self, offset: int, length: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: no pages are kept."""
 
     def _from(self, offset: int) -> Iterator[bytes]:
         """Blocks from `offset` on; what is arranged is made anew from the beginning of its piece."""
@@ -169,7 +169,7 @@ class Target:
                 self._write_note()
 
     def ended(self, path: str) -> None:
-        """It is joined or given up; the note says so when it is written next."""
+        """Forget an upload that was joined or given up; the note says so when it is written next."""
         with self._lock:
             self._uploads.pop(path, None)
 
@@ -232,7 +232,7 @@ def read_note(store: Store, key: str) -> UploadNote | None:
 
 
 def target_exists(where: str, is_whole: bool) -> TargetExists:
-    """Somebody's content lies there."""
+    """Return the error for a destination that holds content."""
     if is_whole:
         return TargetExists(f"{where} is there already", hint="choose another name")
     return TargetExists(
@@ -278,7 +278,7 @@ class Uploader:
         """Every output is durable when it was made."""
 
     def abandon(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no output is open."""
 
     def _source(self, output: OutputFile, *, counts: bool) -> PartsSource:
         def tell(nbytes: int) -> None:

@@ -70,7 +70,7 @@ def _is_inside(path: str, grid: Grid) -> bool:
 
 
 def _is_proven_by(shards: Mapping[str, FileFacts], told: PeerEvidence) -> bool:
-    """These shards were written by so many ranks, at that stage and optimizer step."""
+    """Tell whether the shards agree with the evidence: number of ranks, stage and optimizer step."""
     known = [fact.facts for fact in shards.values() if fact.facts is not None]
     counts = {max(facts.partition_count) for facts in known if facts.partition_count}
     stages = {facts.zero_stage for facts in known if facts.zero_stage is not None}

@@ -21,7 +21,7 @@ class WrittenShard:
     is_optimizer: bool
     """True: optimizer states; False: model states."""
     is_ranked: bool
-    """Its name has a data-parallel rank."""
+    """True: its name has a data-parallel rank."""
     stage: int | None
     dtype: str | None
     written_ns: int

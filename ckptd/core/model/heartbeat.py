@@ -86,7 +86,7 @@ class SeenNode(Model):
 
     @property
     def is_dead(self) -> bool:
-        """Nothing more is to be expected: it has ended, or was not heard of for a while."""
+        """Tell whether nothing more is to be expected: it has ended, or was not heard of for a while."""
         return self.has_ended or (self.seconds_ago is not None and self.seconds_ago > DEAD_SECONDS)
 
 

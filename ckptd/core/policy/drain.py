@@ -27,7 +27,8 @@ class DrainSchedule:
     order: tuple[tuple[SaveView, str], ...] = ()
     """(save, form)."""
     late: tuple[SaveView, ...] = ()
-    """At the speed of the link; tried last all the same, for what is durable is not sent again."""
+    """Saves that will not be uploaded in time at the speed of the link; tried last, since what is durable
+    stays so."""
 
 
 def plan_drain(view: JobView, drain: Drain, remote: RemoteView, waiting: Sequence[SaveView]) -> DrainSchedule:

@@ -40,7 +40,7 @@ class LeaseTerm(Document):
 
     job_id: str
     number: int
-    """Its epoch."""
+    """Number of the lease (its epoch)."""
     node: str
     node_id: str
 

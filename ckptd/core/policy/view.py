@@ -324,7 +324,7 @@ class JobView:
     newest_found: Mapping[bool, Order] = field(init=False, compare=False)
     """The highest order found at the first start, of models alone (True) and of the others (False)."""
     intact: Mapping[bool, tuple[SaveView, ...]] = field(init=False, compare=False)
-    """Whether only the model was saved → saves that lie here as sealed, newest first."""
+    """True (only the model was saved) or False → saves that lie here as sealed, newest first."""
 
     def __post_init__(self) -> None:
         newest: dict[bool, Order] = {}

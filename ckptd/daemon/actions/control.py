@@ -85,7 +85,7 @@ class DrainRequest:
     deadline_seconds: float
     """Monotonic, as is the next: a clock that jumps moves no deadline."""
     begun_seconds: float
-    """When this daemon began it."""
+    """Time at which this daemon began it."""
 
 
 class Control:

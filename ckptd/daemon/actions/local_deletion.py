@@ -147,7 +147,7 @@ class LocalDeleter:
             fs.remove_ours(fd, folder, name)
 
     def _kept(self, deletion_id: int, save_id: int, tag: str, reason: str) -> None:
-        """It stays after all."""
+        """End a deletion that is not carried out: the checkpoint was pinned meanwhile."""
         log.info(
             "%s stays (%s): it was pinned meanwhile", tag, reason, extra=line_fields("delete-local", tag)
         )

@@ -93,7 +93,8 @@ def notice_gone(job: WatchedJob, state: JobState) -> None:
 
 
 def _why_wanted(job: WatchedJob, state: JobState, row: SaveRow) -> str | None:
-    """It was safe, and still somebody counts on it here; by our own records, which know a COMMIT at once."""
+    """Say why a safe checkpoint is still wanted here, by our own records, which know a COMMIT at once; None:
+    it is not."""
     if row.save.tag in job.known_saves.pins:
         return "it is pinned"
     required = [r.name for r in job.config.remotes if r.required]
@@ -206,7 +207,8 @@ def _may_rotate(state: JobState) -> bool:
 
 
 def _what_frees(job: WatchedJob, state: JobState) -> str:
-    """Nothing that was not committed goes by itself: what a person can do, the cheapest first."""
+    """Say what a person can do to free space, the cheapest first: ckptd deletes nothing uncommitted by
+    itself."""
     ways = ((way_out(job, state, tag), size) for tag, size in unfinished(state).items())
     frees = (f"{command} frees {size_of(size)}; " for (command, what), size in ways if what == REMOVES)
     return f"{next(frees, '')}{to_adopt(job)}nothing uncommitted is deleted; free space or save less often"
@@ -341,7 +343,7 @@ def report_unused_remotes(see: Problems, view: JobView) -> None:
 
 
 def is_idle(job: WatchedJob) -> bool:
-    """Nothing is under way and nothing is left to do but what a backoff or a person holds up."""
+    """Tell whether nothing is under way and nothing left to do but what a backoff or a person holds up."""
     state = job.state
     if state is None:
         return job.turns > 0 and not any(session.open_requests for session in job.sessions.values())

@@ -46,7 +46,7 @@ class Exporter:
         """Reason why metrics are not served; None: they are, or nobody asked for them."""
 
     def change(self, where: str | None) -> None:
-        """Another place, or none, from now on."""
+        """Serve metrics at another place, or nowhere, from now on."""
         if where != self._where:
             self.close()
             self._where, self._next_at, self.failed = where, 0.0, None

@@ -68,7 +68,8 @@ def damage(state: JobState, row: SaveRow) -> str | None:
 
 
 def is_proven_damaged(record: UploadRecord) -> bool:
-    """Nothing else refuses a ZeRO form. Earlier releases wrote no more than this."""
+    """Tell whether an upload was refused for damage: nothing else refuses a ZeRO form, and earlier releases
+    wrote no more."""
     return record.form == ZERO and record.state is UploadState.REFUSED
 
 
@@ -363,7 +364,7 @@ def _last_place(job: WatchedJob, state: JobState, missing: str) -> str:
 
 
 def _see_blocked(job: WatchedJob, state: JobState) -> None:
-    """Once the same thing has been in the way for its patience."""
+    """Report what keeps retention from deleting, once it has lasted for its patience."""
     found = blocked(job.view, state.plan.local_verdicts) if job.view is not None and state.plan else None
     if found is None or state.is_first_scan:
         state.deletions.seconds_blocked_by(None)

@@ -208,7 +208,7 @@ def _add(state: JobState, save: SealedSave) -> int:
 
 
 def _keep_aside(state: JobState, save_dir_fd: int, name: str, why: str) -> None:
-    """Nobody can tell what it is worth, so it stays, under a name that no hold of this journal may get."""
+    """Keep a hold of unknown worth, under a name that no hold of this journal may get."""
     held = scan_folder(save_dir_fd, f"{fs.HOLD}/{name}")
     if held is None or not held.files:
         clones.release(save_dir_fd, name)  # nothing of a checkpoint

@@ -56,7 +56,7 @@ class InitialScan:
 
     @property
     def tags(self) -> frozenset[str]:
-        """There already; none before it was looked at."""
+        """Return the tags that were there at first; none before the first look."""
         return self._tags or frozenset()
 
     def awaits(self) -> None:

@@ -99,7 +99,7 @@ class KnownSaves:
 
     @property
     def _goes_on_without(self) -> bool:
-        """Another directory under a journal that knows its remotes: one that is away holds nothing up."""
+        """Tell whether a rebuilt journal goes on without the remotes that are away."""
         sessions = self._sessions.values()
         return self.is_rebuilt and all(one.observation or one.is_duplicate or one.is_away for one in sessions)
 

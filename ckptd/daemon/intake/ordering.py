@@ -124,7 +124,8 @@ class Ordering:
         return next_order(step, highest)
 
     def _went_on_elsewhere(self, folder: FolderListing, own: Order | None, remote: Order) -> bool:
-        """Another node committed the newest, and this one, written while nobody looked, is not later.
+        """Tell whether another node committed the newest, and this one, written while nobody looked, is not
+        later.
 
         A clock can only narrow this: what this process saw change is what the trainer does here, now.
         """

@@ -42,7 +42,7 @@ class DiskYield:
         self._places[job] = device, pace
 
     def leave(self, job: Hashable) -> None:
-        """It ended, and nobody waits for its save."""
+        """Forget a job that ended; nobody waits for its save."""
         self.set_saving(job, is_saving=False)
         self._places.pop(job, None)
 
@@ -54,7 +54,7 @@ class DiskYield:
         return [other for other, (device, _) in self._places.items() if other is not job and device == mine]
 
     def is_save_beside(self, job: Hashable) -> bool:
-        """Somebody saves on the disk of this job."""
+        """Tell whether another job saves on the disk of this one."""
         now_seconds = time.monotonic()
         return job in self._places and any(
             self._places[other][0] == self._places[job][0] and now_seconds - since < LONGEST_SECONDS
@@ -62,7 +62,7 @@ class DiskYield:
         )
 
     def is_saving(self, job: Hashable) -> bool:
-        """Others make way for it."""
+        """Tell whether the job saves, and others make way for it."""
         return job in self._saving
 
     def seconds_to_look(self, job: Hashable) -> float:

@@ -67,13 +67,13 @@ class Slots:
                 self._waiting[who].has_asked = False
 
     def end_turn(self, mine: Iterable[Hashable]) -> None:
-        """Who did not ask again leaves the line."""
+        """Remove from the line those that did not ask again."""
         for who in mine:
             if who in self._waiting and not self._waiting[who].has_asked:
                 del self._waiting[who]
 
     def leave(self, mine: Iterable[Hashable]) -> None:
-        """These wait no more, whatever they asked for: nobody stands behind them for ever."""
+        """Remove these from the line, whatever they asked for."""
         for who in mine:
             self._waiting.pop(who, None)
 
@@ -140,7 +140,7 @@ class HostLimits:
             slots.begin_turn(mine)
 
     def end_turn(self, mine: Sequence[Hashable]) -> None:
-        """Who did not ask again leaves the line."""
+        """Remove from the line those that did not ask again."""
         for slots in (self.uploads, self.conversions):
             slots.end_turn(mine)
 

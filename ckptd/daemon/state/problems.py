@@ -196,7 +196,7 @@ class Problems:
         )
 
     def clear(self, code: Code, about: str) -> None:
-        """It is over."""
+        """End a problem."""
         self._open.pop((code, shown(about)), None)
 
     def begin_turn(self) -> None:

@@ -178,7 +178,7 @@ class Peers:
         return tuple(found[name] for name in sorted(found))
 
     def _is_of_run(self, seen: SeenNode) -> bool:
-        """Another run's node is none of this job's; who has not told of its run may be."""
+        """Tell whether a node may be of this job's run; one that has not told its run may be."""
         run_id, theirs = self._state.run_id, seen.heartbeat.run_id if seen.heartbeat is not None else None
         return run_id is None or theirs in (None, run_id)
 

@@ -183,7 +183,7 @@ class RemoteSession:
 
     @property
     def is_ready(self) -> bool:
-        """There, ours, observed, and not backing off."""
+        """Tell whether the remote is there, ours, observed, and not backing off."""
         return (
             self.attached is not None
             and self.observation is not None
@@ -217,7 +217,8 @@ class RemoteSession:
 
     @property
     def may_transfer(self) -> bool:
-        """It is there, its mover is free, and uploads and removals did not fail too often just now."""
+        """Tell whether a transfer may begin: the remote is there, its mover is free, and few transfers
+        failed just now."""
         return self.is_ready and not self.is_transferring and not self.seconds_to_transfer
 
     @property

@@ -78,7 +78,7 @@ class SharedDirLease:
         return LeaseStatus(holds_lease=self.holds(), until_seconds=self.until_seconds)
 
     def take_over(self, state: JobState, save_dir_fd: int, audit: Audit) -> None:
-        """Once after each new lease: what the holder before us had renamed aside is removed.
+        """Remove what the holder before us had renamed aside, once after each new lease.
 
         It had a permit; the folder is known by its inode, its files by their identities, and by our own
         journal a COMMIT lists them on every remote that counts.

@@ -25,7 +25,7 @@ class Copy:
     view: CommitView
     manifests: tuple[NodeManifest, ...]
     files: tuple[ManifestFile, ...]
-    """Without extras; distinct paths."""
+    """Files without extras; their paths are distinct."""
     extras: tuple[ManifestFile, ...] = ()
     late: tuple[ManifestFile, ...] = ()
     """Files of all nodes that came after its COMMIT."""
@@ -86,7 +86,7 @@ class Nodes:
 
 ZERO, UNIVERSAL = "zero", "universal"
 DESCRIPTION = "ckptd.json"
-"""At the root of a derived form."""
+"""Name of the document at the root of a derived form."""
 
 
 def is_self_contained(copy: Copy) -> bool:

@@ -221,7 +221,7 @@ def _not_yet(save_dir: Path) -> Finding:
 
 
 def _closed(save_dir: Path, error: PermissionError) -> Finding:
-    """It may not be entered, or one above it may not."""
+    """Say which folder may not be entered: save_dir or one above it."""
     above = reversed(save_dir.parents)
     at = next((path for path in above if not os.access(path, os.X_OK, effective_ids=True)), save_dir)
     try:

@@ -163,7 +163,7 @@ def _without_loose(
 
 
 def _is_closed(save_dir_fd: int, name: str, status: os.stat_result) -> bool:
-    """Another user's folder that we may not enter; it stops nothing. Our own is waited for."""
+    """Tell whether a folder is another user's and closed to us; it stops nothing. Our own is waited for."""
     if status.st_uid == os.geteuid():
         return False
     return not os.access(name, os.R_OK | os.X_OK, dir_fd=save_dir_fd, effective_ids=True)

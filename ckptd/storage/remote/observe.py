@@ -151,7 +151,8 @@ def _rows(store: Store, found: Documents, cache: DocumentCache | None) -> tuple[
 
 
 def _is_whole(keys: Sequence[str]) -> bool:
-    """Once for each listing of a generation; known by digest, since a thousand nodes have long listings."""
+    """Tell whether a listing may be a whole generation, computed once for each by digest: listings may be
+    long."""
     digest = blake2b("\0".join(keys).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     found = _whole.get(digest)
     if found is None:

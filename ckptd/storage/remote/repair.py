@@ -114,7 +114,7 @@ class StoreSource:
         return len(part)
 
     def drop(self, offset: int, length: int) -> None:
-        """Nothing is cached."""
+        """Do nothing: nothing is cached."""
 
 
 def holds(store: Store, key: str, file: ManifestFile) -> bool:

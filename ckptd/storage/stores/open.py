@@ -52,7 +52,7 @@ def directory_remote(folder: Path) -> str | None:
 
 
 def within_remote(place: str, root: str) -> RefusedError:
-    """Nothing is made in a remote of ckptd."""
+    """Return the error for a destination in a remote of ckptd, where nothing is made."""
     msg = f"{place} lies in the remote of ckptd {root}, which its daemons keep"
     return RefusedError(msg, hint="choose a place outside it")
 

@@ -261,7 +261,7 @@ class MemorySource:
         return len(part)
 
     def drop(self, offset: int, length: int) -> None:
-        """Nothing is cached."""
+        """Do nothing: nothing is cached."""
 
 
 class WrappedSource:

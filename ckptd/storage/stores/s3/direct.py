@@ -306,7 +306,7 @@ class Flight:
         return {name: value for name, value in told.items() if value is not None}
 
     def abandon(self) -> None:
-        """Nobody wants the answer."""
+        """Drop the connection: nobody wants the answer."""
         self._connection.close()
 
     def _broke(self) -> None:

@@ -94,7 +94,7 @@ class Started:
         return self._uploads.ended(self, self._flight, on_progress)
 
     def abandon(self) -> None:
-        """Nobody waits for it any more; whether it arrived is found out by who sends it again."""
+        """Wait for it no more; whoever sends it again finds out whether it arrived."""
         if self._flight is not None:
             self._flight.abandon()
 
