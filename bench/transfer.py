@@ -25,8 +25,6 @@ from bench.saves import CACHE, Save
 from bench.transfer_runs import Sample, Way
 
 LINK_BITS, LINK_SECONDS = 1e9, 0.02
-CLIENTS = ("ckptd", runs.BY_S3FS)
-"""What docs/adr/0200 compares."""
 OWN = ("ckptd", "cp", "daemon")
 """How the names of rows begin that need nothing beside this repository."""
 MADE = ("zero", "universal", "weights-bf16")
@@ -149,9 +147,6 @@ def cases(it: Sizes, ways: Ways, rounds: int) -> list[Case]:
         "daemon, 3,000 files": partial(runs.under_daemon, it.many, near, ("zero", "universal")),
         "daemon, 4 GB, made on the way": partial(runs.under_daemon, it.four, near, MADE),
     }
-    both = {tool: partial(runs.up, tool, it.one, near) for tool in CLIENTS}
-    both_small = {tool: partial(runs.up, tool, it.small, near) for tool in CLIENTS}
-    both_down = {tool: partial(runs.down, tool, it.one, near) for tool in CLIENTS}
     few, once = max(1, rounds - 1), max(1, rounds - 2)
     return [
         case("up, null server", it.one, ups(it.one, near, "ckptd boto3 s3fs awscrt s5cmd rclone"), rounds),
@@ -159,9 +154,6 @@ def cases(it: Sizes, ways: Ways, rounds: int) -> list[Case]:
         case("up, null server, other proofs", it.one, proofs, few),
         case("up, null server, small files", it.small, ups(it.small, near, "ckptd s5cmd aws"), few),
         case("down, null server, 4 GB", it.four, downs(it.four, near, "ckptd boto3 s3fs s5cmd"), few, near),
-        case("clients, up", it.one, both, rounds),
-        case("clients, up, small files", it.small, both_small, rounds),
-        case("clients, down", it.one, both_down, rounds, near),
         case("up, link, 4 GB", it.four, ups(it.four, far, "ckptd boto3"), once),
         case("down, link, 4 GB", it.four, downs(it.four, far, "ckptd boto3"), once, far),
         case("up, link, small files", it.small, ups(it.small, far, "ckptd s5cmd aws"), few),

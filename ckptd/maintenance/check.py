@@ -74,7 +74,10 @@ def settings_rows(remote: RemoteConfig, access: Access) -> tuple[tuple[str, str]
     """List what the job file says about reaching a remote; never a secret, only where secrets lie."""
     if not is_s3(remote.url):
         return ()
-    if access.signs_payload:
+    if access.client == "s3fs" and access.endpoint_url is None and access.sign_payload is None:
+        # the endpoint may stand in s3fs's own settings
+        signed = "signed with SHA-256 over plain http to another machine, else not"
+    elif access.signs_payload:
         saved = "" if access.sign_payload else "; sign_payload = false saves some 3 CPU-seconds per GB"
         signed = f"signed with SHA-256{saved}"
     elif access.is_tls:

@@ -89,7 +89,8 @@ class Problem:
     @property
     def is_typed(self) -> bool:
         """Tell whether the next step is a command to copy, and no sentence."""
-        return self.next_step.startswith(("ckptd ", "cd ", "systemctl ", "sudo ", "mkdir ", "pip "))
+        commands = ("ckptd ", "CKPTD_", "cd ", "systemctl ", "sudo ", "mkdir ", "pip ")
+        return self.next_step.startswith(commands)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

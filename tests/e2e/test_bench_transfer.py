@@ -20,5 +20,13 @@ def test_tiny() -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     series = json.loads((CACHE / "tiny.json").read_text())["series"]
-    assert len(series) == 23
+    assert len(series) == 17
     assert [one["case"] for one in series if not one["samples"]] == []
+
+
+def test_clients() -> None:
+    """Both clients of S3, each measure of each case."""
+    command = [sys.executable, "-m", "bench.clients", "--tiny"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert sum(line.startswith(("| up", "| down")) for line in done.stdout.splitlines()) == 9

@@ -9,6 +9,8 @@ import contextlib
 import http.server
 import os
 import socket
+import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -117,6 +119,26 @@ def test_a_web_server_does_not_pass_for_s3(status: int) -> None:
     assert "does not speak S3" in error.message
     assert endpoint in error.message
     assert "endpoint_url" in error.hint
+
+
+def test_an_empty_prefix_means_start_fresh_and_no_bucket_does_not(
+    tmp_path: Path, moto: servers.Server
+) -> None:
+    """`resume` before the first upload: 4 only where the bucket was reached, and holds nothing there."""
+    environment = {**os.environ, **servers.environment(moto), "CKPTD_CONFIG_DIR": "/nonexistent"}
+
+    def resume(url: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "ckptd", "resume", str(tmp_path / "run"), url]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+        return done.returncode, done.stderr
+
+    new = f"s3://{servers.BUCKET}/never-used"
+    code, said = resume(new)
+    assert (code, f"({new}: empty, nothing was ever uploaded there)" in said) == (4, True), said
+    code, said = resume("s3://no-such-bucket-here/run")
+    assert (code, "start training from scratch" in said) == (69, False), said
 
 
 def test_tls_against_plain_http_and_a_server_that_is_not_even_http(moto: servers.Server) -> None:

@@ -252,6 +252,7 @@ def test_settings_of_fsspec_reach_the_process_that_speaks_to_the_bucket(
     shown = " ".join(done.stdout.split())
     assert done.returncode == 0, shown + done.stderr
     assert "client s3fs" in shown
+    assert "bodies signed with SHA-256 over plain http to another machine, else not" in shown
     settings = {"endpoint_url": rclone.endpoint, "key": servers.ACCESS_KEY, "secret": servers.SECRET_KEY}
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "s3.json").write_text(json.dumps({"s3": settings}))
@@ -266,6 +267,14 @@ def test_settings_of_fsspec_reach_the_process_that_speaks_to_the_bucket(
 def test_what_is_missing_or_misspelt_is_said(moto: servers.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="argument 'profil'"):
         store_at(moto.endpoint, storage_options=(("profil", '"x"'),)).stat("a")
+    with monkeypatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.delenv(name)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+        with pytest.raises(NotPermitted, match="no AWS credentials were found") as without:
+            store_at(moto.endpoint).stat("a")
+    assert "FSSPEC_S3_KEY" in without.value.hint
+    assert "anon = true" in without.value.hint
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ConfigError, match="not installed") as caught:
         store_at(moto.endpoint)

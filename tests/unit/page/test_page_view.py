@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -161,6 +162,8 @@ def test_a_command_can_be_copied_and_a_sentence_cannot() -> None:
     (dead,) = jobs_of(gallery.plain(STATES["daemon dead"]), gallery.NOW)[0].problems
     assert dead.next_step == "cd /home/alice && ckptd run --job llama.toml" and dead.is_typed
     assert dead.text.startswith("the daemon (process") and "start it" in dead.text
+    # as a next step is typed for a job without a file
+    assert replace(dead, next_step="CKPTD_URL=/nas/run ckptd accept /nvme/run global_step5").is_typed
 
 
 def test_few_jobs_are_open_and_of_many_those_that_need_a_person() -> None:

@@ -31,6 +31,10 @@ FLIGHTS = 12
 _RANGE_BYTES = 64 << 20
 _CREATE_TRIES = 5
 _READ_TRIES = 5
+_KEYS_OF_S3FS = (
+    "set FSSPEC_S3_KEY and FSSPEC_S3_SECRET, or credentials as for botocore; "
+    "storage_options = { anon = true } reads a public bucket without keys"
+)
 _UNKNOWN = Abilities(create_only=False, checksum=None, resumable=True)
 
 
@@ -133,7 +137,7 @@ class S3Bucket:
     @contextmanager
     def asking(self, what: str) -> Iterator[None]:
         """Run requests; what botocore raises leaves as an error of the tree."""
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
         from botocore.parsers import ResponseParserError
 
         try:
@@ -146,6 +150,8 @@ class S3Bucket:
             if sc.ran_in_circles(error):
                 raise sc.elsewhere(self._url, endpoint) from error
             raised = sc.failure(error, what, self._url, endpoint)
+            if isinstance(error, NoCredentialsError) and self.access.client == "s3fs":
+                raised = NotPermitted(raised.message, hint=_KEYS_OF_S3FS)
             if isinstance(raised, NotPermitted):
                 with self._lock:
                     self._client = None
