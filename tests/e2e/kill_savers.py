@@ -1,8 +1,9 @@
 """Kill real savers of other layouts at random moments: what is called complete must load in its own library.
 
 `python -m tests.e2e.kill_savers [--kills N] [--seed N] [LAYOUT …]`: a process saves as fast as it can, is
-killed (SIGKILL), and every folder that it left is judged and, where it is judged complete, loaded. A folder
-that was left behind for a newer one and is not complete counts as lost.
+killed (SIGKILL), and every folder that it left is judged and, where it is judged complete, loaded. It
+keeps four and deletes older ones, as trainers do: the newest and the oldest may be cut, any other that is not
+complete counts as lost.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tests.support.other_trainers import FOLDER_OF, batch, huggingface, model
 
 FOREVER = 1_000_000
 LONGEST_SECONDS = 0.6
+KEPT = 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +54,7 @@ def _accelerate(save_dir: str) -> None:
         at.backward(net(batch(step)).square().mean())
         optimizer.step()
         at.save_state(f"{save_dir}/step_{step}")
+        shutil.rmtree(f"{save_dir}/step_{step - KEPT}", ignore_errors=True)
 
 
 def _torch(save_dir: str) -> None:
@@ -65,6 +68,7 @@ def _torch(save_dir: str) -> None:
         place = f"{save_dir}/step-{step}"
         writer = checkpoint.FileSystemWriter(place, single_file_per_rank=False, sync_files=False)
         checkpoint.save(_state(net, optimizer, step), storage_writer=writer, no_dist=True)
+        shutil.rmtree(f"{save_dir}/step-{step - KEPT}", ignore_errors=True)
 
 
 def _state(net: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
@@ -72,7 +76,7 @@ def _state(net: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 
 
 def _huggingface(save_dir: str) -> None:
-    huggingface(save_dir, FOREVER, None, save_steps=1)
+    huggingface(save_dir, FOREVER, None, save_steps=1, save_total_limit=KEPT)
 
 
 SAVERS = {"huggingface": _huggingface, "accelerate": _accelerate, "torch": _torch}
@@ -133,7 +137,7 @@ def judge(tally: Tally, save_dir: Path) -> None:
         is_complete = folder.name in seen and seen[folder.name].is_complete
         if not is_complete:
             tally.torn += 1
-            if folder != folders[-1]:
+            if folder not in (folders[0], folders[-1]):
                 tally.lost += 1
                 print(f"{folder}: not complete: {seen.get(folder.name)}", file=sys.stderr)
             continue

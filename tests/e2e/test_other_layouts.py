@@ -140,3 +140,16 @@ def test_inspect_explains_it(layout: str, trained: dict[str, tuple[Path, dict[in
     seen = {one["tag"]: one for one in json.loads(done.stdout)["checkpoints"]}
     one = seen[tag_of(layout, STEPS)]
     assert (one["state"], one["step"], one["grid"]["layout"]) == ("complete", STEPS, layout)
+
+
+@pytest.mark.faults
+def test_a_saver_that_is_killed_leaves_no_false_complete_one() -> None:
+    """Some of the kills of `python -m tests.e2e.kill_savers`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.kill_savers", "--kills", "6", "--seed", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("false_complete=0, lost=0") == len(LAYOUTS), done.stdout

@@ -55,7 +55,7 @@ class Batches(torch.utils.data.Dataset):  # type: ignore[misc]
         return {"x": batch(index)[0]}
 
 
-def huggingface(save_dir: str, steps: int, resume_from: str | None, *, save_steps: int = 2) -> None:
+def huggingface(save_dir: str, steps: int, resume_from: str | None, **more: Any) -> None:
     """transformers.Trainer, DDP."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -68,7 +68,6 @@ def huggingface(save_dir: str, steps: int, resume_from: str | None, *, save_step
         save_dir,
         use_cpu=True,
         max_steps=steps,
-        save_steps=save_steps,
         logging_steps=1,
         per_device_train_batch_size=2,
         learning_rate=1e-3,
@@ -76,6 +75,7 @@ def huggingface(save_dir: str, steps: int, resume_from: str | None, *, save_step
         disable_tqdm=True,
         report_to=[],
         seed=SEED,
+        **{"save_steps": 2} | more,
     )
     trainer = Trainer(model=Wrapped(), args=arguments, train_dataset=Batches(), callbacks=[Told()])
     trainer.train(resume_from_checkpoint=resume_from)
