@@ -118,7 +118,7 @@ class Inspection(Model):
         """Show the checkpoints as lines, and why one is not whole or does not convert."""
         rows = [("tag", "kind", "state", "step", "dtype", "ranks", "size", "")]
         for c in self.checkpoints:
-            ranks = f"{c.grid.dp} × {c.grid.mm_count}" if c.grid else ""
+            ranks = f"{c.grid.dp} × {c.grid.mm_count}" if c.grid and c.grid.has_shards else ""
             step = "" if c.step is None else str(c.step)
             pointers = (("latest", self.latest), ("latest_universal", self.latest_universal))
             marks = " ".join(f"← {name}" for name, tag in pointers if tag == c.tag)

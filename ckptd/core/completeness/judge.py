@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 SLOWEST_SAVE_BYTES_PER_SECOND = 100e6
 
 
+PIPELINE_0 = (
+    "a pipeline of DeepSpeed without ZeRO (stage 0), whose files do not tell how many layers there are"
+)
+
+
 class State(StrEnum):
     """Verdict on a folder."""
 
@@ -151,10 +156,9 @@ def _without_shards(
     reason = layout.missing(listing.tag, {file.path: facts[file.path] for file in listing.own})
     if reason is not None:
         return _not_yet(listing, memory, context, reason)
-    renewed, kept = _renewal(listing, memory)
-    if renewed and kept:
-        return _not_yet(listing, memory, context, f"{renewed[0]} was saved again, {kept[0]} was not")
     step = layout.step(listing.tag, facts)
+    if step is None:
+        return Verdict(state=State.REFUSED, reason="its name holds no number that tells its step")
     verdict = Verdict(
         state=State.COMPLETE,
         grid=Grid(dp=0, mm_count=0, zero_stage=0, proof=layout.words, layout=layout.name),
@@ -163,9 +167,14 @@ def _without_shards(
         window=_window(listing, {file.path: facts[file.path] for file in listing.shards}),
         notes=() if layout.is_resumable else ("only a model: nothing to resume from",),
     )
-    if step is None:
-        return _with(verdict, State.SUSPECT, "the folder's name holds no number that tells its step")
-    return verdict
+    if tuple(sorted((f.path, facts[f.path].fingerprint) for f in listing.shards)) in context.accepted:
+        return verdict
+    renewed, kept = _renewal(listing, memory)
+    renewed = [path for path in renewed if memory is not None and path in memory.shards]
+    if renewed and kept:
+        return _not_yet(listing, memory, context, f"{renewed[0]} was saved again, {kept[0]} was not")
+    wide = _too_wide(listing, verdict, context)
+    return verdict if wide is None else _with(verdict, State.SUSPECT, wide)
 
 
 def _root(
@@ -179,10 +188,13 @@ def _root(
     inside = {path: fact for path, fact in inside.items() if not _is_stale(path, grid)}
     present = frozenset(named(path) for path in inside)
     if grid.zero_stage == 0 and not any(shard.role is Role.OPTIM for shard in present):
-        there = {shard.shard.mm for shard in present if shard.role is Role.MODEL}
-        absent = next((mm for mm in range(grid.mm_count) if mm not in there), None)
-        if absent is not None:
-            return None, {}, f"missing: mp_rank_{absent:02d}_model_states.pt", ()
+        if any(fact.facts is not None and fact.facts.groups for fact in inside.values()):
+            return None, {}, "no optimizer shard yet", ()
+        if any(shard.role is Role.LAYER for shard in present) and not grid.layers:
+            return None, {}, PIPELINE_0, ()
+        absent = missing_shards(grid.model_copy(update={"dp": 0}), present)
+        if absent:
+            return None, {}, f"missing: {absent[0]}", ()
         # the optimizer lies in the model states: any number of data-parallel ranks loads them
         return Grid(dp=0, mm_count=0, zero_stage=0, proof=grid.proof, layout=STAGE_0), inside, "", ()
     missing = missing_shards(grid, present)
@@ -250,18 +262,25 @@ def _whole(
     late = out_of_order(listing, shards)
     if late:
         return _with(verdict, State.SUSPECT, f"two saves? {late}")
-    wide_seconds = (window.last - window.first) / 1e9
+    if (wide := _too_wide(listing, verdict, context)) is not None:
+        return _with(verdict, State.SUSPECT, wide)
+    if step is None:
+        return _with(verdict, State.SUSPECT, "no shard tells its step and the tag holds no number")
+    return verdict
+
+
+def _too_wide(listing: FolderListing, verdict: Verdict, context: Context) -> str | None:
+    """Say that the files of a save were written further apart than one save takes; None: they were not."""
+    window = verdict.window
+    wide_seconds = (window.last - window.first) / 1e9 if window is not None else 0.0
     limit = max(
         context.save_spread_seconds,
         3 * context.widest_save_seconds,
         listing.total_bytes / SLOWEST_SAVE_BYTES_PER_SECOND,
     )
-    if wide_seconds > limit:
-        reason = f"two saves? shards were written {wide_seconds:.0f} s apart (more than {limit:.0f} s)"
-        return _with(verdict, State.SUSPECT, reason)
-    if step is None:
-        return _with(verdict, State.SUSPECT, "no shard tells its step and the tag holds no number")
-    return verdict
+    if wide_seconds <= limit:
+        return None
+    return f"two saves? shards were written {wide_seconds:.0f} s apart (more than {limit:.0f} s)"
 
 
 def step_of(tag: str, shards: Mapping[str, FileFacts]) -> tuple[int | None, int | None]:
@@ -329,6 +348,8 @@ def _moving(listing: FolderListing, memory: Memory | None) -> State:
 
 
 def _not_yet(listing: FolderListing, memory: Memory | None, context: Context, reason: str) -> Verdict:
+    if reason == PIPELINE_0:
+        return Verdict(state=State.REFUSED, reason=reason)
     renewed, kept = _renewal(listing, memory)
     if context.is_in_flight:
         return Verdict(state=State.RESAVING if kept else State.SAVING, reason=reason)

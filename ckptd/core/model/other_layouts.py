@@ -36,6 +36,10 @@ _STATE = re.compile(
     r"^((optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.(pt|bin)|scaler\.pt|meta\.pt|custom_checkpoint_\d+\.pkl"
     r"|(model|pytorch_model)_\d+\.(safetensors|bin)|pytorch_model_fsdp(_\d+)?\.bin)$"
 )
+_MODEL = re.compile(
+    r"^((model|pytorch_model)_\d+\.(safetensors|bin)|pytorch_model_fsdp.*|.+/[^/]+\.(safetensors|bin))$"
+)
+"""Weights under other names: of more than one model, of FSDP, or where a script's hook saved them."""
 _FSDP = re.compile(r"^(pytorch_model_fsdp|optimizer)_\d+/")
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")
 
@@ -138,14 +142,15 @@ class HuggingFace(Layout):
 
     def is_state(self, path: str) -> bool:
         """Tell whether a file holds weights or the state of the optimizer, the schedule or the scaler."""
-        return is_weights(path) or bool(_STATE.match(path) or _FSDP.match(path))
+        return is_weights(path) or bool(_STATE.match(path) or _FSDP.match(path) or _MODEL.match(path))
 
     def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:
         """Say what is missing: rank 0 writes trainer_state.json last, each rank its own random states."""
         return (
             _missing_model(facts)
+            or ("missing: scheduler.pt" if "scheduler.pt" not in facts else None)
+            or _missing_random(facts, "rng_state")
             or _missing_state(tag, facts)
-            or _missing_random(facts)
             or _missing_parts(facts)
             or _torn(self, facts)
         )
@@ -170,7 +175,12 @@ class Accelerate(HuggingFace):
 
     def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:  # noqa: ARG002
         """Say what is missing."""
-        return _missing_model(facts) or _missing_random(facts) or _missing_parts(facts) or _torn(self, facts)
+        return (
+            _missing_model(facts)
+            or _missing_random(facts, "random_states")
+            or _missing_parts(facts)
+            or _torn(self, facts)
+        )
 
     def step(self, tag: str, facts: Mapping[str, FileFacts]) -> int | None:
         """Return the last number of the folder's name."""
@@ -178,8 +188,8 @@ class Accelerate(HuggingFace):
 
 
 MODEL = ModelOnly()
-OTHERS: tuple[Layout, ...] = (MODEL, HuggingFace(), Accelerate(), TorchShards())
-"""In the order in which they are asked."""
+OTHERS: tuple[Layout, ...] = (MODEL, Accelerate(), HuggingFace(), TorchShards())
+"""In the order in which they are asked: scripts name folders of Accelerate's as the Trainer does."""
 STAGE_0 = "deepspeed-stage-0"
 """Layout of DeepSpeed without ZeRO: model states alone, which hold the optimizer too."""
 
@@ -231,13 +241,13 @@ def _missing_model(facts: Mapping[str, FileFacts]) -> str | None:
     absent = missing_weights(facts)
     if absent:
         return f"missing: {absent}"
-    is_there = any(is_weights(p) or _base(p).startswith("pytorch_model_fsdp") for p in facts)
-    is_there |= any(p.startswith(("pytorch_model_fsdp_", "model_", "pytorch_model_")) for p in facts)
-    return None if is_there else "missing: the model's weights"
+    return None if any(is_weights(p) or _MODEL.match(p) for p in facts) else "missing: the model's weights"
 
 
-def _missing_random(facts: Mapping[str, FileFacts]) -> str | None:
-    """Name a random state below the highest that is there: each rank writes its own."""
+def _missing_random(facts: Mapping[str, FileFacts], name: str) -> str | None:
+    """Name a random state below the highest that is there, or any: each rank writes its own."""
+    if not any(path.startswith(name) for path in facts):
+        return f"missing: {name}*"
     found = {int(match[1]): match[0] for path in facts if (match := _RANDOM.match(path))}
     absent = next((rank for rank in range(max(found, default=-1)) if rank not in found), None)
     if absent is None:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from ckptd.base.humanize import size_of
 from ckptd.config.commands import command_for, with_typed_commands
 from ckptd.config.quantities import shown_remote
-from ckptd.core.completeness.judge import State
+from ckptd.core.completeness.judge import PIPELINE_0, State
 from ckptd.core.model.layouts import Trainer
+from ckptd.core.model.listing import KNOWN_ALONE
 from ckptd.core.model.other_layouts import words_of
 from ckptd.core.model.records import SETTLED, ZERO, DerivedState, UploadState
 from ckptd.core.model.save import Order
@@ -256,9 +257,16 @@ def _see_verdicts(job: WatchedJob, state: JobState) -> None:
             text = f"{tag} is being removed before it was committed"
             see.see("vanished-uncommitted", f"{tag} (in part)", text, NEXT_STEP_VANISHED)
         elif verdict.state is State.REFUSED:
-            rename = "rename the folder, or choose another tag in the trainer"
-            see.see("tag-refused", tag, f"{tag}: {verdict.reason}", rename)
+            _see_refused(see, tag, verdict.reason)
     _see_forms(job, state)
+
+
+def _see_refused(see: Problems, tag: str, why: str | None) -> None:
+    if why == PIPELINE_0:
+        see.see("unprotected-save", tag, f"{tag} is {why}: it is not uploaded", KNOWN_ALONE)
+    else:
+        rename = "rename the folder, or choose another tag in the trainer"
+        see.see("tag-refused", tag, f"{tag}: {why}", rename)
 
 
 def _see_forms(job: WatchedJob, state: JobState) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from operator import index
 from typing import Any
 
 from ckptd.errors import TornArchiveError
@@ -12,8 +13,9 @@ from ckptd.formats.torchfile.rebuild import Rebuilder
 from ckptd.formats.torchfile.unpickler import run_pickle
 from ckptd.formats.torchfile.values import Inert
 
-_HEADER_LIMIT_BYTES = 100 << 20
-"""As the safetensors library has it."""
+_HEADER_LIMIT_BYTES = 16 << 20
+"""A hundred bytes for each tensor are usual; the library allows six times that."""
+_NAME_LETTERS = 255
 
 
 def named_parts(data: bytes, name: str) -> list[tuple[str, int]]:
@@ -30,7 +32,12 @@ def named_parts(data: bytes, name: str) -> list[tuple[str, int]]:
     ends: dict[str, int] = {}
     for row in rows.values():
         path, offset, length = (_field(row, what) for what in ("relative_path", "offset", "length"))
-        if type(path) is not str or type(offset) is not int or type(length) is not int:
+        if (
+            type(path) is not str
+            or len(path) > _NAME_LETTERS
+            or type(offset) is not int
+            or type(length) is not int
+        ):
             raise TornArchiveError(f"{name} names a part without its place")
         ends[path] = max(ends.get(path, 0), offset + length)
     return sorted(ends.items())
@@ -48,7 +55,8 @@ def torn_safetensors(fd: int, size_bytes: int) -> str | None:
         return "ends within its header"
     try:
         rows = json.loads(os.pread(fd, length, 8))
-        end = max((row["data_offsets"][1] for name, row in rows.items() if name != "__metadata__"), default=0)
-    except (ValueError, RecursionError, AttributeError, TypeError, KeyError, IndexError):
+        ends = [row["data_offsets"][1] for name, row in rows.items() if name != "__metadata__"]
+        end = max(map(index, ends), default=0)
+    except (ValueError, RecursionError, MemoryError, AttributeError, TypeError, KeyError, IndexError):
         return "has no header of safetensors"
     return None if size_bytes == 8 + length + end else f"has {size_bytes} bytes, not {8 + length + end}"

@@ -168,6 +168,9 @@ def files_for_ranks(copy: Copy, ranks: frozenset[int]) -> Copy:
     Raises:
         NotFoundError: a rank is not in the grid (66).
     """
+    if not copy.view.commit.grid.has_shards:
+        msg = f"{copy.view.commit.tag} has no shards of ranks"
+        raise NotFoundError(msg, hint="leave --ranks out: every rank reads all of it")
     beyond = sorted(rank for rank in ranks if rank >= copy.view.commit.grid.dp)
     if beyond:
         commit = copy.view.commit

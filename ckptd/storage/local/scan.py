@@ -33,7 +33,7 @@ from ckptd.core.model.listing import (
     is_trainers_checkpoint,
     of_listing,
 )
-from ckptd.core.model.other_layouts import other_layout_of
+from ckptd.core.model.other_layouts import MODEL, other_layout_of
 from ckptd.errors import CkptdError
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _without_loose(
 
     `trainer.save_model` writes them where stage 3 gathers no weights. The Trainer loads checkpoint-N alone.
     """
-    has_trainers = any(folder.trainer is Trainer.HUGGINGFACE for folder in folders)
+    has_trainers = any(f.trainer is Trainer.HUGGINGFACE and f.other_layout in (None, MODEL) for f in folders)
     if not has_trainers and not is_trainers_checkpoint(names):
         return folders, []
     loose = [f.tag for f in folders if f.trainer is Trainer.DEEPSPEED and is_loose(f.tag)]
