@@ -38,27 +38,35 @@ def test_the_shards_that_a_trainer_saves_last_are_no_checkpoint_of_it(tmp_path: 
         assert (here.save_dir / "checkpoint-4" / "trainer_state.json").exists()
 
 
-def test_a_trainer_without_deepspeed_is_not_safe_and_never_begun_anew(tmp_path: Path) -> None:
+def test_a_trainer_without_deepspeed_is_protected_and_its_last_model_is_none_of_its_checkpoints(
+    tmp_path: Path,
+) -> None:
     with node(tmp_path) as here:
         run = HfRun(steps=4, save_steps=2, deepspeed=False, processes=1, final_save=True)
         train(run, here.save_dir, tmp_path)
         names = {path.name for path in (here.save_dir / "checkpoint-4").iterdir()}
         assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= names
+        assert here.once() == 0, here.log.read_text()[-2000:]
+        assert "checkpoint-4~g1" in here.commits()
+        done = here.ckptd("resume", here.job_file)
+        assert done.returncode == 0, (done.stdout, done.stderr)
+        assert done.stdout.strip() == str(here.save_dir / "checkpoint-4")
+
+
+def test_a_trainer_that_ckptd_does_not_know_is_not_safe_and_never_begun_anew(tmp_path: Path) -> None:
+    with node(tmp_path) as here:
+        for name in ("ckpt_2.pt", "ckpt_4.pt"):
+            (here.save_dir / name).write_bytes(b"x")
         assert here.once() == 1
         assert here.commits() == {}
-        said = here.log.read_text()
-        assert (
-            "checkpoint-4 (and 1 more) is a checkpoint of the Hugging Face Trainer without DeepSpeed" in said
-        )
+        assert "ckpt_4.pt (and 1 more) is a checkpoint in one torch.save file" in here.log.read_text()
         done = here.ckptd("check", here.job_file, "--init-remote")
-        assert done.returncode == 65
-        assert "FAIL" in done.stdout
-        assert "without DeepSpeed" in done.stdout
+        assert (done.returncode, "FAIL" in done.stdout) == (65, True), done
         done = here.ckptd("resume", here.job_file)
         assert done.returncode == 65, (done.stdout, done.stderr)
-        assert "checkpoint-4 (a checkpoint of the Hugging Face Trainer without DeepSpeed)" in done.stderr
+        assert "ckpt_4.pt (a checkpoint in one torch.save file)" in done.stderr
         assert "scratch" not in done.stderr
-        assert (here.save_dir / "checkpoint-4" / "optimizer.pt").exists()
+        assert (here.save_dir / "ckpt_4.pt").exists()
 
 
 def test_a_tag_with_a_slash_is_said_and_its_pointer_is_left(tmp_path: Path) -> None:

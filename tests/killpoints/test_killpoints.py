@@ -121,8 +121,8 @@ def test_what_needs_clones_is_named_where_there_are_none(tmp_path: Path) -> None
 
 
 READ = {
-    "what lies in save_dir": "readdir @ storage/local/scan.py:scan:",
-    "which files lie in a folder": "listdir @ storage/local/scan.py:_walk:",
+    "what lies in save_dir": " < storage/local/scan.py:scan:",
+    "which files lie in a folder": " < storage/local/scan.py:_walk:",
     "a shard while it is sealed": "pread @ conversion/engine/inspect_child.py:_facts:",
     "a shard while it is uploaded": "preadv @ storage/stores/sources.py:read_into:",
     "a shard while it is converted": "copy_file_range @ base/extents.py:copy_range:",
