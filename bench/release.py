@@ -72,8 +72,11 @@ def write_checksums(dist: Path) -> None:
     (dist / "SHA256SUMS").write_text("".join(lines))
 
 
-def main() -> None:
-    """Build all of it; an image only where a builder works, and say so where none does."""
+def main() -> int:
+    """Build all of it; an image only where a builder works, and say so where none does.
+
+    Returns 1 when a builder was there and did not build it; the rest is in `dist` all the same.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="emptied first")
     parser.add_argument("--base", default="", help="of the image; default as the Dockerfile says")
@@ -84,13 +87,19 @@ def main() -> None:
     wheel = build_packages(dist)
     with tempfile.TemporaryDirectory() as home:
         write_sbom(make_environment(wheel, Path(home)), dist / f"ckptd-{__version__}.cdx.json")
+    failed = False
     if builder := find_builder():
-        build_image(builder, chosen.base, dist / f"ckptd-{__version__}-image.tar")
+        try:
+            build_image(builder, chosen.base, dist / f"ckptd-{__version__}-image.tar")
+        except subprocess.CalledProcessError:
+            failed = True
+            print(f"image: {builder} did not build it (see above); make release BASE=IMAGE: another base")
     else:
         print(f"image: left out, none of {', '.join(BUILDERS)} works here")
     write_checksums(dist)
     print((dist / "SHA256SUMS").read_text(), end="")
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
