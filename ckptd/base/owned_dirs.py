@@ -25,7 +25,7 @@ OURS = "_ckptd"
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NUMBERED = re.compile(r"^checkpoint_\d+$")
 _SAVED = ("pytorch_model", "random_states_0.pkl")
-"""What `save_state` leaves in its folder: with DeepSpeed, and without."""
+"""Names that Accelerate's `save_state` leaves in its folder: with DeepSpeed, and without."""
 
 
 def is_numbered_tag(tag: str) -> bool:

@@ -28,7 +28,7 @@ _TABLES: dict[str, type[Section]] = {"ephemeral": EphemeralConfig, "ladder": Run
 """Keys of [local] and [[remote]] whose values have keys of their own."""
 
 TYPED = "arguments and environment"
-"""Where the keys of a job come from that no file has: a message names what was typed."""
+"""Sources of a job that no file describes: a message then names the argument that was typed."""
 
 _UNSHOWN = ("credentials", "storage_options", "webhook", "heartbeat")
 """Keys whose values are never shown, since they may be secrets."""

@@ -89,7 +89,7 @@ class InspectedCheckpoint(Model):
     tensors: int | None = None
     """Named tensors (universal, weights)."""
     layout: str | None = None
-    """Of a universal form; of a checkpoint without ZeRO shards (core/model/other_layouts.py)."""
+    """The layout of a universal form, or of a checkpoint without ZeRO shards."""
     bytes: int
     saved_seconds_apart: float | None = None
     notes: tuple[str, ...] = ()

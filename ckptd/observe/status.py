@@ -154,7 +154,7 @@ class HeldStatus:
     kind: str = "resumable"
     """Or "model-only", "weights-only": nothing to resume from."""
     bytes: int | None = None
-    """Of its ZeRO form, or of the form that is left; None: published by an earlier release."""
+    """Bytes of its ZeRO form, or of the form that is left; None: published by an earlier release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

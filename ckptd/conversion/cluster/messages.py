@@ -46,7 +46,7 @@ class TaskSource(Model):
     crc64: str = ""
     """Checksum in the manifest; what is read of the file is hashed for it."""
     local: str = ""
-    """Its path below the save_dir of the node that saved it."""
+    """Path of the shard below the save_dir of the node that saved it."""
 
 
 class Question(Model):

@@ -156,7 +156,7 @@ def _without_shards(
     reason = layout.missing(listing.tag, {file.path: facts[file.path] for file in listing.own})
     if reason is not None:
         return _not_yet(listing, memory, context, reason)
-    step = layout.step(listing.tag, facts)
+    step = layout.step(listing.tag)
     if step is None:
         return Verdict(state=State.REFUSED, reason="its name holds no number that tells its step")
     verdict = Verdict(

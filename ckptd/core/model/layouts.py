@@ -98,7 +98,7 @@ class Grid(Model):
     experts: tuple[int, ...] = ()
     proof: str = ""
     layout: str = ""
-    """Of a checkpoint without ZeRO shards (dp 0), its layout (core/model/other_layouts.py)."""
+    """The layout of a checkpoint without ZeRO shards (dp 0), by its name in core/model/other_layouts.py."""
 
     @property
     def is_model_only(self) -> bool:

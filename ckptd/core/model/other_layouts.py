@@ -28,19 +28,17 @@ if TYPE_CHECKING:
     from ckptd.core.model.facts import FileFacts
 
 METADATA = ".metadata"
-"""Of a torch.distributed.checkpoint folder: written last, names every other file of it."""
+"""The file of a torch.distributed.checkpoint folder that is written last and names all others."""
 _DISTCP = ".distcp"
 _OPTIMIZER = re.compile(r"^optimizer(_\d+)?(\.pt|\.bin|/)")
 _RANDOM = re.compile(r"^(?:rng_state|random_states)_(\d+)\.(?:pth|pkl)$")
 _STATE = re.compile(
-    r"^((optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.(pt|bin)|scaler\.pt|meta\.pt|custom_checkpoint_\d+\.pkl"
-    r"|(model|pytorch_model)_\d+\.(safetensors|bin)|pytorch_model_fsdp(_\d+)?\.bin)$"
+    r"^((scheduler|sampler|dl_state_dict)(_\d+)?\.(pt|bin)|scaler\.pt|meta\.pt|custom_checkpoint_\d+\.pkl)$"
 )
 _MODEL = re.compile(
     r"^((model|pytorch_model)_\d+\.(safetensors|bin)|pytorch_model_fsdp.*|.+/[^/]+\.(safetensors|bin))$"
 )
 """Weights under other names: of more than one model, of FSDP, or where a script's hook saved them."""
-_FSDP = re.compile(r"^(pytorch_model_fsdp|optimizer)_\d+/")
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")
 
 
@@ -48,7 +46,7 @@ class Layout:
     """Describe one kind of checkpoint folder; paths are relative to it."""
 
     name: ClassVar[str]
-    """As manifests, status.json and docs/contract.md have it."""
+    """The word for it in manifests and in docs/contract.md."""
     words: ClassVar[str]
     trainer: ClassVar[Trainer]
     opened_by: ClassVar[str]
@@ -67,8 +65,8 @@ class Layout:
         """Say what the folder lacks to be whole, None when it lacks nothing."""
         raise NotImplementedError
 
-    def step(self, tag: str, _facts: Mapping[str, FileFacts]) -> int | None:
-        """Return the step that was saved; by default the last number of the folder's name."""
+    def step(self, tag: str) -> int | None:
+        """Return the step that was saved: the last number of the folder's name, None where it has none."""
         number = _NUMBER.search(tag)
         return int(number[1]) if number else None
 
@@ -101,10 +99,6 @@ class ModelOnly(Layout):
         """Say what is missing of weights that several files hold, or of the Trainer's word that it ended."""
         absent = missing_weights(facts)
         return f"missing: {absent}" if absent else _missing_state(tag, facts)
-
-    def step(self, tag: str, _facts: Mapping[str, FileFacts]) -> int | None:
-        """Return N of checkpoint-N."""
-        return step_of_folder(tag)
 
 
 class TorchShards(Layout):
@@ -142,7 +136,7 @@ class HuggingFace(Layout):
 
     def is_state(self, path: str) -> bool:
         """Tell whether a file holds weights or the state of the optimizer, the schedule or the scaler."""
-        return is_weights(path) or bool(_STATE.match(path) or _FSDP.match(path) or _MODEL.match(path))
+        return is_weights(path) or any(one.match(path) for one in (_OPTIMIZER, _STATE, _MODEL))
 
     def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:
         """Say what is missing: rank 0 writes trainer_state.json last, each rank its own random states."""
@@ -154,10 +148,6 @@ class HuggingFace(Layout):
             or _missing_parts(facts)
             or _torn(self, facts)
         )
-
-    def step(self, tag: str, _facts: Mapping[str, FileFacts]) -> int | None:
-        """Return N of checkpoint-N."""
-        return step_of_folder(tag)
 
 
 class Accelerate(HuggingFace):
@@ -181,10 +171,6 @@ class Accelerate(HuggingFace):
             or _missing_parts(facts)
             or _torn(self, facts)
         )
-
-    def step(self, tag: str, facts: Mapping[str, FileFacts]) -> int | None:
-        """Return the last number of the folder's name."""
-        return Layout.step(self, tag, facts)
 
 
 MODEL = ModelOnly()

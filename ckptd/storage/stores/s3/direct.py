@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 20
 READ_SECONDS = 75
-"""The same limit as in client.py: longer than an upload may stand still."""
+"""Limit of one call, as in client.py: longer than an upload may stand still."""
 _REST_SECONDS = 30.0
 _MOST_IDLE = 32
 _SUM = "x-amz-checksum-crc64nvme"
