@@ -29,8 +29,8 @@ from ckptd.conversion.parts import (
     Widen,
     Woven,
 )
-from ckptd.conversion.plan import identity_of
 from ckptd.errors import RefusedError, SourceChanged
+from ckptd.formats.torchfile.fingerprint import identity_of
 
 if TYPE_CHECKING:
     from ckptd.conversion.plan import OutputCheck

@@ -28,10 +28,10 @@ from ckptd.conversion.engine.staging import (
 )
 from ckptd.conversion.options import ClusterReport
 from ckptd.conversion.outputs import description_of
-from ckptd.conversion.plan import identity_of
 from ckptd.conversion.remote.convert import POINTER, RemoteConversion, temporary_place
 from ckptd.conversion.remote.reader import RemoteRanges
 from ckptd.conversion.remote.uploader import NOTE, publish_in_store, target_exists
+from ckptd.formats.torchfile.fingerprint import identity_of
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import from_hex
 from ckptd.storage.stores.open import directory_remote, open_store, within_remote

@@ -23,9 +23,10 @@ from ckptd.conversion.engine.sandbox import STOP_SIGNAL, UNLIMITED, fail, restri
 from ckptd.conversion.engine.verify import verify_outputs, verify_sources
 from ckptd.conversion.engine.writer import Counters, Folders, Settings, Ticker, own
 from ckptd.conversion.outputs import description_of, large_first
-from ckptd.conversion.plan import OutputCheck, OutputFile, OutputLink, PlanReader, identity_of, read_trailer
+from ckptd.conversion.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
 from ckptd.conversion.reader import Ranges, Sources
 from ckptd.errors import CkptdError, SourceChanged, StorageError, from_os_error
+from ckptd.formats.torchfile.fingerprint import identity_of
 from ckptd.storage.stores.parallel import FailFastPool
 
 if TYPE_CHECKING:

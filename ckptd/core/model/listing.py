@@ -21,7 +21,7 @@ from ckptd.core.model.layouts import (
     parse_shard_name,
 )
 from ckptd.core.model.other_layouts import MODEL
-from ckptd.core.model.swapped_tensors import is_swapped
+from ckptd.core.model.swap_paths import is_swapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -24,9 +24,10 @@ from ckptd.conversion.engine.executor_child import Execution, Request
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions, parse_form
 from ckptd.conversion.parts import Literal
-from ckptd.conversion.plan import OutputFile, PlanReader, identity_of
+from ckptd.conversion.plan import OutputFile, PlanReader
 from ckptd.conversion.reader import Sources
 from ckptd.errors import NoSpaceError, RefusedError, SourceChanged, StorageError, TargetExists, UsageError
+from ckptd.formats.torchfile.fingerprint import identity_of
 from tests.support.real import REPOSITORY
 from tests.support.synthetic import Made, Shapes, write_stage12
 
