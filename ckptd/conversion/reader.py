@@ -16,6 +16,7 @@ from operator import add
 from typing import TYPE_CHECKING, overload
 
 from ckptd.base import extents, files
+from ckptd.base.extents import identity_of
 from ckptd.conversion.dtypes import cast, clamped, widen
 from ckptd.conversion.parts import (
     FLOAT_BYTES,
@@ -30,7 +31,6 @@ from ckptd.conversion.parts import (
     Woven,
 )
 from ckptd.errors import RefusedError, SourceChanged
-from ckptd.formats.torchfile.fingerprint import identity_of
 
 if TYPE_CHECKING:
     from ckptd.conversion.plan import OutputCheck

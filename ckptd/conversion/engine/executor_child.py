@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptd.base import extents, files
+from ckptd.base.extents import identity_of
 from ckptd.base.files import opened_real
 from ckptd.conversion.dtypes import use_numpy_of
 from ckptd.conversion.engine.executor import Maker, Stopped, Worker
@@ -26,7 +27,6 @@ from ckptd.conversion.outputs import description_of, large_first
 from ckptd.conversion.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
 from ckptd.conversion.reader import Ranges, Sources
 from ckptd.errors import CkptdError, SourceChanged, StorageError, from_os_error
-from ckptd.formats.torchfile.fingerprint import identity_of
 from ckptd.storage.stores.parallel import FailFastPool
 
 if TYPE_CHECKING:

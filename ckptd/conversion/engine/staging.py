@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
 from ckptd.base import extents, files
+from ckptd.base.extents import identity_of
 from ckptd.base.files import opened_real, real_path
 from ckptd.base.humanize import user_in_words
 from ckptd.base.names import NAME_BYTES
@@ -32,7 +33,6 @@ from ckptd.errors import (
     TargetExists,
     UsageError,
 )
-from ckptd.formats.torchfile.fingerprint import identity_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -62,14 +62,6 @@ def fingerprint(fd: int, directory: Directory | None, alive: Callable[[], object
     return digest.hexdigest()
 
 
-def identity_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
-    """Return what tells a source from any other file: dev, ino, size, mtime_ns, ctime_ns.
-
-    A tuple: restricted children start without the pydantic model of `base.identity`.
-    """
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-
 def raw_fingerprint(fd: int) -> str:
     """Fingerprint of a tensor's plain bytes, from their number and a few samples (SHA-256 hex)."""
     return _samples(fd, 0, os.fstat(fd).st_size, _STORAGE_SAMPLES).hexdigest()

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ckptd.base.extents import identity_of
 from ckptd.core.model.shard_facts import ShardFacts
 from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.archive import Directory
-from ckptd.formats.torchfile.fingerprint import fingerprint, identity_of, tensor_fingerprint
+from ckptd.formats.torchfile.fingerprint import fingerprint, tensor_fingerprint
 from ckptd.formats.torchfile.legacy import read_archive
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.torchfile.values import Tensor

@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from ckptd.base.extents import identity_of
 from ckptd.core.completeness.stale_files import WrittenShard, stale_layout
 from ckptd.core.model.swap_paths import BY_LOCAL_RANK, FOLDER, path_of
 from ckptd.errors import DamagedError, RefusedError
-from ckptd.formats.torchfile.fingerprint import identity_of, raw_fingerprint
+from ckptd.formats.torchfile.fingerprint import raw_fingerprint
 from ckptd.formats.zero import experts as autoep
 from ckptd.formats.zero import stage3, stage12
 from ckptd.formats.zero.experts import NO_EXPERTS, Experts, check_files, find

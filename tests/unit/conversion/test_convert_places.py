@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from ckptd.base import extents, files
+from ckptd.base.extents import identity_of
 from ckptd.conversion.engine import staging
 from ckptd.conversion.engine.executor import Worker
 from ckptd.conversion.engine.executor_child import Execution, Request
@@ -27,7 +28,6 @@ from ckptd.conversion.parts import Literal
 from ckptd.conversion.plan import OutputFile, PlanReader
 from ckptd.conversion.reader import Sources
 from ckptd.errors import NoSpaceError, RefusedError, SourceChanged, StorageError, TargetExists, UsageError
-from ckptd.formats.torchfile.fingerprint import identity_of
 from tests.support.real import REPOSITORY
 from tests.support.synthetic import Made, Shapes, write_stage12
 

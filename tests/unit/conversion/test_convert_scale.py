@@ -16,6 +16,7 @@ import pytest
 
 from bench import sparse
 from ckptd.base import extents, files
+from ckptd.base.extents import identity_of
 from ckptd.conversion import reader
 from ckptd.conversion.engine.executor import Tally, interior
 from ckptd.conversion.engine.supervisor import convert, forecast
@@ -24,7 +25,6 @@ from ckptd.conversion.parts import Literal, Range
 from ckptd.conversion.plan import OutputFile
 from ckptd.conversion.reader import Sources, descriptors
 from ckptd.errors import DamagedError, RefusedError, SourceChanged, TargetExists
-from ckptd.formats.torchfile.fingerprint import identity_of
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.zero import shards
 from ckptd.maintenance.inspection import inspect_folder
