@@ -189,6 +189,18 @@ def test_a_file_system_without_shared_blocks_gets_all_bytes(tmp_path: Path) -> N
 # --- saves of a run of which only adapters change ---------------------------------------------------------
 
 
+def summed(data: bytes) -> tuple[int, int]:
+    return len(data), crc64(data)
+
+
+def held_by(store: Any, folder: str) -> dict[str, tuple[int, int]]:
+    """What the remote holds of a save."""
+    return {
+        info.key.rpartition("/")[2]: summed(whole(store, info.key, info.bytes))
+        for info in store.list(f"{folder}/")
+    }
+
+
 class AdapterRun:
     """A node whose model states hold a frozen base, and adapters that each save changes."""
 
@@ -196,8 +208,8 @@ class AdapterRun:
         self.node = Node(folder / "save")
         self._base = [torch.randn(4 * MIB) for _ in range(2)]
 
-    def save(self, step: int) -> dict[str, bytes]:
-        """The files of one more save, as they lie on the node's disk."""
+    def save(self, step: int) -> dict[str, tuple[int, int]]:
+        """Save once more; the name of each file, its bytes and its CRC64."""
         node = self.node
         node.tag = f"global_step{step}"
         node.write_all(mark=str(step).encode())
@@ -207,7 +219,7 @@ class AdapterRun:
             module[f"layers.{number}.lora_A.default.weight"] = torch.randn(16 << 10)
         torch.save({"module": module, "global_steps": step}, node.save_dir / node.tag / MODEL)
         node.write({"frozen.bin": OLD})
-        return {path.name: path.read_bytes() for path in (node.save_dir / node.tag).iterdir()}
+        return {path.name: summed(path.read_bytes()) for path in (node.save_dir / node.tag).iterdir()}
 
     def upload(self, attached: AttachedRemote, step: int) -> UploadResult:
         return self.node.upload(attached, self.node.order(self.node.sealed(step=step)))
@@ -220,15 +232,14 @@ def test_later_saves_send_what_changed(store: S3Store, tmp_path: Path) -> None:
         files = run.save(step)
         result = run.upload(attached, step)
         assert result.outcome == "committed"
-        total_bytes = sum(map(len, files.values()))
+        total_bytes = sum(size for size, _ in files.values())
         if step == 1:
             assert result.bytes_sent == total_bytes
             continue
         # what lies between two copied parts is a part as well, and so at least 5 MiB
         assert result.bytes_sent < 2 * LEAST_PART_BYTES + MIB
         assert result.bytes_sent + result.bytes_copied == total_bytes
-        folder = run.node.tag
-        assert {name: whole(store, f"{folder}/{name}", len(data)) for name, data in files.items()} == files
+        assert held_by(store, run.node.tag) == files
 
 
 def test_a_copy_that_rotted_is_not_copied_on(store: S3Store, tmp_path: Path) -> None:
@@ -242,7 +253,7 @@ def test_a_copy_that_rotted_is_not_copied_on(store: S3Store, tmp_path: Path) -> 
         store.put(f"global_step1/{name}", bytes(held))
     files = run.save(2)
     assert run.upload(attached, 2).outcome == "committed"
-    assert {name: whole(store, f"global_step2/{name}", len(data)) for name, data in files.items()} == files
+    assert held_by(store, "global_step2") == files
 
 
 def test_what_retention_deleted_is_sent_again(store: S3Store, tmp_path: Path) -> None:
@@ -255,7 +266,7 @@ def test_what_retention_deleted_is_sent_again(store: S3Store, tmp_path: Path) ->
     files = run.save(2)
     result = run.upload(attached, 2)
     assert (result.outcome, result.bytes_copied) == ("committed", 0)
-    assert {name: whole(store, f"global_step2/{name}", len(data)) for name, data in files.items()} == files
+    assert held_by(store, "global_step2") == files
 
 
 def test_saves_share_the_blocks_of_the_base(xfs: Path, tmp_path: Path) -> None:
@@ -266,4 +277,18 @@ def test_saves_share_the_blocks_of_the_base(xfs: Path, tmp_path: Path) -> None:
         result = run.upload(attached, step)
         assert result.outcome == "committed"
         assert step == 1 or result.bytes_sent < MIB
-        assert {name: (xfs / run.node.tag / name).read_bytes() for name in files} == files
+        assert held_by(attached.store, run.node.tag) == files
+
+
+def test_blocks_of_a_copy_that_rotted_are_not_shared(xfs: Path, tmp_path: Path) -> None:
+    run = AdapterRun(tmp_path)
+    attached = run.node.attached(DirectoryStore(str(xfs), owner="id-n0"))
+    run.save(1)
+    run.upload(attached, 1)
+    for name in ("frozen.bin", MODEL):
+        with (xfs / "global_step1" / name).open("r+b") as stream:
+            stream.seek(8 * MIB)
+            stream.write(b"rotten")
+    files = run.save(2)
+    assert run.upload(attached, 2).outcome == "committed"
+    assert held_by(attached.store, run.node.tag) == files
