@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
+from ckptd.core.model.manifest import folder_name
+from ckptd.core.model.records import UNIVERSAL
 from ckptd.errors import VerifyError
 from ckptd.storage.stores.base import HeldRange, Progress, Resume
 from ckptd.storage.stores.checksums import crc64
@@ -20,6 +24,8 @@ from tests.stores import servers
 from tests.stores.conformance import source_of
 from tests.stores.scene import MODEL, Node
 from tests.stores.test_s3 import store_at
+from tests.support.synthetic import write_stage12
+from tests.unit.storage.remote.test_making import Scene
 
 if TYPE_CHECKING:
     from ckptd.storage.remote.messages import UploadResult
@@ -292,3 +298,31 @@ def test_blocks_of_a_copy_that_rotted_are_not_shared(xfs: Path, tmp_path: Path) 
     files = run.save(2)
     assert run.upload(attached, 2).outcome == "committed"
     assert held_by(attached.store, run.node.tag) == files
+
+
+def test_a_form_is_made_of_the_shards_that_lie_there(store: S3Store, tmp_path: Path) -> None:
+    """Byte for byte what `ckptd convert` makes, of which little crosses the network."""
+    scene = Scene(tmp_path / "scene", write_large(tmp_path / "shards"))
+    scene.ground = scene.node.attached(store)
+    assert scene.node.upload(scene.ground, scene.node.order(scene.node.sealed())).outcome == "committed"
+    result = scene.upload(scene.order(UNIVERSAL))
+    assert result.outcome == "committed"
+    report = convert(scene.shards, tmp_path / "made", ConvertOptions())
+    made = {
+        str(path.relative_to(tmp_path / "made")): summed(path.read_bytes())
+        for path in (tmp_path / "made").rglob("*")
+        if path.is_file()
+    }
+    folder = f"{folder_name(scene.node.tag, 1, UNIVERSAL)}/"
+    listed = (info for info in store.list(folder))
+    assert {i.key.removeprefix(folder): summed(whole(store, i.key, i.bytes)) for i in listed} == made
+    assert report.plan_sha256 == scene.planned()[0].plan_sha256
+    assert result.bytes_copied + result.bytes_sent == scene.planned()[0].bytes
+    # what the first rank holds of each state is too little for a part beside the file's own beginning
+    assert result.bytes_copied > 3 * 7 * MIB
+
+
+def write_large(folder: Path) -> Path:
+    """A save by two ranks with one parameter of 16 MiB."""
+    write_stage12(folder, [{"embed.weight": (4096, 1024), "norm.weight": (16,)}], 2)
+    return folder

@@ -458,10 +458,14 @@ class Transfer:
 
         Proved at once, so that it can be sent whole if the store made something else.
         """
-        is_wanted = not is_small(file) and file.identity is not None and file.key not in self._partly
-        held = (
-            self._elsewhere.ranges_of(file, source) if is_wanted and _offer(self._store, "copies", 0) else ()
-        )
+        if (
+            is_small(file)
+            or file.is_extra
+            or file.key in self._partly
+            or not _offer(self._store, "copies", 0)
+        ):
+            return False
+        held = self._origin.held(file) if file.is_made else self._elsewhere.ranges_of(file, source)
         if not held:
             return False
         try:
@@ -565,6 +569,10 @@ class Origin(Protocol):
         """Return one of these files, to be read."""
         ...
 
+    def held(self, file: UploadFile) -> tuple[HeldRange, ...]:
+        """Return the ranges of a file that is made which objects of the remote most likely hold."""
+        ...
+
     def why_changed(self, file: UploadFile) -> str | None:
         """Return why it is not what it was when the order was given; None when it is."""
         ...
@@ -608,6 +616,10 @@ class SealedFiles:
                 yield CheckedSource(inner, records, file.path) if records else inner
             finally:
                 inner.drop_all()
+
+    def held(self, _file: UploadFile) -> tuple[HeldRange, ...]:
+        """See `Origin`."""
+        return ()
 
     def why_changed(self, file: UploadFile) -> str | None:
         """See `Origin`."""

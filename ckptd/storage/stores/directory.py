@@ -444,8 +444,8 @@ class DirectoryStore:
         self._buffer_bytes = min(buffer_bytes, window_bytes)
         self._pinned: tuple[int, int] | None = None
         self._flushed: set[tuple[int, int]] = set()
-        self.copies = 1
-        """0: this file system shares no blocks between files, as it showed."""
+        self.copies = int(read_back)
+        """0: this file system shares no blocks between files, as it showed, or copies are not proved."""
         self._no_room = FullStoreMemory()
         # no lane removes as empty what another is about to put its first file into
         self._folders = threading.Lock()

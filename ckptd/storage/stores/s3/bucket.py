@@ -121,8 +121,9 @@ class S3Bucket:
 
     @property
     def copies(self) -> int:
-        """1: the server copies parts of an upload from objects that it holds."""
-        return int(self.abilities.copies)
+        """1: the server copies parts of an upload from objects that it holds, and the result is proved."""
+        can = self.abilities
+        return int(can.copies and (self.is_read_back or can.checksum is not None))
 
     @property
     def wants_md5(self) -> bool:

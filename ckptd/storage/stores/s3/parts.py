@@ -213,7 +213,6 @@ class Sending:
         self._lock = threading.Lock()
         self._lanes = FailFastPool()
         self._moving: dict[int, int] = {}
-        self.copied_bytes = 0
 
     def run(self) -> None:
         """All parts, the first ones first.
@@ -272,11 +271,7 @@ class Sending:
                 return None
         sent = Sent(answer=answer, crc=crc, md5=md5.digest() if md5 else None)
         is_same = answer.get("ChecksumCRC64NVME") in (None, encoded(crc))
-        if not (is_same and _is_intact(store, sent, number)):
-            return None
-        with self._lock:
-            self.copied_bytes += length
-        return sent
+        return sent if is_same and _is_intact(store, sent, number) else None
 
     def _moved(self, number: int, count: int) -> None:
         self._lanes.check()
