@@ -94,6 +94,7 @@ def test_what_changed_is_sent(store: S3Store) -> None:
     assert whole(store, "b/new", len(new)) == new
 
 
+@pytest.mark.botocore
 @pytest.mark.parametrize("offset", [0, 4096])
 def test_a_wrong_word_about_what_is_held_costs_bytes_and_nothing_else(store: S3Store, offset: int) -> None:
     put(store, "a/old", OLD)
@@ -108,6 +109,7 @@ def test_a_wrong_word_about_what_is_held_costs_bytes_and_nothing_else(store: S3S
         assert whole(store, "b/new", len(new)) == new
 
 
+@pytest.mark.botocore
 def test_an_object_that_is_gone_costs_bytes_and_nothing_else(store: S3Store) -> None:
     new = secrets.token_bytes(11 * MIB)
     sent_bytes, _ = put(store, "b/new", new, HeldRange(offset=0, length=len(new), key="a/gone", key_offset=0))
@@ -115,6 +117,7 @@ def test_an_object_that_is_gone_costs_bytes_and_nothing_else(store: S3Store) -> 
     assert whole(store, "b/new", len(new)) == new
 
 
+@pytest.mark.botocore
 def test_an_upload_that_was_cut_goes_on(store: S3Store) -> None:
     """The layout of its parts travels with the token."""
     put(store, "a/old", OLD)
@@ -231,6 +234,7 @@ class AdapterRun:
         return self.node.upload(attached, self.node.order(self.node.sealed(step=step)))
 
 
+@pytest.mark.botocore
 def test_later_saves_send_what_changed(store: S3Store, tmp_path: Path) -> None:
     run = AdapterRun(tmp_path)
     attached = run.node.attached(store)
@@ -248,6 +252,7 @@ def test_later_saves_send_what_changed(store: S3Store, tmp_path: Path) -> None:
         assert held_by(store, run.node.tag) == files
 
 
+@pytest.mark.botocore
 def test_a_copy_that_rotted_is_not_copied_on(store: S3Store, tmp_path: Path) -> None:
     run = AdapterRun(tmp_path)
     attached = run.node.attached(store)
@@ -262,6 +267,7 @@ def test_a_copy_that_rotted_is_not_copied_on(store: S3Store, tmp_path: Path) -> 
     assert held_by(store, "global_step2") == files
 
 
+@pytest.mark.botocore
 def test_what_retention_deleted_is_sent_again(store: S3Store, tmp_path: Path) -> None:
     run = AdapterRun(tmp_path)
     attached = run.node.attached(store)
@@ -300,6 +306,7 @@ def test_blocks_of_a_copy_that_rotted_are_not_shared(xfs: Path, tmp_path: Path) 
     assert held_by(attached.store, run.node.tag) == files
 
 
+@pytest.mark.botocore
 def test_a_form_is_made_of_the_shards_that_lie_there(store: S3Store, tmp_path: Path) -> None:
     """Byte for byte what `ckptd convert` makes, of which little crosses the network."""
     scene = Scene(tmp_path / "scene", write_large(tmp_path / "shards"))
