@@ -25,7 +25,7 @@ from ckptd.core.completeness.judge import State, judge
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Grid, Role
 from ckptd.core.model.listing import FolderListing, ListedFile, warn_unprotected
-from ckptd.core.model.other_layouts import words_of
+from ckptd.core.model.other_layouts import TORCH, words_of
 from ckptd.errors import CkptdError, NotFoundError
 from ckptd.storage.local.scan import read_pointer, scan, scan_folder
 
@@ -158,7 +158,8 @@ def inspect_folder(path: Path) -> Inspection:
     if seen is None:
         return _save_dir(path, absolute)
     if seen.kind == "zero":
-        forecast = forecast_conversion(Path(absolute)) if seen.layout is None else _without_forms(seen.layout)
+        has_forms = seen.layout in (None, TORCH.name)
+        forecast = forecast_conversion(Path(absolute)) if has_forms else _without_forms(seen.layout or "")
         seen = seen.model_copy(update={"conversion": forecast})
     return Inspection(path=str(path), kind=seen.kind, checkpoints=(seen,))
 

@@ -21,7 +21,8 @@ from ckptd.base.humanize import user_in_words
 from ckptd.base.names import NAME_BYTES
 from ckptd.base.owned_dirs import list_dir, lock
 from ckptd.conversion.plan import Header, PlanReader, Trailer, identity_of, read_trailer
-from ckptd.core.model.layouts import ADAPTER_CONFIG, NamedShard, parse_shard_name
+from ckptd.core.model.layouts import ADAPTER_CONFIG, NamedShard, Role, ShardKey, parse_shard_name
+from ckptd.core.model.other_layouts import METADATA, SUFFIX
 from ckptd.errors import (
     CkptdError,
     LockHeld,
@@ -86,14 +87,23 @@ def list_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
                 continue  # removed since it was listed
             if stat.S_ISDIR(status.st_mode):
                 folders.append(name)
-            elif stat.S_ISREG(status.st_mode) and (shard := parse_shard_name(name)):
+            elif stat.S_ISREG(status.st_mode) and (shard := _named(name)):
                 shards.append((name, shard))
                 mode &= status.st_mode
                 disk_bytes += 512 * status.st_blocks
+    if any(shard.role is not Role.EXTRA for _, shard in shards):  # what torch wrote beside them is not asked
+        shards = [(name, shard) for name, shard in shards if shard.role is not Role.EXTRA]
     folder_mode = own.st_mode & 0o777 | 0o700  # files are put into the copy of a read-only folder, too
     return SourceFolder(
         path, tuple(shards), tuple(folders), mode & 0o666, folder_mode, own.st_gid, disk_bytes
     )
+
+
+def _named(name: str) -> NamedShard | None:
+    """Read a file name as a shard of DeepSpeed's, or as a part of torch.distributed.checkpoint."""
+    if name == METADATA or name.endswith(SUFFIX):
+        return NamedShard(role=Role.EXTRA, shard=ShardKey())
+    return parse_shard_name(name)
 
 
 def is_folder(path: str) -> bool:

@@ -46,15 +46,18 @@ def directory_digest(records: Iterable[Record], prefix: str) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(fd: int, directory: Directory | None, alive: Callable[[], object] = bool) -> str:
+def fingerprint(
+    fd: int, directory: Directory | None, alive: Callable[[], object] = bool, *, sampled: bool = False
+) -> str:
     """Fingerprint of the file open at `fd`; `directory` None when it is no zip (SHA-256 hex).
 
-    `alive`: called for each block where all of a file is read.
+    `alive`: called for each block where all of a file is read. `sampled`: of a file that is large and has no
+    directory of its own, samples are read as of a legacy one.
     """
     if directory is not None and has_crc(directory):
         return directory_digest(directory.records.values(), directory.prefix)
     size = os.fstat(fd).st_size
-    if frame(fd, expected=False) is Framing.LEGACY:
+    if sampled or frame(fd, expected=False) is Framing.LEGACY:
         return _samples(fd, 0, size, _FILE_SAMPLES).hexdigest()
     digest = hashlib.sha256()
     for block in _blocks(fd, 0, size, alive):

@@ -162,17 +162,24 @@ class Degrees:
 class Surveyor:
     """Opens shards one by one and compares them; `opening(path)` gives a descriptor for a while.
 
-    `contents`: for weights. Keep what they need beyond the optimizer's shards (frozen parameters, layers,
-    experts), and of those shards the fp32 masters alone: an optimizer's own state is no matter of weights.
+    `contents`: for forms that hold the model. Keep what they need beyond the optimizer's shards (frozen
+    parameters, layers, experts). `masters_only`: for weights, of which an optimizer's own state is no matter.
     """
 
     def __init__(
-        self, opening: Opening, sources: list[Source], folders: list[str], *, contents: bool = False
+        self,
+        opening: Opening,
+        sources: list[Source],
+        folders: list[str],
+        *,
+        contents: bool = False,
+        masters_only: bool = False,
     ) -> None:
         self.opening = opening
         self.sources = sources
         self.folders = folders
         self.contents = contents
+        self.masters_only = masters_only
         self.reads: list[Read] = []
 
     def survey(self) -> Save:
@@ -285,9 +292,9 @@ class Surveyor:
         return Cell(pp, tp, model, shapes_of(model), shards, frozen)
 
     def _cut(self, opened: Opened, stage: int) -> OptimShard:
-        """Offsets of a rank's shard: of the fp32 masters alone where weights are made."""
+        """Offsets of a rank's shard."""
         of_stage = stage3.cut if stage >= 3 else stage12.cut
-        return of_stage(opened, masters_only=self.contents)
+        return of_stage(opened, masters_only=self.masters_only)
 
     def _look(self, source: Source, like: Opened | None = None) -> Opened:
         with self.opening(source.path) as fd:
