@@ -66,6 +66,11 @@ class Sharded:
     def __init__(self, opening: Opening, names: list[str]) -> None:
         self.opening = opening
         self.reads: list[Read] = []
+        if METADATA not in names:
+            raise DamagedError(
+                "there are *.distcp files without .metadata, which torch writes last: the save is not whole",
+                hint="copy every file of the save here, or use an older checkpoint",
+            )
         with opening(METADATA) as fd:
             self._read(METADATA, fd)
             data = os.pread(fd, self.reads[0].size_bytes, 0)

@@ -149,7 +149,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_folder_is_inspected_and_forecast(folder: Path) -> None:
     (seen,) = ckptd.inspect(folder).checkpoints
-    assert (seen.is_complete, seen.layout) == (True, "torch")
+    assert (seen.kind, seen.is_complete, seen.step) == ("dcp", True, SAVED_AT)
     assert seen.conversion is not None
     assert (seen.conversion.converts, seen.conversion.parameters) == (True, 28)
 
@@ -164,8 +164,16 @@ def test_what_is_not_whole_is_refused(folder: Path, tmp_path: Path) -> None:
     part.write_bytes(bytes(len(whole)))
     with pytest.raises(CkptdError, match=r"__0_0\.distcp at"):
         ckptd.convert(folder, tmp_path / "u")
+    (seen,) = ckptd.inspect(folder).checkpoints
+    assert (seen.is_complete, seen.state) == (True, "complete")  # as torch: sizes are what it proves
     part.unlink()
     with pytest.raises(DamagedError, match=r"__0_0\.distcp, which \.metadata names, is missing"):
+        ckptd.convert(folder, tmp_path / "u")
+    (seen,) = ckptd.inspect(folder).checkpoints
+    assert (seen.is_complete, seen.reason) == (False, "missing: __0_0.distcp")
+    (folder / ".metadata").unlink()
+    part.write_bytes(whole)
+    with pytest.raises(DamagedError, match=r"without \.metadata"):
         ckptd.convert(folder, tmp_path / "u")
     assert not (tmp_path / "u").exists()
 

@@ -28,7 +28,6 @@ from ckptd.conversion.universal import UniversalLayout, choose_layout, refuse_un
 from ckptd.conversion.weights import COMPANION, LAYOUT, WeightsLayout, companion_files
 from ckptd.errors import CkptdError, RefusedError, from_os_error
 from ckptd.formats.torchfile.fingerprint import fingerprint
-from ckptd.formats.torchfile.sharded import METADATA
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES, MirrorFd
 from ckptd.formats.zero import round_robin
 from ckptd.formats.zero.save import Read, notes
@@ -86,7 +85,7 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
             with files.reading(dir_fd, prefix + path) as fd:
                 yield of_mirror(fd)
 
-        if METADATA in (source.path for source in sources):
+        if any(source.role == "extra" for source in sources):
             return _from_dcp(request, Sharded(opening, [source.path for source in sources]), out)
         surveyor = Surveyor(
             opening,
