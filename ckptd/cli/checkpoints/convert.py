@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 _HELP = (
-    "Convert a checkpoint to the universal form, to weights or to dcp. The universal form loads on any "
-    "number of GPUs; weights are safetensors; dcp is for FSDP2, and becomes universal again."
+    "Convert a checkpoint to universal, weights or dcp. The universal form loads on any number of GPUs; "
+    "weights are safetensors; dcp is for FSDP2, and becomes universal again."
 )
 _EXAMPLES = """\
 ckptd convert /nvme/llama-7b/global_step4000 ./llama-7b-universal
