@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from math import isfinite, prod
 from typing import TYPE_CHECKING, Any
 
+from ckptd.base.extents import identity_of
 from ckptd.conversion.archives import archive_parts, placeholder
 from ckptd.conversion.dcp import OPTIMIZER
 from ckptd.conversion.parts import Literal, Part
-from ckptd.conversion.plan import Output, OutputFile, OutputLink, identity_of
+from ckptd.conversion.plan import Output, OutputFile, OutputLink
 from ckptd.conversion.tp_join import Shard, parts_of_steps
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.torchfile.archive import read_directory
-from ckptd.formats.torchfile.fingerprint import fingerprint
+from ckptd.formats.torchfile.fingerprint import raw_fingerprint
 from ckptd.formats.torchfile.sharded import METADATA, Chunk, Item, ShardedTensor, read_metadata
 from ckptd.formats.torchfile.skeleton import fill
 from ckptd.formats.torchfile.unpickler import unpickle
@@ -93,7 +94,7 @@ class Sharded:
 
     def _read(self, path: str, fd: int) -> None:
         status = os.fstat(fd)
-        mark = fingerprint(fd, None, sampled=True)
+        mark = raw_fingerprint(fd)
         self.reads.append(Read(path, "part", status.st_size, identity_of(status), mark))
 
     def tensor(self, name: str) -> Held:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from ckptd.base import extents, files
 from ckptd.conversion.plan import Header, OutputFile, PlanReader
 from ckptd.conversion.reader import Readable, blocks_of
+from ckptd.core.model.swap_paths import is_state
 from ckptd.errors import VerifyError
 from ckptd.formats.torchfile.archive import Directory, Framing, frame, read_directory
-from ckptd.formats.torchfile.fingerprint import check_crcs, fingerprint
+from ckptd.formats.torchfile.fingerprint import check_crcs, fingerprint, raw_fingerprint
 from ckptd.formats.torchfile.sharded import METADATA, SUFFIX
 
 if TYPE_CHECKING:
@@ -38,13 +39,16 @@ def verify_source(path: str, planned: str, fd: int) -> None:
     Raises:
         DamagedError: a bit flipped since `torch.save`.
     """
+    if is_state(path) or path == METADATA or path.endswith(SUFFIX):  # files without a directory of their own
+        if raw_fingerprint(fd) != planned:
+            raise VerifyError(f"{path} is not the file that was planned")
+        return
     directory: Directory | None = None
     archive = path.endswith(".pt")  # weights take configuration along
     if archive and frame(fd, expected=True) is not Framing.LEGACY:  # which has no CRCs, and no directory
         directory = read_directory(fd, path)
         check_crcs(fd, directory, path)
-    is_part = path.endswith(SUFFIX) or path == METADATA  # of torch: many archives in one file
-    if fingerprint(fd, directory, sampled=is_part) != planned:
+    if fingerprint(fd, directory) != planned:
         raise VerifyError(f"{path} is not the file that was planned")
 
 
