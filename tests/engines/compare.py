@@ -1,4 +1,4 @@
-"""`python -m tests.engines.compare HELD FORM`: exit 0 if a form has just the values that an engine held."""
+"""`python -m tests.engines.compare HELD FORM [--close]`: exit 0 if a form has what an engine held."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 
-def main(held: Path, form: Path) -> int:
-    """Print the first value that differs."""
+def main(held: Path, form: Path, *, is_close: bool) -> int:
+    """Print the first value that differs; `is_close`: by more than the last bits."""
+    alike = _is_close if is_close else torch.equal
     weights = {name: value for path in form.glob("*.safetensors") for name, value in load_file(path).items()}
     count = 0
     for name, states in torch.load(held, weights_only=True).items():
@@ -19,12 +20,17 @@ def main(held: Path, form: Path) -> int:
             if weights and key != "fp32":
                 continue
             found = weights.get(name) if weights else _state(form / "zero" / name / f"{key}.pt")
-            if found is None or not torch.equal(found.float().flatten(), value.float().flatten()):
+            if found is None or not alike(found.float().flatten(), value.float().flatten()):
                 print(f"{key} of {name} {'is missing' if found is None else 'differs'}")
                 return 1
             count += 1
     print(f"{count} tensors are equal")
     return 0 if count else 1
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    """Tell whether no element differs by more than 1e-5 of the largest."""
+    return one.shape == other.shape and float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
 
 
 def _state(path: Path) -> Any:
@@ -35,4 +41,4 @@ def _state(path: Path) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), is_close=sys.argv[3:] == ["--close"]))
