@@ -17,7 +17,7 @@ from ckptd.errors import NotFoundError
 from ckptd.maintenance.inspection import InspectedCheckpoint, inspect_folder
 from tests.e2e.harness import Node, node
 from tests.stores.servers import free_port
-from tests.support.other_trainers import FOLDER_OF
+from tests.support.other_trainers import TAG_OF
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 STEPS = 4
-LAYOUTS = tuple(FOLDER_OF)
+LAYOUTS = tuple(TAG_OF)
 CLOSE = 1e-3
 
 
@@ -44,18 +44,37 @@ def train(
 
 
 def tag_of(layout: str, step: int) -> str:
-    return f"{FOLDER_OF[layout]}{step}"
+    return TAG_OF[layout].format(step)
 
 
 def complete_in(save_dir: Path) -> list[InspectedCheckpoint]:
+    # of a pattern that a job file names, inspect is given the file
+    place = next(save_dir.glob("model_*.pt"), save_dir)
     try:
-        return [seen for seen in inspect_folder(save_dir).checkpoints if seen.is_complete]
+        return [seen for seen in inspect_folder(place).checkpoints if seen.is_complete]
     except NotFoundError:  # without that file it is no checkpoint at all
         return []
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
+    if folder.is_file():
+        return {folder.name: folder.read_bytes()}
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def copied(source: Path, target: Path) -> None:
+    if source.is_file():
+        target.parent.mkdir()
+        shutil.copy2(source, target)
+    else:
+        shutil.copytree(source, target)
+
+
+def removed(path: Path) -> None:
+    if path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +84,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
     for layout in LAYOUTS:
         root = tmp_path_factory.mktemp(layout)
         losses = train(layout, root / "whole", STEPS + 2)
-        shutil.rmtree(root / "whole" / tag_of(layout, STEPS + 2))
+        removed(root / "whole" / tag_of(layout, STEPS + 2))
+        (root / "whole" / "last.ckpt").unlink(missing_ok=True)  # of that step too
         made[layout] = (root / "whole", losses)
     yield made
 
@@ -82,6 +102,8 @@ def test_from_the_trainer_to_the_remote_and_back(
 ) -> None:
     """Committed, byte-equal after the node is lost, and resumed on another number of ranks."""
     source, losses = trained[layout]
+    if layout == "torch-file":
+        here.write_job(job='[layout]\nfiles = "model_*.pt"')
     shutil.copytree(source, here.save_dir, dirs_exist_ok=True)
     assert here.once() == 0, here.log.read_text()[-2000:]
     newest = tag_of(layout, STEPS)
@@ -111,17 +133,18 @@ def test_a_torn_one_is_never_complete(
     source = trained[layout][0] / tag_of(layout, STEPS)
     kind = next(one for one in OTHERS if one.name == layout)
     names = [name for name in bytes_of(source) if kind.is_state(name) or "random_states" in name]
-    assert len(names) >= 3
+    assert len(names) >= (1 if source.is_file() else 3)
     for number, name in enumerate(names):
         for damage in ("last byte", "half", "empty", "missing"):
             folder = tmp_path / f"{number}-{damage.replace(' ', '-')}" / source.name
-            shutil.copytree(source, folder)
-            data = (folder / name).read_bytes()
+            copied(source, folder)
+            file = folder if source.is_file() else folder / name
+            data = file.read_bytes()
             if damage == "missing":
-                (folder / name).unlink()
+                file.unlink()
             else:
                 kept = {"last byte": len(data) - 1, "half": len(data) // 2, "empty": 0}[damage]
-                (folder / name).write_bytes(data[:kept])
+                file.write_bytes(data[:kept])
             found = complete_in(folder.parent)
             is_optional = damage == "missing" and name.startswith(("scheduler", "rng_state", "random_states"))
             assert not found or is_optional, f"{name}, {damage}: {found[0].state}"
@@ -130,6 +153,8 @@ def test_a_torn_one_is_never_complete(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_inspect_explains_it(layout: str, trained: dict[str, tuple[Path, dict[int, float]]]) -> None:
     source = trained[layout][0]
+    if layout == "torch-file":
+        source /= tag_of(layout, STEPS)
     done = subprocess.run(
         [sys.executable, "-m", "ckptd", "inspect", str(source), "--json"],
         capture_output=True,

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,65 @@ def accelerate(save_dir: str, steps: int, resume_from: str | None) -> None:
             at.save_state(f"{save_dir}/step_{step}")
 
 
+def lightning(save_dir: str, steps: int, resume_from: str | None, **more: Any) -> None:
+    """pytorch_lightning.Trainer, DDP: files of save_dir, and last.ckpt."""
+    import pytorch_lightning as pl
+    from pytorch_lightning.callbacks import ModelCheckpoint
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model()
+
+        def training_step(self, _rows: Any, _index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.inner(batch(self.global_step + 1)).square().mean()
+            told(self.global_step + 1, loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
+        max_steps=steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            ModelCheckpoint(
+                dirpath=save_dir,
+                filename="{epoch}-{step}",
+                **{"every_n_train_steps": 2, "save_top_k": -1, "save_last": True} | more,
+            )
+        ],
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(Batches(), batch_size=2), ckpt_path=resume_from)
+
+
+def script(save_dir: str, steps: int, resume_from: str | None) -> None:
+    """A loop of one's own that saves one file with torch.save."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    first = 0
+    if resume_from is not None:
+        state = torch.load(resume_from)
+        net.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    for step in range(first + 1, steps + 1):
+        loss = net(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told(step, loss)
+        if step % 2 == 0 and int(os.environ.get("RANK", "0")) == 0:
+            state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(state, f"{save_dir}/model_{step}.pt")
+
+
 def torch_shards(save_dir: str, steps: int, resume_from: str | None) -> None:
     """FSDP2 and torch.distributed.checkpoint, as torchtitan."""
     from torch.distributed import checkpoint
@@ -133,8 +193,21 @@ def torch_shards(save_dir: str, steps: int, resume_from: str | None) -> None:
     dist.destroy_process_group()
 
 
-TRAINERS = {"huggingface": huggingface, "accelerate": accelerate, "torch": torch_shards}
-FOLDER_OF = {"huggingface": "checkpoint-", "accelerate": "step_", "torch": "step-"}
+TRAINERS = {
+    "huggingface": huggingface,
+    "accelerate": accelerate,
+    "torch": torch_shards,
+    "lightning": lightning,
+    "torch-file": script,
+}
+TAG_OF = {
+    "huggingface": "checkpoint-{}",
+    "accelerate": "step_{}",
+    "torch": "step-{}",
+    "lightning": "epoch=0-step={}.ckpt",
+    "torch-file": "model_{}.pt",
+}
+"""What bears the name of a step."""
 
 
 def main() -> None:

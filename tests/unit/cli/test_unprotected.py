@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import pytest
 from ckptd.base import files
 from ckptd.config.quantities import parse_share
 from ckptd.core.model.listing import Kind, warn_unprotected
+from ckptd.core.model.other_layouts import NOTHING_DECLARED, DeclaredSave
 from ckptd.daemon.intake.symlinked import look
 from ckptd.daemon.state.problems import Problems
 from ckptd.errors import NotFoundError
@@ -66,10 +68,6 @@ def seen(root: Path, trainer: str = "auto") -> SaveDirListing:
             {"a/checkpoint_0": Kind.ACCELERATE},
         ),
         (inside("iter_0000010", "mp_rank_00/model_optim_rng.pt"), {"iter_0000010": Kind.MEGATRON}),
-        (
-            ("last.ckpt", "epoch=1-step=20.ckpt"),
-            dict.fromkeys(("last.ckpt", "epoch=1-step=20.ckpt"), Kind.LIGHTNING),
-        ),
         (("checkpoint_100.pt",), {"checkpoint_100.pt": Kind.TORCH_FILE}),
         (("epoch_3.pth", "ckpt.pt"), {"epoch_3.pth": Kind.TORCH_FILE, "ckpt.pt": Kind.TORCH_FILE}),
         (("checkpoint.pth.tar",), {"checkpoint.pth.tar": Kind.TORCH_FILE}),
@@ -167,7 +165,9 @@ class Watched:
     def __init__(self, root: Path) -> None:
         self.dir = root
         self.job = SimpleNamespace(
-            state=None, problems=Problems(), config=SimpleNamespace(trainer="auto", save_dir=root)
+            state=None,
+            problems=Problems(),
+            config=SimpleNamespace(trainer="auto", save_dir=root, declared=NOTHING_DECLARED),
         )
 
     def look(self) -> list[tuple[str, str]]:
@@ -178,14 +178,15 @@ class Watched:
 
 def test_the_daemon_says_it_while_it_lies_there_and_status_is_not_safe(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
-    lay(tmp_path, "epoch_8.ckpt")
+    lay(tmp_path, "epoch_8.pt")
     assert watched.look() == [("unprotected-save", "attention")]
     (first,) = watched.job.problems.all()
-    lay(tmp_path, "epoch_12.ckpt")
+    lay(tmp_path, "epoch_12.pt")
     assert watched.look() == [("unprotected-save", "attention")], "one line for all of a kind"
     (then,) = watched.job.problems.all()
     assert then.since == first.since, "it is as old as the first one"
-    assert then.text.startswith("epoch_12.ckpt (and 1 more) is a Lightning checkpoint in one file")
+    assert then.text.startswith("epoch_12.pt (and 1 more) is a checkpoint in one torch.save file")
+    assert then.next_step.endswith('[layout] files = "epoch_*.pt"')
     problem = {
         "code": then.code,
         "severity": then.severity,
@@ -195,7 +196,7 @@ def test_the_daemon_says_it_while_it_lies_there_and_status_is_not_safe(tmp_path:
     job = {"state": "attention", "safe": None, "problems": [problem], "opt_outs": [], "checkpoints": []}
     assert headline(job, Life(), 0.0).startswith("NOT SAFE  ")
     assert exit_code([job], is_alive=True) == 1
-    for name in ("epoch_8.ckpt", "epoch_12.ckpt"):
+    for name in ("epoch_8.pt", "epoch_12.pt"):
         (tmp_path / name).rename(tmp_path.parent / f"{tmp_path.name}-{name}")
     assert watched.look() == [], "it ends with its cause"
 
@@ -208,6 +209,48 @@ def test_beside_protected_checkpoints_only_a_newer_one_is_an_alarm(
     scene.save(5)
     lay(scene.save_dir, name)
     assert Watched(scene.save_dir).look() == [("unprotected-save", severity)]
+
+
+def test_files_of_lightning_and_files_that_are_named_are_checkpoints(tmp_path: Path) -> None:
+    lay(tmp_path, "last.ckpt", "epoch=1-step=20.ckpt", "model_20.pt", "model.json")
+    with files.opened_dir(tmp_path) as fd:
+        listing = scan(fd, declared=DeclaredSave(files="model_*.pt"))
+        other = scan(fd, "deepspeed")
+    assert [one.tag for one in listing.folders] == ["epoch=1-step=20.ckpt", "last.ckpt", "model_20.pt"]
+    assert listing.unprotected == ()
+    assert [one.path for one in listing.extras] == ["model.json"]
+    assert {one.kind for one in other.unprotected} == {Kind.LIGHTNING}
+    (said,) = warn_unprotected(other.unprotected, "/data", None, [])
+    assert said.next_step.startswith('set trainer = "auto"')
+
+
+@pytest.mark.parametrize(
+    ("paths", "is_said"),
+    [
+        (inside("ckpt_100", "weights.npz"), True),
+        (inside("step-5", "d/manifest.ocdbt"), True),
+        (inside("epoch_3", "sample.png", "metrics.txt"), False),
+        (inside("checkpoint-8", "model.safetensors"), False),
+        (inside("runs", "weights.npz"), False),
+    ],
+)
+def test_a_folder_of_unknown_layout_is_said_once_nobody_writes_there(
+    tmp_path: Path, paths: tuple[str, ...], is_said: bool
+) -> None:
+    lay(tmp_path, *paths)
+    assert seen(tmp_path).unprotected == (), "it may be on its way"
+    for path in paths:
+        os.utime(tmp_path / path, (1, 1))
+    found = seen(tmp_path).unprotected
+    assert [one.kind for one in found] == ([Kind.UNKNOWN] if is_said else [])
+    if is_said:
+        (said,) = warn_unprotected(found, "/data", None, [])
+        assert said.is_urgent
+        assert "[layout] complete_when" in said.next_step
+        with files.opened_dir(tmp_path) as fd:
+            listing = scan(fd, declared=DeclaredSave(marker="DONE"))
+        assert [one.tag for one in listing.folders] == [paths[0].partition("/")[0]]
+        assert listing.unprotected == ()
 
 
 def test_check_fails_and_inspect_names_it(tmp_path: Path) -> None:
