@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,10 @@ class Batches(torch.utils.data.Dataset):  # type: ignore[misc]
         return {"x": batch(index)[0]}
 
 
-def huggingface(save_dir: str, steps: int, resume_from: str | None, **more: Any) -> None:
-    """transformers.Trainer, DDP."""
+def huggingface(
+    save_dir: str, steps: int, resume_from: str | None, kind: str | None = None, **more: Any
+) -> None:
+    """transformers.Trainer, DDP; `kind`: of state, with FSDP2."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Told(TrainerCallback):
@@ -65,6 +68,10 @@ def huggingface(save_dir: str, steps: int, resume_from: str | None, **more: Any)
             if state.is_world_process_zero and "loss" in more["logs"]:
                 told(state.global_step, torch.tensor(float(more["logs"]["loss"])))
 
+    if kind is not None:
+        fsdp_on_cpu()
+        how = {"version": 2, "state_dict_type": kind, "cpu_ram_efficient_loading": False}
+        more |= {"fsdp": "full_shard", "fsdp_config": how}
     arguments = TrainingArguments(
         save_dir,
         use_cpu=True,
@@ -82,11 +89,38 @@ def huggingface(save_dir: str, steps: int, resume_from: str | None, **more: Any)
     trainer.train(resume_from_checkpoint=resume_from)
 
 
-def accelerate(save_dir: str, steps: int, resume_from: str | None) -> None:
-    """Accelerator.save_state into folders of our own naming."""
-    from accelerate import Accelerator
+def fsdp_on_cpu() -> None:
+    """Let Accelerate's FSDP run without a GPU: it takes up the plugin only where it has seen one.
 
-    at = Accelerator(cpu=True)
+    All else is its own: wrapping by `fully_shard`, saving and loading run on gloo.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    begin = AcceleratorState.__init__
+
+    def init(self: Any, *arguments: Any, fsdp_plugin: Any = None, **more: Any) -> None:
+        begin(self, *arguments, fsdp_plugin=fsdp_plugin, **more)
+        if fsdp_plugin is not None:
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            state = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": fsdp_plugin}
+            AcceleratorState._shared_state.update(state)
+
+    AcceleratorState.__init__ = init
+
+
+def accelerate(save_dir: str, steps: int, resume_from: str | None, kind: str | None = None) -> None:
+    """Accelerator.save_state into folders of our own naming; `kind`: of state, with FSDP2."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = None
+    if kind is not None:
+        fsdp_on_cpu()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, state_dict_type=kind, cpu_ram_efficient_loading=False
+        )
+    at = Accelerator(cpu=True, fsdp_plugin=plugin)
     net = model()
     net, optimizer = at.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
     first = 0
@@ -103,7 +137,7 @@ def accelerate(save_dir: str, steps: int, resume_from: str | None) -> None:
             at.save_state(f"{save_dir}/step_{step}")
 
 
-def lightning(save_dir: str, steps: int, resume_from: str | None, **more: Any) -> None:
+def lightning(save_dir: str, steps: int, resume_from: str | None, strategy: Any = None, **more: Any) -> None:
     """pytorch_lightning.Trainer, DDP: files of save_dir, and last.ckpt."""
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import ModelCheckpoint
@@ -121,11 +155,17 @@ def lightning(save_dir: str, steps: int, resume_from: str | None, **more: Any) -
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
+        def configure_model(self) -> None:
+            if strategy is not None:
+                from torch.distributed.fsdp import fully_shard
+
+                fully_shard(self.inner, mesh=self.device_mesh["data_parallel"])
+
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
+        strategy=strategy or ("ddp" if ranks > 1 else "auto"),
         max_steps=steps,
         logger=False,
         enable_progress_bar=False,
@@ -160,6 +200,16 @@ def script(save_dir: str, steps: int, resume_from: str | None) -> None:
         if step % 2 == 0 and int(os.environ.get("RANK", "0")) == 0:
             state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(state, f"{save_dir}/model_{step}.pt")
+
+
+def lightning_fsdp(save_dir: str, steps: int, resume_from: str | None) -> None:
+    """pytorch_lightning with FSDP2: a folder for each checkpoint."""
+    from pytorch_lightning.strategies import ModelParallelStrategy
+
+    strategy = ModelParallelStrategy(
+        data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1, process_group_backend="gloo"
+    )
+    lightning(save_dir, steps, resume_from, strategy=strategy)
 
 
 def torch_shards(save_dir: str, steps: int, resume_from: str | None) -> None:
@@ -199,6 +249,11 @@ TRAINERS = {
     "torch": torch_shards,
     "lightning": lightning,
     "torch-file": script,
+    "accelerate-fsdp-full": partial(accelerate, kind="FULL_STATE_DICT"),
+    "accelerate-fsdp-sharded": partial(accelerate, kind="SHARDED_STATE_DICT"),
+    "huggingface-fsdp-full": partial(huggingface, kind="FULL_STATE_DICT"),
+    "huggingface-fsdp-sharded": partial(huggingface, kind="SHARDED_STATE_DICT"),
+    "lightning-fsdp": lightning_fsdp,
 }
 TAG_OF = {
     "huggingface": "checkpoint-{}",
@@ -206,6 +261,11 @@ TAG_OF = {
     "torch": "step-{}",
     "lightning": "epoch=0-step={}.ckpt",
     "torch-file": "model_{}.pt",
+    "accelerate-fsdp-full": "step_{}",
+    "accelerate-fsdp-sharded": "step_{}",
+    "huggingface-fsdp-full": "checkpoint-{}",
+    "huggingface-fsdp-sharded": "checkpoint-{}",
+    "lightning-fsdp": "epoch=0-step={}.ckpt",
 }
 """What bears the name of a step."""
 

@@ -165,6 +165,7 @@ class HuggingFace(Layout):
         """Say what is missing: rank 0 writes trainer_state.json last, each rank its own random states."""
         return (
             _missing_model(facts)
+            or _missing_fsdp(facts)
             or ("missing: scheduler.pt" if "scheduler.pt" not in facts else None)
             or _missing_random(facts, "rng_state")
             or _missing_ranks(facts)
@@ -407,6 +408,13 @@ def _missing_listed(manifest: str, facts: Mapping[str, FileFacts]) -> str | None
         if size_bytes >= 0 and part.bytes != size_bytes:
             return f"{name} has {part.bytes} bytes, {manifest} says {size_bytes}"
     return None
+
+
+def _missing_fsdp(facts: Mapping[str, FileFacts]) -> str | None:
+    """Name the weights that FSDP resumes from, where the optimizer is FSDP's: others may lie beside them."""
+    is_fsdp = any(path.startswith(("optimizer.bin", "optimizer_")) for path in facts)
+    has_weights = any(path.startswith("pytorch_model_fsdp") for path in facts)
+    return "missing: pytorch_model_fsdp*" if is_fsdp and not has_weights else None
 
 
 def _missing_ranks(facts: Mapping[str, FileFacts]) -> str | None:
