@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,7 @@ def lightning(save_dir: str, steps: int, resume_from: str | None, strategy: Any 
             if strategy is not None:
                 from torch.distributed.fsdp import fully_shard
 
+                assert self.device_mesh is not None
                 fully_shard(self.inner, mesh=self.device_mesh["data_parallel"])
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -243,7 +245,7 @@ def torch_shards(save_dir: str, steps: int, resume_from: str | None) -> None:
     dist.destroy_process_group()
 
 
-TRAINERS = {
+TRAINERS: dict[str, Callable[..., None]] = {
     "huggingface": huggingface,
     "accelerate": accelerate,
     "torch": torch_shards,
