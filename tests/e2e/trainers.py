@@ -77,18 +77,26 @@ def row_of(layout: str) -> tuple[str, bool]:
 
 
 def main() -> int:
-    """Run the rows that are named, or all and write the page; 1 if any does not hold."""
+    """Run the rows that are named, or all, and renew them on the page; 1 if any does not hold."""
     assert set(ROWS) == set(TAG_OF)
-    lines, is_good = [], True
+    is_good = True
     for layout in sys.argv[1:] or ROWS:
         line, holds = row_of(layout)
         print(line, flush=True)
-        lines.append(line)
         is_good &= holds
-    if not sys.argv[1:]:
-        head = f"| trainer | version | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}"
-        PAGE.write_text(f"{HEAD}{head}\n" + "\n".join(lines) + "\n" + TAIL)
+        renew(layout, line)
     return 0 if is_good else 1
+
+
+def renew(layout: str, line: str) -> None:
+    """Put one row on the page; the others stay as they are, and one that was never run says so."""
+    before = PAGE.read_text().splitlines() if PAGE.exists() else []
+    rows = {name: f"| {words} | not run |{' |' * len(COLUMNS)}" for name, (words, _) in ROWS.items()}
+    for name, (words, _) in ROWS.items():
+        rows[name] = next((row for row in before if row.startswith(f"| {words} |")), rows[name])
+    rows[layout] = line
+    head = f"| trainer | version | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}"
+    PAGE.write_text(f"{HEAD}{head}\n" + "\n".join(rows.values()) + "\n" + TAIL)
 
 
 if __name__ == "__main__":

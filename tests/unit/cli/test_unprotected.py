@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -11,11 +12,12 @@ import pytest
 
 from ckptd.base import files
 from ckptd.config.quantities import parse_share
+from ckptd.conversion.remote.ends import resolve_source
 from ckptd.core.model.listing import Kind, warn_unprotected
 from ckptd.core.model.other_layouts import NOTHING_DECLARED, DeclaredSave
 from ckptd.daemon.intake.symlinked import look
 from ckptd.daemon.state.problems import Problems
-from ckptd.errors import NotFoundError
+from ckptd.errors import NotFoundError, RefusedError
 from ckptd.maintenance.inspection import inspect_folder as inspect
 from ckptd.maintenance.status.verdict import Life, exit_code
 from ckptd.maintenance.status.words import headline
@@ -261,3 +263,21 @@ def test_check_fails_and_inspect_names_it(tmp_path: Path) -> None:
     assert "epoch1/step2, which latest names, lies one folder deeper" in found["layout"].text
     with pytest.raises(NotFoundError, match="epoch1/step2, which latest names"):
         inspect(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("paths", "name", "words"),
+    [
+        (("last.ckpt",), "last.ckpt", "a Lightning checkpoint in one file.* trainer.fit"),
+        (("model_5.pt",), "model_5.pt", "a checkpoint in one torch.save file.* torch.load"),
+        (inside("checkpoint-8", *HUGGINGFACE, "optimizer.pt"), "checkpoint-8", "Hugging Face.*resume_from"),
+        (inside("step-8", ".metadata", "__0_0.distcp"), "step-8", "torch.distributed.checkpoint"),
+    ],
+)
+def test_convert_names_the_layout_of_which_it_makes_nothing(
+    tmp_path: Path, paths: tuple[str, ...], name: str, words: str
+) -> None:
+    lay(tmp_path, *paths)
+    with pytest.raises(RefusedError) as caught:
+        resolve_source(tmp_path / name)
+    assert re.search(words, f"{caught.value.message} {caught.value.hint}")
