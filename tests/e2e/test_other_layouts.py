@@ -67,7 +67,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 def copied(source: Path, target: Path) -> None:
     if source.is_file():
-        target.parent.mkdir()
+        target.parent.mkdir(parents=True)
         shutil.copy2(source, target)
     else:
         shutil.copytree(source, target)
