@@ -70,6 +70,10 @@ def seen(root: Path, trainer: str = "auto") -> SaveDirListing:
             {"a/checkpoint_0": Kind.ACCELERATE},
         ),
         (inside("iter_0000010", "mp_rank_00/model_optim_rng.pt"), {"iter_0000010": Kind.MEGATRON}),
+        (
+            inside("global_step5", "mp_rank_00_model_states.pt-0.2", "mp_rank_00_model_states.pt-1.2"),
+            {"global_step5": Kind.FAST_WRITER},
+        ),
         (("checkpoint_100.pt",), {"checkpoint_100.pt": Kind.TORCH_FILE}),
         (("epoch_3.pth", "ckpt.pt"), {"epoch_3.pth": Kind.TORCH_FILE, "ckpt.pt": Kind.TORCH_FILE}),
         (("checkpoint.pth.tar",), {"checkpoint.pth.tar": Kind.TORCH_FILE}),
