@@ -220,16 +220,10 @@ def _told(
         step = f"name its parent as save_dir: {name}" if kind in _WATCHED else KNOWN_ALONE
         return UnprotectedWarning(about=save_dir, text=text, next_step=step, is_urgent=True)
     text = f"{newest.path}{more}{pointed} is {kind}: it is not watched, and nothing of it is sent"
-    step = KNOWN_ALONE
-    if kind is Kind.TORCH_FILE and not holder:
-        step = (
-            f'say in the job file that such files are checkpoints: [layout] files = "{_pattern(newest.path)}"'
-        )
-    elif kind is Kind.UNKNOWN:
+    step = _step_for_file(newest) or KNOWN_ALONE
+    if kind is Kind.UNKNOWN:
         text = f"{newest.path}{more}{pointed} is {kind}: it is not protected"
         step = DECLARE
-    elif kind is Kind.LIGHTNING and not holder:
-        step = 'set trainer = "auto" in the job file, which is for checkpoints of another trainer alone'
     elif kind is Kind.LOOSE:
         text = f"{newest.path}{more}: {kind}, which the Trainer cannot resume from; left alone and not sent"
         step = '"stage3_gather_16bit_weights_on_model_save": true in DeepSpeed\'s configuration saves the '
@@ -240,15 +234,24 @@ def _told(
             "without checkpoint.writer, or with its type python, it is protected; of what is saved, rename "
         )
         step += "each ….pt-0.N to ….pt"
-    elif kind in _WATCHED and not holder:
+    elif kind in _WATCHED and not holder and kind is not Kind.LIGHTNING:
         step = "rename its folder to checkpoint-N, as the Trainer does, N being its step"
-    elif kind in _WATCHED:
+    elif kind in _WATCHED and holder:
         depth = "one folder" if holder.count("/") == 0 else "some folders"
         text = f"{newest.path}{more}{pointed} lies {depth} deeper than save_dir: it is not watched, "
         text += "and nothing of it is sent"
         step = f'name the folder that holds it: save_dir = "{save_dir}/{_glob(holder)}"'
     about = f"{_NUMBERS.sub('*', holder)}/{kind.name.lower()}" if holder else kind.name.lower()
     return UnprotectedWarning(about=about, text=text, next_step=step, is_urgent=is_urgent)
+
+
+def _step_for_file(one: Unprotected) -> str | None:
+    """Return what makes a file directly in save_dir a checkpoint of the job; None: it is no such file."""
+    if one.holder or one.kind not in (Kind.TORCH_FILE, Kind.LIGHTNING):
+        return None
+    if one.kind is Kind.LIGHTNING:
+        return 'set trainer = "auto" in the job file, which is for checkpoints of another trainer alone'
+    return f'say in the job file that such files are checkpoints: [layout] files = "{_pattern(one.path)}"'
 
 
 DECLARE = (
