@@ -54,13 +54,15 @@ def resolve_source(source: Path) -> Path:
     Raises:
         NotFoundError: neither. RefusedError: it is a checkpoint without ZeRO shards.
     """
-    _refuse_other_layout(source)
+    if source.is_file():
+        _refuse_other_layout(source)
     folder = list_source(source)
     if folder.shards or "offloaded_tensors" in folder.folders:
         return source
     with files.opened_dir(folder.path) as fd:
         tag = read_pointer(fd, "latest")
     if tag is None:
+        _refuse_other_layout(source)
         there = ", ".join(folder.folders[:5]) or "global_step500, checkpoint-500"
         hint = f"name a checkpoint folder: {there}"
         raise NotFoundError(f"{source} holds no shards and no `latest`", hint=hint)

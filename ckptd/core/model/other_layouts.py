@@ -1,6 +1,7 @@
 """Layouts of checkpoints without ZeRO shards: recognise one, prove it whole, say how to resume from it.
 
-Each is uploaded, verified, committed, kept and deleted as a ZeRO checkpoint is; no other form is made of it.
+Each is uploaded, verified, committed, kept and deleted as a ZeRO checkpoint is; the daemon
+makes no other form of it.
 Names raise an expectation; a folder is whole when every file that names, indexes and `.metadata` tell of is
 there and whole. A checkpoint that is one file of save_dir has that file's name as its tag, and the same name
 as the only path in it. How each trainer writes: docs/formats.md §1.4.
@@ -34,7 +35,8 @@ CKPT = ".ckpt"
 LIGHTNING_META = "meta.pt"
 METADATA = ".metadata"
 """The file of a torch.distributed.checkpoint folder that is written last and names all others."""
-_DISTCP = ".distcp"
+SUFFIX = ".distcp"
+"""The end of the names of its other files, as `ckptd.formats.torchfile.sharded` has it too for children."""
 _OPTIMIZER = re.compile(r"^optimizer(_\d+)?(_rank\d+)?(\.pt|\.bin|/)")
 _RANDOM = re.compile(r"^(?:rng_state|random_states)_(\d+)\.(?:pth|pkl)$")
 _RANKED = re.compile(r"^((?:pytorch_model_fsdp|optimizer)(?:_\d+)?)_rank(\d+)\.bin$")
@@ -126,11 +128,11 @@ class TorchShards(Layout):
 
     def recognises(self, tag: str, paths: Collection[str]) -> bool:  # noqa: ARG002
         """Tell whether a part that torch writes lies in the folder itself."""
-        return any(path.endswith(_DISTCP) and "/" not in path for path in paths)
+        return any(path.endswith(SUFFIX) and "/" not in path for path in paths)
 
     def is_state(self, path: str) -> bool:
         """Tell whether a file is a part, names parts, or lies beside them as Lightning's `meta.pt` does."""
-        return path.endswith(_DISTCP) or _base(path) == METADATA or bool(_STATE.match(path))
+        return path.endswith(SUFFIX) or _base(path) == METADATA or bool(_STATE.match(path))
 
     def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:
         """Say which part is missing or shorter than `.metadata` says; Lightning writes `meta.pt` after it."""
@@ -294,12 +296,12 @@ class DeclaredSave(Layout):
 
 NOTHING_DECLARED = DeclaredSave()
 MODEL = ModelOnly()
-LIGHTNING_FILE, TORCH_FILE = LightningFile(), TorchFile()
+TORCH, LIGHTNING_FILE, TORCH_FILE = TorchShards(), LightningFile(), TorchFile()
 OTHERS: tuple[Layout, ...] = (
     MODEL,
     Accelerate(),
     HuggingFace(),
-    TorchShards(),
+    TORCH,
     LIGHTNING_FILE,
     TORCH_FILE,
     NOTHING_DECLARED,
@@ -433,7 +435,7 @@ def _missing_ranks(facts: Mapping[str, FileFacts]) -> str | None:
 
 def _missing_parts(facts: Mapping[str, FileFacts]) -> str | None:
     """Name a part of a torch.distributed.checkpoint folder that is missing or too short."""
-    folders = {path.rpartition("/")[0] for path in facts if path.endswith(_DISTCP) or _base(path) == METADATA}
+    folders = {path.rpartition("/")[0] for path in facts if path.endswith(SUFFIX) or _base(path) == METADATA}
     for folder in sorted(folders):
         head = f"{folder}/" if folder else ""
         index = facts.get(head + METADATA)
