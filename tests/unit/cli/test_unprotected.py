@@ -275,7 +275,6 @@ def test_check_fails_and_inspect_names_it(tmp_path: Path) -> None:
         (("last.ckpt",), "last.ckpt", "a Lightning checkpoint in one file.* trainer.fit"),
         (("model_5.pt",), "model_5.pt", "a checkpoint in one torch.save file.* torch.load"),
         (inside("checkpoint-8", *HUGGINGFACE, "optimizer.pt"), "checkpoint-8", "Hugging Face.*resume_from"),
-        (inside("step-8", ".metadata", "__0_0.distcp"), "step-8", "torch.distributed.checkpoint"),
     ],
 )
 def test_convert_names_the_layout_of_which_it_makes_nothing(
