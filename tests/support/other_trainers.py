@@ -143,7 +143,7 @@ def lightning(save_dir: str, steps: int, resume_from: str | None, strategy: Any 
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import ModelCheckpoint
 
-    class Module(pl.LightningModule):
+    class Module(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.inner = model()
