@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-REVISION = 1
+REVISION = 2
 """Revision of what an inspection finds of a shard; what an older one found is inspected again."""
 
 
