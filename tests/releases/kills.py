@@ -113,6 +113,8 @@ def judge(tally: Tally, out: Path, name: str) -> Path | None:
     back = returned(out)
     folders = sorted((out / name).glob("global_step*"))
     whole = [folder for folder in folders if (name, folder.name) in back]
+    if whole and not any(path for folder in whole for path in folder.glob("*optim_states.pt")):
+        return None  # 0.17.6 to 0.18.3 save no optimizer of BF16_Optimizer: the cases say so
     seen = _seen(out / name)
     for folder in folders:
         tally.saves += 1
