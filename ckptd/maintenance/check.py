@@ -100,6 +100,7 @@ def abilities_rows(can: Abilities, *, is_read_back: bool) -> tuple[tuple[str, st
     if can.part_etags or can.content_md5 or can.checksum or can.complete_only_absent:
         joins = "refused by the store" if can.complete_only_absent else "looked for first"
         rows.append(("joining parts over an object", joins))
+        rows.append(("bytes that lie there already", "copied by the store" if can.copies else "sent again"))
     return tuple(rows)
 
 

@@ -815,6 +815,9 @@ class Origin:
             raise SourceChanged(f"{file.path} vanished")
         yield LocalFile(self._daemon.machine.content(found, file.path))
 
+    def held(self, _file: UploadFile) -> tuple[()]:
+        return ()
+
     def why_changed(self, file: UploadFile) -> str | None:
         return self._daemon.why_changed(file)
 

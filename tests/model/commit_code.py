@@ -254,6 +254,9 @@ class StepOrigin:
     def opened(self, file: UploadFile) -> Iterator[LocalFile]:
         yield LocalFile(self._io, file)
 
+    def held(self, _file: UploadFile) -> tuple[()]:
+        return ()
+
     def why_changed(self, file: UploadFile) -> str | None:
         return changed_in(self._io, file.identity, file.path)
 

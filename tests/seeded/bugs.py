@@ -52,7 +52,8 @@ class Outcome:
 
 def bugs() -> tuple[Bug, ...]:
     """All of them, in order."""
-    return tuple(_read(path) for path in sorted(HERE.glob("[0-9][0-9]-*.patch")))
+    paths = sorted(HERE.glob("[0-9]*-*.patch"), key=lambda path: int(path.name.partition("-")[0]))
+    return tuple(_read(path) for path in paths)
 
 
 def _read(path: Path) -> Bug:

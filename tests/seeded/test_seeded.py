@@ -11,7 +11,7 @@ from tests.seeded.bugs import ROOT, applies, bugs
 def test_every_patch_applies_and_names_its_test() -> None:
     known = bugs()
     assert len(known) >= 25
-    numbers = [bug.number for bug in known]
+    numbers = [int(bug.number) for bug in known]
     assert numbers == sorted(set(numbers))
     assert applies([bug.patch for bug in known]) == ""
     for bug in known:

@@ -313,6 +313,9 @@ class Kernel:
         self.pwrite(fd, bytes(length), offset)
 
     def ftruncate(self, fd: int, length: int) -> None:
+        if fd < FIRST_FD:
+            os.ftruncate(fd, length)
+            return
         opened = self._fd(fd)
         self._effect("truncate", opened.path)
         del opened.inode.data[length:]
@@ -490,6 +493,16 @@ class Kernel:
         source, target = self._fd(src_fd).inode, self._fd(dst_fd)
         self._effect("clone", target.path)
         target.inode.data[:] = source.data
+        self._touch(target.inode, target.path)
+        return True
+
+    def clone_range(self, src_fd: int, src_offset: int, dst_fd: int, dst_offset: int, length: int) -> bool:
+        """FICLONERANGE: a range of a file, where the disk can."""
+        if not self.can_clone:
+            return False
+        source, target = self._fd(src_fd).inode, self._fd(dst_fd)
+        self._effect("clone", target.path)
+        target.inode.data[dst_offset : dst_offset + length] = source.data[src_offset : src_offset + length]
         self._touch(target.inode, target.path)
         return True
 

@@ -242,10 +242,13 @@ class Stage:
         self._plan(transfer, "ThreadPoolExecutor", Inline)
         self._plan(flights, "SMALL_BYTES", SMALL_BYTES)
         self._plan(reserve, "BYTES", WINDOW_BYTES)
+        self._plan(directory, "_BLOCK_BYTES", 1)
+        self._plan(directory, "_LEAST_CLONE_BYTES", 1)
         self._plan(folders, "buffer_of", lambda size: memoryview(bytearray(size)))
         self._plan(files, "_renameat2", kernel.renameat)
         on_disk: dict[str, Callable[..., object]] = {
             "clone_file": kernel.clone,
+            "clone_range": kernel.clone_range,
             "cached_runs": lambda _fd, _size: (),
             "drop_pages": lambda *_: None,
             "drop_pages_but": lambda *_: None,

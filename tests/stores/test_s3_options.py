@@ -318,6 +318,7 @@ def test_check_prints_what_is_set_and_what_the_store_can_do(moto: servers.Server
         "a part that changed on its way seen in the part's ETag",
         "an upload that was cut short goes on",
         "joining parts over an object refused by the store",
+        "bytes that lie there already copied by the store",
     ):
         assert words in shown, words
     assert servers.SECRET_KEY not in shown

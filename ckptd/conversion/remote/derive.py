@@ -18,6 +18,7 @@ from ckptd.conversion.engine.staging import list_source
 from ckptd.conversion.engine.supervisor import numpy_for, origin_of, plan_request, write_plan
 from ckptd.conversion.options import ConvertOptions, parse_form
 from ckptd.conversion.outputs import NAME, Outputs, description_of
+from ckptd.conversion.parts import Range
 from ckptd.conversion.reader import Sources, same_bytes
 from ckptd.conversion.remote.reader import RemoteRanges
 from ckptd.conversion.remote.source import make_mirror, of_commit
@@ -33,6 +34,7 @@ from ckptd.storage.remote.documents import manifests_of_commit, read_commit, rea
 from ckptd.storage.remote.messages import Planned, UploadFile
 from ckptd.storage.remote.transfer import CannotBeMade, changed
 from ckptd.storage.stores.access import Access
+from ckptd.storage.stores.base import HeldRange
 from ckptd.storage.stores.checksums import from_hex
 from ckptd.storage.stores.sources import CheckedSource, FileSource, MemorySource, crc64_of, records_of
 
@@ -67,12 +69,14 @@ class DerivedUpload:
         folder: SourceFolder,
         recheck: Callable[[], None],
         held_bytes: int = 0,
+        keys: Sequence[str] = (),
     ) -> None:
-        """`recheck`: as `Origin.recheck`; `held_bytes`: what `ranges` keeps in memory."""
+        """`recheck`: as `Origin.recheck`; `held_bytes`: what `ranges` keeps in memory; `keys`: see `held`."""
         self._outputs = outputs
         self._ranges = ranges
         self._folder = folder
         self._recheck = recheck
+        self._keys = keys
         room = (making.memory_bytes - ALONE_BYTES - held_bytes) // LANE_BYTES
         self.most_lanes = max(1, min(MOST_LANES, room))
         self._description = description_of(outputs.header, outputs.trailer)
@@ -103,6 +107,18 @@ class DerivedUpload:
         source = PartsSource(parts, self._ranges, folder.file_mode, folder.folder_mode, lambda _: None)
         source.gid = folder.gid
         yield source
+
+    def held(self, file: UploadFile) -> tuple[HeldRange, ...]:
+        """Return the ranges of an output that are ranges of shards which the remote holds."""
+        path = file.path.removeprefix(self._below)
+        if not self._keys or path == NAME:
+            return ()
+        found, at = [], 0
+        for part in self._outputs.output(path).parts:
+            if isinstance(part, Range) and (key := self._keys[part.source]):
+                found.append(HeldRange(offset=at, length=part.nbytes, key=key, key_offset=part.offset))
+            at += part.nbytes
+        return tuple(found)
 
     def why_changed(self, _file: UploadFile) -> str | None:
         """The shards are compared once, when all is sent: an output is of many of them."""
@@ -272,7 +288,7 @@ def opened(order: UploadRequest, root: int, control: Control, store: Store) -> I
     assert making is not None
     with tempfile.TemporaryFile(dir=making.staging) as plan:
         if making.zero is None:
-            with _of_shards(order, making, root, plan, control) as made:
+            with _of_shards(order, making, root, plan, control, store) as made:
                 yield made
         else:
             zero = making.zero
@@ -290,7 +306,7 @@ def _twice(attempt: Callable[[], Found]) -> Found:
 
 @contextmanager
 def _of_shards(
-    order: UploadRequest, making: DeriveRequest, root: int, plan: IO[bytes], control: Control
+    order: UploadRequest, making: DeriveRequest, root: int, plan: IO[bytes], control: Control, store: Store
 ) -> Iterator[DerivedUpload]:
     """Derive a form from the sealed shards of this node."""
     options = _options(order.manifest.form)
@@ -304,10 +320,31 @@ def _of_shards(
     outputs = Outputs(plan)
     with files.opened_dir(where.root) as source_fd:
         ranges = LocalRanges(source_fd, [s.path for s in outputs.header.sources], outputs.identities)
-        made = DerivedUpload(order, making, outputs, ranges, folder, lambda: recheck(making, root))
+        keys = _keys_of_shards(store, order, where, outputs)
+        made = DerivedUpload(order, making, outputs, ranges, folder, lambda: recheck(making, root), keys=keys)
         control.on_planned(made.planned)
         _twice(lambda: made.compare(control, ranges.prove))
         yield made
+
+
+def _keys_of_shards(store: Store, order: UploadRequest, where: Origin, outputs: Outputs) -> tuple[str, ...]:
+    """Return the key of the object that holds each source of a plan, "" where none does; () if nothing does.
+
+    They are those of the ZeRO form, committed before; that they hold the same bytes each upload proves.
+    """
+    tag = order.manifest.tag
+    try:
+        view = read_commit(store, (tag, order.manifest.generation, ZERO))
+        members = manifests_of_commit(store, view.commit) if view is not None and not view.disputed else ()
+    except DamagedError:
+        return ()
+    rows = {(row.path, row.bytes): row.key for known in members for row in known.manifest.files}
+    if not rows:
+        return ()
+    above = os.path.relpath(where.root, os.path.join(order.root, tag))
+    paths = [os.path.normpath(os.path.join(above, source.path)) for source in outputs.header.sources]
+    sizes = [source.bytes for source in outputs.header.sources]
+    return tuple(rows.get(place, "") for place in zip(paths, sizes, strict=True))
 
 
 def _of_objects(

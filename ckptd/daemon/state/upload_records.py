@@ -240,12 +240,12 @@ class Uploads:
         """Record that an upload ended, whatever came of it."""
         self.progress.pop(key, None)
 
-    def note_speed(self, key: UploadKey, sent_bytes: int) -> None:
-        """Measure the speed of an upload that was committed."""
+    def note_speed(self, key: UploadKey, moved_bytes: int) -> None:
+        """Measure the speed of an upload that was committed: of bytes sent, and of those copied there."""
         progress = self.progress.get(key)
         seconds = time.monotonic() - progress.started_seconds if progress else 0.0
-        if sent_bytes and seconds > 0:
-            self.speeds[key[1]] = sent_bytes / seconds
+        if moved_bytes and seconds > 0:
+            self.speeds[key[1]] = moved_bytes / seconds
 
     def running_speed(self, remote: str, least_seconds: float) -> float | None:
         """Return the speed (bytes/s) of a ZeRO upload under way: on the first day there is no finished one to

@@ -226,7 +226,8 @@ class UploadManager:
         tag = state.saves.rows[action.save_id].save.tag
         record = record.model_copy(update={"is_damaged": answer.outcome == "damaged", "hint": ""})
         if answer.outcome == "committed" and answer.commit is not None:
-            state.uploads.note_speed((action.save_id, action.remote, action.form), answer.bytes_sent)
+            moved_bytes = answer.bytes_sent + answer.bytes_copied
+            state.uploads.note_speed((action.save_id, action.remote, action.form), moved_bytes)
             record = record.model_copy(
                 update={
                     "state": UploadState.COMMITTED,
@@ -241,9 +242,9 @@ class UploadManager:
             )
             if action.is_streamed:  # half uploads of an attempt that does not count are given up
                 state.journal.forget_objects(action.save_id, action.remote, action.form)
-            log.info(
-                "%s (%s) committed on %s", tag, action.form, action.remote, extra=line_fields("commit", tag)
-            )
+            copied = f", {size_of(answer.bytes_copied)} copied there" if answer.bytes_copied else ""
+            line = line_fields("commit", tag)
+            log.info("%s (%s) committed on %s%s", tag, action.form, action.remote, copied, extra=line)
         elif answer.outcome in ("waiting", "damaged"):
             if answer.outcome == "damaged":
                 step = command_for(self._config, "verify", tag, "--repair", "--read-data")

@@ -12,6 +12,7 @@ import struct
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
+from typing import NamedTuple
 
 from ckptd.errors import RefusedError, TornArchiveError
 
@@ -63,6 +64,17 @@ class Framing(StrEnum):
     TORN = "torn"
     EMPTY = "empty"
     OTHER = "other"
+
+
+class Entry(NamedTuple):
+    """One record as the central directory tells of it."""
+
+    label: str
+    """Name, the archive's prefix included."""
+    header: int
+    """Offset of its local header."""
+    size: int
+    crc: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +146,15 @@ def directory_place(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> tupl
     return _checked_place(fd, name, os.fstat(fd).st_size, limits)[:2]
 
 
-def header_offsets(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> list[int]:
-    """Return the offsets of the local headers that the central directory names, without reading there.
+def read_entries(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> list[Entry]:
+    """Return the entries of the central directory in its order; their records are not looked at.
 
     Raises:
         TornArchiveError, RefusedError: as `read_directory`.
     """
     start, length, count = _checked_place(fd, name, os.fstat(fd).st_size, limits)
     entries = _parse_entries(_read_exactly(fd, length, start, name), count, name, limits)
-    return [header for _, header, _, _ in entries if header + _LOCAL.size <= start]
+    return [entry for entry in entries if entry.header + _LOCAL.size <= start]
 
 
 def _checked_place(fd: int, name: str, size: int, limits: Limits) -> tuple[int, int, int]:
@@ -197,9 +209,8 @@ def _locate_directory64(fd: int, name: str, locator: bytes, end: int) -> tuple[i
     return fields[9], fields[8], fields[7], where
 
 
-def _parse_entries(raw: bytes, count: int, name: str, limits: Limits) -> list[tuple[str, int, int, int]]:
-    """Return (record name, local header offset, size, crc) of every entry."""
-    entries: list[tuple[str, int, int, int]] = []
+def _parse_entries(raw: bytes, count: int, name: str, limits: Limits) -> list[Entry]:
+    entries: list[Entry] = []
     at = 0
     for _ in range(count):
         if at + _CENTRAL.size > len(raw):
@@ -223,7 +234,7 @@ def _parse_entries(raw: bytes, count: int, name: str, limits: Limits) -> list[tu
         size, packed, offset = _widen(extra, size, packed, offset, name)
         if method != 0 or packed != size:
             raise RefusedError(f"{name} has a compressed record ({label}); torch.save stores them plainly")
-        entries.append((label, offset, size, crc))
+        entries.append(Entry(label, offset, size, crc))
         at = end
     return entries
 
@@ -248,9 +259,7 @@ def _widen(extra: bytes, size: int, packed: int, offset: int, name: str) -> tupl
     raise TornArchiveError(f"{name} has a record of 4 GiB or more without its zip64 sizes")
 
 
-def _validated(
-    fd: int, entries: list[tuple[str, int, int, int]], directory_start: int, name: str, file_bytes: int
-) -> Directory:
+def _validated(fd: int, entries: list[Entry], directory_start: int, name: str, file_bytes: int) -> Directory:
     """Follow every entry to its local header; prove bounds, order and uniqueness."""
     prefix = _prefix(entries, name)
     placed: dict[str, Record] = {}
@@ -283,7 +292,7 @@ def _validated(
     return Directory(prefix, placed, file_bytes)
 
 
-def _prefix(entries: list[tuple[str, int, int, int]], name: str) -> str:
+def _prefix(entries: list[Entry], name: str) -> str:
     found = [label[: -len("/data.pkl")] for label, *_ in entries if label.endswith("/data.pkl")]
     found = [prefix for prefix in found if prefix and "/" not in prefix]
     if len(found) != 1:

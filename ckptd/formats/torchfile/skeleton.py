@@ -21,8 +21,8 @@ from ckptd.formats.torchfile.archive import (
     Framing,
     directory_place,
     frame,
-    header_offsets,
     read_directory,
+    read_entries,
 )
 from ckptd.formats.torchfile.fingerprint import has_crc
 
@@ -170,7 +170,7 @@ def fill(fd: int, name: str, fetch: Callable[[int, int], bytes]) -> None:
         return
     start, length = directory_place(fd, name)
     _bring(fd, fetch, [(start, length)] if start > AT_ONCE_BYTES else [(0, start + length)])
-    headers = header_offsets(fd, name)
+    headers = (entry.header for entry in read_entries(fd, name))
     _bring(fd, fetch, ((offset, min(LOCAL_HEADER_BYTES, size - offset)) for offset in headers))
     directory = read_directory(fd, name)
     if not has_crc(directory):

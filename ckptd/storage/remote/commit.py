@@ -43,6 +43,7 @@ from ckptd.storage.remote.documents import (
     read_supplements,
     stem_of,
 )
+from ckptd.storage.remote.held_objects import HeldObjects
 from ckptd.storage.remote.manifest_index import (
     ManifestIndex,
     holds_lease,
@@ -85,6 +86,7 @@ def waiting(
         manifest_sha256=ours.sha256,
         bytes_sent=carried.bytes_sent,
         bytes_skipped=carried.bytes_skipped,
+        bytes_copied=carried.bytes_copied,
     )
 
 
@@ -219,7 +221,8 @@ class _Upload:
         left = [file.key for file in self._whole.files if file.key not in sent]
         is_doubtful = bool(left) and holds_lease(self._store, self._order.manifest)
         listed = ManifestIndex(self._store, self._order.manifest, seen, self._attached.manifests)
-        carried = Transfer(self._store, origin, self._root, listed, self._control).run()
+        elsewhere = HeldObjects(self._attached, self._order.manifest)
+        carried = Transfer(self._store, origin, self._root, listed, self._control, elsewhere).run()
         # a manifest speaks of one save, so nothing may have changed while the last file was sent (P4)
         origin.recheck()
         # hours went by: another job may have taken the remote over, another disk may be mounted there (P2)
@@ -288,6 +291,7 @@ class _Upload:
             unlisted=left_out(self._whole, mine.manifest),
             bytes_sent=carried.bytes_sent if carried else 0,
             bytes_skipped=carried.bytes_skipped if carried else sum(f.bytes for f in self._order.files),
+            bytes_copied=carried.bytes_copied if carried else 0,
         )
 
     def _rewritten(self) -> str | None:
@@ -485,7 +489,8 @@ class _Supplementing:
         order = self._order.model_copy(update={"files": tuple(self._placed(f, base, listed) for f in absent)})
         with sealed(order, self._root, self._control, self._store) as origin:
             known = ManifestIndex(self._store, order.manifest, seen, self._attached.manifests)
-            carried = Transfer(self._store, origin, self._root, known, self._control).run()
+            elsewhere = HeldObjects(self._attached, order.manifest)
+            carried = Transfer(self._store, origin, self._root, known, self._control, elsewhere).run()
             # what is listed is what the files hold now (P4)
             origin.recheck()
         still_ours(self._store, self._attached.identity)

@@ -362,6 +362,8 @@ class UploadResult(Model):
     manifest_sha256: str | None = None
     bytes_sent: int = 0
     bytes_skipped: int = 0
+    bytes_copied: int = 0
+    """Made by the store of what it held."""
     unlisted: tuple[str, ...] = ()
     """committed: files of the folder that the COMMIT does not list."""
     supplements: tuple[SupplementRecord, ...] = ()

@@ -52,9 +52,10 @@ if TYPE_CHECKING:
 
     from ckptd.base.identity import FileIdentity
     from ckptd.core.model.manifest import ManifestFile, Proof
+    from ckptd.storage.remote.held_objects import HeldObjects
     from ckptd.storage.remote.manifest_index import ManifestIndex
     from ckptd.storage.remote.messages import PartlyUploaded, Planned, UploadFile, UploadRequest
-    from ckptd.storage.stores.base import Source, Store
+    from ckptd.storage.stores.base import HeldRange, Source, Store
     from ckptd.storage.stores.rate_limit import RateLimiter
 
 
@@ -147,7 +148,8 @@ def _offer(store: Store, name: str, otherwise: int) -> int:
     """Return what a store offers beyond the contract.
 
     `flights`: small objects that one lane may have on their way (0: none now); `overlap`: large objects under
-    way at a time, the parts of the first one before the others'.
+    way at a time, the parts of the first one before the others'; `copies`: whether it makes ranges of an
+    object from others that it holds.
     """
     return int(getattr(store, name, otherwise))
 
@@ -188,6 +190,8 @@ class Carried:
     files: tuple[ManifestFile, ...]
     bytes_sent: int
     bytes_skipped: int
+    bytes_copied: int = 0
+    """Made by the store from objects that it held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,9 +206,16 @@ class Transfer:
     """One order's objects on one store; `listed`: what the generation's manifests say of them already."""
 
     def __init__(
-        self, store: Store, origin: Origin, root: int, listed: ManifestIndex, control: Control
+        self,
+        store: Store,
+        origin: Origin,
+        root: int,
+        listed: ManifestIndex,
+        control: Control,
+        elsewhere: HeldObjects,
     ) -> None:
         self._store = store
+        self._elsewhere = elsewhere
         self._origin = origin
         self._order = order = origin.order
         self._root = root
@@ -218,6 +229,7 @@ class Transfer:
         self._lock = threading.Lock()
         self._sent = 0
         self._skipped = 0
+        self._copied = 0
 
     def run(self) -> Carried:
         """Upload and verify every file.
@@ -254,6 +266,7 @@ class Transfer:
             files=tuple(self._results[file.key] for file in self._order.files),
             bytes_sent=self._sent,
             bytes_skipped=self._skipped,
+            bytes_copied=self._copied,
         )
 
     def _upload_in_order(self, files: deque[UploadFile]) -> None:
@@ -391,6 +404,8 @@ class Transfer:
                 return None
             self._store.delete(file.key)
         try:
+            if self._make_from_held(file, source, fingerprint):
+                return None
             return self._upload(file, source, fingerprint)
         except TargetExists:
             info = self._store.stat(file.key)
@@ -438,7 +453,30 @@ class Transfer:
         self._skip(source.size_bytes)
         return True
 
-    def _upload(self, file: UploadFile, source: Source, fingerprint: str) -> _Sent:
+    def _make_from_held(self, file: UploadFile, source: Source, fingerprint: str) -> bool:
+        """Let the store make the object, as far as it can, of bytes that it holds; False: it is to be sent.
+
+        Proved at once, so that it can be sent whole if the store made something else.
+        """
+        if (
+            is_small(file)
+            or file.is_extra
+            or file.key in self._partly
+            or not _offer(self._store, "copies", 0)
+        ):
+            return False
+        held = self._origin.held(file) if file.is_made else self._elsewhere.ranges_of(file, source)
+        if not held:
+            return False
+        try:
+            self._verify(self._upload(file, source, fingerprint, held))
+        except VerifyError:
+            return False
+        return True
+
+    def _upload(
+        self, file: UploadFile, source: Source, fingerprint: str, held: tuple[HeldRange, ...] = ()
+    ) -> _Sent:
         partly = self._partly.pop(file.key, None)
         resume = (
             Resume(flushed_bytes=partly.flushed_bytes, crc64=partly.crc64, token=partly.token)
@@ -459,8 +497,9 @@ class Transfer:
             is_noted = is_noted or progress.flushed_bytes > 0 or progress.token != ""
             self._control.on_moving(file.key, source.size_bytes, progress)
 
+        more: dict[str, Any] = {"held": held} if held else {}
         try:
-            crc = self._store.upload(file.key, paced, resume=resume, on_progress=moving)
+            crc = self._store.upload(file.key, paced, resume=resume, on_progress=moving, **more)
         except (DamagedError, SourceChanged) as error:
             # what the journal notes is gone on with when it is ordered again
             if not (isinstance(error, Cancelled) and is_noted):
@@ -469,6 +508,7 @@ class Transfer:
         finally:
             with self._lock:
                 self._sent += paced.read_bytes
+                self._copied += max(source.size_bytes - paced.read_bytes, 0) if held else 0
         return _Sent(file=file, bytes=source.size_bytes, crc=crc, fingerprint=fingerprint)
 
     def _tell_whole(self, file: UploadFile, size_bytes: int, progress: Progress) -> None:
@@ -529,6 +569,10 @@ class Origin(Protocol):
         """Return one of these files, to be read."""
         ...
 
+    def held(self, file: UploadFile) -> tuple[HeldRange, ...]:
+        """Return the ranges of a file that is made which objects of the remote most likely hold."""
+        ...
+
     def why_changed(self, file: UploadFile) -> str | None:
         """Return why it is not what it was when the order was given; None when it is."""
         ...
@@ -572,6 +616,10 @@ class SealedFiles:
                 yield CheckedSource(inner, records, file.path) if records else inner
             finally:
                 inner.drop_all()
+
+    def held(self, _file: UploadFile) -> tuple[HeldRange, ...]:
+        """See `Origin`."""
+        return ()
 
     def why_changed(self, file: UploadFile) -> str | None:
         """See `Origin`."""

@@ -85,6 +85,8 @@ class Abilities:
     """That checksum may stand behind the body and is compared there: each byte is read once."""
     content_md5: bool = False
     """A body that does not fit its Content-MD5 is refused."""
+    copies: bool = False
+    """Parts of an upload may be copied from objects that lie there (`HeldRange`)."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -102,6 +104,17 @@ class Resume:
     crc64: int = 0
     token: str = ""
     """The store's own words for finding that attempt again (S3: part size and upload id)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldRange:
+    """Say that another object of the store holds the bytes of a range of an object that is to be written."""
+
+    offset: int
+    """Of the range in the object that is written."""
+    length: int
+    key: str
+    key_offset: int
 
 
 class Source(Protocol):
@@ -209,7 +222,9 @@ class Store(Protocol):
         """Move one object; durable when it returns; returns the CRC64NVME of the bytes *as read*.
 
         Not verified yet: that is `verify`. `on_progress` and the source may raise to stop; what is flushed
-        can be resumed, or given up with `discard`.
+        can be resumed, or given up with `discard`. A store with an attribute `copies` other than 0 takes
+        `held: Sequence[HeldRange]` too: it makes those ranges of what it holds, where it can, and reads them
+        from the source all the same, for the CRC.
 
         Raises:
             TargetExists: the key appeared meanwhile (another node's replica); nothing was replaced.

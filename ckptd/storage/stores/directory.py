@@ -17,6 +17,7 @@ import os
 import secrets
 import stat
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptd.base import extents, files, names
@@ -45,13 +46,13 @@ from ckptd.storage.stores.base import (
     partial_name,
     taken,
 )
-from ckptd.storage.stores.checksums import crc64
+from ckptd.storage.stores.checksums import crc64, crc64_combined
 from ckptd.storage.stores.retrying import FullStoreMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ckptd.storage.stores.base import Resume, Source
+    from ckptd.storage.stores.base import HeldRange, Resume, Source
 
 
 # --- folders of a directory remote, by descriptor --------------------------------------------------------
@@ -272,10 +273,14 @@ def pump(
     on_progress: Callable[[Progress], None],
     window_bytes: int,
     buffer_bytes: int,
+    end: int | None = None,
 ) -> int:
-    """Write what follows of a source, one window of it dirty at most; CRC64 of all. `begun`: offset, CRC."""
+    """Write what follows of a source, one window of it dirty at most; CRC64 of all up to there.
+
+    `begun`: offset, CRC64 of what lies before; `end`: offset to stop at, None: the source's own.
+    """
     view = buffer_of(buffer_bytes)
-    size = source.size_bytes
+    size = source.size_bytes if end is None else end
     (done, crc), (flushed, flushed_crc) = begun, begun
     while done < size:
         room = min(len(view), size - done, flushed + window_bytes - done)
@@ -294,6 +299,42 @@ def pump(
             flushed, flushed_crc = done, crc
         on_progress(Progress(done_bytes=done, flushed_bytes=flushed, crc64=flushed_crc))
     return crc
+
+
+def cloned(
+    root: int, fd: int, source: Source, one: HeldRange, begun: tuple[int, int]
+) -> tuple[int, int] | None:
+    """Share a range, or the whole blocks of it, with the object that holds it; None: it cannot be shared.
+
+    `begun`: offset of the range, and CRC64 of what lies before. Returns the offset to go on at and the CRC64
+    of the source up to there, which reading the object back must give.
+    """
+    from ckptd.storage.stores.sources import crc64_of
+
+    whole_bytes = one.length // _BLOCK_BYTES * _BLOCK_BYTES
+    try:
+        twin = files.open_beneath(root, one.key)
+    except (OSError, CkptdError):
+        return None  # it was deleted meanwhile
+    try:
+        if not extents.clone_range(twin, one.key_offset, fd, one.offset, whole_bytes):
+            return None
+    finally:
+        os.close(twin)
+    end = one.offset + whole_bytes
+    os.lseek(fd, end, os.SEEK_SET)
+    os.fdatasync(fd)
+    crc = crc64_of(source, one.offset, whole_bytes, drops=True)
+    return end, crc64_combined(begun[1], crc, whole_bytes)
+
+
+def in_blocks(held: Iterable[HeldRange]) -> Iterator[HeldRange]:
+    """Yield the ranges, cut at their beginning to whole blocks, whose blocks a file system could share."""
+    for one in sorted(held, key=lambda one: one.offset):
+        ahead = -one.offset % _BLOCK_BYTES
+        if (one.offset - one.key_offset) % _BLOCK_BYTES == 0 and one.length - ahead >= _LEAST_CLONE_BYTES:
+            begin, key_begin = one.offset + ahead, one.key_offset + ahead
+            yield replace(one, offset=begin, key_offset=key_begin, length=one.length - ahead)
 
 
 def read_back(fd: int, buffer_bytes: int, on_progress: Callable[[int], None]) -> int:
@@ -368,6 +409,9 @@ def lock_partial(fd: int) -> bool:
 
 BUFFER_BYTES = 4 << 20
 LANES = 4
+_BLOCK_BYTES = 4096
+"""Of XFS and btrfs; where blocks are larger, sharing is refused."""
+_LEAST_CLONE_BYTES = 1 << 20
 STALE_SECONDS = 600.0
 """A temporary of ours that is older was left by a process that was killed: each lives for one small write."""
 
@@ -400,6 +444,8 @@ class DirectoryStore:
         self._buffer_bytes = min(buffer_bytes, window_bytes)
         self._pinned: tuple[int, int] | None = None
         self._flushed: set[tuple[int, int]] = set()
+        self.copies = int(read_back)
+        """0: this file system shares no blocks between files, as it showed, or copies are not proved."""
         self._no_room = FullStoreMemory()
         # no lane removes as empty what another is about to put its first file into
         self._folders = threading.Lock()
@@ -495,9 +541,17 @@ class DirectoryStore:
             os.close(fd)
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self,
+        key: str,
+        source: Source,
+        *,
+        resume: Resume | None,
+        on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange] = (),
     ) -> int:
         """Write beside the target, flush and drop each window, fsync, rename, fsync the folder.
+
+        What another object holds shares its blocks, where the file system can do that.
 
         Where there is no room for it, what was written goes: it cannot end, and tombstones need that room.
         """
@@ -505,7 +559,7 @@ class DirectoryStore:
             msg = f"{self._path}: writing {key}: {source.size_bytes} bytes have no room there"
             raise NoSpaceError(msg)
         try:
-            crc = self._upload(key, source, resume, on_progress)
+            crc = self._upload(key, source, resume, on_progress, held)
         except NoSpaceError:
             free = None
             with contextlib.suppress(CkptdError):
@@ -517,7 +571,12 @@ class DirectoryStore:
         return crc
 
     def _upload(
-        self, key: str, source: Source, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self,
+        key: str,
+        source: Source,
+        resume: Resume | None,
+        on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange],
     ) -> int:
         name, partial = files.check_relative(key)[-1], partial_name(self._owner, key)
         with self._at_root(f"writing {key}") as root, contextlib.ExitStack() as opened:
@@ -527,6 +586,17 @@ class DirectoryStore:
                 fd, start, crc = self._open_partial(folder, partial, resume)
             try:
                 sizes = (self._window_bytes, self._buffer_bytes)
+                for one in in_blocks(held):
+                    if one.offset < start:
+                        continue
+                    crc = pump(fd, source, (start, crc), on_progress, *sizes, end=one.offset)
+                    start = one.offset
+                    after = cloned(root, fd, source, one, (start, crc))
+                    if after is None:
+                        self.copies = 0
+                        break
+                    start, crc = after
+                    on_progress(Progress(done_bytes=start, flushed_bytes=start, crc64=crc))
                 crc = pump(fd, source, (start, crc), on_progress, *sizes)
                 copy_rights(fd, source.mode, source.gid)
                 os.fsync(fd)

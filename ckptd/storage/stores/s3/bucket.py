@@ -120,6 +120,12 @@ class S3Bucket:
         return 2 if can.checksum or can.part_etags else 1
 
     @property
+    def copies(self) -> int:
+        """1: the server copies parts of an upload from objects that it holds, and the result is proved."""
+        can = self.abilities
+        return int(can.copies and (self.is_read_back or can.checksum is not None))
+
+    @property
     def wants_md5(self) -> bool:
         """Whether an ETag is what proves or guards what is sent."""
         can = self.abilities

@@ -207,6 +207,7 @@ _SIGNS = {
     "GetObject": {"ETag", "LastModified"},
     "HeadObject": {"LastModified"},
     "UploadPart": {"ETag"},
+    "UploadPartCopy": {"CopyPartResult"},
     "CreateMultipartUpload": {"UploadId"},
     "ListObjectsV2": {"Name", "Contents", "KeyCount", "MaxKeys"},
     "ListParts": {"UploadId", "Parts", "Bucket"},
@@ -356,6 +357,11 @@ def status_of(error: Exception) -> int:
     response = getattr(error, "response", None)
     meta = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
     return int(meta.get("HTTPStatusCode", 0))
+
+
+def is_refused(error: Exception) -> bool:
+    """Tell whether the server answered that it will not do this, however often it is asked."""
+    return 400 <= status_of(error) < 500 or code_of(error) in NOT_OFFERED
 
 
 def failure(error: Exception, what: str, url: str, endpoint: str) -> CkptdError:

@@ -7,8 +7,10 @@ and one CRC; parts that were done out of order are found again by list_parts (do
 from __future__ import annotations
 
 import base64
+import bisect
+import hashlib
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -23,9 +25,9 @@ from ckptd.storage.stores.s3.proof import CHANGED, bare, changed, guard
 from ckptd.storage.stores.sources import WrappedSource, crc64_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from ckptd.storage.stores.base import Source
+    from ckptd.storage.stores.base import HeldRange, Source
     from ckptd.storage.stores.parallel import OrderedTurns
     from ckptd.storage.stores.s3.bucket import S3Bucket
 
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 LEAST_PART_BYTES = 5 << 20
 """Least size of every part but the last, as S3 demands."""
+_MOST_HELD = 400
+"""Two borders each, so that no upload comes near 10,000 parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,12 @@ class PartLayout:
             return begin, ends[number - 1] - begin
         begin = (number - 1) * self.part_bytes
         return begin, min(self.part_bytes, self.size_bytes - begin)
+
+    def parts_until(self, end_bytes: int) -> int:
+        """Return how many parts lie before `end_bytes`; 0 where none ends there."""
+        ends = _ends(self)
+        at = bisect.bisect_left(ends, end_bytes)
+        return at + 1 if at < len(ends) and ends[at] == end_bytes else 0
 
     @property
     def text(self) -> str:
@@ -88,6 +98,43 @@ def _ends(cuts: PartLayout) -> tuple[int, ...]:
         count = max(1, min(-(-length // cuts.part_bytes), length // LEAST_PART_BYTES))
         found += [begin + length * n // count for n in range(1, count + 1)]
     return tuple(found)
+
+
+def held_parts(held: Iterable[HeldRange], size_bytes: int) -> tuple[HeldRange, ...]:
+    """Return the ranges that a server can copy as parts, by offset, at most 400.
+
+    Adjoining ones are joined; each, and what lies between two of them, is `LEAST_PART_BYTES` long at least.
+    """
+    joined: list[HeldRange] = []
+    for one in sorted(held, key=lambda one: one.offset):
+        last = joined[-1] if joined else None
+        if last is not None and _ends_at(last) == (one.offset, one.key, one.key_offset):
+            joined[-1] = replace(last, length=last.length + one.length)
+        elif one.length > 0:
+            joined.append(one)
+    if len(joined) > _MOST_HELD:
+        longest = sorted(joined, key=lambda one: one.length)[-_MOST_HELD:]
+        joined = sorted(longest, key=lambda one: one.offset)
+    found: list[HeldRange] = []
+    end = 0
+    for one in joined:
+        begin = one.offset if one.offset == end else max(one.offset, end + LEAST_PART_BYTES)
+        length = min(one.offset + one.length, size_bytes) - begin
+        if length >= LEAST_PART_BYTES:
+            key_offset = one.key_offset + begin - one.offset
+            found.append(replace(one, offset=begin, length=length, key_offset=key_offset))
+            end = begin + length
+    return tuple(found)
+
+
+def _ends_at(one: HeldRange) -> tuple[int, str, int]:
+    return one.offset + one.length, one.key, one.key_offset + one.length
+
+
+def layout_with(held: Sequence[HeldRange], size_bytes: int, part_bytes: int) -> PartLayout:
+    """Return a layout whose parts each lie within one of these ranges or outside of all."""
+    edges = {edge for one in held for edge in (one.offset, one.offset + one.length)}
+    return PartLayout(size_bytes, part_bytes, tuple(sorted(edges - {0, size_bytes})))
 
 
 # --- sending parts ---------------------------------------------------------------------------------------
@@ -153,11 +200,13 @@ class Sending:
         room: threading.Semaphore,
         turns: OrderedTurns,
         on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange] = (),
     ) -> None:
         self._store = store
         self._key = key
         self._source = source
         self._upload = upload
+        self._held = held
         self._room = room
         self._place = turns.following()
         self._on_progress = on_progress
@@ -180,7 +229,9 @@ class Sending:
         told = _CountedSource(self._source, lambda end: self._moved(number, end - begin))
         request = {"UploadId": self._upload.upload_id, "PartNumber": number}
         with self._place(), self._room:
-            sent = send_range(self._store, self._key, told, (begin, length), request)
+            sent = self._copy((begin, length), request)
+            if sent is None:
+                sent = send_range(self._store, self._key, told, (begin, length), request)
         self._source.drop(begin, length)
         with self._lock:
             upload = self._upload
@@ -190,6 +241,37 @@ class Sending:
                 upload.md5s[number] = sent.md5
             upload.close_gap()
             self._tell()
+
+    def _copy(self, span: tuple[int, int], request: dict[str, Any]) -> Sent | None:
+        """Let the server copy a part from an object that it holds; None: it is to be sent.
+
+        The part is read here all the same: its checksums say whether the server copied the same bytes.
+        """
+        begin, length = span
+        end = begin + length
+        one = next((h for h in self._held if h.offset <= begin and end <= h.offset + h.length), None)
+        if one is None:
+            return None
+        store, number = self._store, request["PartNumber"]
+        md5 = hashlib.md5(usedforsecurity=False) if store.wants_md5 else None
+        crc = crc64_of(self._source, begin, length, drops=True, also=md5.update if md5 else None)
+        first = one.key_offset + begin - one.offset
+        with store.asking(f"copying part {number} of {self._key}"):
+            try:
+                answer = store.client.upload_part_copy(
+                    **store.place(self._key),
+                    **request,
+                    CopySource={"Bucket": store.bucket, "Key": store.place(one.key)["Key"]},
+                    CopySourceRange=f"bytes={first}-{first + length - 1}",
+                )["CopyPartResult"]
+            except store.client.exceptions.ClientError as error:
+                if not sc.is_refused(error):
+                    raise
+                self._held = ()
+                return None
+        sent = Sent(answer=answer, crc=crc, md5=md5.digest() if md5 else None)
+        is_same = answer.get("ChecksumCRC64NVME") in (None, encoded(crc))
+        return sent if is_same and _is_intact(store, sent, number) else None
 
     def _moved(self, number: int, count: int) -> None:
         self._lanes.check()

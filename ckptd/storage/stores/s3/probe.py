@@ -54,6 +54,7 @@ def probe(client: Any, place: dict[str, str], access: Access, *, is_read_back: b
         on_put = _refuses(client, sc.TAKEN, lambda: client.put_object(**place, Body=b"2", IfNoneMatch="*"))
         is_kept = on_put and client.get_object(**place)["Body"].read() == data
         parts = _multipart(client, place, access, data)
+        copies = parts.are_listed and _copies(client, place, access, len(data))
         checksum = _checksum(client, place, access, data)
         content_md5 = checksum is None and _enforces(client, place, data, ContentMD5=_encoded(bytes(16)))
     finally:
@@ -67,6 +68,7 @@ def probe(client: Any, place: dict[str, str], access: Access, *, is_read_back: b
         part_etags=parts.part_etags,
         joined_etags=parts.part_etags and parts.joined_etags and etags,
         content_md5=content_md5,
+        copies=copies,
     )
     if access.verify == "read-back":
         # the MD5s would be computed for nothing
@@ -175,6 +177,22 @@ def _multipart(client: Any, place: dict[str, str], access: Access, data: bytes) 
             joined_etags=bare(str(head.get("ETag", ""))) == joined([_md5(data)]),
             are_tagged=not access.tags or head.get("TagCount") != 0,
         )
+    finally:
+        with contextlib.suppress(client.exceptions.ClientError):
+            client.abort_multipart_upload(**place, UploadId=upload_id)
+
+
+def _copies(client: Any, place: dict[str, str], access: Access, size_bytes: int) -> bool:
+    """Whether a part is copied from the object that lies there: some servers take an empty one instead."""
+    upload_id = client.create_multipart_upload(**place, **access.for_data)["UploadId"]
+    try:
+        source = {"Bucket": place["Bucket"], "Key": place["Key"]}
+        client.upload_part_copy(**place, UploadId=upload_id, PartNumber=1, CopySource=source)
+        return [part["Size"] for part in _listed(client, place, upload_id)] == [size_bytes]
+    except client.exceptions.ClientError as error:
+        if sc.is_refused(error):
+            return False
+        raise
     finally:
         with contextlib.suppress(client.exceptions.ClientError):
             client.abort_multipart_upload(**place, UploadId=upload_id)

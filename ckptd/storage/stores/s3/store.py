@@ -14,10 +14,10 @@ from ckptd.storage.stores.s3.proof import proof
 from ckptd.storage.stores.s3.uploads import S3Uploads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ckptd.storage.stores.access import Access
-    from ckptd.storage.stores.base import Abilities, Progress, Resume, Source
+    from ckptd.storage.stores.base import Abilities, HeldRange, Progress, Resume, Source
     from ckptd.storage.stores.s3.uploads import Started
 
 _PROBES = "_ckptd/probe~"
@@ -43,10 +43,16 @@ class S3Store(S3Bucket):
         return self.abilities
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self,
+        key: str,
+        source: Source,
+        *,
+        resume: Resume | None,
+        on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange] = (),
     ) -> int:
         """Move one object in parts; goes on at the last part that the server holds."""
-        return self.uploads.upload(key, source, resume, on_progress)
+        return self.uploads.upload(key, source, resume, on_progress, held)
 
     def begin(self, key: str, source: Source) -> Started | None:
         """Send a small object whose answer is waited for later; None: `upload` it."""

@@ -27,22 +27,26 @@ from ckptd.storage.stores.s3.parts import (
     arguments_of,
     encoded,
     held_of,
+    held_parts,
+    layout_with,
     parse_layout,
     send_held,
     send_range,
 )
-from ckptd.storage.stores.s3.proof import bare, joined
+from ckptd.storage.stores.s3.proof import CHANGED, bare, changed, joined
 from ckptd.storage.stores.sources import crc64_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from ckptd.storage.stores.base import Resume, Source
+    from ckptd.storage.stores.base import HeldRange, Resume, Source
     from ckptd.storage.stores.s3.body import BufferedBody
     from ckptd.storage.stores.s3.bucket import S3Bucket
     from ckptd.storage.stores.s3.direct import Flight
 
 MIN_PART_BYTES = 16 << 20
+COPIED_PART_BYTES = 64 << 20
+"""Least size of the parts of an upload of which the server copies some: each costs a request."""
 MAX_PART_BYTES = 5 << 30
 MAX_PARTS = 10_000
 _SPARE_PARTS = 9_000
@@ -112,27 +116,34 @@ class S3Uploads:
         self._turns = OrderedTurns(PARTS_AT_ONCE)
 
     def upload(
-        self, key: str, source: Source, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self,
+        key: str,
+        source: Source,
+        resume: Resume | None,
+        on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange] = (),
     ) -> int:
-        """Send the object; returns the CRC64NVME of the bytes as read.
+        """Send the object, but for parts that the server copies; returns the CRC64NVME of the bytes as read.
 
         Raises:
             TargetExists: the key is there already.
             RefusedError: too many parts, said before a byte is sent.
         """
         chosen = part_size(source.size_bytes, self._wanted_bytes)
-        is_whole = source.size_bytes <= chosen and not (resume and resume.token)
+        held = held_parts(held, source.size_bytes)
+        is_whole = source.size_bytes <= chosen and not (resume and resume.token) and not held
         if not (is_whole and self._store.abilities.create_only):
             self._refuse_if_there(key)
         if is_whole:
             return self._whole(key, source, on_progress)
         upload = self._continued(key, source, resume) if resume else None
         if upload is None:
-            upload = self._begin(key, PartLayout(source.size_bytes, chosen))
+            copied = max(chosen, COPIED_PART_BYTES) if held else chosen
+            upload = self._begin(key, layout_with(held, source.size_bytes, copied))
         self._ours[key] = upload.upload_id
         on_progress(upload.progress())
         try:
-            Sending(self._store, key, source, upload, self._room, self._turns, on_progress).run()
+            Sending(self._store, key, source, upload, self._room, self._turns, on_progress, held).run()
         except VerifyError:
             # the server holds a part that arrived changed: nobody may go on with this upload
             with suppress(CkptdError):
@@ -229,19 +240,11 @@ class S3Uploads:
 
     def _continued(self, key: str, source: Source, resume: Resume) -> Upload | None:
         """Return the upload that an earlier attempt began, as the server holds it; None: begin anew."""
-        size, _, upload_id = resume.token.partition(":")
-        if not upload_id or not size.isdecimal() or int(size) == 0:
-            return None
-        cuts = PartLayout(source.size_bytes, int(size))
-        found = Upload(upload_id=upload_id, cuts=cuts)
-        if not self._list_parts(key, found):
+        found = shared_upload(resume.token, source.size_bytes)
+        if found is None or not self._list_parts(key, found):
             return None
         # what the journal notes is taken over; parts behind that are hashed from the source, not sent again
-        noted = resume.flushed_bytes // cuts.part_bytes
-        if resume.flushed_bytes == source.size_bytes:
-            noted = cuts.parts
-        elif noted * cuts.part_bytes != resume.flushed_bytes:
-            noted = 0
+        noted = found.cuts.parts_until(resume.flushed_bytes)
         if all(number in found.etags for number in range(1, noted + 1)):
             found.done_parts, found.done_bytes = noted, resume.flushed_bytes if noted else 0
             found.crc = resume.crc64 if noted else 0
@@ -312,6 +315,9 @@ class S3Uploads:
                 if sc.code_of(error) in sc.TAKEN:
                     self.discard(key)
                     raise taken(key) from error
+                if sc.code_of(error) in CHANGED:
+                    self.discard(key)
+                    raise changed(key) from error
                 if sc.code_of(error) == "NoSuchUpload":
                     self._ours.pop(key, None)
                 raise
