@@ -40,7 +40,7 @@ TRAINERS := .build/.stamp-frameworks
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 # What both clients of the S3 store must pass.
 S3_TESTS        := $(addprefix tests/stores/,test_s3.py test_s3_options.py test_s3_checksums.py test_s3_etags.py test_rgw.py) $(addprefix tests/faults/,test_s3_daemon.py test_s3_words.py test_transfer_faults.py)
-SYSTEM_PACKAGES := xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus
+SYSTEM_PACKAGES := libaio-dev xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus
 
 # Python compiles what it imports: all of torch beforehand takes longer than its download. (An old pip, as a
 # new venv has it, takes twice as long to find its way through constraints.txt.)
@@ -49,7 +49,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-python check-tools install setup run test pytest adams demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix releases ds-suite stores-full faults faults-full sim fleet seeded figures house pictures man dist release docs \
+.PHONY: help check-python check-tools install setup run test pytest adams demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full faults faults-full sim fleet seeded figures house pictures man dist release docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -206,6 +206,9 @@ releases: MINUTES = 120
 releases: setup ## twelve DeepSpeed releases: saves, kills, conversion, their own loaders (writes docs/releases.md; goes on where it was cut)
 	$(PY) -m tests.releases --minutes $(MINUTES) $(ARGS)
 
+engines: setup ## real saves by DeepSpeed's other engines and options, with its aio op (writes docs/engines.md)
+	DS_ACCELERATOR=cpu $(PY) -m tests.engines $(ARGS)
+
 ds-suite: setup ## DeepSpeed's own universal checkpoint tests over ckptd (DEEPSPEED_SRC=<source tree> ARGS="-- -k 2to4")
 	$(PY) -m tests.ds_suite.run $(DEEPSPEED_SRC) $(ARGS)
 
@@ -254,7 +257,7 @@ system-packages: ## (root) what the tests of file systems, SFTP, hanging mounts,
 	@if command -v mkfs.xfs >/dev/null && command -v mkfs.ext4 >/dev/null && command -v losetup >/dev/null \
 	    && { command -v sshd || test -x /usr/sbin/sshd; } >/dev/null && command -v ssh-keygen >/dev/null \
 	    && command -v systemd-analyze >/dev/null && command -v strace >/dev/null && command -v sshfs >/dev/null && command -v promtool >/dev/null \
-	    && command -v chromium >/dev/null && command -v chromedriver >/dev/null; then \
+	    && command -v chromium >/dev/null && command -v chromedriver >/dev/null && test -f /usr/include/libaio.h; then \
 	  echo "system packages: nothing to install"; \
 	else \
 	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES); \

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 import ckptd
 from ckptd.conversion.parts import decode
 from ckptd.conversion.plan import MAX_LINE_BYTES, Output, OutputCheck, OutputFile, PlanReader, Trailer
+from ckptd.core.model.swap_paths import is_state
 from ckptd.errors import DamagedError
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ def description_of(header: Header, trailer: Trailer, made_by: Mapping[str, Any] 
             "zero_stage": header.stage,
             "ds_version": header.ds_version,
             "dp": header.dp,
-            "fingerprints": {s.path: s.fingerprint for s in header.sources},
+            # the shards say which save it is; swapped tensors are beside them
+            "fingerprints": {s.path: s.fingerprint for s in header.sources if not is_state(s.path)},
         },
     }
     return json.dumps(text, indent=1, sort_keys=True).encode() + b"\n"

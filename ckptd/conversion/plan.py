@@ -18,19 +18,10 @@ from ckptd.conversion.parts import Part, decode, encode, ranges_of
 from ckptd.errors import DamagedError, RefusedError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Iterator
 
 FORMAT = 3
 MAX_LINE_BYTES = 64 << 20
-
-
-def identity_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
-    """Return what tells a source from any other file: dev, ino, size, mtime_ns, ctime_ns.
-
-    A tuple: restricted children start without the pydantic model of `base.identity`.
-    """
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @dataclass(frozen=True, slots=True)

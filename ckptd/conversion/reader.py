@@ -16,6 +16,7 @@ from operator import add
 from typing import TYPE_CHECKING, overload
 
 from ckptd.base import extents, files
+from ckptd.base.extents import identity_of
 from ckptd.conversion.dtypes import cast, clamped, widen
 from ckptd.conversion.parts import (
     FLOAT_BYTES,
@@ -29,7 +30,6 @@ from ckptd.conversion.parts import (
     Widen,
     Woven,
 )
-from ckptd.conversion.plan import identity_of
 from ckptd.errors import RefusedError, SourceChanged
 
 if TYPE_CHECKING:

@@ -155,7 +155,9 @@ def offload(shard: dict[str, Any]) -> None:
 def swap_out(tensor: torch.Tensor, path: Path) -> torch.Tensor:
     raw = tensor.detach().contiguous().numpy().tobytes()
     path.write_bytes(raw + bytes(-len(raw) % 1024))
-    return torch.empty(0)
+    left = torch.empty(0)
+    left.ds_id = path.name.removesuffix(".tensor.swp")
+    return left
 
 
 def test_swapped_tensors_are_part_of_a_save(swapped: Path) -> None:
@@ -171,6 +173,32 @@ def test_swapped_tensors_are_part_of_a_save(swapped: Path) -> None:
     assert "rank_1_mp_rank_00_optim_states.pt holds 0 of " in reason(swapped)
     shutil.rmtree(swapped / "offloaded_tensors")
     assert "offloaded_tensors/rank00 is not there" in reason(swapped)
+
+
+def test_swapped_tensors_are_converted(swapped: Path, tmp_path: Path) -> None:
+    """From the disk and from a remote, as if they lay in the shards: the real saves are `make engines`."""
+    for form in ("universal", "weights"):
+        made, expected = tmp_path / form, tmp_path / f"{form} of shards"
+        assert ckptd("convert", "--verify", "--form", form, swapped, made).returncode == 0
+        assert ckptd("convert", "--form", form, save_dir_of(THREE) / TAG, expected).returncode == 0
+        assert contents(made) == contents(expected)
+        assert forms(made) == forms(expected)
+    lost = swapped / "offloaded_tensors" / "rank01" / "exp_avg-0_28.tensor.swp"
+    said = lost.read_bytes()
+    lost.unlink()
+    refused = ckptd("convert", swapped, tmp_path / "u")
+    assert (refused.returncode, str(lost.relative_to(swapped)) in refused.stderr) == (65, True)
+    lost.write_bytes(said)
+
+    here = node_of(swapped.parent, tmp_path / "node")
+    assert here.comes_to_rest(), here.log.read_text()[-2000:]
+    done = ckptd("convert", here.nas.as_uri(), tmp_path / "from the remote")
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "from the remote") == contents(tmp_path / "universal")
+
+
+def forms(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.glob("*.safetensors")}
 
 
 def test_a_save_without_its_swapped_tensors_is_not_committed(swapped: Path, tmp_path: Path) -> None:

@@ -70,13 +70,18 @@ class Ranks:
             process.join()
 
 
-def start(module: str, arguments: Sequence[str], logs: Path, *, nodes: int = 1, ranks: int) -> Ranks:
-    """`module` in `nodes` x `ranks` processes; what each says stands below `logs` as rank<n>.log."""
+def start(
+    module: str, arguments: Sequence[str], logs: Path, *, nodes: int = 1, ranks: int, children: bool = False
+) -> Ranks:
+    """`module` in `nodes` x `ranks` processes; what each says stands below `logs` as rank<n>.log.
+
+    `children`: the ranks may start processes of their own, which DeepSpeed's decoupled engine does.
+    """
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     world = nodes * ranks
     files = [logs / f"rank{rank}.log" for rank in range(world)]
     started = [
-        _fork(module, arguments, files[rank], meeting | _place(rank, world, ranks), is_daemon=True)
+        _fork(module, arguments, files[rank], meeting | _place(rank, world, ranks), is_daemon=not children)
         for rank in range(world)
     ]
     return Ranks(started, files)
@@ -113,6 +118,8 @@ def _place(rank: int, world: int, ranks: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": str(rank // ranks),
         "GROUP_WORLD_SIZE": str(world // ranks),
+        "CROSS_RANK": str(rank // ranks),
+        "CROSS_SIZE": str(world // ranks),
     }
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import ckptd
 from ckptd import errors
 from ckptd.base import files
+from ckptd.base.extents import identity_of
 from ckptd.conversion.cluster.attempt import Attempt, Tally
 from ckptd.conversion.cluster.destination import AttemptLog, ClusterDestination, give_up, publish_folder
 from ckptd.conversion.cluster.grouping import index_of, without_links
@@ -28,7 +29,6 @@ from ckptd.conversion.engine.staging import (
 )
 from ckptd.conversion.options import ClusterReport
 from ckptd.conversion.outputs import description_of
-from ckptd.conversion.plan import identity_of
 from ckptd.conversion.remote.convert import POINTER, RemoteConversion, temporary_place
 from ckptd.conversion.remote.reader import RemoteRanges
 from ckptd.conversion.remote.uploader import NOTE, publish_in_store, target_exists

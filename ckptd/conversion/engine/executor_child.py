@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptd.base import extents, files
+from ckptd.base.extents import identity_of
 from ckptd.base.files import opened_real
 from ckptd.conversion.dtypes import use_numpy_of
 from ckptd.conversion.engine.executor import Maker, Stopped, Worker
@@ -23,7 +24,7 @@ from ckptd.conversion.engine.sandbox import STOP_SIGNAL, UNLIMITED, fail, restri
 from ckptd.conversion.engine.verify import verify_outputs, verify_sources
 from ckptd.conversion.engine.writer import Counters, Folders, Settings, Ticker, own
 from ckptd.conversion.outputs import description_of, large_first
-from ckptd.conversion.plan import OutputCheck, OutputFile, OutputLink, PlanReader, identity_of, read_trailer
+from ckptd.conversion.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
 from ckptd.conversion.reader import Ranges, Sources
 from ckptd.errors import CkptdError, SourceChanged, StorageError, from_os_error
 from ckptd.storage.stores.parallel import FailFastPool

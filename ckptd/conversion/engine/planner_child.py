@@ -18,10 +18,11 @@ from itertools import chain
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptd.base import files
+from ckptd.base.extents import identity_of
 from ckptd.base.files import opened_real
 from ckptd.conversion.engine.executor import Tally
 from ckptd.conversion.engine.sandbox import fail, peak_rss_bytes, restrict
-from ckptd.conversion.plan import Header, OutputFile, PlanWriter, SourceFile, identity_of
+from ckptd.conversion.plan import Header, OutputFile, PlanWriter, SourceFile
 from ckptd.conversion.universal import UniversalLayout, choose_layout, refuse_unread
 from ckptd.conversion.weights import COMPANION, LAYOUT, WeightsLayout, companion_files
 from ckptd.errors import CkptdError, RefusedError, from_os_error

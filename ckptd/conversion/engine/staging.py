@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
 from ckptd.base import extents, files
+from ckptd.base.extents import identity_of
 from ckptd.base.files import opened_real, real_path
 from ckptd.base.humanize import user_in_words
 from ckptd.base.names import NAME_BYTES
 from ckptd.base.owned_dirs import list_dir, lock
-from ckptd.conversion.plan import Header, PlanReader, Trailer, identity_of, read_trailer
-from ckptd.core.model.layouts import ADAPTER_CONFIG, NamedShard, parse_shard_name
+from ckptd.conversion.plan import Header, PlanReader, Trailer, read_trailer
+from ckptd.core.model.layouts import ADAPTER_CONFIG, NamedShard, Role, ShardKey, parse_shard_name
+from ckptd.core.model.swap_paths import FOLDER, rank_of
 from ckptd.errors import (
     CkptdError,
     LockHeld,
@@ -49,7 +51,10 @@ def partial_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SourceFolder:
-    """List a source folder: shards, sub-folders, and the access rights that outputs take over."""
+    """List a source folder: shards, sub-folders, and the access rights that outputs take over.
+
+    Tensors swapped to NVMe follow the shards, of role `side` and with the rank of their folder.
+    """
 
     path: str
     shards: tuple[tuple[str, NamedShard], ...]
@@ -86,6 +91,10 @@ def list_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
                 continue  # removed since it was listed
             if stat.S_ISDIR(status.st_mode):
                 folders.append(name)
+                if name == FOLDER:
+                    swapped = swapped_tensors(fd)
+                    shards += [(path, named) for path, named, _ in swapped]
+                    disk_bytes += sum(nbytes for _, _, nbytes in swapped)
             elif stat.S_ISREG(status.st_mode) and (shard := parse_shard_name(name)):
                 shards.append((name, shard))
                 mode &= status.st_mode
@@ -94,6 +103,19 @@ def list_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
     return SourceFolder(
         path, tuple(shards), tuple(folders), mode & 0o666, folder_mode, own.st_gid, disk_bytes
     )
+
+
+def swapped_tensors(folder_fd: int) -> list[tuple[str, NamedShard, int]]:
+    """Return (path, rank, bytes on disk) of the optimizer states that NVMe offload keeps beside shards."""
+    found: list[tuple[str, NamedShard, int]] = []
+    for place, _, names, fd in os.fwalk(FOLDER, dir_fd=folder_fd):
+        for name in names:
+            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            rank = rank_of(f"{place}/{name}")
+            if rank is not None and stat.S_ISREG(status.st_mode):
+                named = NamedShard(role=Role.SIDE, shard=ShardKey(d=rank))
+                found.append((f"{place}/{name}", named, 512 * status.st_blocks))
+    return sorted(found, key=lambda row: row[0])
 
 
 def is_folder(path: str) -> bool:

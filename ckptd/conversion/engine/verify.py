@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from ckptd.base import extents, files
 from ckptd.conversion.plan import Header, OutputFile, PlanReader
 from ckptd.conversion.reader import Readable, blocks_of
+from ckptd.core.model.swap_paths import is_state
 from ckptd.errors import VerifyError
 from ckptd.formats.torchfile.archive import Directory, Framing, frame, read_directory
-from ckptd.formats.torchfile.fingerprint import check_crcs, fingerprint
+from ckptd.formats.torchfile.fingerprint import check_crcs, fingerprint, raw_fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +38,10 @@ def verify_source(path: str, planned: str, fd: int) -> None:
     Raises:
         DamagedError: a bit flipped since `torch.save`.
     """
+    if is_state(path):
+        if raw_fingerprint(fd) != planned:
+            raise VerifyError(f"{path} is not the file that was planned")
+        return
     directory: Directory | None = None
     archive = path.endswith(".pt")  # weights take configuration along
     if archive and frame(fd, expected=True) is not Framing.LEGACY:  # which has no CRCs, and no directory

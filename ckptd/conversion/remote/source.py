@@ -19,8 +19,10 @@ from ckptd.conversion.engine.staging import MARKS, is_companion, is_config
 from ckptd.core.model.generation import choose_pointers, objects_of, order_of
 from ckptd.core.model.layouts import parse_shard_name
 from ckptd.core.model.manifest import EXTRA_FOLDER
+from ckptd.core.model.swap_paths import is_state
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, SourceChanged
 from ckptd.formats.torchfile import skeleton
+from ckptd.formats.torchfile.fingerprint import raw_samples
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.storage.child.apart import open_apart
 from ckptd.storage.stores.access import Access, access_of
@@ -136,7 +138,7 @@ def source_of(url: str, access: Access, store: Store, name: str, found: list[Rem
     """
     inside = [f for f in found if f.path.startswith(f"{name}/")]
     folders = sorted({f.path.split("/")[1] for f in inside if f.path.count("/") > 1})
-    kept = [f for f in found if f.path.count("/") <= 1 and _matters(f.path)]
+    kept = [f for f in found if (f.path.count("/") <= 1 and _matters(f.path)) or is_state(f.path)]
     if not any(parse_shard_name(Path(f.path).name) for f in kept):
         raise NotFoundError(f"{url} holds no shards", hint="name the folder of a checkpoint")
     return RemoteSource(
@@ -172,7 +174,7 @@ def make_mirror(source: RemoteSource, place_fd: int, *, companions: bool) -> Non
     if companions and any(is_config(file.path) for file in source.files):
         files.create_exclusive(place_fd, MARKS[0], b"")  # the mark of a folder whose configuration counts
     wanted = [f for f in source.files if f.path not in MARKS]
-    wanted = [f for f in wanted if companions or parse_shard_name(Path(f.path).name)]
+    wanted = [f for f in wanted if companions or is_state(f.path) or parse_shard_name(Path(f.path).name)]
     mode = 0o666 & ~umask
     FailFastPool().run(
         PARALLEL, wanted, lambda file: _mirror(source.store, file, place_fd, mode), name="mirror"
@@ -189,7 +191,7 @@ def _mirror(store: Store, file: RemoteFile, place_fd: int, mode: int) -> None:
             raise SourceChanged(f"{file.key} in {store.url} ends before byte {offset + nbytes}")
         return data
 
-    if is_config(file.path) and "/" in file.path:
+    if is_state(file.path) or (is_config(file.path) and "/" in file.path):
         os.close(files.open_dir_beneath(place_fd, file.path.rpartition("/")[0], create_mode=0o700))
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = files.open_beneath(place_fd, file.path, flags, 0o600)
@@ -198,6 +200,9 @@ def _mirror(store: Store, file: RemoteFile, place_fd: int, mode: int) -> None:
         os.ftruncate(fd, file.bytes)
         if parse_shard_name(Path(file.path).name):
             skeleton.fill(fd, file.path, fetch)
+        elif is_state(file.path):
+            for offset, nbytes in raw_samples(file.bytes):
+                write_at(fd, fetch(offset, nbytes), offset)
         elif 0 < file.bytes <= _COMPANION_LIMIT_BYTES:
             write_at(fd, fetch(0, file.bytes), 0)
     finally:

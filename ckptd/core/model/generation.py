@@ -27,7 +27,7 @@ from ckptd.core.model.manifest import (
 )
 from ckptd.core.model.runs import run_of
 from ckptd.core.model.save import Order, agree, differs, mark_of_save
-from ckptd.core.model.swapped_tensors import BY_LOCAL_RANK, is_state_folder
+from ckptd.core.model.swap_paths import BY_LOCAL_RANK, is_state_folder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

@@ -21,7 +21,7 @@ from ckptd.core.model.layouts import (
     parse_shard_name,
 )
 from ckptd.core.model.other_layouts import MODEL
-from ckptd.core.model.swapped_tensors import is_swapped
+from ckptd.core.model.swap_paths import is_swapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -40,6 +40,7 @@ class Kind(StrEnum):
     LIGHTNING = "a Lightning checkpoint in one file"
     TORCH_FILE = "a checkpoint in one torch.save file"
     ZERO = "a ZeRO checkpoint"
+    FAST_WRITER = "a ZeRO checkpoint of DeepSpeed's fast writer, in names that DeepSpeed does not load"
     LOOSE = "shards that trainer.save_model left beside the Trainer's checkpoints"
 
 
@@ -48,6 +49,8 @@ _WATCHED = frozenset({Kind.ZERO, Kind.HUGGINGFACE, Kind.ACCELERATE, Kind.TORCH_S
 _OPTIMIZERS = frozenset({"optimizer.pt", "optimizer.bin"})
 _RANDOM = re.compile(r"^(rng_state|random_states)(_\d+)?\.(pth|pkl)$")
 _FSDP_FILE = re.compile(r"^pytorch_model_fsdp(_\d+)?(_rank\d+)?\.bin$")
+_FAST_WRITER = re.compile(r"_(?:model|optim)_states\.pt-\d+\.\d+$")
+"""At stages 0 to 2 it adds its own number and how many they are: `mp_rank_00_model_states.pt-0.2`."""
 _MEGATRON = frozenset({"model_optim_rng.pt", "distrib_optim.pt"})
 _TORCH_FILE = re.compile(
     r"^((checkpoint|ckpt|snapshot|last|latest)([-_.=].*|\d.*)?|(epoch|step|iter|global_step)[-_=]?\d.*)"
@@ -169,6 +172,8 @@ def _kind_of(names: set[str]) -> Kind | None:
         return Kind.TORCH_SHARDS
     if names & _MEGATRON:
         return Kind.MEGATRON
+    if any(_FAST_WRITER.search(name) for name in names):
+        return Kind.FAST_WRITER
     if not names & _OPTIMIZERS:
         return None
     if TRAINER_STATE in names:
@@ -214,6 +219,11 @@ def _told(
         step = '"stage3_gather_16bit_weights_on_model_save": true in DeepSpeed\'s configuration saves the '
         made = f"`ckptd convert {save_dir}/{newest.path} DIR --form weights-fp32` makes it of these"
         step += f"model instead; {made}"
+    elif kind is Kind.FAST_WRITER:
+        step = (
+            "without checkpoint.writer, or with its type python, it is protected; of what is saved, rename "
+        )
+        step += "each ….pt-0.N to ….pt"
     elif kind in _WATCHED and not holder:
         step = "rename its folder to checkpoint-N, as the Trainer does, N being its step"
     elif kind in _WATCHED:

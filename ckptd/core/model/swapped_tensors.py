@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.model.layouts import Role, parse_shard_name
 from ckptd.core.model.manifest import Cell
+from ckptd.core.model.swap_paths import END, FOLDER, folder_of, is_swapped
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from ckptd.core.model.facts import FileFacts
     from ckptd.core.model.shard_facts import ShardFacts
-
-FOLDER = "offloaded_tensors"
-_END = ".tensor.swp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,27 +29,6 @@ class Short:
     rank: int
     needed: tuple[int, ...]
     words: str
-
-
-def is_swapped(path: str, roots: Collection[str]) -> bool:
-    """Tell whether a file of a checkpoint is a swapped tensor of one of its shard roots."""
-    head, found, rest = path.rpartition(f"{FOLDER}/")
-    return bool(found) and path.endswith(_END) and head.rstrip("/") in roots and rest.count("/") == 1
-
-
-def is_state(path: str) -> bool:
-    """Tell whether a path is of a swapped tensor, whatever shard root it lies in; no side file."""
-    parts = path.split("/")
-    return len(parts) > 2 and parts[-3] == FOLDER and path.endswith(_END)
-
-
-def is_state_folder(path: str) -> bool:
-    """Tell whether a path is of the folder of one rank's swapped tensors."""
-    return path.rpartition("/")[0].rpartition("/")[2] == FOLDER
-
-
-BY_LOCAL_RANK = "with use_node_local_storage DeepSpeed names swapped tensors by local rank"
-"""Reason why two nodes may have swapped tensors under one path."""
 
 
 def lacking(
@@ -68,7 +45,7 @@ def lacking(
             folder, _, name = path.rpartition("/")
             by_folder.setdefault(folder, {})[name] = size
     for short in _owing(shards, mms):
-        place = f"{above}rank{short.rank:02d}"
+        place = f"{root}/{folder_of(short.rank)}" if root else folder_of(short.rank)
         problem = _problem(short, place, by_folder)
         # which global rank a model-parallel rank is, its engine decides: any folder that fits will do
         fitting = mms > 1 and next((p for p in by_folder if _problem(short, p, by_folder) is None), None)
@@ -119,7 +96,7 @@ def _problem(short: Short, folder: str, by_folder: Mapping[str, Mapping[str, int
         own = {n: size for n, size in names.items() if _is_of(n, state, states)}
         rest = sorted(own.items(), key=lambda row: row[1], reverse=True)
         for at, owed in enumerate(short.needed):
-            what = f"{state}-*{_END}" if state else f"the fp32 *{_END}"
+            what = f"{state}-*{END}" if state else f"the fp32 *{END}"
             if at >= len(rest):
                 return f"{folder} lacks {what} ({at} of {len(short.needed)} are there)"
             name, size = rest[at]

@@ -21,7 +21,7 @@ from ckptd.config.commands import command_for
 from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.missing import UncommittedSave, late
 from ckptd.core.model.records import SETTLED, ZERO, UploadState
-from ckptd.core.model.swapped_tensors import BY_LOCAL_RANK, is_state
+from ckptd.core.model.swap_paths import BY_LOCAL_RANK, is_state
 from ckptd.core.policy.blockers import blocked, blocked_there
 from ckptd.core.policy.remote import is_configured_otherwise
 from ckptd.daemon.state.remote_sync import open_parts

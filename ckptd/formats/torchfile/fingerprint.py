@@ -62,20 +62,33 @@ def fingerprint(fd: int, directory: Directory | None, alive: Callable[[], object
     return digest.hexdigest()
 
 
+def raw_fingerprint(fd: int) -> str:
+    """Fingerprint of a tensor's plain bytes, from their number and a few samples (SHA-256 hex)."""
+    return _samples(fd, 0, os.fstat(fd).st_size, _STORAGE_SAMPLES).hexdigest()
+
+
+def raw_samples(size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield (offset, bytes) of what `raw_fingerprint` reads of a file."""
+    for place in _places(size_bytes, _STORAGE_SAMPLES):
+        yield place, min(_SAMPLE_BYTES, size_bytes - place)
+
+
 def _samples(fd: int, offset: int, length: int, count: int) -> hashlib._Hash:
     """Digest of a range's length and of `count` evenly spaced blocks, its first and last among them.
 
     All of it is read when that is no more.
     """
     digest = hashlib.sha256(f"{length}\0".encode())
-    if length <= count * _SAMPLE_BYTES:
-        places = list(range(0, length, _SAMPLE_BYTES))
-    else:
-        places = [i * (length - _SAMPLE_BYTES) // (count - 1) for i in range(count)]
-    for place in places:
+    for place in _places(length, count):
         for block in _blocks(fd, offset + place, min(_SAMPLE_BYTES, length - place)):
             digest.update(block)
     return digest
+
+
+def _places(length: int, count: int) -> list[int]:
+    if length <= count * _SAMPLE_BYTES:
+        return list(range(0, length, _SAMPLE_BYTES))
+    return [i * (length - _SAMPLE_BYTES) // (count - 1) for i in range(count)]
 
 
 def tensor_fingerprint(fd: int, directory: Directory, alive: Callable[[], object] = bool) -> str:

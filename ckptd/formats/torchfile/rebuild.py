@@ -5,6 +5,7 @@ Everything else that a pickle would call becomes an `Inert`. docs/formats.md §2
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import RefusedError, TornArchiveError
@@ -50,7 +51,7 @@ class Rebuilder:
         if function.module == "torch._tensor" and function.name == "_rebuild_from_type_v2":
             inner = arguments[0] if arguments else None
             if len(arguments) == 4 and isinstance(inner, Global) and inner != function:
-                return self._known(inner, arguments[2])
+                return _named(self._known(inner, arguments[2]), arguments[3])
         return self._known(function, arguments)
 
     def _known(self, function: Global, arguments: Any) -> Any:
@@ -157,6 +158,12 @@ class Rebuilder:
             if tensor.numel > _MAX_ELEMENTS or (last_element + 1) * ITEM_BYTES[dtype] > storage.nbytes:
                 raise TornArchiveError(f"{self.name}: a tensor leaves its storage {storage.key}")
         return tensor
+
+
+def _named(value: Any, attributes: Any) -> Any:
+    """A tensor with the name that DeepSpeed gave it, where its attributes hold one."""
+    name = attributes.get("ds_id") if isinstance(attributes, dict) else None
+    return replace(value, ds_id=name) if isinstance(value, Tensor) and isinstance(name, str) else value
 
 
 def _is_count(value: Any) -> bool:

@@ -109,6 +109,8 @@ class Tensor:
     start: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    ds_id: str = ""
+    """Name that DeepSpeed gave it, of tensors that its NVMe offload swaps out."""
 
     @property
     def item_bytes(self) -> int:

@@ -26,13 +26,23 @@ DRIFT_THERE = (
 """Text added where the loader of the release that saved reads no sub-groups, and a newer one miscounts."""
 
 
+MUON = (
+    "Muon's momentum is that of whole matrices: DeepSpeed's loader reads it back on one data-parallel rank; "
+    "on several it cuts it at the partitions' borders, and the run stops at its first step"
+)
+
+
+NVME = (
+    "the optimizer was offloaded to NVMe, and DeepSpeed so configured loads no universal form: "
+    "resume with offload_optimizer on cpu, or without"
+)
+
+
 def refuse_unknown_layout(base: dict[Any, Any], source: Source) -> None:
-    """Refuse optimizers whose state is not one value per element of the rank's flat partition.
+    """Refuse states of which no group is a dictionary: left out, the run would go on without its moments.
 
     Raises:
-        RefusedError: Muon. At stages 1 and 2 it keeps the momentum of whole matrices on every rank that
-            holds a piece of them (docs/formats.md §3.2), and no stage of the stock loader reads it back.
-            States of which no group is a dictionary: left out, the run would go on without its moments.
+        RefusedError: see above.
     """
     states = base.get("state")
     groups_of = list(states_of(base).values())
@@ -43,13 +53,6 @@ def refuse_unknown_layout(base: dict[Any, Any], source: Source) -> None:
             f"{source.path} keeps its optimizer's state in a form that ckptd does not know",
             hint="the ZeRO form is safe all the same",
         )
-    groups = base.get("param_groups")
-    for group in groups if isinstance(groups, list) else []:
-        if as_dict(group).get("use_muon") is True:
-            raise RefusedError(
-                f"{source.path} is of the Muon optimizer, whose momentum has no universal form",
-                hint="resume it on the number of ranks that saved it; the ZeRO form is safe all the same",
-            )
 
 
 def stray_setting(one: dict[Any, Any], other: dict[Any, Any]) -> tuple[str, Any, Any] | None:

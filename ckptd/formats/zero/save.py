@@ -13,7 +13,7 @@ from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero import stage3, stage12
 from ckptd.formats.zero.experts import NO_EXPERTS, Experts
-from ckptd.formats.zero.optimizers import DRIFT_THERE, STAGE3_READS, stage3_loader_word
+from ckptd.formats.zero.optimizers import DRIFT_THERE, MUON, NVME, STAGE3_READS, stage3_loader_word
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -176,6 +176,10 @@ def notes(save: Save) -> tuple[str, ...]:
             f"loads in stages 1 and 2; DeepSpeed's stage 3 loader wants {', '.join(words)} "
             "of every parameter, which this optimizer does not keep"
         )
+    if any(group.whole for group in groups):
+        found.append(MUON)
+    if save.stage >= 3 and save.rank0_optim.facts.is_offloaded:
+        found.append(NVME)
     others = sorted({name for group in groups for name in group.states} - {"fp32", *STAGE3_READS})
     if others and not (lacking or stepless):
         found.append(f"DeepSpeed's stage 3 loader leaves {', '.join(others)} unread")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ckptd.base.extents import identity_of
 from ckptd.core.model.shard_facts import ShardFacts
 from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.archive import Directory
@@ -107,7 +108,8 @@ class ShardGroup:
     """One optimizer group (stage ≤ 2) or sub-group (stage 3) of one rank.
 
     `states` maps "fp32" and the optimizer's own names to buffers; `scalars` its other state (the step);
-    `mapping` is (name, start, numel) in elements, stage ≤ 2 only; paddings in elements.
+    `mapping` is (name, start, numel) in elements, stage ≤ 2 only; paddings in elements. `whole`: states that
+    have all of each mapped parameter, in order of address (Muon's momentum, docs/formats.md §3.2).
     """
 
     states: dict[str, Flat]
@@ -115,6 +117,11 @@ class ShardGroup:
     mapping: list[tuple[str, int, int]] = field(default_factory=list)
     padding: int = 0
     alignment_padding: int = 0
+    whole: dict[str, Flat] = field(default_factory=dict)
+
+    def buffer(self, name: str) -> Flat:
+        """Return the buffer of a state, by parts or whole."""
+        return self.whole[name] if name in self.whole else self.states[name]
 
 
 @dataclass(slots=True)
@@ -151,7 +158,7 @@ def open_shard(fd: int, source: Source, like: Opened | None = None) -> Opened:
     return Opened(
         source=source,
         size_bytes=status.st_size,
-        identity=(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns),
+        identity=identity_of(status),
         fingerprint=fingerprint(fd, directory),
         tensor_fingerprint=tensor_fingerprint(fd, directory),
         directory=directory,

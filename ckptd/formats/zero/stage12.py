@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Shapes = list[dict[str, tuple[int, ...]]]
+MOMENTUM = "momentum_buffer"
 SHARDED_KEYS = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 
@@ -61,6 +62,7 @@ def cut(opened: Opened, *, masters_only: bool = False) -> OptimShard:
     if not masters_only:
         refuse_unknown_layout(as_dict(base), source)
     states = {} if masters_only else states_of(base)
+    muon = set() if masters_only else _muon_groups(opened, base)
     paddings = _paddings(inner.get("group_paddings"), len(mappings))
     aligned = inner.get("param_alignment_paddings")
     groups: list[ShardGroup] = []
@@ -68,9 +70,37 @@ def cut(opened: Opened, *, masters_only: bool = False) -> OptimShard:
         fp32 = flat(tensor, source, f"fp32 partition of group {g}")
         alignment = sum(_integers(aligned[g])) if isinstance(aligned, list) and g < len(aligned) else 0
         room = paddings[g] + alignment
-        buffers, scalars = split_state(as_dict(states.get(g)), fp32, source, f"group {g}", room)
-        groups.append(ShardGroup(buffers, scalars, _mapping(mapping, source, g), paddings[g], alignment))
+        state = dict(as_dict(states.get(g)))
+        momentum = state.pop(MOMENTUM, None) if g in muon and len(state) == 1 else None
+        buffers, scalars = split_state(state, fp32, source, f"group {g}", room)
+        group = ShardGroup(buffers, scalars, _mapping(mapping, source, g), paddings[g], alignment)
+        if momentum is not None:
+            group.whole[MOMENTUM] = flat(momentum, source, f"Muon's momentum of group {g}")
+        groups.append(group)
     return OptimShard(source, groups)
+
+
+def _muon_groups(opened: Opened, base: Any) -> set[int]:
+    """Return the groups that Muon trains and whose momentum is kept of whole matrices.
+
+    With the optimizer in CPU memory the momentum is cut like everything else.
+
+    Raises:
+        RefusedError: addresses that do not tell the order of its matrices.
+    """
+    groups = as_dict(base).get("param_groups")
+    config = as_dict(as_dict(opened.root.get("ds_config")).get("zero_optimization"))
+    offload = as_dict(config.get("offload_optimizer")).get("device")
+    listed = enumerate(groups if isinstance(groups, list) else [])
+    found = {g for g, group in listed if as_dict(group).get("use_muon") is True}
+    if offload not in (None, "none"):
+        return set()
+    if found and opened.facts.round_robin_gradients and max(opened.facts.partition_count, default=1) > 1:
+        raise RefusedError(
+            f"{opened.source.path} is of Muon with round_robin_gradients, which is not converted",
+            hint="--form weights-fp32 exports the weights; the ZeRO form is safe all the same",
+        )
+    return found
 
 
 def _integers(values: Any) -> list[int]:
@@ -98,8 +128,8 @@ def _mapping(value: Any, source: Source, group: int) -> list[tuple[str, int, int
 
 def state_names(shards: list[OptimShard]) -> list[str]:
     """Names of all states, "fp32" first, in the order of the first shard that has them."""
-    names = {name: None for group in shards[0].groups for name in group.states}
-    return list(names | {name: None for s in shards for group in s.groups for name in group.states})
+    groups = [group for shard in shards for group in shard.groups]
+    return list(dict.fromkeys(name for group in groups for name in (*group.states, *group.whole)))
 
 
 def parameters(
@@ -120,21 +150,28 @@ def parameters(
         names = [n for n in _same_states(shards, g) if only in (None, n)]
         for shard in shards:
             check_coverage(shard, g)
+        if g in experts.groups and any(shard.groups[g].whole for shard in shards):
+            raise RefusedError(
+                f"experts that Muon trains (group {g}) are not converted",
+                hint="the ZeRO form is safe all the same",
+            )
+        places = [_whole_places(shard, g, group_shapes) for shard in shards]
         owners = experts.owners(g, len(shards))
         held = [_by_parameter(shards, ranks, g, group_shapes) for ranks in owners]
         for name, shape in group_shapes.items():
             fragments = [of.pop(name, []) for of in held]
-            made = _parameter(name, shape, fragments, shards, g, names)
+            made = _parameter(name, shape, fragments, shards, g, names, places)
             yield replace(made, experts=experts.ep) if g in experts.groups else made
 
 
 def _same_states(shards: list[OptimShard], g: int) -> list[str]:
     """State names of a group; all ranks that hold elements must have the same."""
     holding = _holding(shards, g)
-    names = list(holding[0].groups[g].states)
+    names = [*holding[0].groups[g].states, *holding[0].groups[g].whole]
     for shard in holding:
-        if set(shard.groups[g].states) != set(names) or any(
-            shard.groups[g].states[n].dtype != holding[0].groups[g].states[n].dtype for n in names
+        group, first = shard.groups[g], holding[0].groups[g]
+        if {*group.states, *group.whole} != set(names) or any(
+            group.buffer(n).dtype != first.buffer(n).dtype for n in names
         ):
             raise RefusedError(
                 f"{shard.source.path} has other optimizer states than {holding[0].source.path} in group {g}"
@@ -173,6 +210,27 @@ def check_coverage(shard: OptimShard, g: int) -> None:
             )
 
 
+def _whole_places(shard: OptimShard, g: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """Name → first element in the buffers that have whole parameters; empty where there are none.
+
+    Raises:
+        DamagedError: a buffer has other elements than the parameters with a piece on this rank.
+    """
+    group = shard.groups[g]
+    places: dict[str, int] = {}
+    at = 0
+    for _, name in sorted((start, name) for name, start, length in group.mapping if length):
+        places[name] = at
+        at += numel(shapes.get(name, ())) or 0
+    for key, buffer in group.whole.items():
+        if buffer.numel != at:
+            raise DamagedError(
+                f"{shard.source.path}: {key} of group {g} holds {buffer.numel} elements, "
+                f"its matrices have {at}"
+            )
+    return places if group.whole else {}
+
+
 def _by_parameter(
     shards: list[OptimShard], ranks: range, g: int, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, list[tuple[int, int, int]]]:
@@ -195,6 +253,7 @@ def _parameter(
     shards: list[OptimShard],
     g: int,
     names: list[str],
+    places: list[dict[str, int]],
 ) -> Parameter:
     """`held`: fragments by expert-parallel rank, each of them a whole tensor; one list without experts."""
     wanted = numel(shape)
@@ -208,10 +267,15 @@ def _parameter(
     states: list[StateRanges] = []
     for key in names:
         pieces: list[Piece] = []
-        reference: Flat = first.groups[g].states[key]
+        reference: Flat = first.groups[g].buffer(key)
         item = reference.item_bytes
-        for position, start, length in fragments:
-            buffer: Flat = shards[position].groups[g].states[key]
+        held_here = fragments
+        if (
+            key in first.groups[g].whole
+        ):  # every rank with a piece of it has all of it: the first one's counts
+            held_here = [(position, places[position][name], wanted or 0) for position, _, _ in fragments[:1]]
+        for position, start, length in held_here:
+            buffer: Flat = shards[position].groups[g].buffer(key)
             pieces.append(Piece(buffer.source, buffer.offset + start * item, length * item))
         states.append(StateRanges(key, reference.dtype, item, tuple(pieces)))
     scalars = first.groups[g].scalars

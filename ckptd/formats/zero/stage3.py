@@ -6,17 +6,21 @@ each padded inside itself to the same length on all ranks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import DamagedError, RefusedError
-from ckptd.formats.zero.facts import as_dict, numel, states_of
+from ckptd.formats.torchfile.values import Tensor
+from ckptd.formats.zero.facts import as_dict, numel, shown, states_of
 from ckptd.formats.zero.optimizers import refuse_unknown_layout
 from ckptd.formats.zero.shards import (
+    Flat,
     Opened,
     OptimShard,
     Parameter,
     Piece,
     ShardGroup,
+    Source,
     StateRanges,
     flat,
     split_state,
@@ -27,11 +31,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def cut(opened: Opened, *, masters_only: bool = False) -> OptimShard:
+Swapped = Callable[[str, str], tuple[int, int]]
+"""(name of a tensor, words for it) → number and bytes of the source file that NVMe offload put it in."""
+
+
+def shares(shapes: Shapes, dp: int) -> list[int]:
+    """Return the elements that one rank holds of each sub-group."""
+    return [sum(-(-(numel(shape) or 0) // dp) for shape in group.values()) for group in shapes]
+
+
+def cut(opened: Opened, lengths: list[int], swapped: Swapped, *, masters_only: bool = False) -> OptimShard:
     """Keep of an opened optimizer shard only offsets; `masters_only` as in stages 1 and 2.
 
+    `lengths`: elements of each sub-group that the parameters need; a tensor that was swapped out has none
+    in the shard, so it does not tell.
+
     Raises:
-        RefusedError: AutoEP partitions, missing or swapped-out state.
+        RefusedError: AutoEP partitions, missing state. DamagedError: swapped-out state is not there.
     """
     source, inner = opened.source, as_dict(opened.root.get("optimizer_state_dict"))
     if inner.get("ds_zero_partition_groups"):
@@ -47,10 +63,29 @@ def cut(opened: Opened, *, masters_only: bool = False) -> OptimShard:
     states = {} if masters_only else states_of(base)
     groups: list[ShardGroup] = []
     for s, tensor in enumerate(fp32_groups):
-        fp32 = flat(tensor, source, f"fp32 partition of sub-group {s}")
-        buffers, scalars = split_state(as_dict(states.get(s)), fp32, source, f"sub-group {s}")
+        where, wanted = f"sub-group {s}", lengths[s] if s < len(lengths) else 0
+        kept = as_dict(states.get(s))
+        away = {key: value for key, value in kept.items() if _is_away(value, wanted)}
+        fp32 = flat(tensor, source, f"fp32 partition of {where}")
+        if _is_away(tensor, wanted):
+            fp32 = _swapped(tensor, source, f"fp32 of {where}", wanted, swapped)
+        rest = {key: value for key, value in kept.items() if key not in away}
+        buffers, scalars = split_state(rest, fp32, source, where)
+        for key, value in away.items():
+            buffers[str(key)] = _swapped(value, source, f"{shown(key)} of {where}", wanted, swapped)
         groups.append(ShardGroup(buffers, scalars))
     return OptimShard(source, groups)
+
+
+def _is_away(value: Any, wanted: int) -> bool:
+    """Tell whether a tensor lies beside the shard: it has a name there, and no element of those wanted."""
+    return isinstance(value, Tensor) and value.numel == 0 < wanted and value.ds_id != ""
+
+
+def _swapped(tensor: Tensor, source: Source, what: str, wanted: int, swapped: Swapped) -> Flat:
+    """A swapped tensor as a buffer of as many of the wanted elements as its file (which is padded) holds."""
+    index, nbytes = swapped(tensor.ds_id, f"{source.path}: {what}")
+    return Flat(index, 0, min(wanted, nbytes // tensor.item_bytes), tensor.dtype, tensor.item_bytes)
 
 
 def check_coverage(shards: list[OptimShard], shapes: Shapes) -> None:
@@ -59,8 +94,7 @@ def check_coverage(shards: list[OptimShard], shapes: Shapes) -> None:
     Raises:
         DamagedError, RefusedError: otherwise.
     """
-    dp = len(shards)
-    lengths = [sum(-(-(numel(shape) or 0) // dp) for shape in group.values()) for group in shapes]
+    lengths = shares(shapes, len(shards))
     for shard in shards:
         if len(shard.groups) != len(shapes):
             raise DamagedError(
@@ -74,12 +108,6 @@ def check_coverage(shards: list[OptimShard], shapes: Shapes) -> None:
             for key, buffer in shard.groups[s].states.items():
                 if buffer.dtype != shards[0].groups[s].states[key].dtype:
                     raise RefusedError(f"{shard.source.path} stores {key} in another type than rank 0")
-                if buffer.numel == 0 < wanted:
-                    raise RefusedError(
-                        f"{shard.source.path}: {key} of sub-group {s} holds no element: "
-                        "the optimizer state was offloaded to NVMe (offloaded_tensors/)",
-                        hint="the ZeRO form is safe all the same",
-                    )
                 if buffer.numel != wanted:
                     raise DamagedError(
                         f"{shard.source.path}: {key} of sub-group {s} holds {buffer.numel} elements, "

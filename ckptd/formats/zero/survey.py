@@ -7,6 +7,7 @@ saves, contradictory, or of a kind that has no range-copy form here.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -15,8 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from ckptd.base.extents import identity_of
 from ckptd.core.completeness.stale_files import WrittenShard, stale_layout
+from ckptd.core.model.swap_paths import BY_LOCAL_RANK, FOLDER, path_of
 from ckptd.errors import DamagedError, RefusedError
+from ckptd.formats.torchfile.fingerprint import raw_fingerprint
 from ckptd.formats.zero import experts as autoep
 from ckptd.formats.zero import stage3, stage12
 from ckptd.formats.zero.experts import NO_EXPERTS, Experts, check_files, find
@@ -140,6 +144,8 @@ Opening = Callable[[str], AbstractContextManager[int]]
 MAX_RANKS = 1 << 20
 """Most ranks of a grid: limits what a hostile number may cost."""
 SAFE = "the ZeRO form is safe all the same"
+SWAPPED = "side"
+"""Role of tensors that NVMe offload swapped out, with the rank of their folder."""
 
 
 Listed = dict[tuple[int, int], Source]
@@ -174,6 +180,7 @@ class Surveyor:
         self.folders = folders
         self.contents = contents
         self.reads: list[Read] = []
+        self.swapped = {s.path: s.d for s in sources if s.role == SWAPPED}
 
     def survey(self) -> Save:
         """Read everything.
@@ -270,11 +277,12 @@ class Surveyor:
         model_sources.append(model.source)
         head = optim0 if mm == 0 else self._open(optim[mm, 0])
         agree_optims(head, optim0, same_rank=mm == 0, same_stage=pp == 0)
-        shards = [self._cut(head, grid.stage)]
+        shapes = shapes_of(model)
+        shards = [self._cut(head, grid, shapes)]
         for d in range(1, grid.dp):
             shard = self._open(optim[mm, d])
             agree_optims(shard, head, same_rank=True, same_stage=True)
-            shards.append(self._cut(shard, grid.stage))
+            shards.append(self._cut(shard, grid, shapes))
         frozen = [_frozen(model)] if self.contents else []
         like = model
         for d in _model_ranks(grid, models)[1:]:
@@ -282,12 +290,35 @@ class Surveyor:
             agree_models(like, model, same_rank=True)
             model_sources.append(like.source)
             frozen += [_frozen(like)] if self.contents else []
-        return Cell(pp, tp, model, shapes_of(model), shards, frozen)
+        return Cell(pp, tp, model, shapes, shards, frozen)
 
-    def _cut(self, opened: Opened, stage: int) -> OptimShard:
+    def _cut(self, opened: Opened, grid: Degrees, shapes: Shapes) -> OptimShard:
         """Offsets of a rank's shard: of the fp32 masters alone where weights are made."""
-        of_stage = stage3.cut if stage >= 3 else stage12.cut
-        return of_stage(opened, masters_only=self.contents)
+        if grid.stage < 3:
+            return stage12.cut(opened, masters_only=self.contents)
+        source = opened.source
+        rank = (source.d or 0) * grid.tp * grid.pp + (source.mm or 0)
+
+        def swapped(ds_id: str, what: str) -> tuple[int, int]:
+            return self._swapped(path_of(rank, ds_id), what, is_node_local=opened.facts.is_node_local)
+
+        lengths = stage3.shares(shapes, grid.dp)
+        return stage3.cut(opened, lengths, swapped, masters_only=self.contents)
+
+    def _swapped(self, path: str, what: str, *, is_node_local: bool) -> tuple[int, int]:
+        """Return the number and the bytes of the file that a tensor was swapped to."""
+        if is_node_local and len(set(self.swapped.values())) < len(self._by_rank("optim")):
+            raise RefusedError(f"{what} is in {path} of one of several nodes: {BY_LOCAL_RANK}", hint=SAFE)
+        if path not in self.swapped:
+            raise DamagedError(
+                f"{what} is swapped to {path}, which is not there",
+                hint="copy offloaded_tensors/ of every node here, or use an older checkpoint",
+            )
+        with self.opening(path) as fd:
+            status = os.fstat(fd)
+            read = Read(path, SWAPPED, status.st_size, identity_of(status), raw_fingerprint(fd))
+        self.reads.append(read)
+        return len(self.reads) - 1, status.st_size
 
     def _look(self, source: Source, like: Opened | None = None) -> Opened:
         with self.opening(source.path) as fd:
@@ -332,7 +363,7 @@ class Surveyor:
             self._refuse_without_optimizer()
 
     def _refuse_without_optimizer(self) -> None:
-        if "offloaded_tensors" in self.folders:
+        if FOLDER in self.folders:
             raise RefusedError(
                 "there are no *_optim_states.pt beside what was offloaded to NVMe (offloaded_tensors/)",
                 hint=SAFE,

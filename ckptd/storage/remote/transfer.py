@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from ckptd.base import extents, files
 from ckptd.core.model.layouts import Role
 from ckptd.core.model.manifest import sha256_of
-from ckptd.core.model.swapped_tensors import BY_LOCAL_RANK, is_state
+from ckptd.core.model.swap_paths import BY_LOCAL_RANK, is_state
 from ckptd.errors import (
     CommitConflict,
     DamagedError,

@@ -67,6 +67,10 @@ def seen(root: Path, trainer: str = "auto") -> SaveDirListing:
         ),
         (inside("iter_0000010", "mp_rank_00/model_optim_rng.pt"), {"iter_0000010": Kind.MEGATRON}),
         (
+            inside("global_step5", "mp_rank_00_model_states.pt-0.2", "mp_rank_00_model_states.pt-1.2"),
+            {"global_step5": Kind.FAST_WRITER},
+        ),
+        (
             ("last.ckpt", "epoch=1-step=20.ckpt"),
             dict.fromkeys(("last.ckpt", "epoch=1-step=20.ckpt"), Kind.LIGHTNING),
         ),

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 
 from ckptd.base import extents, files
+from ckptd.base.extents import identity_of
 from ckptd.conversion.engine import staging
 from ckptd.conversion.engine.executor import Worker
 from ckptd.conversion.engine.executor_child import Execution, Request
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions, parse_form
 from ckptd.conversion.parts import Literal
-from ckptd.conversion.plan import OutputFile, PlanReader, identity_of
+from ckptd.conversion.plan import OutputFile, PlanReader
 from ckptd.conversion.reader import Sources
 from ckptd.errors import NoSpaceError, RefusedError, SourceChanged, StorageError, TargetExists, UsageError
 from tests.support.real import REPOSITORY

@@ -16,12 +16,13 @@ import pytest
 
 from bench import sparse
 from ckptd.base import extents, files
+from ckptd.base.extents import identity_of
 from ckptd.conversion import reader
 from ckptd.conversion.engine.executor import Tally, interior
 from ckptd.conversion.engine.supervisor import convert, forecast
 from ckptd.conversion.options import ConvertOptions
 from ckptd.conversion.parts import Literal, Range
-from ckptd.conversion.plan import OutputFile, identity_of
+from ckptd.conversion.plan import OutputFile
 from ckptd.conversion.reader import Sources, descriptors
 from ckptd.errors import DamagedError, RefusedError, SourceChanged, TargetExists
 from ckptd.formats.torchfile.unpickler import unpickle

@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions
-from ckptd.errors import RefusedError
+from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero.optimizers import stage3_loader_word
 from ckptd.maintenance.inspection import inspect_folder
@@ -197,11 +197,6 @@ def elastic(inner: dict[str, Any]) -> None:
     inner["base_optimizer_state"] = [inner["base_optimizer_state"]["state"]]
 
 
-def muon(inner: dict[str, Any]) -> None:
-    base = inner.get("base_optimizer_state") or inner["optimizer_state_dict"]
-    base["param_groups"][0]["use_muon"] = True
-
-
 def listed(inner: dict[str, Any]) -> None:
     states_of(inner)[0]["exp_avg"] = [1, 2]
 
@@ -212,7 +207,6 @@ def on_some_ranks(rank: int, inner: dict[str, Any]) -> None:
 
 
 STRANGE: dict[str, Change] = {
-    "Muon": lambda _, inner: muon(inner),
     "not one value per parameter element": lambda _, inner: listed(inner),
     "other optimizer states": on_some_ranks,
     "elastic": lambda _, inner: elastic(inner),
@@ -311,16 +305,42 @@ def keep_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(Shard, "save", save)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_muon_is_refused(tmp_path: Path, stage: int) -> None:
-    """Its momentum may have the length of the partition by chance: the length alone is no proof."""
+MATRICES: list[Shapes] = [{"first": (5, 3), "second": (4, 2), "third": (3, 3)}]
 
-    def change(_: int, inner: dict[str, Any]) -> None:
-        base = inner.get("base_optimizer_state") or inner["optimizer_state_dict"]
-        base["param_groups"][0]["use_muon"] = True
 
-    written(stage, tmp_path / "tag", change)
-    with pytest.raises(RefusedError, match="Muon") as caught:
+def muon(inner: dict[str, Any], spare: int = 0) -> None:
+    """Stages 1 and 2: a rank has the whole momentum of every matrix of which it has a piece."""
+    inner["base_optimizer_state"]["param_groups"][0]["use_muon"] = True
+    places = inner["param_slice_mappings"][0].items()
+    names = [name for name, _ in sorted(places, key=lambda row: int(row[1].field("start")))]
+    data = b"".join(full_bytes("exp_avg", name, MATRICES[0][name]) for name in names)
+    count = len(data) // 4 + spare
+    states_of(inner)[0] = {"momentum_buffer": KEPT.tensor(data + bytes(4 * spare), (count,))}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dp", [1, 3])
+def test_muons_momentum_is_of_whole_matrices(
+    tmp_path: Path, stage: int, dp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real saves are `make engines`."""
+    keep_payloads(monkeypatch)
+    write_stage12(tmp_path / "tag", MATRICES, dp, stage=stage, change=lambda _, inner: muon(inner))
+    report = convert(tmp_path / "tag", tmp_path / "u", ConvertOptions(compat="superset", verify=True))
+    assert "whole matrices" in " ".join(report.notes)
+    for name, shape in MATRICES[0].items():
+        assert names_in(tmp_path / "u" / "zero" / name) == {"fp32", "momentum_buffer"}
+        value, _, data = load(tmp_path / "u" / "zero" / name / "momentum_buffer.pt")
+        assert value["param"].shape == shape
+        assert tensor_bytes(value["param"], data) == full_bytes("exp_avg", name, shape)
+
+
+def test_a_momentum_of_other_matrices_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_payloads(monkeypatch)
+    write_stage12(
+        tmp_path / "tag", MATRICES, 3, stage=2, change=lambda rank, inner: muon(inner, int(rank == 1))
+    )
+    with pytest.raises(DamagedError, match="its matrices have") as caught:
         convert(tmp_path / "tag", tmp_path / "u", ConvertOptions())
     assert caught.value.exit_code == 65
     assert [p.name for p in tmp_path.iterdir()] == ["tag"]

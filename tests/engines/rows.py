@@ -1,0 +1,106 @@
+"""The engines and options of DeepSpeed that `make engines` tries: what is trained, and with which setting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.real import Recipe
+
+AIO = {"block_size": 262144, "queue_depth": 4, "intra_op_parallelism": 1}
+SWAP_BUFFERS = 300
+"""Gathering the states of a live engine takes a buffer for each that DeepSpeed gives back late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One engine or option; `loads` and `resumes`: why DeepSpeed cannot, where it cannot."""
+
+    name: str
+    recipe: Recipe
+    setting: dict[str, Any] = field(default_factory=dict)
+    has_held: bool = True
+    """DeepSpeed can gather the states of the live engine."""
+    universal: str = ""
+    """Words of the refusal, where there is no universal form."""
+    loads: str = ""
+    """Why the stock loader does not read the universal form."""
+
+    def setting_for(self, work: Path) -> dict[str, Any]:
+        """Return the setting with a swap folder of its own."""
+        placed: dict[str, Any] = _placed(self.setting, str(work / "swap"))
+        return placed
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Return the setting to load a universal form with: NVMe offload reads none."""
+        return {} if "nvme" in str(self.setting) else self.setting
+
+
+def _placed(value: Any, swap: str) -> Any:
+    if isinstance(value, dict):
+        return {key: swap if key == "nvme_path" else _placed(inner, swap) for key, inner in value.items()}
+    return value
+
+
+def nvme(**more: Any) -> dict[str, Any]:
+    """Return the setting of an optimizer on NVMe."""
+    offload = {"device": "nvme", "nvme_path": "", "buffer_count": SWAP_BUFFERS, **more}
+    return {"zero_optimization": {"offload_optimizer": offload}, "aio": AIO}
+
+
+def writer(kind: str, **more: Any) -> dict[str, Any]:
+    """Return the setting of a checkpoint writer."""
+    return {"checkpoint": {"writer": {"type": kind, "io_buffer_size": 1 << 20, **more}}, "aio": AIO}
+
+
+def two(stage: int, **more: Any) -> Recipe:
+    """Return a recipe of two ranks."""
+    return Recipe(stage=stage, world_size=2, **more)
+
+
+LARGE: dict[str, Any] = {"hidden": 208}
+"""Partitions beyond 1 MiB, below which DeepSpeed swaps nothing out."""
+SHUFFLED = {"zero_optimization": {"reduce_scatter": False}}
+MOMENTUM = "the loader wants exp_avg"
+
+ROWS = (
+    Row(name="CPU offload, stage 2", recipe=two(2, offload=True)),
+    Row(name="CPU offload, stage 3", recipe=two(3, offload=True)),
+    Row(name="NVMe offload, stage 3", recipe=two(3, **LARGE), setting=nvme()),
+    Row(
+        name="NVMe offload, stage 3, pipelined, sub-groups",
+        recipe=two(3, sub_group_size=300_000, **LARGE),
+        setting=nvme(pipeline_read=True, pipeline_write=True),
+        has_held=False,
+    ),
+    Row(name="NVMe offload, stage 3, partitions below 1 MiB", recipe=two(3), setting=nvme()),
+    Row(
+        name="writer python, data_parallel replica, stage 2",
+        recipe=two(2),
+        setting=writer("python", data_parallel="replica"),
+    ),
+    Row(
+        name="writer python, data_parallel socket, stage 1",
+        recipe=two(1),
+        setting=writer("python", data_parallel="socket"),
+    ),
+    Row(
+        name="writer python, data_parallel machine, stage 2",
+        recipe=two(2),
+        setting=writer("python", data_parallel="machine"),
+    ),
+    Row(name="writer fast, stage 3", recipe=two(3), setting=writer("fast")),
+    Row(name="writer python, decoupled, stage 3", recipe=two(3), setting=writer("python", decoupled=True)),
+    Row(
+        name="node-local storage, stage 3",
+        recipe=two(3),
+        setting={"checkpoint": {"use_node_local_storage": True}},
+    ),
+    Row(name="Muon, stage 1", recipe=two(1, optimizer="muon"), setting=SHUFFLED),
+    Row(name="Muon, stage 2", recipe=two(2, optimizer="muon"), setting=SHUFFLED),
+    Row(name="Muon, stage 3", recipe=two(3, optimizer="muon"), setting=SHUFFLED, loads=MOMENTUM),
+    Row(name="stage 0, bf16", recipe=two(0), has_held=False, universal="without ZeRO"),
+    Row(name="stage 0, fp32", recipe=two(0, dtype="fp32"), has_held=False, universal="without ZeRO"),
+)
