@@ -76,11 +76,11 @@ def convert(
     on_progress: Progress | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> ConvertReport:
-    """Convert a checkpoint into the universal form, or into weights; both ends may be URLs.
+    """Convert a checkpoint into the universal form, into weights, or for FSDP2; both ends may be URLs.
 
     Args:
-        form: universal, or weights-fp32, weights-bf16, weights-fp16 (safetensors).
-        max_shard_bytes: of weights.
+        form: universal; weights-fp32, weights-bf16, weights-fp16 (safetensors); dcp.
+        max_shard_bytes: of weights and dcp.
         verify: check the source's CRCs first, and compare what was made with the plan.
         cluster: Dask workers that do it: tcp://HOST:PORT, local:N or slurm:N (the extra `ckptd[cluster]`).
         should_stop: is asked again and again; once it returns true the call ends, and another one goes on.
@@ -137,7 +137,10 @@ def converted(
     if address is None:
         return convert_ends(begin, there, options, on_progress=on_progress, should_stop=should_stop)
     from ckptd.conversion.cluster.conversion import Clustered
+    from ckptd.errors import UsageError
 
+    if options.form == "dcp":
+        raise UsageError("dcp is not made on a cluster yet", hint="leave out --cluster")
     ends = begin, there, options, os.environ
     return Clustered(*ends, address=address, on_progress=on_progress, should_stop=should_stop).run()
 

@@ -56,12 +56,13 @@ def complete_tag(ctx: Any, incomplete: str) -> list[str]:
 
 
 def complete_form(ctx: Any, incomplete: str) -> list[str]:
-    """Return the forms that `convert` makes; of other verbs also the ZeRO form."""
+    """Return the forms that `convert` makes; of other verbs those that a remote may hold."""
     from typing import get_args
 
     from ckptd.conversion.options import FormName
 
-    forms = [*get_args(FormName), *(["zero"] if ctx.command.name != "convert" else [])]
+    is_convert = ctx.command.name == "convert"
+    forms = [form for form in (*get_args(FormName), "zero") if form != ("zero" if is_convert else "dcp")]
     return [form for form in forms if form.startswith(incomplete)]
 
 

@@ -38,7 +38,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
     },
     "Checkpoints": {
         "inspect": Verb("checkpoints.inspect", "Show what a folder of checkpoints or weights holds"),
-        "convert": Verb("checkpoints.convert", "Convert a checkpoint to the universal form or to weights"),
+        "convert": Verb("checkpoints.convert", "Convert a checkpoint to universal, weights or dcp"),
         "pin": Verb("checkpoints.pin", "Never delete this checkpoint, here or in a remote"),
         "rm": Verb("checkpoints.rm", "Delete checkpoints by name, here and in the remotes"),
         "accept": Verb("checkpoints.pin", "Upload a suspect checkpoint, or those from before ckptd"),

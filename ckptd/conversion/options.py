@@ -9,10 +9,10 @@ from typing import Literal, cast, get_args
 from ckptd.base.humanize import printable, size_of
 from ckptd.errors import UsageError
 
-Form = Literal["universal", "weights"]
+Form = Literal["universal", "weights", "dcp"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Compat = Literal["auto", "strict", "superset"]
-FormName = Literal["universal", "weights-fp32", "weights-bf16", "weights-fp16"]
+FormName = Literal["universal", "weights-fp32", "weights-bf16", "weights-fp16", "dcp"]
 """The forms that can be made, as every verb, the configuration and the Python API spell them."""
 MIB = 1 << 20
 
@@ -55,7 +55,7 @@ class ConvertOptions:
     dtype: Dtype = "fp32"
     """Element type of exported weights; fp32 is the master as it is."""
     max_shard_bytes: int = 5_000_000_000
-    """Largest file of exported weights; a larger tensor gets one of its own."""
+    """Largest file of exported weights, and of dcp; a larger tensor gets one of its own."""
     compat: Compat = "auto"
     """Layout: strict = what the stock converter writes; superset = loads in stages 1, 2 and 3."""
     memory_budget_bytes: int = 512 * MIB
@@ -116,7 +116,7 @@ class ConvertReport:
     destination: Path | str
     """A URL when it lies in a remote."""
     form: str
-    """universal, weights-fp32, weights-bf16 or weights-fp16."""
+    """universal, weights-fp32, weights-bf16, weights-fp16 or dcp."""
     layout: str
     files: int
     bytes: int

@@ -134,7 +134,7 @@ def _state(name: str, join: Join, states: list[StateRanges]) -> JoinedState:
         copies = tuple(tuple(shard.cut(0, prod(join.shape) * item)) for shard in shards)
         parts = (Mean(copies, prod(join.shape)),)
     else:
-        parts = tuple(_parts(join.steps, shards, item))
+        parts = tuple(parts_of_steps(join.steps, shards, item))
     what = f"{name} ({first.name})"
     return JoinedState(
         name=first.name,
@@ -144,13 +144,18 @@ def _state(name: str, join: Join, states: list[StateRanges]) -> JoinedState:
         item_bytes=item,
         parts=parts,
         checks=tuple(
-            OutputCheck(what, tuple(_parts(a, shards, item)), tuple(_parts(b, shards, item)))
+            OutputCheck(what, tuple(parts_of_steps(a, shards, item)), tuple(parts_of_steps(b, shards, item)))
             for a, b in join.equal
         ),
     )
 
 
-def _parts(steps: tuple[Step, ...], shards: list[Shard], item: int) -> Iterator[Part]:
+def parts_of_steps(steps: tuple[Step, ...], shards: list[Shard], item: int) -> Iterator[Part]:
+    """Yield the parts of `steps` over `shards`, by rank; `item` bytes an element.
+
+    Raises:
+        RefusedError: the steps reach beyond a shard.
+    """
     for step in steps:
         if isinstance(step, Copy):
             yield from shards[step.rank].cut(step.at * item, step.count * item)

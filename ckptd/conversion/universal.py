@@ -9,26 +9,25 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptd.conversion.parts import SOURCE_ITEM_BYTES, Literal, Part, Range, Widen
+from ckptd.conversion.archives import archive_parts, placeholder, ranges_in
+from ckptd.conversion.parts import SOURCE_ITEM_BYTES, Part, Range, Widen
 from ckptd.conversion.plan import Output, OutputFile, OutputLink
 from ckptd.conversion.tp_join import JoinedState, join_states, patterns_of
 from ckptd.errors import RefusedError
-from ckptd.formats.torchfile.repickle import repickle
-from ckptd.formats.torchfile.skeleton import BLOCK_BYTES, Slot, skeleton
-from ckptd.formats.torchfile.values import ITEM_BYTES, Global, Inert, Storage, Tensor
+from ckptd.formats.torchfile.values import Global, Inert, Storage, Tensor
 from ckptd.formats.zero import stage12
 from ckptd.formats.zero.facts import as_dict, states_of
 from ckptd.formats.zero.optimizers import numbers_of, version_tuple
 from ckptd.formats.zero.survey import refuse_folder_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
+    from ckptd.conversion.archives import Ranges
     from ckptd.formats.zero.patterns import Join
     from ckptd.formats.zero.save import Save
     from ckptd.formats.zero.shards import Opened, Parameter
 
-CLONE_WORTH_BYTES = 64 << 10
 FP32_COPIES_SINCE = (0, 19, 8)
 """First version whose converter writes fp32.pt for buffers, frozen parameters and aliases."""
 EXPERTS_SINCE = (0, 19, 2)
@@ -102,14 +101,14 @@ class UniversalLayout:
         if state.name == "fp32":
             self.written.add(state.parameter)
         if self.save.stage >= 3 and self.save.tp == 1 and not self.superset:
-            value: Any = _placeholder(state.dtype, (prod(state.shape),))
+            value: Any = placeholder(state.dtype, (prod(state.shape),))
         else:
-            value = _entry(join, _placeholder(state.dtype, state.shape))
-        return self._archive(f"zero/{state.parameter}/{state.name}.pt", value, lambda _: state.parts)
+            value = _entry(join, placeholder(state.dtype, state.shape))
+        return self._file(f"zero/{state.parameter}/{state.name}.pt", value, lambda _: state.parts)
 
     def _step_file(self, parameter: Parameter) -> OutputFile:
         path = f"zero/{parameter.name}/step.pt"
-        return self._archive(path, parameter.scalars["step"], _from(parameter.scalar_source))
+        return self._file(path, parameter.scalars["step"], ranges_in(parameter.scalar_source))
 
     def _optimizer_file(self) -> OutputFile:
         inner = as_dict(self.save.rank0_optim.root["optimizer_state_dict"])
@@ -131,7 +130,7 @@ class UniversalLayout:
             value["ds_version"] = inner.get("ds_version") or self.save.ds_version
             numbers = numbers_of(states_of(base), self.save.cells[0][0].shards[0])
             value["optimizer_state_dict"] = {"state": {0: numbers}, "param_groups": groups}
-        return self._archive("zero/optimizer_state.pt", value, _from(self.save.rank0_optim.source.index))
+        return self._file("zero/optimizer_state.pt", value, ranges_in(self.save.rank0_optim.source.index))
 
     def _model_files(self) -> Iterator[Output]:
         """Byte copies of the trainer's model states; never a link to a trainer's file."""
@@ -166,39 +165,10 @@ class UniversalLayout:
         if tensor.dtype != "float32":
             part = Widen(source, tensor.byte_offset, span, tensor.dtype)
         shown = Tensor(Storage("float32", "0", 0, 4 * span, span), "float32", 0, tensor.shape, tensor.stride)
-        return self._archive(f"zero/{name}/fp32.pt", {"param": shown}, lambda _: (part,), span=span)
+        return self._file(f"zero/{name}/fp32.pt", {"param": shown}, lambda _: (part,), span=span)
 
-    def _archive(
-        self, path: str, value: Any, ranges: Callable[[Tensor], tuple[Part, ...]], *, span: int | None = None
-    ) -> OutputFile:
-        """An archive whose storages are filled by `ranges(tensor)`; `span`: elements of a strided one."""
-        pickled = repickle(value, path, spans={0: span} if span is not None else None)
-        filled = [ranges(tensor) for tensor in pickled.tensors]
-        slots = [
-            Slot(str(i), sum(p.nbytes for p in parts), self._congruence(parts, tensor.item_bytes))
-            for i, (parts, tensor) in enumerate(zip(filled, pickled.tensors, strict=True))
-        ]
-        laid = skeleton(pickled.data, slots)
-        parts: list[Part] = []
-        for chunk, payload in zip(laid.chunks, [*filled, ()], strict=True):
-            parts.append(Literal(chunk))
-            parts.extend(payload)
-        return OutputFile(path, tuple(parts))
-
-    def _congruence(self, parts: tuple[Part, ...], item_bytes: int) -> int | None:
-        """Return the offset modulo the block at which a storage's largest range can be cloned.
-
-        Never between two elements' natural places: in a legacy file a storage may begin at any byte.
-        """
-        if not self.block:
-            return None
-        at, best, wanted = 0, CLONE_WORTH_BYTES, None
-        for part in parts:
-            aligned = isinstance(part, Range) and (part.offset - at) % item_bytes == 0
-            if isinstance(part, Range) and aligned and part.nbytes >= best:
-                best, wanted = part.nbytes, (part.offset - at) % BLOCK_BYTES
-            at += part.nbytes
-        return wanted
+    def _file(self, path: str, value: Any, ranges: Ranges, *, span: int | None = None) -> OutputFile:
+        return OutputFile(path, archive_parts(value, path, ranges, block=self.block, span=span))
 
 
 def _entry(join: Join, tensor: Tensor) -> dict[str, Any]:
@@ -221,22 +191,6 @@ def _entry(join: Join, tensor: Tensor) -> dict[str, Any]:
     if join.experts is not None:
         return {"param": tensor, **entry, "is_expert_param": True, "ep_num_experts": join.experts}
     return {**entry, "param": tensor}
-
-
-def _from(source: int) -> Callable[[Tensor], tuple[Part, ...]]:
-    return lambda tensor: (Range(source, tensor.byte_offset, tensor.nbytes),)
-
-
-def _placeholder(dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a contiguous tensor value that only the header needs."""
-    stride: list[int] = []
-    step = 1
-    for n in reversed(shape):
-        stride.append(step)
-        step *= max(n, 1)
-    numel = prod(shape)
-    storage = Storage(dtype, "0", 0, numel * ITEM_BYTES[dtype], numel)
-    return Tensor(storage, dtype, 0, shape, tuple(reversed(stride)))
 
 
 def _span(tensor: Tensor) -> int:

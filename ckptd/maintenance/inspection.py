@@ -25,7 +25,7 @@ from ckptd.core.completeness.judge import State, judge
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Grid, Role
 from ckptd.core.model.listing import FolderListing, ListedFile, warn_unprotected
-from ckptd.core.model.other_layouts import words_of
+from ckptd.core.model.other_layouts import TORCH, words_of
 from ckptd.errors import CkptdError, NotFoundError
 from ckptd.storage.local.scan import read_pointer, scan, scan_folder
 
@@ -73,7 +73,7 @@ class InspectedCheckpoint(Model):
     """One folder and the verdict on it."""
 
     tag: str
-    kind: Literal["zero", "universal", "weights"]
+    kind: Literal["zero", "universal", "weights", "dcp"]
     state: str
     reason: str | None = None
     is_complete: bool
@@ -94,7 +94,7 @@ class InspectedCheckpoint(Model):
     saved_seconds_apart: float | None = None
     notes: tuple[str, ...] = ()
     conversion: ConversionForecast | None = None
-    """Given for a single ZeRO folder; None in the overview of a save_dir."""
+    """Given for a single folder of ZeRO or dcp; None in the overview of a save_dir."""
     files: tuple[InspectedFile, ...]
 
 
@@ -102,7 +102,7 @@ class Inspection(Model):
     """A folder given to `ckptd inspect`."""
 
     path: str
-    kind: Literal["zero", "universal", "weights", "save_dir"]
+    kind: Literal["zero", "universal", "weights", "dcp", "save_dir"]
     latest: str | None = None
     latest_universal: str | None = None
     checkpoints: tuple[InspectedCheckpoint, ...]
@@ -157,8 +157,9 @@ def inspect_folder(path: Path) -> Inspection:
     seen = _checkpoint(listing, Path(parent))
     if seen is None:
         return _save_dir(path, absolute)
-    if seen.kind == "zero":
-        forecast = forecast_conversion(Path(absolute)) if seen.layout is None else _without_forms(seen.layout)
+    if seen.kind in ("zero", "dcp"):
+        has_forms = seen.layout in (None, TORCH.name)
+        forecast = forecast_conversion(Path(absolute)) if has_forms else _without_forms(seen.layout or "")
         seen = seen.model_copy(update={"conversion": forecast})
     return Inspection(path=str(path), kind=seen.kind, checkpoints=(seen,))
 
@@ -167,7 +168,8 @@ def _checkpoint(listing: FolderListing, parent: Path) -> InspectedCheckpoint | N
     """Return the verdict on a folder; None: it is no checkpoint."""
     if _is_universal(listing):
         return _universal(listing, parent)
-    return _weights(listing, parent) or (_zero(listing, parent) if listing.shards else None)
+    made = _weights(listing, parent) or _dcp(listing, parent)
+    return made or (_zero(listing, parent) if listing.shards else None)
 
 
 def _without_forms(layout: str) -> ConversionForecast:
@@ -340,6 +342,28 @@ def _universal(listing: FolderListing, parent: Path) -> InspectedCheckpoint:
         tensors=len(names),
         layout=str(ours["layout"]) if "layout" in ours else None,
         notes=_loads(facts, names) if ours.get("layout") == "superset" else (),
+        bytes=listing.total_bytes,
+        files=_seen_files(facts),
+    )
+
+
+def _dcp(listing: FolderListing, parent: Path) -> InspectedCheckpoint | None:
+    """Return the verdict on a folder whose ckptd.json says that it is dcp; None: something else."""
+    ours = _manifest(parent / listing.tag) if any(f.path == "ckptd.json" for f in listing.files) else {}
+    if ours.get("form") != "dcp":
+        return None
+    facts = {f.path: f for f in inspect_files(parent / listing.tag, [f.path for f in listing.files])}
+    source = ours.get("source")
+    step = source.get("step") if isinstance(source, dict) else None
+    reason = TORCH.missing(listing.tag, facts)
+    return InspectedCheckpoint(
+        tag=listing.tag,
+        kind="dcp",
+        state="complete" if reason is None else "damaged",
+        reason=reason,
+        is_complete=reason is None,
+        step=step if isinstance(step, int) else None,
+        layout=TORCH.name,
         bytes=listing.total_bytes,
         files=_seen_files(facts),
     )

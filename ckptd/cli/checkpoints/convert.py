@@ -1,4 +1,4 @@
-"""`ckptd convert SRC DST`: a ZeRO checkpoint as a universal one or as weights (docs/design.md §4)."""
+"""`ckptd convert SRC DST`: a ZeRO checkpoint as universal, as weights or for FSDP2 (docs/design.md §4)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 
 _HELP = (
-    "Convert a checkpoint to the universal form or to weights. The universal form loads on any number of "
-    "GPUs; weights are safetensors."
+    "Convert a checkpoint to universal, weights or dcp. The universal form loads on any number of GPUs; "
+    "weights are safetensors; dcp is for FSDP2, and becomes universal again."
 )
 _EXAMPLES = """\
 ckptd convert /nvme/llama-7b/global_step4000 ./llama-7b-universal
-ckptd convert /nvme/llama-7b ./weights --form weights-bf16"""
+ckptd convert /nvme/llama-7b ./weights --form weights-bf16
+ckptd convert /nvme/llama-7b ./step-4000 --form dcp"""
 
 
 def register(app: typer.Typer) -> None:
@@ -42,11 +43,11 @@ def register(app: typer.Typer) -> None:
         form: str = typer.Option(
             "universal",
             autocompletion=complete_form,
-            help="universal, weights-fp32, weights-bf16, weights-fp16 (safetensors).",
+            help="universal, weights-fp32, weights-bf16, weights-fp16 (safetensors), dcp.",
         ),
         dtype: str = typer.Option("", hidden=True),
         max_shard_size: str = typer.Option(
-            "", "--max-shard-size", "--max_shard_size", help="Of weights: largest file (default 5GB)."
+            "", "--max-shard-size", "--max_shard_size", help="Of weights and dcp: largest file (default 5GB)."
         ),
         compat: str = typer.Option(
             "auto", help="strict: as ds_to_universal writes; superset: loads in stages 1, 2 and 3; auto."
@@ -104,12 +105,12 @@ def _form(form: str, dtype: str, max_shard_size: str, compat: str) -> Wanted:
 
     kind, element = parse_form(form, dtype)
     for option, value, of in (
-        ("--max-shard-size", max_shard_size, "weights"),
-        ("--compat", compat.removeprefix("auto"), "universal"),
+        ("--max-shard-size", max_shard_size, ("weights", "dcp")),
+        ("--compat", compat.removeprefix("auto"), ("universal",)),
     ):
-        if value and kind != of:
-            other = "weights-fp32" if of == "weights" else of
-            raise UsageError(f"{option} is of the form {of}", hint=f"leave it out, or say --form {other}")
+        if value and kind not in of:
+            other = "weights-fp32" if "weights" in of else "universal"
+            raise UsageError(f"{option} is of the form {of[0]}", hint=f"leave it out, or say --form {other}")
     max_shard_size = max_shard_size or "5GB"
     size = _size("--max-shard-size", max_shard_size, "5GB")
     if size < 1:
@@ -202,7 +203,7 @@ def _report_rows(report: ConvertReport) -> list[tuple[str, str]]:
         (report.form.replace("universal", "universal checkpoint"), str(report.destination)),
         ("layout", report.layout),
         ("step", str(report.step)),
-        ("parameters" if report.form == "universal" else "tensors", str(report.parameters)),
+        ("tensors" if report.form.startswith("weights") else "parameters", str(report.parameters)),
         ("files", f"{report.files}{before}"),
         ("size", f"{size_of(report.bytes)} ({how})"),
         ("time", f"{report.seconds:.2f} s ({size_of(rate)}/s)"),
@@ -309,6 +310,13 @@ class _Lines:
         return round((p.bytes_total - p.bytes_done) * (now - since) / done, 1) if done else None
 
 
+def _source_of(seen: Forecast) -> str:
+    """Return what is converted: a ZeRO save, or parts of torch.distributed.checkpoint."""
+    if seen.zero_stage:
+        return f"ZeRO stage {seen.zero_stage}, {seen.ranks} ranks"
+    return f"torch.distributed.checkpoint, {seen.ranks} parts"
+
+
 def forecast_rows(seen: Forecast) -> list[tuple[str, str]]:
     """Return the forecast's names and values for a table."""
     made = f"{size_of(seen.bytes)} in {seen.files:,} files, {seen.layout} layout"
@@ -322,7 +330,7 @@ def forecast_rows(seen: Forecast) -> list[tuple[str, str]]:
     return [
         (
             "converts",
-            f"yes: ZeRO stage {seen.zero_stage}, {seen.ranks} ranks, {seen.parameters:,} parameters",
+            f"yes: {_source_of(seen)}, {seen.parameters:,} parameters",
         ),
         ("makes", made),
         ("by", how),

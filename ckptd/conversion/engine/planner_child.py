@@ -20,8 +20,10 @@ from typing import IO, TYPE_CHECKING, Any
 from ckptd.base import files
 from ckptd.base.extents import identity_of
 from ckptd.base.files import opened_real
+from ckptd.conversion import dcp
 from ckptd.conversion.engine.executor import Tally
 from ckptd.conversion.engine.sandbox import fail, peak_rss_bytes, restrict
+from ckptd.conversion.from_dcp import Sharded, UniversalFromDcp
 from ckptd.conversion.plan import Header, OutputFile, PlanWriter, SourceFile
 from ckptd.conversion.universal import UniversalLayout, choose_layout, refuse_unread
 from ckptd.conversion.weights import COMPANION, LAYOUT, WeightsLayout, companion_files
@@ -34,7 +36,7 @@ from ckptd.formats.zero.shards import Source
 from ckptd.formats.zero.survey import SAFE, Surveyor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from ckptd.conversion.plan import Output
     from ckptd.formats.zero.save import Save
@@ -76,7 +78,7 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
     """Write the plan; returns what it comes to."""
     sources = [Source(0, path, role, d, mm) for path, role, d, mm in request["files"]]
     of_mirror = MirrorFd if request["partial"] else int
-    prefix, is_weights = request["prefix"], request["form"] == "weights"
+    prefix, form = request["prefix"], request["form"]
     with opened_real(request["root"]) as dir_fd:
 
         @contextmanager
@@ -84,7 +86,16 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
             with files.reading(dir_fd, prefix + path) as fd:
                 yield of_mirror(fd)
 
-        save = Surveyor(opening, sources, request["folders"], contents=is_weights).survey()
+        if any(source.role == "extra" for source in sources):
+            return _from_dcp(request, Sharded(opening, [source.path for source in sources]), out)
+        surveyor = Surveyor(
+            opening,
+            sources,
+            request["folders"],
+            contents=form != "universal",
+            masters_only=form == "weights",
+        )
+        save = surveyor.survey()
         paths = [prefix + read.path for read in save.reads] + request["companions"]
         save.reads.extend(_companion(dir_fd, name) for name in request["companions"])
     header = Header(
@@ -100,8 +111,13 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
             SourceFile(path, r.size_bytes, r.fingerprint) for path, r in zip(paths, save.reads, strict=True)
         ),
     )
-    header, outputs = (_weights if is_weights else _universal)(request, save, header)
-    writer = PlanWriter(out, header, (r.identity for r in save.reads))
+    header, outputs = {"universal": _universal, "weights": _weights, "dcp": _dcp}[form](request, save, header)
+    return _written(out, header, save.reads, outputs)
+
+
+def _written(out: IO[bytes], header: Header, reads: list[Read], outputs: Iterable[Output]) -> dict[str, Any]:
+    """Write header and outputs; returns what they come to."""
+    writer = PlanWriter(out, header, (r.identity for r in reads))
     tally = Tally()
     for output in outputs:
         writer.add(output)
@@ -136,6 +152,35 @@ def _weights(request: dict[str, Any], save: Save, header: Header) -> tuple[Heade
         notes=layout.notes(),
     )
     return header, chain(layout.outputs(), companion_files(save.reads, layout.folders))
+
+
+def _dcp(request: dict[str, Any], save: Save, header: Header) -> tuple[Header, Iterator[Output]]:
+    layout = dcp.DcpLayout(save, max_shard_bytes=request["max_shard_bytes"], block=request["block"])
+    return replace(header, form="dcp", layout=dcp.LAYOUT, notes=layout.notes()), layout.outputs()
+
+
+def _from_dcp(request: dict[str, Any], held: Sharded, out: IO[bytes]) -> dict[str, Any]:
+    """Plan the universal form of a folder of torch.distributed.checkpoint."""
+    if request["form"] != "universal" or request["compat"] == "strict":
+        raise RefusedError(
+            "a folder of torch.distributed.checkpoint is converted to the universal form alone, as superset",
+            hint="leave out --form and --compat; torch.distributed.checkpoint.format_utils.dcp_to_torch_save "
+            "makes one file of weights",
+        )
+    layout = UniversalFromDcp(held, block=request["block"])
+    header = Header(
+        form="universal",
+        layout="superset",
+        block_bytes=BLOCK_BYTES if request["block"] else 0,
+        stage=0,
+        dp=len(held.numbers),
+        ds_version="",
+        step=layout.step,
+        parameters=layout.parameter_count,
+        sources=tuple(SourceFile(r.path, r.size_bytes, r.fingerprint) for r in held.reads),
+        notes=layout.notes(),
+    )
+    return _written(out, header, held.reads, layout.outputs())
 
 
 def _companion(dir_fd: int, name: str) -> Read:

@@ -23,6 +23,7 @@ from ckptd.base.names import NAME_BYTES
 from ckptd.base.owned_dirs import list_dir, lock
 from ckptd.conversion.plan import Header, PlanReader, Trailer, read_trailer
 from ckptd.core.model.layouts import ADAPTER_CONFIG, NamedShard, Role, ShardKey, parse_shard_name
+from ckptd.core.model.other_layouts import METADATA, SUFFIX
 from ckptd.core.model.swap_paths import FOLDER, rank_of
 from ckptd.errors import (
     CkptdError,
@@ -95,14 +96,23 @@ def list_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
                     swapped = swapped_tensors(fd)
                     shards += [(path, named) for path, named, _ in swapped]
                     disk_bytes += sum(nbytes for _, _, nbytes in swapped)
-            elif stat.S_ISREG(status.st_mode) and (shard := parse_shard_name(name)):
+            elif stat.S_ISREG(status.st_mode) and (shard := _named(name)):
                 shards.append((name, shard))
                 mode &= status.st_mode
                 disk_bytes += 512 * status.st_blocks
+    if any(shard.role is not Role.EXTRA for _, shard in shards):  # what torch wrote beside them is not asked
+        shards = [(name, shard) for name, shard in shards if shard.role is not Role.EXTRA]
     folder_mode = own.st_mode & 0o777 | 0o700  # files are put into the copy of a read-only folder, too
     return SourceFolder(
         path, tuple(shards), tuple(folders), mode & 0o666, folder_mode, own.st_gid, disk_bytes
     )
+
+
+def _named(name: str) -> NamedShard | None:
+    """Read a file name as a shard of DeepSpeed's, or as a part of torch.distributed.checkpoint."""
+    if name == METADATA or name.endswith(SUFFIX):
+        return NamedShard(role=Role.EXTRA, shard=ShardKey())
+    return parse_shard_name(name)
 
 
 def swapped_tensors(folder_fd: int) -> list[tuple[str, NamedShard, int]]:

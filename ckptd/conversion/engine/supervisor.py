@@ -43,7 +43,6 @@ from ckptd.conversion.engine.staging import (
 from ckptd.conversion.options import ConvertOptions, ConvertProgress, ConvertReport
 from ckptd.conversion.outputs import MADE_BY
 from ckptd.conversion.plan import Header, Trailer
-from ckptd.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,10 +56,8 @@ def numpy_for(options: ConvertOptions) -> str:
     """Return the folder that the executor imports numpy from; empty when nothing is rounded.
 
     Raises:
-        UsageError: an unknown form; numpy is needed and not installed.
+        UsageError: numpy is needed and not installed.
     """
-    if options.form not in ("universal", "weights"):
-        raise UsageError(f"there is no form {options.form!r} to convert to", hint="universal and weights are")
     return numpy_folder() if options.form == "weights" and options.dtype != "fp32" else ""
 
 
@@ -265,8 +262,8 @@ class Conversion:
             "files": [*(self.origin.prefix + name for name, _ in folder.shards), *self.origin.companions],
             "memory_budget_bytes": options.memory_budget_bytes,
             "reserve_bytes": options.reserve_bytes,
-            "threads": 1 if options.form == "weights" else threads,
-            "stripe_threads": threads if options.form == "weights" else 1,
+            "threads": threads if options.form == "universal" else 1,
+            "stripe_threads": 1 if options.form == "universal" else threads,
             "clone": clone,
             "file_mode": folder.file_mode,
             "folder_mode": folder.folder_mode,

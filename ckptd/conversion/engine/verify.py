@@ -16,6 +16,7 @@ from ckptd.core.model.swap_paths import is_state
 from ckptd.errors import VerifyError
 from ckptd.formats.torchfile.archive import Directory, Framing, frame, read_directory
 from ckptd.formats.torchfile.fingerprint import check_crcs, fingerprint, raw_fingerprint
+from ckptd.formats.torchfile.sharded import METADATA, SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ def verify_source(path: str, planned: str, fd: int) -> None:
     Raises:
         DamagedError: a bit flipped since `torch.save`.
     """
-    if is_state(path):
+    if is_state(path) or path == METADATA or path.endswith(SUFFIX):  # files without a directory of their own
         if raw_fingerprint(fd) != planned:
             raise VerifyError(f"{path} is not the file that was planned")
         return

@@ -205,7 +205,7 @@ class RemoteConversion:
         conversion.start_executor = lambda: _start_executor(*urls)
         conversion.more = {"network": True, "ends": self._ends(folder, conversion.origin.prefix)}
         # latency of requests is hidden by more threads than copying here has
-        striped = self._target is None and self._options.form == "weights"
+        striped = self._target is None and self._options.form != "universal"
         threads, stripe_threads = (1, PARALLEL) if striped else (PARALLEL, 1)
         conversion.more |= {"threads": threads, "stripe_threads": stripe_threads}
         return conversion

@@ -1,6 +1,7 @@
 """Layouts of checkpoints without ZeRO shards: recognise a folder, prove it whole, say how to resume from it.
 
-Each is uploaded, verified, committed, kept and deleted as a ZeRO checkpoint is; no other form is made of it.
+Each is uploaded, verified, committed, kept and deleted as a ZeRO checkpoint is; the daemon
+makes no other form of it.
 Names raise an expectation; a folder is whole when every file that names, indexes and `.metadata` tell of is
 there and whole. How each trainer writes: docs/formats.md §1.4.
 """
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 """The file of a torch.distributed.checkpoint folder that is written last and names all others."""
-_DISTCP = ".distcp"
+SUFFIX = ".distcp"
+"""The end of the names of its other files, as `ckptd.formats.torchfile.sharded` has it too for children."""
 _OPTIMIZER = re.compile(r"^optimizer(_\d+)?(\.pt|\.bin|/)")
 _RANDOM = re.compile(r"^(?:rng_state|random_states)_(\d+)\.(?:pth|pkl)$")
 _STATE = re.compile(
@@ -111,11 +113,11 @@ class TorchShards(Layout):
 
     def recognises(self, tag: str, paths: Collection[str]) -> bool:  # noqa: ARG002
         """Tell whether a part that torch writes lies in the folder itself."""
-        return any(path.endswith(_DISTCP) and "/" not in path for path in paths)
+        return any(path.endswith(SUFFIX) and "/" not in path for path in paths)
 
     def is_state(self, path: str) -> bool:
         """Tell whether a file is a part, names parts, or lies beside them as Lightning's `meta.pt` does."""
-        return path.endswith(_DISTCP) or _base(path) == METADATA or bool(_STATE.match(path))
+        return path.endswith(SUFFIX) or _base(path) == METADATA or bool(_STATE.match(path))
 
     def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:  # noqa: ARG002
         """Say which part is missing or shorter than `.metadata` says."""
@@ -174,7 +176,8 @@ class Accelerate(HuggingFace):
 
 
 MODEL = ModelOnly()
-OTHERS: tuple[Layout, ...] = (MODEL, Accelerate(), HuggingFace(), TorchShards())
+TORCH = TorchShards()
+OTHERS: tuple[Layout, ...] = (MODEL, Accelerate(), HuggingFace(), TORCH)
 """In the order in which they are asked: scripts name folders of Accelerate's as the Trainer does."""
 STAGE_0 = "deepspeed-stage-0"
 """Layout of DeepSpeed without ZeRO: model states alone, which hold the optimizer too."""
@@ -243,7 +246,7 @@ def _missing_random(facts: Mapping[str, FileFacts], name: str) -> str | None:
 
 def _missing_parts(facts: Mapping[str, FileFacts]) -> str | None:
     """Name a part of a torch.distributed.checkpoint folder that is missing or too short."""
-    folders = {path.rpartition("/")[0] for path in facts if path.endswith(_DISTCP) or _base(path) == METADATA}
+    folders = {path.rpartition("/")[0] for path in facts if path.endswith(SUFFIX) or _base(path) == METADATA}
     for folder in sorted(folders):
         head = f"{folder}/" if folder else ""
         index = facts.get(head + METADATA)

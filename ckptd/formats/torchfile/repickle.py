@@ -36,6 +36,10 @@ WRITABLE = frozenset(
 """Names that hold data. A name outside is refused, or a hostile shard would run its code through our file."""
 
 
+def _long4(nbytes: int) -> bytes:
+    return b"\x8b" + struct.pack("<i", nbytes)
+
+
 @dataclass(slots=True)
 class Pickled:
     """`data` is the pickle; `tensors[i]` is the payload of storage key `str(i)`."""
@@ -101,7 +105,8 @@ class _Writer:
                 self.out += b"J" + struct.pack("<i", value)
             else:
                 raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-                self.out += b"\x8b" + struct.pack("<i", len(raw)) + raw
+                # `torch.load(weights_only=True)` reads the short form alone
+                self.out += (b"\x8a" + bytes([len(raw)]) if len(raw) < 256 else _long4(len(raw))) + raw
         elif isinstance(value, float):
             self.out += b"G" + struct.pack(">d", value)
         elif isinstance(value, str):

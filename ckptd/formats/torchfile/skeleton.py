@@ -150,10 +150,11 @@ class MirrorFd(int):
     """A descriptor of a mirror: values may be read from small records alone."""
 
 
-def fill(fd: int, name: str, fetch: Callable[[int, int], bytes]) -> None:
+def fill(fd: int, name: str, fetch: Callable[[int, int], bytes], *, needs_crcs: bool = True) -> None:
     """Fill the mirror open at `fd`, which has its final size, with what planning reads.
 
     `fetch(offset, nbytes)` gives bytes of the remote file. What is no archive is left to the planner to say.
+    `needs_crcs`: False where no fingerprint is made of the mirror.
 
     Raises:
         TornArchiveError: a directory that leaves the file.
@@ -173,7 +174,7 @@ def fill(fd: int, name: str, fetch: Callable[[int, int], bytes]) -> None:
     headers = (entry.header for entry in read_entries(fd, name))
     _bring(fd, fetch, ((offset, min(LOCAL_HEADER_BYTES, size - offset)) for offset in headers))
     directory = read_directory(fd, name)
-    if not has_crc(directory):
+    if needs_crcs and not has_crc(directory):
         raise NeedsWholeFiles(f"{name} was written without CRC32s", hint=WHOLE)
     records = directory.records.values()
     wanted = [r for r in records if r.name == "data.pkl" or r.size <= SMALL_BYTES]

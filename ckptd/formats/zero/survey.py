@@ -168,17 +168,24 @@ class Degrees:
 class Surveyor:
     """Opens shards one by one and compares them; `opening(path)` gives a descriptor for a while.
 
-    `contents`: for weights. Keep what they need beyond the optimizer's shards (frozen parameters, layers,
-    experts), and of those shards the fp32 masters alone: an optimizer's own state is no matter of weights.
+    `contents`: for forms that hold the model. Keep what they need beyond the optimizer's shards (frozen
+    parameters, layers, experts). `masters_only`: for weights, of which an optimizer's own state is no matter.
     """
 
     def __init__(
-        self, opening: Opening, sources: list[Source], folders: list[str], *, contents: bool = False
+        self,
+        opening: Opening,
+        sources: list[Source],
+        folders: list[str],
+        *,
+        contents: bool = False,
+        masters_only: bool = False,
     ) -> None:
         self.opening = opening
         self.sources = sources
         self.folders = folders
         self.contents = contents
+        self.masters_only = masters_only
         self.reads: list[Read] = []
         self.swapped = {s.path: s.d for s in sources if s.role == SWAPPED}
 
@@ -293,9 +300,9 @@ class Surveyor:
         return Cell(pp, tp, model, shapes, shards, frozen)
 
     def _cut(self, opened: Opened, grid: Degrees, shapes: Shapes) -> OptimShard:
-        """Offsets of a rank's shard: of the fp32 masters alone where weights are made."""
+        """Offsets of a rank's shard."""
         if grid.stage < 3:
-            return stage12.cut(opened, masters_only=self.contents)
+            return stage12.cut(opened, masters_only=self.masters_only)
         source = opened.source
         rank = (source.d or 0) * grid.tp * grid.pp + (source.mm or 0)
 
@@ -303,7 +310,7 @@ class Surveyor:
             return self._swapped(path_of(rank, ds_id), what, is_node_local=opened.facts.is_node_local)
 
         lengths = stage3.shares(shapes, grid.dp)
-        return stage3.cut(opened, lengths, swapped, masters_only=self.contents)
+        return stage3.cut(opened, lengths, swapped, masters_only=self.masters_only)
 
     def _swapped(self, path: str, what: str, *, is_node_local: bool) -> tuple[int, int]:
         """Return the number and the bytes of the file that a tensor was swapped to."""

@@ -1,0 +1,185 @@
+"""From ZeRO to FSDP2 and back: folders of torch.distributed.checkpoint, loaded and written by torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptd
+from ckptd.errors import CkptdError, DamagedError, RefusedError, UsageError
+from tests.support import cgroup
+from tests.support.ranks import train
+from tests.support.real import (
+    REPOSITORY,
+    SAVED_AT,
+    STEPS,
+    TAG,
+    Recipe,
+    Resume,
+    expect,
+    losses_of,
+    prepare,
+    resume,
+    run_module,
+    save_dir_of,
+)
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+
+CLOSE = 1e-3
+MIDDLE = SAVED_AT + 2
+"""FSDP2 trains until here; then DeepSpeed goes on."""
+LIMIT_BYTES = 256 << 20
+FULL = bool(os.environ.get("CKPTD_FULL"))
+PLAIN = Recipe(stage=3, world_size=4, dtype="fp32", tie=True, sub_group_size=20_000)
+GROUPS = replace(PLAIN, two_groups=True)
+ODD = replace(GROUPS, stage=2, odd=True)
+ROUND_TRIPS = [
+    (recipe, style, ranks, replace(recipe, stage=stage, world_size=world, sub_group_size=0))
+    for recipe, style, ranks, stage, world in (
+        (PLAIN, "titan", 2, 1, 3),
+        (PLAIN, "nested", 1, 3, 2),
+        (PLAIN, "flat", 4, 2, 1),
+        (GROUPS, "titan", 2, 1, 3),
+        (replace(PLAIN, stage=1, world_size=3), "titan", 3, 3, 4),
+        (ODD, "flat", 2, 1, 2),
+        (replace(PLAIN, optimizer="cpu_adam", stage=2, world_size=2), "nested", 2, 2, 3),
+        (replace(PLAIN, optimizer="fused_adam", stage=1, world_size=2), "titan", 2, 1, 1),
+    )
+][: None if FULL else 1]
+"""What was trained, how FSDP2 names its state and on how many ranks, what DeepSpeed goes on with."""
+VALUES = [
+    PLAIN,
+    *(
+        Recipe(stage=stage, world_size=world, dtype=dtype, two_groups=True, tie=True, freeze=True, odd=True)
+        for stage in (1, 2, 3)
+        for dtype, world in (("bf16", 2), ("fp16", 3), ("fp32", 1))
+    ),
+    *(
+        Recipe(stage=stage, world_size=2, optimizer=o)
+        for stage in (1, 3)
+        for o in ("sgd", "lion", "cpu_lion")
+    ),
+    Recipe(stage=2, world_size=2, bf16_optimizer_states=True),
+    Recipe(stage=2, world_size=2, round_robin=True, odd=True),
+][: None if FULL else 1]
+expect(*(trip[0] for trip in ROUND_TRIPS), *VALUES)
+
+
+def convert(source: Path, destination: Path, form: str) -> None:
+    """The command line, in a cgroup that the kernel keeps to 256 MiB where there is one."""
+    command = [sys.executable, "-m", "ckptd", "convert", str(source), str(destination), "--form", form]
+    command += ["--memory-budget", "128MiB", "--verify"]
+    if cgroup.why_not() is None:
+        done = cgroup.run_confined(command, LIMIT_BYTES, cwd=REPOSITORY, timeout=120)
+        assert (done.status, done.killed) == (0, 0), done.stderr[-2000:]
+    else:
+        subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=120)
+
+
+def with_fsdp2(recipe: Recipe, style: str, ranks: int, source: Path, saved: Path) -> dict[int, float]:
+    """Losses of two steps of FSDP2, which loads `source` and saves `saved`."""
+    job: dict[str, Any] = {
+        "recipe": {**asdict(recipe), "optimizer": "adamw"},
+        "load": str(source),
+        "save": str(saved),
+        "style": style,
+        "first": SAVED_AT,
+        "steps": MIDDLE - SAVED_AT,
+        "losses": str(saved.parent / "losses.json"),
+    }
+    listed = saved.parent / "jobs.json"
+    listed.write_text(json.dumps([job]))
+    train("tests.support.make_dcp", [str(listed)], saved.parent, ranks=ranks, seconds=300)
+    return {int(k): v for k, v in json.loads(Path(job["losses"]).read_text()).items()}
+
+
+def round_trip(recipe: Recipe, style: str, ranks: int, after: Recipe, work: Path) -> dict[int, float]:
+    """Losses of FSDP2 and of DeepSpeed after it, from the checkpoint of `recipe` on."""
+    prepare([recipe])
+    (work / "there").mkdir()
+    (work / "back").mkdir()
+    convert(save_dir_of(recipe) / TAG, work / "there" / "dcp", "dcp")
+    losses = with_fsdp2(recipe, style, ranks, work / "there" / "dcp", work / "there" / "saved")
+    convert(work / "there" / "saved", work / "back" / "universal", "universal")
+    goes_on = Resume(recipe=after, save_dir=work / "back", tag=None, steps=STEPS - MIDDLE)
+    return losses | resume(after.world_size, [goes_on], work)[0]
+
+
+@pytest.mark.parametrize(
+    "trip", ROUND_TRIPS, ids=lambda t: f"z{t[0].stage}-{t[0].optimizer}-{t[1]}-{t[2]}-z{t[3].stage}"
+)
+def test_a_training_goes_on_in_fsdp2_and_then_in_deepspeed(
+    trip: tuple[Recipe, str, int, Recipe], tmp_path: Path
+) -> None:
+    """The first: ZeRO-3 on 4 ranks, FSDP2 on 2, ZeRO-1 on 3. Losses are those of a run without any change."""
+    losses = round_trip(*trip, tmp_path)
+    wanted = {step: loss for step, loss in losses_of(trip[0]).items() if step > SAVED_AT}
+    assert losses == pytest.approx(wanted, abs=CLOSE)
+
+
+def test_values_are_those_of_the_stock_converter(tmp_path: Path) -> None:
+    """Masters and moments, there and back, bit by bit (the strict form is proved to be stock's elsewhere)."""
+    prepare(VALUES)
+    pairs: list[tuple[str, str]] = []
+    for number, recipe in enumerate(VALUES):
+        source, work = save_dir_of(recipe) / TAG, tmp_path / str(number)
+        work.mkdir()
+        ckptd.convert(source, work / "dcp", form="dcp")
+        ckptd.convert(source, work / "strict", compat="strict")
+        ckptd.convert(work / "dcp", work / "back")
+        pairs += [(str(work / "dcp"), str(work / "strict")), (str(work / "dcp"), str(work / "back"))]
+    said = run_module("tests.support.make_dcp", "compare", json.dumps(pairs))
+    assert json.loads(said.splitlines()[-1]) == [[]] * len(pairs)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    prepare([PLAIN])
+    ckptd.convert(save_dir_of(PLAIN) / TAG, tmp_path / "step-2", form="dcp")
+    return tmp_path / "step-2"
+
+
+def test_a_folder_is_inspected_and_forecast(folder: Path) -> None:
+    (seen,) = ckptd.inspect(folder).checkpoints
+    assert (seen.kind, seen.is_complete, seen.step) == ("dcp", True, SAVED_AT)
+    assert seen.conversion is not None
+    assert (seen.conversion.converts, seen.conversion.parameters) == (True, 28)
+
+
+def test_what_is_not_whole_is_refused(folder: Path, tmp_path: Path) -> None:
+    """A part that is missing, cut off or another's; names of the file are said."""
+    part = folder / "__0_0.distcp"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1])
+    with pytest.raises(DamagedError, match=r"__0_0\.distcp has"):
+        ckptd.convert(folder, tmp_path / "u")
+    part.write_bytes(bytes(len(whole)))
+    with pytest.raises(CkptdError, match=r"__0_0\.distcp at"):
+        ckptd.convert(folder, tmp_path / "u")
+    (seen,) = ckptd.inspect(folder).checkpoints
+    assert (seen.is_complete, seen.state) == (True, "complete")  # as torch: sizes are what it proves
+    part.unlink()
+    with pytest.raises(DamagedError, match=r"__0_0\.distcp, which \.metadata names, is missing"):
+        ckptd.convert(folder, tmp_path / "u")
+    (seen,) = ckptd.inspect(folder).checkpoints
+    assert (seen.is_complete, seen.reason) == (False, "missing: __0_0.distcp")
+    (folder / ".metadata").unlink()
+    part.write_bytes(whole)
+    with pytest.raises(DamagedError, match=r"without \.metadata"):
+        ckptd.convert(folder, tmp_path / "u")
+    assert not (tmp_path / "u").exists()
+
+
+def test_what_there_is_no_way_for_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="universal form alone"):
+        ckptd.convert(folder, tmp_path / "w", form="weights-fp32")
+    with pytest.raises(UsageError, match="cluster"):
+        ckptd.convert(save_dir_of(PLAIN) / TAG, tmp_path / "d", form="dcp", cluster="local:1")
