@@ -100,6 +100,8 @@ def shard_facts(root: Any, fd: int) -> ShardFacts:
         _optimizer_facts(facts, top["optimizer_state_dict"], fd)
     if "param_shapes" in top or "module" in top:
         _model_facts(facts, top, has_config=bool(config))
+    elif "pytorch-lightning_version" in top:
+        facts.global_steps = as_int(top.get("global_step"))
     return facts
 
 
