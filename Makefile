@@ -49,7 +49,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-python check-tools install setup run test pytest adams demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines ds-suite stores-full faults faults-full sim fleet seeded figures house pictures man dist release docs \
+.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines ds-suite stores-full faults faults-full sim fleet seeded figures house pictures man dist release docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -109,6 +109,9 @@ $(TRAINERS): examples/frameworks/requirements.txt constraints.txt | $(INSTALL)
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > .build/frameworks/lib/python3.11/site-packages/base.pth
 	.build/frameworks/bin/python -m pip install -q --no-compile -c constraints.txt -r examples/frameworks/requirements.txt
 	@touch $@
+
+trainers: setup ## each trainer without ZeRO: saved, committed, restored and resumed by itself; writes docs/trainers.md
+	$(PY) -m tests.e2e.trainers $(ARGS)
 
 demo-frameworks: setup $(TRAINERS) ## each trainer's launch file unchanged: first commit, kill -9, resume on other ranks (ARGS="trl --out DIR")
 	$(PY) -m examples.frameworks --install $(ARGS)

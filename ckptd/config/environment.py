@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckptd.config.s3 import S3Keys
-from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
+from ckptd.config.schema import DaemonConfig, JobConfig, LayoutConfig, LocalConfig, RemoteConfig
 from ckptd.config.section import LATER, Section, holds_secret, is_secret
 from ckptd.errors import ConfigError
 
@@ -42,6 +42,7 @@ class Settings:
     """Hold TOML-shaped values by section."""
 
     job: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)
     local: dict[str, Any] = field(default_factory=dict)
     remote: dict[str, Any] = field(default_factory=dict)
     daemon: dict[str, Any] = field(default_factory=dict)
@@ -103,6 +104,7 @@ def variables() -> dict[str, _Variable]:
     table: dict[str, _Variable] = {}
     sections: tuple[tuple[str, str, type[Section]], ...] = (
         ("CKPTD_REMOTE_", "remote", RemoteConfig),
+        ("CKPTD_LAYOUT_", "layout", LayoutConfig),
         ("CKPTD_LOCAL_", "local", LocalConfig),
         ("CKPTD_", "local", LocalConfig),
         ("CKPTD_", "job", JobConfig),
@@ -111,7 +113,9 @@ def variables() -> dict[str, _Variable]:
     for prefix, section, model in sections:
         for name, declared in model.model_fields.items():
             key = declared.validation_alias if isinstance(declared.validation_alias, str) else name
-            if key in ("local", "remote", "save_dir", "url") or (prefix == "CKPTD_" and key == "forms"):
+            if key in ("layout", "local", "remote", "save_dir", "url") or (
+                prefix == "CKPTD_" and key == "forms"
+            ):
                 continue
             kinds = frozenset(_kinds(declared.annotation))
             table[f"{prefix}{key.upper()}"] = _Variable(section=section, key=key, kinds=kinds)

@@ -310,9 +310,12 @@ def job_from_arguments(
     """
     settings = settings_from_environment(environ or {})
     given = dict(options or {})
-    data: dict[str, Any] = settings.job | {k: v for k, v in given.items() if k not in ("local", "remote")}
+    data: dict[str, Any] = settings.job | {
+        k: v for k, v in given.items() if k not in ("layout", "local", "remote")
+    }
     data["save_dir"] = _absolute(save_dir)
     data.setdefault("name", job_name(Path(data["save_dir"])))
+    data["layout"] = settings.layout | dict(given.get("layout", {}))
     data["local"] = settings.local | dict(given.get("local", {}))
     if url is not None:
         check_spelling(url)
@@ -338,8 +341,11 @@ def job_from_memory(save_dir: str, given: str, environ: Mapping[str, str]) -> Jo
     url = environ.get("CKPTD_URL") or str(remote["url"])
     if url != remote.pop("url"):
         remote = {}
-    options = {key: value for key, value in data.items() if key not in {*now.job, "local", "save_dir"}}
-    options["local"] = {key: value for key, value in data.get("local", {}).items() if key not in now.local}
+    options = {
+        key: value for key, value in data.items() if key not in {*now.job, "layout", "local", "save_dir"}
+    }
+    for section, variables in (("layout", now.layout), ("local", now.local)):
+        options[section] = {k: v for k, v in data.get(section, {}).items() if k not in variables}
     set_now = remote_settings(environ, url)
     options["remote"] = {key: value for key, value in remote.items() if key not in set_now}
     return job_from_arguments(save_dir, url, options, environ, check_paths=False)

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ckptd.config.retention import EphemeralConfig, RungConfig
-from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, NotifyConfig, RemoteConfig
+from ckptd.config.schema import DaemonConfig, JobConfig, LayoutConfig, LocalConfig, NotifyConfig, RemoteConfig
 from ckptd.config.section import LATER, Section, holds_secret, is_secret, nearest
 from ckptd.errors import ConfigError
 
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 _SECTIONS: dict[str, type[Section]] = {
     "the top of a job file": JobConfig,
     "[notify] of ckptd.toml": NotifyConfig,
+    "[layout]": LayoutConfig,
     "[local]": LocalConfig,
     "[[remote]]": RemoteConfig,
     "ckptd.toml": DaemonConfig,
 }
+
+_OF_JOB: dict[str, type[Section]] = {"layout": LayoutConfig, "local": LocalConfig, "remote": RemoteConfig}
 
 _TABLES: dict[str, type[Section]] = {"ephemeral": EphemeralConfig, "ladder": RungConfig}
 """Keys of [local] and [[remote]] whose values have keys of their own."""
@@ -152,8 +155,8 @@ def _help(section: type[Section], key: str) -> str:
 
 def _section_of(loc: tuple[int | str, ...], kind: type[Section]) -> tuple[type[Section], str]:
     names = [part for part in loc if isinstance(part, str)]
-    if kind is JobConfig and len(names) > 1 and names[0] in ("local", "remote"):
-        return (LocalConfig if names[0] == "local" else RemoteConfig), names[1]
+    if kind is JobConfig and len(names) > 1 and names[0] in _OF_JOB:
+        return _OF_JOB[names[0]], names[1]
     if kind is DaemonConfig and len(names) > 1 and names[0] == "notify":
         return NotifyConfig, names[1]
     return kind, names[0] if names else ""

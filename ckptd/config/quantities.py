@@ -12,13 +12,14 @@ import time
 from bisect import bisect_right
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, Strict, TypeAdapter, ValidationError
 
 from ckptd.base.humanize import NAME_CHARACTERS, size_of
 from ckptd.base.identity import Model
+from ckptd.base.names import stays_inside
 from ckptd.config.schemes import url_fault
 from ckptd.errors import ConfigError
 
@@ -337,6 +338,41 @@ def check_metrics_file(value: str) -> str:
     return value
 
 
+def check_layout_files(value: str) -> str:
+    """Accept a pattern of files directly in save_dir."""
+    if "/" in value or not value or value.startswith("_ckptd"):
+        reject('files is a pattern of names directly in save_dir, such as "model_*.pt"')
+    return value
+
+
+class CompleteWhen(NamedTuple):
+    """Say what makes a checkpoint whole that no layout knows: a file, or quiet time."""
+
+    kind: Literal["marker", "manifest", "quiet"]
+    name: str = ""
+    """Path of the marker or manifest in the folder of each checkpoint."""
+    seconds: float = 0.0
+
+
+def parse_complete_when(value: object) -> CompleteWhen | None:
+    """Parse "marker DONE", "manifest files.json" and "quiet 120s"."""
+    if value is None or isinstance(value, CompleteWhen):
+        return value
+    text = _text(value, "a rule", "marker DONE")
+    kind, _, rest = text.strip().partition(" ")
+    rest = rest.strip()
+    if kind == "quiet" and rest:
+        seconds = parse_duration(rest)
+        if seconds <= 0:
+            reject('"quiet" names a time, such as "quiet 120s"')
+        return CompleteWhen("quiet", seconds=seconds)
+    if kind in ("marker", "manifest") and stays_inside(rest):
+        return CompleteWhen("marker" if kind == "marker" else "manifest", name=rest)
+    msg = f'{text!r} is no rule; write "marker DONE" or "manifest files.json", a file in each checkpoint\'s '
+    msg += 'folder that is written last, or "quiet 120s"'
+    raise ValueError(msg)
+
+
 def url_path(url: str) -> Path | None:
     """Return the directory that a remote's URL names; None for other kinds of stores."""
     parts = urlsplit(url)
@@ -353,6 +389,7 @@ Endpoint = Annotated[str, AfterValidator(check_endpoint)]
 Credentials = Annotated[str, AfterValidator(check_credentials)]
 StateDir = Annotated[Path | None, BeforeValidator(lambda v: None if v is None else absolute_path(v))]
 MetricsPlace = Annotated[str, AfterValidator(check_metrics_place)]
+LayoutFiles = Annotated[str, AfterValidator(check_layout_files)]
 MetricsFile = Annotated[str, AfterValidator(check_metrics_file)]
 Names = Annotated[tuple[Annotated[str, AfterValidator(check_pattern)], ...], Strict(False)]
 Count = Annotated[int, Field(ge=1)]

@@ -21,8 +21,10 @@ from ckptd.config.quantities import (
     Bandwidth,
     Bytes,
     BytesPerDay,
+    CompleteWhen,
     Credentials,
     Form,
+    LayoutFiles,
     MetricsFile,
     MetricsPlace,
     Name,
@@ -40,6 +42,7 @@ from ckptd.config.quantities import (
     check_takeover,
     local_form,
     not_shareable,
+    parse_complete_when,
     reject,
     shown_remote,
 )
@@ -49,6 +52,7 @@ from ckptd.config.schemes import scheme_of
 from ckptd.config.section import Section, key
 from ckptd.config.section import key as _key
 from ckptd.config.section import required as _required
+from ckptd.core.model.other_layouts import DeclaredSave
 from ckptd.core.policy.view import Unuploaded
 
 # ---------------------------------------------------------------------------------------------------------
@@ -141,6 +145,23 @@ class LocalConfig(Retention):
         for form in self.rungs_beyond(self.forms):
             reject(f'ladder: "{form}" does not stay on the node; [local] takes universal (in forms) and gone')
         return self
+
+
+class LayoutConfig(Section):
+    """`[layout]`: checkpoints that ckptd does not know by itself."""
+
+    files: LayoutFiles | None = _key(
+        None,
+        "files",
+        '"model_*.pt"',
+        "files of torch.save in save_dir that are checkpoints; the last number is the step",
+    )
+    complete_when: Annotated[CompleteWhen | None, BeforeValidator(parse_complete_when)] = _key(
+        None,
+        "complete_when",
+        '"marker DONE"',
+        "folders of unknown layout are whole: marker NAME | manifest NAME | quiet 120s",
+    )
 
 
 class RemoteConfig(S3Keys, Retention):
@@ -298,6 +319,7 @@ class JobConfig(Section):
         '"3m"',
         "a node silent for so long is replaced by another (clusters.md)",
     )
+    layout: LayoutConfig = Field(default_factory=LayoutConfig)
     local: LocalConfig = Field(default_factory=LocalConfig)
     remotes: Annotated[tuple[RemoteConfig, ...], Strict(False)] = Field(default=(), validation_alias="remote")
     _file: Path | None = PrivateAttr(default=None)
@@ -363,6 +385,15 @@ class JobConfig(Section):
         return self._is_matched
 
     @property
+    def declared(self) -> DeclaredSave:
+        """Return what `[layout]` says of checkpoints that no layout recognises."""
+        when, files = self.layout.complete_when, self.layout.files or ""
+        if when is None:
+            return DeclaredSave(files=files)
+        marker, manifest = (when.name if when.kind == kind else "" for kind in ("marker", "manifest"))
+        return DeclaredSave(files=files, marker=marker, manifest=manifest, quiet_seconds=when.seconds)
+
+    @property
     def deletes_locally(self) -> bool:
         """Tell whether any local checkpoint may ever be deleted."""
         return self.local.policy.deletes
@@ -378,6 +409,9 @@ class JobConfig(Section):
         """Return the promises that the configuration weakens; the first line of status says them (P1)."""
         lax = [shown_remote(r.name, r.url) for r in self.remotes if r.verify == "none"]
         unproved = tuple(f'{shown}: verify = "none", copies are not proved' for shown in lax)
+        if seconds := self.declared.quiet_seconds:
+            quiet = f'complete_when = "quiet {seconds:g}s": nothing proves such a save whole'
+            unproved = (*unproved, quiet)
         loose = _UNUPLOADED.get(self.unuploaded)
         return (*((f'unuploaded = "{self.unuploaded}": {loose}',) if loose else ()), *unproved)
 
@@ -435,7 +469,10 @@ def config_digest(job: JobConfig) -> str:
 
     Paths, speeds and times of one node are left out: they may differ without changing what is kept (§5).
     """
-    shape = {
+    layout: dict[str, Any] = job.layout.model_dump(mode="json", exclude_none=True)
+    shape: dict[str, Any] = {
+        # left out where nothing is declared: the digests of all other jobs stay
+        **({"layout": layout} if layout else {}),
         # a key that is gone: without it every digest would change, and nodes of two versions would differ
         "job": {**job.model_dump(mode="json", include=_DIGEST_JOB), "incomplete_after_seconds": None},
         "local": _digest_retention(job.local, job.local.forms),

@@ -121,7 +121,7 @@ def nearest(key: str, valid: Iterable[str], elsewhere: dict[str, str]) -> str:
     """
     keys = list(valid)
     lowered = key.lower().replace("-", "_")
-    meant = _OF_NEIGHBOUR.get(lowered, lowered)
+    meant = lowered if lowered in keys else _OF_NEIGHBOUR.get(lowered, lowered)
     if meant in keys:
         return f'did you mean "{meant}"?'
     if meant in elsewhere:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.config.retention import Retention
 from ckptd.config.s3 import S3Keys
-from ckptd.config.schema import JobConfig, LocalConfig, RemoteConfig
+from ckptd.config.schema import JobConfig, LayoutConfig, LocalConfig, RemoteConfig
 from ckptd.config.section import Section
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _OF_DIRECTORIES = frozenset({"same_filesystem"})
 def job_template(save_dir: str, url: str, name: str, *, remote_name: str = "nas") -> str:
     """Render TOML: what is required is set, every other key stands commented out with its default."""
     top = _lines(JobConfig, {"save_dir": save_dir, "name": name})
-    local = _lines(LocalConfig, {})
+    layout, local = _lines(LayoutConfig, {}), _lines(LocalConfig, {})
     foreign = _OF_SERVERS if url.startswith(("/", "file://")) else _OF_DIRECTORIES
     foreign |= frozenset() if url.startswith("s3://") else _OF_S3
     remote = _lines(RemoteConfig, {"name": remote_name, "url": url}, without=foreign)
@@ -31,7 +31,9 @@ def job_template(save_dir: str, url: str, name: str, *, remote_name: str = "nas"
         "# A job of ckptd: one save_dir and where its checkpoints go. Keys without # are set; the others\n"
         "# show their default, or an example where nothing is the default. Test it with: ckptd check FILE"
     )
-    return "\n".join([head, "", *top, "", "[local]", *local, "", "[[remote]]", *remote, ""])
+    return "\n".join(
+        [head, "", *top, "", "[layout]", *layout, "", "[local]", *local, "", "[[remote]]", *remote, ""]
+    )
 
 
 def _lines(

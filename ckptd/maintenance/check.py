@@ -132,7 +132,9 @@ def check_job(
     """Yield the findings, in the order of a table; nothing that was made stays but, with `init_remote`,
     remote.json.
     """
-    yield from probe_save_dir(job.save_dir, job.local.min_free, writes=writes, trainer=job.trainer)
+    yield from probe_save_dir(
+        job.save_dir, job.local.min_free, writes=writes, trainer=job.trainer, declared=job.declared
+    )
     if (listing := _listed(job)) is not None:
         yield from planned_uploads(job, listing, _state_dir(job, daemon, environ, jobs_in_daemon))
     yield _state(job, daemon, environ, jobs_in_daemon)
@@ -151,7 +153,7 @@ def _listed(job: JobConfig) -> SaveDirListing | None:
     """List save_dir; None: it cannot be read, which the rows about it say."""
     try:
         with files.opened_dir(job.save_dir) as fd:
-            return scan(fd, job.trainer)
+            return scan(fd, job.trainer, declared=job.declared)
     except OSError:
         return None
 

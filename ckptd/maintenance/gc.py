@@ -28,6 +28,7 @@ from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, judge
 from ckptd.core.completeness.sealing import same_files
 from ckptd.core.model.heartbeat import DEAD_SECONDS
+from ckptd.core.model.other_layouts import below
 from ckptd.core.model.runs import short
 from ckptd.core.model.save import SealedSave
 from ckptd.errors import CkptdError, LockHeld, NotFoundError, RefusedError, StorageError
@@ -369,7 +370,9 @@ class Collector:
         """
         files.check_relative(tag)
         with _opened(job) as fd:
-            listing = scan_folder(fd, tag) if fd is not None and "/" not in tag else None
+            listing = (
+                scan_folder(fd, tag, declared=job.declared) if fd is not None and "/" not in tag else None
+            )
             if fd is None or listing is None:
                 raise NotFoundError(f"there is no folder {tag} in {job.save_dir}", hint="see `ckptd status`")
             with one_at_a_time(fd):
@@ -377,7 +380,7 @@ class Collector:
                 reason = self._given_up(job, fd, listing, pins, is_sealed=is_sealed)
                 size = sum(file.identity.size_bytes for file in listing.files)
                 for file in listing.files:
-                    self._say(f"{tag}/{file.path} ({file.identity.size_bytes} bytes)")
+                    self._say(f"{below(tag, file.path)} ({file.identity.size_bytes} bytes)")
                 if not self._dry_run:
                     remove_incomplete(fd, tag, listing.files)
                 self._noted(tag, size, reason)
@@ -413,7 +416,7 @@ class Collector:
         busy = why_busy(str(job.save_dir), fd, tag)
         if busy is not None:
             raise RefusedError(f"{tag}: {busy}", hint="call it again when nobody writes there")
-        rows = _read(job.save_dir / tag, [file.path for file in listing.files])
+        rows = _read(job.save_dir / listing.place, [file.path for file in listing.files], listing.manifest)
         context = Context(save_spread_seconds=job.save_spread_seconds)
         verdict = judge(listing, {row.path: row for row in rows}, None, context)
         if verdict.state in _GIVEN_UP and not is_sealed:
@@ -443,9 +446,9 @@ def _garbage(key: str, size: int, why: str, held: BlockingLease) -> Garbage:
     return Garbage(key=key, bytes=size, why=why, tag=tag, generation=generation, form=form)
 
 
-def _read(folder: Path, paths: Sequence[str]) -> list[FileFacts]:
+def _read(folder: Path, paths: Sequence[str], manifest: str) -> list[FileFacts]:
     try:
-        return inspect_files(folder, paths, is_final=False)
+        return inspect_files(folder, paths, manifest=manifest, is_final=False)
     except StorageError as error:
         hint = f"nothing was removed; call it again when the disk gives it, or move {folder} away by hand"
         raise StorageError(error.message, hint=hint) from error

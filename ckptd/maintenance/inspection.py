@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -139,14 +140,14 @@ class Inspection(Model):
 
 
 def inspect_folder(path: Path) -> Inspection:
-    """Inspect a tag folder, a save_dir, a universal folder, or exported weights.
+    """Inspect a tag folder, a checkpoint in one file, a save_dir, a universal folder, or exported weights.
 
     Raises:
         NotFoundError: there is no checkpoint.
     """
     absolute = os.path.realpath(path)
-    if not os.path.isdir(absolute):
-        raise NotFoundError(f"{path} is no folder here", hint="give a tag folder or a save_dir")
+    if not os.path.exists(absolute):
+        raise NotFoundError(f"{path} is not here", hint="give a checkpoint or a save_dir")
     parent, name = os.path.split(absolute)
     if not name:
         raise NotFoundError(f"{path} holds no DeepSpeed checkpoint", hint="name a tag folder or a save_dir")
@@ -196,10 +197,12 @@ def _save_dir(path: Path, absolute: str) -> Inspection:
     found: list[InspectedCheckpoint] = []
     with files.opened_dir(absolute) as fd:
         seen = scan(fd)
+        single = {folder.tag for folder in seen.folders if folder.is_single_file}
         latest, universal = read_pointer(fd, "latest"), read_pointer(fd, "latest_universal")
         for name in sorted(list_dir(fd), key=_natural):
             try:
-                listing = scan_folder(fd, name) if not name.startswith("_ckptd") else None
+                is_looked_at = name in single or not (name.startswith("_ckptd") or _is_file(fd, name))
+                listing = scan_folder(fd, name) if is_looked_at else None
             except (NotADirectoryError, CkptdError):
                 continue
             checkpoint = _checkpoint(listing, Path(absolute)) if listing is not None else None
@@ -222,6 +225,11 @@ def _save_dir(path: Path, absolute: str) -> Inspection:
     )
 
 
+def _is_file(dir_fd: int, name: str) -> bool:
+    status = files.stat_beneath(dir_fd, name)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
 def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(w), "") if w.isdigit() else (0, w) for w in re.split(r"(\d+)", name)]
 
@@ -231,7 +239,7 @@ def _is_universal(listing: FolderListing) -> bool:
 
 
 def _zero(listing: FolderListing, parent: Path) -> InspectedCheckpoint:
-    facts = {f.path: f for f in inspect_files(parent / listing.tag, [f.path for f in listing.files])}
+    facts = {f.path: f for f in inspect_files(parent / listing.place, [f.path for f in listing.files])}
     now = time.time()
     newest = max((f.identity.mtime_ns / 1e9 for f in listing.shards), default=0.0)
     listed = _listed_in(parent, listing.tag)

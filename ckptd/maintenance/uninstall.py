@@ -213,7 +213,7 @@ class Removal:
 
     def _lies_here(self, fd: int, tag: str, made: DerivedDescription) -> bool:
         """Tell whether the shards that a form was made of are those of the folder of its tag."""
-        folder = scan_folder(fd, tag)
+        folder = scan_folder(fd, tag, declared=self._job.declared)
         if folder is None:
             return False
         with contextlib.suppress(CkptdError):

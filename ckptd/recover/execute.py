@@ -24,6 +24,7 @@ from ckptd.conversion.options import ConvertOptions
 from ckptd.conversion.remote.convert import convert_copy
 from ckptd.core.model.layouts import Role, Trainer
 from ckptd.core.model.listing import OURS, RESUMED, resume_marker_text
+from ckptd.core.model.other_layouts import below, is_single_file
 from ckptd.errors import (
     CkptdError,
     LockHeld,
@@ -52,7 +53,16 @@ from ckptd.recover.select.steps import (
     done,
     name_of_extra,
 )
-from ckptd.storage.local.fs import ASIDE, STAGING, closing, ensure_ours, names_in, remove_empty, remove_ours
+from ckptd.storage.local.fs import (
+    ASIDE,
+    STAGING,
+    closing,
+    ensure_ours,
+    names_in,
+    open_tag,
+    remove_empty,
+    remove_ours,
+)
 from ckptd.storage.local.state_dir import filesystem_type
 
 if TYPE_CHECKING:
@@ -260,19 +270,28 @@ class Execution:
             closing(ensure_ours(self._fd, head)) if is_ours else opened_parent(self._fd, head) as parent,
         ):
             try:
-                files.rename_new(staging, staging_name(step.form, step.copy), parent, base)
+                if is_single_file(step.target, [file.path for file in step.copy.files]):
+                    self._place_file(staging, staging_name(step.form, step.copy), parent, base)
+                else:
+                    files.rename_new(staging, staging_name(step.form, step.copy), parent, base)
             except FileExistsError as error:
                 msg = f"{self._save_dir}/{step.target} appeared while it was fetched"
                 raise TargetExists(msg, hint="is a trainer running? stop it and call resume again") from error
             files.fsync_dir(parent)
             files.fsync_dir(staging)
 
+    def _place_file(self, staging_fd: int, name: str, parent_fd: int, base: str) -> None:
+        """Put a checkpoint in place that is one file; the folder that it was fetched into goes."""
+        with closing(files.open_dir_beneath(staging_fd, name)) as fetched:
+            files.rename_new(fetched, base, parent_fd, base)
+        remove_empty(staging_fd, name)
+
     def _mend(self, step: Mend) -> None:
         """Put fetched files into a folder; a bad one goes aside first."""
         name, tag = staging_name(step.form, step.copy), step.copy.view.commit.tag
         with (
             closing(files.open_dir_beneath(self._fd, f"{STAGING}/{name}")) as staging,
-            closing(files.open_dir_beneath(self._fd, step.target)) as target,
+            closing(open_tag(self._fd, step.target)) as target,
         ):
             mode = stat.S_IMODE(os.fstat(target).st_mode) & 0o777
             for file in step.copy.files:
@@ -282,7 +301,7 @@ class Execution:
                     opened_parent(target, head, create_mode=mode) as into,
                 ):
                     if files.stat_beneath(into, base) is not None:
-                        self._move_aside(f"{step.target}/{file.path}", f"{tag}.{base}")
+                        self._move_aside(below(step.target, file.path), f"{tag}.{base}")
                     files.rename_new(source, base, into, base)
                     files.fsync_dir(into)
             files.make_folders(target, step.copy.empty_folders, mode=mode)

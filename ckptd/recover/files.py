@@ -20,6 +20,7 @@ from ckptd.base import extents, files
 from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.model.layouts import Role, parse_shard_name
 from ckptd.core.model.listing import OURS
+from ckptd.core.model.other_layouts import below, is_single_file
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -33,7 +34,7 @@ from ckptd.recover.fetch import BUFFER_BYTES, PARALLEL, Fetcher
 from ckptd.recover.select.choose import views_by_save
 from ckptd.recover.select.copies import DESCRIPTION, ZERO, Copy, Nodes, files_for_node
 from ckptd.recover.select.steps import name_of_extra
-from ckptd.storage.local.fs import ASIDE, STAGING, closing, ensure_ours, names_in, remove_ours
+from ckptd.storage.local.fs import ASIDE, STAGING, closing, ensure_ours, names_in, open_tag, remove_ours
 from ckptd.storage.local.scan import has_open_writer, scan_folder
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.sources import CheckedSource, FileSource, crc64_of, records_of
@@ -62,8 +63,11 @@ def compare_folder(
     """
     if dir_fd is None:
         return None
+    is_file = is_single_file(target, [file.path for file in whole.files])
+    if is_file and files.stat_beneath(dir_fd, target) is None:
+        return None
     try:
-        folder = files.open_dir_beneath(dir_fd, target)
+        folder = os.dup(dir_fd) if is_file else files.open_dir_beneath(dir_fd, target)
     except FileNotFoundError:
         return None
     except (NotADirectoryError, RefusedError) as error:
@@ -80,7 +84,7 @@ def compare_folder(
             )
     finally:
         os.close(folder)
-    if not _is_this_save(root / target, whole, found):
+    if not _is_this_save(root if is_file else root / target, whole, found):
         commit = whole.view.commit
         msg = f"{root / target} is there and is not the {commit.form} form of {commit.tag} that was committed"
         raise TargetExists(msg)
@@ -151,8 +155,11 @@ def why_busy(save_dir: str, save_dir_fd: int, tag: str) -> str | None:
     listing = scan_folder(save_dir_fd, tag)
     if listing is None:
         return "it vanished"
-    with files.opened_dir(tag, save_dir_fd) as fd:
-        newest_ns = max([os.fstat(fd).st_mtime_ns, *(f.identity.mtime_ns for f in listing.files)])
+    times_ns = [f.identity.mtime_ns for f in listing.files]
+    if not listing.is_single_file:
+        with files.opened_dir(tag, save_dir_fd) as fd:
+            times_ns.append(os.fstat(fd).st_mtime_ns)
+    newest_ns = max(times_ns)
     if time.time() - newest_ns / 1e9 < QUIET_SECONDS:
         return f"it changed less than {QUIET_SECONDS:.0f} s ago"
     return "it is being written" if has_open_writer(save_dir, tag) else None
@@ -240,7 +247,7 @@ class FileRepairer:
         with (
             closing(files.open_dir_beneath(self._fd, f"{STAGING}/{self._staging}")) as staging,
             opened_parent(staging, head) as source,
-            closing(files.open_dir_beneath(self._fd, self._tag)) as folder,
+            closing(open_tag(self._fd, self._tag)) as folder,
         ):
             status = os.fstat(folder)
             mode = stat.S_IMODE(status.st_mode) & 0o777
@@ -366,7 +373,7 @@ class LocalFiles:
 
     def is_good_now(self, tag: str, file: ManifestFile) -> None:
         """Note that a file was repaired."""
-        self._good[f"{tag}/{file.path}", file.checksums.crc64nvme] = True
+        self._good[below(tag, file.path), file.checksums.crc64nvme] = True
 
     def faults(self, remotes: Sequence[RemoteInventory], tag: str | None) -> list[LocalFault]:
         """Return damaged files and lost folders of committed saves whose folder is here; oldest first.
@@ -424,7 +431,7 @@ class LocalFiles:
             lacking = []
         try:
             for file in whole.files:
-                path = f"{tag}/{file.path}"
+                path = below(tag, file.path)
                 status = files.stat_beneath(self._fd, path)
                 is_same = status is None or (status.st_size, status.st_mtime_ns) == (
                     file.bytes,
@@ -439,12 +446,12 @@ class LocalFiles:
         return lacking
 
     def _is_there(self, tag: str, path: str) -> bool:
-        return files.stat_beneath(self._fd, f"{tag}/{path}") is not None
+        return files.stat_beneath(self._fd, below(tag, path)) is not None
 
     def _is_damage(self, tag: str, file: ManifestFile) -> bool:
         if file.role in _COMPARED:
             return True
-        status = files.stat_beneath(self._fd, f"{tag}/{file.path}")
+        status = files.stat_beneath(self._fd, below(tag, file.path))
         if status is None or (status.st_size, status.st_mtime_ns) == (file.bytes, file.mtime_ns):
             return True
         self._say(f"{tag}/{file.path} was changed since the save; left alone")
@@ -466,9 +473,9 @@ def _candidates(tag: str, form: str, file: ManifestFile) -> Iterable[str]:
     if file.role is Role.EXTRA:
         return [name_of_extra(file)]
     if form == ZERO:
-        return [f"{tag}/{file.path}"]
-    below = file.path.partition("/")[2]
-    return [f"{_DERIVED}/{tag}/{path}" for path in (file.path, below) if path]
+        return [below(tag, file.path)]
+    inside = file.path.partition("/")[2]
+    return [f"{_DERIVED}/{tag}/{path}" for path in (file.path, inside) if path]
 
 
 def _newest_by_tag(
@@ -519,7 +526,7 @@ def damage_in(save_dir_fd: int, listing: FolderListing) -> str | None:
     """
     for file in listing.own:
         # what memory holds of a file may be wrong where the disk is right: the second time it is read anew
-        path = f"{listing.tag}/{file.path}"
+        path = below(listing.tag, file.path)
         if _differs(save_dir_fd, path, file) and (reason := _differs(save_dir_fd, path, file)):
             return reason
     return None

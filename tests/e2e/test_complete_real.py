@@ -167,7 +167,7 @@ def test_swapped_tensors_are_part_of_a_save(swapped: Path) -> None:
     os.truncate(cut, 100)
     assert f"{cut.relative_to(swapped)} has 100 bytes" in reason(swapped)
     cut.unlink()
-    assert "offloaded_tensors/rank01 lacks exp_avg-*.tensor.swp" in reason(swapped)
+    assert "offloaded_tensors/rank01 lacks exp_avg-0_28.tensor.swp" in reason(swapped)
     shutil.rmtree(ranks[1])
     assert "offloaded_tensors/rank01 is not there" in reason(swapped)
     assert "rank_1_mp_rank_00_optim_states.pt holds 0 of " in reason(swapped)

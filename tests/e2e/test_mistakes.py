@@ -79,7 +79,7 @@ def prepare(scene: console.Scene) -> None:
     (nvme / "lacking" / "mp_rank_00_model_states.pt").unlink()
     for name in ("void", "away", "taken/of-somebody", "plain"):
         (nvme / name).mkdir(parents=True)
-    (nvme / "plain" / "epoch=8.ckpt").write_bytes(b"{}")
+    (nvme / "plain" / "epoch_8.pt").write_bytes(b"{}")
     for name in ("watched", "killed"):
         shutil.copytree(nvme / "twin", nvme / name)
         scene.start(f"ckptd run /nvme/{name} /mnt/nas/{name} --same-filesystem")

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.model.other_layouts import OTHERS
+from ckptd.core.model.other_layouts import other_layout_of
 from ckptd.errors import NotFoundError
 from ckptd.maintenance.inspection import InspectedCheckpoint, inspect_folder
 from tests.e2e.harness import Node, node
 from tests.stores.servers import free_port
-from tests.support.other_trainers import FOLDER_OF
+from tests.support.other_trainers import TAG_OF
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 STEPS = 4
-LAYOUTS = tuple(FOLDER_OF)
+LAYOUTS = ("huggingface", "accelerate", "torch", "torch-file")
+"""Those of every run; `make trainers` takes all of TAG_OF."""
+ON_ONE = ("accelerate", "torch", "torch-file", "lightning")
+"""Resumed on one rank where two saved."""
 CLOSE = 1e-3
 
 
@@ -44,30 +47,126 @@ def train(
 
 
 def tag_of(layout: str, step: int) -> str:
-    return f"{FOLDER_OF[layout]}{step}"
+    return TAG_OF[layout].format(step)
 
 
 def complete_in(save_dir: Path) -> list[InspectedCheckpoint]:
+    # of a pattern that a job file names, inspect is given the file
+    place = next(save_dir.glob("model_*.pt"), save_dir)
     try:
-        return [seen for seen in inspect_folder(save_dir).checkpoints if seen.is_complete]
+        return [seen for seen in inspect_folder(place).checkpoints if seen.is_complete]
     except NotFoundError:  # without that file it is no checkpoint at all
         return []
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
+    if folder.is_file():
+        return {folder.name: folder.read_bytes()}
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def copied(source: Path, target: Path) -> None:
+    if source.is_file():
+        target.parent.mkdir(parents=True)
+        shutil.copy2(source, target)
+    else:
+        shutil.copytree(source, target)
+
+
+def removed(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+COLUMNS = ("seen", "whole proved", "torn refused", "uploaded", "restored byte-equal", "resumed")
+"""What is shown of each layout, in this order (docs/trainers.md)."""
+
+
+def round_trip(
+    layout: str, source: Path, losses: dict[int, float], here: Node, tmp_path: Path
+) -> Iterator[str]:
+    """Commit, lose the node, restore, and resume in the trainer itself; yield each column that is shown."""
+    if layout == "torch-file":
+        here.write_job(job='[layout]\nfiles = "model_*.pt"')
+    shutil.copytree(source, here.save_dir, dirs_exist_ok=True)
+    assert here.once() == 0, here.log.read_text()[-2000:]
+    newest = tag_of(layout, STEPS)
+    assert f"{newest}~g1" in here.commits()
+    yield "uploaded"
+    wanted = bytes_of(here.save_dir / newest)
+    shutil.rmtree(here.save_dir)
+    here.save_dir.mkdir()
+    back = here.ckptd("restore", here.job_file, newest, "--to", tmp_path / "restored")
+    assert back.returncode == 0, back.stderr
+    assert bytes_of(tmp_path / "restored" / newest) == wanted
+    yield "restored byte-equal"
+    resumed = here.ckptd("resume", here.job_file, "--world-size", "1")
+    assert resumed.returncode == 0, resumed.stderr
+    path = Path(resumed.stdout.strip())
+    assert bytes_of(path) == wanted
+    again = train(layout, here.save_dir, STEPS + 2, 1 if layout in ON_ONE else 2, path)
+    assert sorted(again) == [STEPS + 1, STEPS + 2]
+    assert all(abs(again[step] - losses[step]) <= CLOSE for step in again), (again, losses)
+    refused = here.ckptd("restore", here.job_file, newest, "--form", "universal", "--to", tmp_path / "form")
+    assert (refused.returncode, "there is no universal form of it" in refused.stderr) == (65, True), refused
+    yield "resumed"
+
+
+def check_torn(source: Path, tmp_path: Path) -> None:
+    """Cut each file of the state at its end, in half, to nothing, or leave it out: it is never complete."""
+    kind = other_layout_of(source.name, frozenset(bytes_of(source)))
+    assert kind is not None
+    names = [name for name in bytes_of(source) if kind.is_state(name) or "random_states" in name]
+    assert len(names) >= (1 if source.is_file() else 3)
+    for number, name in enumerate(names):
+        for damage in ("last byte", "half", "empty", "missing"):
+            folder = tmp_path / f"{number}-{damage.replace(' ', '-')}" / source.name
+            copied(source, folder)
+            file = folder if source.is_file() else folder / name
+            data = file.read_bytes()
+            if damage == "missing":
+                file.unlink()
+            else:
+                kept = {"last byte": len(data) - 1, "half": len(data) // 2, "empty": 0}[damage]
+                file.write_bytes(data[:kept])
+            found = complete_in(folder.parent)
+            # FSDP resumes from its own file, beside which the Trainer puts the model once more
+            is_twice = name == "model.safetensors" and (source / "pytorch_model_fsdp.bin").exists()
+            is_optional = is_twice or name.startswith(("scheduler", "rng_state", "random_states"))
+            is_optional &= damage == "missing"
+            assert not found or is_optional, f"{name}, {damage}: {found[0].state}"
+
+
+def check_inspected(layout: str, save_dir: Path) -> None:
+    """Let `ckptd inspect` say what it is, and that it is whole."""
+    place = save_dir / tag_of(layout, STEPS) if layout == "torch-file" else save_dir
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptd", "inspect", str(place), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = {one["tag"]: one for one in json.loads(done.stdout)["checkpoints"]}
+    one = seen[tag_of(layout, STEPS)]
+    name = "torch" if layout == "lightning-fsdp" else layout.partition("-fsdp")[0]
+    assert (one["state"], one["step"], one["grid"]["layout"]) == ("complete", STEPS, name)
+
+
+def trained_further(layout: str, root: Path) -> tuple[Path, dict[int, float]]:
+    """Return a save_dir with two checkpoints, and the losses of a run that went on to STEPS + 2."""
+    losses = train(layout, root / "whole", STEPS + 2)
+    for name in (tag_of(layout, STEPS + 2), "last.ckpt"):  # both of that step
+        removed(root / "whole" / name)
+    return root / "whole", losses
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, dict[int, float]]]]:
     """Of each layout a save_dir with two checkpoints, and the losses of a run that went on to STEPS + 2."""
-    made = {}
-    for layout in LAYOUTS:
-        root = tmp_path_factory.mktemp(layout)
-        losses = train(layout, root / "whole", STEPS + 2)
-        shutil.rmtree(root / "whole" / tag_of(layout, STEPS + 2))
-        made[layout] = (root / "whole", losses)
-    yield made
+    yield {layout: trained_further(layout, tmp_path_factory.mktemp(layout)) for layout in LAYOUTS}
 
 
 @pytest.fixture
@@ -80,76 +179,31 @@ def here(tmp_path: Path) -> Iterator[Node]:
 def test_from_the_trainer_to_the_remote_and_back(
     layout: str, here: Node, trained: dict[str, tuple[Path, dict[int, float]]], tmp_path: Path
 ) -> None:
-    """Committed, byte-equal after the node is lost, and resumed on another number of ranks."""
     source, losses = trained[layout]
-    shutil.copytree(source, here.save_dir, dirs_exist_ok=True)
-    assert here.once() == 0, here.log.read_text()[-2000:]
-    newest = tag_of(layout, STEPS)
-    assert f"{newest}~g1" in here.commits()
-    wanted = bytes_of(here.save_dir / newest)
-    shutil.rmtree(here.save_dir)
-    here.save_dir.mkdir()
-    back = here.ckptd("restore", here.job_file, newest, "--to", tmp_path / "restored")
-    assert back.returncode == 0, back.stderr
-    assert bytes_of(tmp_path / "restored" / newest) == wanted or bytes_of(tmp_path / "restored") == wanted
-    resumed = here.ckptd("resume", here.job_file, "--world-size", "1")
-    assert resumed.returncode == 0, resumed.stderr
-    path = Path(resumed.stdout.strip())
-    assert bytes_of(path) == wanted
-    again = train(layout, here.save_dir, STEPS + 2, 1 if layout != "huggingface" else 2, path)
-    assert sorted(again) == [STEPS + 1, STEPS + 2]
-    assert all(abs(again[step] - losses[step]) <= CLOSE for step in again), (again, losses)
-    refused = here.ckptd("restore", here.job_file, newest, "--form", "universal", "--to", tmp_path / "form")
-    assert (refused.returncode, "there is no universal form of it" in refused.stderr) == (65, True), refused
+    assert list(round_trip(layout, source, losses, here, tmp_path)) == list(COLUMNS[-3:])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_torn_one_is_never_complete(
     layout: str, trained: dict[str, tuple[Path, dict[int, float]]], tmp_path: Path
 ) -> None:
-    """Each file of the state cut off at its end, half, empty or missing."""
-    source = trained[layout][0] / tag_of(layout, STEPS)
-    kind = next(one for one in OTHERS if one.name == layout)
-    names = [name for name in bytes_of(source) if kind.is_state(name) or "random_states" in name]
-    assert len(names) >= 3
-    for number, name in enumerate(names):
-        for damage in ("last byte", "half", "empty", "missing"):
-            folder = tmp_path / f"{number}-{damage.replace(' ', '-')}" / source.name
-            shutil.copytree(source, folder)
-            data = (folder / name).read_bytes()
-            if damage == "missing":
-                (folder / name).unlink()
-            else:
-                kept = {"last byte": len(data) - 1, "half": len(data) // 2, "empty": 0}[damage]
-                (folder / name).write_bytes(data[:kept])
-            found = complete_in(folder.parent)
-            is_optional = damage == "missing" and name.startswith(("scheduler", "rng_state", "random_states"))
-            assert not found or is_optional, f"{name}, {damage}: {found[0].state}"
+    check_torn(trained[layout][0] / tag_of(layout, STEPS), tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_inspect_explains_it(layout: str, trained: dict[str, tuple[Path, dict[int, float]]]) -> None:
-    source = trained[layout][0]
-    done = subprocess.run(
-        [sys.executable, "-m", "ckptd", "inspect", str(source), "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    seen = {one["tag"]: one for one in json.loads(done.stdout)["checkpoints"]}
-    one = seen[tag_of(layout, STEPS)]
-    assert (one["state"], one["step"], one["grid"]["layout"]) == ("complete", STEPS, layout)
+    check_inspected(layout, trained[layout][0])
 
 
 @pytest.mark.faults
 def test_a_saver_that_is_killed_leaves_no_false_complete_one() -> None:
     """Some of the kills of `python -m tests.e2e.kill_savers`."""
+    killed = (*LAYOUTS, "declared")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.kill_savers", "--kills", "6", "--seed", "1"],
+        [sys.executable, "-m", "tests.e2e.kill_savers", "--kills", "6", "--seed", "1", *killed],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("false_complete=0, lost=0") == len(LAYOUTS), done.stdout
+    assert done.stdout.count("false_complete=0, lost=0") == len(killed), done.stdout

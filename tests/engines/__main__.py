@@ -70,7 +70,14 @@ class Result:
 
 
 def train(
-    result: Result, name: str, save_dir: Path, setting: dict[str, Any], world: int, load: str | None
+    result: Result,
+    name: str,
+    save_dir: Path,
+    setting: dict[str, Any],
+    world: int,
+    load: str | None,
+    *,
+    has_held: bool | None = None,
 ) -> str:
     """Run the row's recipe; returns "" or why it failed. Losses lie in the row's folder as NAME.json."""
     logs = result.place / name
@@ -86,7 +93,7 @@ def train(
         "save_at": () if load else (SAVED_AT,),
         "init_seed": 99 if load else 7,
         "losses": str(result.place / f"{name}.json"),
-        "has_held": result.row.has_held,
+        "has_held": result.row.has_held if has_held is None else has_held,
     }
     (logs / "jobs.json").write_text(json.dumps([job]))
     run = ranks.start(
@@ -210,7 +217,7 @@ def restored(result: Result) -> str:
             return f"{command[0]} ended with {done.returncode}: {done.stderr.strip().splitlines()[-1][:80]}"
     if _tree(again / TAG) != _tree(result.tag):
         return "other files than saved"
-    setting, world = result.row.setting_for(again), result.row.recipe.world_size
+    setting, world = result.row.resuming(again), result.row.recipe.world_size
     failed = train(result, "from restored", again, setting, world, "zero")
     if failed:
         return f"same bytes; load: {failed}"
@@ -238,6 +245,10 @@ def tried(row: Row) -> Result:
     if failed:
         result.verdicts["seen"] = f"does not run here: {failed}"
         return result
+    if not row.has_held and row.setting:
+        twin = result.place / "twin-dir"
+        train(result, "twin", twin, {}, row.recipe.world_size, None, has_held=True)
+        (twin / "held.pt").rename(save_dir / "held.pt")
     (seen,) = inspect_folder(result.tag).checkpoints
     result.verdicts["seen"] = "✓" if seen.is_complete else f"{seen.state}"
     result.verdicts["torn refused"] = torn(result)

@@ -8,7 +8,7 @@ from pathlib import Path
 from ckptd.config.environment import variables
 from ckptd.config.retention import Retention
 from ckptd.config.s3 import S3Keys
-from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, NotifyConfig, RemoteConfig
+from ckptd.config.schema import DaemonConfig, JobConfig, LayoutConfig, LocalConfig, NotifyConfig, RemoteConfig
 from ckptd.config.section import Section
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -35,6 +35,7 @@ CKPTD_SAVE_DIR=/nvme/run CKPTD_URL=s3://bucket/run CKPTD_SETTLE=10s ckptd run
 """
 OF: dict[type[Section], tuple[str, ...]] = {
     JobConfig: ("job",),
+    LayoutConfig: ("layout",),
     LocalConfig: ("local",),
     RemoteConfig: ("remote",),
     DaemonConfig: ("daemon",),
@@ -47,6 +48,12 @@ TABLES = ("ephemeral", "ladder")
 """What no text of a variable can say."""
 SECTIONS: tuple[tuple[str, str, type[Section], type[Section] | None], ...] = (
     ("A job", "The top of a job file.", JobConfig, None),
+    (
+        "[layout]",
+        "Checkpoints that ckptd does not recognise by itself ([Trainers](integrations.md#anything-else)).",
+        LayoutConfig,
+        None,
+    ),
     (
         "[local]",
         "What is kept on this node, beside the [retention](#retention) keys.",

@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +58,10 @@ class Batches(torch.utils.data.Dataset):  # type: ignore[misc]
         return {"x": batch(index)[0]}
 
 
-def huggingface(save_dir: str, steps: int, resume_from: str | None, **more: Any) -> None:
-    """transformers.Trainer, DDP."""
+def huggingface(
+    save_dir: str, steps: int, resume_from: str | None, kind: str | None = None, **more: Any
+) -> None:
+    """transformers.Trainer, DDP; `kind`: of state, with FSDP2."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Told(TrainerCallback):
@@ -64,6 +69,10 @@ def huggingface(save_dir: str, steps: int, resume_from: str | None, **more: Any)
             if state.is_world_process_zero and "loss" in more["logs"]:
                 told(state.global_step, torch.tensor(float(more["logs"]["loss"])))
 
+    if kind is not None:
+        fsdp_on_cpu()
+        how = {"version": 2, "state_dict_type": kind, "cpu_ram_efficient_loading": False}
+        more |= {"fsdp": "full_shard", "fsdp_config": how}
     arguments = TrainingArguments(
         save_dir,
         use_cpu=True,
@@ -81,11 +90,38 @@ def huggingface(save_dir: str, steps: int, resume_from: str | None, **more: Any)
     trainer.train(resume_from_checkpoint=resume_from)
 
 
-def accelerate(save_dir: str, steps: int, resume_from: str | None) -> None:
-    """Accelerator.save_state into folders of our own naming."""
-    from accelerate import Accelerator
+def fsdp_on_cpu() -> None:
+    """Let Accelerate's FSDP run without a GPU: it takes up the plugin only where it has seen one.
 
-    at = Accelerator(cpu=True)
+    All else is its own: wrapping by `fully_shard`, saving and loading run on gloo.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    begin = AcceleratorState.__init__
+
+    def init(self: Any, *arguments: Any, fsdp_plugin: Any = None, **more: Any) -> None:
+        begin(self, *arguments, fsdp_plugin=fsdp_plugin, **more)
+        if fsdp_plugin is not None:
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            state = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": fsdp_plugin}
+            AcceleratorState._shared_state.update(state)
+
+    AcceleratorState.__init__ = init
+
+
+def accelerate(save_dir: str, steps: int, resume_from: str | None, kind: str | None = None) -> None:
+    """Accelerator.save_state into folders of our own naming; `kind`: of state, with FSDP2."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = None
+    if kind is not None:
+        fsdp_on_cpu()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, state_dict_type=kind, cpu_ram_efficient_loading=False
+        )
+    at = Accelerator(cpu=True, fsdp_plugin=plugin)
     net = model()
     net, optimizer = at.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
     first = 0
@@ -100,6 +136,82 @@ def accelerate(save_dir: str, steps: int, resume_from: str | None) -> None:
         told(step, loss)
         if step % 2 == 0:
             at.save_state(f"{save_dir}/step_{step}")
+
+
+def lightning(save_dir: str, steps: int, resume_from: str | None, strategy: Any = None, **more: Any) -> None:
+    """pytorch_lightning.Trainer, DDP: files of save_dir, and last.ckpt."""
+    import pytorch_lightning as pl
+    from pytorch_lightning.callbacks import ModelCheckpoint
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model()
+
+        def training_step(self, _rows: Any, _index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.inner(batch(self.global_step + 1)).square().mean()
+            told(self.global_step + 1, loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+        def configure_model(self) -> None:
+            if strategy is not None:
+                from torch.distributed.fsdp import fully_shard
+
+                assert self.device_mesh is not None
+                fully_shard(self.inner, mesh=self.device_mesh["data_parallel"])
+
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy or ("ddp" if ranks > 1 else "auto"),
+        max_steps=steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            ModelCheckpoint(
+                dirpath=save_dir,
+                filename="{epoch}-{step}",
+                **{"every_n_train_steps": 2, "save_top_k": -1, "save_last": True} | more,
+            )
+        ],
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(Batches(), batch_size=2), ckpt_path=resume_from)
+
+
+def script(save_dir: str, steps: int, resume_from: str | None) -> None:
+    """A loop of one's own that saves one file with torch.save."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    first = 0
+    if resume_from is not None:
+        state = torch.load(resume_from)
+        net.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    for step in range(first + 1, steps + 1):
+        loss = net(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told(step, loss)
+        if step % 2 == 0 and int(os.environ.get("RANK", "0")) == 0:
+            state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(state, f"{save_dir}/model_{step}.pt")
+
+
+def lightning_fsdp(save_dir: str, steps: int, resume_from: str | None) -> None:
+    """pytorch_lightning with FSDP2: a folder for each checkpoint."""
+    from pytorch_lightning.strategies import ModelParallelStrategy
+
+    strategy = ModelParallelStrategy(
+        data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1, process_group_backend="gloo"
+    )
+    lightning(save_dir, steps, resume_from, strategy=strategy)
 
 
 def torch_shards(save_dir: str, steps: int, resume_from: str | None) -> None:
@@ -133,8 +245,31 @@ def torch_shards(save_dir: str, steps: int, resume_from: str | None) -> None:
     dist.destroy_process_group()
 
 
-TRAINERS = {"huggingface": huggingface, "accelerate": accelerate, "torch": torch_shards}
-FOLDER_OF = {"huggingface": "checkpoint-", "accelerate": "step_", "torch": "step-"}
+TRAINERS: dict[str, Callable[..., None]] = {
+    "huggingface": huggingface,
+    "accelerate": accelerate,
+    "torch": torch_shards,
+    "lightning": lightning,
+    "torch-file": script,
+    "accelerate-fsdp-full": partial(accelerate, kind="FULL_STATE_DICT"),
+    "accelerate-fsdp-sharded": partial(accelerate, kind="SHARDED_STATE_DICT"),
+    "huggingface-fsdp-full": partial(huggingface, kind="FULL_STATE_DICT"),
+    "huggingface-fsdp-sharded": partial(huggingface, kind="SHARDED_STATE_DICT"),
+    "lightning-fsdp": lightning_fsdp,
+}
+TAG_OF = {
+    "huggingface": "checkpoint-{}",
+    "accelerate": "step_{}",
+    "torch": "step-{}",
+    "lightning": "epoch=0-step={}.ckpt",
+    "torch-file": "model_{}.pt",
+    "accelerate-fsdp-full": "step_{}",
+    "accelerate-fsdp-sharded": "step_{}",
+    "huggingface-fsdp-full": "checkpoint-{}",
+    "huggingface-fsdp-sharded": "checkpoint-{}",
+    "lightning-fsdp": "epoch=0-step={}.ckpt",
+}
+"""What bears the name of a step."""
 
 
 def main() -> None:

@@ -213,11 +213,11 @@ def _fingerprints(config: JobConfig, tag: str, state_dir: Path) -> tuple[tuple[s
     from ckptd.storage.local.scan import scan_folder
 
     with files.opened_dir(config.save_dir) as fd:
-        listing = scan_folder(fd, tag)
+        listing = scan_folder(fd, tag, declared=config.declared)
     if listing is None or not listing.is_checkpoint:
         msg = f"no checkpoint {tag} in {config.save_dir}"
         raise NotFoundError(msg, hint="ckptd status shows the suspect ones")
-    facts = inspect_files(config.save_dir / tag, [f.path for f in listing.shards])
+    facts = inspect_files(config.save_dir / listing.place, [f.path for f in listing.shards])
     context = Context(save_spread_seconds=config.save_spread_seconds)
     verdict = judge(listing, {f.path: f for f in facts}, None, context)
     if not {verdict.state.value, _published_state(state_dir, tag)} & _IN_DOUBT:
@@ -257,7 +257,7 @@ def _must_exist(config: JobConfig, tag: str) -> None:
     from ckptd.errors import NotFoundError
     from ckptd.storage.remote.observe import read_remote
 
-    if tag_problem(tag) is None and (config.save_dir / tag).is_dir():
+    if tag_problem(tag) is None and (config.save_dir / tag).exists():
         return
     for remote in config.remotes:
         if any(view.commit.tag == tag for view in read_remote(_opened(remote)).commits):

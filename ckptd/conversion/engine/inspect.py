@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckptd.conversion.engine import children
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import TORCH_FILES, TRAINER_STATE, NamedShard, Role, ShardKey, parse_shard_name
-from ckptd.core.model.other_layouts import METADATA
+from ckptd.core.model.other_layouts import CKPT, LIGHTNING_META, METADATA
 from ckptd.errors import SourceChanged, StorageError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def inspect_files(
     relative_paths: Sequence[str],
     *,
     identities: Mapping[str, FileIdentity] | None = None,
+    manifest: str = "",
     timeout_seconds: float = 120.0,
     is_final: bool = True,
 ) -> list[FileFacts]:
@@ -43,14 +44,16 @@ def inspect_files(
     file it was reading, without a fingerprint if it died before that; the others are read by a new child.
     A file that the disk refuses to give is torn, with a reason. Unless `is_final` is False: a disk that
     refuses now may give it later, a child that the kernel killed for memory says nothing of its file.
-    `identities`: which files are meant, by path (P4).
+    `identities`: which files are meant, by path (P4). `manifest`: the one that lists the others.
 
     Raises:
         SourceChanged: a path names another file than the one that is meant.
         StorageError: children cannot be started at all; or a file was not read, if that is not final.
     """
     found: list[FileFacts] = []
-    asked = [_asked(path, (identities or {}).get(path)) for path in relative_paths]
+    asked = [
+        _asked(path, (identities or {}).get(path), is_manifest=path == manifest) for path in relative_paths
+    ]
     for start in range(0, len(asked), BATCH_FILES):
         batch = asked[start : start + BATCH_FILES]
         found += _inspect_batch(os.path.abspath(folder), batch, timeout_seconds, is_final=is_final)
@@ -147,17 +150,18 @@ def _named(path: str) -> NamedShard | None:
     return parse_shard_name(path.rpartition("/")[2])
 
 
-def _asked(path: str, identity: FileIdentity | None = None) -> dict[str, Any]:
+def _asked(path: str, identity: FileIdentity | None = None, *, is_manifest: bool = False) -> dict[str, Any]:
     i = identity
     shard = _named(path)
     is_state = path.rpartition("/")[2] == TRAINER_STATE
     return {
         "path": path,
         "expected": shard is not None or _is_universal(path),
-        "facts": shard is not None,
-        "torch_file": path.endswith(TORCH_FILES),
+        "facts": shard is not None or path.endswith(CKPT) or path == LIGHTNING_META,
+        "torch_file": path.endswith((*TORCH_FILES, CKPT)),
         "trainer": is_state,
         "parts": path.rpartition("/")[2] == METADATA,
+        "manifest": is_manifest,
         "identity": None if i is None else [i.dev, i.ino, i.size_bytes, i.mtime_ns, i.ctime_ns],
     }
 

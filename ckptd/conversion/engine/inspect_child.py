@@ -8,6 +8,7 @@ only its own facts. Nothing of the checkpoint's code runs; nothing is written.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ from ckptd.errors import CkptdError, RefusedError, TornArchiveError
 from ckptd.formats.torchfile.archive import DEFAULT_LIMITS, Directory, Framing, frame
 from ckptd.formats.torchfile.fingerprint import fingerprint, has_crc, tensor_fingerprint
 from ckptd.formats.torchfile.legacy import read_archive
+from ckptd.formats.torchfile.listed import listed_files
 from ckptd.formats.torchfile.sharded import named_parts, torn_safetensors
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.zero.facts import shard_facts
@@ -33,6 +35,8 @@ _TORN = {"final": True, "bytes": 0, "archive": "torn", "fingerprint": ""}
 """Takes back what was said on the way: what has a fingerprint was read, and is not read again."""
 
 _TRAINER_STATE_LIMIT_BYTES = 64 << 20
+_MANIFEST_LIMIT_BYTES = 16 << 20
+_READ_BYTES = 1 << 20
 _MOST_METRICS, _NAME_LETTERS = 256, 100
 
 
@@ -85,6 +89,8 @@ def _inspect(dir_fd: int, index: int, item: dict[str, Any]) -> dict[str, Any]:
                 found.update(_facts(fd, path, directory))
             if item.get("parts"):
                 found.update(_parts(fd, path, before.st_size))
+            if item.get("manifest"):
+                found.update(_manifest(dir_fd, fd, path, before.st_size))
             if path.endswith(".safetensors") and (torn := torn_safetensors(fd, before.st_size)):
                 found["reason"] = f"{path} {torn}"
             if item.get("trainer"):
@@ -111,6 +117,35 @@ def _parts(fd: int, path: str, size_bytes: int) -> dict[str, Any]:
         return {"parts": named_parts(os.pread(fd, size_bytes, 0), path)}
     except (CkptdError, MemoryError) as error:
         return {"reason": error.message if isinstance(error, CkptdError) else f"{path} needs too much memory"}
+
+
+def _manifest(dir_fd: int, fd: int, path: str, size_bytes: int) -> dict[str, Any]:
+    """Read which files a declared manifest lists, and compare those of which it says a SHA-256."""
+    if size_bytes > _MANIFEST_LIMIT_BYTES:
+        return {"reason": f"{path} is larger than a manifest may be"}
+    try:
+        rows = listed_files(os.pread(fd, size_bytes, 0), path)
+    except TornArchiveError as error:
+        return {"reason": error.message}
+    alive = _Alive()
+    for row in rows:
+        if row.sha256 and _sha256_of(dir_fd, row.name, alive) not in (None, row.sha256):
+            return {"reason": f"{row.name} has another SHA-256 than {path} says"}
+    return {"parts": [(row.name, -1 if row.size_bytes is None else row.size_bytes) for row in rows]}
+
+
+def _sha256_of(dir_fd: int, name: str, alive: _Alive) -> str | None:
+    """Return the SHA-256 of a file, in hexadecimal; None: it is not there."""
+    try:
+        with files.reading(dir_fd, name) as fd:
+            digest, offset = hashlib.sha256(), 0
+            while data := os.pread(fd, _READ_BYTES, offset):
+                digest.update(data)
+                offset += len(data)
+                alive()
+            return digest.hexdigest()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _trainer_state(fd: int, size_bytes: int) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from ckptd.base import files
 from ckptd.base.process import must_answer
 from ckptd.conversion.engine.staging import list_source
 from ckptd.conversion.engine.supervisor import convert, forecast
-from ckptd.errors import NotFoundError
-from ckptd.storage.local.scan import read_pointer
+from ckptd.core.model.layouts import TORCH_FILES
+from ckptd.core.model.other_layouts import TORCH_FILE
+from ckptd.errors import NotFoundError, RefusedError
+from ckptd.storage.local.scan import read_pointer, scan_folder
 from ckptd.storage.stores.open import directory_path, directory_remote, within_remote
 
 if TYPE_CHECKING:
@@ -50,19 +52,37 @@ def resolve_source(source: Path) -> Path:
     """Return the checkpoint folder that SRC means: itself, or what `latest` in it names.
 
     Raises:
-        NotFoundError: neither.
+        NotFoundError: neither. RefusedError: it is a checkpoint without ZeRO shards.
     """
+    if source.is_file():
+        _refuse_other_layout(source)
     folder = list_source(source)
     if folder.shards or "offloaded_tensors" in folder.folders:
         return source
     with files.opened_dir(folder.path) as fd:
         tag = read_pointer(fd, "latest")
     if tag is None:
+        _refuse_other_layout(source)
         there = ", ".join(folder.folders[:5]) or "global_step500, checkpoint-500"
         hint = f"name a checkpoint folder: {there}"
         raise NotFoundError(f"{source} holds no shards and no `latest`", hint=hint)
     files.check_relative(tag)
     return source / tag
+
+
+def _refuse_other_layout(source: Path) -> None:
+    """Refuse a checkpoint of which no other form is made, by the name of its layout."""
+    parent, name = os.path.split(os.path.realpath(source))
+    if not name or not os.path.exists(source):
+        return
+    with files.opened_dir(parent) as fd:
+        listing = scan_folder(fd, name)
+    other = listing.other_layout if listing is not None else None
+    if other is None or (other is TORCH_FILE and not name.endswith(TORCH_FILES)):
+        return
+    load = other.opened_by.replace("PATH", repr(str(source)))
+    hint = f"load it in its trainer, {load}, and save from there what you need"
+    raise RefusedError(f"{source} is {other.words}: other forms are made of ZeRO shards alone", hint=hint)
 
 
 def forecast_ends(source: Path | str, destination: Path | str, options: ConvertOptions) -> Forecast:

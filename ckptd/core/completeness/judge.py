@@ -103,7 +103,8 @@ def judge(
     gone = _gone(listing, memory)
     if gone:
         return Verdict(state=State.LEFTOVER, reason=f"being removed: {gone} is gone, nothing is new")
-    if context.quiet_seconds < context.settle_seconds:
+    settle_seconds = max(context.settle_seconds, listing.quiet_seconds)
+    if context.quiet_seconds < settle_seconds:
         return Verdict(state=_moving(listing, memory), reason="files are still changing")
     needs = tuple(f.path for f in listing.own if f.path not in facts)
     if needs:
@@ -153,10 +154,11 @@ def _without_shards(
     context: Context,
 ) -> Verdict:
     """Judge a checkpoint of another layout by what that layout says is missing."""
-    reason = layout.missing(listing.tag, {file.path: facts[file.path] for file in listing.own})
+    own = {file.path: facts[file.path] for file in listing.own}
+    reason = layout.missing(listing.tag, own)
     if reason is not None:
         return _not_yet(listing, memory, context, reason)
-    step = layout.step(listing.tag)
+    step = layout.step(listing.tag, own)
     if step is None:
         return Verdict(state=State.REFUSED, reason="its name holds no number that tells its step")
     verdict = Verdict(
@@ -173,8 +175,15 @@ def _without_shards(
     renewed = [path for path in renewed if memory is not None and path in memory.shards]
     if renewed and kept:
         return _not_yet(listing, memory, context, f"{renewed[0]} was saved again, {kept[0]} was not")
-    wide = _too_wide(listing, verdict, context)
-    return verdict if wide is None else _with(verdict, State.SUSPECT, wide)
+    doubt = _after_the_last(listing, layout.written_last) or _too_wide(listing, verdict, context)
+    return verdict if doubt is None else _with(verdict, State.SUSPECT, doubt)
+
+
+def _after_the_last(listing: FolderListing, last: str) -> str | None:
+    """Name a file of the state that is younger than the one that is written last, as the job file says."""
+    times = {file.path: file.identity.mtime_ns for file in listing.own}
+    newer = [file.path for file in listing.shards if last and file.identity.mtime_ns > times[last]]
+    return f"two saves? {newer[0]} was written after {last}" if newer else None
 
 
 def _root(

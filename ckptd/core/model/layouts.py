@@ -188,6 +188,8 @@ class Trainer(StrEnum):
     ACCELERATE = "accelerate"
     LIGHTNING = "lightning"
     TORCH = "torch"
+    SCRIPT = "script"
+    """A script of one's own, whose checkpoints the job file describes."""
 
 
 WRITES_AS = {"megatron": Trainer.DEEPSPEED}

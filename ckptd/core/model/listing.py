@@ -14,17 +14,19 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.core.model.layouts import (
+    TORCH_FILES,
     TRAINER_STATE,
     Trainer,
     added_by_us,
     is_shard_root,
+    is_weights,
     parse_shard_name,
 )
-from ckptd.core.model.other_layouts import MODEL
+from ckptd.core.model.other_layouts import MODEL, is_single_file
 from ckptd.core.model.swap_paths import is_swapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from ckptd.core.model.other_layouts import Layout
     from ckptd.core.model.save import SealedSave
@@ -40,12 +42,13 @@ class Kind(StrEnum):
     LIGHTNING = "a Lightning checkpoint in one file"
     TORCH_FILE = "a checkpoint in one torch.save file"
     ZERO = "a ZeRO checkpoint"
+    UNKNOWN = "a folder of a layout that ckptd does not know"
     FAST_WRITER = "a ZeRO checkpoint of DeepSpeed's fast writer, in names that DeepSpeed does not load"
     LOOSE = "shards that trainer.save_model left beside the Trainer's checkpoints"
 
 
-_WATCHED = frozenset({Kind.ZERO, Kind.HUGGINGFACE, Kind.ACCELERATE, Kind.TORCH_SHARDS})
-"""Protected where they lie in a folder of save_dir itself."""
+_WATCHED = frozenset({Kind.ZERO, Kind.HUGGINGFACE, Kind.ACCELERATE, Kind.TORCH_SHARDS, Kind.LIGHTNING})
+"""Protected where they lie in save_dir itself."""
 _OPTIMIZERS = frozenset({"optimizer.pt", "optimizer.bin"})
 _RANDOM = re.compile(r"^(rng_state|random_states)(_\d+)?\.(pth|pkl)$")
 _FSDP_FILE = re.compile(r"^pytorch_model_fsdp(_\d+)?(_rank\d+)?\.bin$")
@@ -55,6 +58,10 @@ _MEGATRON = frozenset({"model_optim_rng.pt", "distrib_optim.pt"})
 _TORCH_FILE = re.compile(
     r"^((checkpoint|ckpt|snapshot|last|latest)([-_.=].*|\d.*)?|(epoch|step|iter|global_step)[-_=]?\d.*)"
     r"\.(pt|pth|pth\.tar|tar)$"
+)
+_STATE_NAME = re.compile(r"^(global_?step|checkpoint|ckpt|step|iter|epoch|snapshot|save)[-_=]?\d+$")
+_STATE_END = (
+    *(*TORCH_FILES, ".ckpt", ".tar", ".safetensors", ".npz", ".npy", ".msgpack", ".h5", ".ocdbt", ".index"),
 )
 _IN_DERIVED = re.compile(r"(_universal|_weights-[^/]*)(/|$)")
 _LOOSE = re.compile(r"^global_step\d+$")
@@ -213,8 +220,11 @@ def _told(
         step = f"name its parent as save_dir: {name}" if kind in _WATCHED else KNOWN_ALONE
         return UnprotectedWarning(about=save_dir, text=text, next_step=step, is_urgent=True)
     text = f"{newest.path}{more}{pointed} is {kind}: it is not watched, and nothing of it is sent"
-    step = KNOWN_ALONE
-    if kind is Kind.LOOSE:
+    step = _step_for_file(newest) or KNOWN_ALONE
+    if kind is Kind.UNKNOWN:
+        text = f"{newest.path}{more}{pointed} is {kind}: it is not protected"
+        step = DECLARE
+    elif kind is Kind.LOOSE:
         text = f"{newest.path}{more}: {kind}, which the Trainer cannot resume from; left alone and not sent"
         step = '"stage3_gather_16bit_weights_on_model_save": true in DeepSpeed\'s configuration saves the '
         made = f"`ckptd convert {save_dir}/{newest.path} DIR --form weights-fp32` makes it of these"
@@ -224,9 +234,9 @@ def _told(
             "without checkpoint.writer, or with its type python, it is protected; of what is saved, rename "
         )
         step += "each ….pt-0.N to ….pt"
-    elif kind in _WATCHED and not holder:
+    elif kind in _WATCHED and not holder and kind is not Kind.LIGHTNING:
         step = "rename its folder to checkpoint-N, as the Trainer does, N being its step"
-    elif kind in _WATCHED:
+    elif kind in _WATCHED and holder:
         depth = "one folder" if holder.count("/") == 0 else "some folders"
         text = f"{newest.path}{more}{pointed} lies {depth} deeper than save_dir: it is not watched, "
         text += "and nothing of it is sent"
@@ -235,10 +245,27 @@ def _told(
     return UnprotectedWarning(about=about, text=text, next_step=step, is_urgent=is_urgent)
 
 
-KNOWN_ALONE = (
-    "ckptd protects checkpoints of DeepSpeed, of the Hugging Face Trainer, of Accelerate and of "
-    "torch.distributed.checkpoint: copy this one by other means"
+def _step_for_file(one: Unprotected) -> str | None:
+    """Return what makes a file directly in save_dir a checkpoint of the job; None: it is no such file."""
+    if one.holder or one.kind not in (Kind.TORCH_FILE, Kind.LIGHTNING):
+        return None
+    if one.kind is Kind.LIGHTNING:
+        return 'set trainer = "auto" in the job file, which is for checkpoints of another trainer alone'
+    return f'say in the job file that such files are checkpoints: [layout] files = "{_pattern(one.path)}"'
+
+
+DECLARE = (
+    'say in the job file when it is whole: [layout] complete_when = "marker NAME" (docs/integrations.md)'
 )
+KNOWN_ALONE = (
+    "ckptd protects checkpoints of DeepSpeed, the Hugging Face Trainer, Accelerate, Lightning and "
+    f"torch.distributed.checkpoint by itself; {DECLARE}"
+)
+
+
+def _pattern(name: str) -> str:
+    """Return a pattern of files that are named alike but for their number."""
+    return re.sub(r"\d+(?!.*\d)", "*", name)
 
 
 def _glob(holder: str) -> str:
@@ -252,18 +279,36 @@ def shown_unprotected(found: Iterable[Unprotected]) -> str:
 
 
 def of_listing(
-    folders: Mapping[str, Iterable[str]], names: Sequence[str], loose: Sequence[str], latest: str | None
+    folders: Mapping[str, Iterable[str]],
+    names: Sequence[str],
+    loose: Sequence[str],
+    latest: str | None,
+    at_rest: Collection[str] = (),
 ) -> tuple[Unprotected, ...]:
     """Return all that one look at a save_dir shows: `folders` that are no checkpoints of the job, each with
-    the files below it; the `names` of the files directly in save_dir; `loose` shards.
+    the files below it; the `names` of the files directly in save_dir; `loose` shards; `at_rest`: which
+    folders nobody has written in for long, so that their names tell all that they will.
     """
     if is_trainers_checkpoint(names) and loose:
         found = [Unprotected(path="", kind=Kind.ZERO)]
     else:
         found = [*(Unprotected(path=tag, kind=Kind.LOOSE) for tag in loose), *at_top(names, latest)]
     for folder, paths in folders.items():
-        found += in_folder(folder, paths)
+        inside = in_folder(folder, paths)
+        if not inside and folder in at_rest and _is_unknown(folder, paths):
+            inside = (Unprotected(path=folder, kind=Kind.UNKNOWN),)
+        found += inside
     return tuple(found)
+
+
+def _is_unknown(folder: str, paths: Iterable[str]) -> bool:
+    """Tell whether a folder is named as checkpoints are and holds a state that no layout here describes.
+
+    A model that `save_pretrained` wrote is none.
+    """
+    names = [path.rpartition("/")[2] for path in paths]
+    is_state = any(name.endswith(_STATE_END) for name in names) and not any(map(is_weights, names))
+    return is_state and _STATE_NAME.match(folder) is not None
 
 
 OURS = "_ckptd"
@@ -301,6 +346,26 @@ class FolderListing:
     """The layout of a checkpoint without ZeRO shards."""
     empty: tuple[str, ...] = ()
     """Folders below this one with nothing in them: DeepSpeed's NVMe offload does not load without (§3)."""
+
+    @property
+    def is_single_file(self) -> bool:
+        """Tell whether it is one file of save_dir; `folder` is save_dir's identity then."""
+        return is_single_file(self.tag, [file.path for file in self.files])
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Return how long nothing may have changed before it is judged, where the job file says so."""
+        return self.other_layout.quiet_seconds if self.other_layout is not None else 0.0
+
+    @property
+    def manifest(self) -> str:
+        """Return the path of the file that lists the others, where the job file names one."""
+        return self.other_layout.manifest if self.other_layout is not None else ""
+
+    @property
+    def place(self) -> str:
+        """Return the folder, relative to save_dir, in which the files lie: "" of a single file."""
+        return "" if self.is_single_file else self.tag
 
     @property
     def is_model_only(self) -> bool:

@@ -1,14 +1,17 @@
-"""Layouts of checkpoints without ZeRO shards: recognise a folder, prove it whole, say how to resume from it.
+"""Layouts of checkpoints without ZeRO shards: recognise one, prove it whole, say how to resume from it.
 
 Each is uploaded, verified, committed, kept and deleted as a ZeRO checkpoint is; the daemon
 makes no other form of it.
 Names raise an expectation; a folder is whole when every file that names, indexes and `.metadata` tell of is
-there and whole. How each trainer writes: docs/formats.md §1.4.
+there and whole. A checkpoint that is one file of save_dir has that file's name as its tag, and the same name
+as the only path in it. How each trainer writes: docs/formats.md §1.4.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptd.core.model.facts import Archive
@@ -28,12 +31,15 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.facts import FileFacts
 
+CKPT = ".ckpt"
+LIGHTNING_META = "meta.pt"
 METADATA = ".metadata"
 """The file of a torch.distributed.checkpoint folder that is written last and names all others."""
 SUFFIX = ".distcp"
 """The end of the names of its other files, as `ckptd.formats.torchfile.sharded` has it too for children."""
-_OPTIMIZER = re.compile(r"^optimizer(_\d+)?(\.pt|\.bin|/)")
+_OPTIMIZER = re.compile(r"^optimizer(_\d+)?(_rank\d+)?(\.pt|\.bin|/)")
 _RANDOM = re.compile(r"^(?:rng_state|random_states)_(\d+)\.(?:pth|pkl)$")
+_RANKED = re.compile(r"^((?:pytorch_model_fsdp|optimizer)(?:_\d+)?)_rank(\d+)\.bin$")
 _STATE = re.compile(
     r"^((scheduler|sampler|dl_state_dict)(_\d+)?\.(pt|bin)|scaler\.pt|meta\.pt|custom_checkpoint_\d+\.pkl)$"
 )
@@ -54,6 +60,15 @@ class Layout:
     opened_by: ClassVar[str]
     """The call that resumes from it; PATH stands for the folder."""
     is_resumable: ClassVar[bool] = True
+    manifest: str = ""
+    """Path in the folder of a file that lists the others, which the job file names."""
+    quiet_seconds: float = 0.0
+    """So long nothing may have changed before it is judged, where the job file says so."""
+
+    @property
+    def written_last(self) -> str:
+        """Return the path of a file that no other may be younger than; "" where nothing is said of it."""
+        return self.manifest
 
     def recognises(self, tag: str, paths: Collection[str]) -> bool:
         """Tell whether a folder of these files is, or is becoming, one of this layout."""
@@ -67,8 +82,8 @@ class Layout:
         """Say what the folder lacks to be whole, None when it lacks nothing."""
         raise NotImplementedError
 
-    def step(self, tag: str) -> int | None:
-        """Return the step that was saved: the last number of the folder's name, None where it has none."""
+    def step(self, tag: str, facts: Mapping[str, FileFacts]) -> int | None:  # noqa: ARG002
+        """Return the step that was saved: the last number of the name, None where it has none."""
         number = _NUMBER.search(tag)
         return int(number[1]) if number else None
 
@@ -119,9 +134,17 @@ class TorchShards(Layout):
         """Tell whether a file is a part, names parts, or lies beside them as Lightning's `meta.pt` does."""
         return path.endswith(SUFFIX) or _base(path) == METADATA or bool(_STATE.match(path))
 
-    def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:  # noqa: ARG002
-        """Say which part is missing or shorter than `.metadata` says."""
+    def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:
+        """Say which part is missing or shorter than `.metadata` says; Lightning writes `meta.pt` after it."""
+        if tag.endswith(CKPT) and LIGHTNING_META not in facts:
+            return _missing_parts(facts) or f"missing: {LIGHTNING_META}"
         return _missing_parts(facts) or _torn(self, facts)
+
+    def step(self, tag: str, facts: Mapping[str, FileFacts]) -> int | None:
+        """Return the step that Lightning's `meta.pt` tells, else the last number of the name."""
+        meta = facts.get(LIGHTNING_META)
+        told = meta.facts.global_steps if meta is not None and meta.facts is not None else None
+        return super().step(tag, facts) if told is None else told
 
 
 class HuggingFace(Layout):
@@ -144,8 +167,10 @@ class HuggingFace(Layout):
         """Say what is missing: rank 0 writes trainer_state.json last, each rank its own random states."""
         return (
             _missing_model(facts)
+            or _missing_fsdp(facts)
             or ("missing: scheduler.pt" if "scheduler.pt" not in facts else None)
             or _missing_random(facts, "rng_state")
+            or _missing_ranks(facts)
             or _missing_state(tag, facts)
             or _missing_parts(facts)
             or _torn(self, facts)
@@ -170,24 +195,151 @@ class Accelerate(HuggingFace):
         return (
             _missing_model(facts)
             or _missing_random(facts, "random_states")
+            or _missing_ranks(facts)
             or _missing_parts(facts)
             or _torn(self, facts)
         )
 
 
+class LightningFile(Layout):
+    """Lightning's `last.ckpt` and `epoch=0-step=10.ckpt`, which hold model, optimizers and loops."""
+
+    name = "lightning"
+    words = "a Lightning checkpoint in one file"
+    trainer = Trainer.LIGHTNING
+    opened_by = "trainer.fit(model, ckpt_path=PATH)"
+
+    def recognises(self, tag: str, paths: Collection[str]) -> bool:
+        """Tell whether a file's name ends as Lightning's do."""
+        return tag.endswith(CKPT) and is_single_file(tag, paths)
+
+    def is_state(self, path: str) -> bool:  # noqa: ARG002
+        """Return true: there is but the one file."""
+        return True
+
+    def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:
+        """Say that the file is cut off, or no file of Lightning's."""
+        if (cut := _torn_file(facts[tag])) is not None:
+            return cut
+        if self.step(tag, facts) is None:
+            return f"{tag} holds no global_step, as Lightning's files do: its step is not known"
+        return None
+
+    def step(self, tag: str, facts: Mapping[str, FileFacts]) -> int | None:
+        """Return the step in the file: `last.ckpt` has none in its name, `…-v1.ckpt` another number."""
+        read = facts[tag].facts
+        return None if read is None else read.global_steps
+
+
+class TorchFile(Layout):
+    """One file of `torch.save`, or one of safetensors, that `files` of the job file names."""
+
+    name = "torch-file"
+    words = "a checkpoint in one torch.save file"
+    trainer = Trainer.TORCH
+    opened_by = "torch.load(PATH)"
+
+    def recognises(self, tag: str, paths: Collection[str]) -> bool:
+        """Tell whether it is one file; which ones are meant, the job file says."""
+        return is_single_file(tag, paths)
+
+    def is_state(self, path: str) -> bool:  # noqa: ARG002
+        """Return true: there is but the one file."""
+        return True
+
+    def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:
+        """Say that the file is cut off, or of a format whose end nothing proves."""
+        return _torn_file(facts[tag])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredSave(Layout):
+    """What `[layout]` of a job file says of checkpoints that no other layout recognises; empty: nothing."""
+
+    name: ClassVar[str] = "declared"
+    words: ClassVar[str] = "a checkpoint that [layout] of the job file describes"
+    trainer: ClassVar[Trainer] = Trainer.SCRIPT
+    opened_by: ClassVar[str] = "your script with PATH"
+    files: str = ""
+    """Pattern of files in save_dir that are checkpoints."""
+    marker: str = ""
+    """Path in the folder of a file that is written last."""
+    manifest: str = ""
+    quiet_seconds: float = 0.0
+
+    @property
+    def written_last(self) -> str:
+        """Return the marker or the manifest."""
+        return self.marker or self.manifest
+
+    @property
+    def evidence(self) -> str:
+        """Return the files or the time that make a folder whole, in words; "" where nothing is declared."""
+        if self.marker or self.manifest:
+            return f"the marker {self.marker}" if self.marker else f"the manifest {self.manifest}"
+        return f"{self.quiet_seconds:g} s of quiet" if self.quiet_seconds else ""
+
+    def recognises(self, tag: str, paths: Collection[str]) -> bool:
+        """Tell whether a folder's name holds a step, and files of a state lie in it."""
+        return bool(self.evidence) and bool(_NUMBER.search(tag)) and any(map(self.is_state, paths))
+
+    def is_state(self, path: str) -> bool:
+        """Tell whether a file is more than the marker or the manifest."""
+        return path not in (self.marker, self.manifest)
+
+    def missing(self, tag: str, facts: Mapping[str, FileFacts]) -> str | None:  # noqa: ARG002
+        """Say that the marker, or what the manifest names, is missing."""
+        if self.marker and self.marker not in facts:
+            return f"missing: {self.marker}, the marker"
+        return (_missing_listed(self.manifest, facts) if self.manifest else None) or _torn(self, facts)
+
+
+NOTHING_DECLARED = DeclaredSave()
 MODEL = ModelOnly()
-TORCH = TorchShards()
-OTHERS: tuple[Layout, ...] = (MODEL, Accelerate(), HuggingFace(), TORCH)
+TORCH, LIGHTNING_FILE, TORCH_FILE = TorchShards(), LightningFile(), TorchFile()
+OTHERS: tuple[Layout, ...] = (
+    MODEL,
+    Accelerate(),
+    HuggingFace(),
+    TORCH,
+    LIGHTNING_FILE,
+    TORCH_FILE,
+    NOTHING_DECLARED,
+)
 """In the order in which they are asked: scripts name folders of Accelerate's as the Trainer does."""
 STAGE_0 = "deepspeed-stage-0"
 """Layout of DeepSpeed without ZeRO: model states alone, which hold the optimizer too."""
 
 
-def other_layout_of(tag: str, paths: Collection[str]) -> Layout | None:
-    """Return the layout of a folder without ZeRO shards, None when it is no checkpoint that ckptd knows."""
+def other_layout_of(
+    tag: str, paths: Collection[str], declared: DeclaredSave = NOTHING_DECLARED
+) -> Layout | None:
+    """Return the layout of a checkpoint without ZeRO shards, None when it is none that ckptd knows."""
     if any(parse_shard_name(_base(path)) is not None for path in paths):
         return None
-    return next((layout for layout in OTHERS if layout.recognises(tag, paths)), None)
+    return next((layout for layout in (*OTHERS, declared) if layout.recognises(tag, paths)), None)
+
+
+def layout_of_file(name: str, trainer: str, declared: DeclaredSave) -> Layout | None:
+    """Return the layout of a file of save_dir that is a checkpoint by itself, None of any other file.
+
+    `trainer`: the only one whose files are meant, or auto.
+    """
+    if declared.files and fnmatchcase(name, declared.files):
+        has_end = name.endswith((*TORCH_FILES, CKPT, ".tar", ".safetensors"))
+        return declared if declared.quiet_seconds and not has_end else TORCH_FILE
+    is_lightning = trainer in ("auto", LIGHTNING_FILE.trainer) and LIGHTNING_FILE.recognises(name, {name})
+    return LIGHTNING_FILE if is_lightning else None
+
+
+def is_single_file(tag: str, paths: Collection[str]) -> bool:
+    """Tell whether a checkpoint of these files is one file of save_dir, which bears the tag's name."""
+    return len(paths) == 1 and tag in paths
+
+
+def below(tag: str, path: str) -> str:
+    """Return the path below save_dir of a checkpoint's file, which may be the checkpoint itself."""
+    return path if path == tag else f"{tag}/{path}"
 
 
 def layout_of(tag: str, paths: Iterable[str]) -> tuple[Trainer, tuple[str, ...]]:
@@ -244,6 +396,43 @@ def _missing_random(facts: Mapping[str, FileFacts], name: str) -> str | None:
     return f"missing: {re.sub(r'[0-9]+', str(absent), found[max(found)])}"
 
 
+def _missing_listed(manifest: str, facts: Mapping[str, FileFacts]) -> str | None:
+    """Name a file of a declared manifest that is missing, or has another size."""
+    index = facts.get(manifest)
+    if index is None:
+        return f"missing: {manifest}, the manifest"
+    if index.reason or not index.parts:
+        return f"{manifest}: {index.reason or 'it names no file'}"
+    for name, size_bytes in index.parts:
+        part = facts.get(name)
+        if part is None:
+            return f"missing: {name}, which {manifest} names"
+        if size_bytes >= 0 and part.bytes != size_bytes:
+            return f"{name} has {part.bytes} bytes, {manifest} says {size_bytes}"
+    return None
+
+
+def _missing_fsdp(facts: Mapping[str, FileFacts]) -> str | None:
+    """Name the weights that FSDP resumes from, where the optimizer is FSDP's: others may lie beside them."""
+    is_fsdp = any(path.startswith(("optimizer.bin", "optimizer_")) for path in facts)
+    has_weights = any(path.startswith("pytorch_model_fsdp") for path in facts)
+    return "missing: pytorch_model_fsdp*" if is_fsdp and not has_weights else None
+
+
+def _missing_ranks(facts: Mapping[str, FileFacts]) -> str | None:
+    """Name a file of FSDP that one rank writes alone, where others' or random states tell of that rank."""
+    random = {int(match[1]) for path in facts if (match := _RANDOM.match(path))}
+    ranked: dict[str, set[int]] = {}
+    for path in facts:
+        if (match := _RANKED.match(path)) is not None:
+            ranked.setdefault(match[1], set()).add(int(match[2]))
+    for stem, ranks in sorted(ranked.items()):
+        absent = set(range(max(ranks | random) + 1)) - ranks
+        if absent:
+            return f"missing: {stem}_rank{min(absent)}.bin"
+    return None
+
+
 def _missing_parts(facts: Mapping[str, FileFacts]) -> str | None:
     """Name a part of a torch.distributed.checkpoint folder that is missing or too short."""
     folders = {path.rpartition("/")[0] for path in facts if path.endswith(SUFFIX) or _base(path) == METADATA}
@@ -261,6 +450,17 @@ def _missing_parts(facts: Mapping[str, FileFacts]) -> str | None:
             if part.bytes < least_bytes:
                 return f"{head}{name} has {part.bytes} bytes, {METADATA} tells of {least_bytes}"
     return None
+
+
+def _torn_file(fact: FileFacts) -> str | None:
+    """Say that a checkpoint in one file is cut off, or that nothing proves its end."""
+    if fact.bytes == 0:
+        return f"{fact.path} is empty"
+    if fact.reason:
+        return f"{fact.path} is cut off ({fact.reason})"
+    if fact.archive in (Archive.ZIP, Archive.LEGACY) or fact.path.endswith(".safetensors"):
+        return None
+    return f"{fact.path} is no torch.save file: nothing in it tells whether it is whole"
 
 
 def _torn(layout: Layout, facts: Mapping[str, FileFacts]) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-REVISION = 1
+REVISION = 2
 """Revision of what an inspection finds of a shard; what an older one found is inspected again."""
 
 
@@ -55,6 +55,8 @@ class ShardFacts:
     of stages 1 and 2 by their own mappings."""
     emptied: tuple[str, ...] = ()
     """Optimizer states whose tensor holds no element: swapped out, where fp32 is too."""
+    swapped: tuple[tuple[str, int], ...] = ()
+    """Tensors that NVMe offload copies beside the shard: name, and elements that lie in the shard as well."""
     item_bytes: int = 4
     is_offloaded: bool = False
     """ds_config swaps the optimizer's states to NVMe."""

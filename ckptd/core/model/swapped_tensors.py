@@ -91,6 +91,12 @@ def _problem(short: Short, folder: str, by_folder: Mapping[str, Mapping[str, int
     if folder not in by_folder:
         return f"{folder} is not there"
     names = by_folder[folder]
+    for tensor, elements in short.facts.swapped:
+        name, needed = f"{tensor}{END}", elements * short.facts.item_bytes
+        if name not in names:
+            return f"{folder} lacks {name}"
+        if names[name] < needed:
+            return f"{folder}/{name} has {names[name]} bytes, {needed} are needed"
     states = short.facts.emptied
     for state in ("", *states):
         own = {n: size for n, size in names.items() if _is_of(n, state, states)}

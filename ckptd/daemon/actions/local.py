@@ -73,7 +73,9 @@ class LocalActions:
         self._conversion_bytes = conversion_bytes
         self._wake = wake
         self.signals = Signals(holds=holds_lease)
-        self.deleter = LocalDeleter(state, audit, self._in_worker, wake, config.trainer, is_pinned)
+        self.deleter = LocalDeleter(
+            state, audit, self._in_worker, wake, config.trainer, is_pinned, config.declared
+        )
         self._dropping: set[int] = set()
         self._releasing: set[int] = set()
 

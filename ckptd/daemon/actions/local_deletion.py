@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import files
 from ckptd.conversion.engine.staging import partial_name
+from ckptd.core.model.other_layouts import NOTHING_DECLARED
 from ckptd.core.model.records import UNIVERSAL, ZERO, DeletionIntent, DerivedState
 from ckptd.core.policy.local import was_committed
 from ckptd.core.policy.permit import OptOutPermit
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptd.core.model.listing import SaveDirListing
+    from ckptd.core.model.other_layouts import DeclaredSave
     from ckptd.core.model.records import DeletionRow
     from ckptd.core.policy.actions import DeleteLocal
     from ckptd.core.policy.permit import DeletePermit
@@ -62,9 +64,11 @@ class LocalDeleter:
         wake: Callable[[], None],
         trainer: str = "auto",
         is_pinned: Callable[[str], bool] = lambda _tag: False,
+        declared: DeclaredSave = NOTHING_DECLARED,
     ) -> None:
         self._state = state
         self._trainer = trainer
+        self._declared = declared
         self._audit = audit
         self._in_worker = in_worker
         self._wake = wake
@@ -92,7 +96,7 @@ class LocalDeleter:
             if self.is_pinned(permit.tag):
                 return False
             if planned is not None:
-                _check_no_save_began(fd, planned, permit.tag, self._trainer)
+                _check_no_save_began(fd, planned, permit.tag, self._trainer, self._declared)
             self._audit.write(
                 "prune-unuploaded" if isinstance(permit, OptOutPermit) else "prune",
                 tag=permit.tag,
@@ -296,7 +300,13 @@ def _intent(permit: DeletePermit) -> DeletionIntent:
     )
 
 
-def _check_no_save_began(save_dir_fd: int, planned: SaveDirListing, tag: str, trainer: str) -> None:
+def _check_no_save_began(
+    save_dir_fd: int,
+    planned: SaveDirListing,
+    tag: str,
+    trainer: str,
+    declared: DeclaredSave = NOTHING_DECLARED,
+) -> None:
     """Look again at what stays instead: nothing goes while a save is in flight, be it of the newest itself.
 
     Raises:
@@ -304,7 +314,7 @@ def _check_no_save_began(save_dir_fd: int, planned: SaveDirListing, tag: str, tr
             removed.
     """
     before = {folder.tag: folder.shards for folder in planned.folders}
-    now = scan(save_dir_fd, trainer, planned)
+    now = scan(save_dir_fd, trainer, planned, declared)
     if now.resumed != planned.resumed:
         msg = f"`ckptd resume` gave the trainer a checkpoint since {tag} was to be removed"
         raise SourceChanged(msg, hint="the next turn looks again")

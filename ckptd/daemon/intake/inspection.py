@@ -129,7 +129,7 @@ class ShardInspector:
             return
         is_final = refused is not None and refused.failures >= TRIES and not refused.lost
         self._inspecting.add(folder.tag)
-        root = self._config.save_dir / folder.tag
+        root = self._config.save_dir / folder.place
         identities = {f.path: f.identity for f in folder.files}
 
         def then(rows: list[FileFacts]) -> None:
@@ -153,7 +153,9 @@ class ShardInspector:
 
         self._workers.submit(
             f"inspecting {folder.tag}",
-            lambda: inspect.inspect_files(root, paths, identities=identities, is_final=is_final),
+            lambda: inspect.inspect_files(
+                root, paths, identities=identities, manifest=folder.manifest, is_final=is_final
+            ),
             then,
             failed,
         )
@@ -246,7 +248,7 @@ class LateFiles:
         save = self._state.saves.rows[save_id].save
         files = newcomers(save, folder)
         identities = {file.path: file.identity for file in files}
-        root = self._config.save_dir / folder.tag
+        root = self._config.save_dir / folder.place
 
         def read() -> list[FileFacts]:
             return inspect.inspect_files(root, list(identities), identities=identities, is_final=False)

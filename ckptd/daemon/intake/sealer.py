@@ -128,7 +128,7 @@ class Sealer:
 
     def next_due_seconds(self, now_seconds: float) -> float:
         """Return how long until a folder may have become quiet."""
-        settle = self._config.settle_seconds
+        settle = max(self._config.settle_seconds, self._config.declared.quiet_seconds)
         waits = [
             settle - (now_seconds - quiet.since_seconds)
             for tag, quiet in self._state.folders.quiet.items()
@@ -187,7 +187,7 @@ class Sealer:
 
     def _recently_changed(self, folder: FolderListing, now_seconds: float) -> bool:
         quiet = self._state.folders.quiet[folder.tag]
-        limit = max(IN_FLIGHT_SECONDS, 3 * self._config.settle_seconds)
+        limit = max(IN_FLIGHT_SECONDS, 3 * self._config.settle_seconds, folder.quiet_seconds)
         if now_seconds - quiet.since_seconds < limit:
             return True
         return self._writers.has(folder.tag, now_seconds - quiet.since_seconds)

@@ -28,7 +28,7 @@ def look(
     config: JobConfig, problems: Problems, before: SaveDirListing | None, save_dir_fd: int
 ) -> SaveDirListing:
     """List save_dir, and say what in it is not protected."""
-    listing = scan(save_dir_fd, config.trainer, before)
+    listing = scan(save_dir_fd, config.trainer, before, config.declared)
     seen = {path.partition("/")[0]: path for path in listing.linked}
     for problem in problems.all():
         if problem.code == "linked-save" and problem.about not in seen:

@@ -12,6 +12,7 @@ from ckptd import __version__
 from ckptd.core.completeness.markers import replicas
 from ckptd.core.model.layouts import LATEST_UNIVERSAL, Role, place_of
 from ckptd.core.model.manifest import EXTRA_FOLDER, DerivedSource, NodeManifest, folder_name, universal_folder
+from ckptd.core.model.other_layouts import below
 from ckptd.core.model.records import UNIVERSAL, ZERO, ObjectRow
 from ckptd.core.policy.actions import Upload
 from ckptd.storage.local import fs
@@ -47,7 +48,7 @@ def files_to_upload(row: SaveRow, action: Upload, save_dir_fd: int) -> tuple[m.U
         m.UploadFile(
             path=f.path,
             key=place_of(folder, f.path, f.fingerprint, f.identity.size_bytes),
-            source=f"{source}/{f.path}",
+            source=below(source, f.path),
             is_replica=f.path in elsewhere,
             identity=identities.get(f.path, f.identity),
             bytes=f.identity.size_bytes,

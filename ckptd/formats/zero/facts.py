@@ -100,6 +100,8 @@ def shard_facts(root: Any, fd: int) -> ShardFacts:
         _optimizer_facts(facts, top["optimizer_state_dict"], fd)
     if "param_shapes" in top or "module" in top:
         _model_facts(facts, top, has_config=bool(config))
+    elif "pytorch-lightning_version" in top:
+        facts.global_steps = as_int(top.get("global_step"))
     return facts
 
 
@@ -144,9 +146,28 @@ def _element_facts(facts: ShardFacts, inner: dict[Any, Any], states: dict[Any, A
     facts.item_bytes = min((tensor.item_bytes for tensor in tensors), default=4)
     found = (key for state in states.values() for key, value in as_dict(state).items() if _is_empty(value))
     facts.emptied = tuple(sorted({key for key in found if isinstance(key, str) and len(key) <= 256}))
+    if facts.zero_stage == 3:
+        of_groups = (swapped_of(tensor, as_dict(states.get(g))) for g, tensor in enumerate(tensors))
+        away = [tensor for group in of_groups for tensor in group.values() if len(tensor.ds_id) <= 256]
+        facts.swapped = tuple((tensor.ds_id, tensor.numel) for tensor in away)
     mappings = inner.get("param_slice_mappings")
     if facts.zero_stage != 3 and isinstance(mappings, list) and len(mappings) == len(groups):
         facts.owed = tuple(_mapped(mapping) for mapping in mappings)
+
+
+def swapped_of(fp32: Tensor, state: dict[Any, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a stage 3 sub-group that NVMe offload keeps in files: "fp32" and its states.
+
+    DeepSpeed names such a state after it and its master, `exp_avg-0_28`. The shard may hold the elements as
+    well, where pipelined swapping left them in its buffers; a load reads the files. Empty: none is swapped.
+    """
+    named = {
+        str(key): value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.ds_id == f"{key}-{fp32.ds_id}"
+    }
+    is_swapped = fp32.ds_id and (named or (fp32.numel == 0 and not state))
+    return {"fp32": fp32, **named} if is_swapped else {}
 
 
 def _is_empty(value: Any) -> bool:

@@ -7,11 +7,11 @@ each padded inside itself to the same length on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.torchfile.values import Tensor
-from ckptd.formats.zero.facts import as_dict, numel, shown, states_of
+from ckptd.formats.zero.facts import as_dict, numel, shown, states_of, swapped_of
 from ckptd.formats.zero.optimizers import refuse_unknown_layout
 from ckptd.formats.zero.shards import (
     Flat,
@@ -60,26 +60,19 @@ def cut(opened: Opened, lengths: list[int], swapped: Swapped, *, masters_only: b
         raise RefusedError(f"{source.path} lacks its fp32 partitions or its optimizer state")
     if not masters_only:
         refuse_unknown_layout(as_dict(base), source)
-    states = {} if masters_only else states_of(base)
     groups: list[ShardGroup] = []
     for s, tensor in enumerate(fp32_groups):
         where, wanted = f"sub-group {s}", lengths[s] if s < len(lengths) else 0
-        kept = as_dict(states.get(s))
-        away = {key: value for key, value in kept.items() if _is_away(value, wanted)}
-        fp32 = flat(tensor, source, f"fp32 partition of {where}")
-        if _is_away(tensor, wanted):
-            fp32 = _swapped(tensor, source, f"fp32 of {where}", wanted, swapped)
-        rest = {key: value for key, value in kept.items() if key not in away}
-        buffers, scalars = split_state(rest, fp32, source, where)
-        for key, value in away.items():
-            buffers[str(key)] = _swapped(value, source, f"{shown(key)} of {where}", wanted, swapped)
-        groups.append(ShardGroup(buffers, scalars))
+        fp32, kept = flat(tensor, source, f"fp32 partition of {where}"), as_dict(states_of(base).get(s))
+        away = {
+            name: _swapped(value, source, f"{shown(name)} of {where}", wanted, swapped)
+            for name, value in swapped_of(tensor, kept).items()
+            if name == "fp32" or not masters_only
+        }
+        rest = {key: value for key, value in kept.items() if str(key) not in away and not masters_only}
+        buffers, scalars = split_state(rest, away.get("fp32", fp32), source, where)
+        groups.append(ShardGroup(buffers | away, scalars))
     return OptimShard(source, groups)
-
-
-def _is_away(value: Any, wanted: int) -> bool:
-    """Tell whether a tensor lies beside the shard: it has a name there, and no element of those wanted."""
-    return isinstance(value, Tensor) and value.numel == 0 < wanted and value.ds_id != ""
 
 
 def _swapped(tensor: Tensor, source: Source, what: str, wanted: int, swapped: Swapped) -> Flat:

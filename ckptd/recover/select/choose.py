@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.completeness.order import next_order, rebuilt_order
 from ckptd.core.model.generation import order_of
 from ckptd.core.model.layouts import Trainer
-from ckptd.core.model.other_layouts import layout_of
+from ckptd.core.model.other_layouts import layout_of, other_layout
 from ckptd.core.model.save import Order
 from ckptd.errors import CkptdError, DamagedError, NotPermitted, RemoteError, StorageError
 from ckptd.recover.select.copies import (
@@ -57,6 +57,8 @@ class Candidate:
         """Return which trainer wrote the folder, and where in it the shards lie."""
         if self.local is not None:
             return self.local.listing.trainer, self.local.listing.roots
+        if (other := other_layout(self.grid.layout)) is not None:
+            return other.trainer, ()
         whole = self.copies or self.universals
         return layout_of(self.tag, (file.path for file in whole[0].files))
 

@@ -238,7 +238,7 @@ def scan_local(
     save_dir: Path, save_dir_fd: int, job: JobConfig, remotes: Sequence[RemoteInventory]
 ) -> tuple[SaveDirListing, tuple[LocalCheckpoint, ...]]:
     """Scan save_dir, inspect every file in restricted children, judge every folder."""
-    listing = scan(save_dir_fd)
+    listing = scan(save_dir_fd, declared=job.declared)
     accepted = frozenset(
         decision.fingerprints
         for remote in remotes
@@ -261,7 +261,7 @@ def scan_local(
             known_grids=grids,
             is_to_send=False,
         )
-        rows, unread = _read(save_dir / folder.tag, [f.path for f in folder.files])
+        rows, unread = _read(save_dir / folder.place, [f.path for f in folder.files], folder.manifest)
         facts = {row.path: row for row in rows}
         found.append(
             LocalCheckpoint(
@@ -276,14 +276,14 @@ def scan_local(
     return listing, tuple(replace(one, is_open=one.listing.tag in written) for one in found)
 
 
-def _read(folder: Path, paths: Sequence[str]) -> tuple[list[FileFacts], StorageError | None]:
+def _read(folder: Path, paths: Sequence[str], manifest: str) -> tuple[list[FileFacts], StorageError | None]:
     # what looks at a remote alone loads no conversions
     from ckptd.conversion.engine.inspect import inspect_files
 
     try:
-        return inspect_files(folder, paths, is_final=False), None
+        return inspect_files(folder, paths, manifest=manifest, is_final=False), None
     except StorageError as error:
-        return inspect_files(folder, paths), error
+        return inspect_files(folder, paths, manifest=manifest), error
 
 
 def read_node_memory(job: JobConfig, state_dir: Path | None, node: str) -> NodeMemory:

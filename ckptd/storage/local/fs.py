@@ -21,6 +21,7 @@ from ckptd.base import extents, files, names, owned_dirs
 from ckptd.base.identity import FolderIdentity
 from ckptd.base.owned_dirs import list_dir
 from ckptd.core.model.listing import OURS
+from ckptd.core.model.other_layouts import is_single_file
 from ckptd.errors import CkptdError, RefusedError, SourceChanged, StorageError, from_os_error
 from ckptd.storage.local.scan import scan_folder
 
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
 _BY_HAND = "ckptd and trainer use nothing there: look at it, and move that folder away or remove it by hand"
 
 
-def is_as_sealed(folder_fd: int, file: SealedFile) -> bool:
+def is_as_sealed(folder_fd: int, file: SealedFile, name: str = "") -> bool:
     """Whether a file has the inode, size and time of writing that were sealed; device and ctime may be
-    others.
+    others. `name`: its path now, where that is another than the one that was sealed.
     """
-    status, sealed = files.stat_beneath(folder_fd, file.path), file.identity
+    status, sealed = files.stat_beneath(folder_fd, name or file.path), file.identity
     return (
         status is not None
         and stat.S_ISREG(status.st_mode)
@@ -152,24 +153,20 @@ def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
     if not permit.is_grounded or not permit.is_valid_at(time.monotonic()):
         msg = f"the permit to remove {permit.tag} is not valid"
         raise RefusedError(msg, hint="a new one is made from a fresh read of the COMMITs")
-    try:
-        folder_fd = files.open_dir_beneath(save_dir_fd, permit.tag)
-    except FileNotFoundError as error:
-        msg = f"{permit.tag} is gone"
-        raise SourceChanged(msg, hint="the trainer removed it") from error
+    is_file = is_single_file(permit.tag, [file.path for file in permit.files])
+    folder_fd = open_tag(save_dir_fd, permit.tag)
     trash_fd = ensure_ours(save_dir_fd, TRASH)
     try:
+        # of a single file it is the identity of save_dir
         if files.folder_identity(folder_fd) != permit.folder:
             msg = f"{permit.tag} is another folder than the committed one"
             raise SourceChanged(msg)
-        check_identities(folder_fd, permit.files, only_listed=True)
+        check_identities(folder_fd, permit.files, only_listed=not is_file)
         files.rename_new(save_dir_fd, permit.tag, trash_fd, name_in_trash)
         try:
-            moved = os.stat(name_in_trash, dir_fd=trash_fd, follow_symlinks=False)
-            if FolderIdentity(dev=moved.st_dev, ino=moved.st_ino) != permit.folder:
-                msg = f"{permit.tag} was swapped for another folder"
-                raise SourceChanged(msg)
-            check_identities(folder_fd, permit.files, only_listed=True)
+            _check_moved(trash_fd, name_in_trash, permit, is_file=is_file)
+            if not is_file:
+                check_identities(folder_fd, permit.files, only_listed=True)
         except (CkptdError, OSError):
             files.rename_new(trash_fd, name_in_trash, save_dir_fd, permit.tag)
             raise
@@ -183,6 +180,37 @@ def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
         os.close(folder_fd)
 
 
+def _check_moved(trash_fd: int, name: str, permit: DeletePermit, *, is_file: bool) -> None:
+    """Compare what was renamed aside with what was to be; renaming changes a file's ctime.
+
+    Raises:
+        SourceChanged: something else had its name by then.
+    """
+    moved = os.stat(name, dir_fd=trash_fd, follow_symlinks=False)
+    if is_file:
+        is_same = moved.st_dev == permit.folder.dev and is_as_sealed(trash_fd, permit.files[0], name)
+    else:
+        is_same = FolderIdentity(dev=moved.st_dev, ino=moved.st_ino) == permit.folder
+    if not is_same:
+        msg = f"{permit.tag} was swapped for another {'file' if is_file else 'folder'}"
+        raise SourceChanged(msg)
+
+
+def _finish_file(trash_fd: int, name: str, sealed: SealedFile) -> None:
+    """Remove a checkpoint that is one file from the trash; another file of that name stays there."""
+    with closing(files.open_beneath(trash_fd, name)) as fd:
+        _check_still_there(trash_fd, name, fd)
+        if not is_as_sealed(trash_fd, sealed, name):
+            raise stays_in_trash(name, [sealed.path], is_listed=True)
+        files.remove_file(trash_fd, name)
+    files.fsync_dir(trash_fd)
+
+
+def _is_file_in(dir_fd: int, name: str) -> bool:
+    status = files.stat_beneath(dir_fd, name)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
 def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None:
     """Remove the sealed files of a folder in the trash, then its empty folders; anything else stays there.
 
@@ -193,7 +221,11 @@ def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None
         FileNotFoundError: it was moved back.
         StorageError: some of it stays.
     """
-    folder_fd = files.open_dir_beneath(trash_fd, name)
+    try:
+        folder_fd = files.open_dir_beneath(trash_fd, name)
+    except NotADirectoryError:
+        _finish_file(trash_fd, name, sealed[0])
+        return
     try:
         _check_still_there(trash_fd, name, folder_fd)
         here = [file for file in sealed if files.stat_beneath(folder_fd, file.path) is not None]
@@ -217,7 +249,7 @@ def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None
 
 
 def _check_still_there(trash_fd: int, name: str, folder_fd: int) -> None:
-    """Lock a folder in the trash, where no trainer meets that (P11): moved back, nothing of it is removed.
+    """Lock what lies in the trash, where no trainer meets that (P11): moved back, nothing of it is removed.
 
     Raises:
         FileNotFoundError: it was moved back.
@@ -265,20 +297,24 @@ def closing(fd: int) -> Iterator[int]:
 
 
 def put_back(save_dir_fd: int, name: str, tag: str, sealed: Sequence[SealedFile]) -> bool:
-    """Move a folder back of which nothing was removed; False: something was, is being, or its place is taken.
+    """Move a checkpoint back of which nothing was removed; False: something was, is being, or its place is
+    taken.
 
     A worker of before the job began again may be about to remove its first file.
     """
+    place = f"{TRASH}/{name}"
+    is_file = _is_file_in(save_dir_fd, place)
     try:
-        folder_fd = files.open_dir_beneath(save_dir_fd, f"{TRASH}/{name}")
+        moved_fd = (files.open_beneath if is_file else files.open_dir_beneath)(save_dir_fd, place)
     except FileNotFoundError:
         return False
-    with closing(folder_fd):
+    with closing(moved_fd):
         try:
-            owned_dirs.lock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owned_dirs.lock(moved_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        return _is_whole(folder_fd, sealed) and return_from_trash(save_dir_fd, name, tag)
+        is_whole = is_file or _is_whole(moved_fd, sealed)
+        return is_whole and return_from_trash(save_dir_fd, name, tag)
 
 
 def return_from_trash(save_dir_fd: int, name: str, tag: str) -> bool:
@@ -298,6 +334,8 @@ def is_whole_in_trash(save_dir_fd: int, name: str, sealed: Sequence[SealedFile])
     """Whether nothing was removed of a checkpoint that was renamed aside: every name is there, whatever it
     holds.
     """
+    if _is_file_in(save_dir_fd, f"{TRASH}/{name}"):
+        return True
     try:
         with closing(files.open_dir_beneath(save_dir_fd, f"{TRASH}/{name}")) as folder:
             return _is_whole(folder, sealed)
@@ -324,16 +362,18 @@ def trash_names(save_dir_fd: int) -> list[str]:
 
 
 def open_tag(save_dir_fd: int, tag: str) -> int:
-    """Open a checkpoint folder.
+    """Open the folder that a checkpoint's files lie in: its own, or save_dir for one that is a single file.
 
     Raises:
         SourceChanged: it is gone.
     """
+    if _is_file_in(save_dir_fd, tag):
+        return os.dup(save_dir_fd)
     try:
         return files.open_dir_beneath(save_dir_fd, tag)
     except FileNotFoundError as error:
         msg = f"{tag} vanished"
-        raise SourceChanged(msg) from error
+        raise SourceChanged(msg, hint="the trainer removed it") from error
 
 
 def remove_ours(save_dir_fd: int, folder: str, name: str) -> None:
@@ -415,7 +455,7 @@ def folder_is_intact(save_dir_fd: int, tag: str, sealed: Sequence[SealedFile]) -
 
 
 def remove_incomplete(save_dir_fd: int, tag: str, files_seen: Sequence[ListedFile]) -> None:
-    """Remove a checkpoint folder that a person gave up: looked at before and after it is renamed aside.
+    """Remove a checkpoint that a person gave up: looked at before and after it is renamed aside.
 
     Killed in between, the next start of the daemon moves it back; once it is ours it goes for good.
 
@@ -426,27 +466,45 @@ def remove_incomplete(save_dir_fd: int, tag: str, files_seen: Sequence[ListedFil
     trash_fd = ensure_ours(save_dir_fd, TRASH)
     try:
         with closing(open_tag(save_dir_fd, tag)) as folder:
-            _check_listed(folder, tag, files_seen)
+            is_file = is_single_file(tag, [file.path for file in files_seen])
+            _check_listed(folder, tag, files_seen, [tag] if is_file else None)
             files.rename_new(save_dir_fd, tag, trash_fd, name)
             try:
-                _check_listed(folder, tag, files_seen)
+                if not is_file:
+                    _check_listed(folder, tag, files_seen)
+                elif not _is_listed(trash_fd, name, files_seen[0]):
+                    raise _changed(tag, tag)
             except (CkptdError, OSError):
                 files.rename_new(trash_fd, name, save_dir_fd, tag)
                 raise
         files.fsync_dir(save_dir_fd)
         aside = f"ours.{secrets.token_hex(6)}"
         files.rename_new(trash_fd, name, trash_fd, aside)
-        files.remove_tree(trash_fd, aside)
+        (files.remove_file if is_file else files.remove_tree)(trash_fd, aside)
     except OSError as error:
         raise from_os_error(error, f"removing {tag}") from error
     finally:
         os.close(trash_fd)
 
 
-def _check_listed(folder_fd: int, tag: str, seen: Sequence[ListedFile]) -> None:
+def _check_listed(
+    folder_fd: int, tag: str, seen: Sequence[ListedFile], paths: Sequence[str] | None = None
+) -> None:
+    """Compare what is in a folder, or only some `paths` there, with what was looked at."""
     known = {file.path: file.identity for file in seen}
-    for path in everything_in(folder_fd):
+    for path in everything_in(folder_fd) if paths is None else paths:
         status = files.stat_beneath(folder_fd, path)
         if status is None or known.get(path) != files.identity_of(status):
-            msg = f"{tag}/{path} changed while {tag} was looked at"
-            raise SourceChanged(msg, hint="somebody writes there; it stays")
+            raise _changed(path, tag)
+
+
+def _is_listed(dir_fd: int, name: str, seen: ListedFile) -> bool:
+    """Tell whether a file that was renamed is the one that was looked at: its ctime is another."""
+    status, was = os.stat(name, dir_fd=dir_fd, follow_symlinks=False), seen.identity
+    return (status.st_ino, status.st_size, status.st_mtime_ns) == (was.ino, was.size_bytes, was.mtime_ns)
+
+
+def _changed(path: str, tag: str) -> SourceChanged:
+    where = path if path == tag else f"{tag}/{path}"
+    msg = f"{where} changed while {tag} was looked at"
+    return SourceChanged(msg, hint="somebody writes there; it stays")

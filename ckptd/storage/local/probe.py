@@ -22,6 +22,7 @@ from ckptd.base import names as base_names
 from ckptd.base.humanize import size_of, user_in_words
 from ckptd.base.owned_dirs import list_dir
 from ckptd.core.model.listing import OURS, warn_unprotected
+from ckptd.core.model.other_layouts import NOTHING_DECLARED, below
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RefusedError, from_os_error
 from ckptd.storage.local.fs import STAGING, TRASH, closing, ensure_ours, remove_empty
 from ckptd.storage.local.scan import scan
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.quantities import Share
     from ckptd.core.model.listing import SaveDirListing
+    from ckptd.core.model.other_layouts import DeclaredSave
 
 
 # --- rights, proved by using them below `_ckptd` ---------------------------------------------------------
@@ -166,7 +168,12 @@ def failed(what: str, error: CkptdError) -> Finding:
 
 
 def probe_save_dir(
-    save_dir: Path, min_free: Share, *, writes: bool, trainer: str = "auto"
+    save_dir: Path,
+    min_free: Share,
+    *,
+    writes: bool,
+    trainer: str = "auto",
+    declared: DeclaredSave = NOTHING_DECLARED,
 ) -> Iterator[Finding]:
     """Yield the findings about a save_dir; with `writes` by really creating, renaming and removing below
     `_ckptd/`.
@@ -189,7 +196,7 @@ def probe_save_dir(
         )
         yield _owner(fd, save_dir)
         try:
-            listing = scan(fd, trainer)
+            listing = scan(fd, trainer, declared=declared)
         except OSError as error:
             yield failed("read", from_os_error(error, f"listing {save_dir}"))
             return
@@ -265,10 +272,12 @@ def _readable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
     for folder in listing.folders:
         for file in folder.shards:
             try:
-                with files.reading(fd, f"{folder.tag}/{file.path}"):
+                with files.reading(fd, below(folder.tag, file.path)):
                     opened += 1
             except OSError as error:
-                return failed("read", from_os_error(error, f"reading {save_dir}/{folder.tag}/{file.path}"))
+                return failed(
+                    "read", from_os_error(error, f"reading {save_dir}/{below(folder.tag, file.path)}")
+                )
             except CkptdError as error:
                 return failed("read", error)
     if not opened:
@@ -316,7 +325,9 @@ def _prunable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
     us = os.geteuid()
     for folder in listing.folders:
         status = os.stat(folder.tag, dir_fd=fd, follow_symlinks=False)
-        allowed = os.access(folder.tag, os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True)
+        # a single file is removed by who may write in save_dir
+        where = folder.place or "."
+        allowed = os.access(where, os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True)
         foreign = sticky and us not in (0, status.st_uid, os.fstat(fd).st_uid)
         if not allowed or foreign:
             owner = user_in_words(status.st_uid)

@@ -33,11 +33,21 @@ from ckptd.core.model.listing import (
     is_trainers_checkpoint,
     of_listing,
 )
-from ckptd.core.model.other_layouts import MODEL, other_layout_of
+from ckptd.core.model.other_layouts import (
+    MODEL,
+    NOTHING_DECLARED,
+    TORCH_FILE,
+    DeclaredSave,
+    layout_of_file,
+    other_layout_of,
+)
 from ckptd.errors import CkptdError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from ckptd.core.model.listing import Unprotected
+    from ckptd.core.model.other_layouts import Layout
 
 
 _CHECKPOINT = re.compile(r"^(global_step|checkpoint[-_]|step[-_]?|iter_)\d+$")
@@ -71,6 +81,9 @@ def linked_shard(listing: FolderListing | None) -> list[str]:
 log = logging.getLogger("ckptd.scan")
 
 MAX_DEPTH = 8
+_NOT_LISTED = (OURS, base_names.TEMPORARY_PREFIX)
+REST_SECONDS = 600.0
+"""A folder in which nothing was written for so long will get no files that tell what it is."""
 EXTRA_LIMIT_BYTES = 16 << 20
 LOST_AND_FOUND = "lost+found"
 """Root's, in every ext4 that is mounted at save_dir."""
@@ -89,23 +102,25 @@ _WORD_LIMIT_BYTES = 4 << 20
 """It names every folder of save_dir."""
 
 
-def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None = None) -> SaveDirListing:
+def scan(
+    save_dir_fd: int,
+    trainer: str = "auto",
+    before: SaveDirListing | None = None,
+    declared: DeclaredSave = NOTHING_DECLARED,
+) -> SaveDirListing:
     """List a save_dir, without entries that vanish meanwhile: the next scan sees the truth.
 
-    With a `trainer` other than auto, folders that another one wrote are foreign. Folders that are as they
-    were in `before` are given back as the same objects, so that comparing them is cheap.
+    Folders that another trainer than `trainer` wrote, and that are not `declared`, are foreign. What is as it
+    was in `before` is given back as the same object, so that comparing is cheap.
     """
     known = {folder.tag: folder for folder in before.folders} if before else {}
     wanted = WRITES_AS.get(trainer, trainer)
-    folders: list[FolderListing] = []
-    extras: list[ListedFile] = []
-    bare: dict[str, list[str]] = {}
+    folders, extras = list[FolderListing](), list[ListedFile]()
+    bare: dict[str, FolderListing] = {}
     foreign, nameless, closed = list[str](), list[str](), list[str]()
     linked, names = list[str](), list[str]()
     latest = read_pointer(save_dir_fd, "latest")
-    for name in sorted(list_dir(save_dir_fd)):
-        if name.startswith((OURS, base_names.TEMPORARY_PREFIX)):
-            continue
+    for name in sorted(one for one in list_dir(save_dir_fd) if not one.startswith(_NOT_LISTED)):
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(name, dir_fd=save_dir_fd, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
@@ -113,25 +128,25 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
                     foreign.append(name)
                     closed += [shown(name)] if name != LOST_AND_FOUND else []
                     continue
-                listing = scan_folder(save_dir_fd, name, known.get(name))
+                listing = scan_folder(save_dir_fd, name, known.get(name), declared)
                 linked += linked_shard(listing)
-                is_one = listing is not None and listing.is_checkpoint and wanted in ("auto", listing.trainer)
+                is_one = listing is not None and _is_meant(listing, wanted)
                 if listing is None or not is_one or shown(name) != name:
                     foreign.append(name)
-                    if is_one:
-                        nameless.append(shown(name))
-                    elif listing is not None and not listing.shards and _is_fit(name):
-                        bare[name] = [file.path for file in listing.files]
+                    nameless += [shown(name)] if is_one else []
+                    if listing is not None and not listing.shards and _is_fit(name):
+                        bare[name] = listing
                 else:
                     folders.append(listing)
             elif stat.S_ISREG(status.st_mode) and _is_fit(name):
+                if (layout := layout_of_file(name, wanted, declared)) is not None:
+                    folders.append(_single_file(save_dir_fd, name, status, layout, known.get(name)))
+                    continue
                 names.append(name)
-                if name not in POINTERS and status.st_size <= EXTRA_LIMIT_BYTES:
-                    extras.append(_listed(name, status))
+                extras += [_listed(name, status)] if _is_extra(name, status) else []
             else:
                 foreign.append(name)
-                if stat.S_ISLNK(status.st_mode) and may_be_checkpoint(name, latest):
-                    linked += [name] if leads_elsewhere(save_dir_fd, name) else []
+                linked += _linked(save_dir_fd, name, status, latest)
     folders, loose = _without_loose(folders, names)
     return SaveDirListing(
         device=os.fstat(save_dir_fd).st_dev,
@@ -145,8 +160,25 @@ def scan(save_dir_fd: int, trainer: str = "auto", before: SaveDirListing | None 
         bare=tuple(bare),
         closed=tuple(closed),
         linked=tuple(linked),
-        unprotected=of_listing(bare, names, loose, latest),
+        unprotected=_unprotected(bare, names, loose, latest),
     )
+
+
+def _is_extra(name: str, status: os.stat_result) -> bool:
+    return name not in POINTERS and status.st_size <= EXTRA_LIMIT_BYTES
+
+
+def _linked(save_dir_fd: int, name: str, status: os.stat_result, latest: str | None) -> list[str]:
+    is_one = stat.S_ISLNK(status.st_mode) and may_be_checkpoint(name, latest)
+    return [name] if is_one and leads_elsewhere(save_dir_fd, name) else []
+
+
+def _unprotected(
+    bare: dict[str, FolderListing], names: list[str], loose: list[str], latest: str | None
+) -> tuple[Unprotected, ...]:
+    paths = {tag: [file.path for file in listing.files] for tag, listing in bare.items()}
+    at_rest = [tag for tag, listing in bare.items() if _is_at_rest(listing)]
+    return of_listing(paths, names, loose, latest, at_rest)
 
 
 def _without_loose(
@@ -170,12 +202,53 @@ def _is_closed(save_dir_fd: int, name: str, status: os.stat_result) -> bool:
     return not os.access(name, os.R_OK | os.X_OK, dir_fd=save_dir_fd, effective_ids=True)
 
 
-def scan_folder(save_dir_fd: int, tag: str, before: FolderListing | None = None) -> FolderListing | None:
-    """List one folder with everything below it; None: it vanished; `before` itself: nothing changed."""
+def _is_at_rest(listing: FolderListing) -> bool:
+    newest_ns = max((file.identity.mtime_ns for file in listing.files), default=0)
+    return time.time() - newest_ns / 1e9 > REST_SECONDS
+
+
+def _is_meant(listing: FolderListing, wanted: str) -> bool:
+    """Tell whether it is a checkpoint of the trainer that the job file names, or is declared there."""
+    is_declared = isinstance(listing.other_layout, DeclaredSave)
+    return listing.is_checkpoint and (is_declared or wanted in ("auto", listing.trainer))
+
+
+def _single_file(
+    save_dir_fd: int, name: str, status: os.stat_result, layout: Layout, before: FolderListing | None
+) -> FolderListing:
+    """List a checkpoint that is one file of save_dir."""
+    where = os.fstat(save_dir_fd)
+    if before is not None and _is_same(before, where, [(name, status)], [], []):
+        return before
+    return FolderListing(
+        tag=name,
+        trainer=layout.trainer,
+        roots=(),
+        other_layout=layout,
+        folder=FolderIdentity(dev=where.st_dev, ino=where.st_ino),
+        files=(_listed(name, status),),
+    )
+
+
+def scan_folder(
+    save_dir_fd: int,
+    tag: str,
+    before: FolderListing | None = None,
+    declared: DeclaredSave = NOTHING_DECLARED,
+) -> FolderListing | None:
+    """List one checkpoint, a folder with everything below it or a file; None: it vanished; `before` itself:
+    nothing changed.
+    """
     try:
         fd = files.open_dir_beneath(save_dir_fd, tag)
     except FileNotFoundError:
         return None
+    except NotADirectoryError:
+        status = files.stat_beneath(save_dir_fd, tag)
+        if status is None or not stat.S_ISREG(status.st_mode):
+            raise
+        layout = layout_of_file(tag, "auto", declared) or TORCH_FILE
+        return _single_file(save_dir_fd, tag, status, layout, before)
     try:
         status = os.fstat(fd)
         found: list[tuple[str, os.stat_result]] = []
@@ -192,7 +265,8 @@ def scan_folder(save_dir_fd: int, tag: str, before: FolderListing | None = None)
             return before
         regular = [_listed(path, item) for path, item in found]
         paths = frozenset(file.path for file in regular)
-        other = other_layout_of(tag, paths)
+        # the layouts of single files are not of folders
+        other = None if tag in paths else other_layout_of(tag, paths, declared)
         trainer, roots = (other.trainer, ()) if other is not None else shard_roots_of(tag, paths)
         return FolderListing(
             tag=tag,
@@ -329,7 +403,8 @@ def has_open_writer(save_dir: str, tag: str) -> bool:
 
 
 def written_folders(save_dir: str) -> frozenset[str]:
-    """Return the folders of save_dir in which a process that we may see holds a file open for writing.
+    """Return the files of save_dir that a process that we may see holds open for writing, and the folders
+    in which it does.
 
     Raises:
         OSError: it cannot be told (no free descriptor).
@@ -345,8 +420,8 @@ def written_folders(save_dir: str) -> frozenset[str]:
                     path = os.readlink(f"/proc/{pid}/fd/{fd}")
                     if not path.startswith(prefix):
                         continue
-                    tag, slash, _ = path.removeprefix(prefix).partition("/")
-                    if slash and tag not in found and _is_writing(pid, fd):
+                    tag, _, _ = path.removeprefix(prefix).partition("/")
+                    if tag not in found and _is_writing(pid, fd):
                         found.add(tag)
     return frozenset(found)
 

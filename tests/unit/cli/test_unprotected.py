@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -10,10 +12,12 @@ import pytest
 
 from ckptd.base import files
 from ckptd.config.quantities import parse_share
+from ckptd.conversion.remote.ends import resolve_source
 from ckptd.core.model.listing import Kind, warn_unprotected
+from ckptd.core.model.other_layouts import NOTHING_DECLARED, DeclaredSave
 from ckptd.daemon.intake.symlinked import look
 from ckptd.daemon.state.problems import Problems
-from ckptd.errors import NotFoundError
+from ckptd.errors import NotFoundError, RefusedError
 from ckptd.maintenance.inspection import inspect_folder as inspect
 from ckptd.maintenance.status.verdict import Life, exit_code
 from ckptd.maintenance.status.words import headline
@@ -69,10 +73,6 @@ def seen(root: Path, trainer: str = "auto") -> SaveDirListing:
         (
             inside("global_step5", "mp_rank_00_model_states.pt-0.2", "mp_rank_00_model_states.pt-1.2"),
             {"global_step5": Kind.FAST_WRITER},
-        ),
-        (
-            ("last.ckpt", "epoch=1-step=20.ckpt"),
-            dict.fromkeys(("last.ckpt", "epoch=1-step=20.ckpt"), Kind.LIGHTNING),
         ),
         (("checkpoint_100.pt",), {"checkpoint_100.pt": Kind.TORCH_FILE}),
         (("epoch_3.pth", "ckpt.pt"), {"epoch_3.pth": Kind.TORCH_FILE, "ckpt.pt": Kind.TORCH_FILE}),
@@ -171,7 +171,9 @@ class Watched:
     def __init__(self, root: Path) -> None:
         self.dir = root
         self.job = SimpleNamespace(
-            state=None, problems=Problems(), config=SimpleNamespace(trainer="auto", save_dir=root)
+            state=None,
+            problems=Problems(),
+            config=SimpleNamespace(trainer="auto", save_dir=root, declared=NOTHING_DECLARED),
         )
 
     def look(self) -> list[tuple[str, str]]:
@@ -182,14 +184,15 @@ class Watched:
 
 def test_the_daemon_says_it_while_it_lies_there_and_status_is_not_safe(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
-    lay(tmp_path, "epoch_8.ckpt")
+    lay(tmp_path, "epoch_8.pt")
     assert watched.look() == [("unprotected-save", "attention")]
     (first,) = watched.job.problems.all()
-    lay(tmp_path, "epoch_12.ckpt")
+    lay(tmp_path, "epoch_12.pt")
     assert watched.look() == [("unprotected-save", "attention")], "one line for all of a kind"
     (then,) = watched.job.problems.all()
     assert then.since == first.since, "it is as old as the first one"
-    assert then.text.startswith("epoch_12.ckpt (and 1 more) is a Lightning checkpoint in one file")
+    assert then.text.startswith("epoch_12.pt (and 1 more) is a checkpoint in one torch.save file")
+    assert then.next_step.endswith('[layout] files = "epoch_*.pt"')
     problem = {
         "code": then.code,
         "severity": then.severity,
@@ -199,7 +202,7 @@ def test_the_daemon_says_it_while_it_lies_there_and_status_is_not_safe(tmp_path:
     job = {"state": "attention", "safe": None, "problems": [problem], "opt_outs": [], "checkpoints": []}
     assert headline(job, Life(), 0.0).startswith("NOT SAFE  ")
     assert exit_code([job], is_alive=True) == 1
-    for name in ("epoch_8.ckpt", "epoch_12.ckpt"):
+    for name in ("epoch_8.pt", "epoch_12.pt"):
         (tmp_path / name).rename(tmp_path.parent / f"{tmp_path.name}-{name}")
     assert watched.look() == [], "it ends with its cause"
 
@@ -214,6 +217,48 @@ def test_beside_protected_checkpoints_only_a_newer_one_is_an_alarm(
     assert Watched(scene.save_dir).look() == [("unprotected-save", severity)]
 
 
+def test_files_of_lightning_and_files_that_are_named_are_checkpoints(tmp_path: Path) -> None:
+    lay(tmp_path, "last.ckpt", "epoch=1-step=20.ckpt", "model_20.pt", "model.json")
+    with files.opened_dir(tmp_path) as fd:
+        listing = scan(fd, declared=DeclaredSave(files="model_*.pt"))
+        other = scan(fd, "deepspeed")
+    assert [one.tag for one in listing.folders] == ["epoch=1-step=20.ckpt", "last.ckpt", "model_20.pt"]
+    assert listing.unprotected == ()
+    assert [one.path for one in listing.extras] == ["model.json"]
+    assert {one.kind for one in other.unprotected} == {Kind.LIGHTNING}
+    (said,) = warn_unprotected(other.unprotected, "/data", None, [])
+    assert said.next_step.startswith('set trainer = "auto"')
+
+
+@pytest.mark.parametrize(
+    ("paths", "is_said"),
+    [
+        (inside("ckpt_100", "weights.npz"), True),
+        (inside("step-5", "d/manifest.ocdbt"), True),
+        (inside("epoch_3", "sample.png", "metrics.txt"), False),
+        (inside("checkpoint-8", "model.safetensors"), False),
+        (inside("runs", "weights.npz"), False),
+    ],
+)
+def test_a_folder_of_unknown_layout_is_said_once_nobody_writes_there(
+    tmp_path: Path, paths: tuple[str, ...], is_said: bool
+) -> None:
+    lay(tmp_path, *paths)
+    assert seen(tmp_path).unprotected == (), "it may be on its way"
+    for path in paths:
+        os.utime(tmp_path / path, (1, 1))
+    found = seen(tmp_path).unprotected
+    assert [one.kind for one in found] == ([Kind.UNKNOWN] if is_said else [])
+    if is_said:
+        (said,) = warn_unprotected(found, "/data", None, [])
+        assert said.is_urgent
+        assert "[layout] complete_when" in said.next_step
+        with files.opened_dir(tmp_path) as fd:
+            listing = scan(fd, declared=DeclaredSave(marker="DONE"))
+        assert [one.tag for one in listing.folders] == [paths[0].partition("/")[0]]
+        assert listing.unprotected == ()
+
+
 def test_check_fails_and_inspect_names_it(tmp_path: Path) -> None:
     lay(tmp_path, *inside("epoch1/step2", *SHARDS), "latest")
     (tmp_path / "latest").write_text("epoch1/step2")
@@ -222,3 +267,20 @@ def test_check_fails_and_inspect_names_it(tmp_path: Path) -> None:
     assert "epoch1/step2, which latest names, lies one folder deeper" in found["layout"].text
     with pytest.raises(NotFoundError, match="epoch1/step2, which latest names"):
         inspect(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("paths", "name", "words"),
+    [
+        (("last.ckpt",), "last.ckpt", "a Lightning checkpoint in one file.* trainer.fit"),
+        (("model_5.pt",), "model_5.pt", "a checkpoint in one torch.save file.* torch.load"),
+        (inside("checkpoint-8", *HUGGINGFACE, "optimizer.pt"), "checkpoint-8", "Hugging Face.*resume_from"),
+    ],
+)
+def test_convert_names_the_layout_of_which_it_makes_nothing(
+    tmp_path: Path, paths: tuple[str, ...], name: str, words: str
+) -> None:
+    lay(tmp_path, *paths)
+    with pytest.raises(RefusedError) as caught:
+        resolve_source(tmp_path / name)
+    assert re.search(words, f"{caught.value.message} {caught.value.hint}")

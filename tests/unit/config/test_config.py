@@ -29,6 +29,7 @@ from ckptd.config.s3 import S3Keys
 from ckptd.config.schema import (
     DaemonConfig,
     JobConfig,
+    LayoutConfig,
     LocalConfig,
     RemoteConfig,
     _say_renamed,
@@ -100,7 +101,7 @@ def test_init_prints_every_key_and_loads(tmp_path: Path, name: str) -> None:
     job = load_job(path)
     assert job.save_dir == tmp_path / name
     on_s3 = job_template(str(tmp_path / name), "s3://bucket/run", "job")
-    for section in (JobConfig, LocalConfig, RemoteConfig):
+    for section in (JobConfig, LayoutConfig, LocalConfig, RemoteConfig):
         for key in toml_keys(section):
             assert f"{key} = " in text + on_s3 or f"[{key}]" in text, key
     path.write_text(on_s3)
@@ -148,7 +149,9 @@ def test_init_shows_the_defaults(tmp_path: Path) -> None:
     """A template with every commented default switched on means what the bare file means."""
     (tmp_path / "nas").mkdir()
     text = job_template(str(tmp_path / "run"), str(tmp_path / "nas" / "run"), "job")
+    keep_out: tuple[str, ...]
     keep_out = ("save_total_limit", "keep_", "ephemeral", "ladder", "metric", "extra", "node_name")
+    keep_out = (*keep_out, "files", "complete_when")
     shown = [
         line.removeprefix("# ")
         if " = " in line and not line.startswith(tuple(f"# {k}" for k in keep_out))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ckptd.config.messages import toml_keys
-from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, RemoteConfig
-from ckptd.config.section import LATER
+from ckptd.config.schema import DaemonConfig, JobConfig, LayoutConfig, LocalConfig, RemoteConfig
+from ckptd.config.section import LATER, Section
 from tests.support.config_files import DATE, base, refusal, write
 
 __all__ = ["base"]
@@ -40,6 +40,12 @@ def wrong_ladders(not_made: str) -> list[Any]:
     ]
 
 
+SECTIONS: tuple[tuple[str, type[Section]], ...] = (
+    ("", JobConfig),
+    ("layout", LayoutConfig),
+    ("local", LocalConfig),
+    ("remote", RemoteConfig),
+)
 WRONG: dict[str, list[Any]] = {
     "save_dir": [5, True, [], {}, DATE, "relative/path", "", "/", "/a/../b", "/nvme/runs/*", "s3://b/x"],
     "trainer": [5, True, [], "", "pytorch", "hf", "Lightning", "composer", DATE],
@@ -55,6 +61,11 @@ WRONG: dict[str, list[Any]] = {
     "node_name": [5, True, [], "", "a b", DATE],
     "shared_fs": [5, "false", [], DATE],
     "shared_takeover": [5, True, [], {}, "", "5s", "-1m", "never", DATE],
+    "layout.files": [5, True, [], {}, "", "a/b", "_ckptd*", DATE],
+    "layout.complete_when": [
+        *(5, True, [], {}, DATE, "", "marker", "manifest", "quiet", "quiet 0s", "quiet soon", "sometimes"),
+        *("marker ../DONE", "manifest /etc/x", "marker a//b"),
+    ],
     "local.forms": [5, True, "universal", ["zero"], ["weights-bf16"], ["univ"], {}, DATE],
     "local.save_total_limit": [0, -1, 2.5, True, "3", [], {}, DATE],
     "local.keep_last": [0, -1, 2.5, True, "3", [], {}, DATE],
@@ -166,6 +177,7 @@ WRONG: dict[str, list[Any]] = {
         {"every_steps": 5, "keep": -1},
     ],
     "remote.ladder": wrong_ladders("weights-fp32"),
+    "layout": [5, True, "model_*.pt", [], DATE],
     "local": [5, True, "universal", DATE],
     "remote": [5, True, "nas", DATE],
 }
@@ -205,9 +217,9 @@ def mutants() -> list[tuple[str, str, Any, str]]:
     for dotted, values in WRONG.items():
         section, _, key = dotted.rpartition(".")
         made += [(section, key, value, key) for value in values]
-    for section, model in (("", JobConfig), ("local", LocalConfig), ("remote", RemoteConfig)):
+    for section, model in SECTIONS:
         valid = set(toml_keys(model))
-        for key in sorted(valid - {"local", "remote"}):
+        for key in sorted(valid - {"layout", "local", "remote"}):
             known = valid | set(LATER) | set(toml_keys(DaemonConfig))
             made += [(section, typo, "x", f'"{key}"') for typo in typos(key) if typo not in known]
     for section, keys in LATER_KEYS.items():
@@ -274,7 +286,7 @@ def test_a_path_below_home_is_named_whole(
 
 def test_the_corpus_is_large() -> None:
     assert len(MUTANTS) >= 500
-    for section, model in (("", JobConfig), ("local", LocalConfig), ("remote", RemoteConfig)):
+    for section, model in SECTIONS:
         prefix = f"{section}." if section else ""
         assert {f"{prefix}{key}" for key in toml_keys(model)} <= set(WRONG), "a key without wrong values"
 
@@ -283,7 +295,8 @@ def test_the_corpus_is_large() -> None:
 def test_mutants_are_refused(
     tmp_path: Path, base: dict[str, Any], section: str, key: str, value: Any, named: str
 ) -> None:
-    target = base if not section else base["local"] if section == "local" else base["remote"][0]
+    tables = {"": base, "layout": base.setdefault("layout", {}), "local": base["local"]}
+    target = tables.get(section, base["remote"][0])
     if key == "keep_last" and section == "local":
         target.pop("save_total_limit")
     target[key] = value

@@ -128,6 +128,25 @@ def test_ranks_with_nothing_to_swap_leave_empty_folders() -> None:
     assert verdict.reason.endswith("offloaded_tensors/rank01 is not there")
 
 
+def test_elements_in_the_shard_as_well_need_their_files_all_the_same() -> None:
+    """Pipelined swapping leaves them in its buffers; a load reads the files alone."""
+    names = ("0_28", "exp_avg-0_28")
+    shards = {
+        path: replace(facts, swapped=tuple((name, 100) for name in names)) if facts.partition_count else facts
+        for path, facts in stage_3((100,)).items()
+    }
+    assert judged(shards, swapped(0, 1)).state is State.COMPLETE
+    for name in names:
+        path = f"offloaded_tensors/rank01/{name}.tensor.swp"
+        gone = judged(shards, {p: n for p, n in swapped(0, 1).items() if p != path})
+        assert (gone.state, str(gone.reason)[-len(name) - 17 :]) == (
+            State.INCOMPLETE,
+            f"lacks {name}.tensor.swp",
+        )
+        cut = judged(shards, swapped(0, 1) | {path: 399})
+        assert (cut.state, f"{path} has 399 bytes" in str(cut.reason)) == (State.INCOMPLETE, True)
+
+
 def test_node_local_ranks_are_counted_on_each_node() -> None:
     """A node with ranks 2 and 3 of four: DeepSpeed names their folders by local rank."""
     shards = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from ckptd.core.completeness.judge import PIPELINE_0, Memory, State, judge
 from ckptd.core.model.facts import Archive, FileFacts, TrainerFacts
 from ckptd.core.model.layouts import Role, parse_shard_name
 from ckptd.core.model.listing import FolderListing, ListedFile
-from ckptd.core.model.other_layouts import other_layout_of
+from ckptd.core.model.other_layouts import DeclaredSave, other_layout_of
 from ckptd.core.model.shard_facts import ShardFacts
 from ckptd.storage.local.scan import scan
 
@@ -83,6 +84,8 @@ def verdict(
         ("checkpoint-8", ACCELERATE, "accelerate"),
         ("step_8", ACCELERATE, "accelerate"),
         ("step-8", TORCH, "torch"),
+        ("step_8", ("pytorch_model_fsdp_0_rank0.bin", "optimizer_0_rank0.bin", ACCELERATE[2]), "accelerate"),
+        ("e=0-step=8.ckpt", (*TORCH, "meta.pt"), "torch"),
         ("checkpoint-8", ("unet/diffusion_pytorch_model.safetensors", *ACCELERATE[1:]), "accelerate"),
         ("best-8", HF, None),
         ("run", ("step-8/.metadata", "step-8/__0_0.distcp"), None),
@@ -103,6 +106,23 @@ def test_without_any_file_it_is_not_whole(tag: str, names: tuple[str, ...]) -> N
         left = folder(tag, tuple(other for other in names if other != name))
         if left.other_layout is not None:
             assert verdict(left)[0] is State.INCOMPLETE, name
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        ((*TORCH,), "missing: meta.pt"),
+        (
+            ("pytorch_model_fsdp_0_rank0.bin", "optimizer_0_rank0.bin", "optimizer_0_rank1.bin"),
+            "missing: pytorch_model_fsdp_0_rank1.bin",
+        ),
+    ],
+)
+def test_what_fsdp_of_lightning_and_of_accelerate_write_last(names: tuple[str, ...], missing: str) -> None:
+    is_torch = ".metadata" in names
+    random = () if is_torch else ("random_states_0.pkl", "random_states_1.pkl")
+    found = folder("epoch=0-step=8.ckpt" if is_torch else "step_8", (*names, *random))
+    assert verdict(found) == (State.INCOMPLETE, missing)
 
 
 def test_files_of_two_saves_are_suspect_until_a_person_accepts_them() -> None:
@@ -180,3 +200,64 @@ def test_a_trainers_checkpoint_without_deepspeed_takes_nothing_from_deepspeeds(t
         listing = scan(fd)
     assert [one.tag for one in listing.folders] == ["checkpoint-4", "global_step10"]
     assert listing.loose == frozenset()
+
+
+def declared(
+    names: tuple[str, ...], said: DeclaredSave, times: dict[str, int] | None = None
+) -> FolderListing:
+    listing = folder("ckpt-8", names, times)
+    return replace(listing, other_layout=other_layout_of("ckpt-8", names, said))
+
+
+def test_what_the_job_file_declares_is_whole_by_its_marker_and_not_before() -> None:
+    said = DeclaredSave(marker="DONE")
+    names = ("weights.npz", "opt.npz")
+    assert folder("ckpt-8", names).other_layout is None
+    assert verdict(declared(names, said))[0] is State.INCOMPLETE
+    assert verdict(declared((*names, "DONE"), said)) == (State.COMPLETE, None)
+    older = declared((*names, "DONE"), said, {"opt.npz": 5})
+    assert verdict(older) == (State.SUSPECT, "two saves? opt.npz was written after DONE")
+    assert other_layout_of("ckpt-8", ("DONE",), said) is None, "a marker alone is no checkpoint"
+    assert other_layout_of("ckpt", names, said) is None, "its name tells no step"
+    assert other_layout_of("checkpoint-8", HF, said).name == "huggingface"  # type: ignore[union-attr]
+
+
+def test_a_declared_quiet_time_is_waited_for() -> None:
+    listing = declared(("weights.npz",), DeclaredSave(quiet_seconds=120.0))
+    assert verdict(listing, quiet_seconds=119.0)[0] is State.SAVING
+    assert verdict(listing, quiet_seconds=120.0) == (State.COMPLETE, None)
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ((("weights.npz", 10), ("opt.npz", -1)), None),
+        ((("weights.npz", 11),), "weights.npz has 10 bytes, files.json says 11"),
+        ((("more.npz", -1),), "missing: more.npz, which files.json names"),
+        ((), "files.json: it names no file"),
+    ],
+)
+def test_a_declared_manifest_names_what_must_be_there(
+    parts: tuple[tuple[str, int], ...], reason: str | None
+) -> None:
+    listing = declared(("weights.npz", "opt.npz", "files.json"), DeclaredSave(manifest="files.json"))
+    read = facts(listing)
+    read["files.json"] = read["files.json"].model_copy(update={"parts": parts})
+    found = judge(listing, read, None, Context(save_spread_seconds=60.0))
+    assert found.reason == reason
+    assert (found.state is State.COMPLETE) == (reason is None)
+
+
+def test_single_files_are_proved_by_their_end_and_lightnings_tell_their_step() -> None:
+    last = replace(folder("last.ckpt", ("last.ckpt",)), tag="last.ckpt")
+    read = {
+        "last.ckpt": FileFacts(path="last.ckpt", bytes=10, archive=Archive.ZIP, fingerprint="x", facts=None)
+    }
+    context = Context(save_spread_seconds=60.0)
+    assert "its step is not known" in str(judge(last, read, None, context).reason)
+    told = {"last.ckpt": read["last.ckpt"].model_copy(update={"facts": ShardFacts(global_steps=40)})}
+    found = judge(last, told, None, context)
+    assert (found.state, found.step) == (State.COMPLETE, 40)
+    named = replace(folder("model_8.pt", ("model_8.pt",)), tag="model_8.pt")
+    other = FileFacts(path="model_8.pt", bytes=10, archive=Archive.OTHER, fingerprint="x")
+    assert "no torch.save file" in str(judge(named, {"model_8.pt": other}, None, context).reason)

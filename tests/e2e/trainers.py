@@ -1,0 +1,103 @@
+"""docs/trainers.md: what is shown of each trainer's checkpoints; `python -m tests.e2e.trainers` writes it.
+
+Each row is a run of the trainer itself: two ranks save, ckptd commits, the node is lost, a run resumes from
+what `ckptd resume` gives it. `make trainers` runs all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import traceback
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.e2e.harness import node
+from tests.e2e.test_other_layouts import (
+    COLUMNS,
+    STEPS,
+    check_inspected,
+    check_torn,
+    round_trip,
+    tag_of,
+    trained_further,
+)
+from tests.support.other_trainers import TAG_OF
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "trainers.md"
+HEAD = f"""# Trainers without ZeRO, tried
+
+<!-- Made by `make trainers`. -->
+
+Each row is a run of the trainer itself on CPU: two ranks train and save, ckptd commits, the node is
+lost, and a run resumes from the path that `ckptd resume` prints. *Whole proved*: the verdict is
+complete, with the right step. *Torn refused*: no checkpoint of which one file is cut by a byte, by
+half, to nothing, or is missing is ever called complete; a file of random states or of the schedule
+may be missing where nothing tells that it was there. *Resumed*: the losses of the steps after
+{STEPS} are those of the run that was not interrupted, to 0.001.
+
+"""
+ROWS = {
+    "huggingface": ("Hugging Face Trainer, DDP", "transformers"),
+    "huggingface-fsdp-full": ("Hugging Face Trainer, FSDP2, FULL_STATE_DICT", "transformers"),
+    "huggingface-fsdp-sharded": ("Hugging Face Trainer, FSDP2, SHARDED_STATE_DICT", "transformers"),
+    "accelerate": ("Accelerate, DDP", "accelerate"),
+    "accelerate-fsdp-full": ("Accelerate, FSDP2, FULL_STATE_DICT", "accelerate"),
+    "accelerate-fsdp-sharded": ("Accelerate, FSDP2, SHARDED_STATE_DICT", "accelerate"),
+    "torch": ("FSDP2 and torch.distributed.checkpoint, as torchtitan's `step-N`", "torch"),
+    "lightning": ("Lightning, DDP, `.ckpt` files", "pytorch-lightning"),
+    "lightning-fsdp": ("Lightning, FSDP2 (`ModelParallelStrategy`), `.ckpt` folders", "pytorch-lightning"),
+    "torch-file": ("a script's `torch.save` files (`[layout] files`)", "torch"),
+}
+TAIL = """
+Accelerate takes up an FSDP plugin only where it sees a GPU; here that check alone is passed over.
+Wrapping, saving and loading are its own code, and the Trainer's, on gloo. DeepSpeed below these trainers is
+tried by `make demo-frameworks` ([Trainers](integrations.md)). torchtitan itself was not run.
+"""
+
+
+def row_of(layout: str) -> tuple[str, bool]:
+    """One line of the table, and whether all of it holds."""
+    shown: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="ckptd-trainers-") as place:
+        root = Path(place)
+        try:
+            source, losses = trained_further(layout, root / "trained")
+            check_inspected(layout, source)
+            shown += COLUMNS[:2]
+            check_torn(source / tag_of(layout, STEPS), root / "torn")
+            shown.append(COLUMNS[2])
+            with node(root / "node", local="save_total_limit = 2") as here:
+                shown += round_trip(layout, source, losses, here, root)
+        except AssertionError:
+            traceback.print_exc()
+    words, package = ROWS[layout]
+    marks = " | ".join("✓" if column in shown else "✗" for column in COLUMNS)
+    return f"| {words} | {package} {version(package)} | {marks} |", len(shown) == len(COLUMNS)
+
+
+def main() -> int:
+    """Run the rows that are named, or all, and renew them on the page; 1 if any does not hold."""
+    assert set(ROWS) == set(TAG_OF)
+    is_good = True
+    for layout in sys.argv[1:] or ROWS:
+        line, holds = row_of(layout)
+        print(line, flush=True)
+        is_good &= holds
+        renew(layout, line)
+    return 0 if is_good else 1
+
+
+def renew(layout: str, line: str) -> None:
+    """Put one row on the page; the others stay as they are, and one that was never run says so."""
+    before = PAGE.read_text().splitlines() if PAGE.exists() else []
+    rows = {name: f"| {words} | not run |{' |' * len(COLUMNS)}" for name, (words, _) in ROWS.items()}
+    for name, (words, _) in ROWS.items():
+        rows[name] = next((row for row in before if row.startswith(f"| {words} |")), rows[name])
+    rows[layout] = line
+    head = f"| trainer | version | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}"
+    PAGE.write_text(f"{HEAD}{head}\n" + "\n".join(rows.values()) + "\n" + TAIL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
