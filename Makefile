@@ -49,7 +49,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines ds-suite stores-full faults faults-full sim fleet seeded figures house pictures man dist release docs \
+.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full faults faults-full sim fleet seeded figures house pictures man dist release docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -202,7 +202,12 @@ pictures: $(INSTALL) ## the tables of docs/performance.md as docs/*.png, the ter
 	$(PY) -m tests.support.pictures
 
 loader-matrix: setup ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)
-	CKPTD_FULL=1 $(PY) -m pytest --timeout 7200 tests/e2e/test_loader.py tests/e2e/test_convert_real.py $(ARGS)
+	CKPTD_FULL=1 $(PY) -m pytest --timeout 7200 tests/e2e/test_loader.py tests/e2e/test_convert_real.py tests/e2e/test_dcp.py $(ARGS)
+
+# Each release without dependencies, before this environment's torch; the trainers of its time beside it.
+releases: MINUTES = 120
+releases: setup ## twelve DeepSpeed releases: saves, kills, conversion, their own loaders (writes docs/releases.md; goes on where it was cut)
+	$(PY) -m tests.releases --minutes $(MINUTES) $(ARGS)
 
 engines: setup ## real saves by DeepSpeed's other engines and options, with its aio op (writes docs/engines.md)
 	DS_ACCELERATOR=cpu $(PY) -m tests.engines $(ARGS)

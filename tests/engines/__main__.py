@@ -125,12 +125,17 @@ def torn(result: Result) -> str:
     shutil.copytree(result.tag, copy / TAG)
     for path in sorted((copy / TAG).rglob("*")):
         for change in _spoiled(path):
-            if (
-                inspect_folder(copy / TAG).checkpoints
-                and inspect_folder(copy / TAG).checkpoints[0].is_complete
-            ):
+            if _is_complete(copy / TAG):
                 return f"complete with {path.relative_to(copy / TAG)} {change}"
     return "✓"
+
+
+def _is_complete(folder: Path) -> bool:
+    """Tell whether `inspect` calls a folder a whole checkpoint; one that is none is not."""
+    try:
+        return any(seen.is_complete for seen in inspect_folder(folder).checkpoints)
+    except CkptdError:
+        return False
 
 
 def _spoiled(path: Path) -> Iterator[str]:

@@ -41,7 +41,11 @@ def _fp32(save_dir: str, tag: str, ours: str) -> list[str]:
     """
     import torch
 
-    theirs, mine = stock_state_dict(save_dir, tag), read_folder(Path(ours))
+    try:
+        theirs = stock_state_dict(save_dir, tag)
+    except Exception as error:
+        return [f"zero_to_fp32 fails: {error!r}"]
+    mine = read_folder(Path(ours))
     wrong: list[str] = []
     twins: dict[int, str] = {}
     for name, tensor in theirs.items():

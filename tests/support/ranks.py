@@ -24,12 +24,14 @@ from typing import NoReturn
 from tests.stores.servers import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+BUILD = Path(os.environ.get("CKPTD_TESTS_BUILD", REPOSITORY / ".build"))
+"""Where saves are kept and trainings wait for each other; another one for each release of DeepSpeed."""
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONPATH": str(REPOSITORY),
+    "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(REPOSITORY)))),
 }
 _IMPORTED = ["tests.support.make_ckpt", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"]
 """What every rank loads sooner or later; the last two, which the first engine loads, cost twice the first."""
@@ -92,8 +94,8 @@ def train(
 
     DeepSpeed's shared-memory collective spins while it waits: two trainings on two cores hinder each other.
     """
-    (REPOSITORY / ".build").mkdir(exist_ok=True)
-    with (REPOSITORY / ".build" / "ranks.lock").open("w") as lock:
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "ranks.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         start(module, arguments, logs, nodes=nodes, ranks=ranks).wait(seconds)
 

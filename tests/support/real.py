@@ -22,7 +22,7 @@ from typing import Any
 from tests.support import ranks
 
 REPOSITORY = ranks.REPOSITORY
-CACHE = REPOSITORY / ".build" / "ckpts"
+CACHE = ranks.BUILD / "ckpts"
 MODULE = "tests.support.make_ckpt"
 SCRIPTS = tuple(Path(__file__).with_name(name) for name in ("make_ckpt.py", "make_optimizers.py"))
 SAVED_AT = 2

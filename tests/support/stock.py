@@ -1,6 +1,7 @@
 """The stock converter and a comparison with it, run in a child that may import torch and deepspeed.
 
 `python -m tests.support.stock convert '[[source, destination], …]'` runs `ds_to_universal` on each pair;
+`… try` does the same, and prints a JSON list with the error of each pair, null where there was none;
 `python -m tests.support.stock compare '[[stock, ours], …]'` prints a JSON list of differences per pair:
 files, keys, key order, types, shapes, strides and every byte of every tensor.
 """
@@ -22,6 +23,12 @@ def convert(pairs: Sequence[tuple[Path, Path]]) -> None:
     _child("convert", pairs)
 
 
+def try_convert(pairs: Sequence[tuple[Path, Path]]) -> list[str | None]:
+    """Convert each pair; return the converter's error for each, None where it went through."""
+    found: list[str | None] = json.loads(_child("try", pairs).splitlines()[-1])
+    return found
+
+
 def differences(pairs: Sequence[tuple[Path, Path]]) -> list[list[str]]:
     """What differs in each (stock, ours), empty when nothing does; `ckptd.json` is not counted."""
     found: list[list[str]] = json.loads(_child("compare", pairs).splitlines()[-1])
@@ -33,20 +40,33 @@ def _child(verb: str, pairs: Sequence[tuple[Path, Path]]) -> str:
 
 
 def _convert_all(pairs: list[list[str]]) -> None:
+    for source, destination in pairs:
+        _convert(source, destination)
+
+
+def _convert(source: str, destination: str) -> None:
     from deepspeed.checkpoint.ds_to_universal import main
 
-    for source, destination in pairs:
-        main(
-            Namespace(
-                input_folder=source,
-                output_folder=destination,
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,
-            )
+    main(
+        Namespace(
+            input_folder=source,
+            output_folder=destination,
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
         )
+    )
+
+
+def _error_of(source: str, destination: str) -> str | None:
+    try:
+        _convert(source, destination)
+    except (Exception, SystemExit) as error:
+        said = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {said[-1]}"[:300]
+    return None
 
 
 def _compare(stock: Path, ours: Path) -> list[str]:
@@ -101,5 +121,7 @@ if __name__ == "__main__":
     given = json.loads(sys.argv[2])
     if sys.argv[1] == "convert":
         _convert_all(given)
+    elif sys.argv[1] == "try":
+        print("\n" + json.dumps([_error_of(*pair) for pair in given]))
     else:
         print(json.dumps([_compare(Path(a), Path(b)) for a, b in given]))

@@ -47,6 +47,8 @@ class NamedShard(Model):
 
     role: Role
     shard: ShardKey
+    is_expert_optimizer: bool = False
+    """Optimizer states of an expert-parallel rank, whose number is `shard.expert`: no expert's weights."""
 
 
 _PATTERNS: tuple[tuple[re.Pattern[str], Role], ...] = (
@@ -65,6 +67,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], Role], ...] = (
     (re.compile(r"^layer_(?P<layer>\d+)(?:-model_(?P<mm>\d+))?-model_states\.pt$"), Role.LAYER),
     (re.compile(r"^expp_rank_(?P<expert>\d+)_mp_rank_(?P<mm>\d+)_optim_states\.pt$"), Role.EXPERT),
 )
+_EXPERT_OPTIMIZER = "expp_rank_"
 
 
 def parse_shard_name(name: str) -> NamedShard | None:
@@ -77,7 +80,8 @@ def parse_shard_name(name: str) -> NamedShard | None:
         match = pattern.match(name)
         if match:
             numbers = {k: int(v) for k, v in match.groupdict().items() if v is not None}
-            return NamedShard(role=role, shard=ShardKey(**numbers))
+            is_optimizer = name.startswith(_EXPERT_OPTIMIZER)
+            return NamedShard(role=role, shard=ShardKey(**numbers), is_expert_optimizer=is_optimizer)
     return None
 
 
@@ -149,12 +153,20 @@ def missing_shards(grid: Grid, present: frozenset[NamedShard]) -> tuple[str, ...
     layers_present = {n.shard.layer for n in present if n.role is Role.LAYER}
     missing += [f"layer file layer_{n:02d}" for n in grid.layers if n not in layers_present]
     if any(grid.experts):
-        held = {(n.shard.layer, n.shard.expert) for n in present if n.role is Role.EXPERT}
+        experts = [n for n in present if n.role is Role.EXPERT]
+        held = {(n.shard.layer, n.shard.expert) for n in experts if not n.is_expert_optimizer}
         for moe_layer, count in enumerate(grid.experts):
             missing += [
                 f"expert {e} of MoE layer {moe_layer}"
                 for e in range(count)
                 if (moe_layer, e) not in held and (None, e) not in held
+            ]
+        if grid.zero_stage == 0:  # with ZeRO these files hold nothing, and DeepSpeed does not read them
+            ranks = {n.shard.expert or 0 for n in experts if n.is_expert_optimizer}
+            missing += [
+                f"optimizer states expp_rank_{e}_mp_rank_00_optim_states.pt"
+                for e in range(max(ranks, default=0) + 1)
+                if e not in ranks
             ]
     return tuple(missing)
 

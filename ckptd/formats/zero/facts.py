@@ -200,6 +200,9 @@ def _model_facts(facts: ShardFacts, top: dict[Any, Any], *, has_config: bool) ->
     facts.buffers = len(names) if isinstance(names, list) else 0
     facts.frozen_parameters = len(as_dict(top.get("frozen_param_shapes")))
     shapes = top.get("param_shapes")
+    if facts.zero_stage == 0 and _is_sharded(top):
+        # BF16_Optimizer, which shards without ZeRO too (pipelines; any bf16 up to 0.17): its shards say 1
+        facts.zero_stage = 1
     if isinstance(shapes, list):
         groups = [as_dict(group) for group in shapes]
         facts.groups = len(groups)
@@ -213,6 +216,12 @@ def _model_facts(facts: ShardFacts, top: dict[Any, Any], *, has_config: bool) ->
     elif facts.zero_stage is None and has_config:
         # without ds_config (native MoE before 0.19.5) these model states do not tell the stage
         facts.zero_stage = 0
+
+
+def _is_sharded(top: dict[Any, Any]) -> bool:
+    """Tell whether the optimizer whose model states these are writes shards of its own."""
+    optimizer = as_dict(top.get("optimizer"))
+    return isinstance(top.get("param_shapes"), list) or "single_partition_of_fp32_groups" in optimizer
 
 
 def numel(shape: Any) -> int | None:

@@ -102,8 +102,8 @@ def numbers_of(state: dict[Any, Any], shard: OptimShard) -> dict[str, Any]:
 
 STAGE3_FORMS_SINCE = (0, 14, 5)
 """First version that loads a universal form in ZeRO stage 3; of one sub-group alone."""
-STAGE3_SUB_GROUPS_SINCE = (0, 18, 3)
-"""First version known to load one of several parameter groups or sub-groups."""
+STAGE3_SUB_GROUPS_SINCE = (0, 18, 0)
+"""First version that loads one of several parameter groups or sub-groups."""
 
 
 def version_tuple(text: str) -> tuple[int, ...]:

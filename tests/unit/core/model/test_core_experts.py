@@ -51,6 +51,15 @@ def judged(shards: dict[str, ShardFacts]) -> Verdict:
     return judge(listing, facts, None, QUIET)
 
 
+@pytest.mark.parametrize("expert", range(4))
+def test_the_optimizer_file_of_a_rank_stands_for_no_expert(expert: int) -> None:
+    """DeepSpeed 0.12 to 0.19.2 writes `expp_rank_0` beside `layer_0_expert_0`, which has the weights."""
+    shards = save() | {f"expp_rank_{e}_mp_rank_00_optim_states.pt": ShardFacts() for e in range(2)}
+    assert judged(shards).state is State.COMPLETE
+    del shards[f"layer_0_expert_{expert}_mp_rank_00_model_states.pt"]
+    assert judged(shards).state is State.INCOMPLETE
+
+
 def test_groups_of_different_partition_counts_are_one_save() -> None:
     verdict = judged(save())
     assert (verdict.state, verdict.reason) == (State.COMPLETE, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -240,6 +241,29 @@ def test_a_stage_that_is_not_told_stays_unknown() -> None:
     assert shard_facts({"module": {}, "dp_world_size": 2}, -1).zero_stage is None
     config = {"bf16": {"enabled": True}}
     assert shard_facts({"module": {}, "param_shapes": None, "ds_config": config}, -1).zero_stage == 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"param_shapes": [{"w": (2, 3)}], "optimizer": None},
+        {"param_shapes": None, "optimizer": {"single_partition_of_fp32_groups": []}},
+    ],
+    ids=["bf16 up to 0.17", "a pipeline in bf16"],
+)
+def test_stage_0_whose_optimizer_is_sharded_is_saved_as_stage_1(model: dict[str, Any]) -> None:
+    """BF16_Optimizer without ZeRO: its shards have no `zero_stage`, which means 1."""
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
+    shard = {"optimizer_state_dict": {"partition_count": [2]}, "ds_config": config}
+    found = shard_facts({"module": {}, "ds_config": config, **model}, -1)
+    assert found.zero_stage == shard_facts(shard, -1).zero_stage == 1
+    whole: dict[str, Any] = {
+        "module": {},
+        "ds_config": config,
+        "param_shapes": None,
+        "optimizer": {"state": {}},
+    }
+    assert shard_facts(whole, -1).zero_stage == 0
 
 
 def test_facts_of_an_older_inspection_are_known_by_their_revision() -> None:

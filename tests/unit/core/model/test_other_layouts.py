@@ -184,6 +184,12 @@ def test_stage_0_is_whole_with_every_expert_and_layer() -> None:
     model = "mp_rank_00_model_states.pt"
     assert stage_0((model,)) == (State.COMPLETE, None)
     assert stage_0((model,), num_experts=(2,))[0] is State.INCOMPLETE
+    experts = tuple(f"layer_0_expert_{e}_mp_rank_00_model_states.pt" for e in range(2))
+    optimizers = tuple(f"expp_rank_{e}_mp_rank_00_optim_states.pt" for e in range(2))
+    assert stage_0((model, *experts, *optimizers), num_experts=(2,)) == (State.COMPLETE, None)
+    assert stage_0((model, *experts), num_experts=(2,))[0] is State.INCOMPLETE
+    assert stage_0((model, *experts, optimizers[1]), num_experts=(2,))[0] is State.INCOMPLETE
+    assert stage_0((model, experts[1], *optimizers), num_experts=(2,))[0] is State.INCOMPLETE
     assert stage_0((model,), groups=1)[0] is State.INCOMPLETE
     assert stage_0((model, "layer_00-model_states.pt")) == (State.REFUSED, PIPELINE_0)
 

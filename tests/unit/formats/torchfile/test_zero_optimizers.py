@@ -267,6 +267,7 @@ def test_no_name_leads_out_of_the_universal_form(tmp_path: Path, name: str) -> N
         ("0.16.9", 1, None),
         ("0.16.9", 2, "of 2 sub-groups: load it with 0.18.3 or newer"),
         ("0.17.6", None, "of several parameter groups or sub-groups: load it with 0.18.3 or newer"),
+        ("0.18.0", 2, None),
         ("0.18.3", 2, None),
         ("0.19.8+abc", 2, None),
         (None, 1, "(unknown), cannot load"),
