@@ -61,9 +61,9 @@ def test_no_byte_for_a_minute_is_said_within_ninety_seconds(tmp_path: Path, moto
         hung_at = time.monotonic()
         here.wait("the other remote", lambda: other_has(here, 1), 30)
         assert not here.problems() & OF_REMOTES
-        here.wait("said", lambda: problem(here, "transfer-stalled"), 90)
+        said = "no byte moved for 60 s"
+        here.wait("said", lambda: said in problem(here, "transfer-stalled").get("text", ""), 90)
         assert 55 < time.monotonic() - hung_at < 90
-        assert "no byte moved for 60 s" in problem(here, "transfer-stalled")["text"]
         here.wait_committed("global_step1~g1", 60)
         here.wait("well again", lambda: not here.problems() & OF_REMOTES, 30)
         assert here.holds("global_step1", BIG_RUN, 1)
@@ -97,10 +97,10 @@ def test_a_timetable_is_followed_without_a_restart(tmp_path: Path) -> None:
     """Slow until a full minute, then without a limit."""
     flips_at = ((time.time() + 25) // 60 + 1) * 60
     slow, fast = (time.strftime("%H:%M", time.localtime(flips_at + shift)) for shift in (-120, 0))
-    table = f'"{slow},20kB/s {fast},none"'
+    table = f'"{slow},10kB/s {fast},none"'
     with node(tmp_path, local="", remote=f'forms = ["zero"]\nbandwidth = {table}') as here:
         shown = " ".join(here.ckptd("check", "--init-remote", here.job_file).stdout.split())
-        assert "now 20 kB/s" in shown, shown
+        assert "now 10 kB/s" in shown, shown
         daemon = here.start()
         here.save(1)
         here.wait("bytes", lambda: here.checkpoint("global_step1")["remotes"]["nas"]["zero"]["bytes_done"])

@@ -112,11 +112,11 @@ class Proxy:
         return f"http://127.0.0.1:{self.port}"
 
     def parts(self) -> Counter[tuple[str, int]]:
-        """How often each part of each key was sent, as far as a request line tells."""
+        """How often each part of each key but a probe's was sent, as far as a request line tells."""
         found: Counter[tuple[str, int]] = Counter()
         for line in list(self.requests):
             match = _PART.match(line)
-            if match:
+            if match and "/_ckptd/probe~" not in match[1]:
                 found[match[1], int(match[2])] += 1
         return found
 

@@ -18,7 +18,7 @@ from ckptd.storage.stores.base import HeldRange, Progress, Resume
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.rate_limit import RateLimiter
-from ckptd.storage.stores.s3.parts import LEAST_PART_BYTES, held_parts, layout_with
+from ckptd.storage.stores.s3.parts import LEAST_PART_BYTES, PartLayout, held_parts, layout_with
 from ckptd.storage.stores.sources import RateLimitedSource
 from tests.stores import servers
 from tests.stores.conformance import source_of
@@ -163,6 +163,8 @@ def test_ranges_become_parts_that_a_server_takes() -> None:
         assert sum(length for _, length in inside) == one.length
     assert layout.parts_until(21 * MIB) == 1
     assert layout.parts_until(22 * MIB) == 0
+    even = PartLayout(25 * MIB + 7, LEAST_PART_BYTES)
+    assert [even.parts_until(end) for end in (0, 5 * MIB, 7 * MIB, 25 * MIB, 25 * MIB + 7)] == [0, 1, 0, 5, 6]
 
 
 def test_shared_blocks(xfs: Path) -> None:

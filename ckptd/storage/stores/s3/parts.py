@@ -67,6 +67,9 @@ class PartLayout:
 
     def parts_until(self, end_bytes: int) -> int:
         """Return how many parts lie before `end_bytes`; 0 where none ends there."""
+        if not self.borders:
+            whole, rest = divmod(end_bytes, self.part_bytes)
+            return self.parts if end_bytes == self.size_bytes else 0 if rest else whole
         ends = _ends(self)
         at = bisect.bisect_left(ends, end_bytes)
         return at + 1 if at < len(ends) and ends[at] == end_bytes else 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from ckptd.base import files
+from ckptd.core.model.other_layouts import NOTHING_DECLARED
 from ckptd.daemon.health.drain import drain_code, drained_words
 from ckptd.daemon.intake.symlinked import linked_here, look
 from ckptd.daemon.state.problems import Problems
@@ -37,7 +38,7 @@ class Watched:
             view=None,
             turns=2,
             problems=Problems(),
-            config=SimpleNamespace(trainer="auto", save_dir=self.dir),
+            config=SimpleNamespace(trainer="auto", declared=NOTHING_DECLARED, save_dir=self.dir),
         )
 
     def moved(self, tag: str, *, as_link: bool = True) -> None:

@@ -11,6 +11,7 @@ import pytest
 from ckptd.base import files
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.listing import SaveDirListing
+from ckptd.core.model.other_layouts import NOTHING_DECLARED
 from ckptd.core.model.records import (
     UNIVERSAL,
     ZERO,
@@ -81,7 +82,7 @@ def _conversions_seen(state: JobState) -> list[tuple[str, str, str]]:
 
 def _failing(state: JobState, save_id: int, error: CkptdError) -> None:
     nothing = cast("Any", None)
-    config = cast("Any", SimpleNamespace(trainer="auto"))
+    config = cast("Any", SimpleNamespace(trainer="auto", declared=NOTHING_DECLARED))
     local_actions = LocalActions(config, state, nothing, nothing, nothing, wake=lambda: None)
     local_actions._not_converted(save_id, error)
 
