@@ -54,7 +54,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What one archive holds, by the names and the places in a state dictionary that it goes by."""
+    """Hold the content of one archive, with its names and its places in a state dictionary."""
 
     paths: tuple[Path, ...]
     value: Any

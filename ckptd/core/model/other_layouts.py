@@ -254,7 +254,7 @@ class TorchFile(Layout):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredSave(Layout):
-    """What `[layout]` of a job file says of checkpoints that no other layout recognises; empty: nothing."""
+    """Describe checkpoints that no other layout recognises, as `[layout]` of a job file does; empty: none."""
 
     name: ClassVar[str] = "declared"
     words: ClassVar[str] = "a checkpoint that [layout] of the job file describes"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.generation import order_of
@@ -17,6 +18,7 @@ from ckptd.errors import DamagedError, RefusedError, TornArchiveError
 from ckptd.formats.torchfile.archive import TAIL_BYTES, directory_place, read_entries
 from ckptd.storage.remote.documents import read_commits
 from ckptd.storage.stores.base import HeldRange
+from ckptd.storage.stores.sources import read_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +38,7 @@ _DIRECTORY_LIMIT_BYTES = 8 << 20
 
 
 class HeldObjects:
-    """What this node's newest COMMITs of one form list; may be asked from several threads."""
+    """Look files up in this node's newest COMMITs of one form; may be asked from several threads."""
 
     def __init__(self, attached: AttachedRemote, ours: NodeManifest) -> None:
         self._attached = attached
@@ -84,8 +86,8 @@ class HeldObjects:
         """Return the records of a `torch.save` archive that the object has too, by name, size and CRC32."""
         store = self._attached.store
         try:
-            ours = _stretches(lambda at, count: _read(source, at, count), source.size_bytes)
-            theirs = _stretches(lambda at, count: store.read_at(row.key, at, count), row.bytes)
+            ours = _stretches(partial(read_range, source), source.size_bytes)
+            theirs = _stretches(partial(store.read_at, row.key), row.bytes)
         except (TornArchiveError, RefusedError, FileNotFoundError):
             return ()
         places = {name: begin for name, (begin, _) in theirs.items()}
@@ -97,9 +99,9 @@ class HeldObjects:
 
 
 def _stretches(
-    read: Callable[[int, int], bytes], size_bytes: int
+    read: Callable[[int, int], bytes | bytearray], size_bytes: int
 ) -> dict[tuple[str, int, int], tuple[int, int]]:
-    """(name, size, CRC32) of each record that has a CRC → where its header begins and the next one does."""
+    """Return (name, size, CRC32) of each record that has a CRC → where its header and the next one begin."""
     fd = os.memfd_create("directory", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size_bytes)
@@ -119,12 +121,3 @@ def _stretches(
         for entry, end in zip(entries, ends, strict=True)
         if entry.crc
     }
-
-
-def _read(source: Source, offset: int, length: int) -> bytes:
-    data = bytearray(length)
-    done = 0
-    with memoryview(data) as view:
-        while done < length and (count := source.read_into(offset + done, view[done:])):
-            done += count
-    return bytes(data[:done])

@@ -410,7 +410,7 @@ def lock_partial(fd: int) -> bool:
 BUFFER_BYTES = 4 << 20
 LANES = 4
 _BLOCK_BYTES = 4096
-"""Of XFS and btrfs; where blocks are larger, sharing is refused."""
+"""Block size of XFS and btrfs; a file system with larger blocks refuses to share such ranges."""
 _LEAST_CLONE_BYTES = 1 << 20
 STALE_SECONDS = 600.0
 """A temporary of ours that is older was left by a process that was killed: each lives for one small write."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from isal import isal_zlib
 
 from ckptd.base import extents
-from ckptd.errors import DamagedError, RefusedError, SourceUnreadable, TornArchiveError
+from ckptd.errors import DamagedError, RefusedError, SourceChanged, SourceUnreadable, TornArchiveError
 from ckptd.formats.torchfile.archive import Framing, frame, read_directory
 from ckptd.storage.stores.checksums import crc32_combined, crc64
 
@@ -385,6 +385,23 @@ def crc64_of(
             source.drop(offset, count)
         offset += count
     return crc
+
+
+def read_range(source: Source, offset: int, length: int) -> bytearray:
+    """Return a small range, whole.
+
+    Raises:
+        SourceChanged: the source ends before that.
+    """
+    data, done = bytearray(length), 0
+    with memoryview(data) as view:
+        while done < length:
+            count = source.read_into(offset + done, view[done:])
+            if count == 0:
+                msg = f"the source ended after {offset + done} bytes"
+                raise SourceChanged(msg, hint="this attempt is dropped; the next turn looks again")
+            done += count
+    return data
 
 
 def records_of(fd: int, name: str, *, is_shard: bool) -> list[Record]:

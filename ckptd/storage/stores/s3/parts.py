@@ -15,14 +15,13 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ckptd.errors import SourceChanged
 from ckptd.storage.stores.base import Progress, taken
 from ckptd.storage.stores.checksums import crc64_combined
 from ckptd.storage.stores.parallel import FailFastPool
 from ckptd.storage.stores.s3 import client as sc
 from ckptd.storage.stores.s3.body import STEP_BYTES, Body, BufferedBody, SourceStopped
 from ckptd.storage.stores.s3.proof import CHANGED, bare, changed, guard
-from ckptd.storage.stores.sources import WrappedSource, crc64_of
+from ckptd.storage.stores.sources import WrappedSource, crc64_of, read_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -354,7 +353,7 @@ def send_range(
 
 def held_of(store: S3Bucket, source: Source, offset: int, length: int) -> BufferedBody:
     """Return a small range in memory, hashed."""
-    return BufferedBody(_read(source, offset, length), wants_md5=store.wants_md5)
+    return BufferedBody(read_range(source, offset, length), wants_md5=store.wants_md5)
 
 
 def send_held(store: S3Bucket, key: str, held: BufferedBody, request: dict[str, Any]) -> Sent:
@@ -448,19 +447,6 @@ def _is_intact(store: S3Bucket, sent: Sent, number: int | None) -> bool:
 
 def _name(key: str, number: int | None) -> str:
     return f"part {number} of {key}" if number else key
-
-
-def _read(source: Source, offset: int, length: int) -> bytearray:
-    """A small range, whole."""
-    data, done = bytearray(length), 0
-    with memoryview(data) as view:
-        while done < length:
-            count = source.read_into(offset + done, view[done:])
-            if count == 0:
-                msg = f"the source ended after {offset + done} bytes"
-                raise SourceChanged(msg, hint="this attempt is dropped; the next turn looks again")
-            done += count
-    return data
 
 
 def encoded(crc: int) -> str:
