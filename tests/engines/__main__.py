@@ -78,6 +78,7 @@ def train(
     load: str | None,
     *,
     has_held: bool | None = None,
+    stage: int | None = None,
 ) -> str:
     """Run the row's recipe; returns "" or why it failed. Losses lie in the row's folder as NAME.json."""
     logs = result.place / name
@@ -85,7 +86,9 @@ def train(
     logs.mkdir(parents=True)
     job = {
         "out": str(save_dir),
-        "recipe": asdict(result.row.recipe) | {"world_size": world},
+        "recipe": asdict(result.row.recipe)
+        | {"world_size": world}
+        | ({} if stage is None else {"stage": stage}),
         "setting": setting,
         "load": load,
         "tag": None,
@@ -199,11 +202,20 @@ def loaded(result: Result) -> str:
     place.mkdir()
     shutil.copytree(result.place / "universal", place / "u")
     (place / "latest_universal").write_text("u")
-    failed = train(result, "from universal", place, result.row.loading, 1, "universal")
-    if failed:
-        return f"no: {failed}"
-    found = apart(result, "from universal")
-    return f"✓ ({found:.0e})" if found <= TOLERANCE else f"differs by {found:.1e}"
+    found = 0.0
+    for stage in result.row.into or (None,):
+        for world in (1, 2) if result.row.into else (1,):
+            failed = train(
+                result, "from universal", place, result.row.loading, world, "universal", stage=stage
+            )
+            where = "" if stage is None else f"stage {stage}, {world} ranks: "
+            if failed:
+                return f"no: {where}{failed}"
+            found = max(found, apart(result, "from universal"))
+            if found > TOLERANCE:
+                return f"{where}differs by {found:.1e}"
+    into = f", in stages {', '.join(map(str, result.row.into))} on 1 and 2 ranks" if result.row.into else ""
+    return f"✓ ({found:.0e}{into})"
 
 
 def restored(result: Result) -> str:

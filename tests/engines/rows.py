@@ -26,6 +26,8 @@ class Row:
     """Words of the refusal, where there is no universal form."""
     loads: str = ""
     """Why the stock loader does not read the universal form."""
+    into: tuple[int, ...] = ()
+    """ZeRO stages that it is loaded in, each on one rank and on two; none: as saved, on one."""
 
     def resuming(self, work: Path) -> dict[str, Any]:
         """Return the setting to go on from the save with: a writer's engine of 0.19.8 loads no shard at all,
@@ -68,6 +70,11 @@ def two(stage: int, **more: Any) -> Recipe:
 LARGE: dict[str, Any] = {"hidden": 208}
 """Partitions beyond 1 MiB, below which DeepSpeed swaps nothing out."""
 SHUFFLED = {"zero_optimization": {"reduce_scatter": False}}
+TIED: dict[str, Any] = {"two_groups": True, "tie": True}
+EVERY = (1, 2, 3)
+"""Stages; 3's loader gives the first group's settings to all (formats.md §5.1)."""
+NO_SCALE = {"fp16": {"loss_scale": 1}}
+UNSCALED = "it divided gradients by a loss scale that it had not multiplied by (formats.md §2.7)"
 MOMENTUM = "the loader wants exp_avg"
 
 ROWS = (
@@ -107,6 +114,11 @@ ROWS = (
     Row(name="Muon, stage 1", recipe=two(1, optimizer="muon"), setting=SHUFFLED),
     Row(name="Muon, stage 2", recipe=two(2, optimizer="muon"), setting=SHUFFLED),
     Row(name="Muon, stage 3", recipe=two(3, optimizer="muon"), setting=SHUFFLED, loads=MOMENTUM),
-    Row(name="stage 0, bf16", recipe=two(0), has_held=False, universal="without ZeRO"),
-    Row(name="stage 0, fp32", recipe=two(0, dtype="fp32"), has_held=False, universal="without ZeRO"),
+    Row(name="stage 0, bf16", recipe=two(0), into=EVERY),
+    Row(name="stage 0, bf16, FusedAdam", recipe=two(0, optimizer="fused_adam"), into=EVERY),
+    Row(name="stage 0, bf16, two groups", recipe=two(0, two_groups=True), into=EVERY[:2]),
+    Row(name="stage 0, fp16", recipe=two(0, dtype="fp16"), loads=UNSCALED),
+    Row(name="stage 0, fp16, loss scale 1", recipe=two(0, dtype="fp16"), setting=NO_SCALE, into=EVERY),
+    Row(name="stage 0, fp32", recipe=two(0, dtype="fp32"), into=EVERY),
+    Row(name="stage 0, fp32, two groups, tied", recipe=two(0, dtype="fp32", **TIED), into=EVERY[:2]),
 )

@@ -80,6 +80,8 @@ def build(r: dict[str, Any], config: dict[str, Any], init_seed: int) -> Any:
 
 def held_by(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Return name → state → full tensor of every trained parameter."""
+    if engine.zero_optimization_stage() == 0:
+        return _unsharded(engine)
     if engine.zero_optimization_stage() in (1, 2):
         return _joined(engine, {name: p for name, p in engine.module.named_parameters() if p.requires_grad})
     found: dict[str, dict[str, torch.Tensor]] = {}
@@ -91,6 +93,29 @@ def held_by(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
             states |= {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
             found[name] = {key: value.detach().clone().float() for key, value in states.items()}
     return found
+
+
+def _unsharded(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the same without ZeRO: of the wrapper's masters, or of the trainer's own optimizer."""
+    held, names = engine.optimizer, {p: name for name, p in engine.module.named_parameters()}
+    inner = getattr(held, "optimizer", held)
+    masters: list[tuple[Any, torch.Tensor, dict[str, Any]]] = []
+    for g, group in enumerate(inner.param_groups):
+        if hasattr(held, "fp32_groups_flat"):
+            flat, at = held.fp32_groups_flat[g], 0
+            for parameter in held.fp16_groups[g]:
+                here = slice(at, at + parameter.numel())
+                state = {k: v[here] for k, v in inner.state[flat].items() if torch.is_tensor(v) and v.dim()}
+                masters.append((parameter, flat[here], state))
+                at += parameter.numel()
+        else:
+            own = held.fp16_groups[g] if hasattr(held, "fp16_groups") else group["params"]
+            masters += [(p, m, inner.state[m]) for p, m in zip(own, group["params"], strict=True)]
+    return {
+        names[parameter]: {"fp32": master.detach().clone().float()}
+        | {k: v.detach().clone().float() for k, v in state.items() if torch.is_tensor(v) and v.dim()}
+        for parameter, master, state in masters
+    }
 
 
 def _joined(engine: Any, parameters: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
@@ -139,7 +164,7 @@ class _NoUtils:
 
 def run(job: dict[str, Any]) -> Any:
     """Run one job with its setting; `has_held` false: DeepSpeed cannot gather the states, as of pipelined
-    swapping and without ZeRO."""
+    swapping."""
     global has_held
     has_held = job.get("has_held", True)
     setting.clear()
