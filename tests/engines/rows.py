@@ -75,6 +75,7 @@ EVERY = (1, 2, 3)
 """Stages; 3's loader gives the first group's settings to all (formats.md §5.1)."""
 NO_SCALE = {"fp16": {"loss_scale": 1}}
 UNSCALED = "it divided gradients by a loss scale that it had not multiplied by (formats.md §2.7)"
+PARTIAL = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 0.5}}}
 MOMENTUM = "the loader wants exp_avg"
 
 ROWS = (
@@ -89,6 +90,12 @@ ROWS = (
         loads="it counts each step once per sub-group (formats.md §5.1)",
     ),
     Row(name="NVMe offload, stage 3, partitions below 1 MiB", recipe=two(3), setting=nvme()),
+    Row(
+        name="CPU offload of half the sub-groups (ratio 0.5), stage 3",
+        recipe=two(3, optimizer="cpu_adam", sub_group_size=20_000),
+        setting=PARTIAL,
+        universal="ratio 0.5 keeps it on the GPU",
+    ),
     Row(
         name="writer python, data_parallel replica, stage 2",
         recipe=two(2),

@@ -15,6 +15,7 @@ import deepspeed.comm as dist
 import deepspeed.comm.torch
 import deepspeed.io.fast_file_writer
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from tests.support import make_ckpt
@@ -62,7 +63,13 @@ def ds_config(r: dict[str, Any], dp: int, *, universal: bool) -> dict[str, Any]:
 
 def build(r: dict[str, Any], config: dict[str, Any], init_seed: int) -> Any:
     """Return the engine, which notes what it holds after each save."""
-    engine = _build(r, config, init_seed)
+    accelerator = get_accelerator()
+    if is_partial():  # DeepSpeed tells its two optimizers apart by the device, and here both are this one
+        accelerator._name = "cpu:0"
+    try:
+        engine = _build(r, config, init_seed)
+    finally:
+        accelerator._name = "cpu"
     if not has_held:
         return engine
     save = engine.save_checkpoint
@@ -78,6 +85,12 @@ def build(r: dict[str, Any], config: dict[str, Any], init_seed: int) -> Any:
     return engine
 
 
+def is_partial() -> bool:
+    """Tell whether a part of the optimizer stays on the GPU (`offload_optimizer.ratio`)."""
+    offload = setting.get("zero_optimization", {}).get("offload_optimizer", {})
+    return bool(offload.get("ratio", 1) < 1)
+
+
 def held_by(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Return name → state → full tensor of every trained parameter."""
     if engine.zero_optimization_stage() == 0:
@@ -88,7 +101,9 @@ def held_by(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             is_muon = getattr(parameter, "use_muon", False)
-            keys = ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq")
+            keys = ["momentum_buffer"] if is_muon else ["exp_avg", "exp_avg_sq"]
+            if is_partial():  # DeepSpeed asks one of the two optimizers alone
+                keys = []
             states = {"fp32": safe_get_full_fp32_param(parameter)}
             states |= {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
             found[name] = {key: value.detach().clone().float() for key, value in states.items()}
@@ -172,12 +187,17 @@ def run(job: dict[str, Any]) -> Any:
     return _run(job)
 
 
-if __name__ == "__main__":
+def patch() -> None:
+    """Let DeepSpeed's writers run without a device."""
     # gloo waits, the shared-memory collective spins: on a busy machine that is most of a run
     deepspeed.comm.torch.build_shm_op = lambda: None
     # FastPersist's writer pins its buffer for a device, and asks for an op that it calls with another torch
     deepspeed.io.fast_file_writer.UtilsBuilder = _NoUtils
     torch.Tensor.pin_memory = lambda self, *_: self
+
+
+if __name__ == "__main__":
+    patch()
     make_ckpt.ds_config, make_ckpt.build, make_ckpt.run = ds_config, build, run
     make_ckpt.client_optimizer = client_optimizer  # type: ignore[attr-defined]
     LEARNING_RATES["muon"] = 0.01
