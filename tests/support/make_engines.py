@@ -84,7 +84,7 @@ def network(r: dict[str, Any]) -> torch.nn.Module:
     return split_net.SplitNet(r, mpu)
 
 
-def given_mpu(_: int) -> Any:
+def given_mpu(sp: int) -> Any:
     """Return the mpu that the model was made with."""
     return mpu
 
