@@ -34,12 +34,14 @@ from ckptd.formats.zero import round_robin
 from ckptd.formats.zero.save import Read, notes
 from ckptd.formats.zero.shards import Source
 from ckptd.formats.zero.survey import SAFE, Surveyor
+from ckptd.formats.zero.universal_save import UniversalReader, is_universal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ckptd.conversion.plan import Output
     from ckptd.formats.zero.save import Save
+    from ckptd.formats.zero.survey import Opening
 
 MEMORY_BYTES = 4 << 30
 CPU_SECONDS_PER_FILE = 3
@@ -88,14 +90,7 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
 
         if any(source.role == "extra" for source in sources):
             return _from_dcp(request, Sharded(opening, [source.path for source in sources]), out)
-        surveyor = Surveyor(
-            opening,
-            sources,
-            request["folders"],
-            contents=form != "universal",
-            masters_only=form == "weights",
-        )
-        save = surveyor.survey()
+        save = _read(request, opening, sources)
         paths = [prefix + read.path for read in save.reads] + request["companions"]
         save.reads.extend(_companion(dir_fd, name) for name in request["companions"])
     header = Header(
@@ -113,6 +108,20 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
     )
     header, outputs = {"universal": _universal, "weights": _weights, "dcp": _dcp}[form](request, save, header)
     return _written(out, header, save.reads, outputs)
+
+
+def _read(request: dict[str, Any], opening: Opening, sources: list[Source]) -> Save:
+    """Read a folder of shards; for dcp, a universal one as well."""
+    form = request["form"]
+    if form == "dcp" and is_universal(sources):
+        return UniversalReader(opening, sources).read()
+    return Surveyor(
+        opening,
+        sources,
+        request["folders"],
+        contents=form != "universal",
+        masters_only=form == "weights",
+    ).survey()
 
 
 def _written(out: IO[bytes], header: Header, reads: list[Read], outputs: Iterable[Output]) -> dict[str, Any]:

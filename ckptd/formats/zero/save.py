@@ -13,6 +13,7 @@ from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero import stage3, stage12
 from ckptd.formats.zero.experts import NO_EXPERTS, Experts
+from ckptd.formats.zero.facts import as_dict
 from ckptd.formats.zero.optimizers import DRIFT_THERE, MUON, NVME, STAGE3_READS, stage3_loader_word
 
 if TYPE_CHECKING:
@@ -119,6 +120,13 @@ class Save:
             for cell in row:
                 names |= dict.fromkeys(stage12.state_names(cell.shards))
         return list(names)
+
+    @property
+    def param_groups(self) -> Any:
+        """Settings of the optimizer's groups, as they were saved."""
+        inner = as_dict(self.rank0_optim.root["optimizer_state_dict"])
+        base = inner["optimizer_state_dict" if self.stage >= 3 else "base_optimizer_state"]
+        return as_dict(base).get("param_groups")
 
     def parameters(self, only: str | None = None) -> Iterator[list[Parameter]]:
         """Return each parameter's shards, one per tensor rank; `only`: just that state's ranges.
