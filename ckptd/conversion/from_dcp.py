@@ -25,7 +25,7 @@ from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.torchfile.archive import read_directory
 from ckptd.formats.torchfile.fingerprint import raw_fingerprint
 from ckptd.formats.torchfile.sharded import METADATA, Chunk, Item, ShardedTensor, read_metadata
-from ckptd.formats.torchfile.skeleton import fill
+from ckptd.formats.torchfile.skeleton import MirrorFd, fill
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.torchfile.values import ITEM_BYTES, Size, Tensor
 from ckptd.formats.zero.blocks import Block, dense, sequence
@@ -77,7 +77,7 @@ class Sharded:
             data = os.pread(fd, self.reads[0].size_bytes, 0)
         self.entries: dict[str, Entry] = read_metadata(data, METADATA)
         self.numbers: dict[str, int] = {}
-        items = [item for entry in self.entries.values() for item in _items(entry)]
+        items = [item for entry in self.entries.values() for item in items_of(entry)]
         for path in sorted({item.path for item in items}):
             if path not in names:
                 raise DamagedError(
@@ -162,7 +162,7 @@ class Sharded:
                 fill(
                     mirror, name, lambda at, nbytes: os.pread(fd, nbytes, item.offset + at), needs_crcs=False
                 )
-            yield mirror
+            yield MirrorFd(mirror)  # a number in a tensor that was not read is no 0
         finally:
             os.close(mirror)
 
@@ -388,7 +388,8 @@ def _split(text: str) -> tuple[str, str]:
     return name, setting
 
 
-def _items(entry: Entry) -> list[Item]:
+def items_of(entry: Entry) -> list[Item]:
+    """Return the archives that a name's value lies in."""
     return [chunk.item for chunk in entry.chunks] if isinstance(entry, ShardedTensor) else [entry]
 
 
