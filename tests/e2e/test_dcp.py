@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import checkpoint
 
 import ckptd
 from ckptd.errors import CkptdError, DamagedError, RefusedError, UsageError
@@ -183,3 +185,18 @@ def test_what_there_is_no_way_for_is_refused(folder: Path, tmp_path: Path) -> No
         ckptd.convert(folder, tmp_path / "w", form="weights-fp32")
     with pytest.raises(UsageError, match="cluster"):
         ckptd.convert(save_dir_of(PLAIN) / TAG, tmp_path / "d", form="dcp", cluster="local:1")
+
+
+def test_an_optimizer_of_other_parameters_than_the_models_is_refused_by_name(tmp_path: Path) -> None:
+    """As torchtitan 0.3 writes: the optimizer has `wqkv`, the model `wq`, `wk` and `wv`."""
+    names = {"norm.weight": "norm.weight", "wqkv.weight": "wq.weight"}
+    state = {saved: torch.ones(4) for saved in names.values()}
+    for trained in names:
+        state |= {f"optimizer.state.{trained}.{one}": torch.ones(4) for one in ("exp_avg", "exp_avg_sq")}
+        state |= {
+            f"optimizer.state.{trained}.step": torch.ones(()),
+            f"optimizer.param_groups.{trained}.lr": 0.1,
+        }
+    checkpoint.save(state, checkpoint_id=tmp_path / "step-4", no_dist=True)
+    with pytest.raises(RefusedError, match=r"states of wqkv\.weight, and no model in this folder"):
+        ckptd.convert(tmp_path / "step-4", tmp_path / "universal")
