@@ -334,8 +334,8 @@ class UniversalFromDcp:
         alone = next((n for n in self.states if not any(f".{key}".endswith(f".{n}") for key in keys)), first)
         raise RefusedError(
             f"the optimizer has states of {shown(alone)}, and no model in this folder has that parameter",
-            hint=f'save {{"model": …, "{OPTIMIZER}": …}} of get_state_dict in one folder; a trainer that '
-            "names its model otherwise than its optimizer (torchtitan 0.3: wqkv, as wq, wk, wv) resumes from it",
+            hint=f'save {{"model": …, "{OPTIMIZER}": …}} of get_state_dict in one folder; a trainer whose '
+            "optimizer has other names (torchtitan 0.3: wqkv for wq, wk, wv) resumes from its own folder",
         )
 
     def _shape(self, name: str) -> tuple[int, ...]:
