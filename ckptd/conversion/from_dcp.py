@@ -325,18 +325,17 @@ class UniversalFromDcp:
     def _prefix(self) -> str:
         """Return what the model's names begin with: `model.`, or nothing (torchtitan)."""
         first = next(iter(self.states))
-        for key in self.held.entries:
+        keys = [key for key in self.held.entries if not key.startswith(f"{self.head}.")]
+        for key in keys:
             prefix = key.removesuffix(first)
             is_one = key.endswith(first) and (not prefix or prefix.endswith("."))
-            if (
-                is_one
-                and not key.startswith(f"{self.head}.")
-                and all(f"{prefix}{n}" in self.held.entries for n in self.states)
-            ):
+            if is_one and all(f"{prefix}{n}" in self.held.entries for n in self.states):
                 return prefix
+        alone = next((n for n in self.states if not any(f".{key}".endswith(f".{n}") for key in keys)), first)
         raise RefusedError(
-            f"the folder holds no model whose parameters are those of its optimizer ({shown(first)})",
-            hint=f'save {{"model": …, "{OPTIMIZER}": …}} of get_state_dict in one folder',
+            f"the optimizer has states of {shown(alone)}, and no model in this folder has that parameter",
+            hint=f'save {{"model": …, "{OPTIMIZER}": …}} of get_state_dict in one folder; a trainer whose '
+            "optimizer has other names (torchtitan 0.3: wqkv for wq, wk, wv) resumes from its own folder",
         )
 
     def _shape(self, name: str) -> tuple[int, ...]:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import checkpoint
 
 import ckptd
 from ckptd.errors import CkptdError, DamagedError, RefusedError, UsageError
@@ -225,3 +227,18 @@ def test_a_universal_form_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         ckptd.convert(tmp_path / "u", tmp_path / "d", form="weights-fp32")
     assert "--form dcp" in str(refused.value.hint)
     assert not (tmp_path / "d").exists()
+
+
+def test_an_optimizer_of_other_parameters_than_the_models_is_refused_by_name(tmp_path: Path) -> None:
+    """As torchtitan 0.3 writes: the optimizer has `wqkv`, the model `wq`, `wk` and `wv`."""
+    names = {"norm.weight": "norm.weight", "wqkv.weight": "wq.weight"}
+    state = {saved: torch.ones(4) for saved in names.values()}
+    for trained in names:
+        state |= {f"optimizer.state.{trained}.{one}": torch.ones(4) for one in ("exp_avg", "exp_avg_sq")}
+        state |= {
+            f"optimizer.state.{trained}.step": torch.ones(()),
+            f"optimizer.param_groups.{trained}.lr": 0.1,
+        }
+    checkpoint.save(state, checkpoint_id=tmp_path / "step-4", no_dist=True)
+    with pytest.raises(RefusedError, match=r"states of wqkv\.weight, and no model in this folder"):
+        ckptd.convert(tmp_path / "step-4", tmp_path / "universal")
