@@ -134,6 +134,13 @@ class Save:
                 names |= dict.fromkeys(stage12.state_names(cell.shards))
         return list(names)
 
+    @property
+    def param_groups(self) -> Any:
+        """Settings of the optimizer's groups, as they were saved."""
+        inner = as_dict(self.rank0_optim.root["optimizer_state_dict"])
+        base = inner["optimizer_state_dict" if self.stage >= 3 else "base_optimizer_state"]
+        return as_dict(base).get("param_groups")
+
     def parameters(self, only: str | None = None) -> Iterator[list[Parameter]]:
         """Return each parameter's shards, one per tensor rank; `only`: just that state's ranges.
 
