@@ -106,11 +106,12 @@ run: setup ## the demonstration: real training, crashes, resume, judge (REMOTE=s
 # More trainers, over the environment that has torch and DeepSpeed.
 $(TRAINERS): examples/frameworks/requirements.txt constraints.txt | $(INSTALL)
 	"$(PYTHON)" -m venv --clear .build/frameworks
-	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > .build/frameworks/lib/python3.11/site-packages/base.pth
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > .build/base.pth
+	mv .build/base.pth .build/frameworks/lib/python3.*/site-packages/
 	.build/frameworks/bin/python -m pip install -q --no-compile -c constraints.txt -r examples/frameworks/requirements.txt
 	@touch $@
 
-trainers: setup ## each trainer without ZeRO: saved, committed, restored and resumed by itself; writes docs/trainers.md
+trainers: setup $(TRAINERS) ## each trainer without ZeRO: saved, committed, restored and resumed by itself; writes docs/trainers.md
 	$(PY) -m tests.e2e.trainers $(ARGS)
 
 demo-frameworks: setup $(TRAINERS) ## each trainer's launch file unchanged: first commit, kill -9, resume on other ranks (ARGS="trl --out DIR")

@@ -1,9 +1,9 @@
 """Plan a folder of torch.distributed.checkpoint: model and optimizer as FSDP2 and torchtitan load them.
 
-Model values are the fp32 masters, moments are as the optimizer keeps them (docs/formats.md §9). Planned like
-the universal form: each tensor is a `torch.save` archive of a header of ours and ranges of the source, many
-of them in one `.distcp` file; `.metadata` names them. A name costs a row there and no bytes, so a tensor goes
-by every name that a loader asks for.
+The source is a ZeRO folder, or a universal one. Model values are the fp32 masters, moments are as the
+optimizer keeps them (docs/formats.md §9). Planned like the universal form: each tensor is a `torch.save`
+archive of a header of ours and ranges of the source, many of them in one `.distcp` file; `.metadata` names
+them. A name costs a row there and no bytes, so a tensor goes by every name that a loader asks for.
 """
 
 from __future__ import annotations
@@ -204,9 +204,7 @@ class DcpLayout:
     # --- the optimizer's groups --------------------------------------------------------------------------
 
     def _raw_groups(self) -> list[dict[Any, Any]]:
-        inner = as_dict(self.save.rank0_optim.root["optimizer_state_dict"])
-        base = as_dict(inner["optimizer_state_dict" if self.save.stage >= 3 else "base_optimizer_state"])
-        groups = base.get("param_groups")
+        groups = self.save.param_groups
         if not isinstance(groups, list) or not groups:
             raise RefusedError(f"{self.save.rank0_optim.source.path} has no param_groups")
         return [as_dict(group) for group in groups]
@@ -255,8 +253,11 @@ def _refuse(save: Save) -> None:
     Raises:
         RefusedError: with what it is, and a form that there is.
     """
-    kinds = {"tensor parallelism": save.tp > 1, "pipeline parallelism": save.pp > 1 or bool(save.layers)}
-    kinds["experts"] = bool(save.experts.groups)
+    kinds = {
+        "experts": bool(save.experts.groups) or any(layer.number is None for layer in save.layers),
+        "tensor parallelism": save.tp > 1,
+        "pipeline parallelism": save.pp > 1 or bool(save.layers),
+    }
     for kind, is_used in kinds.items():
         if is_used:
             raise RefusedError(

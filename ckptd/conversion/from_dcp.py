@@ -25,7 +25,7 @@ from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.torchfile.archive import read_directory
 from ckptd.formats.torchfile.fingerprint import raw_fingerprint
 from ckptd.formats.torchfile.sharded import METADATA, Chunk, Item, ShardedTensor, read_metadata
-from ckptd.formats.torchfile.skeleton import fill
+from ckptd.formats.torchfile.skeleton import MirrorFd, fill
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.torchfile.values import ITEM_BYTES, Size, Tensor
 from ckptd.formats.zero.blocks import Block, dense, sequence
@@ -77,7 +77,7 @@ class Sharded:
             data = os.pread(fd, self.reads[0].size_bytes, 0)
         self.entries: dict[str, Entry] = read_metadata(data, METADATA)
         self.numbers: dict[str, int] = {}
-        items = [item for entry in self.entries.values() for item in _items(entry)]
+        items = [item for entry in self.entries.values() for item in items_of(entry)]
         for path in sorted({item.path for item in items}):
             if path not in names:
                 raise DamagedError(
@@ -162,7 +162,7 @@ class Sharded:
                 fill(
                     mirror, name, lambda at, nbytes: os.pread(fd, nbytes, item.offset + at), needs_crcs=False
                 )
-            yield mirror
+            yield MirrorFd(mirror)  # a number in a tensor that was not read is no 0
         finally:
             os.close(mirror)
 
@@ -325,18 +325,17 @@ class UniversalFromDcp:
     def _prefix(self) -> str:
         """Return what the model's names begin with: `model.`, or nothing (torchtitan)."""
         first = next(iter(self.states))
-        for key in self.held.entries:
+        keys = [key for key in self.held.entries if not key.startswith(f"{self.head}.")]
+        for key in keys:
             prefix = key.removesuffix(first)
             is_one = key.endswith(first) and (not prefix or prefix.endswith("."))
-            if (
-                is_one
-                and not key.startswith(f"{self.head}.")
-                and all(f"{prefix}{n}" in self.held.entries for n in self.states)
-            ):
+            if is_one and all(f"{prefix}{n}" in self.held.entries for n in self.states):
                 return prefix
+        alone = next((n for n in self.states if not any(f".{key}".endswith(f".{n}") for key in keys)), first)
         raise RefusedError(
-            f"the folder holds no model whose parameters are those of its optimizer ({shown(first)})",
-            hint=f'save {{"model": …, "{OPTIMIZER}": …}} of get_state_dict in one folder',
+            f"the optimizer has states of {shown(alone)}, and no model in this folder has that parameter",
+            hint=f'save {{"model": …, "{OPTIMIZER}": …}} of get_state_dict in one folder; a trainer whose '
+            "optimizer has other names (torchtitan 0.3: wqkv for wq, wk, wv) resumes from its own folder",
         )
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -388,7 +387,8 @@ def _split(text: str) -> tuple[str, str]:
     return name, setting
 
 
-def _items(entry: Entry) -> list[Item]:
+def items_of(entry: Entry) -> list[Item]:
+    """Return the archives that a name's value lies in."""
     return [chunk.item for chunk in entry.chunks] if isinstance(entry, ShardedTensor) else [entry]
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 FORMAT = 3
+ARCHIVES = "archives"
+"""Asks the planning child for no plan, but for the archives that make up a folder of torch's."""
 MAX_LINE_BYTES = 64 << 20
 
 

@@ -114,7 +114,7 @@ class UniversalLayout:
         inner = as_dict(self.save.rank0_optim.root["optimizer_state_dict"])
         stage_3 = self.save.stage >= 3
         base = as_dict(inner["optimizer_state_dict" if stage_3 else "base_optimizer_state"])
-        groups = base.get("param_groups")
+        groups = self.save.param_groups
         if not isinstance(groups, list):
             raise RefusedError(f"{self.save.rank0_optim.source.path} has no param_groups")
         sharded = {"fp32_flat_groups"} if stage_3 else set(stage12.SHARDED_KEYS)

@@ -331,9 +331,7 @@ def _universal(listing: FolderListing, parent: Path) -> InspectedCheckpoint:
     if lacking:
         reason = reason or f"zero/{lacking[0]}/fp32.pt is missing"
     ours = _manifest(parent / listing.tag) if "ckptd.json" in facts else {}
-    source = ours.get("source") if isinstance(ours.get("source"), dict) else {}
-    assert isinstance(source, dict)
-    step = source.get("step")
+    step = _saved(ours, "step")
     model = next((f.facts for p, f in facts.items() if _MODEL_STATES.match(p) and f.facts), None)
     return InspectedCheckpoint(
         tag=listing.tag,
@@ -341,7 +339,7 @@ def _universal(listing: FolderListing, parent: Path) -> InspectedCheckpoint:
         state="complete" if reason is None else "damaged",
         reason=reason,
         is_complete=reason is None,
-        step=step if isinstance(step, int) else model.global_steps if model else None,
+        step=model.global_steps if step is None and model else step,
         dtype=model.dtype if model else None,
         optimizer=model.optimizer if model else None,
         ds_version=model.ds_version if model else None,
@@ -361,8 +359,6 @@ def _dcp(listing: FolderListing, parent: Path) -> InspectedCheckpoint | None:
     if ours.get("form") != "dcp":
         return None
     facts = {f.path: f for f in inspect_files(parent / listing.tag, [f.path for f in listing.files])}
-    source = ours.get("source")
-    step = source.get("step") if isinstance(source, dict) else None
     reason = TORCH.missing(listing.tag, facts)
     return InspectedCheckpoint(
         tag=listing.tag,
@@ -370,7 +366,7 @@ def _dcp(listing: FolderListing, parent: Path) -> InspectedCheckpoint | None:
         state="complete" if reason is None else "damaged",
         reason=reason,
         is_complete=reason is None,
-        step=step if isinstance(step, int) else None,
+        step=_saved(ours, "step"),
         layout=TORCH.name,
         bytes=listing.total_bytes,
         files=_seen_files(facts),
@@ -391,6 +387,13 @@ def _manifest(folder: Path) -> dict[str, object]:
     except (OSError, ValueError, CkptdError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _saved(manifest: dict[str, object], name: str) -> int | None:
+    """Return a number that a ckptd.json says of the save that the folder was made of; None: it does not."""
+    source = manifest.get("source")
+    value = source.get(name) if isinstance(source, dict) else None
+    return value if type(value) is int else None
 
 
 def _damage(facts: dict[str, FileFacts]) -> str | None:
@@ -454,17 +457,14 @@ def _weights(listing: FolderListing, parent: Path) -> InspectedCheckpoint | None
                 )
             )
         reason = next((f.reason for f in seen if f.reason), None) or _index_reason(fd, held)
-    source = manifest.get("source")
-    step = source.get("step") if isinstance(source, dict) else None
-    stage = source.get("zero_stage") if isinstance(source, dict) else None
     return InspectedCheckpoint(
         tag=listing.tag,
         kind="weights",
         state="complete" if reason is None else "damaged",
         reason=reason,
         is_complete=reason is None,
-        step=step if isinstance(step, int) else None,
-        zero_stage=stage if isinstance(stage, int) else None,
+        step=_saved(manifest, "step"),
+        zero_stage=_saved(manifest, "zero_stage"),
         dtype=str(manifest.get("form", "")).removeprefix("weights-"),
         tensors=sum(len(names) for names in held.values()),
         layout=str(manifest.get("layout", "")),

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import checkpoint
 
 import ckptd
 from ckptd.errors import CkptdError, DamagedError, RefusedError, UsageError
@@ -126,7 +128,10 @@ def test_a_training_goes_on_in_fsdp2_and_then_in_deepspeed(
 
 
 def test_values_are_those_of_the_stock_converter(tmp_path: Path) -> None:
-    """Masters and moments, there and back, bit by bit (the strict form is proved to be stock's elsewhere)."""
+    """Masters and moments, there and back, bit by bit (the strict form is proved to be stock's elsewhere).
+
+    The universal forms give the same folder as the shards.
+    """
     prepare(VALUES)
     pairs: list[tuple[str, str]] = []
     for number, recipe in enumerate(VALUES):
@@ -135,9 +140,22 @@ def test_values_are_those_of_the_stock_converter(tmp_path: Path) -> None:
         ckptd.convert(source, work / "dcp", form="dcp")
         ckptd.convert(source, work / "strict", compat="strict")
         ckptd.convert(work / "dcp", work / "back")
+        ckptd.convert(source, work / "superset", compat="superset")
+        for layout in ("strict", "superset"):
+            if layout == "strict" and recipe.round_robin:
+                with pytest.raises(RefusedError, match="under each other's names"):
+                    ckptd.convert(work / layout, work / "no", form="dcp")
+                continue
+            ckptd.convert(work / layout, work / f"of-{layout}", form="dcp")
+            assert contents(work / f"of-{layout}") == contents(work / "dcp")
         pairs += [(str(work / "dcp"), str(work / "strict")), (str(work / "dcp"), str(work / "back"))]
     said = run_module("tests.support.make_dcp", "compare", json.dumps(pairs))
     assert json.loads(said.splitlines()[-1]) == [[]] * len(pairs)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file that torch reads."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "ckptd.json"}
 
 
 @pytest.fixture
@@ -183,3 +201,44 @@ def test_what_there_is_no_way_for_is_refused(folder: Path, tmp_path: Path) -> No
         ckptd.convert(folder, tmp_path / "w", form="weights-fp32")
     with pytest.raises(UsageError, match="cluster"):
         ckptd.convert(save_dir_of(PLAIN) / TAG, tmp_path / "d", form="dcp", cluster="local:1")
+
+
+def test_a_universal_form_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    """A file that lacks, is cut off or is another parameter's; what else it could be converted to is said."""
+    prepare([PLAIN])
+    ckptd.convert(save_dir_of(PLAIN) / TAG, tmp_path / "u")
+    state = tmp_path / "u" / "zero" / "head.ln.weight"
+    whole = {path.name: path.read_bytes() for path in state.iterdir()}
+    state.joinpath("exp_avg.pt").write_bytes(whole["exp_avg.pt"][:-1])
+    with pytest.raises(CkptdError, match=r"head\.ln\.weight/exp_avg\.pt"):
+        ckptd.convert(tmp_path / "u", tmp_path / "d", form="dcp")
+    other = (state.parent / "embed.tok.weight" / "exp_avg.pt").read_bytes()
+    state.joinpath("exp_avg.pt").write_bytes(other)
+    with pytest.raises(DamagedError, match=r"exp_avg\.pt is of shape \(131, 64\), .* say \(64\)"):
+        ckptd.convert(tmp_path / "u", tmp_path / "d", form="dcp")
+    state.joinpath("exp_avg.pt").unlink()
+    with pytest.raises(DamagedError, match=r"head\.ln\.weight/exp_avg\.pt is missing, which \S+ has"):
+        ckptd.convert(tmp_path / "u", tmp_path / "d", form="dcp")
+    state.joinpath("exp_avg.pt").write_bytes(whole["exp_avg.pt"])
+    state.joinpath("fp32.pt").unlink()
+    with pytest.raises(DamagedError, match=r"zero/head\.ln\.weight/fp32\.pt is missing"):
+        ckptd.convert(tmp_path / "u", tmp_path / "d", form="dcp")
+    with pytest.raises(RefusedError, match="universal checkpoint already") as refused:
+        ckptd.convert(tmp_path / "u", tmp_path / "d", form="weights-fp32")
+    assert "--form dcp" in str(refused.value.hint)
+    assert not (tmp_path / "d").exists()
+
+
+def test_an_optimizer_of_other_parameters_than_the_models_is_refused_by_name(tmp_path: Path) -> None:
+    """As torchtitan 0.3 writes: the optimizer has `wqkv`, the model `wq`, `wk` and `wv`."""
+    names = {"norm.weight": "norm.weight", "wqkv.weight": "wq.weight"}
+    state = {saved: torch.ones(4) for saved in names.values()}
+    for trained in names:
+        state |= {f"optimizer.state.{trained}.{one}": torch.ones(4) for one in ("exp_avg", "exp_avg_sq")}
+        state |= {
+            f"optimizer.state.{trained}.step": torch.ones(()),
+            f"optimizer.param_groups.{trained}.lr": 0.1,
+        }
+    checkpoint.save(state, checkpoint_id=tmp_path / "step-4", no_dist=True)
+    with pytest.raises(RefusedError, match=r"states of wqkv\.weight, and no model in this folder"):
+        ckptd.convert(tmp_path / "step-4", tmp_path / "universal")

@@ -18,6 +18,7 @@ from ckptd.maintenance.inspection import InspectedCheckpoint, inspect_folder
 from tests.e2e.harness import Node, node
 from tests.stores.servers import free_port
 from tests.support.other_trainers import TAG_OF
+from tests.support.real import REPOSITORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,18 +33,26 @@ ON_ONE = ("accelerate", "torch", "torch-file", "lightning")
 CLOSE = 1e-3
 
 
+def python_of(layout: str) -> Path:
+    """Return the interpreter that has the trainer: torchtitan's is that of `make trainers`."""
+    if layout == "torchtitan":
+        return REPOSITORY / ".build" / "frameworks" / "bin" / "python"
+    return Path(sys.executable)
+
+
 def train(
     layout: str, save_dir: Path, steps: int, ranks: int = 2, resume_from: Path | None = None
 ) -> dict[int, float]:
     """Losses by step, from the trainer itself."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)),
+        *(str(python_of(layout)), "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)),
         *("--master_port", str(free_port()), "-m", "tests.support.other_trainers"),
         *(layout, str(save_dir), str(steps), *([str(resume_from)] if resume_from else [])),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss ([\d.]+)", done.stdout)}
+    told = re.findall(r"step:? +(\d+) +loss:? +([\d.]+)", done.stdout)
+    return {int(step): float(loss) for step, loss in told}
 
 
 def tag_of(layout: str, step: int) -> str:
@@ -151,7 +160,7 @@ def check_inspected(layout: str, save_dir: Path) -> None:
     assert done.returncode == 0, done.stderr
     seen = {one["tag"]: one for one in json.loads(done.stdout)["checkpoints"]}
     one = seen[tag_of(layout, STEPS)]
-    name = "torch" if layout == "lightning-fsdp" else layout.partition("-fsdp")[0]
+    name = "torch" if layout in ("lightning-fsdp", "torchtitan") else layout.partition("-fsdp")[0]
     assert (one["state"], one["step"], one["grid"]["layout"]) == ("complete", STEPS, name)
 
 

@@ -27,9 +27,9 @@ def command(root: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "ckptd", "run", f"{root}/run", f"{root}/nas", "--same-filesystem", *words]
 
 
-def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run to its end."""
-    environment = os.environ | {"CKPTD_SETTLE": "0.2s", "COLUMNS": "400"}
+def run(words: list[str], **more: str) -> subprocess.CompletedProcess[str]:
+    """Run to its end; `more`: of the environment."""
+    environment = os.environ | {"CKPTD_SETTLE": "0.2s", "COLUMNS": "400"} | more
     return subprocess.run(words, capture_output=True, text=True, timeout=200, check=False, env=environment)
 
 
@@ -49,6 +49,15 @@ def test_the_last_line_says_what_is_safe(tmp_path: Path) -> None:
     assert "ckptd: run: SAFE  step 5 on the remote" in lines[-1]
     # nobody who reads it knows the words of the journal
     assert not [line for line in lines if "generation" in line or "branch" in line or "first-start" in line]
+
+
+def test_an_exit_code_is_explained_above_what_is_safe(tmp_path: Path) -> None:
+    save(tmp_path)
+    done = run(command(tmp_path, "--once"), CKPTD_MIN_FREE="4096TB")
+    assert done.returncode == 1, done
+    *_, why, safe = done.stderr.splitlines()
+    assert why.endswith("ckptd: run: exit code 1: disk-low; `ckptd status` says more"), done.stderr
+    assert "ckptd: run: SAFE  step 5" in safe
 
 
 def test_the_start_says_what_is_uploaded_and_what_it_costs(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ what `ckptd resume` gives it. `make trainers` runs all of them.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 import traceback
-from importlib.metadata import version
 from pathlib import Path
 
 from tests.e2e.harness import node
@@ -18,6 +18,7 @@ from tests.e2e.test_other_layouts import (
     STEPS,
     check_inspected,
     check_torn,
+    python_of,
     round_trip,
     tag_of,
     trained_further,
@@ -44,7 +45,8 @@ ROWS = {
     "accelerate": ("Accelerate, DDP", "accelerate"),
     "accelerate-fsdp-full": ("Accelerate, FSDP2, FULL_STATE_DICT", "accelerate"),
     "accelerate-fsdp-sharded": ("Accelerate, FSDP2, SHARDED_STATE_DICT", "accelerate"),
-    "torch": ("FSDP2 and torch.distributed.checkpoint, as torchtitan's `step-N`", "torch"),
+    "torch": ("FSDP2 and torch.distributed.checkpoint in a script", "torch"),
+    "torchtitan": ("torchtitan, Llama 3", "torchtitan"),
     "lightning": ("Lightning, DDP, `.ckpt` files", "pytorch-lightning"),
     "lightning-fsdp": ("Lightning, FSDP2 (`ModelParallelStrategy`), `.ckpt` folders", "pytorch-lightning"),
     "torch-file": ("a script's `torch.save` files (`[layout] files`)", "torch"),
@@ -52,7 +54,8 @@ ROWS = {
 TAIL = """
 Accelerate takes up an FSDP plugin only where it sees a GPU; here that check alone is passed over.
 Wrapping, saving and loading are its own code, and the Trainer's, on gloo. DeepSpeed below these trainers is
-tried by `make demo-frameworks` ([Trainers](integrations.md)). torchtitan itself was not run.
+tried by `make demo-frameworks` ([Trainers](integrations.md)). torchtitan trains its own debug model; what
+it asks of a GPU (name, memory), torch.cpu answers, and gradients are divided after gloo's sum.
 """
 
 
@@ -73,7 +76,14 @@ def row_of(layout: str) -> tuple[str, bool]:
             traceback.print_exc()
     words, package = ROWS[layout]
     marks = " | ".join("✓" if column in shown else "✗" for column in COLUMNS)
-    return f"| {words} | {package} {version(package)} | {marks} |", len(shown) == len(COLUMNS)
+    return f"| {words} | {package} {version_of(layout, package)} | {marks} |", len(shown) == len(COLUMNS)
+
+
+def version_of(layout: str, package: str) -> str:
+    """Return the version of a package where that trainer runs."""
+    told = f"from importlib.metadata import version; print(version('{package}'))"
+    done = subprocess.run([python_of(layout), "-c", told], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def main() -> int:

@@ -28,6 +28,12 @@ class Row:
     """Why the stock loader does not read the universal form."""
     into: tuple[int, ...] = ()
     """ZeRO stages that it is loaded in, each on one rank and on two; none: as saved, on one."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the recipe (make_engines.py)."""
+    loads_as: dict[str, Any] = field(default_factory=dict)
+    """Keys of the recipe that differ where the universal form is loaded."""
+    load_ranks: int = 1
+    """Ranks that load the universal form."""
 
     def resuming(self, work: Path) -> dict[str, Any]:
         """Return the setting to go on from the save with: a writer's engine of 0.19.8 loads no shard at all,
@@ -77,6 +83,12 @@ NO_SCALE = {"fp16": {"loss_scale": 1}}
 UNSCALED = "it divided gradients by a loss scale that it had not multiplied by (formats.md §2.7)"
 PARTIAL = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 0.5}}}
 MOMENTUM = "the loader wants exp_avg"
+
+EXTRA: dict[str, Any] = {"split": False, "expert_tp": False, "in_blocks": False, "auto": 0}
+"""Keys of every recipe that make_engines.py has beside make_ckpt.py's."""
+MPU: dict[str, Any] = {"split": True}
+ALONE: dict[str, Any] = {"tp": 0, "sp": 0}
+"""Without tensor parallelism."""
 
 ROWS = (
     Row(name="CPU offload, stage 2", recipe=two(2, offload=True)),
@@ -128,4 +140,15 @@ ROWS = (
     Row(name="stage 0, fp16, loss scale 1", recipe=two(0, dtype="fp16"), setting=NO_SCALE, into=EVERY),
     Row(name="stage 0, fp32", recipe=two(0, dtype="fp32"), into=EVERY),
     Row(name="stage 0, fp32, two groups, tied", recipe=two(0, dtype="fp32", **TIED), into=EVERY[:2]),
+    Row(
+        name="tensor parallelism by mpu, stage 3",
+        recipe=Recipe(stage=3, world_size=4, tp=2, sp=2),
+        more=MPU,
+        loads_as=ALONE | {"llama": True},
+    ),
+    Row(
+        name="tensor parallelism by AutoTP, stage 3",
+        recipe=Recipe(stage=3, world_size=4, tp=2, universal_info=False),
+        loads_as=ALONE | {"llama": True},
+    ),
 )

@@ -26,7 +26,7 @@ from ckptd.conversion.plan import OutputFile
 from ckptd.conversion.reader import Sources
 from ckptd.conversion.remote.convert import RemoteConversion
 from ckptd.conversion.remote.uploader import Target, Uploader
-from ckptd.errors import DamagedError, NotFoundError, RefusedError, TargetExists, UsageError
+from ckptd.errors import CkptdError, DamagedError, NotFoundError, RefusedError, TargetExists, UsageError
 from ckptd.formats.torchfile.archive import LEGACY_MAGIC
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.open import open_store
@@ -45,6 +45,7 @@ client: Any = None
 UNIVERSAL = ConvertOptions(write_latest=True)
 STRICT = ConvertOptions(compat="strict", write_latest=True)
 WEIGHTS = ConvertOptions(form="weights", dtype="bf16")
+DCP = ConvertOptions(form="dcp", max_shard_bytes=300_000)
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +216,91 @@ def test_a_torn_shard_elsewhere_is_named(stored: Path, saves: Path, tmp_path: Pa
     assert (done.returncode, shard.name in done.stderr) == (65, True), done.stderr
     assert not list(tmp_path.iterdir())
     assert not (stored / "torn" / "u").exists()
+
+
+# --- Folders of torch.distributed.checkpoint -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sharded(bucket: Path, saves: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of many files, here and in the bucket."""
+    assert bucket.is_dir()
+    folder = tmp_path_factory.mktemp("sharded") / "step-2"
+    convert(saves / "z3" / TAG, folder, DCP)
+    for path in folder.iterdir():
+        put(f"titan/step-2/{path.name}", path.read_bytes())
+    return folder
+
+
+def test_a_folder_of_torch_elsewhere_becomes_universal(sharded: Path, stored: Path, tmp_path: Path) -> None:
+    """Bucket to disk, disk to bucket, bucket to bucket: what the local conversion makes."""
+    local = convert(sharded, tmp_path / "local", UNIVERSAL)
+    expected = content(tmp_path / "local")
+    fetched = ranged(url("titan/step-2"), tmp_path / "fetched")
+    assert content(tmp_path / "fetched") == expected
+    assert fetched.plan_sha256 == local.plan_sha256
+    for begin, name in ((sharded, "sent"), (url("titan/step-2"), "both")):
+        ranged(begin, url(f"titan-out/{name}"))
+        assert content(stored / "titan-out" / name) == expected
+    assert (stored / "titan-out" / "latest_universal").read_text() == "both"
+
+
+def test_a_folder_for_torch_is_made_elsewhere(
+    sharded: Path, stored: Path, saves: Path, tmp_path: Path
+) -> None:
+    """The shards here, or in the bucket; no pointer lies beside it."""
+    ranged(saves / "z3" / TAG, url("dcp-out/sent"), DCP)
+    ranged(url("in/z3"), url("dcp-out/both"), DCP)
+    ranged(url("in/z3"), tmp_path / "here", DCP)
+    made = (stored / "dcp-out" / "sent", stored / "dcp-out" / "both", tmp_path / "here")
+    assert [content(folder) == content(sharded) for folder in made] == [True] * 3
+    assert sorted(path.name for path in (stored / "dcp-out").iterdir()) == ["both", "sent"]
+
+
+def test_what_is_not_whole_elsewhere_is_named(sharded: Path, saves: Path, tmp_path: Path) -> None:
+    """65 with the file's name, as for a folder here; a universal form at a URL is refused with what to do."""
+    whole = content(sharded)
+    last = max(name for name in whole if name.endswith(".distcp"))
+    for key, data in whole.items():
+        put(f"torn-dcp/step-2/{key}", data)
+    for bad in (whole[last][:-1], bytes(len(whole[last]))):
+        put(f"torn-dcp/step-2/{last}", bad)
+        done = cli(url("torn-dcp/step-2"), tmp_path / "u")
+        assert (done.returncode, last in done.stderr) == (65, True), done.stderr
+    client.delete_object(Bucket=servers.BUCKET, Key=f"torn-dcp/step-2/{last}")
+    done = cli(url("torn-dcp/step-2"), tmp_path / "u")
+    assert (done.returncode, f"{last}, which .metadata names, is missing" in done.stderr) == (65, True)
+    client.delete_object(Bucket=servers.BUCKET, Key="torn-dcp/step-2/.metadata")
+    done = cli(url("torn-dcp/step-2"), tmp_path / "u")
+    assert (done.returncode, "without .metadata" in done.stderr) == (65, True), done.stderr
+    ranged(saves / "z2" / TAG, url("torn-dcp/u"))
+    done = cli(url("torn-dcp/u"), tmp_path / "d", "--form", "dcp")
+    assert (done.returncode, "copy the universal form to this machine" in done.stderr) == (65, True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_committed_folder_of_torch_is_compared_with_its_manifest(
+    sharded: Path, stored: Path, tmp_path: Path
+) -> None:
+    """ckptd keeps the folders of torchtitan; a bit that turned in a part or in `.metadata` is found."""
+    save_dir = tmp_path / "node" / "titan"
+    shutil.copytree(sharded, save_dir / "step-2", ignore=shutil.ignore_patterns("ckptd.json"))
+    done = ckptd("run", save_dir, url("titan-job"), "--once")
+    assert done.returncode == 0, done.stderr
+    convert(sharded, tmp_path / "local", UNIVERSAL)
+    ranged(url("titan-job"), tmp_path / "u")
+    assert content(tmp_path / "u") == content(tmp_path / "local")
+    for name in ("__0_1.distcp", ".metadata"):
+        path = stored / "titan-job" / "step-2" / name
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        put(f"titan-job/step-2/{path.name}", bytes(data))
+        with pytest.raises(CkptdError, match=path.name) as refused:
+            ranged(url("titan-job/step-2"), tmp_path / "bad")
+        assert refused.value.exit_code == 65
+        data[len(data) // 2] ^= 1
+        put(f"titan-job/step-2/{path.name}", bytes(data))
+    assert not (tmp_path / "bad").exists()
 
 
 def test_killed_in_the_middle_and_run_again(stored: Path, saves: Path, tmp_path: Path) -> None:

@@ -6,11 +6,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -245,12 +248,78 @@ def torch_shards(save_dir: str, steps: int, resume_from: str | None) -> None:
     dist.destroy_process_group()
 
 
+def titan_on_cpu() -> None:
+    """Let torchtitan train without a GPU: it asks torch.cpu what torch.cuda answers, and gloo only sums."""
+    from torch.distributed.fsdp import FSDPModule
+
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch.cpu.current_device = lambda: 0
+    torch.cpu.get_device_name = lambda _device=None: "CPU"
+    torch.cpu.get_device_properties = lambda _device=None: SimpleNamespace(total_memory=2**30)
+    torch.cpu.memory_stats = lambda _device=None: {}
+    torch.cpu.empty_cache = torch.cpu.reset_peak_memory_stats = lambda: None
+    divide = FSDPModule.set_gradient_divide_factor
+
+    def divide_after_the_sum(self: Any, factor: float) -> None:
+        divide(self, factor)
+        self.set_force_sum_reduction_for_comms(True)
+
+    FSDPModule.set_gradient_divide_factor = divide_after_the_sum
+
+
+def torchtitan(save_dir: str, steps: int, resume_from: str | None) -> None:
+    """torchtitan's own trainer and checkpointer, on the debug model of its Llama 3."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    titan_on_cpu()
+    from torchtitan.config import ConfigManager
+    from torchtitan.tools.logging import init_logger
+    from torchtitan.train import Trainer
+
+    if resume_from is not None:  # it goes on from the newest step-N of its folder by itself
+        assert Path(resume_from).parent == Path(save_dir)
+    words = [f"w{number}" for number in range(100)]
+    tokenizer = Tokenizer(
+        models.WordLevel({"<s>": 0, "</s>": 1} | {w: n for n, w in enumerate(words, 2)}, unk_token="<s>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    init_logger()
+    with tempfile.TemporaryDirectory(prefix="ckptd-titan-") as place:
+        data = Path(place, "data")
+        data.mkdir()
+        texts = (" ".join(words[(row * column) % 100] for column in range(200)) for row in range(100))
+        Path(data, "rows.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        tokenizer.save(f"{place}/tokenizer.json")
+        Path(place, "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+        config = ConfigManager().parse_args(
+            [
+                *("--model.name", "llama3", "--model.flavor", "debugmodel", "--model.hf_assets_path", place),
+                *("--training.dataset", "c4_test", "--training.dataset_path", str(data)),
+                *("--training.steps", str(steps), "--training.seq_len", "64"),
+                *("--training.local_batch_size", "2", "--lr_scheduler.warmup_steps", "0"),
+                *(
+                    "--checkpoint.enable",
+                    "--checkpoint.interval",
+                    "2",
+                    "--checkpoint.no_last_save_model_only",
+                ),
+                *("--checkpoint.folder", str(Path(save_dir).resolve()), "--job.dump_folder", place),
+                *("--metrics.log_freq", "1", "--metrics.disable_color_printing"),
+            ]
+        )
+        trainer = Trainer(config)
+        trainer.train()
+        trainer.close()
+    dist.destroy_process_group()
+
+
 TRAINERS: dict[str, Callable[..., None]] = {
     "huggingface": huggingface,
     "accelerate": accelerate,
     "torch": torch_shards,
     "lightning": lightning,
     "torch-file": script,
+    "torchtitan": torchtitan,
     "accelerate-fsdp-full": partial(accelerate, kind="FULL_STATE_DICT"),
     "accelerate-fsdp-sharded": partial(accelerate, kind="SHARDED_STATE_DICT"),
     "huggingface-fsdp-full": partial(huggingface, kind="FULL_STATE_DICT"),
@@ -263,6 +332,7 @@ TAG_OF = {
     "torch": "step-{}",
     "lightning": "epoch=0-step={}.ckpt",
     "torch-file": "model_{}.pt",
+    "torchtitan": "step-{}",
     "accelerate-fsdp-full": "step_{}",
     "accelerate-fsdp-sharded": "step_{}",
     "huggingface-fsdp-full": "checkpoint-{}",

@@ -102,7 +102,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _run(daemon: Daemon) -> int:
-    """Run until the end, and log what is safe of each job then, in the words of `ckptd status`."""
+    """Run until the end; log what is safe of each job then, and why the exit code is not 0."""
     import logging
     import time
 
@@ -111,12 +111,17 @@ def _run(daemon: Daemon) -> int:
     from ckptd.maintenance.status.verdict import Life
     from ckptd.maintenance.status.words import headline
 
+    log = logging.getLogger("ckptd")
     code = daemon.run()
     for job in daemon.jobs:
+        name = job.config.name
+        codes = sorted({one.code for one in job.problems.all() if one.lasting != "note"})
+        if code and codes:
+            log.warning("%s: exit code %d: %s; `ckptd status` says more", name, code, ", ".join(codes))
         with contextlib.suppress(CkptdError):
             for row in find_status(None, job.state_dir)["jobs"]:
-                if row["name"] == job.config.name:
-                    logging.getLogger("ckptd").info("%s: %s", row["name"], headline(row, Life(), time.time()))
+                if row["name"] == name:
+                    log.info("%s: %s", name, headline(row, Life(), time.time()))
     return code
 
 

@@ -23,23 +23,26 @@ from ckptd.base.files import opened_real
 from ckptd.conversion import dcp
 from ckptd.conversion.engine.executor import Tally
 from ckptd.conversion.engine.sandbox import fail, peak_rss_bytes, restrict
-from ckptd.conversion.from_dcp import Sharded, UniversalFromDcp
-from ckptd.conversion.plan import Header, OutputFile, PlanWriter, SourceFile
+from ckptd.conversion.from_dcp import Sharded, UniversalFromDcp, items_of
+from ckptd.conversion.plan import ARCHIVES, Header, OutputFile, PlanWriter, SourceFile
 from ckptd.conversion.universal import UniversalLayout, choose_layout, refuse_unread
 from ckptd.conversion.weights import COMPANION, LAYOUT, WeightsLayout, companion_files
 from ckptd.errors import CkptdError, RefusedError, from_os_error
 from ckptd.formats.torchfile.fingerprint import fingerprint
+from ckptd.formats.torchfile.sharded import METADATA, read_metadata
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES, MirrorFd
 from ckptd.formats.zero import round_robin
 from ckptd.formats.zero.save import Read, notes
 from ckptd.formats.zero.shards import Source
 from ckptd.formats.zero.survey import SAFE, Surveyor
+from ckptd.formats.zero.universal_save import UniversalReader, is_universal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ckptd.conversion.plan import Output
     from ckptd.formats.zero.save import Save
+    from ckptd.formats.zero.survey import Opening
 
 MEMORY_BYTES = 4 << 30
 CPU_SECONDS_PER_FILE = 3
@@ -86,16 +89,11 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
             with files.reading(dir_fd, prefix + path) as fd:
                 yield of_mirror(fd)
 
+        if form == ARCHIVES:
+            return _list_archives(opening, out)
         if any(source.role == "extra" for source in sources):
             return _from_dcp(request, Sharded(opening, [source.path for source in sources]), out)
-        surveyor = Surveyor(
-            opening,
-            sources,
-            request["folders"],
-            contents=form != "universal",
-            masters_only=form == "weights",
-        )
-        save = surveyor.survey()
+        save = _read(request, opening, sources)
         paths = [prefix + read.path for read in save.reads] + request["companions"]
         save.reads.extend(_companion(dir_fd, name) for name in request["companions"])
     header = Header(
@@ -113,6 +111,25 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
     )
     header, outputs = {"universal": _universal, "weights": _weights, "dcp": _dcp}[form](request, save, header)
     return _written(out, header, save.reads, outputs)
+
+
+def _read(request: dict[str, Any], opening: Opening, sources: list[Source]) -> Save:
+    """Read a folder of shards; for dcp, a universal one as well."""
+    form = request["form"]
+    if form == "dcp" and request["partial"] and "zero" in request["folders"]:
+        raise RefusedError(
+            "a universal form at a URL is not converted to dcp",
+            hint="name the ZeRO folder there, or copy the universal form to this machine and convert that",
+        )
+    if form == "dcp" and is_universal(sources):
+        return UniversalReader(opening, sources).read()
+    return Surveyor(
+        opening,
+        sources,
+        request["folders"],
+        contents=form != "universal",
+        masters_only=form == "weights",
+    ).survey()
 
 
 def _written(out: IO[bytes], header: Header, reads: list[Read], outputs: Iterable[Output]) -> dict[str, Any]:
@@ -181,6 +198,17 @@ def _from_dcp(request: dict[str, Any], held: Sharded, out: IO[bytes]) -> dict[st
         notes=layout.notes(),
     )
     return _written(out, header, held.reads, layout.outputs())
+
+
+def _list_archives(opening: Opening, out: IO[bytes]) -> dict[str, Any]:
+    """Write a line [file, offset, bytes] for each archive that a `.metadata` names."""
+    with opening(METADATA) as fd:
+        entries = read_metadata(os.pread(fd, os.fstat(fd).st_size, 0), METADATA)
+    found = sorted({(i.path, i.offset, i.nbytes) for entry in entries.values() for i in items_of(entry)})
+    for row in found:
+        out.write(json.dumps(row).encode() + b"\n")
+    out.flush()
+    return {"archives": len(found)}
 
 
 def _companion(dir_fd: int, name: str) -> Read:

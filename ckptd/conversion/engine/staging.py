@@ -43,6 +43,8 @@ TEMPORARIES = "tmp"
 OUTPUT = "out"
 PLAN = "plan.jsonl"
 BLOCK_BYTES = 4096
+PARAMETERS = "zero"
+"""The folder of a universal form in which each parameter has one of its own."""
 
 
 def partial_name(name: str) -> str:
@@ -54,7 +56,8 @@ def partial_name(name: str) -> str:
 class SourceFolder:
     """List a source folder: shards, sub-folders, and the access rights that outputs take over.
 
-    Tensors swapped to NVMe follow the shards, of role `side` and with the rank of their folder.
+    Tensors swapped to NVMe follow the shards, of role `side` and with the rank of their folder; so do the
+    states of the parameters of a universal form, of role `universal`.
     """
 
     path: str
@@ -92,14 +95,16 @@ def list_source(folder: Path, beneath: Path | None = None) -> SourceFolder:
                 continue  # removed since it was listed
             if stat.S_ISDIR(status.st_mode):
                 folders.append(name)
-                if name == FOLDER:
-                    swapped = swapped_tensors(fd)
-                    shards += [(path, named) for path, named, _ in swapped]
-                    disk_bytes += sum(nbytes for _, _, nbytes in swapped)
+                if name in (FOLDER, PARAMETERS):
+                    found = swapped_tensors(fd) if name == FOLDER else universal_states(fd)
+                    shards += [(path, named) for path, named, _ in found]
+                    disk_bytes += sum(nbytes for _, _, nbytes in found)
             elif stat.S_ISREG(status.st_mode) and (shard := _named(name)):
                 shards.append((name, shard))
                 mode &= status.st_mode
                 disk_bytes += 512 * status.st_blocks
+    if any(shard.role is Role.OPTIM for _, shard in shards):  # a universal form is none beside shards
+        shards = [(name, shard) for name, shard in shards if shard.role is not Role.UNIVERSAL]
     if any(shard.role is not Role.EXTRA for _, shard in shards):  # what torch wrote beside them is not asked
         shards = [(name, shard) for name, shard in shards if shard.role is not Role.EXTRA]
     folder_mode = own.st_mode & 0o777 | 0o700  # files are put into the copy of a read-only folder, too
@@ -124,6 +129,18 @@ def swapped_tensors(folder_fd: int) -> list[tuple[str, NamedShard, int]]:
             rank = rank_of(f"{place}/{name}")
             if rank is not None and stat.S_ISREG(status.st_mode):
                 named = NamedShard(role=Role.SIDE, shard=ShardKey(d=rank))
+                found.append((f"{place}/{name}", named, 512 * status.st_blocks))
+    return sorted(found, key=lambda row: row[0])
+
+
+def universal_states(folder_fd: int) -> list[tuple[str, NamedShard, int]]:
+    """Return (path, role, bytes on disk) of the states of parameters that a universal form keeps."""
+    found: list[tuple[str, NamedShard, int]] = []
+    for place, _, names, fd in os.fwalk(PARAMETERS, dir_fd=folder_fd):
+        for name in names:
+            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if name.endswith(".pt") and stat.S_ISREG(status.st_mode):
+                named = NamedShard(role=Role.UNIVERSAL, shard=ShardKey())
                 found.append((f"{place}/{name}", named, 512 * status.st_blocks))
     return sorted(found, key=lambda row: row[0])
 

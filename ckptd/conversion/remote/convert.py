@@ -30,7 +30,15 @@ from ckptd.conversion.engine.staging import (
 )
 from ckptd.conversion.engine.supervisor import Conversion, Forecast, numpy_for, origin_of, planned
 from ckptd.conversion.options import ConvertOptions, ConvertProgress, ConvertReport
-from ckptd.conversion.remote.source import PARALLEL, RemoteSource, is_root, look_at, make_mirror, of_copy
+from ckptd.conversion.remote.source import (
+    PARALLEL,
+    RemoteSource,
+    is_root,
+    look_at,
+    make_mirror,
+    mirror_archives,
+    of_copy,
+)
 from ckptd.conversion.remote.uploader import target_exists
 from ckptd.recover.select.copies import DESCRIPTION
 from ckptd.storage.child.apart import open_apart
@@ -186,6 +194,7 @@ class RemoteConversion:
             make_mirror(self._remote, fd, companions=self._options.form == "weights")
         finally:
             os.close(fd)
+        mirror_archives(self._remote, Path(place.path, _MIRROR))
         folder = list_source(Path(place.path, _MIRROR, self._remote.name))
         return replace(folder, partial=True)
 

@@ -6,8 +6,13 @@ committed checkpoints exist, and their manifests say what every byte must be.
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+import tempfile
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,22 +20,29 @@ from ckptd.base import files
 from ckptd.base.extents import write_at
 from ckptd.base.names import IDENTITY_KEY
 from ckptd.config.loader import remote_from_arguments
-from ckptd.conversion.engine.staging import MARKS, is_companion, is_config
+from ckptd.conversion.engine.staging import MARKS, Origin, is_companion, is_config, list_source
+from ckptd.conversion.engine.supervisor import plan_request, write_plan
+from ckptd.conversion.options import ConvertOptions
+from ckptd.conversion.plan import ARCHIVES
 from ckptd.core.model.generation import choose_pointers, objects_of, order_of
 from ckptd.core.model.layouts import parse_shard_name
 from ckptd.core.model.manifest import EXTRA_FOLDER
+from ckptd.core.model.other_layouts import METADATA, SUFFIX
 from ckptd.core.model.swap_paths import is_state
-from ckptd.errors import CkptdError, NotFoundError, RefusedError, SourceChanged
+from ckptd.errors import CkptdError, DamagedError, NotFoundError, RefusedError, SourceChanged
 from ckptd.formats.torchfile import skeleton
+from ckptd.formats.torchfile.archive import DEFAULT_LIMITS
 from ckptd.formats.torchfile.fingerprint import raw_samples
+from ckptd.formats.torchfile.skeleton import END_BYTES, joined
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.storage.child.apart import open_apart
 from ckptd.storage.stores.access import Access, access_of
+from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.open import ancestors
 from ckptd.storage.stores.parallel import FailFastPool
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from ckptd.core.model.manifest import ManifestFile
     from ckptd.recover.select.copies import Copy
@@ -44,6 +56,7 @@ if TYPE_CHECKING:
 
 PARALLEL = 4
 _COMPANION_LIMIT_BYTES = 64 << 20
+_AT_ONCE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +106,7 @@ def of_commit(
     top = folder.split("/")[0]
     prefix = f"{folder.removeprefix(top).strip('/')}/" if folder != top else ""
     inside = [f for f in objects if not f.path.startswith(f"{EXTRA_FOLDER}/")]
-    if not prefix and not any(parse_shard_name(f.path) for f in inside):
+    if not prefix and not any(_is_part(f.path) for f in inside if "/" not in f.path):
         roots = sorted({f.path.rpartition("/")[0] for f in inside if parse_shard_name(Path(f.path).name)})
         prefix = f"{roots[0]}/" if roots else ""
     name = prefix.rstrip("/").rpartition("/")[2] or top
@@ -139,16 +152,22 @@ def source_of(url: str, access: Access, store: Store, name: str, found: list[Rem
     inside = [f for f in found if f.path.startswith(f"{name}/")]
     folders = sorted({f.path.split("/")[1] for f in inside if f.path.count("/") > 1})
     kept = [f for f in found if (f.path.count("/") <= 1 and _matters(f.path)) or is_state(f.path)]
-    if not any(parse_shard_name(Path(f.path).name) for f in kept):
+    if not any(_is_part(f.path) for f in kept):
         raise NotFoundError(f"{url} holds no shards", hint="name the folder of a checkpoint")
     return RemoteSource(
         url=url, access=access, store=store, name=name, files=tuple(kept), folders=tuple(folders)
     )
 
 
+def _is_part(path: str) -> bool:
+    """Tell whether a file's name is that of a shard, or of a part of torch.distributed.checkpoint."""
+    name = Path(path).name
+    return parse_shard_name(name) is not None or name == METADATA or name.endswith(SUFFIX)
+
+
 def _matters(path: str) -> bool:
     head, _, name = path.rpartition("/")
-    if head and parse_shard_name(name):
+    if head and _is_part(name):
         return True
     return is_companion(name) or (not head and name in MARKS)
 
@@ -174,22 +193,26 @@ def make_mirror(source: RemoteSource, place_fd: int, *, companions: bool) -> Non
     if companions and any(is_config(file.path) for file in source.files):
         files.create_exclusive(place_fd, MARKS[0], b"")  # the mark of a folder whose configuration counts
     wanted = [f for f in source.files if f.path not in MARKS]
-    wanted = [f for f in wanted if companions or is_state(f.path) or parse_shard_name(Path(f.path).name)]
+    wanted = [f for f in wanted if companions or is_state(f.path) or _is_part(f.path)]
     mode = 0o666 & ~umask
     FailFastPool().run(
         PARALLEL, wanted, lambda file: _mirror(source.store, file, place_fd, mode), name="mirror"
     )
 
 
+def _fetch(store: Store, file: RemoteFile, offset: int, nbytes: int) -> bytes:
+    try:
+        data = store.read_at(file.key, offset, nbytes)
+    except FileNotFoundError as error:
+        raise SourceChanged(f"{file.key} is gone from {store.url}") from error
+    if len(data) != nbytes:
+        raise SourceChanged(f"{file.key} in {store.url} ends before byte {offset + nbytes}")
+    return data
+
+
 def _mirror(store: Store, file: RemoteFile, place_fd: int, mode: int) -> None:
     def fetch(offset: int, nbytes: int) -> bytes:
-        try:
-            data = store.read_at(file.key, offset, nbytes)
-        except FileNotFoundError as error:
-            raise SourceChanged(f"{file.key} is gone from {store.url}") from error
-        if len(data) != nbytes:
-            raise SourceChanged(f"{file.key} in {store.url} ends before byte {offset + nbytes}")
-        return data
+        return _fetch(store, file, offset, nbytes)
 
     if is_state(file.path) or (is_config(file.path) and "/" in file.path):
         os.close(files.open_dir_beneath(place_fd, file.path.rpartition("/")[0], create_mode=0o700))
@@ -200,11 +223,104 @@ def _mirror(store: Store, file: RemoteFile, place_fd: int, mode: int) -> None:
         os.ftruncate(fd, file.bytes)
         if parse_shard_name(Path(file.path).name):
             skeleton.fill(fd, file.path, fetch)
-        elif is_state(file.path):
+        elif Path(file.path).name == METADATA:
+            _copy_metadata(fd, file, fetch)
+        elif is_state(file.path) or file.path.endswith(SUFFIX):
             for offset, nbytes in raw_samples(file.bytes):
                 write_at(fd, fetch(offset, nbytes), offset)
         elif 0 < file.bytes <= _COMPANION_LIMIT_BYTES:
             write_at(fd, fetch(0, file.bytes), 0)
+    finally:
+        os.close(fd)
+
+
+def _copy_metadata(fd: int, file: RemoteFile, fetch: Callable[[int, int], bytes]) -> None:
+    """Copy a `.metadata`, which is planned by, and compare it with its manifest.
+
+    Raises:
+        RefusedError: it is larger than planning reads. DamagedError: it is not what was committed.
+    """
+    if file.bytes > DEFAULT_LIMITS.pickle_bytes:
+        raise RefusedError(f"{file.path} has {file.bytes} bytes, more than a .metadata may have")
+    data = fetch(0, file.bytes) if file.bytes else b""
+    if file.crc64 is not None and to_hex(crc64(data)) != file.crc64:
+        raise DamagedError(
+            f"{file.key} is not what was committed",
+            hint="see `ckptd verify`, and convert an older checkpoint",
+        )
+    write_at(fd, data, 0)
+
+
+def mirror_archives(source: RemoteSource, mirror: Path) -> None:
+    """Add to the mirror of a folder of torch.distributed.checkpoint the headers of its archives.
+
+    They are thousands in a file, and which there are a restricted child reads in the `.metadata`. Their ends
+    lie beside each other, and are fetched together.
+
+    Raises:
+        as `make_mirror`; DamagedError, RefusedError: the `.metadata` cannot be read.
+    """
+    parts = {file.path: file for file in source.files if file.path.endswith(SUFFIX)}
+    if not parts or all(Path(file.path).name != METADATA for file in source.files):
+        return
+    archives: dict[str, list[tuple[int, int]]] = {}
+    folder = replace(list_source(mirror / source.name), partial=True)
+    with tempfile.TemporaryFile() as listed:
+        request = plan_request(folder, Origin(folder.path, "", ()), ConvertOptions(), block=False)
+        write_plan(request | {"form": ARCHIVES}, listed)
+        listed.seek(0)
+        try:
+            for line in listed:
+                path, offset, nbytes = json.loads(line)
+                archives.setdefault(f"{source.name}/{path}", []).append((int(offset), int(nbytes)))
+        except (ValueError, TypeError) as error:
+            raise DamagedError(f"the {METADATA} of {source.url} cannot be read") from error
+    wanted = [file for path, file in parts.items() if path in archives]
+    with files.opened_dir(str(mirror)) as fd:
+        FailFastPool().run(
+            PARALLEL,
+            wanted,
+            lambda file: _mirror_part(source.store, file, archives[file.path], fd),
+            name="parts",
+        )
+
+
+def _mirror_part(store: Store, file: RemoteFile, archives: list[tuple[int, int]], place_fd: int) -> None:
+    """Fetch what planning reads of the archives (offset, bytes) in one file."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(files.open_beneath(place_fd, file.path, flags), "r+b") as part:
+        fd = part.fileno()
+
+        def fetch(offset: int, nbytes: int) -> bytes:
+            known = bisect_right(held, (offset, file.bytes)) - 1
+            if known >= 0 and offset + nbytes <= held[known][1]:
+                return os.pread(fd, nbytes, offset)
+            data = _fetch(store, file, offset, nbytes)
+            write_at(fd, data, offset)
+            return data
+
+        inside = [(at, n) for at, n in archives if at >= 0 and n > 0 and at + n <= file.bytes]
+        heads = ((at, min(n, END_BYTES)) for at, n in inside)
+        tails = ((at + max(0, n - END_BYTES), min(n, END_BYTES)) for at, n in inside)
+        held: list[tuple[int, int]] = []
+        for begin, end in joined(chain(heads, tails)):
+            for at in range(begin, end, _AT_ONCE_BYTES):
+                fetch(at, min(_AT_ONCE_BYTES, end - at))
+            held.append((begin, end))
+        for at, nbytes in inside:
+            _fill_archive(f"{file.path} at {at}", nbytes, partial(_shifted, fetch, at))
+
+
+def _shifted(fetch: Callable[[int, int], bytes], by: int, offset: int, nbytes: int) -> bytes:
+    return fetch(by + offset, nbytes)
+
+
+def _fill_archive(name: str, nbytes: int, fetch: Callable[[int, int], bytes]) -> None:
+    """Have `fetch` asked for what planning reads of one archive."""
+    fd = os.memfd_create("archive", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, nbytes)
+        skeleton.fill(fd, name, fetch, needs_crcs=False, is_one_of_many=True)
     finally:
         os.close(fd)
 
@@ -282,7 +398,7 @@ def _plain(url: str, access: Access) -> RemoteSource:
     head = f"{url.rpartition('/')[2]}/" if above else ""
     listed = {info.key[len(head) :]: info for info in store.list(head)}
     name = url.rpartition("/")[2]
-    if not any(parse_shard_name(key) for key in listed):
+    if not any(_is_part(key) for key in listed if "/" not in key):
         pointer = listed.get("latest")
         small = pointer is not None and pointer.bytes <= _POINTER_LIMIT_BYTES
         tag = (store.get(f"{head}latest") or b"").decode(errors="replace").strip() if small else ""

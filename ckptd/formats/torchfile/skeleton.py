@@ -143,6 +143,8 @@ SMALL_BYTES = 64 << 10
 """Records up to this are mirrored whole: the step of an optimizer is a tensor of one element."""
 _GAP_BYTES = 32 << 10
 _MORE_TAIL_BYTES = 4096
+END_BYTES = 4096
+"""Bytes at both ends of a small archive that hold all its records but tensors: torch writes six or seven."""
 WHOLE = "bring it here (`ckptd restore`) and convert that"
 
 
@@ -150,11 +152,19 @@ class MirrorFd(int):
     """A descriptor of a mirror: values may be read from small records alone."""
 
 
-def fill(fd: int, name: str, fetch: Callable[[int, int], bytes], *, needs_crcs: bool = True) -> None:
+def fill(
+    fd: int,
+    name: str,
+    fetch: Callable[[int, int], bytes],
+    *,
+    needs_crcs: bool = True,
+    is_one_of_many: bool = False,
+) -> None:
     """Fill the mirror open at `fd`, which has its final size, with what planning reads.
 
     `fetch(offset, nbytes)` gives bytes of the remote file. What is no archive is left to the planner to say.
-    `needs_crcs`: False where no fingerprint is made of the mirror.
+    `needs_crcs`: False where no fingerprint is made of the mirror. `is_one_of_many`: of a file that holds
+    thousands, each of one tensor: little is fetched beyond its headers.
 
     Raises:
         TornArchiveError: a directory that leaves the file.
@@ -162,15 +172,17 @@ def fill(fd: int, name: str, fetch: Callable[[int, int], bytes], *, needs_crcs: 
         NeedsWholeFiles: its fingerprint needs all its bytes (of before zip archives, or without CRCs).
     """
     size = os.fstat(fd).st_size
-    tail = max(0, size - TAIL_BYTES - _MORE_TAIL_BYTES)
-    _bring(fd, fetch, [(0, min(size, SMALL_BYTES)), (tail, size - tail)])
+    head = min(size, END_BYTES if is_one_of_many else SMALL_BYTES)
+    tail = max(0, size - (END_BYTES if is_one_of_many else TAIL_BYTES + _MORE_TAIL_BYTES))
+    _bring(fd, fetch, [(0, head), (tail, size - tail)])
     framing = frame(fd, expected=True)
     if framing is Framing.LEGACY:
         raise NeedsWholeFiles(f"{name} is of torch's format before zip archives", hint=WHOLE)
     if framing is not Framing.ZIP:
         return
     start, length = directory_place(fd, name)
-    _bring(fd, fetch, [(start, length)] if start > AT_ONCE_BYTES else [(0, start + length)])
+    is_apart = is_one_of_many or start > AT_ONCE_BYTES
+    _bring(fd, fetch, [(start, length)] if is_apart else [(0, start + length)])
     headers = (entry.header for entry in read_entries(fd, name))
     _bring(fd, fetch, ((offset, min(LOCAL_HEADER_BYTES, size - offset)) for offset in headers))
     directory = read_directory(fd, name)
@@ -186,14 +198,15 @@ def fill(fd: int, name: str, fetch: Callable[[int, int], bytes], *, needs_crcs: 
 
 def _bring(fd: int, fetch: Callable[[int, int], bytes], ranges: Iterable[tuple[int, int]]) -> None:
     """Fetch ranges (offset, bytes) and write them where they belong; near ones in one go."""
-    for begin, end in _joined(ranges):
+    for begin, end in joined(ranges):
         data, at = fetch(begin, end - begin), begin
         while data:
             count = os.pwrite(fd, data, at)
             at, data = at + count, data[count:]
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return (begin, end) of ranges (offset, bytes) in order; what lies near each other is one."""
     found: list[tuple[int, int]] = []
     for offset, nbytes in sorted(r for r in ranges if r[1] > 0):
         if found and offset - found[-1][1] <= _GAP_BYTES:

@@ -354,13 +354,13 @@ class Surveyor:
             shards.append(self._cut(shard, grid, shapes))
         if is_pipeline_0:
             shapes = stage0.shapes_of_pipeline(shards, self._tensors_of_layers(tp))
-        frozen = [_frozen(model)] if self.contents else []
+        frozen = [frozen_of(model)] if self.contents else []
         like = model
         for d in _model_ranks(grid, models)[1:]:
             like = self._open(models[mm, d], like=like)
             agree_models(like, model, same_rank=True)
             model_sources.append(like.source)
-            frozen += [_frozen(like)] if self.contents else []
+            frozen += [frozen_of(like)] if self.contents else []
         return Cell(pp, tp, model, shapes, shards, frozen)
 
     def _cut(self, opened: Opened, grid: Degrees, shapes: Shapes) -> OptimShard:
@@ -445,7 +445,8 @@ class Surveyor:
         if "zero" in self.folders:
             raise RefusedError(
                 "this is a universal checkpoint already",
-                hint="it loads on any number of ranks as it is; to convert again give the ZeRO folder",
+                hint="it loads on any number of ranks as it is; --form dcp makes one for FSDP2 of it, "
+                "other forms are made of the ZeRO folder",
             )
         hint = "was every rank's save copied here? for stages 1 to 3 each rank has a shard"
         raise DamagedError("no optimizer shard is here (*_optim_states.pt), only model states", hint=hint)
@@ -566,7 +567,8 @@ def _data_parallel(model: Opened, optim: Opened, listed: Listed) -> int:
     return dp
 
 
-def _frozen(model: Opened) -> Fragments:
+def frozen_of(model: Opened) -> Fragments:
+    """Return the pieces of frozen parameters that one rank's model states hold (stage 3)."""
     pieces: dict[str, tuple[int, int, str]] = {}
     for name, tensor in as_dict(model.root.get("frozen_param_fragments")).items():
         found = flat(tensor, model.source, f"the frozen parameter {name}")
