@@ -92,7 +92,8 @@ def test_adafactor_keeps_one_value_an_element_of_flat_partitions(
     """ZeRO 1 and 2 hand it vectors, which it does not factor."""
     source = unlike_adam / name / "step"
     report = convert(source, tmp_path / "u", ConvertOptions(verify=True))
-    assert any("stages 1 and 2" in note for note in report.notes)
+    word = "RMS (one number per group) begins anew" if name == "transformers1" else "stages 1 and 2"
+    assert any(word in note for note in report.notes), report.notes
     wanted: dict[tuple[str, str], list[torch.Tensor]] = {}
     for path in sorted(source.glob("*_optim_states.pt")):
         inner = torch.load(path, weights_only=False)["optimizer_state_dict"]
@@ -117,8 +118,8 @@ def test_adafactor_without_zero_factors_and_is_refused(name: str, unlike_adam: P
     convert(source, tmp_path / "w", ConvertOptions(form="weights", verify=True))
     held = load_file(tmp_path / "w" / "model.safetensors")
     saved = torch.load(source / "mp_rank_00_model_states.pt", weights_only=False)
-    masters = {tuple(m.shape): m for m in saved["optimizer"]["fp32_groups"][0] if m.dim() > 1}
-    assert torch.equal(held["embed.tok.weight"], masters[131, 64])
+    master = saved["optimizer"]["fp32_groups"][0][0]
+    assert torch.equal(held["embed.tok.weight"], master)
     assert all(torch.equal(held[n].to(w.dtype), w) for n, w in saved["module"].items())
 
 

@@ -78,26 +78,24 @@ def cut(opened: Opened, lengths: list[int], swapped: Swapped, *, masters_only: b
 
 
 def _refuse_dropped(opened: Opened, groups: list[ShardGroup]) -> None:
-    """Refuse a shard in which sub-groups have no state: left out, their moments would begin anew unnoticed.
+    """Refuse a shard without the states that `offload_optimizer.ratio` below 1 keeps on the GPU.
 
-    DeepSpeed saves none of what `offload_optimizer.ratio` below 1 keeps on the GPU (formats.md §1).
+    DeepSpeed saves none of them (formats.md §1); left out, their moments would begin anew unnoticed. Without
+    that setting a sub-group that never had a gradient has none.
 
     Raises:
-        RefusedError: some have state and some none, or none has any and the configuration says why.
+        RefusedError: a sub-group with elements has no state.
     """
     config = as_dict(as_dict(opened.root.get("ds_config")).get("zero_optimization"))
     ratio = as_dict(config.get("offload_optimizer")).get("ratio")
-    is_partial = isinstance(ratio, int | float) and ratio < 1
     held = [s for s, group in enumerate(groups) if group.states["fp32"].numel]
     bare = [s for s in held if len(groups[s].states) == 1]
-    if bare and (is_partial or len(bare) < len(held)):
-        why = f"offload_optimizer.ratio {ratio} keeps it on the GPU, and DeepSpeed saves none of that"
+    if bare and isinstance(ratio, int | float) and ratio < 1:
         raise RefusedError(
-            f"{opened.source.path} has no optimizer state of sub-group {bare[0]} ({len(bare)} of {len(held)} "
-            f"have none){': ' + why if is_partial else ''}",
-            hint="the ZeRO form is safe as DeepSpeed wrote it, and its own load lacks that state too; "
-            "--form weights exports the model"
-            + ("; train with ratio 1.0 to save the optimizer whole" if is_partial else ""),
+            f"{opened.source.path} has no optimizer state of {len(bare)} of its {len(held)} sub-groups: "
+            f"offload_optimizer.ratio {ratio} keeps it on the GPU, and DeepSpeed saves none of that",
+            hint="--form weights exports the model; train with ratio 1.0 to save the optimizer whole; the "
+            "ZeRO form is safe as DeepSpeed wrote it, and its own load lacks that state too",
         )
 
 
