@@ -14,7 +14,7 @@ from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.model.layouts import Role, Trainer, parse_shard_name
 from ckptd.core.model.other_layouts import other_layout, words_of
 from ckptd.core.model.records import WEIGHTS
-from ckptd.formats.zero.optimizers import stage3_loader_word
+from ckptd.formats.zero.optimizers import TENSOR_STAGE_3, stage3_loader_word
 from ckptd.recover.select.copies import UNIVERSAL
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def advice(plan: RecoveryPlan, facts: ShardFacts | None) -> list[str]:
             f"saved with tensor parallel degree {grid.tp or 1} and pipeline parallel degree {grid.pp or 1}: "
             "the universal form loads with other degrees too, the training script chooses them"
         )
+        lines += [TENSOR_STAGE_3] if grid.zero_stage >= 3 and (grid.tp or 1) > 1 else []
     if (grid.ep or 1) > 1:
         lines.append(
             f"experts are shared by {grid.ep} ranks: keep ep_size {grid.ep}, in ZeRO stage 1 or 2 "

@@ -265,6 +265,16 @@ def test_drifted_copies_are_seen_before_anything_is_sent(saves: Path, tmp_path: 
     assert good.upload(good.order(UNIVERSAL)).outcome == "committed"
 
 
+def test_who_brings_the_tensor_parallelism_at_stage_3_is_told_where_it_loads(
+    saves: Path, tmp_path: Path
+) -> None:
+    """DeepSpeed's stage 3 loader takes a tensor rank's part of AutoTP's parameters and of no others."""
+    prepare([TP_3])
+    said = convert(saves / "stage3-tp2", tmp_path / "mpu").notes
+    assert any("where an mpu brings the tensor parallelism, resume in stage 1 or 2" in note for note in said)
+    assert not any("mpu" in note for note in convert(save_dir_of(TP_3) / TAG, tmp_path / "auto").notes)
+
+
 def test_a_missing_tensor_rank_is_named(saves: Path, tmp_path: Path) -> None:
     source = tmp_path / "in"
     shutil.copytree(saves / "tp2", source)

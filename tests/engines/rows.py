@@ -26,6 +26,12 @@ class Row:
     """Words of the refusal, where there is no universal form."""
     loads: str = ""
     """Why the stock loader does not read the universal form."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the recipe (make_engines.py)."""
+    loads_as: dict[str, Any] = field(default_factory=dict)
+    """Keys of the recipe that differ where the universal form is loaded."""
+    load_ranks: int = 1
+    """Ranks that load the universal form."""
 
     def resuming(self, work: Path) -> dict[str, Any]:
         """Return the setting to go on from the save with: a writer's engine of 0.19.8 loads no shard at all,
@@ -70,6 +76,12 @@ LARGE: dict[str, Any] = {"hidden": 208}
 SHUFFLED = {"zero_optimization": {"reduce_scatter": False}}
 MOMENTUM = "the loader wants exp_avg"
 
+EXTRA: dict[str, Any] = {"split": False, "expert_tp": False, "in_blocks": False, "auto": 0}
+"""Keys of every recipe that make_engines.py has beside make_ckpt.py's."""
+MPU: dict[str, Any] = {"split": True}
+ALONE: dict[str, Any] = {"tp": 0, "sp": 0}
+"""Without tensor parallelism."""
+
 ROWS = (
     Row(name="CPU offload, stage 2", recipe=two(2, offload=True)),
     Row(name="CPU offload, stage 3", recipe=two(3, offload=True)),
@@ -109,4 +121,15 @@ ROWS = (
     Row(name="Muon, stage 3", recipe=two(3, optimizer="muon"), setting=SHUFFLED, loads=MOMENTUM),
     Row(name="stage 0, bf16", recipe=two(0), has_held=False, universal="without ZeRO"),
     Row(name="stage 0, fp32", recipe=two(0, dtype="fp32"), has_held=False, universal="without ZeRO"),
+    Row(
+        name="tensor parallelism by mpu, stage 3",
+        recipe=Recipe(stage=3, world_size=4, tp=2, sp=2),
+        more=MPU,
+        loads_as=ALONE | {"llama": True},
+    ),
+    Row(
+        name="tensor parallelism by AutoTP, stage 3",
+        recipe=Recipe(stage=3, world_size=4, tp=2, universal_info=False),
+        loads_as=ALONE | {"llama": True},
+    ),
 )

@@ -38,6 +38,12 @@ NVME = (
 )
 
 
+TENSOR_STAGE_3 = (
+    "DeepSpeed's stage 3 loader cuts the parameters for the tensor ranks of AutoTP alone: where an mpu "
+    "brings the tensor parallelism, resume in stage 1 or 2, or without tensor parallelism"
+)
+
+
 def refuse_unknown_layout(base: dict[Any, Any], source: Source) -> None:
     """Refuse states of which no group is a dictionary: left out, the run would go on without its moments.
 

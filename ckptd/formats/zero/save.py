@@ -13,8 +13,15 @@ from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero import stage3, stage12
 from ckptd.formats.zero.experts import NO_EXPERTS, Experts
-from ckptd.formats.zero.facts import as_dict
-from ckptd.formats.zero.optimizers import DRIFT_THERE, MUON, NVME, STAGE3_READS, stage3_loader_word
+from ckptd.formats.zero.facts import as_dict, as_int
+from ckptd.formats.zero.optimizers import (
+    DRIFT_THERE,
+    MUON,
+    NVME,
+    STAGE3_READS,
+    TENSOR_STAGE_3,
+    stage3_loader_word,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,6 +115,12 @@ class Save:
         return info if isinstance(info, dict) else None
 
     @property
+    def is_autotp(self) -> bool:
+        """Tell whether DeepSpeed itself split the parameters over the tensor ranks."""
+        config = as_dict(self.rank0_model.root.get("ds_config"))
+        return (as_int(as_dict(config.get("tensor_parallel")).get("autotp_size")) or 0) > 1
+
+    @property
     def parameter_count(self) -> int:
         """Parameters, each counted once."""
         return len({name for row in self.cells for cell in row for group in cell.shapes for name in group})
@@ -188,6 +201,8 @@ def notes(save: Save) -> tuple[str, ...]:
         found.append(MUON)
     if save.stage >= 3 and save.rank0_optim.facts.is_offloaded:
         found.append(NVME)
+    if save.stage >= 3 and save.tp > 1 and not save.is_autotp:
+        found.append(TENSOR_STAGE_3)
     others = sorted({name for group in groups for name in group.states} - {"fp32", *STAGE3_READS})
     if others and not (lacking or stepless):
         found.append(f"DeepSpeed's stage 3 loader leaves {', '.join(others)} unread")

@@ -23,12 +23,16 @@ def model(**changes: Any) -> ShardFacts:
 
 
 def save(
-    counts: tuple[int, ...] = (4, 2), *, stage: int = 2, experts: int = 4, **changes: Any
+    counts: tuple[int, ...] = (4, 2), *, stage: int = 2, experts: int = 4, mms: int = 1, **changes: Any
 ) -> dict[str, ShardFacts]:
-    """Shards of four ranks and the files of the experts."""
+    """Shards of four ranks, times `mms` tensor ranks, and the files of the experts."""
     optim = ShardFacts(zero_stage=stage, partition_count=counts, optimizer_step=2)
-    shards = {f"bf16_zero_pp_rank_{d}_mp_rank_00_optim_states.pt": optim for d in range(4)}
-    names = ["mp_rank_00"] if stage < 3 else [f"zero_pp_rank_{d}_mp_rank_00" for d in range(4)]
+    ranks = [f"mp_rank_{mm:02d}" for mm in range(mms)]
+    each = [f"zero_pp_rank_{d}_{rank}" for rank in ranks for d in range(4)]
+    shards = {f"bf16_{name}_optim_states.pt": optim for name in each}
+    names = ranks if stage < 3 else each
+    if mms > 1:
+        changes |= {"mp_world_size": mms, "tp": mms, "pp": 1}
     shards |= {f"{name}_model_states.pt": model(zero_stage=stage, **changes) for name in names}
     return shards | {f"layer_0_expert_{e}_mp_rank_00_model_states.pt": ShardFacts() for e in range(experts)}
 
@@ -104,3 +108,14 @@ def test_autoep_of_stage_3_has_no_expert_files() -> None:
 
 def test_autoep_needs_no_note() -> None:
     assert judged(save(autoep=True)).notes == ()
+
+
+def test_every_shard_of_every_tensor_rank_is_wanted_at_stage_3() -> None:
+    shards = save((4,), stage=3, experts=0, mms=2, num_experts=())
+    assert judged(shards).state is State.COMPLETE
+    assert len(shards) == 16
+    for name in shards:
+        verdict = judged({other: facts for other, facts in shards.items() if other != name})
+        assert verdict.state is State.INCOMPLETE, name
+        # model states of the lowest rank prove the grid: without them nobody knows what is missing
+        assert name.removeprefix("bf16_").partition("_model")[0] in str(verdict.reason)
