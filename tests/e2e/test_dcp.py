@@ -322,6 +322,8 @@ def test_chunks_may_lie_along_any_dimension(how: str, tmp_path: Path) -> None:
 def test_what_there_is_no_way_for_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="universal form alone"):
         ckptd.convert(folder, tmp_path / "w", form="weights-fp32")
+    with pytest.raises(RefusedError, match=r"torch\.distributed\.checkpoint already"):
+        ckptd.convert(folder, tmp_path / "w", form="dcp")
     with pytest.raises(UsageError, match="cluster"):
         ckptd.convert(save_dir_of(PLAIN) / TAG, tmp_path / "d", form="dcp", cluster="local:1")
 
