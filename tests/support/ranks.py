@@ -27,7 +27,10 @@ from tests.stores.servers import free_port
 REPOSITORY = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("CKPTD_TESTS_BUILD", REPOSITORY / ".build"))
 """Where saves are kept and trainings wait for each other; another one for each release of DeepSpeed."""
+EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", BUILD / "torch_extensions"))
+"""Where DeepSpeed's ops are compiled, as `make` has it: in torch's own place anybody's lock may lie."""
 ENVIRONMENT = {
+    "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -107,7 +110,7 @@ def _forget_killed_compilers() -> None:
 
     A rank that is killed while it compiles one of DeepSpeed's ops leaves it.
     """
-    locks = set(Path(os.environ.get("TORCH_EXTENSIONS_DIR", BUILD / "torch_extensions")).glob("*/lock"))
+    locks = set(EXTENSIONS.glob("*/lock"))
     for opened in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
         with contextlib.suppress(OSError):
             locks.discard(opened.readlink())
