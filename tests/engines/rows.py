@@ -42,7 +42,7 @@ class Row:
 
     def setting_for(self, work: Path) -> dict[str, Any]:
         """Return the setting with a swap folder of its own."""
-        placed: dict[str, Any] = _placed(self.setting, str(work / "swap"))
+        placed: dict[str, Any] = placed_in(self.setting, str(work / "swap"))
         return placed
 
     @property
@@ -51,9 +51,10 @@ class Row:
         return {} if "nvme" in str(self.setting) else self.setting
 
 
-def _placed(value: Any, swap: str) -> Any:
+def placed_in(value: Any, swap: str) -> Any:
+    """Return a setting with a swap folder in it."""
     if isinstance(value, dict):
-        return {key: swap if key == "nvme_path" else _placed(inner, swap) for key, inner in value.items()}
+        return {key: swap if key == "nvme_path" else placed_in(inner, swap) for key, inner in value.items()}
     return value
 
 
