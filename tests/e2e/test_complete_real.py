@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ckptd.core.completeness.judge import State
+from ckptd.core.model.other_layouts import NOTHING_DECLARED
 from tests.e2e.harness import Node
 from tests.e2e.kill_savers import verdicts
 from tests.support.real import MODULE, TAG, Recipe, copy_of, expect, launch, prepare, save_dir_of
@@ -281,7 +282,7 @@ def test_a_save_that_is_written_in_the_background_is_complete_with_its_last_byte
         for length in (0, len(data) // 2, len(data) - 1, len(data)):
             (save_dir / TAG / path.name).write_bytes(data[:length])
             is_last = path == paths[-1] and length == len(data)
-            verdict = verdicts(save_dir).get(TAG)
+            verdict = verdicts(save_dir, NOTHING_DECLARED).get(TAG)
             assert (verdict is not None and verdict.state is State.COMPLETE) is is_last, (path.name, length)
 
 
