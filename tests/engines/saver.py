@@ -27,9 +27,9 @@ SAVES = 80
 def main() -> None:
     """Save until killed, or so often."""
     multiprocessing.set_start_method("fork", force=True)  # the writer's process, else imports take seconds
+    make_engines.patch()
     deepspeed.init_distributed()
     torch.set_num_threads(1)
-    make_engines.patch()
     out, name = Path(sys.argv[1]), sys.argv[2]
     recipe = asdict(RECIPE) | EXTRA
     make_engines.setting.update(ENGINES[name])
