@@ -37,6 +37,8 @@ def run(name: str, kills: int, seed: int) -> Tally:
             whole = judge(tally, out, name)
             if whole is not None and i == 0:
                 cut(tally, whole, chance)
+            if tally.kills % 10 == 0:
+                print(name, tally, flush=True)
             if tally.false_complete or tally.lost:
                 shutil.copytree(out, Path(tempfile.mkdtemp(prefix="ckptd-kept-")) / "out")
                 break
@@ -84,7 +86,7 @@ def main() -> int:
     """Print one line for each engine; 1 if any save was judged wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("engines", nargs="*", default=list(ENGINES))
-    parser.add_argument("--kills", type=int, default=150)
+    parser.add_argument("--kills", type=int, default=150, help="pairs of ranks, for each engine")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     is_wrong = False

@@ -17,6 +17,7 @@ import deepspeed.comm as dist
 import torch
 
 from tests.engines.kills import ENGINES, RECIPE
+from tests.engines.rows import EXTRA
 from tests.support import make_engines
 from tests.support.make_ckpt import BATCH, UC_KEY, batch_for, build
 
@@ -30,7 +31,7 @@ def main() -> None:
     torch.set_num_threads(1)
     make_engines.patch()
     out, name = Path(sys.argv[1]), sys.argv[2]
-    recipe = asdict(RECIPE)
+    recipe = asdict(RECIPE) | EXTRA
     make_engines.setting.update(ENGINES[name])
     rank, world = dist.get_rank(), dist.get_world_size()
     config = make_engines.ds_config(recipe, world, universal=False)

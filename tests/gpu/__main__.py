@@ -19,15 +19,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions
 from tests.e2e.harness import Node
 from tests.engines.rows import placed_in
 from tests.stores.servers import free_port
 from tests.support import stock
-from tests.support.real import REPOSITORY, SAVED_AT, STEPS, TAG, Recipe
+from tests.support.real import REPOSITORY, SAVED_AT, STEPS, TAG, Recipe, run_module
 
 RECIPES = {
     "stage 1, bf16": Recipe(stage=1, world_size=1),
@@ -217,17 +215,12 @@ def compare(nodes: dict[str, Node]) -> dict[str, list[str]]:
         convert(node.root / "dcp", node.root / "back", ConvertOptions(verify=True))
     pairs = [(stocks[name], node.root / "strict") for name, node in nodes.items()]
     found = dict(zip(nodes, stock.differences(pairs), strict=True))
-    for name, node in nodes.items():
-        states = list((node.root / "strict" / "zero").glob("*/[fe]*.pt"))
-        for path in states:
-            held, back = (
-                torch.load(root / path.relative_to(node.root / "strict"), weights_only=False)["param"]
-                for root in (node.root / "strict", node.root / "back")
-            )
-            if not torch.equal(held.float().view(-1), back.float().view(-1)):
-                found[name].append(f"{path.parent.name}/{path.name} differs by way of dcp")
-        if not states:
-            found[name].append("no states were compared")
+    ways = [
+        (str(n.root / "dcp"), str(n.root / other)) for n in nodes.values() for other in ("strict", "back")
+    ]
+    said = json.loads(run_module("tests.support.make_dcp", "compare", json.dumps(ways)).splitlines()[-1])
+    for name, strict, back in zip(nodes, said[::2], said[1::2], strict=True):
+        found[name] += [f"by way of dcp: {text}" for text in strict + back]
     return found
 
 
