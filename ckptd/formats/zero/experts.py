@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.zero.blocks import Copy, Step, Weave
-from ckptd.formats.zero.facts import as_dict, as_int, numel, shown
+from ckptd.formats.zero.facts import EXPERT_GROUP, as_dict, as_int, numel, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from ckptd.formats.zero.patterns import Join
     from ckptd.formats.zero.shards import Opened, Source
@@ -98,7 +98,6 @@ def _is_run(values: Any, begin: int, count: int) -> bool:
 # --- Native experts --------------------------------------------------------------------------------------
 
 _FILE_NAME = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_\d+_model_states\.pt")
-_GROUP_NAME = re.compile(r"ep_size_([1-9][0-9]{0,6})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +136,7 @@ class Experts:
 NO_EXPERTS = Experts()
 
 
-def find(model: Opened, optim: Opened, dp: int) -> Experts:
+def find(model: Opened, optim: Opened, dp: int, tp: int) -> Experts:
     """Find the groups that hold experts, by their partition counts and by what the trainer called them.
 
     Raises:
@@ -149,7 +148,7 @@ def find(model: Opened, optim: Opened, dp: int) -> Experts:
     found: dict[int, int] = {}
     for g, count in enumerate(optim.facts.partition_count):
         group = as_dict(named[g]) if isinstance(named, list) and g < len(named) else {}
-        ep = _expert_parallel(optim, g, group, count, dp)
+        ep = _expert_parallel(optim, g, group, count, dp, tp)
         if ep > 1 or (automatic and ep):
             found[g] = ep
     sizes = sorted(set(found.values()))
@@ -178,13 +177,19 @@ def find(model: Opened, optim: Opened, dp: int) -> Experts:
     return Experts(ep=ep, groups=frozenset(found), in_blocks=ordered, automatic=automatic)
 
 
-def _expert_parallel(optim: Opened, g: int, group: dict[Any, Any], count: int, dp: int) -> int:
+def _expert_parallel(optim: Opened, g: int, group: dict[Any, Any], count: int, dp: int, tp: int) -> int:
     """Return how many ranks share the experts of a group; 0 for a group of other parameters."""
     where = f"{optim.source.path} partitions group {g} over {count} of {dp} ranks"
     name = group.get("name")
-    match = _GROUP_NAME.fullmatch(name) if isinstance(name, str) and group.get("moe") is True else None
+    match = EXPERT_GROUP.fullmatch(name) if isinstance(name, str) and group.get("moe") is True else None
     if count == dp and match is None:
         return 0
+    if match is not None and tp > 1 and int(match[1]) * count == dp * tp:
+        raise RefusedError(
+            f"{optim.source.path}: experts that the tensor ranks share (group {g}, {name}) are not "
+            "converted; experts that each tensor rank has a part of are",
+            hint="native experts with enable_expert_tensor_parallelism=True do; " + SAFE,
+        )
     if count < 1 or dp % count:
         raise RefusedError(f"{where}, which no expert parallelism does")
     if match is None:
@@ -194,30 +199,37 @@ def _expert_parallel(optim: Opened, g: int, group: dict[Any, Any], count: int, d
     return dp // count
 
 
-def check_files(model: Opened, sources: Iterable[Source]) -> None:
+def check_files(models: list[list[Opened]], sources: Iterable[Source], *, are_split: bool) -> None:
     """Every expert's model states must be there, though conversion reads none: the save is whole or not.
+
+    `models`: of each pipeline stage its tensor ranks; each has a part of every expert if `are_split`.
 
     Raises:
         DamagedError: naming the first that is missing.
     """
-    counts = model.facts.num_experts
-    named = (_FILE_NAME.fullmatch(source.path) for source in sources if source.role == "expert")
-    held = {(int(m[1]) if m[1] else None, int(m[2])) for m in named if m}
-    if not any(n > 1 for n in counts):
-        return
-    lacking = (
-        f"layer_{layer}_expert_{e}_mp_rank_00_model_states.pt"
-        for layer, count in enumerate(counts)
-        for e in range(count)
-        if (layer, e) not in held and (None, e) not in held
-    )
-    missing = list(islice(lacking, 4))
+    named = [(_FILE_NAME.fullmatch(s.path), s.mm or 0) for s in sources if s.role == "expert"]
+    held = {(int(m[1]) if m[1] else None, int(m[2]), mm) for m, mm in named if m}
+    missing = list(islice(_missing_files(models, held, are_split=are_split), 4))
     if missing:  # not all are listed: a hostile count names more than memory holds
         more = " and more" if len(missing) > 3 else ""
         raise DamagedError(
             f"the save lacks {', '.join(missing[:3])}{more}",
             hint="gather the files of all nodes in one folder, or use an older checkpoint",
         )
+
+
+def _missing_files(
+    models: list[list[Opened]], held: set[tuple[int | None, int, int]], *, are_split: bool
+) -> Iterator[str]:
+    for stage, row in enumerate(models):
+        counts, ranks = row[0].facts.num_experts, range(stage * len(row), (stage + 1) * len(row))
+        experts = ((layer, e) for layer, count in enumerate(counts) for e in range(count))
+        for layer, expert in experts if any(n > 1 for n in counts) else ():
+            lacking = [
+                mm for mm in ranks if (layer, expert, mm) not in held and (None, expert, mm) not in held
+            ]
+            for mm in lacking if are_split else lacking[: len(lacking) == len(ranks)]:
+                yield f"layer_{layer}_expert_{expert}_mp_rank_{mm:02d}_model_states.pt"
 
 
 def stacked(join: Join, shapes: list[tuple[int, ...]], count: int) -> Join:

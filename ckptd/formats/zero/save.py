@@ -53,6 +53,7 @@ class Cell:
     shapes: stage12.Shapes
     shards: list[OptimShard]
     frozen: list[Fragments] = field(default_factory=list)
+    experts: Experts = NO_EXPERTS
 
 
 @dataclass(frozen=True, slots=True)

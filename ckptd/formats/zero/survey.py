@@ -215,7 +215,11 @@ class Surveyor:
         self._expect(grid, optim, models)
         if not any(shapes_of(model0)):
             raise RefusedError(f"{model0.source.path} holds no parameters", hint=SAFE)
-        experts = self._experts(grid, model0, first)
+        if grid.stage >= 3 and autoep.layers(model0):
+            raise RefusedError(
+                "an AutoEP checkpoint of ZeRO stage 3 is not converted; stages 1 and 2 are",
+                hint="DeepSpeed's ds_to_universal converts it; " + SAFE,
+            )
         model_sources: list[Source] = []
         cells = [
             [
@@ -224,6 +228,7 @@ class Surveyor:
             ]
             for pp in range(grid.pp)
         ]
+        experts = self._experts(grid, cells, first)
         return Save(
             stage=stage,
             dp=grid.dp,
@@ -250,22 +255,19 @@ class Surveyor:
                 found.append(Layer(int(number[1]) if number else None, source.mm or 0, opened))
         return found
 
-    def _experts(self, grid: Degrees, model: Opened, optim: Opened) -> Experts:
-        if grid.stage >= 3 and autoep.layers(model):
-            raise RefusedError(
-                "an AutoEP checkpoint of ZeRO stage 3 is not converted; stages 1 and 2 are",
-                hint="DeepSpeed's ds_to_universal converts it; " + SAFE,
-            )
+    def _experts(self, grid: Degrees, cells: list[list[Cell]], optim: Opened) -> Experts:
+        """Find the groups of experts, which are the same on every model-parallel rank."""
         if grid.stage >= 3:
             return NO_EXPERTS
-        check_files(model, self.sources)
-        experts = find(model, optim, grid.dp)
-        if experts.groups and grid.tp * grid.pp > 1:
-            kind = "tensor" if grid.tp > 1 else "pipeline"
-            raise RefusedError(
-                f"experts shared by {experts.ep} ranks together with {kind} parallelism are not converted",
-                hint=SAFE,
-            )
+        models = [[cell.model for cell in row] for row in cells]
+        check_files(models, self.sources, are_split=grid.tp > 1 and optim.facts.ep is not None)
+        experts = find(models[0][0], optim, grid.dp, grid.tp)
+        for cell in (cell for row in cells for cell in row):
+            if cell.experts != experts:
+                raise RefusedError(
+                    f"{cell.model.source.path} has other groups of experts than the first rank",
+                    hint=SAFE,
+                )
         return experts
 
     def _cell(
@@ -297,7 +299,8 @@ class Surveyor:
             agree_models(like, model, same_rank=True)
             model_sources.append(like.source)
             frozen += [frozen_of(like)] if self.contents else []
-        return Cell(pp, tp, model, shapes, shards, frozen)
+        experts = find(model, head, grid.dp, grid.tp) if grid.stage < 3 else NO_EXPERTS
+        return Cell(pp, tp, model, shapes, shards, frozen, experts)
 
     def _cut(self, opened: Opened, grid: Degrees, shapes: Shapes) -> OptimShard:
         """Offsets of a rank's shard."""
