@@ -210,7 +210,7 @@ def test_parts_of_tensor_ranks_follow_one_another_in_each_expert(tmp_path: Path)
     mixture = replace(SPLIT, dense=[{"a": (3, 5)}], experts=[{EXPERT: (4, 3)}])
     made = write_mixture(tmp_path / "in", mixture)
     convert_here(tmp_path / "in", tmp_path / "out", "strict")
-    whole = {EXPERT: (8, 3)}
+    whole: Shapes = {EXPERT: (8, 3)}
     check(made, tmp_path / "out", replace(mixture, dense=[{"a": (6, 5)}], experts=[whole]))
 
 
