@@ -70,6 +70,43 @@ def check(model: Opened, ep: int, groups: Iterable[int]) -> None:
         raise RefusedError(f"{next(iter(held))} is an expert's parameter and of no AutoEP layer", hint=SAFE)
 
 
+def find_partitioned(models: list[Opened], sharing: list[list[tuple[int, ...]]]) -> Experts:
+    """Find AutoEP's experts at stage 3, which are cut over fewer ranks than other parameters.
+
+    `models`: of every data-parallel rank; `sharing`: of each sub-group, the ranks that share a tensor.
+
+    Raises:
+        RefusedError: metadata that contradict the shards, or rows placed otherwise.
+    """
+    first = models[0]
+    prefixes = {layer.get("expert_key_prefix") for layer in layers(first)}
+    names = {f"{prefix}.{weight}" for prefix in prefixes for weight in _WEIGHTS}
+    shapes = first.root.get("param_shapes")
+    listed = [as_dict(group) for group in shapes] if isinstance(shapes, list) else []
+    groups = frozenset(s for s, group in enumerate(listed) if not names.isdisjoint(group))
+    sizes = {len(ranks) for s, ranks in enumerate(sharing) if s in groups}
+    odd = next((s for s, ranks in enumerate(sharing) if len(ranks) > 1 and s not in groups), None)
+    if odd is not None or len(sizes) > 1:
+        raise RefusedError(f"{first.source.path}: its AutoEP layers do not say who shares which experts")
+    if not groups:
+        return NO_EXPERTS
+    ep = sizes.pop()
+    check(first, ep, groups)
+    for ranks in (sharing[s] for s in sorted(groups)):
+        for expert_rank, members in enumerate(ranks):
+            for d in members:
+                said = (
+                    [as_int(layer.get("ep_rank")) for layer in layers(models[d])] if d < len(models) else []
+                )
+                if not said or any(number != expert_rank for number in said):
+                    raise RefusedError(
+                        f"the model states of rank {d} do not say that it is expert-parallel rank "
+                        f"{expert_rank}, as its optimizer shard does",
+                        hint=SAFE,
+                    )
+    return Experts(ep=ep, groups=groups, automatic=True)
+
+
 def _check_placement(where: str, placement: Any, count: int, ep: int) -> None:
     """Rank r must have the r-th run of `count / ep` experts; older versions say nothing and do that."""
     if placement is None:

@@ -163,7 +163,7 @@ class Save:
 
     def _read(self, cell: Cell, only: str | None) -> Iterator[Parameter]:
         if self.stage >= 3:
-            return stage3.parameters(cell.shards, cell.shapes, only)
+            return stage3.parameters(cell.shards, cell.shapes, only, self.experts)
         return stage12.parameters(cell.shards, cell.shapes, only, self.experts)
 
 

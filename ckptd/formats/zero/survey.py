@@ -23,7 +23,7 @@ from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.torchfile.fingerprint import raw_fingerprint
 from ckptd.formats.zero import experts as autoep
 from ckptd.formats.zero import stage3, stage12
-from ckptd.formats.zero.experts import NO_EXPERTS, Experts, check_files, find
+from ckptd.formats.zero.experts import NO_EXPERTS, Experts, check_files, find, find_partitioned
 from ckptd.formats.zero.facts import as_dict, numel, shown
 from ckptd.formats.zero.optimizers import stray_setting
 from ckptd.formats.zero.save import Cell, Fragments, Layer, Read, Save
@@ -215,10 +215,10 @@ class Surveyor:
         self._expect(grid, optim, models)
         if not any(shapes_of(model0)):
             raise RefusedError(f"{model0.source.path} holds no parameters", hint=SAFE)
-        if grid.stage >= 3 and autoep.layers(model0):
+        if grid.stage >= 3 and grid.tp * grid.pp > 1 and autoep.layers(model0):
             raise RefusedError(
-                "an AutoEP checkpoint of ZeRO stage 3 is not converted; stages 1 and 2 are",
-                hint="DeepSpeed's ds_to_universal converts it; " + SAFE,
+                "experts that the tensor ranks share (AutoEP with AutoTP) are not converted",
+                hint="DeepSpeed loads it on the same ranks; " + SAFE,
             )
         model_sources: list[Source] = []
         cells = [
@@ -258,7 +258,7 @@ class Surveyor:
     def _experts(self, grid: Degrees, cells: list[list[Cell]], optim: Opened) -> Experts:
         """Find the groups of experts, which are the same on every model-parallel rank."""
         if grid.stage >= 3:
-            return NO_EXPERTS
+            return cells[0][0].experts
         models = [[cell.model for cell in row] for row in cells]
         check_files(models, self.sources, are_split=grid.tp > 1 and optim.facts.ep is not None)
         experts = find(models[0][0], optim, grid.dp, grid.tp)
@@ -293,13 +293,20 @@ class Surveyor:
             agree_optims(shard, head, same_rank=True, same_stage=True)
             shards.append(self._cut(shard, grid, shapes))
         frozen = [frozen_of(model)] if self.contents else []
-        like = model
+        like, with_experts = model, [model]
         for d in _model_ranks(grid, models)[1:]:
             like = self._open(models[mm, d], like=like)
             agree_models(like, model, same_rank=True)
             model_sources.append(like.source)
             frozen += [frozen_of(like)] if self.contents else []
-        experts = find(model, head, grid.dp, grid.tp) if grid.stage < 3 else NO_EXPERTS
+            with_experts += [like] if autoep.layers(model) else []
+        if grid.stage < 3:
+            experts = find(model, head, grid.dp, grid.tp)
+        elif autoep.layers(model):
+            sharing = [stage3.owners(shards, s) for s in range(len(shards[0].groups))]
+            experts = find_partitioned(with_experts, sharing)
+        else:
+            experts = NO_EXPERTS
         return Cell(pp, tp, model, shapes, shards, frozen, experts)
 
     def _cut(self, opened: Opened, grid: Degrees, shapes: Shapes) -> OptimShard:
