@@ -134,6 +134,19 @@ ROWS = (
         recipe=Recipe(stage=3, world_size=4, tp=2, universal_info=False),
         loads_as=ALONE | {"llama": True},
     ),
+    Row(
+        name="NVMe offload beside an mpu, stage 3",
+        recipe=Recipe(stage=3, world_size=4, tp=2, sp=2, layers=4, **LARGE),
+        more=MPU,
+        setting=nvme(),
+        loads_as=ALONE | {"llama": True},
+    ),
+    Row(
+        name="NVMe offload beside AutoTP, stage 3",
+        recipe=Recipe(stage=3, world_size=4, tp=2, layers=4, universal_info=False, **LARGE),
+        setting=nvme(),
+        loads_as=ALONE | {"llama": True},
+    ),
     Row(name="experts, stage 1", recipe=two(1, moe=4, ep=2, llama=True), more=MPU, load_ranks=2),
     Row(name="experts, stage 2", recipe=two(2, moe=4, ep=2, llama=True), more=MPU, load_ranks=2),
     *(
@@ -167,7 +180,6 @@ ROWS = (
                 stage=stage, world_size=4, llama=True, optimizer="fused_adam", universal_info=False
             ),
             more={"auto": 2},
-            universal="AutoEP checkpoint of ZeRO stage 3" if stage == 3 else "",
             load_ranks=2,
         )
         for stage in (1, 2, 3)
@@ -177,7 +189,7 @@ ROWS = (
             name=f"AutoEP with AutoTP, stage {stage}",
             recipe=Recipe(stage=stage, world_size=4, tp=2, optimizer="fused_adam", universal_info=False),
             more={"auto": 2},
-            universal=SHARED if stage < 3 else "AutoEP checkpoint of ZeRO stage 3",
+            universal=SHARED,
             setting={"tensor_parallel": {"preset_model": "mixtral"}},
             load_ranks=4,
         )
