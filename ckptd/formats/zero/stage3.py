@@ -105,13 +105,15 @@ def check_coverage(shards: list[OptimShard], shapes: Shapes) -> None:
     Raises:
         DamagedError, RefusedError: otherwise.
     """
+    counts = {len(group.ranks) or len(shards) for shard in shards for group in shard.groups}
+    lengths = {count: shares(shapes, count) for count in counts}
     for shard in shards:
         if len(shard.groups) != len(shapes):
             raise DamagedError(
                 f"{shard.source.path} has {len(shard.groups)} sub-groups, param_shapes has {len(shapes)}"
             )
-        for s, group in enumerate(shapes):
-            (wanted,) = shares([group], len(shard.groups[s].ranks) or len(shards))
+        for s in range(len(shapes)):
+            wanted = lengths[len(shard.groups[s].ranks) or len(shards)][s]
             if set(shard.groups[s].states) != set(shards[0].groups[s].states):
                 raise RefusedError(
                     f"{shard.source.path} has other optimizer states than rank 0 in sub-group {s}"
