@@ -136,7 +136,8 @@ def owners(shards: list[OptimShard], s: int) -> list[tuple[int, ...]]:
     """
     every = tuple(range(len(shards)))
     found = list(dict.fromkeys(shard.groups[s].ranks or every for shard in shards))
-    if sorted(rank for ranks in found for rank in ranks) != list(every):
+    are_alike = len({len(ranks) for ranks in found}) == 1
+    if not are_alike or sorted(rank for ranks in found for rank in ranks) != list(every):
         raise RefusedError(
             f"{shards[0].source.path}: sub-group {s} is cut over ranks {found} of {len(every)}"
         )
