@@ -202,7 +202,7 @@ pictures: $(INSTALL) ## the tables of docs/performance.md as docs/*.png, the ter
 	$(PY) -m bench.pictures
 	$(PY) -m tests.support.pictures
 
-loader-matrix: setup ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)
+loader-matrix: setup adams ## every stage x ranks x optimizer through DeepSpeed's own loader (writes docs/loader-matrix.md)
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 7200 tests/e2e/test_loader.py tests/e2e/test_convert_real.py tests/e2e/test_dcp.py $(ARGS)
 
 # Each release without dependencies, before this environment's torch; the trainers of its time beside it.

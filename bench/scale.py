@@ -72,6 +72,7 @@ GPT_176B = sparse.gpt(14336, 70, 250880)
 LLAMA_70B = sparse.llama(8192, 80, 32000, 28672, 1024)
 AIMED = [
     Case(sparse.Model("104B ZeRO-1", GPT_104B, 1, 256), 10, 128 * MIB),
+    Case(sparse.Model("104B ZeRO-1 without CRC32s", GPT_104B, 1, 256, has_crcs=False), 10, 128 * MIB),
     Case(sparse.Model("70B ZeRO-3", LLAMA_70B, 3, 256), 40, 300 * MIB),
     Case(sparse.Model("176B ZeRO-1", GPT_176B, 1, 8, 4, 12), 60, 300 * MIB, plan_only=True),
 ]
@@ -85,6 +86,11 @@ SERIES = [
 ]
 TINY = [
     Case(sparse.Model("tiny ZeRO-1", sparse.gpt(1024, 4, 1000), 1, 16), 10, 128 * MIB),
+    Case(
+        sparse.Model("tiny ZeRO-1 without CRC32s", sparse.gpt(1024, 4, 1000), 1, 16, has_crcs=False),
+        10,
+        128 * MIB,
+    ),
     Case(sparse.Model("tiny TP × PP", sparse.gpt(1024, 4, 1000), 1, 2, 4, 2), 40, 300 * MIB),
     Case(sparse.Model("tiny ZeRO-3", sparse.llama(1024, 4, 1000, 2816, 256), 3, 16), 40, 300 * MIB),
 ]

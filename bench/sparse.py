@@ -48,6 +48,8 @@ class Model:
     dp: int
     tp: int = 1
     pp: int = 1
+    has_crcs: bool = True
+    """False: as with `torch.serialization.set_crc32_options(False)`."""
 
     @property
     def numel(self) -> int:
@@ -99,8 +101,9 @@ def random_fill(seed: int) -> Fill:
 class SparseShard:
     """One file: collects tensors, then lays out pickle, records and directory as torch does."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_crcs: bool = True) -> None:
         self.alive: list[Tensor] = []
+        self.has_crcs = has_crcs
 
     def tensor(self, shape: tuple[int, ...], dtype: str = "float32") -> Tensor:
         """A contiguous tensor of its own storage."""
@@ -125,17 +128,19 @@ class SparseShard:
             records.append((f"data/{i}", struct.pack("<f", 1.0) if tensor.shape == () else data))
         records += [("version", b"3\n"), (".data/serialization_id", b"0" * 40)]
         with path.open("wb") as out:
-            _write(out.fileno(), path.stem, records)
+            _write(out.fileno(), path.stem, records, has_crcs=self.has_crcs)
 
 
-def _write(fd: int, prefix: str, records: list[tuple[str, bytes | int]]) -> None:
+def _write(fd: int, prefix: str, records: list[tuple[str, bytes | int]], *, has_crcs: bool) -> None:
     """Local headers with 64-byte aligned payloads, then the zip64 directory; an int is a hole."""
     at, central = 0, b""
     entries: list[bytes] = []
     for name, data in records:
         label = f"{prefix}/{name}".encode()
         size = data if isinstance(data, int) else len(data)
-        crc = crc_of_zeros(data) if isinstance(data, int) else zlib.crc32(data)
+        crc = 0
+        if has_crcs:
+            crc = crc_of_zeros(data) if isinstance(data, int) else zlib.crc32(data)
         wide = size >= _SATURATED
         shown = min(size, _SATURATED)
         extra = struct.pack("<2H2Q", 1, 16, size, size) if wide else b""
@@ -228,7 +233,7 @@ def _write_stage12(folder: Path, model: Model, fill: Fill | None) -> None:
         share = -(-sum(map(prod, shapes.values())) // (2 * model.dp)) * 2
         for d in range(model.dp):
             _write_flat(folder, model, shapes, (d, mm), share, fill)
-        shard = SparseShard()
+        shard = SparseShard(has_crcs=model.has_crcs)
         held = shapes if model.pp * model.tp == 1 else {}
         module = {name: shard.tensor(shape, "bfloat16") for name, shape in held.items()}
         root = model_root([shapes], model.dp, model.stage, 7, module)
@@ -271,7 +276,7 @@ def _write_flat(
         if low < high:
             found[name] = fragment_address(high - low, low - begin)
     padding = max(0, end - max(begin, total))
-    shard = SparseShard()
+    shard = SparseShard(has_crcs=model.has_crcs)
     base, fp32 = _optim(shard, share - padding, share)
     inner = {
         "clip_grad": 1.0,
@@ -287,11 +292,11 @@ def _write_flat(
 def _write_stage3(folder: Path, model: Model, fill: Fill | None) -> None:
     share = sum(-(-prod(shape) // model.dp) for shape in model.shapes.values())
     for d in range(model.dp):
-        shard = SparseShard()
+        shard = SparseShard(has_crcs=model.has_crcs)
         base, fp32 = _optim(shard, share, share)
         inner = {"partition_count": model.dp, "optimizer_state_dict": base, "fp32_flat_groups": [fp32]}
         _save_optim(folder, (d, 0), shard, inner, 3, fill)
-        shard = SparseShard()
+        shard = SparseShard(has_crcs=model.has_crcs)
         module = {name: shard.tensor((0,), "bfloat16") for name in model.shapes}
         root = model_root([model.shapes], model.dp, 3, 7, module)
         root["param_shapes"] = [ordered({n: Size(s) for n, s in model.shapes.items()})]

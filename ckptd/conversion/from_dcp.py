@@ -239,7 +239,9 @@ class UniversalFromDcp:
         yield from self._model_files()
 
     def _state_file(self, fqn: str, state: str, made: Held) -> OutputFile:
-        return self._archive(f"zero/{fqn}/{state}.pt", lambda tensor: {"param": tensor}, {"": made})
+        return self._archive(
+            f"zero/{fqn}/{state}.pt", lambda tensor: {"cat_dim": 0, "param": tensor}, {"": made}
+        )
 
     def _optimizer_file(self) -> OutputFile:
         groups = [{**group, "params": [number]} for number, (group, _) in enumerate(self.groups)]

@@ -14,7 +14,7 @@ from ckptd.conversion.parts import SOURCE_ITEM_BYTES, Part, Range, Widen
 from ckptd.conversion.plan import Output, OutputFile, OutputLink
 from ckptd.conversion.tp_join import JoinedState, join_states, patterns_of
 from ckptd.errors import RefusedError
-from ckptd.formats.torchfile.values import Global, Inert, Storage, Tensor
+from ckptd.formats.torchfile.values import Global, Inert, Size, Storage, Tensor
 from ckptd.formats.zero import stage12
 from ckptd.formats.zero.facts import as_dict, states_of
 from ckptd.formats.zero.optimizers import numbers_of, version_tuple
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ckptd.conversion.archives import Ranges
     from ckptd.formats.zero.patterns import Join
-    from ckptd.formats.zero.save import Save
+    from ckptd.formats.zero.save import Cell, Save
     from ckptd.formats.zero.shards import Opened, Parameter
 
 FP32_COPIES_SINCE = (0, 19, 8)
@@ -134,8 +134,14 @@ class UniversalLayout:
         return self._file("zero/optimizer_state.pt", value, ranges_in(self.save.rank0_optim.source.index))
 
     def _model_files(self) -> Iterator[Output]:
-        """Byte copies of the trainer's model states; never a link to a trainer's file."""
-        for source in self.save.model_sources:
+        """Byte copies of the trainer's model states; never a link to a trainer's file.
+
+        Without ZeRO the optimizer lies in them too, and is left out.
+        """
+        if self.save.stage == 0:
+            for cell in self.save.cells[0]:
+                yield self._without_optimizer(cell)
+        for source in self.save.model_sources if self.save.stage > 0 else ():
             size = self.save.reads[source.index].size_bytes
             yield OutputFile(source.path, (Range(source.index, 0, size),))
         if self.superset:
@@ -143,6 +149,17 @@ class UniversalLayout:
                 mm = f"mp_rank_{model.source.mm or 0:02d}_model_states.pt"
                 other = mm if self.save.stage >= 3 else f"zero_pp_rank_0_{mm}"
                 yield OutputLink(other, model.source.path)
+
+    def _without_optimizer(self, cell: Cell) -> OutputFile:
+        """Model states of stage 0 as those of stage 1 are; whole where the trainer's own state is no data."""
+        source = cell.model.source
+        shapes = [{name: Size(shape) for name, shape in group.items()} for group in cell.shapes]
+        value = {**cell.model.root, "optimizer": None, "param_shapes": shapes}
+        try:
+            return self._file(source.path, value, ranges_in(source.index))
+        except RefusedError:
+            size = self.save.reads[source.index].size_bytes
+            return OutputFile(source.path, (Range(source.index, 0, size),))
 
     def _fp32_copies(self, model: Opened) -> Iterator[OutputFile]:
         """Yield files that 0.19.8 writes for names of `module` in no optimizer; no loader reads them."""

@@ -26,7 +26,7 @@ from ckptd.core.completeness.judge import State, judge
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Grid, Role
 from ckptd.core.model.listing import FolderListing, ListedFile, warn_unprotected
-from ckptd.core.model.other_layouts import TORCH, words_of
+from ckptd.core.model.other_layouts import STAGE_0, TORCH, words_of
 from ckptd.errors import CkptdError, NotFoundError
 from ckptd.storage.local.scan import read_pointer, scan, scan_folder
 
@@ -159,7 +159,7 @@ def inspect_folder(path: Path) -> Inspection:
     if seen is None:
         return _save_dir(path, absolute)
     if seen.kind in ("zero", "dcp"):
-        has_forms = seen.layout in (None, TORCH.name)
+        has_forms = seen.layout in (None, TORCH.name, STAGE_0)
         forecast = forecast_conversion(Path(absolute)) if has_forms else _without_forms(seen.layout or "")
         seen = seen.model_copy(update={"conversion": forecast})
     return Inspection(path=str(path), kind=seen.kind, checkpoints=(seen,))

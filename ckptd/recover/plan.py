@@ -23,7 +23,7 @@ from ckptd.base.humanize import ranks_in_words
 from ckptd.base.names import tag_problem
 from ckptd.core.completeness.judge import State
 from ckptd.core.model.layouts import BY_NAME, LATEST_UNIVERSAL, Role, Trainer, universal_name
-from ckptd.core.model.other_layouts import words_of
+from ckptd.core.model.other_layouts import STAGE_0, words_of
 from ckptd.core.model.records import WEIGHTS
 from ckptd.errors import CkptdError, RefusedError, TargetExists, UsageError
 from ckptd.recover.files import compare_folder
@@ -537,8 +537,12 @@ def _only_engine(candidate: Candidate) -> str:
     """
     roots = candidate.layout[1]
     if not candidate.grid.has_shards:
-        msg = f"{candidate.tag} is {words_of(candidate.grid.layout)}: there is no universal form of it"
-        raise RefusedError(msg, hint="leave --form out")
+        layout, hint = candidate.grid.layout, "leave --form out"
+        msg = f"{candidate.tag} is {words_of(layout)}: there is no universal form of it"
+        if layout == STAGE_0:
+            msg = f"{candidate.tag} is {words_of(layout)}: it is brought back in this form alone"
+            hint += ", and `ckptd convert` what comes"
+        raise RefusedError(msg, hint=hint)
     if len(roots) > 1:
         msg = f"{candidate.tag} holds two engines ({', '.join(roots)}): no universal load by one call"
         raise RefusedError(msg, hint="resume on the ranks that saved it, or `ckptd convert` each engine")

@@ -32,12 +32,11 @@ from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, Verdict, judge
 from ckptd.core.model.other_layouts import DeclaredSave, below
 from ckptd.storage.local.scan import scan
-from tests.support.other_trainers import TAG_OF, batch, huggingface, lightning, model
+from tests.support.other_trainers import MARKER, TAG_OF, batch, huggingface, lightning, model
 
 FOREVER = 1_000_000
 LONGEST_SECONDS = 0.6
 KEPT = 4
-MARKER = "DONE"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -186,12 +185,18 @@ def kill_one(layout: str, save_dir: Path, seconds: float) -> None:
     os.waitpid(child, 0)
 
 
-def verdicts(save_dir: Path) -> dict[str, Verdict]:
-    """Judge all that lies in a save_dir, as the daemon does, with one inspecting child for all of it."""
+def verdicts(save_dir: Path, declared: DeclaredSave) -> dict[str, Verdict]:
+    """Judge all that lies in a save_dir, as the daemon does, with one inspecting child for all of it.
+
+    `declared`: as [layout] of a job file.
+    """
     with files.opened_dir(save_dir) as fd:
-        listing = scan(fd, declared=DeclaredSave(files="model_*.pt", marker=MARKER))
+        listing = scan(fd, declared=declared)
     paths = [below(one.tag, file.path) for one in listing.folders for file in one.files]
     facts = {fact.path: fact for fact in inspect_files(save_dir, paths)}
+    for one in listing.folders if declared.manifest else ():  # whose names are those of its folder
+        found = inspect_files(save_dir / one.place, [declared.manifest], manifest=declared.manifest)
+        facts[below(one.tag, declared.manifest)] = found[0]
     return {
         one.tag: judge(
             one,
@@ -208,7 +213,7 @@ def count(tally: Tally, save_dir: Path) -> None:
     numbered = re.compile(re.escape(TAGS[tally.layout]).replace(r"\{\}", r"(\d+)"))
     found = ((match, path) for path in save_dir.iterdir() if (match := numbered.fullmatch(path.name)))
     folders = [path for _, path in sorted((int(match[1]), path) for match, path in found)]
-    seen = verdicts(save_dir)
+    seen = verdicts(save_dir, DeclaredSave(files="model_*.pt", marker=MARKER))
     for folder in folders:
         verdict = seen.get(folder.name)
         if verdict is None or verdict.state is not State.COMPLETE:

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from ckptd.core.completeness.judge import State
+from ckptd.core.model.other_layouts import NOTHING_DECLARED
 from tests.e2e.harness import Node
+from tests.e2e.kill_savers import verdicts
 from tests.support.real import MODULE, TAG, Recipe, copy_of, expect, launch, prepare, save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
@@ -265,6 +268,22 @@ def test_experts_of_releases_whose_model_states_do_not_tell_the_stage(tmp_path: 
     assert here.comes_to_rest(), here.log.read_text()[-2000:]
     shutil.rmtree(here.save_dir)
     assert inspect(Path(resume(here)))[1]["state"] == "complete"
+
+
+def test_a_save_that_is_written_in_the_background_is_complete_with_its_last_byte(tmp_path: Path) -> None:
+    """As the decoupled engine's: file after file, each in blocks, `latest` still at the save before."""
+    prepare([THREE])
+    whole, save_dir = save_dir_of(THREE) / TAG, tmp_path / "save"
+    (save_dir / TAG).mkdir(parents=True)
+    (save_dir / "latest").write_text("global_step1")
+    paths = sorted(whole.iterdir(), key=lambda path: (path.name.split("_")[3], "optim" in path.name))
+    for path in paths:
+        data = path.read_bytes()
+        for length in (0, len(data) // 2, len(data) - 1, len(data)):
+            (save_dir / TAG / path.name).write_bytes(data[:length])
+            is_last = path == paths[-1] and length == len(data)
+            verdict = verdicts(save_dir, NOTHING_DECLARED).get(TAG)
+            assert (verdict is not None and verdict.state is State.COMPLETE) is is_last, (path.name, length)
 
 
 def test_a_save_without_zero_is_protected_and_has_no_universal_form(tmp_path: Path) -> None:

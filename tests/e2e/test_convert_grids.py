@@ -23,6 +23,8 @@ from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.parts import Literal
 from ckptd.conversion.plan import Header, OutputFile, PlanWriter
 from ckptd.errors import CkptdError
+from tests.e2e.test_convert_tensor_parallel import PIPELINE, TIED
+from tests.support.real import TAG, Recipe, prepare, save_dir_of
 from tests.support.tp_saves import Param, TpSave, along, megatron, replicated, write
 
 pytestmark = pytest.mark.timeout(300)
@@ -94,6 +96,27 @@ def test_bf16_without_zero_and_shapes_is_refused_for_that(saves: Path, tmp_path:
 
     error = refused(changed(saves / "tp2-pp2", tmp_path / "in", "*.pt", change), "has no param_shapes")
     assert "stage 1" in error.hint
+
+
+@pytest.mark.parametrize("recipe", [PIPELINE, TIED], ids=["plain", "tied"])
+def test_a_bf16_pipeline_without_zero_has_the_shapes_of_its_layers(recipe: Recipe, tmp_path: Path) -> None:
+    """DeepSpeed 0.18.9 and newer save no param_shapes for it; the shards name parameters, layers shapes."""
+    prepare([recipe])
+
+    def change(state: dict[str, Any]) -> None:
+        without_zero(state)
+        if "param_shapes" in state:
+            state["param_shapes"] = None
+
+    source = changed(save_dir_of(recipe) / TAG, tmp_path / "in", "*mp_rank*", change)
+    convert(source, tmp_path / "u")
+    convert(save_dir_of(recipe) / TAG, tmp_path / "plain")
+    found, expected = states_of(tmp_path / "u"), states_of(tmp_path / "plain")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    (source / "layer_01-model_states.pt").unlink()
+    with pytest.raises(CkptdError, match=r"1\..*whose shape no layer_\*-model_states.pt tells"):
+        convert(source, tmp_path / "again")
 
 
 def test_a_stage_of_zero_that_differs_is_still_two_saves(saves: Path, tmp_path: Path) -> None:

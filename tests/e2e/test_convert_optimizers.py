@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions
@@ -58,23 +59,68 @@ def test_other_states_lie_where_adams_would(tmp_path: Path) -> None:
         assert not [d for d in differences if d.startswith("only ckptd")], name
 
 
-def test_weights_of_an_8_bit_optimizer_are_zero_to_fp32s() -> None:
-    """Its states are not one value per element, so they have no universal form; the masters are there."""
-    folder = CACHE / "blockwise-1"
+@pytest.fixture(scope="module")
+def unlike_adam() -> Path:
+    folder = CACHE / "blockwise-2"
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(), tempfile.TemporaryDirectory() as made:
+    with locked():
         if not (folder / "done").exists():
             ranks.train("tests.support.make_blockwise", [str(folder)], folder, ranks=2, seconds=START_SECONDS)
             (folder / "done").touch()
-        cases = []
-        for stage in (2, 3):
-            source, out = folder / f"z{stage}" / "step", Path(made) / f"w{stage}"
-            with pytest.raises(RefusedError, match="not one value per parameter element"):
-                convert(source, Path(made) / "u", ConvertOptions())
-            report = convert(source, out, ConvertOptions(form="weights", verify=True))
-            assert report.parameters == 31
-            cases.append((str(source.parent), "step", str(out)))
-        assert consolidated.differences("fp32", cases) == [[], []]
+    return folder
+
+
+def test_weights_of_an_8_bit_optimizer_are_zero_to_fp32s(unlike_adam: Path, tmp_path: Path) -> None:
+    """Its states are not one value per element, so they have no universal form; the masters are there."""
+    cases = []
+    for stage in (2, 3):
+        source, out = unlike_adam / f"z{stage}" / "step", tmp_path / f"w{stage}"
+        with pytest.raises(RefusedError, match="not one value per parameter element"):
+            convert(source, tmp_path / "u", ConvertOptions())
+        report = convert(source, out, ConvertOptions(form="weights", verify=True))
+        assert report.parameters == 31
+        cases.append((str(source.parent), "step", str(out)))
+    assert consolidated.differences("fp32", cases) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "states"), [("transformers1", {"exp_avg", "exp_avg_sq"}), ("torch2", {"variance"})]
+)
+def test_adafactor_keeps_one_value_an_element_of_flat_partitions(
+    name: str, states: set[str], unlike_adam: Path, tmp_path: Path
+) -> None:
+    """ZeRO 1 and 2 hand it vectors, which it does not factor."""
+    source = unlike_adam / name / "step"
+    report = convert(source, tmp_path / "u", ConvertOptions(verify=True))
+    word = "RMS (one number per group) begins anew" if name == "transformers1" else "stages 1 and 2"
+    assert any(word in note for note in report.notes), report.notes
+    wanted: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for path in sorted(source.glob("*_optim_states.pt")):
+        inner = torch.load(path, weights_only=False)["optimizer_state_dict"]
+        for g, mapping in enumerate(inner["param_slice_mappings"]):
+            held = inner["base_optimizer_state"]["state"][g]
+            assert {k for k, v in held.items() if torch.is_tensor(v) and v.dim()} == states
+            for parameter, at in mapping.items():
+                for state in states:
+                    piece = held[state][at.start : at.start + at.numel]
+                    wanted.setdefault((parameter, state), []).append(piece)
+    assert len(wanted) == 28 * len(states)
+    for (parameter, state), pieces in wanted.items():
+        made = torch.load(tmp_path / "u" / "zero" / parameter / f"{state}.pt", weights_only=False)["param"]
+        assert torch.equal(made.flatten(), torch.cat(pieces)), (parameter, state)
+
+
+@pytest.mark.parametrize("name", ["transformers0", "torch0"])
+def test_adafactor_without_zero_factors_and_is_refused(name: str, unlike_adam: Path, tmp_path: Path) -> None:
+    source = unlike_adam / name / "step"
+    with pytest.raises(RefusedError, match="not one value per parameter element"):
+        convert(source, tmp_path / "u")
+    convert(source, tmp_path / "w", ConvertOptions(form="weights", verify=True))
+    held = load_file(tmp_path / "w" / "model.safetensors")
+    saved = torch.load(source / "mp_rank_00_model_states.pt", weights_only=False)
+    master = saved["optimizer"]["fp32_groups"][0][0]
+    assert torch.equal(held["embed.tok.weight"], master)
+    assert all(torch.equal(held[n].to(w.dtype), w) for n, w in saved["module"].items())
 
 
 def as_adam(zero: Path, names: dict[str, str]) -> None:

@@ -14,7 +14,6 @@ import pytest
 from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions
-from ckptd.errors import CkptdError
 from tests.support import stock
 from tests.support.real import REPOSITORY, TAG, Recipe, expect, prepare, save_dir_of
 
@@ -74,13 +73,12 @@ FULL = {
 CONVERTED |= MORE
 if os.environ.get("CKPTD_FULL"):
     CONVERTED |= FULL
-STAGE_0 = Recipe(stage=0, world_size=2)
-expect(*CONVERTED.values(), STAGE_0)
+expect(*CONVERTED.values())
 
 
 @pytest.fixture(scope="module")
 def checkpoints() -> dict[str, Path]:
-    prepare([*CONVERTED.values(), STAGE_0])
+    prepare([*CONVERTED.values()])
     return {name: save_dir_of(recipe) / TAG for name, recipe in CONVERTED.items()}
 
 
@@ -93,20 +91,6 @@ def test_strict_equals_the_stock_converter(checkpoints: dict[str, Path], tmp_pat
     stock.convert(pairs)
     found = stock.differences([(tmp_path / f"stock{i}", tmp_path / f"ours{i}") for i in range(len(pairs))])
     assert dict(zip(checkpoints, found, strict=True)) == {name: [] for name in checkpoints}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "words"),
-    [
-        (STAGE_0, "stage 0"),
-    ],
-)
-def test_what_has_no_universal_form_is_refused(recipe: Recipe, words: str, tmp_path: Path) -> None:
-    prepare([recipe])
-    with pytest.raises(CkptdError, match=words) as caught:
-        convert(save_dir_of(recipe) / TAG, tmp_path / "u")
-    assert caught.value.exit_code == 65
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_ulysses_ranks_are_data_parallel(checkpoints: dict[str, Path]) -> None:

@@ -61,7 +61,7 @@ class Case:
         On three ranks and more stages 1 and 2 add gradients in different orders: there uninterrupted
         runs of the two differ as well.
         """
-        if self.source.world_size != self.ranks:
+        if self.source.world_size != self.ranks or self.source.stage == 0:
             return False
         return self.source.stage == self.stage or (
             self.ranks <= 2 and 3 not in (self.source.stage, self.stage)
@@ -139,6 +139,11 @@ for name in OWN:
 FORGETFUL = [
     Case(source=Recipe(stage=3, world_size=2, odd=True), stage=stage, ranks=2, load_optimizer_states=False)
     for stage in (2, 3)
+]
+OTHERS += [
+    Case(source=Recipe(stage=0, world_size=2, two_groups=True), stage=1, ranks=2),
+    Case(source=Recipe(stage=0, world_size=2, dtype="fp32", two_groups=True), stage=2, ranks=1),
+    Case(source=Recipe(stage=0, world_size=2), stage=3, ranks=2),
 ]
 CPU_ADAM = Case(source=Recipe(stage=2, world_size=2, optimizer="cpu_adam"), stage=2, ranks=2)
 CASES = list(dict.fromkeys([*(matrix() if FULL else pairwise()), CPU_ADAM, *OTHERS]))

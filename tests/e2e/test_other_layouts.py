@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.core.model.other_layouts import other_layout_of
+from ckptd.core.completeness.judge import State, Verdict
+from ckptd.core.model.other_layouts import NOTHING_DECLARED, DeclaredSave, other_layout_of
 from ckptd.errors import NotFoundError
 from ckptd.maintenance.inspection import InspectedCheckpoint, inspect_folder
 from tests.e2e.harness import Node, node
+from tests.e2e.kill_savers import verdicts
 from tests.stores.servers import free_port
-from tests.support.other_trainers import TAG_OF
+from tests.support.other_trainers import MANIFEST, MARKER, TAG_OF
 from tests.support.real import REPOSITORY
 
 if TYPE_CHECKING:
@@ -28,7 +30,20 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 STEPS = 4
 LAYOUTS = ("huggingface", "accelerate", "torch", "torch-file")
 """Those of every run; `make trainers` takes all of TAG_OF."""
-ON_ONE = ("accelerate", "torch", "torch-file", "lightning")
+DECLARED = {
+    "torch-file": DeclaredSave(files="model_*.pt"),
+    "declared-marker": DeclaredSave(marker=MARKER),
+    "declared-manifest": DeclaredSave(manifest=MANIFEST),
+    "declared-quiet": DeclaredSave(files="state_*.blob", quiet_seconds=2.0),
+}
+JOBS = {
+    "torch-file": '[layout]\nfiles = "model_*.pt"',
+    "declared-marker": f'[layout]\ncomplete_when = "marker {MARKER}"',
+    "declared-manifest": f'[layout]\ncomplete_when = "manifest {MANIFEST}"',
+    "declared-quiet": '[layout]\nfiles = "state_*.blob"\ncomplete_when = "quiet 2s"',
+}
+"""What a job file says of checkpoints that are a script's own."""
+ON_ONE = ("accelerate", "torch", "lightning", *DECLARED)
 """Resumed on one rank where two saved."""
 CLOSE = 1e-3
 
@@ -59,7 +74,10 @@ def tag_of(layout: str, step: int) -> str:
     return TAG_OF[layout].format(step)
 
 
-def complete_in(save_dir: Path) -> list[InspectedCheckpoint]:
+def complete_in(save_dir: Path, layout: str) -> list[InspectedCheckpoint | Verdict]:
+    if layout.startswith("declared"):  # no folder tells that: the daemon's own verdict, by the job file
+        found = verdicts(save_dir, DECLARED[layout]).values()
+        return [verdict for verdict in found if verdict.state is State.COMPLETE]
     # of a pattern that a job file names, inspect is given the file
     place = next(save_dir.glob("model_*.pt"), save_dir)
     try:
@@ -97,8 +115,8 @@ def round_trip(
     layout: str, source: Path, losses: dict[int, float], here: Node, tmp_path: Path
 ) -> Iterator[str]:
     """Commit, lose the node, restore, and resume in the trainer itself; yield each column that is shown."""
-    if layout == "torch-file":
-        here.write_job(job='[layout]\nfiles = "model_*.pt"')
+    if layout in JOBS:
+        here.write_job(job=JOBS[layout])
     shutil.copytree(source, here.save_dir, dirs_exist_ok=True)
     assert here.once() == 0, here.log.read_text()[-2000:]
     newest = tag_of(layout, STEPS)
@@ -123,16 +141,24 @@ def round_trip(
     yield "resumed"
 
 
-def check_torn(source: Path, tmp_path: Path) -> None:
-    """Cut each file of the state at its end, in half, to nothing, or leave it out: it is never complete."""
-    kind = other_layout_of(source.name, frozenset(bytes_of(source)))
+def check_torn(layout: str, source: Path, tmp_path: Path) -> None:
+    """Cut each file of the state at its end, in half, to nothing, or leave it out: it is never complete.
+
+    A marker says that its writer ended well: what it left before has none.
+    """
+    kind = other_layout_of(source.name, frozenset(bytes_of(source)), DECLARED.get(layout, NOTHING_DECLARED))
     assert kind is not None
     names = [name for name in bytes_of(source) if kind.is_state(name) or "random_states" in name]
+    names += [MANIFEST] if layout == "declared-manifest" else []
     assert len(names) >= (1 if source.is_file() else 3)
     for number, name in enumerate(names):
         for damage in ("last byte", "half", "empty", "missing"):
             folder = tmp_path / f"{number}-{damage.replace(' ', '-')}" / source.name
             copied(source, folder)
+            if layout == "declared-marker":
+                assert complete_in(folder.parent, layout)
+                if damage == "missing" or not name.endswith(".pt"):  # else the archive tells it
+                    (folder / MARKER).unlink()
             file = folder if source.is_file() else folder / name
             data = file.read_bytes()
             if damage == "missing":
@@ -140,16 +166,23 @@ def check_torn(source: Path, tmp_path: Path) -> None:
             else:
                 kept = {"last byte": len(data) - 1, "half": len(data) // 2, "empty": 0}[damage]
                 file.write_bytes(data[:kept])
-            found = complete_in(folder.parent)
+            found = complete_in(folder.parent, layout)
             # FSDP resumes from its own file, beside which the Trainer puts the model once more
             is_twice = name == "model.safetensors" and (source / "pytorch_model_fsdp.bin").exists()
             is_optional = is_twice or name.startswith(("scheduler", "rng_state", "random_states"))
             is_optional &= damage == "missing"
+            is_optional |= (name, damage) == (MANIFEST, "last byte")  # the end of a line
             assert not found or is_optional, f"{name}, {damage}: {found[0].state}"
 
 
 def check_inspected(layout: str, save_dir: Path) -> None:
-    """Let `ckptd inspect` say what it is, and that it is whole."""
+    """Let `ckptd inspect` say what it is, and that it is whole; of what only a job file tells, the daemon."""
+    if layout.startswith("declared"):
+        found = verdicts(save_dir, DECLARED[layout])[tag_of(layout, STEPS)]
+        assert (found.state, found.step) == (State.COMPLETE, STEPS), found.reason
+        assert found.grid is not None
+        assert found.grid.layout == "declared"
+        return
     place = save_dir / tag_of(layout, STEPS) if layout == "torch-file" else save_dir
     done = subprocess.run(
         [sys.executable, "-m", "ckptd", "inspect", str(place), "--json"],
@@ -196,7 +229,7 @@ def test_from_the_trainer_to_the_remote_and_back(
 def test_a_torn_one_is_never_complete(
     layout: str, trained: dict[str, tuple[Path, dict[int, float]]], tmp_path: Path
 ) -> None:
-    check_torn(trained[layout][0] / tag_of(layout, STEPS), tmp_path)
+    check_torn(layout, trained[layout][0] / tag_of(layout, STEPS), tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -201,14 +201,19 @@ def loaded(result: Result) -> str:
     place.mkdir()
     shutil.copytree(result.place / "universal", place / "u")
     (place / "latest_universal").write_text("u")
-    row = result.row
-    failed = train(
-        result, "from universal", place, row.loading, row.load_ranks, "universal", more=row.loads_as
-    )
-    if failed:
-        return f"no: {failed}"
-    found = apart(result, "from universal")
-    return f"✓ ({found:.0e})" if found <= TOLERANCE else f"differs by {found:.1e}"
+    found, row = 0.0, result.row
+    for stage in row.into or (None,):
+        for world in (1, 2) if row.into else (row.load_ranks,):
+            more = row.loads_as | ({} if stage is None else {"stage": stage})
+            failed = train(result, "from universal", place, row.loading, world, "universal", more=more)
+            where = "" if stage is None else f"stage {stage}, {world} ranks: "
+            if failed:
+                return f"no: {where}{failed}"
+            found = max(found, apart(result, "from universal"))
+            if found > TOLERANCE:
+                return f"{where}differs by {found:.1e}"
+    into = f", in stages {', '.join(map(str, row.into))} on 1 and 2 ranks" if row.into else ""
+    return f"✓ ({found:.0e}{into})"
 
 
 def restored(result: Result) -> str:

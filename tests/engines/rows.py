@@ -26,6 +26,8 @@ class Row:
     """Words of the refusal, where there is no universal form."""
     loads: str = ""
     """Why the stock loader does not read the universal form."""
+    into: tuple[int, ...] = ()
+    """ZeRO stages that it is loaded in, each on one rank and on two; none: as saved, on one."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further keys of the recipe (make_engines.py)."""
     loads_as: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class Row:
 
     def setting_for(self, work: Path) -> dict[str, Any]:
         """Return the setting with a swap folder of its own."""
-        placed: dict[str, Any] = _placed(self.setting, str(work / "swap"))
+        placed: dict[str, Any] = placed_in(self.setting, str(work / "swap"))
         return placed
 
     @property
@@ -49,9 +51,10 @@ class Row:
         return {} if "nvme" in str(self.setting) else self.setting
 
 
-def _placed(value: Any, swap: str) -> Any:
+def placed_in(value: Any, swap: str) -> Any:
+    """Return a setting with a swap folder in it."""
     if isinstance(value, dict):
-        return {key: swap if key == "nvme_path" else _placed(inner, swap) for key, inner in value.items()}
+        return {key: swap if key == "nvme_path" else placed_in(inner, swap) for key, inner in value.items()}
     return value
 
 
@@ -74,6 +77,12 @@ def two(stage: int, **more: Any) -> Recipe:
 LARGE: dict[str, Any] = {"hidden": 208}
 """Partitions beyond 1 MiB, below which DeepSpeed swaps nothing out."""
 SHUFFLED = {"zero_optimization": {"reduce_scatter": False}}
+TIED: dict[str, Any] = {"two_groups": True, "tie": True}
+EVERY = (1, 2, 3)
+"""Stages; 3's loader gives the first group's settings to all (formats.md §5.1)."""
+NO_SCALE = {"fp16": {"loss_scale": 1}}
+UNSCALED = "it divided gradients by a loss scale that it had not multiplied by (formats.md §2.7)"
+PARTIAL = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 0.5}}}
 MOMENTUM = "the loader wants exp_avg"
 
 EXTRA: dict[str, Any] = {"split": False, "expert_tp": False, "in_blocks": False, "auto": 0}
@@ -96,6 +105,12 @@ ROWS = (
         loads="it counts each step once per sub-group (formats.md §5.1)",
     ),
     Row(name="NVMe offload, stage 3, partitions below 1 MiB", recipe=two(3), setting=nvme()),
+    Row(
+        name="CPU offload of half the sub-groups (ratio 0.5), stage 3",
+        recipe=two(3, optimizer="cpu_adam", sub_group_size=20_000),
+        setting=PARTIAL,
+        universal="ratio 0.5 keeps it on the GPU",
+    ),
     Row(
         name="writer python, data_parallel replica, stage 2",
         recipe=two(2),
@@ -121,8 +136,13 @@ ROWS = (
     Row(name="Muon, stage 1", recipe=two(1, optimizer="muon"), setting=SHUFFLED),
     Row(name="Muon, stage 2", recipe=two(2, optimizer="muon"), setting=SHUFFLED),
     Row(name="Muon, stage 3", recipe=two(3, optimizer="muon"), setting=SHUFFLED, loads=MOMENTUM),
-    Row(name="stage 0, bf16", recipe=two(0), has_held=False, universal="without ZeRO"),
-    Row(name="stage 0, fp32", recipe=two(0, dtype="fp32"), has_held=False, universal="without ZeRO"),
+    Row(name="stage 0, bf16", recipe=two(0), into=EVERY),
+    Row(name="stage 0, bf16, FusedAdam", recipe=two(0, optimizer="fused_adam"), into=EVERY),
+    Row(name="stage 0, bf16, two groups", recipe=two(0, two_groups=True), into=EVERY[:2]),
+    Row(name="stage 0, fp16", recipe=two(0, dtype="fp16"), loads=UNSCALED),
+    Row(name="stage 0, fp16, loss scale 1", recipe=two(0, dtype="fp16"), setting=NO_SCALE, into=EVERY),
+    Row(name="stage 0, fp32", recipe=two(0, dtype="fp32"), into=EVERY),
+    Row(name="stage 0, fp32, two groups, tied", recipe=two(0, dtype="fp32", **TIED), into=EVERY[:2]),
     Row(
         name="tensor parallelism by mpu, stage 3",
         recipe=Recipe(stage=3, world_size=4, tp=2, sp=2),

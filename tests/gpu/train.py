@@ -17,9 +17,13 @@ from deepspeed.accelerator import get_accelerator
 get_accelerator()
 
 from tests.support import make_ckpt  # noqa: E402
+from tests.support.make_engines import merged  # noqa: E402
 
 _batch_on_the_cpu = make_ckpt.batch_for
 _build_on_the_cpu = make_ckpt.build
+_config = make_ckpt.ds_config
+_run = make_ckpt.run
+setting: dict[str, Any] = {}
 
 
 def batch_on_the_device(vocab: int, step: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +49,21 @@ def build_and_time(r: dict[str, Any], config: dict[str, Any], init_seed: int) ->
     return engine
 
 
+def config_with_setting(r: dict[str, Any], dp: int, *, universal: bool) -> dict[str, Any]:
+    """Return make_ckpt's configuration with the job's setting."""
+    return merged(_config(r, dp, universal=universal), setting)
+
+
+def run_with_setting(job: dict[str, Any]) -> Any:
+    """Run make_ckpt's job with the setting that it names."""
+    global setting
+    setting = job["setting"]
+    return _run(job)
+
+
 if __name__ == "__main__":
+    make_ckpt.ds_config = config_with_setting
+    make_ckpt.run = run_with_setting
     make_ckpt.batch_for = batch_on_the_device
     make_ckpt.build = build_and_time
     make_ckpt.main()

@@ -163,6 +163,8 @@ def _load(tried: Sequence[Tried], work: Path) -> None:
         for one in tried:
             if (one.place / form).is_dir() and not _error(one, form):
                 recipe = replace(one.case.recipe, world_size=one.case.ranks)
+                if recipe.stage == 0 and one.outcome.stock_error:
+                    recipe = replace(recipe, stage=1)  # without ZeRO these releases load no universal form
                 start: tuple[int, ...] = (recipe.world_size, recipe.pipe, recipe.moe and recipe.ep)
                 batches.setdefault(start, []).append((one, _resume(recipe, one.place, form)))
         for (world, *_), batch in batches.items():

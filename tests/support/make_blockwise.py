@@ -1,11 +1,13 @@
-"""Real saves by an optimizer with 8-bit codes and a scale per block, as bitsandbytes keeps them.
+"""Real saves by optimizers whose states are not those of Adam: 8-bit codes with a scale per block, as
+bitsandbytes keeps them, and Adafactor of transformers and of torch, which factors matrices.
 
 Two ranks of `python -m tests.support.make_blockwise OUT` (tests/support/ranks.py) write OUT/z2/step and
-OUT/z3/step.
+OUT/z3/step by the first; OUT/transformers0 … OUT/torch2 by the others, at the stage that the name ends with.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +43,16 @@ class BlockwiseSgd(torch.optim.Optimizer):  # type: ignore[misc]
                 p.add_(p.grad.to(p.dtype), alpha=-group["lr"])
 
 
+def made_by(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
+    """Return the optimizer that a folder's name begins with."""
+    if name == "transformers":
+        made: Any = importlib.import_module("transformers.optimization").Adafactor
+        rates = {"lr": 1e-3, "relative_step": False, "scale_parameter": False, "beta1": 0.9}
+        factored: torch.optim.Optimizer = made(parameters, **rates)
+        return factored
+    return torch.optim.Adafactor(parameters, lr=1e-2) if name == "torch" else BlockwiseSgd(parameters)
+
+
 def main() -> None:
     """Two steps each, then a save."""
     import deepspeed  # after make_ckpt, which chooses the accelerator
@@ -48,18 +60,19 @@ def main() -> None:
 
     deepspeed.init_distributed()
     out = Path(sys.argv[1])
-    for stage in (2, 3):
+    for name in ("z2", "z3", "transformers0", "transformers1", "torch0", "torch2"):
+        stage = int(name[-1])
         recipe = asdict(Recipe(stage=stage, world_size=2, freeze=True))
         torch.manual_seed(7)
         model = network(recipe)
-        optimizer = BlockwiseSgd([p for p in model.parameters() if p.requires_grad])
+        optimizer = made_by(name[:-1], [p for p in model.parameters() if p.requires_grad])
         config = ds_config(recipe, 2, universal=False)
         engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
         for step in range(2):
             ids, labels = batch_for(recipe["vocab"], step, 4 * dist.get_rank(), 4 * dist.get_rank() + 4)
             engine.backward(engine(ids, labels))
             engine.step()
-        engine.save_checkpoint(str(out / f"z{stage}"), tag="step")
+        engine.save_checkpoint(str(out / name), tag="step")
         engine.destroy()
     leave()
 

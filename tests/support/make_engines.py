@@ -19,6 +19,7 @@ import deepspeed.comm as dist
 import deepspeed.comm.torch
 import deepspeed.io.fast_file_writer
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from tests.support import make_ckpt, make_experts, split_net
@@ -110,7 +111,13 @@ def all_gather_into_tensor(output: Any, given: Any, *group: Any, **more: Any) ->
 
 def build(r: dict[str, Any], config: dict[str, Any], init_seed: int) -> Any:
     """Return the engine, which notes what it holds after each save."""
-    engine = _build(r, config, init_seed)
+    accelerator = get_accelerator()
+    if is_partial():  # DeepSpeed tells its two optimizers apart by the device, and here both are this one
+        accelerator._name = "cpu:0"
+    try:
+        engine = _build(r, config, init_seed)
+    finally:
+        accelerator._name = "cpu"
     save = engine.save_checkpoint
     info = split_net.universal_info(r["vocab"]) if r["split"] else None
     if r["split"] and r["moe"]:  # with MoE layers the key is reserved
@@ -129,6 +136,12 @@ def build(r: dict[str, Any], config: dict[str, Any], init_seed: int) -> Any:
     return engine
 
 
+def is_partial() -> bool:
+    """Tell whether a part of the optimizer stays on the GPU (`offload_optimizer.ratio`)."""
+    offload = setting.get("zero_optimization", {}).get("offload_optimizer", {})
+    return bool(offload.get("ratio", 1) < 1)
+
+
 Part = tuple[str, int, int]
 """A parameter's name, its tensor rank and its expert-parallel rank."""
 
@@ -138,6 +151,8 @@ def held_by(engine: Any, r: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]
 
     Experts of several expert-parallel ranks follow one another along dimension 0.
     """
+    if engine.zero_optimization_stage() == 0:
+        return _unsharded(engine)
     parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     places = {name: _part(name, p, r) for name, p in parameters.items()}
     is_cut = engine.zero_optimization_stage() in (1, 2)
@@ -158,6 +173,29 @@ def held_by(engine: Any, r: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]
     return _joined(parts, r)
 
 
+def _unsharded(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the same without ZeRO: of the wrapper's masters, or of the trainer's own optimizer."""
+    held, names = engine.optimizer, {p: name for name, p in engine.module.named_parameters()}
+    inner = getattr(held, "optimizer", held)
+    masters: list[tuple[Any, torch.Tensor, dict[str, Any]]] = []
+    for g, group in enumerate(inner.param_groups):
+        if hasattr(held, "fp32_groups_flat"):
+            flat, at = held.fp32_groups_flat[g], 0
+            for parameter in held.fp16_groups[g]:
+                here = slice(at, at + parameter.numel())
+                state = {k: v[here] for k, v in inner.state[flat].items() if torch.is_tensor(v) and v.dim()}
+                masters.append((parameter, flat[here], state))
+                at += parameter.numel()
+        else:
+            own = held.fp16_groups[g] if hasattr(held, "fp16_groups") else group["params"]
+            masters += [(p, m, inner.state[m]) for p, m in zip(own, group["params"], strict=True)]
+    return {
+        names[parameter]: {"fp32": master.detach().clone().float()}
+        | {k: v.detach().clone().float() for k, v in state.items() if torch.is_tensor(v) and v.dim()}
+        for parameter, master, state in masters
+    }
+
+
 def _part(name: str, parameter: Any, r: dict[str, Any]) -> Part:
     """Return which part of a parameter this rank has a piece of."""
     tp, ep = dist.get_rank() % max(r["tp"], 1), 0
@@ -171,7 +209,9 @@ def _gathered(parameters: dict[str, Any]) -> Iterator[tuple[str, str, int, torch
     """Yield the states of stage 3 as DeepSpeed itself gathers them."""
     for name, parameter in parameters.items():
         is_muon = getattr(parameter, "use_muon", False)
-        keys = ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq")
+        keys = ["momentum_buffer"] if is_muon else ["exp_avg", "exp_avg_sq"]
+        if is_partial():  # DeepSpeed asks one of the two optimizers alone
+            keys = []
         states = {"fp32": safe_get_full_fp32_param(parameter)}
         states |= {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
         for key, value in states.items():
@@ -241,7 +281,7 @@ class _NoUtils:
 
 def run(job: dict[str, Any]) -> Any:
     """Run one job with its setting; `has_held` false: DeepSpeed cannot gather the states, as of pipelined
-    swapping and without ZeRO."""
+    swapping."""
     global has_held
     has_held = job.get("has_held", True)
     setting.clear()
@@ -249,12 +289,17 @@ def run(job: dict[str, Any]) -> Any:
     return _run(job)
 
 
-if __name__ == "__main__":
+def patch() -> None:
+    """Let DeepSpeed's writers run without a device."""
     # gloo waits, the shared-memory collective spins: on a busy machine that is most of a run
     deepspeed.comm.torch.build_shm_op = lambda: None
     # FastPersist's writer pins its buffer for a device, and asks for an op that it calls with another torch
     deepspeed.io.fast_file_writer.UtilsBuilder = _NoUtils
     torch.Tensor.pin_memory = lambda self, *_: self
+
+
+if __name__ == "__main__":
+    patch()
     make_ckpt.ds_config, make_ckpt.build, make_ckpt.run = ds_config, build, run
     deepspeed.comm.all_gather_into_tensor = all_gather_into_tensor
     make_ckpt.network, make_ckpt.sequence_groups = network, given_mpu

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import sys
@@ -20,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 SEED = 7
+MARKER, MANIFEST = "DONE", "SHA256SUMS"
+"""Files that a script writes last, so that a job file can name them."""
 
 
 def model() -> torch.nn.Module:
@@ -186,13 +190,53 @@ def lightning(save_dir: str, steps: int, resume_from: str | None, strategy: Any 
     trainer.fit(Module(), torch.utils.data.DataLoader(Batches(), batch_size=2), ckpt_path=resume_from)
 
 
-def script(save_dir: str, steps: int, resume_from: str | None) -> None:
-    """A loop of one's own that saves one file with torch.save."""
+def one_file(save_dir: str, step: int, state: dict[str, Any]) -> None:
+    """Save with torch.save, whose end proves itself."""
+    torch.save(state, f"{save_dir}/model_{step}.pt")
+
+
+def one_blob(save_dir: str, step: int, state: dict[str, Any]) -> None:
+    """Save in a format that nobody else knows."""
+    data = io.BytesIO()
+    torch.save(state, data)
+    Path(save_dir, f"state_{step}.blob").write_bytes(b"BLOB" + data.getvalue())
+
+
+def read_blob(path: str) -> Any:
+    """Read it back."""
+    return torch.load(io.BytesIO(Path(path).read_bytes()[4:]))
+
+
+def one_folder(save_dir: str, step: int, state: dict[str, Any], last: str) -> None:
+    """Save files of one's own in a folder; `last`, a marker or a list of their sums, is written last."""
+    folder = Path(save_dir, f"ckpt_{step}")
+    folder.mkdir()
+    torch.save(state["model"], folder / "weights.pt")
+    torch.save(state["optimizer"], folder / "adam.pt")
+    (folder / "progress.json").write_text(json.dumps({"step": step}))
+    sums = (f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in sorted(folder.iterdir()))
+    (folder / last).write_text("" if last == MARKER else "".join(sums))
+
+
+def read_folder(path: str) -> Any:
+    """Read it back."""
+    model, optimizer = (torch.load(f"{path}/{name}.pt") for name in ("weights", "adam"))
+    return {"model": model, "optimizer": optimizer, **json.loads(Path(path, "progress.json").read_text())}
+
+
+def script(
+    save_dir: str,
+    steps: int,
+    resume_from: str | None,
+    save: Callable[[str, int, dict[str, Any]], None] = one_file,
+    load: Callable[[str], Any] = torch.load,
+) -> None:
+    """A loop of one's own."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     first = 0
     if resume_from is not None:
-        state = torch.load(resume_from)
+        state = load(resume_from)
         net.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
@@ -203,8 +247,9 @@ def script(save_dir: str, steps: int, resume_from: str | None) -> None:
         optimizer.zero_grad()
         told(step, loss)
         if step % 2 == 0 and int(os.environ.get("RANK", "0")) == 0:
-            state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            torch.save(state, f"{save_dir}/model_{step}.pt")
+            save(
+                save_dir, step, {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            )
 
 
 def lightning_fsdp(save_dir: str, steps: int, resume_from: str | None) -> None:
@@ -319,6 +364,9 @@ TRAINERS: dict[str, Callable[..., None]] = {
     "torch": torch_shards,
     "lightning": lightning,
     "torch-file": script,
+    "declared-marker": partial(script, save=partial(one_folder, last=MARKER), load=read_folder),
+    "declared-manifest": partial(script, save=partial(one_folder, last=MANIFEST), load=read_folder),
+    "declared-quiet": partial(script, save=one_blob, load=read_blob),
     "torchtitan": torchtitan,
     "accelerate-fsdp-full": partial(accelerate, kind="FULL_STATE_DICT"),
     "accelerate-fsdp-sharded": partial(accelerate, kind="SHARDED_STATE_DICT"),
@@ -332,6 +380,9 @@ TAG_OF = {
     "torch": "step-{}",
     "lightning": "epoch=0-step={}.ckpt",
     "torch-file": "model_{}.pt",
+    "declared-marker": "ckpt_{}",
+    "declared-manifest": "ckpt_{}",
+    "declared-quiet": "state_{}.blob",
     "torchtitan": "step-{}",
     "accelerate-fsdp-full": "step_{}",
     "accelerate-fsdp-sharded": "step_{}",

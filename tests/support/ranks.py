@@ -8,6 +8,7 @@ and those of tests/e2e/test_told.py: DeepSpeed's own loop and the Trainer.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import multiprocessing
 import os
@@ -26,7 +27,10 @@ from tests.stores.servers import free_port
 REPOSITORY = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("CKPTD_TESTS_BUILD", REPOSITORY / ".build"))
 """Where saves are kept and trainings wait for each other; another one for each release of DeepSpeed."""
+EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", BUILD / "torch_extensions"))
+"""Where DeepSpeed's ops are compiled, as `make` has it: in torch's own place anybody's lock may lie."""
 ENVIRONMENT = {
+    "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -97,7 +101,21 @@ def train(
     BUILD.mkdir(parents=True, exist_ok=True)
     with (BUILD / "ranks.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        _forget_killed_compilers()
         start(module, arguments, logs, nodes=nodes, ranks=ranks).wait(seconds)
+
+
+def _forget_killed_compilers() -> None:
+    """Remove the locks of torch's compilers that no process has open: a load would wait for one for ever.
+
+    A rank that is killed while it compiles one of DeepSpeed's ops leaves it.
+    """
+    locks = set(EXTENSIONS.glob("*/lock"))
+    for opened in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
+        with contextlib.suppress(OSError):
+            locks.discard(opened.readlink())
+    for lock in locks:
+        lock.unlink(missing_ok=True)
 
 
 def run_module(module: str, *arguments: str, log: Path, seconds: float) -> str:

@@ -211,7 +211,7 @@ def _framing(fd: int, path: str, *, expected: bool, is_torch_file: bool = False)
     found["fingerprint"] = fingerprint(fd, directory, alive) if whole else ""
     if directory is not None:
         found["has_crc"] = has_crc(directory)
-        found["tensor_fingerprint"] = tensor_fingerprint(fd, directory, alive)
+        found["tensor_fingerprint"] = tensor_fingerprint(fd, directory)
     return found
 
 

@@ -178,6 +178,11 @@ def _dcp(request: dict[str, Any], save: Save, header: Header) -> tuple[Header, I
 
 def _from_dcp(request: dict[str, Any], held: Sharded, out: IO[bytes]) -> dict[str, Any]:
     """Plan the universal form of a folder of torch.distributed.checkpoint."""
+    if request["form"] == "dcp":
+        raise RefusedError(
+            "this is a folder of torch.distributed.checkpoint already",
+            hint="it loads on any number of ranks; leave out --form for DeepSpeed's universal form",
+        )
     if request["form"] != "universal" or request["compat"] == "strict":
         raise RefusedError(
             "a folder of torch.distributed.checkpoint is converted to the universal form alone, as superset",

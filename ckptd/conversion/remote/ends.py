@@ -63,7 +63,8 @@ def resolve_source(source: Path) -> Path:
         tag = read_pointer(fd, "latest")
     if tag is None:
         _refuse_other_layout(source)
-        there = ", ".join(folder.folders[:5]) or "global_step500, checkpoint-500"
+        named = [name for name in folder.folders if not name.startswith(("_ckptd", "."))]
+        there = ", ".join(named[:5]) or "global_step500, checkpoint-500"
         hint = f"name a checkpoint folder: {there}"
         raise NotFoundError(f"{source} holds no shards and no `latest`", hint=hint)
     files.check_relative(tag)

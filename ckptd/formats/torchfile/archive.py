@@ -157,6 +157,49 @@ def read_entries(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> list[En
     return [entry for entry in entries if entry.header + _LOCAL.size <= start]
 
 
+def entries_of_all(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> list[Entry] | None:
+    """Return the entries of zips that lie one behind another and fill the file, as in a `.distcp` file.
+
+    Offsets are the file's. None: it is no such file, or has more than `limits` allow.
+    """
+    found: list[Entry] = []
+    end = os.fstat(fd).st_size
+    try:
+        while end > 0:
+            start, length, count, bound = _place_before(fd, name, end)
+            begin = bound - length - start
+            if begin < 0 or len(found) + count > limits.records or length > limits.directory_bytes:
+                return None
+            raw = _read_exactly(fd, length, begin + start, name)
+            entries = _parse_entries(raw, count, name, limits)
+            found += [entry._replace(header=begin + entry.header) for entry in entries]
+            end = begin
+    except (TornArchiveError, RefusedError, struct.error):
+        return None
+    return found
+
+
+def _place_before(fd: int, name: str, end: int) -> tuple[int, int, int, int]:
+    """Return as `_locate_directory` of a zip without a comment that ends at `end`, however much is before it.
+
+    Where its directory lies is told from its own begin, where it ended from the file's.
+    """
+    at = end - _EOCD.size
+    _, disk, first_disk, here, count, length, start, comment = _EOCD.unpack(
+        _read_exactly(fd, _EOCD.size, at, name)
+    )
+    if disk or first_disk or here != count or comment:
+        raise TornArchiveError(f"{name} holds more than zips")
+    locator = os.pread(fd, _LOCATOR64.size, at - _LOCATOR64.size) if at >= _LOCATOR64.size else b""
+    if not locator.startswith(b"PK\x06\x07"):
+        return start, length, count, at
+    at -= _LOCATOR64.size + _EOCD64.size
+    fields = _EOCD64.unpack(_read_exactly(fd, _EOCD64.size, at, name))
+    if fields[0] != b"PK\x06\x06":
+        raise TornArchiveError(f"{name} has a garbled zip64 directory")
+    return fields[9], fields[8], fields[7], at
+
+
 def _checked_place(fd: int, name: str, size: int, limits: Limits) -> tuple[int, int, int]:
     start, length, count, bound = _locate_directory(fd, name, size)
     # Before the limits: an end record that lost its fields to zeros, or has a wrong length, would be refused
@@ -169,7 +212,7 @@ def _checked_place(fd: int, name: str, size: int, limits: Limits) -> tuple[int, 
 
 
 def _read_exactly(fd: int, length: int, offset: int, name: str) -> bytes:
-    data = os.pread(fd, length, offset)
+    data = os.pread(fd, length, offset) if offset >= 0 else b""
     if len(data) != length:
         raise TornArchiveError(f"{name} ends at byte {offset + len(data)}, {length - len(data)} too early")
     return data

@@ -1,10 +1,11 @@
 """Fingerprints: what tells two saves apart and makes replicas recognisable, for the price of two reads.
 
-docs/design.md §3 *Fingerprint*: SHA-256 over the zip directory's names, sizes and CRC32s, or over the
-whole file when it is no zip or any record of ≥ 1 KiB carries CRC 0; the tensor fingerprint is the same
-over the storages only, so that replicas whose pickles differ still agree. A legacy file has no CRCs and may
-be as large as a shard is: of it samples are read, at places that its size alone decides, so
-that whoever must not unpickle can compare it too.
+docs/design.md §3 *Fingerprint*: SHA-256 over the zip directory's names, sizes and CRC32s; the tensor
+fingerprint is the same over the storages only, so that replicas whose pickles differ still agree. A `.distcp`
+file is zips one behind another, each with its directory. An archive without CRC32s may be as large as a shard
+is: its small records are read, of the others samples. A legacy file has no directory: samples of it are read
+at places that its size alone decides, so that whoever must not unpickle can compare it too. Of any other file
+every byte is read.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import zlib
 from typing import TYPE_CHECKING
 
 from ckptd.errors import DamagedError
-from ckptd.formats.torchfile.archive import Framing, frame
+from ckptd.formats.torchfile.archive import Framing, Record, entries_of_all, frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from ckptd.formats.torchfile.archive import Directory, Record
+    from ckptd.formats.torchfile.archive import Directory
 
 _BLOCK_BYTES = 1 << 20
 _CRC_MATTERS_BYTES = 1024
@@ -29,6 +30,10 @@ _FILE_SAMPLES = 2048
 """Samples of a legacy file: all of one up to 8 MiB, 8 MiB of a larger one."""
 _STORAGE_SAMPLES = 16
 """Samples of each storage of a legacy file."""
+_ARCHIVE_SAMPLES = 512
+"""Samples of an archive without CRC32s, shared out by size."""
+_SMALL_RECORD_BYTES = 64 << 10
+"""Of an archive without CRC32s so small a record is read whole: pickles, steps and schedules differ there."""
 
 
 def has_crc(directory: Directory) -> bool:
@@ -51,14 +56,36 @@ def fingerprint(fd: int, directory: Directory | None, alive: Callable[[], object
 
     `alive`: called for each block where all of a file is read.
     """
-    if directory is not None and has_crc(directory):
-        return directory_digest(directory.records.values(), directory.prefix)
+    if directory is not None:
+        if has_crc(directory):
+            return directory_digest(directory.records.values(), directory.prefix)
+        if directory.has_crcs:
+            return _sampled(fd, directory.records.values())
     size = os.fstat(fd).st_size
-    if frame(fd, expected=False) is Framing.LEGACY:
+    framing = frame(fd, expected=False)
+    if framing is Framing.LEGACY:
         return _samples(fd, 0, size, _FILE_SAMPLES).hexdigest()
+    entries = entries_of_all(fd, "it") if directory is None and framing is Framing.ZIP else None
+    if entries and all(entry.crc or entry.size < _CRC_MATTERS_BYTES for entry in entries):
+        records = (Record(f"{e.header} {e.label}", e.header, e.size, e.crc) for e in entries)
+        return directory_digest(records, "")
     digest = hashlib.sha256()
     for block in _blocks(fd, 0, size, alive):
         digest.update(block)
+    return digest.hexdigest()
+
+
+def _sampled(fd: int, records: Iterable[Record]) -> str:
+    """SHA-256 hex over (name, size) of the records, all of the small ones, and samples of the others."""
+    chosen = sorted(records, key=lambda r: r.name)
+    total = sum(record.size for record in chosen)
+    digest = hashlib.sha256(b"samples\0")
+    for record in chosen:
+        digest.update(f"{record.name}\0{record.size}\n".encode())
+        share = _ARCHIVE_SAMPLES * record.size // max(total, 1)
+        is_small = record.size <= _SMALL_RECORD_BYTES
+        count = -(-record.size // _SAMPLE_BYTES) if is_small else max(2, share)
+        digest.update(_samples(fd, record.offset, record.size, count).digest())
     return digest.hexdigest()
 
 
@@ -91,7 +118,7 @@ def _places(length: int, count: int) -> list[int]:
     return [i * (length - _SAMPLE_BYTES) // (count - 1) for i in range(count)]
 
 
-def tensor_fingerprint(fd: int, directory: Directory, alive: Callable[[], object] = bool) -> str:
+def tensor_fingerprint(fd: int, directory: Directory) -> str:
     """Fingerprint over the storages only: equal for replicas whose pickles differ (SHA-256 hex)."""
     storages = directory.storages()
     if has_crc(directory):
@@ -99,12 +126,7 @@ def tensor_fingerprint(fd: int, directory: Directory, alive: Callable[[], object
     if not directory.has_crcs:  # keys are addresses of the process that saved: only the bytes compare
         parts = (_samples(fd, r.offset, r.size, _STORAGE_SAMPLES).digest() for r in storages)
         return hashlib.sha256(b"".join(sorted(parts))).hexdigest()
-    digest = hashlib.sha256()
-    for record in sorted(storages, key=lambda r: r.name):
-        digest.update(f"{record.name}\0{record.size}\0".encode())
-        for block in _blocks(fd, record.offset, record.size, alive):
-            digest.update(block)
-    return digest.hexdigest()
+    return _sampled(fd, storages)
 
 
 def check_crcs(fd: int, directory: Directory, name: str) -> int:

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from ckptd.base.names import stays_inside
+from ckptd.base.names import name_problem
 from ckptd.errors import TornArchiveError
 
 _SHA256 = re.compile("[0-9a-fA-F]{64}")
@@ -41,8 +41,8 @@ def listed_files(data: bytes, name: str) -> list[ListedPart]:
     except (ValueError, RecursionError, AttributeError, TypeError) as error:
         raise TornArchiveError(f"{name} is no manifest that ckptd reads, or is cut off") from error
     for part in found:
-        if not stays_inside(part.name):
-            raise TornArchiveError(f"{name} names {part.name!r}, which leads out of its folder")
+        if (problem := name_problem(part.name)) is not None:
+            raise TornArchiveError(f"{name} names {part.name!r}, which {problem}")
     return found
 
 
@@ -54,9 +54,11 @@ def _listed_row(value: Any) -> dict[str, Any]:
 
 
 def _listed_part(row: dict[str, Any]) -> ListedPart:
-    name, size = row.get("name") or row["path"], row.get("size", row.get("bytes"))
+    name, size = row.get("name") or row.get("path"), row.get("size", row.get("bytes"))
     if not isinstance(name, str) or not isinstance(size, int | None) or isinstance(size, bool):
         raise TypeError(name)
+    if not name or (size is not None and size < 0):
+        raise ValueError(name)
     sha256 = str(row.get("sha256") or "").lower()
     if sha256 and not _SHA256.fullmatch(sha256):
         raise ValueError(sha256)

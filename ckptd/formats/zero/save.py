@@ -88,6 +88,8 @@ class Save:
     reads: list[Read] = field(default_factory=list)
     experts: Experts = NO_EXPERTS
     layers: list[Layer] = field(default_factory=list)
+    remarks: tuple[str, ...] = ()
+    """What the survey has to say to whoever resumes."""
 
     @property
     def pp(self) -> int:
@@ -188,7 +190,7 @@ def _together(streams: list[Iterator[Parameter]]) -> Iterator[list[Parameter]]:
 
 def notes(save: Save) -> tuple[str, ...]:
     """Sentences about what a resumed run will find; empty for a whole save of Adam and its like."""
-    found: list[str] = []
+    found = list(save.remarks)
     groups = [group for row in save.cells for cell in row for group in cell.shards[0].groups]
     lacking = sorted({name for group in groups for name in STAGE3_READS if name not in group.states})
     stepless = not any("step" in group.scalars for group in groups)

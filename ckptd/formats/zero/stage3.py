@@ -70,6 +70,8 @@ def cut(opened: Opened, lengths: list[int], swapped: Swapped, *, masters_only: b
         rest = {key: value for key, value in kept.items() if str(key) not in away and not masters_only}
         buffers, scalars = split_state(rest, away.get("fp32", fp32), source, where)
         groups.append(ShardGroup(buffers | away, scalars, ranks=partitions.get(s, ())))
+    if not masters_only:
+        _refuse_dropped(opened, groups)
     return OptimShard(source, groups)
 
 
@@ -91,6 +93,28 @@ def _partitions(value: Any, source: Source) -> dict[int, tuple[int, ...]]:
             raise RefusedError(f"{source.path} says that it is part {part} of sub-group {s} of ranks {known}")
         found[s] = known
     return found
+
+
+def _refuse_dropped(opened: Opened, groups: list[ShardGroup]) -> None:
+    """Refuse a shard without the states that `offload_optimizer.ratio` below 1 keeps on the GPU.
+
+    DeepSpeed saves none of them (formats.md §1); left out, their moments would begin anew unnoticed. Without
+    that setting a sub-group that never had a gradient has none.
+
+    Raises:
+        RefusedError: a sub-group with elements has no state.
+    """
+    config = as_dict(as_dict(opened.root.get("ds_config")).get("zero_optimization"))
+    ratio = as_dict(config.get("offload_optimizer")).get("ratio")
+    held = [s for s, group in enumerate(groups) if group.states["fp32"].numel]
+    bare = [s for s in held if len(groups[s].states) == 1]
+    if bare and isinstance(ratio, int | float) and ratio < 1:
+        raise RefusedError(
+            f"{opened.source.path} has no optimizer state of {len(bare)} of its {len(held)} sub-groups: "
+            f"offload_optimizer.ratio {ratio} keeps it on the GPU, and DeepSpeed saves none of that",
+            hint="--form weights exports the model; train with ratio 1.0 to save the optimizer whole; the "
+            "ZeRO form is safe as DeepSpeed wrote it, and its own load lacks that state too",
+        )
 
 
 def _swapped(tensor: Tensor, source: Source, what: str, wanted: int, swapped: Swapped) -> Flat:

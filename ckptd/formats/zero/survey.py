@@ -21,8 +21,9 @@ from ckptd.core.completeness.stale_files import WrittenShard, stale_layout
 from ckptd.core.model.swap_paths import BY_LOCAL_RANK, FOLDER, path_of
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.torchfile.fingerprint import raw_fingerprint
+from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero import experts as autoep
-from ckptd.formats.zero import stage3, stage12
+from ckptd.formats.zero import stage0, stage3, stage12
 from ckptd.formats.zero.experts import NO_EXPERTS, Experts, check_files, find, find_partitioned
 from ckptd.formats.zero.facts import as_dict, numel, shown
 from ckptd.formats.zero.optimizers import stray_setting
@@ -195,6 +196,8 @@ class Surveyor:
         Raises:
             RefusedError, DamagedError, TornArchiveError, SourceChanged: with the file and the reason.
         """
+        if self._is_unsharded():
+            return self._survey_unsharded()
         self._refuse_by_name()
         self._leave_out_stale()
         optim = self._by_rank("optim")
@@ -213,7 +216,8 @@ class Surveyor:
             raise differs("ds_version", model0, versions[0], first, versions[1])
         grid = self._grid(model0, first, optim)
         self._expect(grid, optim, models)
-        if not any(shapes_of(model0)):
+        is_pipeline_0 = stage < 3 and self._needs_layers(model0)
+        if not is_pipeline_0 and not any(shapes_of(model0)):
             raise RefusedError(f"{model0.source.path} holds no parameters", hint=SAFE)
         if grid.stage >= 3 and grid.tp * grid.pp > 1 and autoep.layers(model0):
             raise RefusedError(
@@ -243,6 +247,47 @@ class Surveyor:
             layers=self._layers() if self.contents else [],
         )
 
+    def _is_unsharded(self) -> bool:
+        """Tell whether the optimizer lies in the model states: DeepSpeed without ZeRO (stage 0)."""
+        if FOLDER in self.folders or any(s.role == "optim" and s.d is not None for s in self.sources):
+            return False
+        models = self._by_rank("model", named_by_rank=False)
+        facts = self._look(models[min(models)]).facts if models else None
+        return facts is not None and facts.zero_stage == 0 and "zero" not in self.folders
+
+    def _survey_unsharded(self) -> Save:
+        """Read a save without ZeRO: each model-parallel rank is one shard, in its model states."""
+        models = self._by_rank("model", named_by_rank=False)
+        first = self._open(models[min(models)])
+        tp, pp = first.facts.tp, first.facts.pp
+        if tp is None or pp is None:
+            tp, pp = first.facts.mp_world_size or len(models), 1
+        if pp != 1 or tp < 1 or tp > MAX_RANKS:
+            raise RefusedError("a pipeline without ZeRO (stage 0) is not converted", hint=stage0.ELSE)
+        if any((mm, 0) not in models for mm in range(tp)):
+            absent = next(mm for mm in range(tp) if (mm, 0) not in models)
+            raise DamagedError(f"mp_rank_{absent:02d}_model_states.pt is missing")
+        row: list[Cell] = []
+        found: list[stage0.Unsharded] = []
+        for mm in range(tp):
+            model = first if mm == 0 else self._open(models[mm, 0])
+            agree_models(model, first, same_rank=mm == 0)
+            with self.opening(model.source.path) as fd:
+                found.append(stage0.Unnamed(model, fd, masters_only=self.masters_only).read())
+            row.append(Cell(0, mm, model, found[-1].shapes, [found[-1].shard]))
+        return Save(
+            stage=0,
+            dp=1,
+            ds_version=first.facts.ds_version or "",
+            global_steps=first.facts.global_steps,
+            optimizer_step=None,
+            cells=[row],
+            rank0_optim=replace(first, root=found[0].root),
+            model_sources=[cell.model.source for cell in row],
+            reads=self.reads,
+            remarks=stage0.remarks(found),
+        )
+
     def _layers(self) -> list[Layer]:
         """State dictionaries of a pipeline's layers, whose numbers only their names hold, and of experts."""
         found: list[Layer] = []
@@ -253,6 +298,22 @@ class Surveyor:
             if number is not None or source.role == "expert":
                 opened = self._open(source)
                 found.append(Layer(int(number[1]) if number else None, source.mm or 0, opened))
+        return found
+
+    def _needs_layers(self, model: Opened) -> bool:
+        """Tell whether layer files say what `param_shapes` would: of a pipeline of bf16 without ZeRO."""
+        has_shapes = isinstance(model.root.get("param_shapes"), list)
+        return not has_shapes and any(s.role == "layer" for s in self.sources)
+
+    def _tensors_of_layers(self, tp: int) -> dict[int, dict[str, tuple[int, ...]]]:
+        """Return the shapes in each layer file of a tensor rank, by the layer's number."""
+        found: dict[int, dict[str, tuple[int, ...]]] = {}
+        for source in (s for s in self.sources if s.role == "layer" and (s.mm or 0) == tp):
+            if (number := re.match(r"layer_(\d+)-", source.path)) is not None:
+                root = self._open(source).root
+                found[int(number[1])] = {
+                    str(name): value.shape for name, value in root.items() if isinstance(value, Tensor)
+                }
         return found
 
     def _experts(self, grid: Degrees, cells: list[list[Cell]], optim: Opened) -> Experts:
@@ -286,12 +347,15 @@ class Surveyor:
         model_sources.append(model.source)
         head = optim0 if mm == 0 else self._open(optim[mm, 0])
         agree_optims(head, optim0, same_rank=mm == 0, same_stage=pp == 0)
-        shapes = shapes_of(model)
+        is_pipeline_0 = grid.stage < 3 and self._needs_layers(model)
+        shapes = [] if is_pipeline_0 else shapes_of(model)
         shards = [self._cut(head, grid, shapes)]
         for d in range(1, grid.dp):
             shard = self._open(optim[mm, d])
             agree_optims(shard, head, same_rank=True, same_stage=True)
             shards.append(self._cut(shard, grid, shapes))
+        if is_pipeline_0:
+            shapes = stage0.shapes_of_pipeline(shards, self._tensors_of_layers(tp))
         frozen = [frozen_of(model)] if self.contents else []
         like, with_experts = model, [model]
         for d in _model_ranks(grid, models)[1:]:
@@ -388,9 +452,6 @@ class Surveyor:
         model = next((s for s in self.sources if s.role == "model"), None)
         if model is None:
             raise RefusedError("there is no DeepSpeed checkpoint in this folder (no *_optim_states.pt)")
-        facts = self._look(model).facts
-        if facts.zero_stage == 0:
-            raise RefusedError("a checkpoint without ZeRO (stage 0) has no universal form", hint=SAFE)
         if "zero" in self.folders:
             raise RefusedError(
                 "this is a universal checkpoint already",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,21 @@ def fingerprints_of(path: Path) -> tuple[str, str, bool]:
         return fingerprint(fd, directory), tensor_fingerprint(fd, directory), has_crc(directory)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The size of each read of this process meanwhile."""
+    read: list[int] = []
+    pread = os.pread
+
+    def noted(fd: int, size: int, offset: int) -> bytes:
+        read.append(size)
+        return pread(fd, size, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", noted)
+        yield read
 
 
 @pytest.fixture
@@ -214,7 +232,7 @@ def test_fingerprints_tell_contents_apart_and_know_replicas(tmp_path: Path) -> N
     assert all(p[2] for p in prints)
 
 
-def test_without_crcs_the_whole_file_is_hashed(archive: Path, tmp_path: Path) -> None:
+def test_without_crcs_small_records_count_to_the_last_bit(archive: Path, tmp_path: Path) -> None:
     drop_crcs(archive)
     data = bytearray(archive.read_bytes())
     first = fingerprints_of(archive)
@@ -225,6 +243,52 @@ def test_without_crcs_the_whole_file_is_hashed(archive: Path, tmp_path: Path) ->
     second = fingerprints_of(archive)
     assert first[0] != second[0]
     assert first[1] != second[1]
+
+
+def test_without_crcs_little_of_a_large_archive_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "shard.pt"
+    write_archive(path, {**RECORDS, "data/1": bytes(64 << 20), "data/2": b"2" * 4096})
+    drop_crcs(path)
+    fd = os.open(path, os.O_RDONLY)
+    directory = read_directory(fd, path.name)
+    with bytes_read(monkeypatch) as read:
+        first = fingerprint(fd, directory), tensor_fingerprint(fd, directory)
+    assert sum(read) < 6 << 20
+    data = bytearray(path.read_bytes())
+    # a training step changes all of it: a thousandth of it is found
+    at = directory.records["data/1"].offset + (30 << 20)
+    data[at : at + (256 << 10)] = b"\1" * (256 << 10)
+    path.write_bytes(bytes(data))
+    second = fingerprint(fd, directory), tensor_fingerprint(fd, directory)
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+    os.close(fd)
+
+
+def test_zips_one_behind_another_are_known_by_their_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `.distcp` files are, of any size."""
+    for name, payload in (("a", b"a"), ("b", b"b")):
+        write_archive(tmp_path / name, {**RECORDS, "data/0": payload * (8 << 20)})
+    one, other = (tmp_path / name for name in ("a", "b"))
+    shards = {}
+    for name, parts in {"ab": (one, other), "ba": (other, one), "aa": (one, one)}.items():
+        path = tmp_path / f"__{name}_0.distcp"
+        path.write_bytes(b"".join(part.read_bytes() for part in parts))
+        fd = os.open(path, os.O_RDONLY)
+        with bytes_read(monkeypatch) as read:
+            shards[name] = fingerprint(fd, None)
+        assert sum(read) < 1 << 20
+        os.close(fd)
+    assert len(set(shards.values())) == 3
+    torn = tmp_path / "torn.distcp"
+    torn.write_bytes(b"PK" + (tmp_path / "__ab_0.distcp").read_bytes())
+    fd = os.open(torn, os.O_RDONLY)
+    assert fingerprint(fd, None) == hashlib.sha256(torn.read_bytes()).hexdigest()
+    os.close(fd)
 
 
 def test_a_flipped_payload_bit_fails_the_crc(archive: Path) -> None:

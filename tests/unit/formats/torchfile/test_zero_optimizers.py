@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions
@@ -225,6 +226,22 @@ def test_weights_need_the_masters_alone(tmp_path: Path, stage: int, words: str) 
     found = {name: read.data for name, read in read_folder(tmp_path / "w").items()}
     shapes = {**GROUPS[0], **GROUPS[1]}
     assert found == {name: full_bytes("fp32", name, shape) for name, shape in shapes.items()}
+
+
+def test_states_that_partial_offload_leaves_out_are_refused(tmp_path: Path) -> None:
+    """`offload_optimizer.ratio` below 1: DeepSpeed saves no state of the sub-groups that stay on the GPU."""
+    written(3, tmp_path / "whole", lambda _, inner: None)
+    for folder, ratio in (("whole", 0.5), ("partial", 0.5)):
+        if folder == "partial":
+            written(3, tmp_path / folder, lambda _, inner: forget_group(inner))
+        for path in (tmp_path / folder).glob("*optim_states.pt"):
+            root = torch.load(path, weights_only=False)
+            root["ds_config"] = {"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": ratio}}}
+            torch.save(root, path)
+    convert(tmp_path / "whole", tmp_path / "u", ConvertOptions())
+    with pytest.raises(RefusedError, match=r"no optimizer state of 1 of its 2 sub-groups: .*ratio 0.5"):
+        convert(tmp_path / "partial", tmp_path / "p", ConvertOptions())
+    convert(tmp_path / "partial", tmp_path / "w", ConvertOptions(form="weights", verify=True))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
