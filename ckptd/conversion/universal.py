@@ -100,7 +100,8 @@ class UniversalLayout:
     def _state_file(self, join: Join, state: JoinedState) -> OutputFile:
         if state.name == "fp32":
             self.written.add(state.parameter)
-        if self.save.stage >= 3 and self.save.tp == 1 and not self.superset:
+        is_flat = self.save.stage >= 3 and self.save.tp == 1 and not self.superset
+        if is_flat and join.experts is None:
             value: Any = placeholder(state.dtype, (prod(state.shape),))
         else:
             value = _entry(join, placeholder(state.dtype, state.shape))

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 
 from ckptd.conversion.parts import FLOAT_BYTES, Cast, Literal, Mean, Part, Range, Woven
 from ckptd.conversion.plan import Output, OutputFile
-from ckptd.conversion.tp_join import join_as, join_states, patterns_of
+from ckptd.conversion.tp_join import Shard, join_as, join_states, patterns_of
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES
 from ckptd.formats.torchfile.values import ITEM_BYTES
 from ckptd.formats.zero.contents import contents
 from ckptd.formats.zero.experts import ExpertNames
 from ckptd.formats.zero.round_robin import restore_addresses
+from ckptd.formats.zero.shards import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -314,16 +315,14 @@ class WeightsLayout:
 
     def _trained(self, ranks: list[Parameter], state: JoinedState, strip: bool) -> Iterator[TensorEntry]:
         """One tensor; of experts that several ranks share one for each rank, by their global numbers."""
-        ep = self.save.experts.ep
         name = state.parameter
         if not ranks[0].experts or self.save.experts.automatic or self.names.globally(name, 0) is None:
             yield self._entry(ranks, state, strip)
             return
-        shape, nbytes = ranks[0].shape, prod(state.shape) * state.item_bytes // ep
-        for rank in range(ep):
-            parts = tuple(_slice(state.parts, rank * nbytes, nbytes))
-            one = replace(state, parameter=self.names.globally(name, rank) or name, shape=shape, parts=parts)
-            yield self._entry(ranks, one, strip)
+        for rank in range(self.save.experts.ep):
+            own = [_of_expert_rank(one, rank) for one in ranks]
+            (joined,) = join_states(own, self.patterns)[1]
+            yield self._entry(own, replace(joined, parameter=self.names.globally(name, rank) or name), strip)
 
     def _has_prefix(self) -> bool:
         trained = (n for row in self.save.cells for cell in row for group in cell.shapes for n in group)
@@ -346,15 +345,12 @@ class WeightsLayout:
         return Cast(inner, prod(state.shape), state.dtype, self.target)
 
 
-def _slice(parts: tuple[Part, ...], begin: int, nbytes: int) -> Iterator[Range]:
-    """`nbytes` bytes from byte `begin` of parts that are ranges (experts lie on one tensor rank)."""
-    at, end = 0, begin + nbytes
-    for part in parts:
-        assert isinstance(part, Range)
-        low, high = max(at, begin), min(at + part.nbytes, end)
-        if low < high:
-            yield Range(part.source, part.offset + low - at, high - low)
-        at += part.nbytes
+def _of_expert_rank(parameter: Parameter, rank: int) -> Parameter:
+    """Return the tensor of one of the expert-parallel ranks whose tensors follow one another."""
+    (state,) = parameter.states
+    nbytes = prod(parameter.shape) * state.item_bytes
+    pieces = tuple(Piece(r.source, r.offset, r.nbytes) for r in Shard(state).cut(rank * nbytes, nbytes))
+    return replace(parameter, states=(replace(state, pieces=pieces),), experts=0)
 
 
 def _real_shape(ranks: list[Parameter], joined: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import pytest
 
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions
+from ckptd.errors import RefusedError
 from tests.e2e.harness import node
 from tests.e2e.test_inspect_real import inspect
 from tests.support import experts, stacked, stock
@@ -28,6 +29,7 @@ IN_BLOCKS = experts.Experts(recipe=STAGE_2, in_blocks=True)
 AUTOEP = experts.Experts(
     recipe=Recipe(stage=2, world_size=4, llama=True, optimizer="fused_adam", universal_info=False), auto=2
 )
+AUTOEP_3 = replace(AUTOEP, recipe=replace(AUTOEP.recipe, stage=3))
 EXPERT = "blocks.1.mlp.deepspeed_moe.experts.deepspeed_experts.0.0.weight"
 FULL = bool(os.environ.get("CKPTD_FULL"))
 ROUTED = 5e-3
@@ -116,6 +118,20 @@ def test_autoep_equals_the_stock_converter(autoep: Path, tmp_path: Path) -> None
     )
     assert [words for words in found if not words.startswith(about)] == []
     assert stacked.differences([(source, autoep / "u", 2, False)]) == [[]]
+
+
+def test_autoep_of_stage_3_equals_the_stock_converter(tmp_path: Path) -> None:
+    """Every file; and what the model states say of a rank must be what its optimizer shard says."""
+    source = experts.prepare(AUTOEP_3) / TAG
+    convert(source, tmp_path / "ours", ConvertOptions(compat="strict", verify=True))
+    stock.convert([(source, tmp_path / "stock")])
+    assert stock.differences([(tmp_path / "stock", tmp_path / "ours")]) == [[]]
+    odd = copy_of(source, tmp_path / "odd")
+    (odd / "zero_pp_rank_2_mp_rank_00_model_states.pt").write_bytes(
+        (source / "zero_pp_rank_1_mp_rank_00_model_states.pt").read_bytes()
+    )
+    with pytest.raises(RefusedError, match="rank 2 do not say that it is expert-parallel rank 0"):
+        convert(odd, tmp_path / "u")
 
 
 if FULL:  # four starts of torchrun

@@ -91,6 +91,8 @@ MPU: dict[str, Any] = {"split": True}
 ALONE: dict[str, Any] = {"tp": 0, "sp": 0}
 """Without tensor parallelism."""
 
+SHARED = "experts that the tensor ranks share"
+
 ROWS = (
     Row(name="CPU offload, stage 2", recipe=two(2, offload=True)),
     Row(name="CPU offload, stage 3", recipe=two(3, offload=True)),
@@ -151,5 +153,66 @@ ROWS = (
         name="tensor parallelism by AutoTP, stage 3",
         recipe=Recipe(stage=3, world_size=4, tp=2, universal_info=False),
         loads_as=ALONE | {"llama": True},
+    ),
+    Row(
+        name="NVMe offload beside an mpu, stage 3",
+        recipe=Recipe(stage=3, world_size=4, tp=2, sp=2, layers=4, **LARGE),
+        more=MPU,
+        setting=nvme(),
+        loads_as=ALONE | {"llama": True},
+    ),
+    Row(
+        name="NVMe offload beside AutoTP, stage 3",
+        recipe=Recipe(stage=3, world_size=4, tp=2, layers=4, universal_info=False, **LARGE),
+        setting=nvme(),
+        loads_as=ALONE | {"llama": True},
+    ),
+    Row(name="experts, stage 1", recipe=two(1, moe=4, ep=2, llama=True), more=MPU, load_ranks=2),
+    Row(name="experts, stage 2", recipe=two(2, moe=4, ep=2, llama=True), more=MPU, load_ranks=2),
+    *(
+        Row(
+            name=f"experts {how} tensor parallelism, stage {stage}",
+            recipe=Recipe(stage=stage, world_size=4, tp=2, sp=2, moe=4, ep=2),
+            more=MPU | {"expert_tp": how == "split by"},
+            universal="" if how == "split by" else SHARED,
+            load_ranks=4,
+        )
+        for how in ("beside", "split by")
+        for stage in (1, 2)
+    ),
+    Row(
+        name="experts over all ranks beside tensor parallelism, stage 2",
+        universal=SHARED,
+        recipe=Recipe(stage=2, world_size=4, tp=2, sp=2, moe=4, ep=4),
+        more=MPU,
+        load_ranks=4,
+    ),
+    Row(
+        name="experts in a pipeline, stage 1",
+        recipe=Recipe(stage=1, world_size=4, pipe=2, moe=4, ep=2, layers=4),
+        more=MPU,
+        load_ranks=4,
+    ),
+    *(
+        Row(
+            name=f"AutoEP, stage {stage}",
+            recipe=Recipe(
+                stage=stage, world_size=4, llama=True, optimizer="fused_adam", universal_info=False
+            ),
+            more={"auto": 2},
+            load_ranks=2,
+        )
+        for stage in (1, 2, 3)
+    ),
+    *(
+        Row(
+            name=f"AutoEP with AutoTP, stage {stage}",
+            recipe=Recipe(stage=stage, world_size=4, tp=2, optimizer="fused_adam", universal_info=False),
+            more={"auto": 2},
+            universal=SHARED,
+            setting={"tensor_parallel": {"preset_model": "mixtral"}},
+            load_ranks=4,
+        )
+        for stage in (1, 2, 3)
     ),
 )

@@ -109,7 +109,15 @@ def differences(folder: str, universal: str) -> list[str]:
                 wrong.append(f"{name} {state}")
         if not torch.equal(found[name], held["fp32"]):
             wrong.append(name)
-    return wrong + sorted(set(os.listdir(zero)) - set(found["optimizer"]["state"]) - {"optimizer_state.pt"})
+    # stock writes what no optimizer trains as fp32 too, at stages 1 and 2
+    for name in sorted(set(os.listdir(zero)) - set(found["optimizer"]["state"]) - {"optimizer_state.pt"}):
+        stock = torch.load(zero / name / "fp32.pt", weights_only=False)["param"]
+        kept = found["model"].get(name)
+        if kept is None:
+            wrong.append(f"{name} is missing")
+        elif not torch.equal(stock.reshape(-1), kept.float().reshape(-1)):
+            wrong.append(f"{name}: {stock.dtype} {stock.tolist()}, {kept.dtype} {kept.tolist()}"[:200])
+    return wrong
 
 
 def main() -> None:

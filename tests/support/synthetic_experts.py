@@ -1,7 +1,7 @@
 """Mixtures of experts made without torch: what each expert-parallel rank holds, cut and spread as ZeRO does.
 
 Beside `tests.support.synthetic`, whose tensors these are: rank r's tensor of an expert `name` has the
-elements of a parameter called `name@r`.
+elements of a parameter called `name@r`, and tensor rank t's part of either those of `…#t` (t > 0).
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Mixture:
     align: int = 2
     layers: list[int] = field(default_factory=lambda: [4])
     version: str = "0.19.8"
+    tp: int = 1
+    """Tensor ranks, all of whose parts follow one another along dimension 0."""
 
     @property
     def groups(self) -> list[Shapes]:
@@ -54,9 +56,9 @@ class Mixture:
         return (d // share, d % share, share) if self.in_blocks else (d % self.ep, d // self.ep, share)
 
 
-def named(mixture: Mixture, group: int, name: str, rank: int) -> str:
+def named(mixture: Mixture, group: int, name: str, rank: int, t: int = 0) -> str:
     """What the elements of rank's tensor are called."""
-    return f"{name}@{rank}" if group >= len(mixture.dense) else name
+    return (f"{name}@{rank}" if group >= len(mixture.dense) else name) + f"#{t}" * (t > 0)
 
 
 def expected(mixture: Mixture) -> dict[tuple[str, str], bytes]:
@@ -66,7 +68,8 @@ def expected(mixture: Mixture) -> dict[tuple[str, str], bytes]:
         ranks = range(mixture.ep if g >= len(mixture.dense) else 1)
         for name, shape in shapes.items():
             for state in STATES:
-                of_ranks = (full_bytes(state, named(mixture, g, name, r), shape) for r in ranks)
+                parts = [(r, t) for r in ranks for t in range(mixture.tp)]
+                of_ranks = (full_bytes(state, named(mixture, g, name, r, t), shape) for r, t in parts)
                 made[name, state] = b"".join(of_ranks)
     return made
 
@@ -80,26 +83,32 @@ def write_mixture(
 ) -> Made:
     """A save of stage 2 with its expert files; `change(rank, inner)` may spoil an optimizer dictionary."""
     folder.mkdir(parents=True, exist_ok=True)
-    for d in range(mixture.dp):
+    for d, t in ((d, t) for d in range(mixture.dp) for t in range(mixture.tp)):
         shard = Shard()
-        inner = _optimizer(shard, mixture, d)
+        inner = _optimizer(shard, mixture, d, t)
         if change is not None:
             change(d, inner)
         root = {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": mixture.version}
-        shard.save(folder / f"bf16_zero_pp_rank_{d}_mp_rank_00_optim_states.pt", root)
+        shard.save(folder / f"bf16_zero_pp_rank_{d}_mp_rank_{t:02d}_optim_states.pt", root)
     model = model_root(mixture.groups, mixture.dp, 2, 7)
     model |= {"ds_version": mixture.version, "num_experts": mixture.layers, "ds_autoep_layers": None}
     model["ds_config"] |= {"use_data_before_expert_parallelism": True} if mixture.in_blocks else {}
+    if mixture.tp > 1:
+        model["checkpoint_parallel_dimensions"] |= {"tp_degree": mixture.tp}
+        lists = ("tp_replicated_parameter_patterns", "parameter_with_row_parallelism_patterns")
+        said = {"universal_checkpoint_version": 0.4, **{key: [] for key in lists}}
+        model |= {"mp_world_size": mixture.tp, "universal_checkpoint_info": said}
     if change_model is not None:
         change_model(model)
-    Shard().save(folder / "mp_rank_00_model_states.pt", model)
-    for layer, count in enumerate(mixture.layers):
-        for e in range(count):
-            Shard().save(folder / f"layer_{layer}_expert_{e}_mp_rank_00_model_states.pt", {"a": 1})
+    for rank in (f"mp_rank_{t:02d}_model_states.pt" for t in range(mixture.tp)):
+        Shard().save(folder / rank, model)
+        for layer, count in enumerate(mixture.layers):
+            for e in range(count):
+                Shard().save(folder / f"layer_{layer}_expert_{e}_{rank}", {"a": 1})
     return Made(folder, expected(mixture))
 
 
-def _optimizer(shard: Shard, mixture: Mixture, d: int) -> dict[str, Any]:
+def _optimizer(shard: Shard, mixture: Mixture, d: int, t: int) -> dict[str, Any]:
     inner: dict[str, Any] = {
         "clip_grad": 1.0,
         "group_paddings": [],
@@ -118,7 +127,7 @@ def _optimizer(shard: Shard, mixture: Mixture, d: int) -> dict[str, Any]:
         begin, end = part * share, (part + 1) * share
         padding = max(0, end - max(begin, total))
         flat = {
-            s: b"".join(full_bytes(s, named(mixture, g, n, rank), shape) for n, shape in shapes.items())
+            s: b"".join(full_bytes(s, named(mixture, g, n, rank, t), shape) for n, shape in shapes.items())
             + b"\xee" * 4 * (parts * share - total)
             for s in STATES
         }

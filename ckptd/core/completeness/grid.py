@@ -100,6 +100,8 @@ def prove_grid(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid 
             zero_stage=stage,
             layers=tuple(sorted({n for _, f in model for n in f.layers})),
             experts=experts,
+            stage_experts=_stage_experts(model, mm, first.tp) if experts else (),
+            experts_split=bool(experts) and _are_split(dp, first.tp, optim),
             proof=f"{path}: dp_world_size {first.dp_world_size}, mp_world_size {first.mp_world_size}",
         ),
         None,
@@ -121,8 +123,42 @@ def _experts(model: list[tuple[str, ShardFacts]], stage: int) -> tuple[int, ...]
     return experts if stage < 3 and any(n > 1 for n in experts) else ()
 
 
+def _stage_experts(
+    model: list[tuple[str, ShardFacts]], mm: int, tp: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """Return the experts per MoE layer of each pipeline stage, whose first tensor rank tells; () for one
+    model-parallel rank."""
+    if mm == 1:
+        return ()
+    per_stage = tp or mm
+    found: list[tuple[int, ...]] = [()] * max(1, mm // per_stage)
+    for path, facts in model:
+        stage = (named(path).shard.mm or 0) // per_stage
+        if stage < len(found):
+            found[stage] = max(found[stage], facts.num_experts, key=len)
+    return tuple(found)
+
+
+def _are_split(dp: int, tp: int | None, optim: list[tuple[str, ShardFacts]]) -> bool:
+    """Tell whether the experts are cut over the tensor ranks: then each rank's data-parallel group shares
+    them, else all ranks of the pipeline stage do.
+    """
+    if tp is None or tp == 1:
+        return False
+    for _, facts in optim:
+        if facts.ep == 1:
+            return dp * tp not in facts.partition_count
+        if facts.ep is not None:
+            return dp // facts.ep in facts.partition_count
+    return False
+
+
 def _expert_parallel(dp: int, optim: list[tuple[str, ShardFacts]], experts: tuple[int, ...]) -> int | None:
-    """DeepSpeed records no degree: expert groups are partitioned over fewer ranks than the others."""
+    """Return how many ranks share the experts: as the optimizer's groups are called, else by what they are
+    partitioned over, fewer ranks than the others."""
+    named_so = {f.ep for _, f in optim if f.ep is not None}
+    if experts and len(named_so) == 1:
+        return named_so.pop()
     counts = {n for _, f in optim for n in f.partition_count if n > 0}
     return dp // min(counts) if experts and counts and dp % min(counts) == 0 else None
 
@@ -166,10 +202,12 @@ def _grid_from_names(shards: Mapping[str, FileFacts], context: Context) -> tuple
 def two_saves(shards: Mapping[str, FileFacts], grid: Grid) -> str | None:
     """Return a contradiction that two shards of one save cannot have."""
     widest = {max(facts.partition_count) for _, facts in known(shards) if facts.partition_count}
+    # experts that no ranks share are partitioned over all ranks of the pipeline stage
+    allowed = {grid.dp, grid.dp * (grid.tp or 1)} if any(grid.experts) else {grid.dp}
     # where nothing but experts is trained, no group is partitioned over all ranks
     only_experts = len(widest) == 1 and any(grid.experts) and grid.dp == max(widest) * (grid.ep or 1)
     for path, facts in known(shards):
-        if facts.partition_count and max(facts.partition_count) != grid.dp and not only_experts:
+        if facts.partition_count and max(facts.partition_count) not in allowed and not only_experts:
             return f"{path} is one of {max(facts.partition_count)} ranks, {grid.proof}"
     for what in ("global_steps", "optimizer_step", "ds_version", "zero_stage"):
         seen: tuple[str, object] | None = None

@@ -355,7 +355,12 @@ def merged_grid(manifests: Sequence[KnownManifest]) -> Grid:
     layers = sorted({layer for grid in grids for layer in grid.layers})
     width = max(len(grid.experts) for grid in grids)
     experts = tuple(max((g.experts[i] for g in grids if i < len(g.experts)), default=0) for i in range(width))
-    return grids[0].model_copy(update={"layers": tuple(layers), "experts": experts})
+    stages = max(len(grid.stage_experts) for grid in grids)
+    of_stages = tuple(
+        max((g.stage_experts[i] for g in grids if i < len(g.stage_experts)), key=len) for i in range(stages)
+    )
+    more = {"stage_experts": of_stages, "experts_split": any(g.experts_split for g in grids)}
+    return grids[0].model_copy(update={"layers": tuple(layers), "experts": experts, **more})
 
 
 def missing(manifests: Sequence[KnownManifest], form: str) -> tuple[str, ...]:

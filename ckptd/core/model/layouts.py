@@ -100,6 +100,10 @@ class Grid(Model):
     zero_stage: int
     layers: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
+    stage_experts: tuple[tuple[int, ...], ...] = ()
+    """With tensor or pipeline parallelism: the experts per MoE layer of each pipeline stage."""
+    experts_split: bool = False
+    """Every tensor rank has a part of each expert; otherwise one of them has the whole of it."""
     proof: str = ""
     layout: str = ""
     """The layout of a checkpoint without ZeRO shards (dp 0), by its name in core/model/other_layouts.py."""
@@ -150,17 +154,10 @@ def missing_shards(grid: Grid, present: frozenset[NamedShard]) -> tuple[str, ...
             for mm in range(grid.mm_count)
             if NamedShard(role=Role.MODEL, shard=ShardKey(mm=mm)) not in present
         ]
-    layers_present = {n.shard.layer for n in present if n.role is Role.LAYER}
-    missing += [f"layer file layer_{n:02d}" for n in grid.layers if n not in layers_present]
+    missing += _missing_layers(grid, present)
     if any(grid.experts):
         experts = [n for n in present if n.role is Role.EXPERT]
-        held = {(n.shard.layer, n.shard.expert) for n in experts if not n.is_expert_optimizer}
-        for moe_layer, count in enumerate(grid.experts):
-            missing += [
-                f"expert {e} of MoE layer {moe_layer}"
-                for e in range(count)
-                if (moe_layer, e) not in held and (None, e) not in held
-            ]
+        missing += _missing_experts(grid, {n.shard for n in experts if not n.is_expert_optimizer})
         if grid.zero_stage == 0:  # with ZeRO these files hold nothing, and DeepSpeed does not read them
             ranks = {n.shard.expert or 0 for n in experts if n.is_expert_optimizer}
             missing += [
@@ -169,6 +166,45 @@ def missing_shards(grid: Grid, present: frozenset[NamedShard]) -> tuple[str, ...
                 if e not in ranks
             ]
     return tuple(missing)
+
+
+def _missing_layers(grid: Grid, present: frozenset[NamedShard]) -> list[str]:
+    """Name the files of pipeline layers that lack; with tensor parallelism each of its ranks writes one."""
+    held = {(n.shard.layer, n.shard.mm) for n in present if n.role is Role.LAYER}
+    ranks = {mm for _, mm in held if mm is not None}
+    if (grid.tp or 1) > 1 and ranks:
+        ranks |= set(range(grid.tp or 1))
+    return [
+        f"layer file layer_{n:02d}" + (f"-model_{mm:02d}" if mm is not None else "")
+        for n in grid.layers
+        for mm in sorted(ranks) or (None,)
+        if (n, mm) not in held and (n, None) not in held
+    ]
+
+
+def _missing_experts(grid: Grid, held: set[ShardKey]) -> list[str]:
+    """Name the experts whose model states lack: each on one model-parallel rank of its pipeline stage, or a
+    part of it on every tensor rank.
+    """
+    stages = grid.stage_experts or (grid.experts,)
+    tp = grid.mm_count // len(stages) if grid.stage_experts else grid.mm_count
+    found: list[str] = []
+    for stage, counts in enumerate(stages):
+        ranks = range(stage * tp, (stage + 1) * tp)
+        of: dict[tuple[int, int], set[int]] = {}
+        for key in held:
+            for layer in range(len(counts)) if key.layer is None else (key.layer,):
+                if (key.mm or 0) in ranks:
+                    of.setdefault((layer, key.expert or 0), set()).add(key.mm or 0)
+        # what has been seen raises the expectation, where nothing tells how the experts lie
+        wanted = tp if grid.experts_split else max((len(mms) for mms in of.values()), default=1)
+        for layer, count in enumerate(counts):
+            for expert in range(count):
+                lacks = wanted - len(of.get((layer, expert), ()))
+                where = f" of pipeline stage {stage}" * (len(stages) > 1)
+                more = f" ({lacks} of {wanted} tensor ranks)" if wanted > 1 else ""
+                found += [f"expert {expert} of MoE layer {layer}{where}{more}"] * (lacks > 0)
+    return found
 
 
 # --- Layouts of trainers on top of DeepSpeed (docs/formats.md §1.2) --------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-REVISION = 2
+REVISION = 3
 """Revision of what an inspection finds of a shard; what an older one found is inspected again."""
 
 
@@ -29,6 +29,7 @@ class ShardFacts:
     pp: int | None = None
     sp: int | None = None
     ep: int | None = None
+    """Ranks that share experts: of optimizer shards as their groups of experts are called."""
     global_steps: int | None = None
     optimizer_step: int | None = None
     layers: tuple[int, ...] = ()

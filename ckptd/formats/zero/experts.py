@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.zero.blocks import Copy, Step, Weave
-from ckptd.formats.zero.facts import as_dict, as_int, numel, shown
+from ckptd.formats.zero.facts import EXPERT_GROUP, as_dict, as_int, numel, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from ckptd.formats.zero.patterns import Join
     from ckptd.formats.zero.shards import Opened, Source
@@ -70,6 +70,43 @@ def check(model: Opened, ep: int, groups: Iterable[int]) -> None:
         raise RefusedError(f"{next(iter(held))} is an expert's parameter and of no AutoEP layer", hint=SAFE)
 
 
+def find_partitioned(models: list[Opened], sharing: list[list[tuple[int, ...]]]) -> Experts:
+    """Find AutoEP's experts at stage 3, which are cut over fewer ranks than other parameters.
+
+    `models`: of every data-parallel rank; `sharing`: of each sub-group, the ranks that share a tensor.
+
+    Raises:
+        RefusedError: metadata that contradict the shards, or rows placed otherwise.
+    """
+    first = models[0]
+    prefixes = {layer.get("expert_key_prefix") for layer in layers(first)}
+    names = {f"{prefix}.{weight}" for prefix in prefixes for weight in _WEIGHTS}
+    shapes = first.root.get("param_shapes")
+    listed = [as_dict(group) for group in shapes] if isinstance(shapes, list) else []
+    groups = frozenset(s for s, group in enumerate(listed) if not names.isdisjoint(group))
+    sizes = {len(ranks) for s, ranks in enumerate(sharing) if s in groups}
+    odd = next((s for s, ranks in enumerate(sharing) if len(ranks) > 1 and s not in groups), None)
+    if odd is not None or len(sizes) > 1:
+        raise RefusedError(f"{first.source.path}: its AutoEP layers do not say who shares which experts")
+    if not groups:
+        return NO_EXPERTS
+    ep = sizes.pop()
+    check(first, ep, groups)
+    for ranks in (sharing[s] for s in sorted(groups)):
+        for expert_rank, members in enumerate(ranks):
+            for d in members:
+                said = (
+                    [as_int(layer.get("ep_rank")) for layer in layers(models[d])] if d < len(models) else []
+                )
+                if not said or any(number != expert_rank for number in said):
+                    raise RefusedError(
+                        f"the model states of rank {d} do not say that it is expert-parallel rank "
+                        f"{expert_rank}, as its optimizer shard does",
+                        hint=SAFE,
+                    )
+    return Experts(ep=ep, groups=groups, automatic=True)
+
+
 def _check_placement(where: str, placement: Any, count: int, ep: int) -> None:
     """Rank r must have the r-th run of `count / ep` experts; older versions say nothing and do that."""
     if placement is None:
@@ -98,7 +135,6 @@ def _is_run(values: Any, begin: int, count: int) -> bool:
 # --- Native experts --------------------------------------------------------------------------------------
 
 _FILE_NAME = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_\d+_model_states\.pt")
-_GROUP_NAME = re.compile(r"ep_size_([1-9][0-9]{0,6})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +173,7 @@ class Experts:
 NO_EXPERTS = Experts()
 
 
-def find(model: Opened, optim: Opened, dp: int) -> Experts:
+def find(model: Opened, optim: Opened, dp: int, tp: int) -> Experts:
     """Find the groups that hold experts, by their partition counts and by what the trainer called them.
 
     Raises:
@@ -149,7 +185,7 @@ def find(model: Opened, optim: Opened, dp: int) -> Experts:
     found: dict[int, int] = {}
     for g, count in enumerate(optim.facts.partition_count):
         group = as_dict(named[g]) if isinstance(named, list) and g < len(named) else {}
-        ep = _expert_parallel(optim, g, group, count, dp)
+        ep = _expert_parallel(optim, g, group, count, dp, tp)
         if ep > 1 or (automatic and ep):
             found[g] = ep
     sizes = sorted(set(found.values()))
@@ -178,13 +214,19 @@ def find(model: Opened, optim: Opened, dp: int) -> Experts:
     return Experts(ep=ep, groups=frozenset(found), in_blocks=ordered, automatic=automatic)
 
 
-def _expert_parallel(optim: Opened, g: int, group: dict[Any, Any], count: int, dp: int) -> int:
+def _expert_parallel(optim: Opened, g: int, group: dict[Any, Any], count: int, dp: int, tp: int) -> int:
     """Return how many ranks share the experts of a group; 0 for a group of other parameters."""
     where = f"{optim.source.path} partitions group {g} over {count} of {dp} ranks"
     name = group.get("name")
-    match = _GROUP_NAME.fullmatch(name) if isinstance(name, str) and group.get("moe") is True else None
+    match = EXPERT_GROUP.fullmatch(name) if isinstance(name, str) and group.get("moe") is True else None
     if count == dp and match is None:
         return 0
+    if match is not None and tp > 1 and int(match[1]) * count == dp * tp:
+        raise RefusedError(
+            f"{optim.source.path}: experts that the tensor ranks share (group {g}, {name}) are not "
+            "converted; experts that each tensor rank has a part of are",
+            hint="native experts with enable_expert_tensor_parallelism=True do; " + SAFE,
+        )
     if count < 1 or dp % count:
         raise RefusedError(f"{where}, which no expert parallelism does")
     if match is None:
@@ -194,30 +236,37 @@ def _expert_parallel(optim: Opened, g: int, group: dict[Any, Any], count: int, d
     return dp // count
 
 
-def check_files(model: Opened, sources: Iterable[Source]) -> None:
+def check_files(models: list[list[Opened]], sources: Iterable[Source], *, are_split: bool) -> None:
     """Every expert's model states must be there, though conversion reads none: the save is whole or not.
+
+    `models`: of each pipeline stage its tensor ranks; each has a part of every expert if `are_split`.
 
     Raises:
         DamagedError: naming the first that is missing.
     """
-    counts = model.facts.num_experts
-    named = (_FILE_NAME.fullmatch(source.path) for source in sources if source.role == "expert")
-    held = {(int(m[1]) if m[1] else None, int(m[2])) for m in named if m}
-    if not any(n > 1 for n in counts):
-        return
-    lacking = (
-        f"layer_{layer}_expert_{e}_mp_rank_00_model_states.pt"
-        for layer, count in enumerate(counts)
-        for e in range(count)
-        if (layer, e) not in held and (None, e) not in held
-    )
-    missing = list(islice(lacking, 4))
+    named = [(_FILE_NAME.fullmatch(s.path), s.mm or 0) for s in sources if s.role == "expert"]
+    held = {(int(m[1]) if m[1] else None, int(m[2]), mm) for m, mm in named if m}
+    missing = list(islice(_missing_files(models, held, are_split=are_split), 4))
     if missing:  # not all are listed: a hostile count names more than memory holds
         more = " and more" if len(missing) > 3 else ""
         raise DamagedError(
             f"the save lacks {', '.join(missing[:3])}{more}",
             hint="gather the files of all nodes in one folder, or use an older checkpoint",
         )
+
+
+def _missing_files(
+    models: list[list[Opened]], held: set[tuple[int | None, int, int]], *, are_split: bool
+) -> Iterator[str]:
+    for stage, row in enumerate(models):
+        counts, ranks = row[0].facts.num_experts, range(stage * len(row), (stage + 1) * len(row))
+        experts = ((layer, e) for layer, count in enumerate(counts) for e in range(count))
+        for layer, expert in experts if any(n > 1 for n in counts) else ():
+            lacking = [
+                mm for mm in ranks if (layer, expert, mm) not in held and (None, expert, mm) not in held
+            ]
+            for mm in lacking if are_split else lacking[: len(lacking) == len(ranks)]:
+                yield f"layer_{layer}_expert_{expert}_mp_rank_{mm:02d}_model_states.pt"
 
 
 def stacked(join: Join, shapes: list[tuple[int, ...]], count: int) -> Join:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from typing import Any
 
@@ -15,6 +16,8 @@ from ckptd.errors import NeedsWholeFiles
 from ckptd.formats.torchfile.skeleton import SMALL_BYTES, WHOLE, MirrorFd
 from ckptd.formats.torchfile.values import Inert, Tensor
 
+EXPERT_GROUP = re.compile(r"ep_size_([1-9][0-9]{0,6})")
+"""Name of an optimizer's group of experts that so many ranks share."""
 _SUGGESTED = (
     ({"exp_avg", "exp_avg_sq"}, "Adam"),
     ({"exp_avg"}, "Lion"),
@@ -117,6 +120,7 @@ def _optimizer_facts(facts: ShardFacts, inner: dict[Any, Any], fd: int) -> None:
     facts.ds_version = facts.ds_version or _text(inner.get("ds_version"))
     facts.partition_count = _integers(inner.get("partition_count"))
     base = inner.get("optimizer_state_dict") if facts.zero_stage == 3 else inner.get("base_optimizer_state")
+    facts.ep = _expert_parallel(as_dict(base).get("param_groups"))
     states = states_of(base)
     _element_facts(facts, inner, states)
     first = as_dict(next(iter(states.values()), None))
@@ -129,6 +133,14 @@ def _optimizer_facts(facts: ShardFacts, inner: dict[Any, Any], fd: int) -> None:
     if facts.optimizer is None:
         facts.optimizer = next((name for keys, name in _SUGGESTED if keys <= set(first)), None)
     facts.has_universal_info |= isinstance(inner.get("universal_checkpoint_info"), dict)
+
+
+def _expert_parallel(groups: Any) -> int | None:
+    """Return how many ranks share experts, as the optimizer's groups are called; None: not one number."""
+    listed = [as_dict(group) for group in groups] if isinstance(groups, list) else []
+    names = {shown(group.get("name")) for group in listed if group.get("moe") is True}
+    matches = {match[1] for name in names if (match := EXPERT_GROUP.fullmatch(name))}
+    return int(matches.pop()) if len(matches) == 1 else None
 
 
 def _element_facts(facts: ShardFacts, inner: dict[Any, Any], states: dict[Any, Any]) -> None:

@@ -53,6 +53,7 @@ class Cell:
     shapes: stage12.Shapes
     shards: list[OptimShard]
     frozen: list[Fragments] = field(default_factory=list)
+    experts: Experts = NO_EXPERTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class Save:
 
     def _read(self, cell: Cell, only: str | None) -> Iterator[Parameter]:
         if self.stage >= 3:
-            return stage3.parameters(cell.shards, cell.shapes, only)
+            return stage3.parameters(cell.shards, cell.shapes, only, self.experts)
         return stage12.parameters(cell.shards, cell.shapes, only, self.experts)
 
 

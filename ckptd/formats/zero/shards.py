@@ -109,7 +109,8 @@ class ShardGroup:
 
     `states` maps "fp32" and the optimizer's own names to buffers; `scalars` its other state (the step);
     `mapping` is (name, start, numel) in elements, stage ≤ 2 only; paddings in elements. `whole`: states that
-    have all of each mapped parameter, in order of address (Muon's momentum, docs/formats.md §3.2).
+    have all of each mapped parameter, in order of address (Muon's momentum, docs/formats.md §3.2). `ranks`:
+    the data-parallel ranks that a sub-group is cut over, in the order of their pieces; empty: all of them.
     """
 
     states: dict[str, Flat]
@@ -118,6 +119,7 @@ class ShardGroup:
     padding: int = 0
     alignment_padding: int = 0
     whole: dict[str, Flat] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
 
     def buffer(self, name: str) -> Flat:
         """Return the buffer of a state, by parts or whole."""

@@ -7,11 +7,13 @@ each padded inside itself to the same length on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.torchfile.values import Tensor
-from ckptd.formats.zero.facts import as_dict, numel, shown, states_of, swapped_of
+from ckptd.formats.zero.experts import NO_EXPERTS, Experts
+from ckptd.formats.zero.facts import as_dict, as_int, numel, shown, states_of, swapped_of
 from ckptd.formats.zero.optimizers import refuse_unknown_layout
 from ckptd.formats.zero.shards import (
     Flat,
@@ -47,14 +49,10 @@ def cut(opened: Opened, lengths: list[int], swapped: Swapped, *, masters_only: b
     in the shard, so it does not tell.
 
     Raises:
-        RefusedError: AutoEP partitions, missing state. DamagedError: swapped-out state is not there.
+        RefusedError: missing state, unreadable partitions. DamagedError: swapped-out state is not there.
     """
     source, inner = opened.source, as_dict(opened.root.get("optimizer_state_dict"))
-    if inner.get("ds_zero_partition_groups"):
-        raise RefusedError(
-            f"{source.path} holds AutoEP expert partitions, which ckptd does not convert yet",
-            hint="the ZeRO form is safe all the same",
-        )
+    partitions = _partitions(inner.get("ds_zero_partition_groups"), source)
     fp32_groups, base = inner.get("fp32_flat_groups"), inner.get("optimizer_state_dict")
     if not isinstance(fp32_groups, list) or not (isinstance(base, dict) or masters_only):
         raise RefusedError(f"{source.path} lacks its fp32 partitions or its optimizer state")
@@ -71,10 +69,30 @@ def cut(opened: Opened, lengths: list[int], swapped: Swapped, *, masters_only: b
         }
         rest = {key: value for key, value in kept.items() if str(key) not in away and not masters_only}
         buffers, scalars = split_state(rest, away.get("fp32", fp32), source, where)
-        groups.append(ShardGroup(buffers | away, scalars))
+        groups.append(ShardGroup(buffers | away, scalars, ranks=partitions.get(s, ())))
     if not masters_only:
         _refuse_dropped(opened, groups)
     return OptimShard(source, groups)
+
+
+def _partitions(value: Any, source: Source) -> dict[int, tuple[int, ...]]:
+    """Return the ranks that each sub-group is cut over, where AutoEP has some cut over fewer than all.
+
+    Raises:
+        RefusedError: this shard is not the part of it that it says.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for entry in map(as_dict, value if isinstance(value, list) else []):
+        s, part, count = (as_int(entry.get(k)) for k in ("sub_group", "partition_rank", "partition_count"))
+        listed = entry.get("partition_ranks")
+        ranks = [as_int(rank) for rank in listed] if isinstance(listed, list) else []
+        known = tuple(rank for rank in ranks if rank is not None)
+        if s is None or part is None or len(ranks) != count or len(known) != count:
+            raise RefusedError(f"{source.path} has an unreadable entry of ds_zero_partition_groups")
+        if not 0 <= part < count or known[part] != source.d or s in found:
+            raise RefusedError(f"{source.path} says that it is part {part} of sub-group {s} of ranks {known}")
+        found[s] = known
+    return found
 
 
 def _refuse_dropped(opened: Opened, groups: list[ShardGroup]) -> None:
@@ -111,13 +129,15 @@ def check_coverage(shards: list[OptimShard], shapes: Shapes) -> None:
     Raises:
         DamagedError, RefusedError: otherwise.
     """
-    lengths = shares(shapes, len(shards))
+    counts = {len(group.ranks) or len(shards) for shard in shards for group in shard.groups}
+    lengths = {count: shares(shapes, count) for count in counts}
     for shard in shards:
         if len(shard.groups) != len(shapes):
             raise DamagedError(
                 f"{shard.source.path} has {len(shard.groups)} sub-groups, param_shapes has {len(shapes)}"
             )
-        for s, wanted in enumerate(lengths):
+        for s in range(len(shapes)):
+            wanted = lengths[len(shard.groups[s].ranks) or len(shards)][s]
             if set(shard.groups[s].states) != set(shards[0].groups[s].states):
                 raise RefusedError(
                     f"{shard.source.path} has other optimizer states than rank 0 in sub-group {s}"
@@ -132,18 +152,39 @@ def check_coverage(shards: list[OptimShard], shapes: Shapes) -> None:
                     )
 
 
-def parameters(shards: list[OptimShard], shapes: Shapes, only: str | None = None) -> Iterator[Parameter]:
-    """Parameters in the order of `shapes`; `shards` in ascending rank; `only`: just that state's ranges.
+def owners(shards: list[OptimShard], s: int) -> list[tuple[int, ...]]:
+    """Return the ranks that share each tensor of a sub-group, in the order of the lowest; one for most.
 
     Raises:
-        DamagedError, RefusedError: see `check_coverage`.
+        RefusedError: they do not divide all ranks among them.
+    """
+    every = tuple(range(len(shards)))
+    found = list(dict.fromkeys(shard.groups[s].ranks or every for shard in shards))
+    are_alike = len({len(ranks) for ranks in found}) == 1
+    if not are_alike or sorted(rank for ranks in found for rank in ranks) != list(every):
+        raise RefusedError(
+            f"{shards[0].source.path}: sub-group {s} is cut over ranks {found} of {len(every)}"
+        )
+    return found
+
+
+def parameters(
+    shards: list[OptimShard], shapes: Shapes, only: str | None = None, experts: Experts = NO_EXPERTS
+) -> Iterator[Parameter]:
+    """Parameters in the order of `shapes`; `shards` in ascending rank; `only`: just that state's ranges.
+
+    A parameter of an expert group has the tensors of all expert-parallel ranks, one after another.
+
+    Raises:
+        DamagedError, RefusedError: see `check_coverage`, `owners`.
     """
     check_coverage(shards, shapes)
     for s, group_shapes in enumerate(shapes):
-        offset = 0
+        offset, sharing = 0, owners(shards, s)
         for name, shape in group_shapes.items():
-            share = -(-(numel(shape) or 0) // len(shards))
-            yield _parameter(name, shape, shards, s, offset, share, only)
+            share = -(-(numel(shape) or 0) // len(sharing[0]))
+            made = _parameter(name, shape, shards, s, offset, share, only, sharing)
+            yield replace(made, experts=experts.ep) if s in experts.groups else made
             offset += share
 
 
@@ -155,6 +196,7 @@ def _parameter(
     offset: int,
     share: int,
     only: str | None,
+    sharing: list[tuple[int, ...]],
 ) -> Parameter:
     total = numel(shape) or 0
     states: list[StateRanges] = []
@@ -162,10 +204,10 @@ def _parameter(
         if only not in (None, key):
             continue
         pieces: list[Piece] = []
-        for rank, shard in enumerate(shards):
-            length = max(0, min(share, total - rank * share))
+        for part, rank in (place for ranks in sharing for place in enumerate(ranks)):
+            length = max(0, min(share, total - part * share))
             if length:
-                buffer = shard.groups[s].states[key]
+                buffer = shards[rank].groups[s].states[key]
                 begin = buffer.offset + offset * buffer.item_bytes
                 pieces.append(Piece(buffer.source, begin, length * buffer.item_bytes))
         states.append(StateRanges(key, reference.dtype, reference.item_bytes, tuple(pieces)))

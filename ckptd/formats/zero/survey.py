@@ -24,7 +24,7 @@ from ckptd.formats.torchfile.fingerprint import raw_fingerprint
 from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero import experts as autoep
 from ckptd.formats.zero import stage0, stage3, stage12
-from ckptd.formats.zero.experts import NO_EXPERTS, Experts, check_files, find
+from ckptd.formats.zero.experts import NO_EXPERTS, Experts, check_files, find, find_partitioned
 from ckptd.formats.zero.facts import as_dict, numel, shown
 from ckptd.formats.zero.optimizers import stray_setting
 from ckptd.formats.zero.save import Cell, Fragments, Layer, Read, Save
@@ -219,7 +219,11 @@ class Surveyor:
         is_pipeline_0 = stage < 3 and self._needs_layers(model0)
         if not is_pipeline_0 and not any(shapes_of(model0)):
             raise RefusedError(f"{model0.source.path} holds no parameters", hint=SAFE)
-        experts = self._experts(grid, model0, first)
+        if grid.stage >= 3 and grid.tp * grid.pp > 1 and autoep.layers(model0):
+            raise RefusedError(
+                "experts that the tensor ranks share (AutoEP with AutoTP) are not converted",
+                hint="DeepSpeed loads it on the same ranks; " + SAFE,
+            )
         model_sources: list[Source] = []
         cells = [
             [
@@ -228,6 +232,7 @@ class Surveyor:
             ]
             for pp in range(grid.pp)
         ]
+        experts = self._experts(grid, cells, first)
         return Save(
             stage=stage,
             dp=grid.dp,
@@ -311,22 +316,19 @@ class Surveyor:
                 }
         return found
 
-    def _experts(self, grid: Degrees, model: Opened, optim: Opened) -> Experts:
-        if grid.stage >= 3 and autoep.layers(model):
-            raise RefusedError(
-                "an AutoEP checkpoint of ZeRO stage 3 is not converted; stages 1 and 2 are",
-                hint="DeepSpeed's ds_to_universal converts it; " + SAFE,
-            )
+    def _experts(self, grid: Degrees, cells: list[list[Cell]], optim: Opened) -> Experts:
+        """Find the groups of experts, which are the same on every model-parallel rank."""
         if grid.stage >= 3:
-            return NO_EXPERTS
-        check_files(model, self.sources)
-        experts = find(model, optim, grid.dp)
-        if experts.groups and grid.tp * grid.pp > 1:
-            kind = "tensor" if grid.tp > 1 else "pipeline"
-            raise RefusedError(
-                f"experts shared by {experts.ep} ranks together with {kind} parallelism are not converted",
-                hint=SAFE,
-            )
+            return cells[0][0].experts
+        models = [[cell.model for cell in row] for row in cells]
+        check_files(models, self.sources, are_split=grid.tp > 1 and optim.facts.ep is not None)
+        experts = find(models[0][0], optim, grid.dp, grid.tp)
+        for cell in (cell for row in cells for cell in row):
+            if cell.experts != experts:
+                raise RefusedError(
+                    f"{cell.model.source.path} has other groups of experts than the first rank",
+                    hint=SAFE,
+                )
         return experts
 
     def _cell(
@@ -355,13 +357,21 @@ class Surveyor:
         if is_pipeline_0:
             shapes = stage0.shapes_of_pipeline(shards, self._tensors_of_layers(tp))
         frozen = [frozen_of(model)] if self.contents else []
-        like = model
+        like, with_experts = model, [model]
         for d in _model_ranks(grid, models)[1:]:
             like = self._open(models[mm, d], like=like)
             agree_models(like, model, same_rank=True)
             model_sources.append(like.source)
             frozen += [frozen_of(like)] if self.contents else []
-        return Cell(pp, tp, model, shapes, shards, frozen)
+            with_experts += [like] if autoep.layers(model) else []
+        if grid.stage < 3:
+            experts = find(model, head, grid.dp, grid.tp)
+        elif autoep.layers(model):
+            sharing = [stage3.owners(shards, s) for s in range(len(shards[0].groups))]
+            experts = find_partitioned(with_experts, sharing)
+        else:
+            experts = NO_EXPERTS
+        return Cell(pp, tp, model, shapes, shards, frozen, experts)
 
     def _cut(self, opened: Opened, grid: Degrees, shapes: Shapes) -> OptimShard:
         """Offsets of a rank's shard."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def save(
     shards = {f"bf16_{name}_optim_states.pt": optim for name in each}
     names = ranks if stage < 3 else each
     if mms > 1:
-        changes |= {"mp_world_size": mms, "tp": mms, "pp": 1}
+        changes = {"mp_world_size": mms, "tp": mms, "pp": 1} | changes
     shards |= {f"{name}_model_states.pt": model(zero_stage=stage, **changes) for name in names}
     return shards | {f"layer_0_expert_{e}_mp_rank_00_model_states.pt": ShardFacts() for e in range(experts)}
 
@@ -119,3 +120,42 @@ def test_every_shard_of_every_tensor_rank_is_wanted_at_stage_3() -> None:
         assert verdict.state is State.INCOMPLETE, name
         # model states of the lowest rank prove the grid: without them nobody knows what is missing
         assert name.removeprefix("bf16_").partition("_model")[0] in str(verdict.reason)
+
+
+@pytest.mark.parametrize("are_split", [True, False])
+def test_experts_beside_tensor_parallelism_are_all_wanted(are_split: bool) -> None:
+    """Cut over the tensor ranks every rank has a part of each; otherwise one of them has the whole."""
+    shards = save((4, 2) if are_split else (4, 4), mms=2, experts=0)
+    for name in [name for name in shards if "optim" in name]:
+        shards[name] = replace(shards[name], ep=2)
+    pairs = [(e, mm) for e in range(4) for mm in (0, 1) if are_split or mm == e // 2]
+    files = {f"layer_0_expert_{e}_mp_rank_{mm:02d}_model_states.pt": ShardFacts() for e, mm in pairs}
+    shards |= files
+    verdict = judged(shards)
+    assert (verdict.state, verdict.grid and verdict.grid.experts_split) == (State.COMPLETE, are_split)
+    for name in files:
+        assert judged({n: f for n, f in shards.items() if n != name}).state is State.INCOMPLETE, name
+    if are_split:  # nothing of the second rank's has come yet
+        held = {n: f for n, f in shards.items() if "expert" not in n or "mp_rank_00" in n}
+        assert "1 of 2 tensor ranks" in str(judged(held).reason)
+
+
+def test_experts_of_every_pipeline_stage_are_wanted() -> None:
+    shards = save((4, 2), mms=2, experts=0, tp=1, pp=2)
+    for name in [name for name in shards if "_mp_rank_01_model" in name or name.startswith("mp_rank_01")]:
+        shards[name] = model(num_experts=(4, 4), mp_world_size=2, tp=1, pp=2)
+    layers = [(0, 0), (0, 1), (1, 1)]
+    files = [f"layer_{n}_expert_{e}_mp_rank_{mm:02d}_model_states.pt" for n, mm in layers for e in range(4)]
+    shards |= dict.fromkeys(files, ShardFacts())
+    assert judged(shards).state is State.COMPLETE
+    for name in files:
+        assert judged({n: f for n, f in shards.items() if n != name}).state is State.INCOMPLETE, name
+
+
+def test_layer_files_of_every_tensor_rank_are_wanted() -> None:
+    shards = save((4,), mms=4, experts=0, num_experts=(), tp=2, pp=2, layers=(0, 1))
+    files = [f"layer_{n:02d}-model_{t:02d}-model_states.pt" for n in (0, 1) for t in (0, 1)]
+    shards |= dict.fromkeys(files, ShardFacts())
+    assert judged(shards).state is State.COMPLETE
+    for name in files:
+        assert judged({n: f for n, f in shards.items() if n != name}).state is State.INCOMPLETE, name

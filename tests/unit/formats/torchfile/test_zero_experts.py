@@ -203,17 +203,30 @@ def test_an_expert_without_dimensions_is_refused(tmp_path: Path) -> None:
         convert_here(tmp_path / "in", tmp_path / "out", "strict")
 
 
-@pytest.mark.parametrize("kind", ["tp_degree", "pp_degree"])
-def test_experts_with_model_parallelism_are_refused(tmp_path: Path, kind: str) -> None:
-    def change(model: dict[str, Any]) -> None:
-        model["checkpoint_parallel_dimensions"] |= {kind: 2}
-        model["mp_world_size"] = 2
+SPLIT = replace(PLAIN, tp=2)
 
-    write_mixture(tmp_path / "in", PLAIN, change_model=change)
-    for path in [*(tmp_path / "in").glob("*mp_rank_00*")]:
-        path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")).write_bytes(path.read_bytes())
-    words = "tensor" if kind == "tp_degree" else "pipeline"
-    with pytest.raises(RefusedError, match=f"shared by 2 ranks together with {words} parallelism"):
+
+def test_parts_of_tensor_ranks_follow_one_another_in_each_expert(tmp_path: Path) -> None:
+    mixture = replace(SPLIT, dense=[{"a": (3, 5)}], experts=[{EXPERT: (4, 3)}])
+    made = write_mixture(tmp_path / "in", mixture)
+    convert_here(tmp_path / "in", tmp_path / "out", "strict")
+    whole: Shapes = {EXPERT: (8, 3)}
+    check(made, tmp_path / "out", replace(mixture, dense=[{"a": (6, 5)}], experts=[whole]))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_tensor_ranks_part_of_an_expert_is_wanted(tmp_path: Path, rank: int) -> None:
+    write_mixture(tmp_path / "in", SPLIT)
+    name = f"layer_0_expert_1_mp_rank_{rank:02d}_model_states.pt"
+    (tmp_path / "in" / name).unlink()
+    with pytest.raises(DamagedError, match=f"lacks {name}"):
+        survey(tmp_path / "in")
+
+
+def test_experts_that_tensor_ranks_share_are_refused(tmp_path: Path) -> None:
+    """4 × 2 ranks, two of which hold each expert: without expert tensor parallelism all ranks share them."""
+    write_mixture(tmp_path / "in", SPLIT, change=of_group(name="ep_size_4"))
+    with pytest.raises(RefusedError, match=r"experts that the tensor ranks share \(group 1, ep_size_4\)"):
         survey(tmp_path / "in")
 
 
