@@ -69,6 +69,8 @@ ENGINES = {
     ),
 }
 """With the part of DeepSpeed's configuration that makes each."""
+LONGEST_SECONDS = 240
+"""Of one process that trains; compiling Adam takes the most."""
 CLOSE = 2e-3
 """Relative: sums on a GPU are not of one order."""
 
@@ -143,6 +145,8 @@ def tried(node: Node, recipe: Recipe, setting: dict[str, Any]) -> str:
 
 def last_error(done: subprocess.CompletedProcess[str]) -> str:
     """Return the last lines that a training printed."""
+    if done.returncode == 124:
+        return f"it had not ended after {LONGEST_SECONDS} s"
     return " | ".join(done.stdout.strip().splitlines()[-6:])[-800:]
 
 
@@ -173,16 +177,19 @@ def train(jobs: list[dict[str, Any]], place: Path) -> subprocess.CompletedProces
     listed = place / "jobs.json"
     listed.write_text(json.dumps(jobs))
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    log = (place / "train.log").open("w+")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.train", str(listed)],
+        ["timeout", str(LONGEST_SECONDS), sys.executable, "-m", "tests.gpu.train", str(listed)],
         cwd=REPOSITORY,
         env=os.environ | environment | {"MASTER_PORT": str(free_port())},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=log,
+        stderr=log,
         text=True,
         check=False,
     )
-    (place / "train.log").write_text(done.stdout)
+    log.seek(0)
+    done.stdout = log.read()
+    log.close()
     print(*(line for line in done.stdout.splitlines() if line.startswith("saved in ")), sep="\n", flush=True)
     return done
 

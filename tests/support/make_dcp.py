@@ -113,8 +113,10 @@ def differences(folder: str, universal: str) -> list[str]:
     for name in sorted(set(os.listdir(zero)) - set(found["optimizer"]["state"]) - {"optimizer_state.pt"}):
         stock = torch.load(zero / name / "fp32.pt", weights_only=False)["param"]
         kept = found["model"].get(name)
-        if kept is None or not torch.equal(stock.reshape(-1), kept.float().reshape(-1)):
-            wrong.append(name)
+        if kept is None:
+            wrong.append(f"{name} is missing")
+        elif not torch.equal(stock.reshape(-1), kept.float().reshape(-1)):
+            wrong.append(f"{name}: {stock.dtype} {stock.tolist()}, {kept.dtype} {kept.tolist()}"[:200])
     return wrong
 
 
