@@ -6,12 +6,14 @@ what `ckptd resume` gives it. `make trainers` runs all of them.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
 import traceback
 from pathlib import Path
 
+import ckptd
 from tests.e2e.harness import node
 from tests.e2e.test_other_layouts import (
     COLUMNS,
@@ -21,6 +23,7 @@ from tests.e2e.test_other_layouts import (
     python_of,
     round_trip,
     tag_of,
+    train,
     trained_further,
 )
 from tests.support.other_trainers import TAG_OF
@@ -64,7 +67,9 @@ TAIL = """
 Accelerate takes up an FSDP plugin only where it sees a GPU; here that check alone is passed over.
 Wrapping, saving and loading are its own code, and the Trainer's, on gloo. DeepSpeed below these trainers is
 tried by `make demo-frameworks` ([Trainers](integrations.md)). torchtitan trains its own debug model; what
-it asks of a GPU (name, memory), torch.cpu answers, and gradients are divided after gloo's sum.
+it asks of a GPU (name, memory), torch.cpu answers, and gradients are divided after gloo's sum. Its
+checkpoint becomes the universal form, and that `--form dcp`: torchtitan goes on from this folder with the
+losses that it has from its own.
 """
 
 
@@ -82,6 +87,8 @@ def row_of(layout: str) -> tuple[str, bool]:
                 shown.append(COLUMNS[2])
             with node(root / "node", local="save_total_limit = 2") as here:
                 shown += round_trip(layout, source, losses, here, root)
+            if layout == "torchtitan":
+                check_through_deepspeed(source / tag_of(layout, STEPS), root)
         except AssertionError:
             traceback.print_exc()
     words, package = ROWS[layout]
@@ -89,6 +96,22 @@ def row_of(layout: str) -> tuple[str, bool]:
     marks = ("✓" if column in shown else "–" if column in open_ones else "✗" for column in COLUMNS)
     line = f"| {words} | {package} {version_of(layout, package)} | {' | '.join(marks)} |"
     return line, {*shown, *open_ones} == {*COLUMNS}
+
+
+def check_through_deepspeed(source: Path, root: Path) -> None:
+    """Convert a step of torchtitan's to the universal form and back: both go on with the same losses.
+
+    From either, torchtitan is told to take the model and the optimizer alone.
+    """
+    name = source.name
+    (root / "made").mkdir()
+    ckptd.convert(source, root / "universal")
+    ckptd.convert(root / "universal", root / "made" / name, form="dcp")
+    shutil.copytree(source, root / "own" / name)
+    shutil.copy(root / "made" / name / "ckptd.json", root / "own" / name)
+    own, made = (train("torchtitan", root / of, 2, 2, root / of / name) for of in ("own", "made"))
+    assert sorted(own) == [1, 2]
+    assert own == made, (own, made)
 
 
 def version_of(layout: str, package: str) -> str:

@@ -154,19 +154,6 @@ ROWS = (
         recipe=Recipe(stage=3, world_size=4, tp=2, universal_info=False),
         loads_as=ALONE | {"llama": True},
     ),
-    Row(
-        name="NVMe offload beside an mpu, stage 3",
-        recipe=Recipe(stage=3, world_size=4, tp=2, sp=2, layers=4, **LARGE),
-        more=MPU,
-        setting=nvme(),
-        loads_as=ALONE | {"llama": True},
-    ),
-    Row(
-        name="NVMe offload beside AutoTP, stage 3",
-        recipe=Recipe(stage=3, world_size=4, tp=2, layers=4, universal_info=False, **LARGE),
-        setting=nvme(),
-        loads_as=ALONE | {"llama": True},
-    ),
     Row(name="experts, stage 1", recipe=two(1, moe=4, ep=2, llama=True), more=MPU, load_ranks=2),
     Row(name="experts, stage 2", recipe=two(2, moe=4, ep=2, llama=True), more=MPU, load_ranks=2),
     *(

@@ -321,8 +321,10 @@ def torchtitan(save_dir: str, steps: int, resume_from: str | None) -> None:
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
 
-    if resume_from is not None:  # it goes on from the newest step-N of its folder by itself
-        assert Path(resume_from).parent == Path(save_dir)
+    # it goes on from the newest step-N of its folder by itself
+    assert resume_from is None or Path(resume_from).parent == Path(save_dir)
+    is_of_ckptd = resume_from is not None and Path(resume_from, "ckptd.json").exists()
+    without = ("--checkpoint.exclude_from_loading", "lr_scheduler,dataloader,train_state")
     words = [f"w{number}" for number in range(100)]
     tokenizer = Tokenizer(
         models.WordLevel({"<s>": 0, "</s>": 1} | {w: n for n, w in enumerate(words, 2)}, unk_token="<s>")
@@ -350,6 +352,7 @@ def torchtitan(save_dir: str, steps: int, resume_from: str | None) -> None:
                 ),
                 *("--checkpoint.folder", str(Path(save_dir).resolve()), "--job.dump_folder", place),
                 *("--metrics.log_freq", "1", "--metrics.disable_color_printing"),
+                *(without if is_of_ckptd else ()),
             ]
         )
         trainer = Trainer(config)
