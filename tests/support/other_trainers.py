@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from examples.demo.ending import leave
+
 SEED = 7
 MARKER, MANIFEST = "DONE", "SHA256SUMS"
 """Files that a script writes last, so that a job file can name them."""
@@ -290,7 +292,6 @@ def torch_shards(save_dir: str, steps: int, resume_from: str | None) -> None:
             weights, states = get_state_dict(net, optimizer)
             state = {"model": weights, "optimizer": states, "step": step}
             checkpoint.save(state, checkpoint_id=f"{save_dir}/step-{step}")
-    dist.destroy_process_group()
 
 
 def titan_on_cpu() -> None:
@@ -358,7 +359,6 @@ def torchtitan(save_dir: str, steps: int, resume_from: str | None) -> None:
         trainer = Trainer(config)
         trainer.train()
         trainer.close()
-    dist.destroy_process_group()
 
 
 TRAINERS: dict[str, Callable[..., None]] = {
@@ -402,6 +402,7 @@ def main() -> None:
     torch.set_num_threads(1)
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     TRAINERS[layout](save_dir, int(steps), rest[0] if rest else None)
+    leave()
 
 
 if __name__ == "__main__":
