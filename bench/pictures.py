@@ -208,7 +208,7 @@ def _bar(
 def _scale(found: list[list[Row]]) -> Any:
     """Seconds of a conversion without its data over ranks, and over parameters × ranks."""
     rows = [row for row in found[0] if row.text("whole s") != "–"]
-    first = sorted((row for row in rows if row.text("checkpoint").startswith("104B")), key=_ranks)
+    first = sorted((row for row in rows if row.text("checkpoint") == "104B ZeRO-1"), key=_ranks)
     sharded = sorted((row for row in rows if row.text("checkpoint").startswith("70B")), key=_ranks)
     layers = [row for row in rows if "layers" in row.text("checkpoint")]
     most = sharded[-1]
