@@ -144,6 +144,19 @@ ROWS = (
     Row(name="stage 0, fp32", recipe=two(0, dtype="fp32"), into=EVERY),
     Row(name="stage 0, fp32, two groups, tied", recipe=two(0, dtype="fp32", **TIED), into=EVERY[:2]),
     Row(
+        name="NVMe offload with tensor parallelism by mpu, stage 3",
+        recipe=Recipe(stage=3, world_size=4, tp=2, sp=2, layers=4, hidden=208),
+        more=MPU,
+        setting=nvme(),
+        loads_as=ALONE | {"llama": True},
+    ),
+    Row(
+        name="NVMe offload with tensor parallelism by AutoTP, stage 3",
+        recipe=Recipe(stage=3, world_size=4, tp=2, hidden=208, universal_info=False),
+        loads_as=ALONE | {"llama": True},
+        setting=nvme(),
+    ),
+    Row(
         name="tensor parallelism by mpu, stage 3",
         recipe=Recipe(stage=3, world_size=4, tp=2, sp=2),
         more=MPU,
