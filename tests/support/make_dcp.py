@@ -89,8 +89,8 @@ def run(job: dict[str, Any]) -> dict[int, float]:
     return losses
 
 
-def differences(folder: str, universal: str) -> list[str]:
-    """Names whose value in a dcp folder, as torch reads it, is not that of a universal one of stock's."""
+def read_folder(folder: str) -> dict[str, Any]:
+    """Read everything that a folder of torch.distributed.checkpoint holds, as torch does."""
     found: dict[str, Any] = {}
     checkpoint.state_dict_loader._load_state_dict(
         found,
@@ -98,6 +98,12 @@ def differences(folder: str, universal: str) -> list[str]:
         planner=checkpoint.default_planner._EmptyStateDictLoadPlanner(),
         no_dist=True,
     )
+    return found
+
+
+def differences(folder: str, universal: str) -> list[str]:
+    """Names whose value in a dcp folder, as torch reads it, is not that of a universal one of stock's."""
+    found = read_folder(folder)
     wrong: list[str] = []
     zero = Path(universal, "zero")
     for name, states in found["optimizer"]["state"].items():

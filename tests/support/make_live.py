@@ -18,9 +18,9 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from torch.distributed import checkpoint
 
 from tests.support import make_ckpt
+from tests.support.make_dcp import read_folder
 from tests.support.make_optimizers import LEARNING_RATES
 from tests.support.make_optimizers import client_optimizer as _optimizer
 
@@ -75,13 +75,7 @@ def live(engine: Any) -> dict[str, Any]:
 def differences(live_file: str, folder: str) -> list[str]:
     """Return the names whose value in a dcp folder, as torch reads it, is not what the engine held."""
     held = torch.load(live_file, weights_only=True)
-    found: dict[str, Any] = {}
-    checkpoint.state_dict_loader._load_state_dict(
-        found,
-        storage_reader=checkpoint.FileSystemReader(folder),
-        planner=checkpoint.default_planner._EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
+    found = read_folder(folder)
     kept = found["optimizer"].get("state", {})
     wrong: list[str] = []
     for name, value in held["others"].items():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 INCOMPLETE_SECONDS = 60.0
 """Time from the seal of a part until missing shards are named; replicas are left to their owner as long."""
 SLOW_SECONDS = 180.0
-"""The same for ranks of a node that is alive, which may be about to report the save."""
+"""Time until missing shards of a live node are named: it may be about to report the save."""
 MOST_NAMED = 3
 
 

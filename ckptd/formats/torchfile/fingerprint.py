@@ -33,7 +33,7 @@ _STORAGE_SAMPLES = 16
 _ARCHIVE_SAMPLES = 512
 """Samples of an archive without CRC32s, shared out by size."""
 _SMALL_RECORD_BYTES = 64 << 10
-"""Of an archive without CRC32s so small a record is read whole: pickles, steps and schedules differ there."""
+"""Largest record that is read whole in an archive without CRC32s: steps and schedules differ there."""
 
 
 def has_crc(directory: Directory) -> bool:

@@ -89,7 +89,7 @@ class Save:
     experts: Experts = NO_EXPERTS
     layers: list[Layer] = field(default_factory=list)
     remarks: tuple[str, ...] = ()
-    """What the survey has to say to whoever resumes."""
+    """Notes of the survey for whoever resumes from the form."""
 
     @property
     def pp(self) -> int:

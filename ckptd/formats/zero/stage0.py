@@ -58,7 +58,7 @@ class Unsharded:
     """Parameters without any state: frozen, or never with a gradient."""
     is_matched_by_order: bool = False
     is_unscaled: bool = False
-    """Its moments are of gradients divided by a loss scale that the loss was not multiplied by."""
+    """True where gradients were divided by a loss scale that the loss had not been multiplied by."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -111,7 +111,7 @@ class HeldRange:
     """Say that another object of the store holds the bytes of a range of an object that is to be written."""
 
     offset: int
-    """Where the range begins in the object that is written."""
+    """First byte of the range in the object that is written."""
     length: int
     key: str
     key_offset: int
