@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.model.manifest import may_cover, name_in
 from ckptd.errors import RemoteUnreachable, TargetExists, VerifyError
-from ckptd.storage.stores.base import ObjectInfo
+from ckptd.storage.stores.base import ObjectInfo, Store
 from ckptd.storage.stores.checksums import crc64
 from tests.fleet.engine import Killed
 from tests.fleet.nap import Asked
@@ -126,7 +126,7 @@ class Network:
     """A write that was answered is delivered again, a while later."""
 
 
-class FleetStore:
+class FleetStore(Store):
     """The store verbs as one node's process has them."""
 
     url = "memory:"

@@ -16,7 +16,7 @@ from ckptd.core.model.manifest import to_bytes
 from ckptd.core.model.runs import RUNS, Claim, Row
 from ckptd.core.policy.leases import number_of, numbered
 from ckptd.storage.remote import coordination
-from ckptd.storage.stores.base import ObjectInfo
+from ckptd.storage.stores.base import ObjectInfo, Store
 from tests.model.explorer import Io, Programs
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class State(NamedTuple):
     wrong: str | None = None
 
 
-class AskingStore:
+class AskingStore(Store):
     """The verbs that a claim uses, each one request."""
 
     url = "memory:"
