@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.model.manifest import may_cover, name_in
 from ckptd.errors import RemoteUnreachable, TargetExists, VerifyError
-from ckptd.storage.stores.base import ObjectInfo, Store
+from ckptd.storage.stores.base import ObjectInfo
 from ckptd.storage.stores.checksums import crc64
 from tests.fleet.engine import Killed
 from tests.fleet.nap import Asked
+from tests.stores.offers import OffersNothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -126,7 +127,7 @@ class Network:
     """A write that was answered is delivered again, a while later."""
 
 
-class FleetStore(Store):
+class FleetStore(OffersNothing):
     """The store verbs as one node's process has them."""
 
     url = "memory:"

@@ -16,8 +16,9 @@ from ckptd.core.model.manifest import to_bytes
 from ckptd.core.model.runs import RUNS, Claim, Row
 from ckptd.core.policy.leases import number_of, numbered
 from ckptd.storage.remote import coordination
-from ckptd.storage.stores.base import ObjectInfo, Store
+from ckptd.storage.stores.base import ObjectInfo
 from tests.model.explorer import Io, Programs
+from tests.stores.offers import OffersNothing
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -75,7 +76,7 @@ class State(NamedTuple):
     wrong: str | None = None
 
 
-class AskingStore(Store):
+class AskingStore(OffersNothing):
     """The verbs that a claim uses, each one request."""
 
     url = "memory:"
