@@ -63,8 +63,8 @@ class LocalActions:
         audit: Audit,
         conversion_bytes: Callable[[], int],
         wake: Callable[[], None],
-        is_pinned: Callable[[str], bool] = lambda _tag: False,
-        holds_lease: Callable[[], bool] = lambda: True,
+        is_pinned: Callable[[str], bool],
+        holds_lease: Callable[[], bool],
     ) -> None:
         self._config = config
         self._state = state
@@ -74,7 +74,13 @@ class LocalActions:
         self._wake = wake
         self.signals = Signals(holds=holds_lease)
         self.deleter = LocalDeleter(
-            state, audit, self._in_worker, wake, config.trainer, is_pinned, config.declared
+            state,
+            audit,
+            self._in_worker,
+            wake,
+            trainer=config.trainer,
+            declared=config.declared,
+            is_pinned=is_pinned,
         )
         self._dropping: set[int] = set()
         self._releasing: set[int] = set()
