@@ -13,6 +13,7 @@ from ckptd.base.humanize import size_of
 from ckptd.base.retry import backoff_seconds, changed_seconds
 from ckptd.conversion import options as convert_options
 from ckptd.conversion.engine.staging import partial_name
+from ckptd.core.model.layouts import LATEST_UNIVERSAL
 from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.actions.convert import PLACE, Signals, make_universal
 from ckptd.daemon.actions.local_deletion import LocalDeleter
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
     from ckptd.observe.audit import Audit
 
 log = logging.getLogger("ckptd.local")
-
-POINTER = "latest_universal"
 
 
 class LocalActions:
@@ -281,11 +280,11 @@ class LocalActions:
         """
         target = f"{PLACE}/{action.tag}" if action.tag else None
         fs.point_latest_universal(save_dir_fd, target)
-        if read_pointer(save_dir_fd, POINTER) == target:
-            self._state.failures.clear(POINTER)
+        if read_pointer(save_dir_fd, LATEST_UNIVERSAL) == target:
+            self._state.failures.clear(LATEST_UNIVERSAL)
             self._wake()
         else:
-            self.refused(POINTER, StorageError(f"{POINTER} was written and cannot be read"))
+            self.refused(LATEST_UNIVERSAL, StorageError(f"{LATEST_UNIVERSAL} was written and cannot be read"))
 
     def refused(self, what: str, error: CkptdError) -> None:
         """Something small failed in the deciding thread; the next turn tries again."""

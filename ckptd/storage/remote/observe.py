@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from ckptd.base.names import IDENTITY_KEY, ROOT, encode_name
 from ckptd.core.model.decision import PINS, Decision, lacking
 from ckptd.core.model.generation import choose_pointers, order_of
+from ckptd.core.model.layouts import LATEST_UNIVERSAL
 from ckptd.core.model.manifest import (
     Commit,
     RemoteIdentity,
@@ -124,7 +125,7 @@ def observe(
     retired = _stones_that_matter(store, found, with_manifests | committed, cache)
     rows = _rows(store, found, cache)
     wanted = choose_pointers(pointed_at(rows, [view.commit for view in found.live()]))
-    pointers = _pointer(store, "latest"), _pointer(store, "latest_universal")
+    pointers = _pointer(store, "latest"), _pointer(store, LATEST_UNIVERSAL)
     saves = {where[:2] for where in committed}
     open_stones = {stem_of(stone) for stone in retired} & (with_manifests | committed)
     uncommitted = sorted(with_manifests - committed - found.stones.keys())
@@ -274,7 +275,7 @@ def point(store: Store, cache: DocumentCache | None = None) -> None:
         live = [view.commit for view in read_commits(store, cache=cache).live()]
         wanted = choose_pointers(pointed_at(read_runs(store, cache), live))
         changed = _set(store, "latest", wanted.latest)
-        if not _set(store, "latest_universal", wanted.latest_universal) and not changed:
+        if not _set(store, LATEST_UNIVERSAL, wanted.latest_universal) and not changed:
             return
 
 
