@@ -312,7 +312,6 @@ def _is_unknown(folder: str, paths: Iterable[str]) -> bool:
 
 
 OURS = "_ckptd"
-POINTERS = frozenset({"latest", "latest_universal"})
 _DERIVED = re.compile(r"(_universal|_weights-.*)$")
 _NUMBER = re.compile(r"(\d+)$")
 
@@ -393,7 +392,7 @@ class FolderListing:
 
     @cached_property
     def swapped(self) -> tuple[ListedFile, ...]:
-        """Optimizer state beside the shards (core/model/swapped_tensors.py): saved again with them."""
+        """Optimizer state beside the shards (core/completeness/swapped_tensors.py): saved again with them."""
         return tuple(f for f in self.files if is_swapped(f.path, self.roots))
 
     @cached_property

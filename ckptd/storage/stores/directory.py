@@ -431,7 +431,6 @@ class DirectoryStore(Store):
         owner: str = "",
         read_back: bool = True,
         window_bytes: int = WINDOW_BYTES,
-        buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self._path = root
         self._owner = owner
@@ -439,7 +438,7 @@ class DirectoryStore(Store):
         self._mark = f"{hashlib.sha256(owner.encode()).hexdigest()[:16]}-" if owner else ""
         self._read_back = read_back
         self._window_bytes = window_bytes
-        self._buffer_bytes = min(buffer_bytes, window_bytes)
+        self._buffer_bytes = min(BUFFER_BYTES, window_bytes)
         self._pinned: tuple[int, int] | None = None
         self._flushed: set[tuple[int, int]] = set()
         self._shares_blocks = read_back
