@@ -233,7 +233,9 @@ def status(
     documents = find_statuses(named, _path(state_dir), _path(config_dir), say=say)
     now = time.time()
     found = tuple(
-        report for one in documents for report in reports_of(jobs_meant(one, named, _path(config_dir)), now)
+        report
+        for one in documents
+        for report in reports_of(jobs_meant(one, named, _path(config_dir)).status, now)
     )
     # a name may be that of a job, and of the file of another one that cannot run: the worst, as the command
     return found if named is None else min(found, key=lambda one: (1, 3, 0).index(one.exit_code))

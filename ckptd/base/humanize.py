@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pwd
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,13 +20,19 @@ def printable(text: str) -> str:
 
 
 def printable_everywhere(value: Any) -> Any:
-    """Apply `printable` to every text in a JSON value."""
+    """Apply `printable` to every text in a JSON value, or in a record of such values."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
         return [printable_everywhere(item) for item in value]
     if isinstance(value, dict):
         return {printable_everywhere(key): printable_everywhere(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple([printable_everywhere(item) for item in value])
+    if is_dataclass(value) and not isinstance(value, type):
+        told = {field.name: getattr(value, field.name) for field in fields(value)}
+        shown = {name: printable_everywhere(one) for name, one in told.items()}
+        return value if shown == told else replace(value, **shown)
     return value
 
 

@@ -85,9 +85,9 @@ def _tags(job: str, config_dir: Path | None) -> list[str]:
 
     found: list[str] = []
     with contextlib.suppress(CkptdError, OSError):
-        for _, document in published(job, None, config_dir):
-            for one in document["jobs"]:
+        for document in published(job, None, config_dir):
+            for one in document.status.jobs:
                 if is_meant(one, job, config_dir):
-                    found += [row["tag"] for row in one["checkpoints"]]
-                    found += [row["tag"] for remote in one.get("remotes", ()) for row in remote["held"]]
+                    found += [row.tag for row in one.checkpoints]
+                    found += [row.tag for remote in one.remotes for row in remote.held]
     return list(dict.fromkeys(found))

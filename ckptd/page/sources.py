@@ -7,10 +7,16 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptd.errors import CkptdError
-from ckptd.maintenance.status.published import is_meant, jobs_meant, published, published_by_all
+from ckptd.maintenance.status.published import (
+    Published,
+    is_meant,
+    jobs_meant,
+    published,
+    published_by_all,
+)
 from ckptd.observe.audit import read_retired
 from ckptd.page.fleet import job_not_read, job_of_remote
 from ckptd.page.timeline import when
@@ -78,23 +84,21 @@ def read_local(asked: Wanted, now: float) -> tuple[list[Job], list[str]]:
         known = _published(name, asked, notices.append)
         is_there = False
         # of a job that several daemons have published the newest document counts
-        for place, document in sorted(known, key=lambda one: str(one[1]["generated_at"]), reverse=True):
+        for one in sorted(known, key=lambda one: one.status.generated_at, reverse=True):
             # the audit file is of one job
-            deleted = read_retired(place) if len(document["jobs"]) == 1 else []
-            meant = [one for one in document["jobs"] if name is None or is_meant(one, name, asked.config_dir)]
+            deleted = read_retired(one.place) if len(one.status.jobs) == 1 else []
+            meant = [job for job in one.status.jobs if name is None or is_meant(job, name, asked.config_dir)]
             is_there |= bool(meant)
-            notices += notices_of(document)
-            for job in jobs_of(document | {"jobs": meant}, now, deleted):
-                jobs.setdefault(job.key, job)
+            notices += notices_of(one.status)
+            for shown in jobs_of(replace(one.status, jobs=tuple(meant)), now, deleted):
+                jobs.setdefault(shown.key, shown)
         if name is not None and not is_there:
             # says that the daemon does not run it any more
-            jobs_meant(known[0][1], name, asked.config_dir)
+            jobs_meant(known[0], name, asked.config_dir)
     return list(jobs.values()), list(dict.fromkeys(notices))
 
 
-def _published(
-    name: str | None, asked: Wanted, say: Callable[[str], None]
-) -> list[tuple[Path, dict[str, Any]]]:
+def _published(name: str | None, asked: Wanted, say: Callable[[str], None]) -> list[Published]:
     """Return what `ckptd status` reads: without a name and a place every daemon of this user."""
     if name or asked.state_dir or asked.config_dir or os.environ.get("CKPTD_CONFIG_DIR"):
         return published(name, asked.state_dir, asked.config_dir, say=say)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckptd.base.humanize import ago, printable, printable_everywhere, size_of
 from ckptd.maintenance.status import rows, words
@@ -19,8 +19,10 @@ from ckptd.page.timeline import Timeline, Track, When, laid_out, when
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ckptd.maintenance.status.rows import Checkpoint
     from ckptd.maintenance.status.verdict import Life
     from ckptd.observe.audit import Deleted
+    from ckptd.observe.status import FormStatus, JobStatus, ProblemStatus, Status
 
 Tone = Literal["good", "late", "bad", "calm"]
 _TONES: dict[str, Tone] = {"SAFE": "good", "BEHIND": "late", "PAUSED": "late", "WAITING": "calm"}
@@ -226,44 +228,42 @@ def first_open(jobs: Sequence[Job]) -> frozenset[str]:
     return frozenset(job.key for job in few)
 
 
-def jobs_of(document: dict[str, Any], now: float, deleted: Sequence[Deleted] = ()) -> list[Job]:
+def jobs_of(document: Status, now: float, deleted: Sequence[Deleted] = ()) -> list[Job]:
     """Return the jobs of a published status; details are made when they are asked for.
 
     `deleted`: what was deleted in remotes of the job, where there is one.
     """
     life = life_of(document, now)
-    return [_job(one, life, now, deleted) for one in printable_everywhere(document["jobs"])]
+    return [_job(one, life, now, deleted) for one in printable_everywhere(document.jobs)]
 
 
-def notices_of(document: dict[str, Any]) -> list[str]:
+def notices_of(document: Status) -> list[str]:
     """Say what the daemon itself cannot do."""
-    said = (("notify_error", "nobody was told:"), ("metrics_error", "no metrics at"))
-    daemon = printable_everywhere(document["daemon"])
-    return [f"{text} {daemon[key]}" for key, text in said if daemon.get(key)]
+    return [printable(text) for text in words.daemon_errors(document.daemon)]
 
 
-def _job(job: dict[str, Any], life: Life, now: float, deleted: Sequence[Deleted]) -> Job:
+def _job(job: JobStatus, life: Life, now: float, deleted: Sequence[Deleted]) -> Job:
     word = verdict(job, life)
-    problems = [_problem(one, now) for one in job["problems"]]
-    if not life.is_well and job["state"] != "invalid":
+    problems = [_problem(one, now) for one in job.problems]
+    if not life.is_well and job.state != "invalid":
         problems.insert(0, _not_watched(job, life))
     return Job(
-        key=key_of(job["name"], job["save_dir"]),
-        name=job["name"],
-        where=job["save_dir"],
+        key=key_of(job.name, job.save_dir),
+        name=job.name,
+        where=job.save_dir,
         tone=_TONES.get(word, "bad"),
         verdict=word,
         clauses=tuple(words.clauses(job, life, now)),
         problems=tuple(problems),
         needs_person=sum(one.tone == "bad" for one in problems),
-        committed=when((job.get("safe") or {}).get("committed_at"), now),
-        as_of=when(job.get("as_of"), now),
+        committed=when(job.safe.committed_at if job.safe else None, now),
+        as_of=when(job.as_of, now),
         code=exit_code([job], is_alive=life.is_well),
         make_detail=lambda: _detail(job, life, now, deleted),
     )
 
 
-def _not_watched(job: dict[str, Any], life: Life) -> Problem:
+def _not_watched(job: JobStatus, life: Life) -> Problem:
     """Say that nobody watches, and what starts the daemon."""
     step = printable(words.start_it(job, life))
     command = printable(life.start_command)
@@ -272,27 +272,27 @@ def _not_watched(job: dict[str, Any], life: Life) -> Problem:
     return Problem(sign="!", tone="bad", text=text, next_step=found)
 
 
-def _problem(problem: dict[str, Any], now: float) -> Problem:
-    sign, tone = _SEVERITIES.get(problem["severity"], ("·", "calm"))
+def _problem(problem: ProblemStatus, now: float) -> Problem:
+    sign, tone = _SEVERITIES.get(problem.severity, ("·", "calm"))
     return Problem(
         sign=sign,
         tone=tone,
-        text=problem["text"],
-        next_step=problem["next_step"],
-        since=when(problem["since"], now),
+        text=problem.text,
+        next_step=problem.next_step,
+        since=when(problem.since, now),
     )
 
 
-def _detail(job: dict[str, Any], life: Life, now: float, deleted: Sequence[Deleted]) -> Detail:
+def _detail(job: JobStatus, life: Life, now: float, deleted: Sequence[Deleted]) -> Detail:
     checkpoints = rows.checkpoints_of(job)
-    places = list(dict.fromkeys(name for one in checkpoints for name in one["remotes"]))
+    places = list(dict.fromkeys(name for one in checkpoints for name in one.remotes))
     chosen = rows.worth_a_row(checkpoints)
-    told = [words.shared_line(job), *(words.abilities(one, is_all=False) for one in job.get("remotes", ()))]
+    told = [words.shared_line(job), *(words.abilities(one, is_all=False) for one in job.remotes)]
 
-    def made(ones: Sequence[dict[str, Any]]) -> tuple[Row, ...]:
+    def made(ones: Sequence[Checkpoint]) -> tuple[Row, ...]:
         return tuple(_row(one, places, now, is_alive=life.is_well) for one in ones)
 
-    known = [one for one in (*chosen.shown, *chosen.gone) if one["local"].get("seen_at")]
+    known = [one for one in (*chosen.shown, *chosen.gone) if one.local.seen_at]
     tracks = [_track(one, now, deleted, names_places=len(places) > 1) for one in known]
     return Detail(
         uploads=tuple(_uploads(checkpoints)) if life.is_well else (),
@@ -303,7 +303,7 @@ def _detail(job: dict[str, Any], life: Life, now: float, deleted: Sequence[Delet
         timeline=laid_out(tracks, now),
         facts=tuple(_outlook(job)),
         notes=tuple(line for line in told if line),
-        kept_rows=made([one for one in checkpoints if one["keep"] or one.get("goes")]),
+        kept_rows=made([one for one in checkpoints if one.keep or one.goes]),
         held=tuple(_held(job)),
     )
 
@@ -311,22 +311,22 @@ def _detail(job: dict[str, Any], life: Life, now: float, deleted: Sequence[Delet
 # --- checkpoints -----------------------------------------------------------------------------------------
 
 
-def _row(checkpoint: dict[str, Any], places: Sequence[str], now: float, *, is_alive: bool) -> Row:
-    step, branch = checkpoint["step"], checkpoint["branch"] or 1
+def _row(checkpoint: Checkpoint, places: Sequence[str], now: float, *, is_alive: bool) -> Row:
+    step, branch = checkpoint.step, checkpoint.branch or 1
     note, effect = rows.note_of(checkpoint)
-    command = checkpoint.get("next_step") or ""
+    command = checkpoint.next_step or ""
     return Row(
-        tag=checkpoint["tag"],
+        tag=checkpoint.tag,
         step=("?" if step is None else str(step)) + (f" (branch {branch})" if branch > 1 else ""),
-        size="" if checkpoint["bytes"] is None else size_of(checkpoint["bytes"]),
-        here=" ".join(words.forms_here(checkpoint)) or "–",
+        size="" if checkpoint.bytes is None else size_of(checkpoint.bytes),
+        here=" ".join(words.forms_here(checkpoint.local)) or "–",
         marks=rows.marks_of(checkpoint),
         tone="bad" if rows.is_wrong(checkpoint) else "calm",
         places=tuple(
             tuple(
                 _form(name, form, now, is_alive=is_alive)
-                for name, form in checkpoint["remotes"].get(place, {}).items()
-                if form["state"] != "none"
+                for name, form in checkpoint.remotes.get(place, {}).items()
+                if form.state != "none"
             )
             for place in places
         ),
@@ -337,14 +337,14 @@ def _row(checkpoint: dict[str, Any], places: Sequence[str], now: float, *, is_al
     )
 
 
-def _form(name: str, form: dict[str, Any], now: float, *, is_alive: bool) -> Form:
-    is_uploading = form["state"] == "shipping"
+def _form(name: str, form: FormStatus, now: float, *, is_alive: bool) -> Form:
+    is_uploading = form.state == "shipping"
     percent = _percent(form) if is_uploading else None
-    said = [form.get("reason") or ""]
-    if done := when(form.get("ended_at"), now):
+    said = [form.reason or ""]
+    if done := when(form.ended_at, now):
         said.append(f"{done.absolute} ({done.relative})")
-    if form.get("commit_sha256"):
-        said.append(f"COMMIT {form['commit_sha256'][:12]}")
+    if form.commit_sha256:
+        said.append(f"COMMIT {form.commit_sha256[:12]}")
     title = "; ".join(text for text in said if text)
     if is_uploading and not is_alive:
         word = f"stopped at {'?' if percent is None else percent} %"
@@ -352,7 +352,7 @@ def _form(name: str, form: dict[str, Any], now: float, *, is_alive: bool) -> For
     if is_uploading:
         word = "uploading" if percent is None else f"{percent} %"
         return Form(name=name, sign="↑", word=word, tone="late", title=title, percent=percent)
-    sign, tone = rows.sign_of(form["state"])
+    sign, tone = rows.sign_of(form.state)
     word = words.form_state_of(form, is_alive=is_alive)
     return Form(name=name, sign=sign, word=word, tone=_OF_STYLE.get(tone, "calm"), title=title)
 
@@ -360,74 +360,71 @@ def _form(name: str, form: dict[str, Any], now: float, *, is_alive: bool) -> For
 _OF_STYLE: dict[str, Tone] = {"green": "good", "red": "bad", "yellow": "late"}
 
 
-def _percent(form: dict[str, Any]) -> int | None:
-    return int(100 * form["bytes_done"] / form["bytes_total"]) if form["bytes_total"] else None
+def _percent(form: FormStatus) -> int | None:
+    return int(100 * form.bytes_done / form.bytes_total) if form.bytes_total else None
 
 
-def _uploads(checkpoints: Sequence[dict[str, Any]]) -> list[Upload]:
+def _uploads(checkpoints: Sequence[Checkpoint]) -> list[Upload]:
     """Return what is under way, in the order of the checkpoints."""
     return [
         Upload(
-            tag=checkpoint["tag"],
+            tag=checkpoint.tag,
             form=name,
             place=place,
             percent=_percent(form),
-            done=f"{size_of(form['bytes_done'])} of {size_of(form['bytes_total'])}"
-            if form["bytes_total"]
+            done=f"{size_of(form.bytes_done)} of {size_of(form.bytes_total)}"
+            if form.bytes_total
             else "begins",
-            left="" if form.get("eta_seconds") is None else f"{ago(form['eta_seconds'])} left",
+            left="" if form.eta_seconds is None else f"{ago(form.eta_seconds)} left",
         )
         for checkpoint in checkpoints
-        for place, forms in checkpoint["remotes"].items()
+        for place, forms in checkpoint.remotes.items()
         for name, form in forms.items()
-        if form["state"] == "shipping"
+        if form.state == "shipping"
     ]
 
 
-def _track(
-    checkpoint: dict[str, Any], now: float, deleted: Sequence[Deleted], *, names_places: bool
-) -> Track:
-    local = checkpoint["local"]
+def _track(checkpoint: Checkpoint, now: float, deleted: Sequence[Deleted], *, names_places: bool) -> Track:
+    local = checkpoint.local
     committed = [
         (place if names_places else "", name, form)
-        for place, forms in checkpoint["remotes"].items()
+        for place, forms in checkpoint.remotes.items()
         for name, form in forms.items()
-        if form.get("ended_at")
+        if form.ended_at
     ]
     found = [
-        when(form["ended_at"], now, f"{place} {name}".strip() if len(committed) > 1 else "")
+        when(form.ended_at, now, f"{place} {name}".strip() if len(committed) > 1 else "")
         for place, name, form in committed
     ]
     there = [
         when(one.at, now, one.form)
         for one in deleted
-        if one.tag == checkpoint["tag"] and one.generation == checkpoint["generation"]
+        if one.tag == checkpoint.tag and one.generation == checkpoint.generation
     ]
-    ended = local.get("ended_at")
     return Track(
-        tag=checkpoint["tag"],
-        saved=when(local.get("seen_at"), now),
-        complete=when(local.get("complete_at"), now),
+        tag=checkpoint.tag,
+        saved=when(local.seen_at, now),
+        complete=when(local.complete_at, now),
         committed=tuple(one for one in found if one is not None),
-        deleted_here=when(ended, now),
+        deleted_here=when(local.ended_at, now),
         deleted_there=tuple(one for one in there if one is not None),
-        is_here=bool(local["present"] or local["held"]),
+        is_here=bool(local.present or local.held),
     )
 
 
 # --- outlook ---------------------------------------------------------------------------------------------
 
 
-def _outlook(job: dict[str, Any]) -> list[Fact]:
+def _outlook(job: JobStatus) -> list[Fact]:
     """Say how long the disk and the link last."""
     found = []
     clauses = words.disk_clauses(job)
     if clauses:
-        is_full_soon = (job["disk"] or {}).get("full_in_saves") is not None
+        is_full_soon = job.disk is not None and job.disk.full_in_saves is not None
         disk = [text for text in clauses if not text.startswith(("trainer writes", "upload "))]
         text = ", ".join([disk[0].removeprefix("disk "), *disk[1:]])
         found.append(Fact(title="Disk", text=text, tone="late" if is_full_soon else "calm"))
-    written, sent = job.get("production_bytes_per_second"), job.get("link_bytes_per_second")
+    written, sent = job.production_bytes_per_second, job.link_bytes_per_second
     if written:
         found.append(Fact(title="Trainer writes", text=f"{size_of(written)}/s"))
     if sent:
@@ -435,34 +432,30 @@ def _outlook(job: dict[str, Any]) -> list[Fact]:
         if written:
             part = sent / written
             text += f", {part:.1f} times what the trainer writes"
-        is_slow = bool(written) and sent < written
+        is_slow = bool(written and sent < written)
         found.append(Fact(title="Upload", text=text, tone="late" if is_slow else "calm"))
-    for remote in job.get("remotes", ()):
-        if remote["attached"]:
-            text = f"connected, uploads verified by {remote['proof'] or '?'}"
-        else:
-            text = "not attached"
+    for remote in job.remotes:
+        verified = f"connected, uploads verified by {remote.proof or '?'}"
+        text = verified if remote.attached else "not attached"
         found.append(
             Fact(
                 title=words.remote_shown(remote),
-                text=f"{text} · {remote['url']}" if remote.get("url") else text,
-                tone="calm" if remote["attached"] else "late",
+                text=f"{text} · {remote.url}" if remote.url else text,
+                tone="calm" if remote.attached else "late",
             )
         )
     return found
 
 
-def _held(job: dict[str, Any]) -> list[Held]:
+def _held(job: JobStatus) -> list[Held]:
     return [
         Held(
-            place=remote["name"],
-            tag=held["tag"],
-            forms=", ".join(held["forms"]),
-            verdict=f"leaves {', '.join(held['leaves'])}"
-            if held["verdict"] == "step-down"
-            else held["verdict"],
-            why="; ".join(held["why"]),
+            place=remote.name,
+            tag=held.tag,
+            forms=", ".join(held.forms),
+            verdict=f"leaves {', '.join(held.leaves)}" if held.verdict == "step-down" else held.verdict,
+            why="; ".join(held.why),
         )
-        for remote in job.get("remotes", ())
-        for held in remote.get("held", ())
+        for remote in job.remotes
+        for held in remote.held
     ]

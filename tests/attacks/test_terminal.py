@@ -32,6 +32,7 @@ from ckptd.cli.screen import Screen
 from ckptd.cli.status.command import _print, screen
 from ckptd.cli.status.watch import watch_lines, watch_screen
 from ckptd.observe.logs import TextLines
+from ckptd.observe.status_reader import status_of
 from tests.support import status_gallery as gallery
 from tests.support.restore_scene import OPTIM, RestoreScene, scene
 
@@ -162,16 +163,15 @@ def test_status_of_a_run_whose_names_are_hostile(evil: str, terminal: Run) -> No
 
     shows = (evil,) if evil in PLAIN else ()
     for title in ("a person is needed", "daemon dead", "draining, and too slow", "nobody was told"):
-        document = spoilt(gallery.plain(documents[title]))
+        document = status_of(spoilt(gallery.plain(documents[title])))
         look = partial(screen, document, gallery.NOW, retention=False)
-        name = document["jobs"][0]["name"]
+        name = document.jobs[0].name
         judged(terminal(partial(_print, [document], None, False)), shows=shows)
         judged(terminal(partial(_print, [document], None, True)), shows=shows)
         judged(terminal(partial(watch, look)), shows=shows)
         judged(terminal(partial(watch_lines, [name].copy, 0.0, rounds=1)))
-        for checkpoint in document["jobs"][0]["checkpoints"] if evil in PLAIN else ():
-            tag = checkpoint["tag"]
-            judged(terminal(partial(_print, [document], tag, False)), shows=(tag,))
+        for checkpoint in document.jobs[0].checkpoints if evil in PLAIN else ():
+            judged(terminal(partial(_print, [document], checkpoint.tag, False)), shows=(checkpoint.tag,))
 
 
 def watch(look: Callable[[], list[Any]]) -> None:

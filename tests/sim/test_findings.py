@@ -10,7 +10,6 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -940,10 +939,10 @@ def test_a_step_saved_again_is_at_risk_until_that_save_is_committed(world: World
     told = job_status(world.job)
     assert told.safe is not None
     assert (told.safe.step, told.steps_at_risk) == (3, 2)
-    assert judge_step(asdict(told), 3)[0] == "not yet"
+    assert judge_step(told, 3)[0] == "not yet"
     world.live_on(100, rng)
     done = job_status(world.job)
-    assert (done.steps_at_risk, judge_step(asdict(done), 3)[0]) == (0, "committed")
+    assert (done.steps_at_risk, judge_step(done, 3)[0]) == (0, "committed")
     assert done.seconds_at_risk is not None
     assert told.seconds_at_risk is not None
     assert done.seconds_at_risk < told.seconds_at_risk + 100
@@ -962,13 +961,13 @@ def test_of_an_old_save_dir_all_that_may_be_its_newest_is_committed(world: World
     rng = random.Random(0)
     world.live_on(100, rng, until=lambda: is_committed_there(world, 9))
     assert world.job is not None
-    assert judge_step(asdict(job_status(world.job)), 3)[0] == "not yet"
+    assert judge_step(job_status(world.job), 3)[0] == "not yet"
     assert exit_code(world.job) == 3
     world.live_on(300, rng, world.has_rested)
     assert is_committed_there(world, 3)
     assert not is_committed_there(world, 8)
     done = job_status(world.job)
-    assert (done.steps_at_risk, judge_step(asdict(done), 3)[0], exit_code(world.job)) == (0, "committed", 0)
+    assert (done.steps_at_risk, judge_step(done, 3)[0], exit_code(world.job)) == (0, "committed", 0)
     reasons = {one.step: one.reason for one in done.checkpoints}
     assert reasons[3] is None
     assert str(reasons[8]).startswith("there before ckptd: not uploaded")

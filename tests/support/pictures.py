@@ -39,7 +39,7 @@ def status_svg() -> str:
     """The first screen of the README as a picture."""
     console = Screen(file=io.StringIO(), width=WIDTH)
     console.record = True
-    document = gallery.plain(gallery.of_the_readme())
+    document = gallery.read(gallery.of_the_readme())
     for part in screen(document, gallery.NOW, retention=False):
         console.print(part, soft_wrap=True)
     made = console.export_svg(title="ckptd status", theme=_THEME, code_format=_FORMAT, unique_id="status")

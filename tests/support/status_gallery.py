@@ -19,6 +19,7 @@ from ckptd.cli.status.command import screen
 from ckptd.maintenance.status.verdict import exit_code, life_of
 from ckptd.observe import status as st
 from ckptd.observe.status import pid_space
+from ckptd.observe.status_reader import status_of
 
 NOW = datetime.fromisoformat("2026-03-01T12:00:00+00:00").timestamp()
 NO_PROCESS = 4_194_304 + 1
@@ -379,20 +380,25 @@ def documents() -> dict[str, st.Status]:
 
 
 def plain(document: st.Status) -> dict[str, Any]:
-    """As a reader finds it in the file."""
-    read: dict[str, Any] = json.loads(json.dumps(asdict(document)))
-    return read
+    """As it stands in the file."""
+    written: dict[str, Any] = json.loads(json.dumps(asdict(document)))
+    return written
+
+
+def read(document: st.Status) -> st.Status:
+    """As a reader has it from the file."""
+    return status_of(plain(document))
 
 
 def shown(document: st.Status, *, width: int = 80, retention: bool = False, encoding: str = "utf-8") -> str:
     """What stands on the screen at `NOW`, and the exit code."""
-    read = plain(document)
+    found = read(document)
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
     console = Screen(file=out, width=width)
-    for part in screen(read, NOW, retention=retention):
+    for part in screen(found, NOW, retention=retention):
         console.print(part, soft_wrap=True)
     out.seek(0)
-    code = exit_code(read["jobs"], is_alive=life_of(read, NOW).is_well)
+    code = exit_code(found.jobs, is_alive=life_of(found, NOW).is_well)
     return f"{out.read()}[exit {code}]".replace(f"process {os.getpid()}", "process 4711")
 
 

@@ -229,14 +229,13 @@ def _fingerprints(config: JobConfig, tag: str, state_dir: Path) -> tuple[tuple[s
 
 def _published_state(state_dir: Path, tag: str) -> str:
     """Return the daemon's last word on a checkpoint here: it may know an earlier save of that tag."""
-    import json
+    from ckptd.observe.status_reader import read_status
 
     try:
-        jobs = json.loads((state_dir / "status.json").read_bytes())["jobs"]
-        rows = [row for job in jobs for row in job["checkpoints"] if row["tag"] == tag]
-        return next((str(row["state"]) for row in rows), "")
-    except (OSError, ValueError, KeyError, TypeError):
+        status, _ = read_status((state_dir / "status.json").read_bytes())
+    except (OSError, ValueError):
         return ""
+    return next((row.state for job in status.jobs for row in job.checkpoints if row.tag == tag), "")
 
 
 def _must_be_pinned(config: JobConfig, tag: str, state_dir: Path) -> None:

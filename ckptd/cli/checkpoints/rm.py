@@ -184,12 +184,12 @@ class Removing:
         from ckptd.cli.daemon.request import POLL_SECONDS
         from ckptd.errors import BehindError
         from ckptd.maintenance.status.verdict import is_there
-        from ckptd.observe.status import RemovalRowStatus
 
         while not waiting.is_over:
-            found = self._where.job().get("removal")
-            if found is not None and waiting.is_answer(found["asked_at"]):
-                if waiting.takes([RemovalRowStatus(**row) for row in found["rows"]]):
+            job = self._where.job()
+            found = job.removal if job is not None else None
+            if found is not None and waiting.is_answer(found.asked_at):
+                if waiting.takes(found.rows):
                     return
             elif self._where.pid is not None and not is_there(self._where.pid):
                 break

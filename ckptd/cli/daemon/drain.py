@@ -5,7 +5,7 @@ A running daemon is asked to; else the same work is done here, under the job's l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ckptd.cli.daemon.request import RequestedJob
     from ckptd.config.loader import LoadedConfig
+    from ckptd.observe.status import DrainStatus, JobStatus
 
 GRACE_SECONDS = 2.0
 """Wait after the deadline for the daemon's last word."""
@@ -127,9 +128,9 @@ class Draining:
         except NotFoundError:
             return False
         jobs = [
-            one for one in document["jobs"] if self._job is None or is_meant(one, self._job, self._config_dir)
+            one for one in document.jobs if self._job is None or is_meant(one, self._job, self._config_dir)
         ]
-        is_waiting = bool(jobs) and all(one["state"] == "waiting" for one in jobs)
+        is_waiting = bool(jobs) and all(one.state == "waiting" for one in jobs)
         return is_waiting and life_of(document, time.time()).is_well
 
     def _ask(self, one: RequestedJob) -> None:
@@ -150,25 +151,29 @@ class Draining:
             stalled = 0
             for one in list(waiting):
                 drain = self._drain_of(one)
-                if drain and (drain["is_done"] or set(drain["missing"]) <= set(drain["refused"])):
+                if drain is not None and (drain.is_done or set(drain.missing) <= set(drain.refused)):
                     waiting.remove(one)
                 elif one.pid is None or not is_there(one.pid):
                     print_note(f"{one.name}: its daemon has gone")
                     return True
-                stalled += one in waiting and bool(drain.get("stalled"))
+                stalled += one in waiting and drain is not None and bool(drain.stalled)
             if stalled == len(waiting):
                 return False
             time.sleep(POLL_SECONDS)
         return False
 
-    def _drain_of(self, one: RequestedJob) -> dict[str, Any]:
-        """Return the daemon's status of this drain; print checkpoints that will not make it, once each."""
+    def _drain_of(self, one: RequestedJob) -> DrainStatus | None:
+        """Return the daemon's status of this drain; print checkpoints that will not make it, once each.
+
+        None: it tells of no such drain.
+        """
         from datetime import datetime
 
-        drain: dict[str, Any] = one.job().get("drain") or {}
-        if not drain or abs(datetime.fromisoformat(drain["asked_at"]).timestamp() - self._asked_at_unix) > 1:
-            return {}
-        for tag in drain["late"]:
+        job = one.job()
+        drain = job.drain if job is not None else None
+        if drain is None or abs(datetime.fromisoformat(drain.asked_at).timestamp() - self._asked_at_unix) > 1:
+            return None
+        for tag in drain.late:
             if (one.name, tag) not in self._told:
                 self._told.add((one.name, tag))
                 print_note(f"{one.name}: {tag} will not make it at the speed of the link")
@@ -182,20 +187,20 @@ class Draining:
         for one in jobs:
             # what status still tells of an earlier drain says nothing of what was saved since
             drain = self._drain_of(one)
-            if not drain:
+            if drain is None:
                 print_line(f"{one.name}: {_no_answer(one)}; what is committed is not known")
                 code = 3
                 continue
-            if drain["is_done"]:
-                print_line(f"{one.name}: drained, {all_committed(len(drain.get('unsent', ())))}")
+            if drain.is_done:
+                print_line(f"{one.name}: drained, {all_committed(len(drain.unsent))}")
                 continue
             job = one.job()
-            print_line(f"{one.name}: not committed: {', '.join(drain['missing']) or not_begun(job)}")
-            if drain.get("stalled"):
-                print_note(f"{one.name}: {not_waited_for(drain['stalled'])}")
+            print_line(f"{one.name}: not committed: {', '.join(drain.missing) or not_begun(job)}")
+            if drain.stalled:
+                print_note(f"{one.name}: {not_waited_for(drain.stalled)}")
             for line in reasons(job):
                 print_note(f"{one.name}: {line}")
-            is_refused = drain["missing"] and set(drain["missing"]) <= set(drain["refused"])
+            is_refused = drain.missing and set(drain.missing) <= set(drain.refused)
             code = max(code, 1 if is_refused else 3)
         return code
 
@@ -254,15 +259,15 @@ class Draining:
         return loader.LoadedConfig(daemon=daemon, jobs=(job,))
 
 
-def not_begun(job: dict[str, Any]) -> str:
+def not_begun(job: JobStatus | None) -> str:
     """Name the checkpoints that were not known to be complete when the time ran out."""
-    rows = job.get("checkpoints", [])
-    return ", ".join(f"{row['tag']} ({row['state']})" for row in rows if row["state"] in _NOT_BEGUN) or (
+    rows = job.checkpoints if job is not None else ()
+    return ", ".join(f"{row.tag} ({row.state})" for row in rows if row.state in _NOT_BEGUN) or (
         "what is being saved"
     )
 
 
-def reasons(job: dict[str, Any]) -> list[str]:
+def reasons(job: JobStatus | None) -> list[str]:
     """Return a job's other problems and their next steps: a longer window does not bring back a remote that
     is away.
     """
@@ -270,7 +275,7 @@ def reasons(job: dict[str, Any]) -> list[str]:
 
     from ckptd.maintenance.status.words import problem_lines
 
-    lines = problem_lines(job, time.time()) if job.get("problems") else []
+    lines = problem_lines(job, time.time()) if job is not None else []
     return [line.strip() for severity, line in lines if severity != "note"]
 
 

@@ -49,13 +49,13 @@ def register(app: typer.Typer) -> None:
 
         must_be_of_this_node(job, "logs")
         places = [Path(place) if place else None for place in (state_dir, config_dir)]
-        place, document = published(job, *places)[0]
-        meant = [one["name"] for one in document["jobs"] if is_meant(one, job, places[1])]
-        name, start = meant[0] if meant else job, str(document["daemon"].get("start_command") or "")
+        found = published(job, *places)[0]
+        meant = [one.name for one in found.status.jobs if is_meant(one, job, places[1])]
+        name, start = meant[0] if meant else job, found.status.daemon.start_command
         if start.startswith("systemctl "):
             _show_journal(start.split(), name, lines, follow=follow)
         else:
-            _show_file(place, name, lines, follow=follow)
+            _show_file(found.place, name, lines, follow=follow)
 
 
 # --- a service: the journal ------------------------------------------------------------------------------

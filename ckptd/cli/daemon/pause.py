@@ -69,4 +69,4 @@ def _set(job: str | None, state_dir: str | None, config_dir: str | None, *, is_p
 def _is_set(one: RequestedJob, is_paused: bool) -> bool:
     """Tell whether the daemon says that the job is paused."""
     job = one.job()
-    return bool(job) and (job["paused"] is not None) == is_paused
+    return job is not None and (job.paused is not None) == is_paused

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -18,6 +18,8 @@ from ckptd.storage.local.job_names import must_be_of_this_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ckptd.observe.status import Status
 
 WAIT_SECONDS = 30.0
 
@@ -46,13 +48,13 @@ def register(app: typer.Typer) -> None:
 
         must_be_of_this_node(job, "reload")
 
-        def look() -> dict[str, Any]:
+        def look() -> Status:
             places = (Path(place) if place else None for place in (state_dir, config_dir))
             return find_status(job, *places, say=print_note)
 
-        before = look()["daemon"]
-        _signal(daemon_pid(before["pid"], signal.SIGHUP, before.get("start_command") or ""))
-        print_line(_answer(look, before.get("reloaded_at")))
+        before = look().daemon
+        _signal(daemon_pid(before.pid, signal.SIGHUP, before.start_command))
+        print_line(_answer(look, before.reloaded_at))
 
 
 def _signal(pid: int) -> None:
@@ -63,26 +65,24 @@ def _signal(pid: int) -> None:
         raise NotPermitted(msg, hint="run this as the user that ckptd runs as") from error
 
 
-def _answer(look: Callable[[], dict[str, Any]], before: str | None) -> str:
+def _answer(look: Callable[[], Status], before: str | None) -> str:
     """Wait for the daemon's answer to the reload and return it as a line.
 
     Raises:
         ConfigError: something was refused; what runs goes on as it was (78).
         BehindError: no answer in time (3).
     """
-    document: dict[str, Any] = {}
+    found: Status | None = None
 
     def is_answered() -> bool:
-        nonlocal document
-        try:
-            document = look()
-        except (NotFoundError, json.JSONDecodeError):
-            return False
-        return document["daemon"].get("reloaded_at") not in (None, before)
+        nonlocal found
+        with contextlib.suppress(NotFoundError):
+            found = look()
+        return found is not None and found.daemon.reloaded_at not in (None, before)
 
-    if not wait_until(is_answered, WAIT_SECONDS):
+    if not wait_until(is_answered, WAIT_SECONDS) or found is None:
         msg = f"the daemon gave no answer within {WAIT_SECONDS:.0f} s"
         raise BehindError(msg, hint="ckptd status shows what it does")
-    if document["daemon"].get("reload_error"):
-        raise ConfigError(document["daemon"]["reload_error"], hint="what was refused goes on as it was")
-    return "reloaded: " + ", ".join(f"{j['name']} {j['state']}" for j in document["jobs"])
+    if found.daemon.reload_error:
+        raise ConfigError(found.daemon.reload_error, hint="what was refused goes on as it was")
+    return "reloaded: " + ", ".join(f"{job.name} {job.state}" for job in found.jobs)

@@ -10,7 +10,7 @@ import signal
 import time
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptd.cli.output import print_note
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, from_os_error
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
+    from ckptd.observe.status import DaemonStatus, JobStatus
+
 POLL_SECONDS = 0.1
 
 
@@ -35,13 +37,13 @@ class RequestedJob:
     state_dir: Path
     pid: int | None
 
-    def job(self) -> dict[str, Any]:
-        """Return the job as it is published now; empty while it is not."""
+    def job(self) -> JobStatus | None:
+        """Return the job as it is published now; None while it is not."""
         try:
-            jobs = published(None, self.state_dir)[0][1]["jobs"]
+            jobs = published(None, self.state_dir)[0].status.jobs
         except CkptdError:
-            return {}
-        return next((job for job in jobs if job["name"] == self.name), {})
+            return None
+        return next((job for job in jobs if job.name == self.name), None)
 
 
 def requested_jobs(job: str | None, state_dir: Path | None, config_dir: Path | None) -> list[RequestedJob]:
@@ -51,13 +53,13 @@ def requested_jobs(job: str | None, state_dir: Path | None, config_dir: Path | N
         NotFoundError: none has.
     """
     found = []
-    for place, document in published(job, state_dir, config_dir, say=print_note):
-        for one in document["jobs"]:
-            is_wanted = (job is None or is_meant(one, job, config_dir)) and one["state"] != "invalid"
-            home = _begun(place, None if state_dir else job, config_dir) if is_wanted else None
+    for document in published(job, state_dir, config_dir, say=print_note):
+        for one in document.status.jobs:
+            is_wanted = (job is None or is_meant(one, job, config_dir)) and one.state != "invalid"
+            home = _begun(document.place, None if state_dir else job, config_dir) if is_wanted else None
             if home is not None:
                 found.append(
-                    RequestedJob(name=one["name"], state_dir=home, pid=_listening(document["daemon"]))
+                    RequestedJob(name=one.name, state_dir=home, pid=_listening(document.status.daemon))
                 )
     if not found:
         msg = f"{job or 'no job'} has no checkpoint yet" if job else "no job has a checkpoint yet"
@@ -71,11 +73,11 @@ def _begun(place: Path, job: str | None, config_dir: Path | None) -> Path | None
     return next((one for one in chain((place,), others) if (one / "journal.db").exists()), None)
 
 
-def _listening(daemon: dict[str, Any]) -> int | None:
-    if not daemon["alive"]:
+def _listening(daemon: DaemonStatus) -> int | None:
+    if not daemon.alive:
         return None
     try:
-        return daemon_pid(int(daemon["pid"]), signal.SIGUSR1)
+        return daemon_pid(daemon.pid, signal.SIGUSR1)
     except NotFoundError:
         return None
 

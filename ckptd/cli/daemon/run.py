@@ -119,8 +119,8 @@ def _run(daemon: Daemon) -> int:
         if code and codes:
             log.warning("%s: exit code %d: %s; `ckptd status` says more", name, code, ", ".join(codes))
         with contextlib.suppress(CkptdError):
-            for row in find_status(None, job.state_dir)["jobs"]:
-                if row["name"] == name:
+            for row in find_status(None, job.state_dir).jobs:
+                if row.name == name:
                     log.info("%s: %s", name, headline(row, Life(), time.time()))
     return code
 

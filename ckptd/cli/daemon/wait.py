@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,6 +13,8 @@ from ckptd.cli.output import ENV_JOB, JOB_HERE_HELP, print_line
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ckptd.observe.status import CheckpointStatus, JobStatus
 
 POLL_SECONDS = 0.5
 UNWATCHED_SECONDS = 30.0
@@ -102,8 +104,8 @@ def _must_be_a_job(job: str, config_dir: Path | None) -> None:
         job_named(job, os.environ, config_dir=config_dir)
 
 
-def _look(job: str, places: list[Any]) -> tuple[dict[str, Any], bool]:
-    """Return the job as published (empty: not yet), and whether a daemon watches it."""
+def _look(job: str, places: list[Path | None]) -> tuple[JobStatus | None, bool]:
+    """Return the job as published (None: not yet), and whether a daemon watches it."""
     import time
 
     from ckptd.errors import NotFoundError
@@ -113,76 +115,71 @@ def _look(job: str, places: list[Any]) -> tuple[dict[str, Any], bool]:
     try:
         document = find_status(job, *places)
     except NotFoundError:
-        return {}, False
-    found: dict[str, Any] = next((one for one in document["jobs"] if is_meant(one, job, places[1])), {})
+        return None, False
+    found = next((one for one in document.jobs if is_meant(one, job, places[1])), None)
     return found, life_of(document, time.time()).is_well
 
 
-def judge_step(job: dict[str, Any], step: int) -> tuple[str, str]:
+def judge_step(job: JobStatus | None, step: int) -> tuple[str, str]:
     """Return ("committed" | "cannot" | "not yet", why) of the step's newest save in its newest branch."""
-    if not job:
+    if job is None:
         return "not yet", ""
     newest = _newest(job, step)
-    safe = job.get("safe")
+    safe = job.safe
     # a COMMIT of the step may be of an older save of it: where one is known here, its own state decides
-    branch = 0 if newest is None else newest["branch"] or inf
-    is_safe = safe is not None and safe["step"] == step and safe["branch"] > branch
+    branch = 0 if newest is None else newest.branch or inf
+    is_safe = safe is not None and safe.step == step and safe.branch > branch
     if is_safe or (_is_committed(newest) if newest is not None else _is_held(job, step)):
-        tag = newest["tag"] if newest else safe["tag"] if is_safe and safe else f"step {step}"
+        tag = newest.tag if newest else safe.tag if is_safe and safe else f"step {step}"
         return "committed", f"step {step} ({tag}) is committed"
-    if newest is not None and newest["state"] in _ENDED and not _is_sent_still(newest):
-        reason = newest["reason"] or _ENDED[newest["state"]]
-        return "cannot", f"step {step} ({newest['tag']}) is not committed and will not be: {reason}"
-    complete = next((c for c in job["checkpoints"] if c["tag"] == job["newest_complete"]), None)
-    if (
-        newest is None
-        and safe is not None
-        and complete is not None
-        and min(safe["step"], complete["step"]) > step
-    ):
-        return "cannot", f"no checkpoint of step {step} is known, and the run is at step {complete['step']}"
+    if newest is not None and newest.state in _ENDED and not _is_sent_still(newest):
+        reason = newest.reason or _ENDED[newest.state]
+        return "cannot", f"step {step} ({newest.tag}) is not committed and will not be: {reason}"
+    complete = next((c.step for c in job.checkpoints if c.tag == job.newest_complete), None)
+    if newest is None and safe is not None and complete is not None and min(safe.step, complete) > step:
+        return "cannot", f"no checkpoint of step {step} is known, and the run is at step {complete}"
     return "not yet", ""
 
 
-def _newest(job: dict[str, Any], step: int) -> dict[str, Any] | None:
+def _newest(job: JobStatus, step: int) -> CheckpointStatus | None:
     """Return the newest checkpoint of a step; one being saved has no branch yet and is newer than all that
     have.
     """
-    ones = [c for c in job["checkpoints"] if c["kind"] == "resumable"]
-    sealed = next((c for c in ones if c["step"] == step and c["branch"] is not None), None)
-    return next((c for c in ones if c["branch"] is None and _is_later(c, step, sealed)), sealed)
+    ones = [c for c in job.checkpoints if c.kind == "resumable"]
+    sealed = next((c for c in ones if c.step == step and c.branch is not None), None)
+    return next((c for c in ones if c.branch is None and _is_later(c, step, sealed)), sealed)
 
 
-def _is_later(one: dict[str, Any], step: int, sealed: dict[str, Any] | None) -> bool:
+def _is_later(one: CheckpointStatus, step: int, sealed: CheckpointStatus | None) -> bool:
     """Tell whether a folder that is no sealed save is of the step; which one says its tag before its
     shards do.
     """
-    if one["state"] == "leftover":
+    if one.state == "leftover":
         return False
-    is_again = sealed is not None and one["tag"] == sealed["tag"]
-    if one["step"] is None:
-        return is_again and re.search(rf"(?<!\d)0*{step}\D*$", one["tag"]) is not None
+    is_again = sealed is not None and one.tag == sealed.tag
+    if one.step is None:
+        return is_again and re.search(rf"(?<!\d)0*{step}\D*$", one.tag) is not None
     # what an interrupted save left under another name is no later one than what was sealed
-    return one["step"] == step and (sealed is None or is_again or one["state"] not in _ENDED)
+    return one.step == step and (sealed is None or is_again or one.state not in _ENDED)
 
 
-def _is_committed(one: dict[str, Any]) -> bool:
+def _is_committed(one: CheckpointStatus) -> bool:
     """Tell whether a checkpoint is committed; one deleted here counts if each remote meant for it holds its
     ZeRO form.
     """
-    zero = [forms["zero"]["state"] for forms in one["remotes"].values() if "zero" in forms]
-    is_gone = not one["local"]["present"]
-    return one["state"] == "committed" or (is_gone and bool(zero) and set(zero) == {"committed"})
+    zero = [forms["zero"].state for forms in one.remotes.values() if "zero" in forms]
+    is_gone = not one.local.present
+    return one.state == "committed" or (is_gone and bool(zero) and set(zero) == {"committed"})
 
 
-def _is_sent_still(one: dict[str, Any]) -> bool:
+def _is_sent_still(one: CheckpointStatus) -> bool:
     """Tell whether the trainer deleted it and our clones of it are still uploaded."""
-    return one["local"]["held"] and one["state"] in ("vanished", "superseded")
+    return one.local.held and one.state in ("vanished", "superseded")
 
 
-def _is_held(job: dict[str, Any], step: int) -> bool:
+def _is_held(job: JobStatus, step: int) -> bool:
     """Tell whether nothing is known of it here and every remote that answers holds its ZeRO form."""
-    remotes = [remote for remote in job["remotes"] if remote["attached"]]
+    remotes = [remote for remote in job.remotes if remote.attached]
     return bool(remotes) and all(
-        any(one["step"] == step and "zero" in one["forms"] for one in remote["held"]) for remote in remotes
+        any(one.step == step and "zero" in one.forms for one in remote.held) for remote in remotes
     )

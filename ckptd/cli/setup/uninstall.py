@@ -71,7 +71,7 @@ def _state_dir(config: JobConfig, directory: Path) -> Path | None:
         return found
     try:
         # by its save_dir: what the name alone means may be another job
-        return published(str(config.save_dir), None, directory)[0][0]
+        return published(str(config.save_dir), None, directory)[0].place
     except NotFoundError:
         return None
 

@@ -30,6 +30,9 @@ from ckptd.storage.local.job_names import is_remote
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ckptd.maintenance.status.published import Published
+    from ckptd.observe.status import Status
+
 
 _INTERVAL_SECONDS, _LEAST_INTERVAL_SECONDS = 2.0, 0.1
 
@@ -156,32 +159,31 @@ def show(
         _must_be_of_a_node(job, live=live, retention=retention, watch=watch)
         return show_url(job, places[1], as_json=as_json)
 
-    def look() -> list[dict[str, Any]]:
+    def look() -> list[Published]:
         return find_statuses(job, *places, say=print_note)
 
     if live:
-        return _liveness(look)
+        return _liveness(lambda: [one.status for one in look()])
     if watch:
         if as_json or tag is not None:
             raise UsageError("--watch shows jobs; it takes neither --json nor a TAG")
-        return _watch(lambda: [jobs_meant(one, job, places[1]) for one in look()], retention, interval)
+        return _watch(lambda: [jobs_meant(one, job, places[1]).status for one in look()], retention, interval)
     documents = look()
     if as_json:
-        for document in documents:
-            document["jobs"] = [
-                one for one in document["jobs"] if job is None or is_meant(one, job, places[1])
-            ]
+        documents = [
+            document.only(lambda one: job is None or is_meant(one, job, places[1])) for document in documents
+        ]
         _print_json(documents, tag)
     else:
         documents = [jobs_meant(document, job, places[1]) for document in documents]
-        _print(documents, tag, retention)
-    return _worst(documents)
+        _print([document.status for document in documents], tag, retention)
+    return _worst([document.status for document in documents])
 
 
-def _worst(documents: Sequence[dict[str, Any]]) -> int:
+def _worst(documents: Sequence[Status]) -> int:
     """Return the exit code of the daemon that is worst off."""
     now = time.time()
-    codes = [exit_code(one["jobs"], is_alive=life_of(one, now).is_well) for one in documents]
+    codes = [exit_code(one.jobs, is_alive=life_of(one, now).is_well) for one in documents]
     return min(codes, key=(1, 3, 0).index)
 
 
@@ -214,30 +216,31 @@ def _must_be_of_a_node(url: str, **options: bool) -> None:
             raise UsageError(msg, hint=f"ckptd status {shlex.quote(url)}, or name the job")
 
 
-def _liveness(look: Callable[[], list[dict[str, Any]]]) -> int:
+def _liveness(look: Callable[[], list[Status]]) -> int:
     """Answer a probe: a line for each daemon, 0 while their turns go on, whatever becomes of their jobs."""
     try:
         documents = look()
     except CkptdError as error:
         print_line(f"not live: {error.message}")
         return 1
-    lives = [(document["daemon"]["pid"], life_of(document, time.time())) for document in documents]
+    lives = [(document.daemon.pid, life_of(document, time.time())) for document in documents]
     for process, life in lives:
         print_line(f"live: process {process}" if life.is_well else f"not live: {life.reason}")
     return 0 if all(life.is_well for _, life in lives) else 1
 
 
-def _print_json(documents: Sequence[dict[str, Any]], tag: str | None) -> None:
-    from ckptd.cli.status.detail import story_of
+def _print_json(documents: Sequence[Published], tag: str | None) -> None:
+    from ckptd.cli.status.detail import story_as_written
 
-    for document in documents:
-        document["daemon"]["alive"] = life_of(document, time.time()).is_well
-    first, *others = documents
+    first, *others = (
+        one.written | {"daemon": one.written["daemon"] | {"alive": life_of(one.status, time.time()).is_well}}
+        for one in documents
+    )
     shown = first | ({"other_daemons": others} if others else {})
-    print(json.dumps(shown if tag is None else story_of(first["jobs"], tag)[0], indent=2))
+    print(json.dumps(shown if tag is None else story_as_written(first["jobs"], tag), indent=2))
 
 
-def _print(documents: Sequence[dict[str, Any]], tag: str | None, retention: bool) -> None:
+def _print(documents: Sequence[Status], tag: str | None, retention: bool) -> None:
     from ckptd.cli.screen import screen as console_of_stdout
     from ckptd.cli.status.drawing import ELSEWHERE
 
@@ -251,11 +254,11 @@ def _print(documents: Sequence[dict[str, Any]], tag: str | None, retention: bool
 
     (document,) = documents
     is_alive = life_of(document, time.time()).is_well
-    for line in story_of(printable_everywhere(document["jobs"]), tag, is_alive=is_alive)[1]:
+    for line in story_of(printable_everywhere(document.jobs), tag, is_alive=is_alive):
         console.print(cell(line), soft_wrap=True)
 
 
-def _watch(look: Callable[[], list[dict[str, Any]]], retention: bool, interval_seconds: float) -> int:
+def _watch(look: Callable[[], list[Status]], retention: bool, interval_seconds: float) -> int:
     """Show it until Ctrl-C; the exit code of what was shown last."""
     import gc
 
@@ -266,7 +269,7 @@ def _watch(look: Callable[[], list[dict[str, Any]]], retention: bool, interval_s
 
     code = 1
 
-    def looked() -> list[dict[str, Any]]:
+    def looked() -> list[Status]:
         nonlocal code
         code = 1
         documents = look()
@@ -276,9 +279,9 @@ def _watch(look: Callable[[], list[dict[str, Any]]], retention: bool, interval_s
     def first_lines() -> list[str]:
         now = time.time()
         return [
-            f"{one['name']}  {words.headline(one, life_of(document, now), now)}"
+            f"{one.name}  {words.headline(one, life_of(document, now), now)}"
             for document in looked()
-            for one in printable_everywhere(document["jobs"])
+            for one in printable_everywhere(document.jobs)
         ]
 
     gc.enable()  # one look needs none, days of them do
@@ -297,45 +300,43 @@ def _watch(look: Callable[[], list[dict[str, Any]]], retention: bool, interval_s
 _STYLES = {"attention": "red", "behind": "yellow"}
 
 
-def screens(documents: Sequence[dict[str, Any]], now: float, *, retention: bool) -> list[Any]:
+def screens(documents: Sequence[Status], now: float, *, retention: bool) -> list[Any]:
     """Return what is shown of each daemon, one below the other; of several with the process."""
     if len(documents) == 1:
         return screen(documents[0], now, retention=retention)
     parts: list[Any] = []
     for document in documents:
-        daemon = document["daemon"]
+        daemon = document.daemon
         parts += [cell("")] if parts else []
         parts += screen(document, now, retention=retention)
         if life_of(document, now).is_well:
-            how = f": {daemon['start_command']}" if daemon.get("start_command") else ""
-            parts.append(cell(f"  process {daemon['pid']}{how}", "dim"))
+            how = f": {daemon.start_command}" if daemon.start_command else ""
+            parts.append(cell(f"  process {daemon.pid}{how}", "dim"))
     return parts
 
 
-def screen(document: dict[str, Any], now: float, *, retention: bool) -> list[Any]:
+def screen(document: Status, now: float, *, retention: bool) -> list[Any]:
     """Return everything that is shown, top to bottom, for a console of rich."""
     from ckptd.cli.status.drawing import clauses_line, headline, prose
 
     life = life_of(document, now)
     parts: list[Any] = []
-    for job in printable_everywhere(document["jobs"]):
+    for job in printable_everywhere(document.jobs):
         parts += [cell("")] if parts else []
-        parts.append(headline(job["name"], verdict(job, life), words.clauses(job, life, now)))
-        if not life.is_well and job["state"] != "invalid":
+        parts.append(headline(job.name, verdict(job, life), words.clauses(job, life, now)))
+        if not life.is_well and job.state != "invalid":
             parts.append(cell(f"  → {words.start_it(job, life)}"))
         for severity, line in words.problem_lines(job, now):
             style = _STYLES.get(severity, "")
             is_step = line.startswith(words.NEXT)
             parts.append(cell(f"  {line}", style) if is_step else prose(line, style))
-        if job["checkpoints"] if retention else checkpoints_of(job):
+        if job.checkpoints if retention else checkpoints_of(job):
             parts.append(checkpoints_table(job, retention=retention, is_alive=life.is_well))
-        parts += [remote_table(remote) for remote in job.get("remotes", []) if retention]
+        parts += [remote_table(remote) for remote in job.remotes if retention]
         said = [words.shared_line(job)]
-        said += [words.abilities(remote, is_all=retention) for remote in job.get("remotes", [])]
+        said += [words.abilities(remote, is_all=retention) for remote in job.remotes]
         parts += [prose(line, "dim") for line in said if line]
         if said_of_disk := words.disk_clauses(job):
             parts.append(clauses_line(said_of_disk, "dim"))
-    for key, text in (("notify_error", "nobody was told:"), ("metrics_error", "no metrics at")):
-        if error := document["daemon"].get(key):
-            parts.append(cell(f"! {text} {error}", "yellow"))
+    parts += [cell(f"! {text}", "yellow") for text in words.daemon_errors(document.daemon)]
     return parts

@@ -6,119 +6,141 @@ From the published document alone; `--json` gives the same as data.
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptd.base.humanize import ago, size_of
 from ckptd.errors import NotFoundError
 from ckptd.maintenance.status.words import form_state_of, state_of
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ckptd.observe.status import CheckpointStatus, FormStatus, HeldStatus, JobStatus, ProblemStatus
+
 _HERE = {"none": "", "ready": ", universal form ready", "refused": ", no universal form"}
 
 
-def story_of(
-    jobs: list[dict[str, Any]], tag: str, *, is_alive: bool = True
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the story as data and as lines; not `is_alive`: nothing is under way any more.
+def story_of(jobs: Sequence[JobStatus], tag: str, *, is_alive: bool = True) -> list[str]:
+    """Return the story as lines; not `is_alive`: nothing is under way any more.
 
     Raises:
         NotFoundError: nothing published names the tag.
     """
     for job in jobs:
-        here = next((c for c in job["checkpoints"] if c["tag"] == tag), None)
+        here = next((one for one in job.checkpoints if one.tag == tag), None)
+        held = [(remote.name, one) for remote in job.remotes for one in remote.held if one.tag == tag]
+        if here is not None or held:
+            problems = [one for one in job.problems if tag in (one.about or one.text)]
+            return list(_lines(here, held, tag, problems, is_alive=is_alive))
+    raise _unknown(tag)
+
+
+def story_as_written(jobs: Sequence[dict[str, Any]], tag: str) -> dict[str, Any]:
+    """Return the same as data, of what is written of the jobs: what a newer daemon adds is passed on.
+
+    Raises:
+        NotFoundError: as `story_of`.
+    """
+    for job in jobs:
+        here = next((one for one in job["checkpoints"] if one["tag"] == tag), None)
         held = {
-            remote["name"]: [one for one in remote.get("held", []) if one["tag"] == tag]
-            for remote in job.get("remotes", [])
+            remote["name"]: [one for one in remote.get("held", ()) if one["tag"] == tag]
+            for remote in job.get("remotes", ())
         }
         if here is not None or any(held.values()):
-            data = (here or {"tag": tag}) | {"held": held}
-            problems = [p for p in job["problems"] if tag in (p.get("about") or p["text"])]
-            lines = _lines(here, held, tag, problems, is_alive=is_alive)
-            return data | {"problems": problems}, lines
+            problems = [one for one in job["problems"] if tag in (one.get("about") or one["text"])]
+            return (here or {"tag": tag}) | {"held": held, "problems": problems}
+    raise _unknown(tag)
+
+
+def _unknown(tag: str) -> NotFoundError:
     msg = f"no checkpoint {tag!r} in the published status"
-    raise NotFoundError(msg, hint="ckptd status shows those there are; ckptd list shows the remote's")
+    return NotFoundError(msg, hint="ckptd status shows those there are; ckptd list shows the remote's")
 
 
 def _lines(
-    here: dict[str, Any] | None,
-    held: dict[str, list[dict[str, Any]]],
+    here: CheckpointStatus | None,
+    held: Sequence[tuple[str, HeldStatus]],
     tag: str,
-    problems: list[dict[str, Any]],
+    problems: Sequence[ProblemStatus],
     *,
     is_alive: bool,
-) -> list[str]:
-    lines = (
-        [f"{tag}: not on this node"] if here is None else [_title(here, is_alive), f"  here: {_here(here)}"]
-    )
-    for name, forms in (here or {"remotes": {}})["remotes"].items():
-        lines += [f"  {name}: {_upload_state(form, state, here, is_alive)}" for form, state in forms.items()]
-    if here is not None and (why := _fate(here)):
-        lines.append(f"  {why}")
-    for name, ones in held.items():
-        lines += [f"  in {name}: {_held(one)}" for one in ones]
+) -> Iterator[str]:
+    if here is None:
+        yield f"{tag}: not on this node"
+    else:
+        yield _title(here, is_alive)
+        yield f"  here: {_here(here)}"
+        for name, forms in here.remotes.items():
+            for form, state in forms.items():
+                yield f"  {name}: {_upload_state(form, state, here, is_alive)}"
+        if why := _fate(here):
+            yield f"  {why}"
+    for name, one in held:
+        yield f"  in {name}: {_held(one)}"
     for problem in problems:
-        lines.append(f"  ! {problem['text']}")
-        if problem["next_step"]:
-            lines.append(f"    → {problem['next_step']}")
-    return lines
+        yield f"  ! {problem.text}"
+        if problem.next_step:
+            yield f"    → {problem.next_step}"
 
 
-def _title(here: dict[str, Any], is_alive: bool) -> str:
-    step = f"step {here['step']}" if here["step"] is not None else "step not known"
-    if here["branch"] and here["branch"] > 1:
-        step += f" (branch {here['branch']})"
-    words = [step, size_of(here["bytes"]), state_of(here, is_alive=is_alive)]
-    if here.get("kind") == "model-only":
+def _title(here: CheckpointStatus, is_alive: bool) -> str:
+    step = f"step {here.step}" if here.step is not None else "step not known"
+    if here.branch and here.branch > 1:
+        step += f" (branch {here.branch})"
+    words = [step, size_of(here.bytes), state_of(here.state, is_alive=is_alive)]
+    if here.kind == "model-only":
         words.append("only a model: nothing to resume from")
-    if here.get("complete_for") == "node":
+    if here.complete_for == "node":
         words.append("complete for this node, not for the job")
-    if here["pinned"]:
+    if here.pinned:
         words.append("pinned")
-    reason = f": {here['reason']}" if here["reason"] else ""
-    return f"{here['tag']}: {', '.join(words)}{reason}"
+    reason = f": {here.reason}" if here.reason else ""
+    return f"{here.tag}: {', '.join(words)}{reason}"
 
 
-def _here(here: dict[str, Any]) -> str:
-    local = here["local"]
+def _here(here: CheckpointStatus) -> str:
+    local = here.local
     parts = []
-    seen, complete, ended = (local.get(k) for k in ("seen_at", "complete_at", "ended_at"))
+    seen, complete, ended = local.seen_at, local.complete_at, local.ended_at
     if seen:
         parts.append(f"seen {_clock(seen)}")
     if complete:
         parts.append(f"complete {_clock(complete)}{_after(seen, complete)}")
     if ended:
         parts.append(f"gone {_clock(ended)}")
-    text = ", ".join(parts) or ("here" if local["present"] else "not here")
-    text += _HERE.get(local["universal"], f", universal form {local['universal']}")
-    return text + (", held by clone until it is committed" if local["held"] else "")
+    text = ", ".join(parts) or ("here" if local.present else "not here")
+    text += _HERE.get(local.universal, f", universal form {local.universal}")
+    return text + (", held by clone until it is committed" if local.held else "")
 
 
-def _upload_state(form: str, state: dict[str, Any], here: dict[str, Any] | None, is_alive: bool) -> str:
-    is_uploading = state["state"] == "shipping"
+def _upload_state(form: str, state: FormStatus, here: CheckpointStatus, is_alive: bool) -> str:
+    is_uploading = state.state == "shipping"
     text = f"{form} {form_state_of(state, is_alive=is_alive)}"
-    if is_uploading and state["bytes_total"]:
-        text += f" {size_of(state['bytes_done'])} of {size_of(state['bytes_total'])}"
-    if state.get("eta_seconds") is not None and is_uploading and is_alive:
-        text += f", {ago(state['eta_seconds'])} to go"
-    if state.get("ended_at"):
-        complete = here["local"].get("complete_at") if here else None
-        text += f" {_clock(state['ended_at'])}{_after(complete, state['ended_at'], 'complete')}"
-    if state.get("generation"):
-        text += f", generation {state['generation']}"
-    if state.get("commit_sha256"):
-        text += f", COMMIT {state['commit_sha256'][:12]}"
-    return text + (f" ({state['reason']})" if state.get("reason") else "")
+    if is_uploading and state.bytes_total:
+        text += f" {size_of(state.bytes_done)} of {size_of(state.bytes_total)}"
+    if state.eta_seconds is not None and is_uploading and is_alive:
+        text += f", {ago(state.eta_seconds)} to go"
+    if state.ended_at:
+        after = _after(here.local.complete_at, state.ended_at, "complete")
+        text += f" {_clock(state.ended_at)}{after}"
+    if state.generation:
+        text += f", generation {state.generation}"
+    if state.commit_sha256:
+        text += f", COMMIT {state.commit_sha256[:12]}"
+    return text + (f" ({state.reason})" if state.reason else "")
 
 
-def _fate(here: dict[str, Any]) -> str:
-    if here.get("goes"):
-        return f"to be deleted from this node: {here['goes']}"
-    return f"kept here: {'; '.join(here['keep'])}" if here["keep"] else ""
+def _fate(here: CheckpointStatus) -> str:
+    if here.goes:
+        return f"to be deleted from this node: {here.goes}"
+    return f"kept here: {'; '.join(here.keep)}" if here.keep else ""
 
 
-def _held(one: dict[str, Any]) -> str:
-    forms = ", ".join(one["forms"])
-    leaves = f" (leaves {', '.join(one['leaves'])})" if one["verdict"] == "step-down" else ""
-    return f"generation {one['generation']}, {forms}: {one['verdict']}{leaves}, {'; '.join(one['why'])}"
+def _held(one: HeldStatus) -> str:
+    forms = ", ".join(one.forms)
+    leaves = f" (leaves {', '.join(one.leaves)})" if one.verdict == "step-down" else ""
+    return f"generation {one.generation}, {forms}: {one.verdict}{leaves}, {'; '.join(one.why)}"
 
 
 def _clock(at: str) -> str:

@@ -16,9 +16,10 @@ from ckptd.errors import NotFoundError
 from ckptd.storage.local.job_names import running_in, running_job, with_running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from ckptd.errors import CkptdError
+    from ckptd.observe.status import Status
 
 _SERVICES = Path("/var/lib/ckptd")
 """Directory in which systemd keeps the state of `ckptd@USER.service`, by user and job."""
@@ -67,21 +68,12 @@ def _save_dir_of(job: str) -> Path | None:
     return None
 
 
-def newest_of(
-    place: Path, document: dict[str, Any], read: Callable[[Path], dict[str, Any] | None]
-) -> dict[str, Any]:
-    """Return the newest document: while the disk of save_dir takes nothing, it lies in the user's own
-    place.
-    """
+def other_places(place: Path, status: Status) -> Iterator[Path]:
+    """Yield where a newer document may lie while the disk of save_dir takes none: the user's own places."""
     from ckptd.base.owned_dirs import lies_in_ours
-    from ckptd.errors import CkptdError
 
-    for job in document["jobs"] if lies_in_ours(place) else ():
-        with contextlib.suppress(CkptdError, KeyError, TypeError):
-            other = read(_private(Path(job["save_dir"])) / STATUS)
-            if other is not None and str(other["generated_at"]) > str(document["generated_at"]):
-                return other
-    return document
+    for job in status.jobs if lies_in_ours(place) else ():
+        yield _private(Path(job.save_dir))
 
 
 def _all_known(config_dir: Path | None) -> list[Path]:

@@ -1,22 +1,50 @@
-"""Find and read what daemons publish of a job: status.json, as data, with the daemon down and for any user.
+"""Find and read what daemons publish of a job: status.json, with the daemon down and for any user.
 
 Fast by importing little: no journal, no remote, and the configuration's models only where they have to judge.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import shlex
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, UsageError
-from ckptd.maintenance.status.places import STATUS, newest_of, state_places, written_in, wrong_file
+from ckptd.maintenance.status.places import STATUS, other_places, state_places, written_in, wrong_file
+from ckptd.observe.status_reader import read_status
 from ckptd.storage.local.job_names import named_below, remotes_below, running_daemons
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ckptd.observe.status import DaemonStatus, JobStatus, Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A document of a daemon, and the state directory in which it lies."""
+
+    place: Path
+    status: Status
+    written: dict[str, Any]
+    """The same as it is written, its jobs in the same order: `--json` passes on what a newer daemon adds."""
+
+    def only(self, is_wanted: Callable[[JobStatus], bool]) -> Published:
+        """Return it with the jobs that are wanted."""
+        both = zip(self.status.jobs, self.written["jobs"], strict=True)
+        return self.with_jobs([one for one in both if is_wanted(one[0])])
+
+    def with_jobs(self, jobs: list[tuple[JobStatus, Any]]) -> Published:
+        """Return it with other jobs, each with what is written of it."""
+        return replace(
+            self,
+            status=replace(self.status, jobs=tuple(job for job, _ in jobs)),
+            written=self.written | {"jobs": [written for _, written in jobs]},
+        )
 
 
 def find_status(
@@ -25,7 +53,7 @@ def find_status(
     config_dir: Path | None = None,
     *,
     say: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
+) -> Status:
     """Return the published document of the daemon that runs a job (None: the newest that is known).
 
     `say` is told why one of several could not be read.
@@ -34,9 +62,15 @@ def find_status(
         UsageError: a URL with a TAG: what a daemon publishes lies on its node.
         NotFoundError: nothing is published where it would be.
     """
+    return _of_one_daemon(job, state_dir, config_dir, say).status
+
+
+def _of_one_daemon(
+    job: str | None, state_dir: Path | None, config_dir: Path | None, say: Callable[[str], None] | None
+) -> Published:
     if job is not None and "://" in job:
         raise UsageError(f"{job} is a remote, no job of this node", hint=f"ckptd list {job}")
-    return _joined([document for _, document in published(job, state_dir, config_dir, say=say)])
+    return _joined(published(job, state_dir, config_dir, say=say))
 
 
 def find_statuses(
@@ -45,7 +79,7 @@ def find_statuses(
     config_dir: Path | None = None,
     *,
     say: Callable[[str], None] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Published]:
     """Return the published document of each daemon that is meant; one where a job or a place is named.
 
     A place is `state_dir`, `config_dir` or $CKPTD_CONFIG_DIR. Without either: of every configured job,
@@ -55,12 +89,12 @@ def find_statuses(
         As `find_status`.
     """
     if job or state_dir or config_dir or os.environ.get("CKPTD_CONFIG_DIR"):
-        return [find_status(job, state_dir, config_dir, say=say)]
-    return _by_daemon([document for _, document in published_by_all(say)])
+        return [_of_one_daemon(job, state_dir, config_dir, say)]
+    return _by_daemon(published_by_all(say))
 
 
-def published_by_all(say: Callable[[str], None] | None = None) -> list[tuple[Path, dict[str, Any]]]:
-    """Return state directories with their documents: of configured jobs, and of this user's daemons that run.
+def published_by_all(say: Callable[[str], None] | None = None) -> list[Published]:
+    """Return the documents in all state directories: of configured jobs, and of this user's daemons that run.
 
     Raises:
         NotFoundError: there is none. NotPermitted: this user may not look there.
@@ -71,12 +105,12 @@ def published_by_all(say: Callable[[str], None] | None = None) -> list[tuple[Pat
     except CkptdError as error:
         known, why = [], error
     daemons = running_daemons()
-    seen = {os.path.realpath(place) for place, _ in known}
+    seen = {os.path.realpath(one.place) for one in known}
     places = [place for one in daemons for place in one.places if os.path.realpath(place) not in seen]
-    known += [(place, document) for place in places if (document := _read_if_may(place)) is not None]
+    known += [found for place in places if (found := _read_if_may(place)) is not None]
     if known and why is not None and not isinstance(why, NotFoundError) and say is not None:
         say(str(why))
-    pids = {document["daemon"]["pid"] for _, document in known}
+    pids = {one.status.daemon.pid for one in known}
     silent = [one.pid for one in daemons if one.pid not in pids]
     if silent and say is not None:
         say(f"a daemon (process {silent[0]}) has published nothing yet; it does so within seconds")
@@ -93,33 +127,42 @@ def _nothing_runs(why: CkptdError | None) -> CkptdError:
     return NotFoundError(f"no daemon of yours runs, and {why.message}", hint=hint)
 
 
-def _read_if_may(place: Path) -> dict[str, Any] | None:
+def _read_if_may(place: Path) -> Published | None:
     try:
-        document = _read(place / STATUS)
+        found = _read(place)
     except CkptdError:
         return None
-    return None if document is None else newest_of(place, document, _read)
+    return None if found is None else _newest(found)
 
 
-def _by_daemon(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _newest(found: Published) -> Published:
+    """Return the newest document: while the disk of save_dir takes nothing, it lies in the user's own
+    place.
+    """
+    for place in other_places(found.place, found.status):
+        with contextlib.suppress(CkptdError):
+            other = _read(place)
+            if other is not None and other.status.generated_at > found.status.generated_at:
+                return replace(other, place=found.place)
+    return found
+
+
+def _by_daemon(documents: list[Published]) -> list[Published]:
     """Join the jobs of each daemon; of a job that several have published, the newest document counts."""
     newest: dict[tuple[str, str], str] = {}
-    for document in documents:
-        for job in document["jobs"]:
-            key, at = (job["name"], job["save_dir"]), str(document["generated_at"])
-            newest[key] = max(newest.get(key, ""), at)
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for document in documents:
-        at = str(document["generated_at"])
-        jobs = [
-            job
-            for job in document["jobs"]
-            if newest[job["name"], job["save_dir"]] == at or job["state"] == "invalid"
-        ]
-        daemon = document["daemon"]
-        key = tuple(daemon.get(name) for name in ("pid", "started_at", "pid_space"))
-        if jobs:
-            groups.setdefault(key, []).append(document | {"jobs": jobs})
+    for one in documents:
+        for job in one.status.jobs:
+            key = (job.name, job.save_dir)
+            newest[key] = max(newest.get(key, ""), one.status.generated_at)
+
+    def is_newest(at: str, job: JobStatus) -> bool:
+        return newest[job.name, job.save_dir] == at or job.state == "invalid"
+
+    groups: dict[tuple[int, str, str], list[Published]] = {}
+    for one in documents:
+        daemon, counted = one.status.daemon, one.only(partial(is_newest, one.status.generated_at))
+        if counted.status.jobs:
+            groups.setdefault((daemon.pid, daemon.started_at, daemon.pid_space), []).append(counted)
     return [_joined(group) for group in groups.values()]
 
 
@@ -129,8 +172,8 @@ def published(
     config_dir: Path | None = None,
     *,
     say: Callable[[str], None] | None = None,
-) -> list[tuple[Path, dict[str, Any]]]:
-    """Return state directories with the documents in them; of one job the first that has one.
+) -> list[Published]:
+    """Return the documents in the state directories; of one job the first that there is.
 
     A `state_dir` that is given may hold those of several jobs: all of them. `say` is told why one of several
     could not be read.
@@ -140,19 +183,19 @@ def published(
     """
     if state_dir is None and job is not None:
         _must_be_no_file(job)
-    found: list[tuple[Path, dict[str, Any]]] = []
+    found: list[Published] = []
     looked: list[str] = []
     denied: NotPermitted | None = None
     try:
         for place in _given(state_dir) if state_dir else state_places(job, config_dir):
             looked.append(str(place / STATUS))
             try:
-                document = _read(place / STATUS)
+                one = _read(place)
             except NotPermitted as error:
                 denied = denied or error
                 continue
-            if document is not None:
-                found.append((place, newest_of(place, document, _read)))
+            if one is not None:
+                found.append(_newest(one))
                 if job is not None and state_dir is None:
                     break
     except NotFoundError:
@@ -203,15 +246,15 @@ def _where_then(job: str | None) -> str:
     return f"is it running? start it with: ckptd run {place} URL"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Read a published document; None where there is none.
+def _read(place: Path) -> Published | None:
+    """Read the document in a state directory; None where there is none.
 
     Raises:
         NotPermitted: this user may not look there. NotFoundError: it cannot be read.
     """
+    path = place / STATUS
     try:
-        document: dict[str, Any] = json.loads(path.read_bytes())
-        _judge(document)
+        status, written = read_status(path.read_bytes())
     except FileNotFoundError:
         return None
     except PermissionError as error:
@@ -221,14 +264,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         msg = f"{path} cannot be read: {error}"
         raise NotFoundError(msg, hint="a daemon that runs writes it again within 20 s") from error
-    return document
-
-
-def _judge(document: object) -> None:
-    """Raises: ValueError: it is no status of ckptd."""
-    shape = {"generated_at": str, "daemon": dict, "jobs": list}
-    if not isinstance(document, dict) or any(not isinstance(document.get(k), v) for k, v in shape.items()):
-        raise ValueError("it is no status of ckptd")
+    return Published(place=place, status=status, written=written)
 
 
 def _given(state_dir: Path) -> list[Path]:
@@ -238,42 +274,46 @@ def _given(state_dir: Path) -> list[Path]:
     return sorted(path.parent for path in state_dir.glob(f"*/{STATUS}")) or [state_dir]
 
 
-def _joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
+def _joined(documents: list[Published]) -> Published:
     """Join the jobs of one daemon, of which each state directory holds its own; the newest document leads."""
-    newest = max(documents, key=lambda document: str(document["generated_at"]))
-    jobs: dict[tuple[str, str], dict[str, Any]] = {}
-    for document in documents:
-        # a process id alone comes again: after a reboot small ones are given out in the same order
-        if all(document["daemon"][key] == newest["daemon"][key] for key in ("pid", "started_at")):
-            for job in document["jobs"]:
-                jobs.setdefault((job["name"], job["save_dir"]), job)
-    return newest | {"jobs": list(jobs.values())}
+    newest = max(documents, key=lambda one: one.status.generated_at)
+    jobs: dict[tuple[str, str], tuple[JobStatus, Any]] = {}
+    for one in documents:
+        if _process(one.status.daemon) == _process(newest.status.daemon):
+            for job, written in zip(one.status.jobs, one.written["jobs"], strict=True):
+                jobs.setdefault((job.name, job.save_dir), (job, written))
+    return newest.with_jobs(list(jobs.values()))
 
 
-def is_meant(status: dict[str, Any], job: str, config_dir: Path | None = None) -> bool:
+def _process(daemon: DaemonStatus) -> tuple[int, str]:
+    # a process id alone comes again: after a reboot small ones are given out in the same order
+    return daemon.pid, daemon.started_at
+
+
+def is_meant(status: JobStatus, job: str, config_dir: Path | None = None) -> bool:
     """Tell whether a job that is published is JOB: a name, a save_dir, or a job file, by what stands in
     it.
     """
     # a name needs no working directory, which may have gone
-    if status["name"] == job:
+    if status.name == job:
         return True
     written = written_in(job, config_dir)
-    if written is None or status["state"] == "invalid":
+    if written is None or status.state == "invalid":
         # what does not run is published by its file's name
-        is_named = status["name"] == Path(job).stem
+        is_named = status.name == Path(job).stem
     else:
-        is_named = status["name"] == written[0] or status["save_dir"] == str(written[1])
-    return is_named or bool(status["save_dir"] == os.path.normpath(os.path.abspath(job)))
+        is_named = status.name == written[0] or status.save_dir == str(written[1])
+    return is_named or status.save_dir == os.path.normpath(os.path.abspath(job))
 
 
-def jobs_meant(document: dict[str, Any], job: str | None, config_dir: Path | None = None) -> dict[str, Any]:
+def jobs_meant(found: Published, job: str | None, config_dir: Path | None = None) -> Published:
     """Return the document with the jobs that are meant.
 
     Raises:
         NotFoundError: its daemon runs others.
     """
-    jobs = [one for one in document["jobs"] if job is None or is_meant(one, job, config_dir)]
-    if job is not None and not jobs:
+    meant = found.only(lambda one: job is None or is_meant(one, job, config_dir))
+    if job is not None and not meant.status.jobs:
         msg = f"the daemon does not run {job} any more"
         raise NotFoundError(msg, hint="its job file was removed or cannot run; `ckptd logs JOB` says which")
-    return document | {"jobs": jobs}
+    return meant

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from ckptd.base.humanize import in_columns, printable, size_of
 from ckptd.maintenance.status.rows import checkpoints_of
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
     from ckptd.maintenance.listing import ListedCheckpoint
     from ckptd.maintenance.status.fleet import FleetStatus, NodeReport
+    from ckptd.maintenance.status.rows import Checkpoint
     from ckptd.maintenance.status.verdict import Life, Verdict
+    from ckptd.observe.status import JobStatus, SafeStatus, Status
 
     Severity = Literal["attention", "behind", "note"]
 
@@ -161,23 +163,23 @@ def _there(forms: Mapping[str, str]) -> str:
 # --- of a job of this node -------------------------------------------------------------------------------
 
 
-def reports_of(document: dict[str, Any], now: float) -> tuple[JobReport, ...]:
+def reports_of(document: Status, now: float) -> tuple[JobReport, ...]:
     """Report the jobs of a published document."""
     life = life_of(document, now)
-    return tuple(_report_of(job, life, now) for job in document["jobs"])
+    return tuple(_report_of(job, life, now) for job in document.jobs)
 
 
-def _report_of(job: dict[str, Any], life: Life, now: float) -> JobReport:
-    since = seconds_since(job["as_of"], now) if job.get("as_of") else life.age_seconds
-    at_risk = job.get("seconds_at_risk")
+def _report_of(job: JobStatus, life: Life, now: float) -> JobReport:
+    since = seconds_since(job.as_of, now) if job.as_of else life.age_seconds
+    at_risk = job.seconds_at_risk
     return JobReport(
-        name=job["name"],
+        name=job.name,
         verdict=verdict(job, life),
         exit_code=exit_code([job], is_alive=life.is_well),
         clauses=tuple(clauses(job, life, now)),
-        save_dir=job["save_dir"],
-        safe=_safe(job["safe"], since) if job.get("safe") else None,
-        steps_at_risk=job.get("steps_at_risk"),
+        save_dir=job.save_dir,
+        safe=_safe(job.safe, since) if job.safe else None,
+        steps_at_risk=job.steps_at_risk,
         seconds_at_risk=None if at_risk is None else at_risk + since,
         checkpoints=tuple(_checkpoint(one, is_alive=life.is_well) for one in checkpoints_of(job)),
         problems=tuple(_problems(job, life)),
@@ -185,67 +187,67 @@ def _report_of(job: dict[str, Any], life: Life, now: float) -> JobReport:
     )
 
 
-def _safe(safe: dict[str, Any], since_seconds: float) -> SafeReport:
-    at = safe["committed_at"]
+def _safe(safe: SafeStatus, since_seconds: float) -> SafeReport:
+    at = safe.committed_at
     return SafeReport(
-        tag=safe["tag"],
-        step=safe["step"],
-        generation=safe["generation"],
-        branch=safe["branch"],
+        tag=safe.tag,
+        step=safe.step,
+        generation=safe.generation,
+        branch=safe.branch,
         committed_at=at,
-        age_seconds=safe["age_seconds"] + since_seconds if at else None,
+        age_seconds=safe.age_seconds + since_seconds if at else None,
     )
 
 
-def _checkpoint(one: dict[str, Any], *, is_alive: bool) -> CheckpointReport:
+def _checkpoint(one: Checkpoint, *, is_alive: bool) -> CheckpointReport:
     return CheckpointReport(
-        tag=one["tag"],
-        step=one["step"],
-        generation=one["generation"],
-        branch=one["branch"],
-        bytes=one["bytes"],
-        state=state_of(one, is_alive=is_alive),
-        here=tuple(forms_here(one)),
+        tag=one.tag,
+        step=one.step,
+        generation=one.generation,
+        branch=one.branch,
+        bytes=one.bytes,
+        state=state_of(one.state, is_alive=is_alive),
+        here=tuple(forms_here(one.local)),
         remotes={
             name: {
                 form: form_state_of(state, is_alive=is_alive)
                 for form, state in forms.items()
-                if state["state"] != "none"
+                if state.state != "none"
             }
-            for name, forms in one["remotes"].items()
+            for name, forms in one.remotes.items()
         },
-        reason=one.get("reason"),
-        hint=one.get("next_step"),
+        reason=one.reason,
+        hint=one.next_step,
     )
 
 
-def _problems(job: dict[str, Any], life: Life) -> Iterator[ProblemReport]:
+def _problems(job: JobStatus, life: Life) -> Iterator[ProblemReport]:
     """Yield what is published as open; first that nobody watches, which no daemon can publish."""
-    if not life.is_well and job["state"] != "invalid":
+    if not life.is_well and job.state != "invalid":
         yield ProblemReport(code="", severity="attention", text=life.reason, hint=start_it(job, life))
-    for problem in job["problems"]:
+    for problem in job.problems:
         yield ProblemReport(
-            code=problem["code"],
-            severity=cast("Severity", problem["severity"]),
-            text=problem["text"],
-            hint=problem["next_step"],
-            since=problem["since"],
-            about=problem.get("about", ""),
+            code=problem.code,
+            severity=problem.severity,
+            text=problem.text,
+            hint=problem.next_step,
+            since=problem.since,
+            about=problem.about,
         )
 
 
-def _uploads(job: dict[str, Any]) -> Iterator[UploadReport]:
-    for one in job["checkpoints"]:
-        for remote, forms in one["remotes"].items():
+def _uploads(job: JobStatus) -> Iterator[UploadReport]:
+    for one in job.checkpoints:
+        for remote, forms in one.remotes.items():
             for form, state in forms.items():
-                if state["state"] == "shipping":
+                if state.state == "shipping":
                     yield UploadReport(
-                        tag=one["tag"],
+                        tag=one.tag,
                         form=form,
                         remote=remote,
-                        bytes_done=state["bytes_done"],
-                        bytes_total=state["bytes_total"],
-                        eta_seconds=state.get("eta_seconds"),
+                        bytes_done=state.bytes_done,
+                        bytes_total=state.bytes_total,
+                        eta_seconds=state.eta_seconds,
                     )
 
 

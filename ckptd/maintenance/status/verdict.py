@@ -9,10 +9,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckptd.base.humanize import ago
 from ckptd.observe.status import pid_space
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptd.observe.status import DiskStatus, JobStatus, Status
 
 Verdict = Literal["SAFE", "BEHIND", "PAUSED", "WAITING", "NOT SAFE", "NOT WATCHED"]
 STALE_SECONDS = 60.0
@@ -44,29 +49,28 @@ def seconds_since(at: str, now: float) -> float:
     return max(0.0, now - datetime.fromisoformat(at).timestamp())
 
 
-def life_of(document: dict[str, Any], now: float) -> Life:
+def life_of(document: Status, now: float) -> Life:
     """Judge whether the daemon lives: by its process where it is visible from here, and by the age of its
     document.
     """
-    daemon = document["daemon"]
-    age = seconds_since(document["generated_at"], now)
-    start = str(daemon.get("start_command") or "")
-    if not daemon["alive"]:
+    daemon = document.daemon
+    age = seconds_since(document.generated_at, now)
+    start = daemon.start_command
+    if not daemon.alive:
         return Life(reason=f"the daemon was stopped {ago(age)} ago", age_seconds=age, start_command=start)
-    if daemon.get("pid_space") in (None, "", pid_space()) and not is_there(int(daemon["pid"])):
-        reason = f"the daemon (process {daemon['pid']}) is gone; it last published {ago(age)} ago"
+    if daemon.pid_space in ("", pid_space()) and not is_there(daemon.pid):
+        reason = f"the daemon (process {daemon.pid}) is gone; it last published {ago(age)} ago"
         return Life(reason=reason, age_seconds=age, start_command=start)
     if age > STALE_SECONDS:
-        reason = f"the daemon (process {daemon['pid']}) has not published for {ago(age)}"
+        reason = f"the daemon (process {daemon.pid}) has not published for {ago(age)}"
         # asking the disk itself might hang as the daemon does
-        short = next((str(job["save_dir"]) for job in document["jobs"] if _is_short(job.get("disk"))), "")
-        pid = int(daemon["pid"])
-        return Life(reason=reason, age_seconds=age, hanging=pid, short=short, start_command=start)
+        short = next((job.save_dir for job in document.jobs if _is_short(job.disk)), "")
+        return Life(reason=reason, age_seconds=age, hanging=daemon.pid, short=short, start_command=start)
     return Life(age_seconds=age)
 
 
-def _is_short(disk: dict[str, Any] | None) -> bool:
-    return disk is not None and int(disk["free_bytes"]) < int(disk["next_save_bytes"])
+def _is_short(disk: DiskStatus | None) -> bool:
+    return disk is not None and disk.free_bytes < disk.next_save_bytes
 
 
 def is_there(pid: int) -> bool:
@@ -86,47 +90,47 @@ def is_there(pid: int) -> bool:
         return True
 
 
-def verdict(job: dict[str, Any], life: Life) -> Verdict:
+def verdict(job: JobStatus, life: Life) -> Verdict:
     """Return the word that answers: is my run safe?"""
-    if job["state"] == "invalid":
+    if job.state == "invalid":
         return "NOT SAFE"
     if not life.is_well:
         return "NOT WATCHED"
-    if job.get("paused"):
+    if job.paused:
         return "PAUSED"
     if is_unprotected(job):
         return "NOT SAFE"
-    if job["state"] == "waiting":
+    if job.state == "waiting":
         return "WAITING"
-    if job.get("safe") is None:
+    if job.safe is None:
         return "NOT SAFE"
-    return "BEHIND" if job.get("steps_at_risk") or newest_in_doubt(job) else "SAFE"
+    return "BEHIND" if job.steps_at_risk or newest_in_doubt(job) else "SAFE"
 
 
-def newest_in_doubt(job: dict[str, Any]) -> str:
+def newest_in_doubt(job: JobStatus) -> str:
     """Return the newest checkpoint that looks like two saves and lies above what is safe; empty: none does.
 
     It is not uploaded until a person accepts it.
     """
-    safe = job.get("safe") or {}
-    doubtful = (row for row in job.get("checkpoints", ()) if row["state"] == "suspect")
-    above = [row for row in doubtful if (row.get("step") or 0) > (safe.get("step") or 0)]
-    return str(max(above, key=lambda row: row["step"])["tag"]) if above else ""
+    safe_step = job.safe.step if job.safe else 0
+    doubtful = (row for row in job.checkpoints if row.state == "suspect")
+    above = [(row.step, row.tag) for row in doubtful if row.step is not None and row.step > safe_step]
+    return max(above, key=lambda one: one[0])[1] if above else ""
 
 
-def is_unprotected(job: dict[str, Any]) -> bool:
+def is_unprotected(job: JobStatus) -> bool:
     """The newest checkpoint is a link, which is not followed (P15), or none that ckptd knows: what is
     committed, if anything is, is older."""
     codes = ("linked-save", "unprotected-save")
-    return any(p["code"] in codes and p["severity"] == "attention" for p in job["problems"])
+    return any(p.code in codes and p.severity == "attention" for p in job.problems)
 
 
-def exit_code(jobs: list[dict[str, Any]], *, is_alive: bool) -> int:
+def exit_code(jobs: Sequence[JobStatus], *, is_alive: bool) -> int:
     """Return 0 safe · 1 a person is needed · 3 behind, not safe yet, or paused (docs/contract.md)."""
-    states = {job["state"] for job in jobs}
+    states = {job.state for job in jobs}
     if not jobs or not is_alive or states & {"attention", "invalid"}:
         return 1
-    is_behind = any(job.get("steps_at_risk") or job.get("paused") or newest_in_doubt(job) for job in jobs)
+    is_behind = any(job.steps_at_risk or job.paused or newest_in_doubt(job) for job in jobs)
     # a job that waits for its first checkpoint is not behind: still nothing of it is safe
-    is_unsafe = any(job.get("safe") is None for job in jobs)
+    is_unsafe = any(job.safe is None for job in jobs)
     return 3 if "behind" in states or is_behind or is_unsafe else 0

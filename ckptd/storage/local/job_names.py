@@ -8,21 +8,23 @@ the user's own place in /var/tmp. `ckptd status` looks here, so nothing heavy is
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptd.base.process import must_answer
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.observe.status import FILE_NAME, pid_space
+from ckptd.observe.status_reader import read_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from ckptd.observe.status import Status
 
 _PROC = Path("/proc")
 _JOURNAL = "journal.db"
@@ -128,13 +130,13 @@ def running_jobs() -> Iterator[RunningJob]:
     """Yield the jobs of this user's daemons that run."""
     for daemon in running_daemons():
         for place in daemon.places:
-            for job in _read(place).get("jobs", []):
-                if job["state"] != "invalid":
-                    urls = tuple(_as_compared(str(one["url"])) for one in job.get("remotes", []))
+            found = _read(place)
+            for job in found.jobs if found is not None else ():
+                if job.state != "invalid":
                     yield RunningJob(
-                        name=job["name"],
-                        save_dir=Path(job["save_dir"]),
-                        urls=urls,
+                        name=job.name,
+                        save_dir=Path(job.save_dir),
+                        urls=tuple(_as_compared(one.url) for one in job.remotes),
                         place=place,
                         pid=daemon.pid,
                     )
@@ -214,16 +216,14 @@ def _waiting_places() -> dict[int, list[Path]]:
     found: dict[int, list[Path]] = {}
     own = Path("/var/tmp") / f"ckptd-{os.getuid()}"  # noqa: S108 — owner is checked
     for path in sorted(own.glob(f"*/{FILE_NAME}")) if _is_own(own) else ():
-        daemon = _read(path.parent).get("daemon", {})
-        if daemon.get("pid_space") in (None, "", pid_space()) and daemon.get("alive"):
-            found.setdefault(int(daemon["pid"]), []).append(path.parent)
+        status = _read(path.parent)
+        if status is not None and status.daemon.alive and status.daemon.pid_space in ("", pid_space()):
+            found.setdefault(status.daemon.pid, []).append(path.parent)
     return found
 
 
-def _read(place: Path) -> dict[str, Any]:
-    """Return what is published in a directory; empty where nothing is, or nothing that can be read."""
+def _read(place: Path) -> Status | None:
+    """Return what is published in a directory; None where nothing is, or nothing that can be read."""
     with contextlib.suppress(OSError, ValueError):
-        document = json.loads((place / FILE_NAME).read_bytes())
-        if isinstance(document, dict) and isinstance(document.get("jobs"), list):
-            return document
-    return {}
+        return read_status((place / FILE_NAME).read_bytes())[0]
+    return None

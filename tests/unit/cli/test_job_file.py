@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import pytest
 from ckptd.cli.main import main
 from ckptd.config.loader import LoadedConfig
 from ckptd.maintenance.status.published import is_meant
+from tests.support import status_gallery as gallery
 from tests.support.recover_scene import Scene, scene
 
 __all__ = ["scene"]
@@ -79,12 +81,12 @@ def test_a_file_that_is_not_named_as_its_job(scene: Scene, job_file: Path) -> No
 
 def test_another_job_of_that_name_is_not_meant(scene: Scene, job_file: Path) -> None:
     """`pause jobfile.toml` would rest a run that nobody asked about."""
-    other = {"name": "jobfile", "save_dir": "/nvme/other", "state": "ok"}
+    other = gallery.job("jobfile", save_dir="/nvme/other")
     assert not is_meant(other, str(job_file))
-    assert is_meant(other | {"name": "run-9"}, str(job_file))
-    assert is_meant(other | {"save_dir": str(scene.save_dir)}, str(job_file))
+    assert is_meant(replace(other, name="run-9"), str(job_file))
+    assert is_meant(replace(other, save_dir=str(scene.save_dir)), str(job_file))
     # a file that does not run is published by its own name
-    assert is_meant(other | {"state": "invalid"}, str(job_file))
+    assert is_meant(replace(other, state="invalid"), str(job_file))
 
 
 @pytest.mark.parametrize(

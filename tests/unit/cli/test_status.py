@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -233,9 +233,10 @@ def test_what_is_no_status_is_said(tmp_path: Path, text: str, capsys: pytest.Cap
 
 def test_retention_says_why_each_stays_and_why_one_goes() -> None:
     kept = replace(gallery.checkpoint(5), keep=("newest complete", "pinned"))
-    rows = [asdict(kept), asdict(gallery.checkpoint(4)) | {"keep": [], "goes": "save_total_limit 1"}]
+    goes_soon = replace(gallery.checkpoint(4), keep=(), goes="save_total_limit 1")
+    job = gallery.job(checkpoints=(kept, goes_soon))
     out = io.StringIO()
-    Console(file=out, width=200).print(checkpoints_table({"checkpoints": rows}, retention=True))
+    Console(file=out, width=200).print(checkpoints_table(job, retention=True))
     title, stays, goes = (line.rstrip() for line in out.getvalue().splitlines())
     assert title.endswith("kept here because")
     assert stays.endswith("  newest complete; pinned")
@@ -244,7 +245,7 @@ def test_retention_says_why_each_stays_and_why_one_goes() -> None:
 
 def test_a_tag_is_whole_on_a_narrow_terminal() -> None:
     long = replace(gallery.checkpoint(4000), tag=f"global_step{'0' * 20}", reason="word " * 9)
-    job = {"checkpoints": [asdict(long)]}
+    job = gallery.job(checkpoints=(long,), remotes=())
     out = io.StringIO()
     Console(file=out, width=70).print(checkpoints_table(job, retention=False))
     assert f"global_step{'0' * 20} " in out.getvalue()

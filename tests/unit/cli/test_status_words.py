@@ -15,6 +15,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,13 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from ckptd.cli.status.detail import story_of
+from ckptd.cli.status.detail import story_as_written, story_of
 from ckptd.cli.status.watch import watch_lines, watch_screen
 from ckptd.errors import NotFoundError
 from ckptd.maintenance.status.verdict import Life, life_of
 from ckptd.maintenance.status.words import headline, start_it
 from ckptd.observe.schema import schema_text
-from ckptd.observe.status import pid_space, rfc3339
+from ckptd.observe.status import DiskStatus, Status, rfc3339
 from tests.support import status_gallery as g
 from tests.support.status_schema import problems_of
 
@@ -79,9 +80,9 @@ def test_a_checkpoint_takes_one_line_however_wide_the_terminal_is(width: int) ->
 def test_a_daemon_that_may_find_no_room_to_publish_is_not_to_be_ended_at_once(free_bytes: int) -> None:
     """On a full disk it lives and cannot say so."""
     now = time.time()
-    daemon = {"alive": True, "pid": os.getpid(), "pid_space": pid_space(), "start_command": "ckptd run"}
-    job = {"save_dir": "/nvme/run", "disk": {"free_bytes": free_bytes, "next_save_bytes": 2000}}
-    life = life_of({"daemon": daemon, "generated_at": rfc3339(now - 85), "jobs": [job]}, now)
+    job = g.job(save_dir="/nvme/run", disk=DiskStatus(free_bytes=free_bytes, next_save_bytes=2000))
+    daemon = g.daemon(start_command="ckptd run")
+    life = life_of(Status(generated_at=rfc3339(now - 85), daemon=daemon, jobs=(job,)), now)
     assert life.reason.endswith("has not published for 85 s")
     first = (
         f"end process {os.getpid()}, then start it: ckptd run; until then nothing of /nvme/run is uploaded"
@@ -111,11 +112,12 @@ def test_what_the_gallery_writes_validates(name: str) -> None:
 
 
 def test_a_checkpoint_tells_its_whole_story() -> None:
-    job = g.plain(g.documents()["behind, the remote is away"])["jobs"]
-    data, lines = story_of(job, "global_step4000")
+    document = g.documents()["behind, the remote is away"]
+    data = story_as_written(g.plain(document)["jobs"], "global_step4000")
     assert data["held"]["s3"][0]["verdict"] == "keep"
+    jobs = g.read(document).jobs
     day, after = "2026-03-01", "after it was"
-    assert lines == [
+    assert story_of(jobs, "global_step4000") == [
         "global_step4000: step 4000, 12.0 GB, committed",
         f"  here: seen {day} 11:49:40Z, complete {day} 11:50:40Z (60 s {after} seen), universal form ready",
         f"  s3: zero committed {day} 11:57:00Z (6 min {after} complete), generation 1, COMMIT 3fa9c2d17b0e",
@@ -123,9 +125,11 @@ def test_a_checkpoint_tells_its_whole_story() -> None:
         "  kept here: newest",
         "  in s3: generation 1, zero: keep, one of the newest 10",
     ]
-    assert "zero uploading 7.5 GB of 12.0 GB, 4 min to go" in story_of(job, "global_step4500")[1][2]
+    assert "zero uploading 7.5 GB of 12.0 GB, 4 min to go" in story_of(jobs, "global_step4500")[2]
     with pytest.raises(NotFoundError, match="global_step9"):
-        story_of(job, "global_step9")
+        story_of(jobs, "global_step9")
+    with pytest.raises(NotFoundError, match="global_step9"):
+        story_as_written(g.plain(document)["jobs"], "global_step9")
 
 
 # --- the command ---------------------------------------------------------------------------------------
@@ -293,10 +297,10 @@ def test_help_explains_the_signs() -> None:
 
 def test_a_drain_that_is_over_is_told_no_more() -> None:
     """Once its time is up, or as soon as something was saved after it: then it says nothing."""
-    job = g.plain(g.documents()["drained"])["jobs"][0]
+    (job,) = g.read(g.documents()["drained"]).jobs
     assert "drained: all" in headline(job, Life(), g.NOW)
     assert "drained" not in headline(job, Life(), g.NOW + 600)
-    assert "drained" not in headline(job | {"steps_at_risk": 500}, Life(), g.NOW)
+    assert "drained" not in headline(replace(job, steps_at_risk=500), Life(), g.NOW)
 
 
 def test_status_of_a_save_dir_needs_no_configuration(state_dir: Path) -> None:

@@ -23,6 +23,7 @@ from ckptd.maintenance.status.verdict import Life, exit_code
 from ckptd.maintenance.status.words import headline
 from ckptd.storage.local.probe import probe_save_dir
 from ckptd.storage.local.scan import scan
+from tests.support import status_gallery as gallery
 from tests.support.recover_scene import Scene
 
 if TYPE_CHECKING:
@@ -193,13 +194,8 @@ def test_the_daemon_says_it_while_it_lies_there_and_status_is_not_safe(tmp_path:
     assert then.since == first.since, "it is as old as the first one"
     assert then.text.startswith("epoch_12.pt (and 1 more) is a checkpoint in one torch.save file")
     assert then.next_step.endswith('[layout] files = "epoch_*.pt"')
-    problem = {
-        "code": then.code,
-        "severity": then.severity,
-        "text": then.text,
-        "since": "2026-01-01T00:00:00Z",
-    }
-    job = {"state": "attention", "safe": None, "problems": [problem], "opt_outs": [], "checkpoints": []}
+    problem = gallery.problem(then.code, then.severity, then.text, then.next_step)
+    job = gallery.job(state="attention", safe=None, problems=(problem,), checkpoints=())
     assert headline(job, Life(), 0.0).startswith("NOT SAFE  ")
     assert exit_code([job], is_alive=True) == 1
     for name in ("epoch_8.pt", "epoch_12.pt"):

@@ -64,8 +64,8 @@ def test_as_written_is_as_judged(etc: Path, text: str, name: str | None) -> None
             assert resolve_job(asked or config.name, {}, config_dir=etc).save_dir == config.save_dir
         state.mkdir(parents=True)
         (state / "status.json").write_text(DOCUMENT)
-        assert [place for place, _ in published(config.name, None, etc)] == [state]
-        assert [place for place, _ in published(None, None, etc)] == [state]
+        assert [one.place for one in published(config.name, None, etc)] == [state]
+        assert [one.place for one in published(None, None, etc)] == [state]
 
 
 def test_the_node_is_filled_in(etc: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_wrong_file_does_not_hide_what_the_others_publish(etc: Path) -> None:
     state.mkdir(parents=True)
     (state / "status.json").write_text(DOCUMENT)
     for asked in (None, "a"):
-        assert [place for place, _ in published(asked, None, etc)] == [state]
+        assert [one.place for one in published(asked, None, etc)] == [state]
     with pytest.raises(ConfigError, match=r"wrong\.toml"):
         list(state_places("wrong", etc))
 
@@ -110,9 +110,9 @@ def test_a_place_that_may_not_be_read_is_said(etc: Path, capsys: pytest.CaptureF
             with pytest.raises(NotPermitted, match=r"may not be read by this user"):
                 published(asked, None, etc)
         # what lies in a closed save_dir is published elsewhere
-        assert [place.name for place, _ in published(str(etc.parent / "nvme" / "b"), None, etc)] == ["b"]
+        assert [one.place.name for one in published(str(etc.parent / "nvme" / "b"), None, etc)] == ["b"]
         assert capsys.readouterr().err == ""
-        assert [place.name for place, _ in published(None, None, etc)] == ["b"]
+        assert [one.place.name for one in published(None, None, etc)] == ["b"]
         assert not capsys.readouterr().err
         options: dict[str, bool] = dict.fromkeys(("retention", "watch", "live"), False)
         show(None, None, as_json=True, html=None, interval=2, state_dir=None, config_dir=str(etc), **options)
@@ -142,6 +142,6 @@ def test_a_job_of_a_service_is_found_by_its_name(
     monkeypatch.setattr(status_places, "_SERVICES", tmp_path / "var")
     (tmp_path / "var" / "alice" / "llama").mkdir(parents=True)
     (tmp_path / "var" / "alice" / "llama" / "status.json").write_text(DOCUMENT)
-    assert [place.name for place, _ in published("llama", None, etc)] == ["llama"]
+    assert [one.place.name for one in published("llama", None, etc)] == ["llama"]
     with pytest.raises(NotFoundError, match="no job 'qwen'"):
         published("qwen", None, etc)

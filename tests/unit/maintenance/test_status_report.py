@@ -27,33 +27,33 @@ NOTHING: dict[str, Any] = dict.fromkeys(("retention", "watch", "live"), False) |
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_it_says_what_the_screen_says(name: str) -> None:
-    document = gallery.plain(DOCUMENTS[name])
+    document = gallery.read(DOCUMENTS[name])
     life = life_of(document, gallery.NOW)
     reports = reports_of(document, gallery.NOW)
-    for job, report in zip(document["jobs"], reports, strict=True):
+    for job, report in zip(document.jobs, reports, strict=True):
         assert report.headline == words.headline(job, life, gallery.NOW)
         assert report.exit_code == exit_code([job], is_alive=life.is_well)
         told = {(one.code, one.text, one.hint) for one in report.problems}
-        assert {(one["code"], one["text"], one["next_step"]) for one in job["problems"]} <= told
-        tags = [one["tag"] for one in job["checkpoints"]]
-        held = {one["tag"] for remote in job["remotes"] for one in remote["held"]}
+        assert {(one.code, one.text, one.next_step) for one in job.problems} <= told
+        tags = [one.tag for one in job.checkpoints]
+        held = {one.tag for remote in job.remotes for one in remote.held}
         assert [one.tag for one in report.checkpoints[: len(tags)]] == tags
         assert {one.tag for one in report.checkpoints} == {*tags, *held}
-        assert repr(report).startswith(f"{job['name']}  {report.verdict}  ")
+        assert repr(report).startswith(f"{job.name}  {report.verdict}  ")
         assert all(len(line) <= 100 for line in repr(report).splitlines()[1:] if "→" not in line) or (
             len({place for one in report.checkpoints for place in one.remotes}) > 1
         )
 
 
 def test_an_upload_has_its_bytes_and_ends_with_the_daemon() -> None:
-    (running,) = reports_of(gallery.plain(DOCUMENTS["behind"]), gallery.NOW)
+    (running,) = reports_of(gallery.read(DOCUMENTS["behind"]), gallery.NOW)
     (upload,) = running.uploads
     assert (upload.tag, upload.form, upload.remote) == ("global_step4500", "zero", "s3")
     assert (upload.bytes_done, upload.bytes_total, upload.eta_seconds) == (7_500_000_000, 12_000_000_000, 240)
     assert running.checkpoints[0].remotes == {"s3": {"zero": "uploading", "universal": "waiting"}}
     assert running.safe is not None
     assert (running.safe.step, running.steps_at_risk) == (4000, 500)
-    (dead,) = reports_of(gallery.plain(DOCUMENTS["daemon dead"]), gallery.NOW)
+    (dead,) = reports_of(gallery.read(DOCUMENTS["daemon dead"]), gallery.NOW)
     assert dead.verdict == "NOT WATCHED"
     assert not dead.uploads
     assert dead.checkpoints[0].remotes["s3"]["zero"] == "not sent"
@@ -61,14 +61,14 @@ def test_an_upload_has_its_bytes_and_ends_with_the_daemon() -> None:
 
 
 def test_what_to_type_for_a_checkpoint_is_in_its_text() -> None:
-    (report,) = reports_of(gallery.plain(DOCUMENTS["something to say of checkpoints"]), gallery.NOW)
+    (report,) = reports_of(gallery.read(DOCUMENTS["something to say of checkpoints"]), gallery.NOW)
     assert "→ ckptd accept llama global_step4200" in repr(report)
 
 
 def test_text_from_outside_moves_no_cursor() -> None:
     evil = "evil\x1b[2J\n"
     (report,) = reports_of(
-        gallery.plain(st.Status(
+        gallery.read(st.Status(
             generated_at=gallery.before(3),
             daemon=gallery.daemon(),
             jobs=(gallery.behind(name=evil, problems=(gallery.problem("x", "note", evil, evil),)),),

@@ -17,6 +17,8 @@ import pytest
 from ckptd.maintenance.status import words
 from ckptd.maintenance.status.verdict import exit_code, life_of, verdict
 from ckptd.observe.audit import Audit, Deleted, read_retired
+from ckptd.observe.status import Status
+from ckptd.observe.status_reader import status_of
 from ckptd.page.render import page_html
 from ckptd.page.sources import page_of, read_page, wanted
 from ckptd.page.timeline import WIDTH
@@ -53,11 +55,11 @@ class Page(HTMLParser):
         self._hidden = False
 
 
-def html_of(document: dict[str, object]) -> str:
+def html_of(document: Status) -> str:
     return page_html(page_of(jobs_of(document, gallery.NOW), [], gallery.NOW, None))
 
 
-def detail_of(document: dict[str, object]) -> Detail:
+def detail_of(document: Status) -> Detail:
     make = jobs_of(document, gallery.NOW)[0].make_detail
     assert make is not None
     return make()
@@ -65,23 +67,23 @@ def detail_of(document: dict[str, object]) -> Detail:
 
 @pytest.mark.parametrize("name", STATES)
 def test_the_page_says_what_status_says(name: str) -> None:
-    document = gallery.plain(STATES[name])
+    document = gallery.read(STATES[name])
     life = life_of(document, gallery.NOW)
     jobs = jobs_of(document, gallery.NOW)
     page = page_of(jobs, [], gallery.NOW, None)
     text = " ".join(Page(page_html(page)).text.split())
-    for job, shown in zip(document["jobs"], jobs, strict=True):
+    for job, shown in zip(document.jobs, jobs, strict=True):
         assert shown.verdict == verdict(job, life)
         assert " · ".join(words.clauses(job, life, gallery.NOW)) in text
-        for problem in job["problems"]:
-            assert problem["text"] in text and problem["next_step"] in text
-    assert page.exit_code == exit_code(document["jobs"], is_alive=life.is_well)
+        for problem in job.problems:
+            assert problem.text in text and problem.next_step in text
+    assert page.exit_code == exit_code(document.jobs, is_alive=life.is_well)
 
 
 def test_hostile_texts_stay_texts() -> None:
     """No element, attribute or control character comes from a name, a tag, an error or a URL."""
     for name, document in STATES.items():
-        clean, dirty = gallery.plain(document), scene.hostile(gallery.plain(document))
+        dirty = status_of(scene.hostile(gallery.plain(document)))
         page = Page(html_of(dirty))
         assert {tag for tag, _ in page.elements} <= TAGS
         assert not [found for _, found in page.elements if any(key.startswith("on") for key in found)], name
@@ -94,11 +96,11 @@ def test_hostile_texts_stay_texts() -> None:
         )
         assert not re.search("[\u202e\x1b]", page.text)
         assert "<script>window.pwned" in page.text and "{{7*7}}" in page.text
-        assert clean["jobs"][0]["name"] in page.text
+        assert document.jobs[0].name in page.text
 
 
 def test_a_file_has_all_it_needs_and_asks_nobody() -> None:
-    html = html_of(gallery.plain(STATES["behind, two remotes"]))
+    html = html_of(gallery.read(STATES["behind, two remotes"]))
     elements = Page(html).elements
     assert not [found for tag, found in elements if tag in ("script", "img", "iframe") and found]
     assert [found["href"][:5] for tag, found in elements if tag == "link"] == ["data:"]
@@ -112,14 +114,14 @@ def test_a_file_has_all_it_needs_and_asks_nobody() -> None:
 
 
 def test_times_are_relative_with_the_absolute_one_beside_them() -> None:
-    elements = Page(html_of(gallery.plain(STATES["behind"]))).elements
+    elements = Page(html_of(gallery.read(STATES["behind"]))).elements
     times = [found for tag, found in elements if tag == "time" and "title" in found]
     assert {"datetime": "2026-03-01T11:57:00.000Z", "title": "2026-03-01 11:57:00 UTC"} in times
     assert all(found["title"].endswith(" UTC") for found in times)
 
 
 def test_a_bar_tells_saving_waiting_and_safe() -> None:
-    timeline = detail_of(gallery.plain(STATES["behind"])).timeline
+    timeline = detail_of(gallery.read(STATES["behind"])).timeline
     assert timeline is not None
     uploading, committed = timeline.tracks
     assert [part.kind for part in uploading.bar] == ["saving", "uploading"]
@@ -130,8 +132,10 @@ def test_a_bar_tells_saving_waiting_and_safe() -> None:
 
 
 def test_what_was_deleted_is_on_the_timeline(tmp_path: Path) -> None:
-    document = gallery.plain(STATES["safe"])
-    document["jobs"][0]["checkpoints"][0]["local"] |= {"present": False, "ended_at": gallery.before(100)}
+    (job,) = STATES["safe"].jobs
+    gone = replace(job.checkpoints[0].local, present=False, ended_at=gallery.before(100))
+    job = replace(job, checkpoints=(replace(job.checkpoints[0], local=gone), *job.checkpoints[1:]))
+    document = gallery.read(replace(STATES["safe"], jobs=(job,)))
     Audit(tmp_path / "audit.jsonl").write(
         "retire", tag="global_step4000", generation=1, form="zero", reason="limit", commits=[("key", "sha")]
     )
@@ -155,11 +159,11 @@ def test_what_was_deleted_is_on_the_timeline(tmp_path: Path) -> None:
 
 
 def test_a_command_can_be_copied_and_a_sentence_cannot() -> None:
-    problems = jobs_of(gallery.plain(STATES["behind, the remote is away"]), gallery.NOW)[0].problems
+    problems = jobs_of(gallery.read(STATES["behind, the remote is away"]), gallery.NOW)[0].problems
     assert [(one.next_step, one.is_typed) for one in problems] == [("ckptd check llama", True)]
-    problems = jobs_of(gallery.plain(STATES["a person is needed"]), gallery.NOW)[0].problems
+    problems = jobs_of(gallery.read(STATES["a person is needed"]), gallery.NOW)[0].problems
     assert [one.is_typed for one in problems] == [False]
-    (dead,) = jobs_of(gallery.plain(STATES["daemon dead"]), gallery.NOW)[0].problems
+    (dead,) = jobs_of(gallery.read(STATES["daemon dead"]), gallery.NOW)[0].problems
     assert dead.next_step == "cd /home/alice && ckptd run --job llama.toml" and dead.is_typed
     assert dead.text.startswith("the daemon (process") and "start it" in dead.text
     # as a next step is typed for a job without a file
@@ -167,9 +171,9 @@ def test_a_command_can_be_copied_and_a_sentence_cannot() -> None:
 
 
 def test_few_jobs_are_open_and_of_many_those_that_need_a_person() -> None:
-    jobs = jobs_of(gallery.plain(scene.many(100, 3)), gallery.NOW)
+    jobs = jobs_of(gallery.read(scene.many(100, 3)), gallery.NOW)
     assert page_of(jobs, [], gallery.NOW, None).open_keys == frozenset()
-    few = jobs_of(gallery.plain(STATES["two jobs"]), gallery.NOW)
+    few = jobs_of(gallery.read(STATES["two jobs"]), gallery.NOW)
     assert page_of(few, [], gallery.NOW, None).open_keys == {job.key for job in few}
 
 

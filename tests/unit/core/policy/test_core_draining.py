@@ -16,6 +16,7 @@ from ckptd.core.policy.derived_forms import PRESSURE
 from ckptd.core.policy.drain import COMMIT_SECONDS
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.view import Disk, Drain, RemoteView
+from tests.support import status_gallery as gallery
 from tests.support.core_views import NAS, job_view, save_view, sealed
 
 if TYPE_CHECKING:
@@ -261,14 +262,13 @@ def test_late_is_what_the_sum_says(speed: float) -> None:
 
 def test_what_a_window_was_too_short_for_is_named_with_what_else_is_wrong() -> None:
     """A longer window does not help where the remote refuses: the reason stands beside what is missing."""
-    at = "2026-01-01T00:00:00Z"
-    problem = {"severity": "attention", "text": "nas: no credentials", "next_step": "give some", "since": at}
-    note = {"severity": "note", "text": "small", "next_step": "", "since": at}
-    rows = [{"tag": "global_step7", "state": "sealing"}, {"tag": "global_step6", "state": "committed"}]
-    job = {"problems": [problem, note], "checkpoints": rows}
+    problem = gallery.problem("remote", "attention", "nas: no credentials", "give some")
+    note = gallery.problem("small", "note", "small", "")
+    rows = (gallery.checkpoint(7, state="sealing"), gallery.checkpoint(6))
+    job = gallery.job(problems=(problem, note), checkpoints=rows)
     assert not_begun(job) == "global_step7 (sealing)"
-    assert not_begun({}) == "what is being saved"
+    assert not_begun(None) == "what is being saved"
     text, step = reasons(job)
     assert text.startswith("! nas: no credentials (")
     assert step == "→ give some"
-    assert reasons({}) == []
+    assert reasons(None) == []

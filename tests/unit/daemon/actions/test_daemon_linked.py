@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from ckptd.daemon.intake.symlinked import linked_here, look
 from ckptd.daemon.state.problems import Problems
 from ckptd.maintenance.status.verdict import Life
 from ckptd.maintenance.status.words import headline
+from tests.support import status_gallery as gallery
 from tests.support.recover_scene import Scene
 
 if TYPE_CHECKING:
@@ -103,16 +104,10 @@ def test_other_links_in_a_checkpoint_are_no_matter_of_its_shards(watched: Watche
 
 
 def test_status_says_not_safe(watched: Watched) -> None:
-    job: dict[str, Any] = {
-        "state": "attention",
-        "safe": {"tag": "global_step5", "step": 5, "age_seconds": 9.0, "committed_at": ""},
-        "problems": [{"code": "linked-save", "severity": "attention"}],
-        "checkpoints": [],
-        "opt_outs": [],
-    }
-    assert headline(job, Life(), 0.0).startswith("NOT SAFE  step 5")
-    job["problems"][0]["severity"] = "note"
-    assert headline(job, Life(), 0.0).startswith("SAFE  step 5")
+    for severity, verdict in (("attention", "NOT SAFE"), ("note", "SAFE")):
+        problem = gallery.problem("linked-save", severity, "a link", "")
+        job = gallery.job(state="attention", problems=(problem,))
+        assert headline(job, Life(), 0.0).startswith(f"{verdict}  step 4000")
 
 
 def test_a_drain_does_not_say_that_all_is_committed(watched: Watched) -> None:
