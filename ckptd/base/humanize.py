@@ -23,16 +23,20 @@ def printable_everywhere(value: Any) -> Any:
     """Apply `printable` to every text in a JSON value, or in a record of such values."""
     if isinstance(value, str):
         return printable(value)
+    if value is None or isinstance(value, int | float):
+        return value
     if isinstance(value, list):
         return [printable_everywhere(item) for item in value]
     if isinstance(value, dict):
-        return {printable_everywhere(key): printable_everywhere(item) for key, item in value.items()}
+        named = {printable_everywhere(key): printable_everywhere(item) for key, item in value.items()}
+        return value if named == value else named
     if isinstance(value, tuple):
-        return tuple([printable_everywhere(item) for item in value])
+        listed = tuple([printable_everywhere(item) for item in value])
+        return value if listed == value else listed
     if is_dataclass(value) and not isinstance(value, type):
-        told = {field.name: getattr(value, field.name) for field in fields(value)}
-        shown = {name: printable_everywhere(one) for name, one in told.items()}
-        return value if shown == told else replace(value, **shown)
+        told = [(field.name, getattr(value, field.name)) for field in fields(value)]
+        shown = {name: other for name, one in told if (other := printable_everywhere(one)) is not one}
+        return replace(value, **shown) if shown else value
     return value
 
 

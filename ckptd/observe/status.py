@@ -2,18 +2,15 @@
 reads.
 
 Shapes as docs/contract.md says (schema_version 1); sizes in bytes, times in RFC 3339 (UTC) or seconds.
+Annotations are types, no text: `status_reader` needs them each time that `ckptd status` starts.
 """
 
-from __future__ import annotations
-
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Literal
 
 SCHEMA_VERSION = 1
 FILE_NAME = "status.json"

@@ -10,7 +10,7 @@ import json
 from dataclasses import MISSING, fields
 from functools import cache, partial
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin
 
 from ckptd.observe.status import Status
 
@@ -64,12 +64,11 @@ def _plan(kind: type) -> tuple[tuple[str, frozenset[type], Build | None, object]
     """Return of each field its name, the types that are taken as they are, what builds the others, and what
     stands for an absent one that has no default.
     """
-    hints = get_type_hints(kind)
-    return tuple(_field(field, hints[field.name]) for field in fields(kind))
+    return tuple(_field(field) for field in fields(kind))
 
 
-def _field(field: Field[Any], hint: Any) -> tuple[str, frozenset[type], Build | None, object]:
-    plain, build = _taken(hint)
+def _field(field: Field[Any]) -> tuple[str, frozenset[type], Build | None, object]:
+    plain, build = _taken(field.type)
     if field.default is not MISSING or field.default_factory is not MISSING:
         return field.name, plain, build, MISSING
     empty = next((of for kind, of in _EMPTY.items() if kind in plain), ())
@@ -80,7 +79,7 @@ _EMPTY: dict[type, object] = {NoneType: None, str: "", bool: False, int: 0}
 
 
 def _taken(hint: Any) -> tuple[frozenset[type], Build | None]:
-    if get_origin(hint) is UnionType:
+    if isinstance(hint, UnionType):
         each = [_taken(one) for one in get_args(hint)]
         return frozenset[type]().union(*(plain for plain, _ in each)), next(
             filter(None, (b for _, b in each)), None

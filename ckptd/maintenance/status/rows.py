@@ -22,7 +22,7 @@ _SIGNS = {"committed": ("✓", "green"), "waiting": ("○", "dim"), "new": ("○
 _NOT_HERE = LocalStatus(present=False, universal="none", held=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class OnlyThere:
     """A checkpoint that a remote holds and this node never had, or has forgotten; as `CheckpointStatus`."""
 
