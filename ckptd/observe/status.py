@@ -2,7 +2,8 @@
 reads.
 
 Shapes as docs/contract.md says (schema_version 1); sizes in bytes, times in RFC 3339 (UTC) or seconds.
-Annotations are types, no text: `status_reader` needs them each time that `ckptd status` starts.
+Annotations are types, no text, since `status_reader` asks for them each time that `ckptd status` starts; that
+no record has a repr saves it a millisecond.
 """
 
 import os
@@ -19,7 +20,7 @@ FILE_NAME = "status.json"
 JobStateName = Literal["ok", "behind", "attention", "waiting", "paused", "invalid"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DaemonStatus:
     """The process."""
 
@@ -43,7 +44,7 @@ class DaemonStatus:
     """Command that starts the daemon again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SafeStatus:
     """The newest committed checkpoint."""
 
@@ -56,7 +57,7 @@ class SafeStatus:
     age_seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DiskStatus:
     """save_dir's file system."""
 
@@ -68,7 +69,7 @@ class DiskStatus:
     """Bytes in saves cut short, torn, damaged or doubtful, which ckptd never deletes by itself."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ProblemStatus:
     """Something stuck: code, age, text, next step; `about`: what it concerns (a tag, a remote)."""
 
@@ -80,7 +81,7 @@ class ProblemStatus:
     about: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FormStatus:
     """One form of a checkpoint on one remote."""
 
@@ -95,7 +96,7 @@ class FormStatus:
     ended_at: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LocalStatus:
     """A checkpoint on this node."""
 
@@ -107,7 +108,7 @@ class LocalStatus:
     ended_at: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CheckpointStatus:
     """One checkpoint."""
 
@@ -134,7 +135,7 @@ class CheckpointStatus:
     committed; None: not even this node's part is complete."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class HeldStatus:
     """A checkpoint in a remote and what its retention makes of it (docs/adr/0094)."""
 
@@ -154,7 +155,7 @@ class HeldStatus:
     """Bytes of its ZeRO form, or of the form that is left; None: published by an earlier release."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RemoteStatus:
     """A remote as its store was last seen; None and empty before it answered."""
 
@@ -170,7 +171,7 @@ class RemoteStatus:
     """Newest first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PauseStatus:
     """A person paused the job on this node: transfers, conversions and removals rest (docs/adr/0108)."""
 
@@ -178,7 +179,7 @@ class PauseStatus:
     by: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DrainStatus:
     """The node is about to go: what is complete here is sent first, nothing else is begun (docs/adr/0108)."""
 
@@ -198,7 +199,7 @@ class DrainStatus:
     """Remotes on which nothing moves and that all which is missing waits for: `ckptd drain` gives them up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RemovalRowStatus:
     """Report what becomes of one checkpoint in one place that `ckptd rm` named; what is deleted has no
     row."""
@@ -216,7 +217,7 @@ class RemovalRowStatus:
     """Digests of the COMMITs that a person agrees to delete, or to delete a copy of."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RemovalStatus:
     """Checkpoints that a person named to be deleted (`ckptd rm`, docs/adr/0199)."""
 
@@ -226,7 +227,7 @@ class RemovalStatus:
     rows: tuple[RemovalRowStatus, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SharedStatus:
     """A save_dir that hosts share: who divide the work, and who deletes and converts (docs/adr/0110)."""
 
@@ -238,7 +239,7 @@ class SharedStatus:
     epoch: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class JobStatus:
     """One job."""
 
@@ -269,7 +270,7 @@ class JobStatus:
     """None: save_dir is this node's alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Status:
     """The whole document."""
 
