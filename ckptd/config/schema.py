@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Strict, model_validator
 
 from ckptd.config.quantities import (
+    AbsoluteDir,
     Bandwidth,
     Bytes,
     BytesPerDay,
@@ -32,7 +33,6 @@ from ckptd.config.quantities import (
     Seconds,
     Share,
     ShareOrBytes,
-    StateDir,
     Timetable,
     Trainer,
     Url,
@@ -307,6 +307,12 @@ class JobConfig(Section):
         "which value is better; default: min for names that end in loss, else max",
     )
     node_name: Name | None = _key(None, "node_name", '"node-0"', "this node's name; default: the host name")
+    ready_dir: AbsoluteDir = _key(
+        None,
+        "ready_dir",
+        '"/shared/ready/llama-7b"',
+        "directory that gets TAG.json once a checkpoint is committed in every remote",
+    )
     shared_fs: bool = _key(
         False,
         "shared_fs",
@@ -363,6 +369,8 @@ class JobConfig(Section):
             reject(problem)
         if self.metric is None and any(s.keep_best is not None for s in (self.local, *self.remotes)):
             reject('keep_best compares a metric; name it: metric = "eval_loss"')
+        if self.ready_dir is not None and self.ready_dir.is_relative_to(self.save_dir):
+            reject("ready_dir lies in save_dir, where only the trainer writes; take another directory")
         if self.metric is None and self.metrics_file is not None:
             reject('metrics_file is read for one metric; name it: metric = "eval_loss"')
         return self
@@ -442,7 +450,7 @@ class DaemonConfig(Section):
     max_uploads: Annotated[int, Field(ge=1, le=64)] = _key(
         4, "max_uploads", "4", "checkpoints uploaded at once, of all jobs to all remotes"
     )
-    state_dir: StateDir = _key(
+    state_dir: AbsoluteDir = _key(
         None, "state_dir", '"/var/lib/ckptd"', "where journal, status.json and audit.jsonl are"
     )
     metrics: MetricsPlace | None = _key(

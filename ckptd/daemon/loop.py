@@ -121,6 +121,7 @@ class Daemon:
                 send_final(
                     self.jobs, self._queue, self._call, self._limits.child_slots.settle, self._on_reload
                 )
+            self._publisher.close()
             self._notifier.close()
             self._exporter.close()
             self._workers.stop()

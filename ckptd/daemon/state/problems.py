@@ -73,6 +73,8 @@ Code = Literal[
     "job-interrupted",
     "no-file-events",
     "metrics-unreadable",
+    "events-unwritten",
+    "ready-dir-unwritten",
     "memory-short",
     "internal",
 ]
@@ -88,6 +90,8 @@ _SEVERITY: dict[str, Severity] = {
     "transfer-stalled": "behind",
     "upload-failed": "behind",
     "local-failed": "behind",
+    "events-unwritten": "behind",
+    "ready-dir-unwritten": "behind",
     "commit-waiting": "behind",
     "waiting-for-remote": "behind",
     "incomplete-save": "note",
