@@ -24,6 +24,7 @@ from ckptd.config.quantities import (
     BytesPerDay,
     CompleteWhen,
     Credentials,
+    Endpoint,
     Form,
     LayoutFiles,
     MetricsFile,
@@ -460,6 +461,18 @@ class DaemonConfig(Section):
         "a page for Prometheus; or a file for node_exporter: /…/ckptd.prom",
     )
     node_name: Name | None = _key(None, "node_name", '"node-0"', "this node's name; default: the host name")
+    termination: Literal["off", "aws", "gcp", "azure", "auto"] = _key(
+        "off",
+        "termination",
+        '"off"',
+        "drain when the cloud says that it takes this node: aws | gcp | azure | auto",
+    )
+    termination_url: Endpoint | None = _key(
+        None,
+        "termination_url",
+        '"http://127.0.0.1:8111"',
+        "of the metadata service, behind a proxy; default: the clouds' own",
+    )
     notify: NotifyConfig = Field(default_factory=NotifyConfig)
 
     def memory_budget_bytes(self, total_memory_bytes: int) -> int:

@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
             ..., metavar="JOB", autocompletion=complete_job, envvar=ENV_JOB, help=JOB_HERE_HELP
         ),
         follow: bool = typer.Option(False, "-f", "--follow", help="Go on with what happens, until Ctrl-C."),
-        since: int = typer.Option(None, "--since", metavar="ID", help="Only what came after this id."),
+        since: int | None = typer.Option(None, "--since", metavar="ID", help="Only what came after this id."),
         as_json: bool = typer.Option(False, "--json", help="One JSON object a line."),
         state_dir: str = typer.Option(None, "--state-dir", help="Where status.json lies."),
         config_dir: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie."),

@@ -75,6 +75,8 @@ Code = Literal[
     "metrics-unreadable",
     "events-unwritten",
     "ready-dir-unwritten",
+    "node-ending",
+    "termination-unread",
     "memory-short",
     "internal",
 ]
@@ -92,6 +94,8 @@ _SEVERITY: dict[str, Severity] = {
     "local-failed": "behind",
     "events-unwritten": "behind",
     "ready-dir-unwritten": "behind",
+    "node-ending": "behind",
+    "termination-unread": "behind",
     "commit-waiting": "behind",
     "waiting-for-remote": "behind",
     "incomplete-save": "note",

@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from ckptd.observe.event_log import EVENTS
+from tests.support.metadata import metadata
 from tests.support.real import REPOSITORY
 from tests.support.recover_scene import Scene
 from tests.unit.cli.test_logs import CLEAN, ckptd
@@ -99,3 +101,39 @@ def test_a_script_waits_for_a_ready_file(tmp_path: Path) -> None:
     assert (said["tag"], said["step"]) == ("global_step2", 2)
     assert [(one["url"], one["forms"][-1]) for one in said["remotes"].values()] == [(str(scene.nas), "zero")]
     assert not [name for name in os.listdir(ready) if not name.startswith("global_step")]
+
+
+def test_a_notice_of_the_cloud_drains(tmp_path: Path) -> None:
+    """A spot interruption in the middle of training: a drain until then, in status and in events."""
+    scene = Scene(tmp_path)
+    scene.save(2)
+    with (
+        metadata("aws") as service,
+        daemon(scene, CKPTD_TERMINATION="aws", CKPTD_TERMINATION_URL=service.url),
+    ):
+        assert ckptd("wait", scene.save_dir, "--step", 2, "--timeout", "100s").returncode == 0
+        assert drain_of(scene) is None
+        at = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=120)
+        service.say(
+            "/latest/meta-data/spot/instance-action",
+            {"action": "terminate", "time": at.strftime("%Y-%m-%dT%H:%M:%SZ")},
+        )
+        end = time.monotonic() + PATIENCE_SECONDS
+        while (drain := drain_of(scene)) is None:
+            assert time.monotonic() < end
+            time.sleep(0.5)
+        assert abs(datetime.fromisoformat(drain["deadline_at"]).timestamp() - at.timestamp()) < 2
+        scene.save(4)
+        assert ckptd("wait", scene.save_dir, "--step", 4, "--timeout", "100s").returncode == 0
+    rows = [json.loads(x) for x in ckptd("events", scene.save_dir, "--json").stdout.splitlines()]
+    told = [row["text"] for row in rows if row["code"] == "node-ending"]
+    assert told
+    assert "spot/instance-action terminate" in told[0]
+    assert committed(rows)[-1] == "global_step4"
+
+
+def drain_of(scene: Scene) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = json.loads(ckptd("status", scene.save_dir, "--json").stdout)["jobs"][0][
+        "drain"
+    ]
+    return found
