@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
-from ckptd.config.messages import TYPED, explain, toml_keys
+from ckptd.config.messages import explain, toml_keys
 from ckptd.config.retention import Retention
 from ckptd.config.section import nearest
 from ckptd.core.policy.retention import Unuploaded
@@ -89,5 +89,5 @@ def _changes(setting: _Setting) -> dict[str, Any]:
         try:
             value = getattr(Retention.model_validate(written), field)
         except ValidationError as error:
-            raise explain(error, Retention, written, TYPED) from None
+            raise explain(error, Retention, written, "--with") from None
     return {**(_LIMITS if setting.key in _LIMITS else {}), field: value}

@@ -1,4 +1,4 @@
-"""`ckptd plan` and `reload --dry-run` with a real daemon and without one: nothing is done, and it comes so."""
+"""`ckptd plan` and `reload --dry-run`, with a real daemon and without: nothing is done, and it comes so."""
 
 from __future__ import annotations
 

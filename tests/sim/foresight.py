@@ -55,8 +55,10 @@ def other_limits(config: JobConfig, size_bytes: int, rng: random.Random) -> JobC
 def held(world: World) -> Held:
     """What is there, as it truly is."""
     here = frozenset(s.tag for s in world.trainer.saves if s.is_finished and world.trainer_has(s.tag))
-    there = {r.name: frozenset(one.key for one in world.judge.live(r.name)) for r in world.config.remotes}
-    return {None: here, **there}
+    there: Held = {
+        r.name: frozenset(one.key for one in world.judge.live(r.name)) for r in world.config.remotes
+    }
+    return there | {None: here}
 
 
 def rest(world: World, rng: random.Random) -> None:
