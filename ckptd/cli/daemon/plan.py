@@ -50,7 +50,7 @@ def register(app: typer.Typer) -> None:
             help="KEY=VALUE everywhere, local.KEY=VALUE, NAME.KEY=VALUE in a remote, or another job file; "
             "may be repeated.",
         ),
-        saves: int = typer.Option(SHOWN_SAVES, min=0, max=100, help="Look so many saves ahead."),
+        saves: int = typer.Option(SHOWN_SAVES, metavar="N", min=0, max=100, help="Look so many saves ahead."),
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
         config_dir: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:

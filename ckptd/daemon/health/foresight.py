@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ckptd.core.policy.foresight import ForeseenPlace
     from ckptd.daemon.health.watched_job import WatchedJob
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 25.0
 """So long it is waited for the first answers of remotes."""
 
 
