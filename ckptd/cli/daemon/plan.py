@@ -32,7 +32,6 @@ _HELP = (
 )
 _EXAMPLES = """\
 ckptd plan llama-7b
-ckptd plan llama-7b --with keep_last=5
 ckptd plan llama-7b --with local.keep_bytes=2TB --with nas.keep_last=20
 ckptd plan llama-7b --with other.toml --saves 10"""
 
