@@ -312,7 +312,6 @@ def _is_unknown(folder: str, paths: Iterable[str]) -> bool:
 
 
 OURS = "_ckptd"
-POINTERS = frozenset({"latest", "latest_universal"})
 _DERIVED = re.compile(r"(_universal|_weights-.*)$")
 _NUMBER = re.compile(r"(\d+)$")
 
