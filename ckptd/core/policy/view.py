@@ -14,7 +14,7 @@ from ckptd.core.model.save import Best, Order, SealedFile, SealedSave
 from ckptd.core.policy.retention import RetentionPolicy, Unuploaded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ckptd.core.model.listing import ResumeMarker
 
@@ -72,6 +72,13 @@ class Removal:
 
 
 # --- The disk of save_dir --------------------------------------------------------------------------------
+
+
+def next_save_bytes(saves_bytes: Iterable[int]) -> int:
+    """Estimate the size of the next save by earlier ones: the largest and a tenth (P13: the trainer never
+    lacks space).
+    """
+    return int(max(saves_bytes, default=0) * 1.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
