@@ -55,7 +55,6 @@ from ckptd.storage.remote.manifest_index import (
 from ckptd.storage.remote.messages import CommitView, UploadResult
 from ckptd.storage.remote.observe import AttachedRemote, point, still_ours
 from ckptd.storage.remote.transfer import CannotBeMade, Transfer, changed, sealed
-from ckptd.storage.stores.base import settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -256,7 +255,7 @@ class _Upload:
         self, commit: CommitView, listed: tuple[KnownManifest, ...], carried: Carried | None = None
     ) -> UploadResult:
         """Return the result where the generation is committed: with our manifest, without it, or disputed."""
-        settled(self._store, commit.key)
+        self._store.flush_name(commit.key)
         refs = {ref.sha256 for ref in commit.commit.manifests}
         members = [known for known in listed if known.sha256 in refs]
         mine = next(iter(self._own(members)), None)
@@ -344,7 +343,7 @@ class _Upload:
             last = own[-1]
             same = {"revision": last.manifest.revision, "attempt": last.manifest.attempt}
             if manifest.model_copy(update=same) == last.manifest:
-                settled(self._store, last.key)
+                self._store.flush_name(last.key)
                 return last
             manifest = manifest.model_copy(update={"revision": last.manifest.revision + 1})
         data = to_bytes(manifest)
@@ -517,7 +516,7 @@ class _Supplementing:
         """Return the COMMIT and its SUPPLEMENTs, each with what it lists."""
         views = []
         for view in (base, *read_supplements(self._store, self._where)):
-            settled(self._store, view.key)
+            self._store.flush_name(view.key)
             rows = {
                 (file.path, file.bytes, file.fingerprint)
                 for known in manifests_of_commit(self._store, view.commit)
