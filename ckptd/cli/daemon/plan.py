@@ -75,7 +75,7 @@ def register(app: typer.Typer) -> None:
             print(json.dumps({"schema_version": 1, "name": config.name, "places": told}, indent=1))
         else:
             show(config, places)
-        if not all(place["is_known"] for place in places):
+        if not all(place.is_known for place in places):
             raise typer.Exit(69)
 
 
