@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptd.base import extents, files
-from ckptd.daemon import bootstrap
+from ckptd.daemon import crash_recovery
 from ckptd.errors import CkptdError
 from ckptd.storage.local import fs
 from tests.killpoints.standins import put
@@ -46,7 +46,7 @@ def torn_commits() -> None:
 
 def forgotten_prunes() -> None:
     """A restart does not finish what lies half removed in the trash (P7)."""
-    recover = bootstrap.recover
+    recover = crash_recovery.finish_after_crash
 
     def forgetful(state: object, save_dir_fd: int, audit: object) -> None:
         for row in state.journal.open_deletions():  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from ckptd.core.model.records import ZERO, UploadState
 from ckptd.core.model.save import Order
 from ckptd.core.policy import local, planner, remote, retention
 from ckptd.core.policy.actions import Hold
-from ckptd.daemon import bootstrap
+from ckptd.daemon import crash_recovery
 from ckptd.daemon.intake import clones as holds
 from ckptd.daemon.intake import known_saves, ordering
 from ckptd.daemon.state.deletions import Deletions
@@ -126,7 +126,7 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     ),
     "objects go before their COMMIT": ((service, "delete_commit", _objects_first),),
     "create-only replaces": ((files, "create_exclusive", _overwritten),),
-    "what was on its way counts as committed": ((bootstrap, "_take_up_again", _uploaded_is_committed),),
+    "what was on its way counts as committed": ((crash_recovery, "_take_up_again", _uploaded_is_committed),),
     "identities are not compared before a prune": (
         (fs, "check_identities", lambda *_, **__: None),
         (fs, "finish_prune", _remove_all),

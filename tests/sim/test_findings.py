@@ -20,11 +20,11 @@ from ckptd.base import files, names
 from ckptd.cli.daemon.wait import judge_step
 from ckptd.core.model.decision import Decision
 from ckptd.core.model.records import ZERO, UploadState
-from ckptd.daemon.bootstrap import make_state
 from ckptd.daemon.health.checks import exit_code
 from ckptd.daemon.health.drain import drained_words, unsent_here
 from ckptd.daemon.health.status import job_status
 from ckptd.daemon.intake.decisions import read_decisions, write_decision
+from ckptd.daemon.job import make_state
 from ckptd.errors import RemoteUnreachable, StorageError, TornArchiveError
 from ckptd.observe.audit import Audit
 from ckptd.storage.local import fs

@@ -24,7 +24,7 @@ from ckptd.core.model.records import (
     UploadRecord,
     UploadState,
 )
-from ckptd.daemon.bootstrap import node_id_of
+from ckptd.daemon.node_id import node_id_of
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, StorageError
 from ckptd.maintenance.gc import Collector, sealed_here
 from ckptd.maintenance.repair import Unfinished

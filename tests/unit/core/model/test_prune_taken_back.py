@@ -19,7 +19,7 @@ from ckptd.core.model.records import ZERO, UploadRecord, UploadState
 from ckptd.core.model.save import SealedFile
 from ckptd.core.policy.actions import DeleteLocal
 from ckptd.daemon.actions.local_deletion import TIDY_SECONDS
-from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.daemon.state.remote_sync import notice_lost
 from ckptd.storage.local import fs
 from tests.unit.config.test_begin_again import Scene
@@ -59,7 +59,7 @@ class Killed(Scene):
     def start(self) -> None:
         """The daemon starts again."""
         self.state.deletions.interrupted.clear()
-        recover(self.state, self.fd, self.audit)
+        finish_after_crash(self.state, self.fd, self.audit)
 
     def later(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The trash is looked after."""

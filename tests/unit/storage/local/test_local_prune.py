@@ -22,7 +22,7 @@ from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.core.policy.permit import DeletePermit
 from ckptd.core.policy.view import CommitRef
 from ckptd.daemon.actions.local_deletion import LocalDeleter
-from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.daemon.state.state import JobState
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.observe.audit import Audit
@@ -276,7 +276,7 @@ def test_killed_at_any_call_a_restart_finishes(save_dir: Path, tmp_path: Path, c
     state = JobState(journal=journal)
     state.load()
     with files.opened_dir(save_dir) as fd:
-        recover(state, fd, Audit(state_dir / "audit.jsonl"))
+        finish_after_crash(state, fd, Audit(state_dir / "audit.jsonl"))
         listing = scan(fd)
     assert list((save_dir / fs.TRASH).iterdir()) == []
     whole = (save_dir / TAG).exists() and all((save_dir / TAG / n).exists() for n in NAMES)
@@ -294,7 +294,7 @@ def test_a_folder_in_the_trash_without_an_intent_comes_back(save_dir: Path) -> N
     (save_dir / TAG).rename(save_dir / fs.TRASH / f"{TAG}.0badcafe")
     journal = Journal(state_dir / "journal.db")
     with files.opened_dir(save_dir) as fd:
-        recover(JobState(journal=journal), fd, Audit(state_dir / "audit.jsonl"))
+        finish_after_crash(JobState(journal=journal), fd, Audit(state_dir / "audit.jsonl"))
     assert (save_dir / TAG / "a.pt").exists()
     journal.close()
 
@@ -321,7 +321,7 @@ def test_half_conversions_of_saves_that_are_gone_are_swept(save_dir: Path) -> No
     (place / ".gone.ckptd-partial").mkdir(parents=True)
     journal = Journal(state_dir / "journal.db")
     with files.opened_dir(save_dir) as fd:
-        recover(JobState(journal=journal), fd, Audit(state_dir / "audit.jsonl"))
+        finish_after_crash(JobState(journal=journal), fd, Audit(state_dir / "audit.jsonl"))
     assert list(place.iterdir()) == []
     journal.close()
 
