@@ -261,7 +261,7 @@ def verify(
     >>> {row.verdict for row in ckptd.verify("nas/run")[0].commits}
     {'good'}
     """
-    from ckptd.config.quantities import said_of
+    from ckptd.config.remote_names import said_of
     from ckptd.core.model.runs import run_of
     from ckptd.errors import CkptdError
     from ckptd.maintenance.verify import Slice, Verifier

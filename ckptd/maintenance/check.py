@@ -22,7 +22,7 @@ from ckptd.base.humanize import ago, size_of
 from ckptd.base.owned_dirs import lies_in_save_dir
 from ckptd.config.budget import MIB, child_bytes, divide, shortage
 from ckptd.config.commands import node_name
-from ckptd.config.quantities import shown_remote
+from ckptd.config.remote_names import shown_remote
 from ckptd.conversion.engine.inspect import probe_restrictions
 from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import short

@@ -17,8 +17,9 @@ from ckptd.base.owned_dirs import lock, opened_ours, path_of
 from ckptd.config.commands import command_for
 from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.model.layouts import Role
-from ckptd.core.model.listing import OURS, RESUMED
+from ckptd.core.model.listing import OURS
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, UploadState
+from ckptd.core.model.resume_marker import RESUMED
 from ckptd.core.model.runs import RUN_FILE
 from ckptd.errors import CkptdError, LockHeld, RefusedError
 from ckptd.recover.execute import one_at_a_time

@@ -23,8 +23,9 @@ from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions
 from ckptd.conversion.remote.convert import convert_copy
 from ckptd.core.model.layouts import Role, Trainer
-from ckptd.core.model.listing import OURS, RESUMED, resume_marker_text
+from ckptd.core.model.listing import OURS
 from ckptd.core.model.other_layouts import below, is_single_file
+from ckptd.core.model.resume_marker import RESUMED, resume_marker_of
 from ckptd.errors import (
     CkptdError,
     LockHeld,
@@ -403,7 +404,7 @@ def write_resume_marker(
     """
     if candidate.layout[0] is Trainer.DEEPSPEED:  # `latest` names it
         return
-    text = resume_marker_text(candidate.tag, listing.folders).model_dump_json()
+    text = resume_marker_of(candidate.tag, listing.folders).model_dump_json()
     if text == listing.resumed:
         return
     try:

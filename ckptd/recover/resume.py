@@ -16,10 +16,11 @@ from ckptd.base import files
 from ckptd.base.owned_dirs import make_beside
 from ckptd.config.commands import command_for, node_name, with_typed_commands
 from ckptd.config.loader import check_job_paths
-from ckptd.config.quantities import shown_remote
+from ckptd.config.remote_names import shown_remote
 from ckptd.core.completeness.judge import State
-from ckptd.core.model.listing import SaveDirListing, shown_unprotected, warn_unprotected
+from ckptd.core.model.listing import SaveDirListing
 from ckptd.core.model.runs import short
+from ckptd.core.model.unprotected import shown_unprotected, warn_unprotected
 from ckptd.errors import (
     CkptdError,
     DamagedError,

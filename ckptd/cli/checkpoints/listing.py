@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.api import checkpoints
         from ckptd.cli.output import print_note
         from ckptd.cli.screen import screen
-        from ckptd.config.quantities import said_of
+        from ckptd.config.remote_names import said_of
 
         failures: dict[str, CkptdError] = {}
         directory = Path(config_dir) if config_dir else None

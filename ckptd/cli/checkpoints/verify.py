@@ -99,7 +99,7 @@ def print_report(
 
     from ckptd.cli.output import print_note
     from ckptd.cli.screen import screen
-    from ckptd.config.quantities import said_of
+    from ckptd.config.remote_names import said_of
 
     if as_json:
         shown = {"schema_version": 1, "remotes": [asdict(one) for one in found]}

@@ -16,7 +16,7 @@ from ckptd.core.policy.retention import RetentionPolicy
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckptd.core.model.listing import ResumeMarker
+    from ckptd.core.model.resume_marker import ResumeMarker
 
 BEGUN_FACTOR = 1.25
 """An upload under way goes on while it is late by no more than this factor: estimates vary."""

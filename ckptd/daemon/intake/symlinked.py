@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ckptd.base.names import shown
-from ckptd.core.model.listing import warn_unprotected
+from ckptd.core.model.unprotected import warn_unprotected
 from ckptd.storage.local.scan import scan
 
 if TYPE_CHECKING:

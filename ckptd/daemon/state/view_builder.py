@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from ckptd.base.extents import free_bytes
 from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.sealing import sealed_extra
-from ckptd.core.model.listing import read_resume_marker
 from ckptd.core.model.manifest import node_in
 from ckptd.core.model.records import ZERO, DerivedState, UploadRecord, UploadState
+from ckptd.core.model.resume_marker import read_resume_marker
 from ckptd.core.policy.blockers import lacking, late_now
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.view import Disk, JobView, RemoteCommit, RemoteView, SaveView

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckptd.base.owned_dirs import is_numbered_tag
 from ckptd.base.process import LIMIT_SECONDS, NOT_ANSWERING
 from ckptd.config.loader import remote_from_arguments
-from ckptd.config.quantities import said_of
+from ckptd.config.remote_names import said_of
 from ckptd.core.model.layouts import Trainer
 from ckptd.errors import (
     CkptdError,

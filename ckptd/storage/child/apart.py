@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ckptd import errors
 from ckptd.base import process
-from ckptd.config.quantities import shown_remote
+from ckptd.config.remote_names import shown_remote
 from ckptd.errors import RemoteUnreachable
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import WINDOW_BYTES

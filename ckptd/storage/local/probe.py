@@ -21,8 +21,9 @@ from ckptd.base import extents, files
 from ckptd.base import names as base_names
 from ckptd.base.humanize import size_of, user_in_words
 from ckptd.base.owned_dirs import list_dir
-from ckptd.core.model.listing import OURS, warn_unprotected
+from ckptd.core.model.listing import OURS
 from ckptd.core.model.other_layouts import NOTHING_DECLARED, below
+from ckptd.core.model.unprotected import warn_unprotected
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RefusedError, from_os_error
 from ckptd.storage.local.fs import STAGING, TRASH, closing, ensure_ours, remove_empty
 from ckptd.storage.local.scan import scan

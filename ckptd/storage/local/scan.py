@@ -22,17 +22,7 @@ from ckptd.base.identity import FolderIdentity
 from ckptd.base.names import name_problem, shown
 from ckptd.base.owned_dirs import list_dir
 from ckptd.core.model.layouts import WRITES_AS, Trainer, parse_shard_name, shard_roots_of
-from ckptd.core.model.listing import (
-    OURS,
-    POINTERS,
-    RESUMED_PATH,
-    FolderListing,
-    ListedFile,
-    SaveDirListing,
-    is_loose,
-    is_trainers_checkpoint,
-    of_listing,
-)
+from ckptd.core.model.listing import OURS, POINTERS, FolderListing, ListedFile, SaveDirListing
 from ckptd.core.model.other_layouts import (
     MODEL,
     NOTHING_DECLARED,
@@ -41,13 +31,15 @@ from ckptd.core.model.other_layouts import (
     layout_of_file,
     other_layout_of,
 )
+from ckptd.core.model.resume_marker import RESUMED_PATH
+from ckptd.core.model.unprotected import is_loose, is_trainers_checkpoint, of_listing
 from ckptd.errors import CkptdError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ckptd.core.model.listing import Unprotected
     from ckptd.core.model.other_layouts import Layout
+    from ckptd.core.model.unprotected import Unprotected
 
 
 _CHECKPOINT = re.compile(r"^(global_step|checkpoint[-_]|step[-_]?|iter_)\d+$")

@@ -13,8 +13,8 @@ import pytest
 from ckptd.base import files
 from ckptd.config.quantities import parse_share
 from ckptd.conversion.remote.ends import resolve_source
-from ckptd.core.model.listing import Kind, warn_unprotected
 from ckptd.core.model.other_layouts import NOTHING_DECLARED, DeclaredSave
+from ckptd.core.model.unprotected import Kind, warn_unprotected
 from ckptd.daemon.intake.symlinked import look
 from ckptd.daemon.state.problems import Problems
 from ckptd.errors import NotFoundError, RefusedError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.base import files
-from ckptd.core.model.listing import RESUMED_PATH, ResumeMarker, read_resume_marker
+from ckptd.core.model.resume_marker import RESUMED_PATH, ResumeMarker, read_resume_marker
 from ckptd.daemon.actions.local_deletion import _check_no_save_began
 from ckptd.errors import SourceChanged
 from ckptd.maintenance.uninstall import Removal
