@@ -28,9 +28,9 @@ from ckptd.daemon.heartbeat import heartbeat_of
 from ckptd.daemon.idle import RESCAN_SECONDS, IdlePolicy
 from ckptd.daemon.intake.initial_scan import InitialScan, beginning
 from ckptd.daemon.intake.known_saves import KnownSaves
+from ckptd.daemon.intake.listing import list_save_dir
 from ckptd.daemon.intake.runs import Runs
 from ckptd.daemon.intake.sealer import Sealer
-from ckptd.daemon.intake.symlinked import look
 from ckptd.daemon.node_id import node_id_of
 from ckptd.daemon.resources.disk_yield import SaveDetector
 from ckptd.daemon.save_dir_lock import close_save_dir, is_still, open_job
@@ -403,9 +403,9 @@ class Job:
         if not self._still_stands(save_dir_fd, now_seconds):
             return
         before = self.state.folders.listing if self.state else None
-        listing = look(self.config, self.problems, before, save_dir_fd)
+        listing = list_save_dir(self.config, self.problems, before, save_dir_fd)
         self.disk_yield.join(self, listing.device, self._pace)
-        if self._initial_scan.look(listing):
+        if self._initial_scan.record_first_listing(listing):
             count = len(listing.folders)
             there = f"{count} checkpoint{'' if count == 1 else 's'}"
             log.info("watching %s: %s there", self.config.save_dir, there)
@@ -435,7 +435,7 @@ class Job:
         if self.idle.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
         self.plans += 1
-        self.sealer.look(listing, save_dir_fd, now_seconds)
+        self.sealer.judge_and_seal(listing, save_dir_fd, now_seconds)
         self.known_saves.adopt()
         self.known_saves.turn_of_runs()
         notice_gone(self, state)

@@ -36,7 +36,7 @@ def job_of_remote(url: str, now: float, config_dir: Path | None = None) -> Job:
         RemoteError: it does not answer, or is no remote of ckptd.
     """
     sight = sight_of(url, config_dir)
-    found = FleetReader(sight).look()
+    found = FleetReader(sight).read()
     listed = list_remote(sight, datetime.fromtimestamp(now, UTC))
     newest_first = [one for one in reversed(listed.checkpoints) if found.run_id in (None, one.run_id)]
     return _job(found, newest_first, listed.problems, now)

@@ -84,7 +84,7 @@ class Restore(Recovery):
 
     def _run(self) -> Recovered:
         self._check_directory()
-        self._sources.look()
+        self._sources.read_remotes()
         self._choose_run()
         candidate = self._select()
         self._plan(candidate)  # a wish that cannot be had is refused before DIR is made

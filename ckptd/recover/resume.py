@@ -107,12 +107,12 @@ class Resume(Recovery):
             return self._run()
 
     def _run(self) -> Recovered:
-        self._sources.look(knows_new=True)
+        self._sources.read_remotes(knows_new=True)
         self._one.check_remotes(self._sources)
         fd = self._fd = self._open()
         try:
             if self._choose_run():
-                self._sources.look(knows_new=True)  # what it has committed until it fell silent
+                self._sources.read_remotes(knows_new=True)  # what it has committed until it fell silent
                 self._choose_run()
             if fd is None or self._options.dry_run:
                 return self._recover()

@@ -237,7 +237,7 @@ def read_fleet(url: str, config_dir: Path | None = None) -> FleetStatus:
     Raises:
         RemoteError: it does not answer, or is no remote of ckptd.
     """
-    return FleetReader(sight_of(url, config_dir)).look()
+    return FleetReader(sight_of(url, config_dir)).read()
 
 
 def sight_of(url: str, config_dir: Path | None) -> RemoteInventory:
@@ -262,7 +262,7 @@ class FleetReader:
         self._problems: list[str] = []
         self._clock: Literal["store", "reader", "nodes"] = "store"
 
-    def look(self) -> FleetStatus:
+    def read(self) -> FleetStatus:
         """Read what there is; the remote was seen a moment ago (`sight`).
 
         Raises:

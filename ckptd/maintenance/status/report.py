@@ -262,7 +262,7 @@ def report_of_remote(url: str, config_dir: Path | None = None) -> JobReport:
     from ckptd.maintenance.status.fleet import FleetReader, sight_of
 
     sight = sight_of(url, config_dir)
-    found = FleetReader(sight).look()
+    found = FleetReader(sight).read()
     listing = list_remote(sight, datetime.now(UTC))
     committed = [one for one in listing.checkpoints if found.run_id in (None, one.run_id)]
     safe = found.safe

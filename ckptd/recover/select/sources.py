@@ -144,7 +144,7 @@ class Sources:
     say: Callable[[str], None]
     remotes: list[RemoteInventory] = field(default_factory=list)
     new: list[RemoteConfig] = field(default_factory=list)
-    """Places that answer, hold nothing and are no remotes yet: asked for by `look`."""
+    """Places that answer, hold nothing and are no remotes yet: asked for by `read_remotes`."""
     absent: list[CkptdError] = field(default_factory=list)
     damaged: set[tuple[str, str]] = field(default_factory=set)
     run_id: str | None = None
@@ -153,7 +153,7 @@ class Sources:
     _unsaid: dict[str, CkptdError] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 
-    def look(self, *, knows_new: bool = False) -> None:
+    def read_remotes(self, *, knows_new: bool = False) -> None:
         """Read each remote, perhaps again; one that is not there is left out, or with `knows_new` in `new`
         if it is not there yet.
         """

@@ -105,7 +105,7 @@ class FileConnection(Protocol):
         """Find out by creating, replacing and removing `path`."""
         ...
 
-    def look(self, path: str) -> Entry | None:
+    def find_entry(self, path: str) -> Entry | None:
         """Return a regular file; None when there is none."""
         ...
 
@@ -325,7 +325,7 @@ class FilesStore:
     def stat(self, key: str) -> ObjectInfo | None:
         """Return the size and time of an object; None when absent."""
         path = self._path(key)
-        found = self._call(f"looking at {key}", lambda drive: drive.look(path))
+        found = self._call(f"looking at {key}", lambda drive: drive.find_entry(path))
         return None if found is None else ObjectInfo(key=key, bytes=found.bytes, mtime_ns=found.mtime_ns)
 
     def read_at(self, key: str, offset: int, length: int) -> bytes:
@@ -374,7 +374,7 @@ class FilesStore:
         wanted = resume.flushed_bytes if resume is not None else 0
         with self._pool.use() as drive:
             with explained(drive, what):
-                if drive.look(path) is not None:
+                if drive.find_entry(path) is not None:
                     drive.remove(self._partial(key))
                     raise taken(key)
                 sink, start = drive.sink(path, self._partial(key), rights, wanted)
