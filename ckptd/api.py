@@ -172,11 +172,11 @@ def checkpoints(
 
     where = where_of(os.fspath(job), os.environ, only=remote, config_dir=_path(config_dir))
     with _raising(failures) as failed:
-        sights = list(where.read(say or _silent, failed))
-    if run is not None and sights:
-        runs = Runs(sights)
-        sights = [runs.only(sight, runs.named(run)) for sight in sights]
-    return [list_remote(sight, datetime.now(UTC)) for sight in sights]
+        inventories = list(where.read(say or _silent, failed))
+    if run is not None and inventories:
+        runs = Runs(inventories)
+        inventories = [runs.only(inventory, runs.named(run)) for inventory in inventories]
+    return [list_remote(inventory, datetime.now(UTC)) for inventory in inventories]
 
 
 @overload
@@ -273,19 +273,19 @@ def verify(
     tell = say or _silent
     part = Slice() if read is True else read or None
     with _raising(failures) as failed:
-        sights = list(where.read(tell, failed, is_tolerant=True))
-        runs = Runs(sights)
-        run_id = runs.named(run) if run is not None and sights else None
+        inventories = list(where.read(tell, failed, is_tolerant=True))
+        runs = Runs(inventories)
+        run_id = runs.named(run) if run is not None and inventories else None
 
         def is_wanted(commit: Commit) -> bool:
             return run_id is None or runs.is_same(run_of(commit, commit.job_id), run_id)
 
-        for sight in sights:
+        for inventory in inventories:
             try:
-                found.append(Verifier(sight, read=part, on_progress=on_progress).run(tag, is_wanted))
+                found.append(Verifier(inventory, read=part, on_progress=on_progress).run(tag, is_wanted))
             except CkptdError as error:
-                failed[sight.name] = error
-                tell(said_of(sight.name, sight.url, str(error)))
+                failed[inventory.name] = error
+                tell(said_of(inventory.name, inventory.url, str(error)))
     return found
 
 

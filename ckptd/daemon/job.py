@@ -409,8 +409,8 @@ class Job:
             count = len(listing.folders)
             there = f"{count} checkpoint{'' if count == 1 else 's'}"
             log.info("watching %s: %s there", self.config.save_dir, there)
-            for told in planned_uploads(self.config, listing, self.state_dir):
-                log.info("%s: %s%s", told.what, told.text, f"; {told.hint}" if told.hint else "")
+            for finding in planned_uploads(self.config, listing, self.state_dir):
+                log.info("%s: %s%s", finding.what, finding.text, f"; {finding.hint}" if finding.hint else "")
         if self.state is None:
             self.disk_yield.set_saving(self, is_saving=False)
             if not listing.folders and awaits_checkpoint(self.state_dir, self.config.save_dir):

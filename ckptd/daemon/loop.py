@@ -176,9 +176,9 @@ class Daemon:
             )
             job.open()
         except (CkptdError, OSError) as error:
-            told = error if isinstance(error, CkptdError) else from_os_error(error, str(config.save_dir))
+            refusal = error if isinstance(error, CkptdError) else from_os_error(error, str(config.save_dir))
             since = before.since_unix_seconds if before is not None else time.time()
-            self.invalid.append(Invalid(config.name, str(config.save_dir), told, since))
+            self.invalid.append(Invalid(config.name, str(config.save_dir), refusal, since))
         else:
             self.jobs.append(job)
             if job.phase == "waiting":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckptd.base.humanize import ago, printable, size_of
 from ckptd.core.model.runs import short
 from ckptd.maintenance.listing import list_remote
-from ckptd.maintenance.status.fleet import FleetReader, sight_of
+from ckptd.maintenance.status.fleet import FleetReader, inventory_of
 from ckptd.maintenance.status.rows import ROWS
 from ckptd.page.timeline import Track, laid_out, when
 from ckptd.page.view import Detail, Form, Job, Node, Problem, Row, Tone, key_of
@@ -35,9 +35,9 @@ def job_of_remote(url: str, now: float, config_dir: Path | None = None) -> Job:
     Raises:
         RemoteError: it does not answer, or is no remote of ckptd.
     """
-    sight = sight_of(url, config_dir)
-    found = FleetReader(sight).read()
-    listed = list_remote(sight, datetime.fromtimestamp(now, UTC))
+    inventory = inventory_of(url, config_dir)
+    found = FleetReader(inventory).read()
+    listed = list_remote(inventory, datetime.fromtimestamp(now, UTC))
     newest_first = [one for one in reversed(listed.checkpoints) if found.run_id in (None, one.run_id)]
     return _job(found, newest_first, listed.problems, now)
 

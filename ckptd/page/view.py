@@ -287,7 +287,7 @@ def _detail(job: dict[str, Any], life: Life, now: float, deleted: Sequence[Delet
     checkpoints = rows.checkpoints_of(job)
     places = list(dict.fromkeys(name for one in checkpoints for name in one["remotes"]))
     chosen = rows.worth_a_row(checkpoints)
-    told = [words.shared_line(job), *(words.abilities(one, is_all=False) for one in job.get("remotes", ()))]
+    notes = [words.shared_line(job), *(words.abilities(one, is_all=False) for one in job.get("remotes", ()))]
 
     def made(ones: Sequence[dict[str, Any]]) -> tuple[Row, ...]:
         return tuple(_row(one, places, now, is_alive=life.is_well) for one in ones)
@@ -302,7 +302,7 @@ def _detail(job: dict[str, Any], life: Life, now: float, deleted: Sequence[Delet
         older_title=chosen.left_out,
         timeline=laid_out(tracks, now),
         facts=tuple(_outlook(job)),
-        notes=tuple(line for line in told if line),
+        notes=tuple(line for line in notes if line),
         kept_rows=made([one for one in checkpoints if one["keep"] or one.get("goes")]),
         held=tuple(_held(job)),
     )

@@ -206,13 +206,13 @@ class Resume(Recovery):
         if self._fd is None:
             return
         self._listing, local = scan_local(self._dir, self._fd, self._job, self._sources.remotes)
-        busy = next((sight for sight in local if sight.is_open), None)
+        busy = next((checkpoint for checkpoint in local if checkpoint.is_open), None)
         if busy is not None:
             msg = f"{self._dir}/{busy.tag} is being written right now"
             raise RefusedError(
                 msg, hint="resume is for a save_dir whose trainer has ended; nothing was changed"
             )
-        self._local = tuple(sight for sight in local if sight.tag not in self._damaged_here)
+        self._local = tuple(checkpoint for checkpoint in local if checkpoint.tag not in self._damaged_here)
 
     # --- deciding and doing ----------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Resume(Recovery):
     def _kept(self) -> tuple[LocalCheckpoint, ...]:
         """Return the folders here that are not another run's."""
         strange = {step.name for step in self._aside}
-        return tuple(sight for sight in self._local if sight.tag not in strange)
+        return tuple(checkpoint for checkpoint in self._local if checkpoint.tag not in strange)
 
     def _pick(self, choice: Choice) -> Candidate | None:
         candidate = self._one.candidate(choice, self._sources)
@@ -284,7 +284,7 @@ class Resume(Recovery):
     def _begin(self, fd: int, plan: RecoveryPlan) -> int:
         write_resume_marker(fd, plan.candidate, self._listing, self._say)
         self._bind(fd, plan.candidate)
-        sizes = [sight.listing.total_bytes for sight in self._local]
+        sizes = [checkpoint.listing.total_bytes for checkpoint in self._local]
         return reserve_bytes(fd, self._job, sizes + self._sizes)
 
     def _is_there(self, fd: int, plan: RecoveryPlan) -> bool:
@@ -340,13 +340,15 @@ class Resume(Recovery):
         for one in warn_unprotected(listing.unprotected, str(self._dir), listing.latest, (tag,)):
             self._say_once(f"{one.text}; {one.next_step}")
 
-    def _must_be_read(self, sights: Iterable[LocalCheckpoint]) -> None:
+    def _must_be_read(self, checkpoints: Iterable[LocalCheckpoint]) -> None:
         """Refuse to go on while a folder cannot be read: it may be the newest, nothing older replaces it."""
-        for sight in sights:
-            if sight.unread is not None and not sight.is_complete:
-                folder = self._dir / sight.tag
+        for checkpoint in checkpoints:
+            if checkpoint.unread is not None and not checkpoint.is_complete:
+                folder = self._dir / checkpoint.tag
                 hint = f"call it again when the disk gives it, or move {folder} away to resume from before it"
-                raise StorageError(f"{sight.tag}: {sight.unread.message}; nothing was changed", hint=hint)
+                raise StorageError(
+                    f"{checkpoint.tag}: {checkpoint.unread.message}; nothing was changed", hint=hint
+                )
 
     def _nothing(self, choice: Choice) -> NoReturn:
         """Say why there is nothing to resume from; what is torn goes aside before a fresh start."""
@@ -453,7 +455,10 @@ class PinnedSelection:
         """
         if self.options.nodes.count == 1 or self.options.remote is not None or not sources.remotes:
             return
-        there = [*(sight.name for sight in sources.remotes), *(remote.name for remote in sources.new)]
+        there = [
+            *(remote.name for remote in sources.remotes),
+            *(remote.name for remote in sources.new),
+        ]
         away = [remote for remote in self.job.remotes if remote.name not in there]
         for remote, error in zip(away, sources.absent, strict=True):
             if set(FORMS) & set(remote.forms):

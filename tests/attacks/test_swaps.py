@@ -32,7 +32,7 @@ Operation = Callable[[SwapScene, int], object]
 
 
 def _prune(scene: SwapScene, fd: int) -> None:
-    fs.prune(fd, scene.permit, ASIDE)
+    fs.delete_checkpoint(fd, scene.permit, ASIDE)
 
 
 def _remove_derived(scene: SwapScene, fd: int) -> None:

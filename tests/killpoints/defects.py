@@ -61,11 +61,11 @@ def forgotten_prunes() -> None:
 def pruned_in_place() -> None:
     """Files go one by one without the folder being renamed aside first (P1, P7)."""
 
-    def prune(save_dir_fd: int, permit: object, name: str) -> None:
-        fs.finish_prune(save_dir_fd, permit.tag, permit.files)  # type: ignore[attr-defined]
+    def delete_checkpoint(save_dir_fd: int, permit: object, name: str) -> None:
+        fs.finish_deletion(save_dir_fd, permit.tag, permit.files)  # type: ignore[attr-defined]
         del name
 
-    put(fs, "prune", prune)
+    put(fs, "delete_checkpoint", delete_checkpoint)
 
 
 def flushed_again() -> None:

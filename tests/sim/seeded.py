@@ -77,7 +77,7 @@ def _finish_prune(trash_fd: int, name: str, sealed: Any) -> None:
         _real_finish(trash_fd, name, sealed)
 
 
-_real_finish = fs.finish_prune
+_real_finish = fs.finish_deletion
 
 
 def _remove_all(trash_fd: int, name: str, _: Any) -> None:
@@ -129,9 +129,9 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "what was on its way counts as committed": ((crash_recovery, "_take_up_again", _uploaded_is_committed),),
     "identities are not compared before a prune": (
         (fs, "check_identities", lambda *_, **__: None),
-        (fs, "finish_prune", _remove_all),
+        (fs, "finish_deletion", _remove_all),
     ),
-    "a prune is called done before it is durable": ((fs, "finish_prune", _finish_prune),),
+    "a prune is called done before it is durable": ((fs, "finish_deletion", _finish_prune),),
     "a hold is let go as soon as it is made": ((planner, "_holds", _holds),),
     "what lies here unsealed is retired": ((planner, "keep_remote", _keep_remote),),
     "what was found is not flushed": (

@@ -121,10 +121,10 @@ def test_what_a_prune_removed_stays_removed(world: World) -> None:
         files.write_atomic(folder, name, b"x")
     files.fsync_dir(trash)
     with pytest.raises(StorageError, match="no part of what was committed"):
-        fs.finish_prune(trash, "global_step1.aa", ())
+        fs.finish_deletion(trash, "global_step1.aa", ())
     files.remove_file(folder, "one")
     files.remove_file(folder, "two")
-    fs.finish_prune(trash, "global_step1.aa", ())
+    fs.finish_deletion(trash, "global_step1.aa", ())
     cut_power(world)
     assert fs.trash_names(opened(world)) == []
 

@@ -412,7 +412,7 @@ def forecast(saves: Sequence[Saved], disk_use: DiskUse, *, now_seconds: float) -
     is_late = is_paced and late + every > max(OVERDUE_FACTOR * every, OVERDUE_SECONDS)
     # where nothing of ours is rotated it presses nobody: two saves, perhaps close to each other, are too few
     is_slow = 0 < speed < production and (disk_use.policy.deletes or len(recent) >= LEAST)
-    told = Forecast(
+    expected = Forecast(
         production_bytes_per_second=production,
         save_every_seconds=every,
         save_every_steps=steps,
@@ -424,8 +424,10 @@ def forecast(saves: Sequence[Saved], disk_use: DiskUse, *, now_seconds: float) -
         else None,
     )
     if pace is None or not disk_use.deletes or not (is_full or is_slow):
-        return told
-    return _explained(told, disk_use, pace, is_bounded=disk_use.unuploaded == "delete" or speed >= production)
+        return expected
+    return _explained(
+        expected, disk_use, pace, is_bounded=disk_use.unuploaded == "delete" or speed >= production
+    )
 
 
 def pace_of(saves: Sequence[Saved], now_seconds: float) -> Pace | None:
@@ -470,22 +472,22 @@ def _pace(recent: Sequence[Saved], gaps: Sequence[float], now_seconds: float) ->
     )
 
 
-def _explained(told: Forecast, disk_use: DiskUse, pace: Pace, *, is_bounded: bool) -> Forecast:
+def _explained(expected: Forecast, disk_use: DiskUse, pace: Pace, *, is_bounded: bool) -> Forecast:
     """Add to a forecast what would keep this disk from filling: `thin`, a lower limit, or other keys."""
     if disk_use.unuploaded != "delete" and not is_bounded:
         thin = saves_that_fit(replace(disk_use, unuploaded="thin"), pace)
-        told = replace(told, is_spared_by_thin=disk_use.policy.limits and not thin.is_full)
+        expected = replace(expected, is_spared_by_thin=disk_use.policy.limits and not thin.is_full)
         disk_use = replace(disk_use, link_bytes_per_second=math.inf)
     fast = saves_that_fit(disk_use, pace)
-    if told.full_in_saves is None or not fast.is_full or 2 * fast.saves > 3 * told.full_in_saves + 2:
-        return told  # a faster link would help for long
+    if expected.full_in_saves is None or not fast.is_full or 2 * fast.saves > 3 * expected.full_in_saves + 2:
+        return expected  # a faster link would help for long
     policy = disk_use.policy
     limits = RetentionPolicy(save_total_limit=policy.save_total_limit, keep_bytes=policy.keep_bytes)
     if policy.save_total_limit is not None and _fills(disk_use, pace, limits):
-        return replace(told, is_limit_too_high=True)
+        return replace(expected, is_limit_too_high=True)
     keys = [key for key in _KEYS if getattr(policy, key)]
     spare = [key for key in keys if not _fills(disk_use, pace, _without(policy, key))]
-    return replace(told, kept_by=tuple(spare or keys))
+    return replace(expected, kept_by=tuple(spare or keys))
 
 
 def _fills(disk_use: DiskUse, pace: Pace, policy: RetentionPolicy) -> bool:

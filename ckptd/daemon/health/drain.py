@@ -53,15 +53,15 @@ def drain_status(job: WatchedJob, state: JobState) -> DrainStatus | None:
         return None
     if not job.control.is_draining and _newest_seen_at(state) > drain.deadline_unix:
         return None  # it is over, and what was saved since is none of its business
-    told = state.plan.drained if state.plan is not None else None
+    drained = state.plan.drained if state.plan is not None else None
     linked, left, refused = unprotected_here(job.problems), missing_after(job), refused_here(job)
     is_rest_done = is_drained(job) or (bool(left) and set(left) <= set(refused))
     return DrainStatus(
         asked_at=rfc3339(drain.asked_at_unix),
         deadline_at=rfc3339(drain.deadline_unix),
         is_done=is_drained(job) and not linked,
-        missing=(*(told.missing if told is not None else missing_after(job)), *linked),
-        late=told.late if told is not None else (),
+        missing=(*(drained.missing if drained is not None else missing_after(job)), *linked),
+        late=drained.late if drained is not None else (),
         refused=(*refused, *(linked if is_rest_done else ())),
         unsent=unsent_here(job),
         stalled=stalled_remotes(job.control, [job]),

@@ -68,12 +68,12 @@ class Where:
         """
         for remote in self.remotes:
             try:
-                sight = self.read_one(remote.name, is_tolerant=is_tolerant)
+                inventory = self.read_one(remote.name, is_tolerant=is_tolerant)
             except CkptdError as error:
                 failures[remote.name] = error
                 say(said_of(remote.name, remote.url, str(error)))
             else:
-                yield sight
+                yield inventory
 
     def remote(self, name: str) -> RemoteConfig:
         """Return the remote of that name."""
@@ -159,10 +159,10 @@ class Sources:
         """
         failures: dict[str, CkptdError] = {}
         self.remotes = []
-        for sight in self.where.read(lambda _: None, failures):
-            self.remotes.append(sight)
-            for text in sight.observation.damaged:
-                self.say(said_of(sight.name, sight.url, text))
+        for inventory in self.where.read(lambda _: None, failures):
+            self.remotes.append(inventory)
+            for text in inventory.observation.damaged:
+                self.say(said_of(inventory.name, inventory.url, text))
         new = [name for name, error in failures.items() if knows_new and self.where.is_new(name, error)]
         self.new = [self.where.remote(name) for name in new]
         self._unsaid = {name: error for name, error in failures.items() if name not in new}
@@ -233,12 +233,12 @@ class Sources:
         try:
             if not is_gone(copy.remote.store, copy.view):
                 return
-            sight = self.where.read_one(remote.name)
+            inventory = self.where.read_one(remote.name)
         except CkptdError as error:
             self.drop(remote.name, error)
         else:
-            sight = sight if self._runs is None else self._runs.only(sight, self.run_id)
-            self.remotes = [sight if old.name == remote.name else old for old in self.remotes]
+            inventory = inventory if self._runs is None else self._runs.only(inventory, self.run_id)
+            self.remotes = [inventory if old.name == remote.name else old for old in self.remotes]
             text = f"{copy.view.commit.tag} was deleted from the remote meanwhile; looked again"
             self.say(said_of(remote.name, remote.url, text))
 

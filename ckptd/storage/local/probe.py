@@ -311,7 +311,7 @@ def _writable(fd: int, save_dir: Path, listing: SaveDirListing, *, writes: bool)
             yield failed("write", error)
             return
     yield Finding(what="write", verdict="ok", text=f"created, renamed and removed below {OURS}/")
-    yield _prunable(fd, listing, save_dir)
+    yield _deletable(fd, listing, save_dir)
     if clones:
         text = "extents clone: universal forms and holds cost almost nothing"
     else:
@@ -320,7 +320,7 @@ def _writable(fd: int, save_dir: Path, listing: SaveDirListing, *, writes: bool)
     yield Finding(what="clone", verdict="ok" if clones else "note", text=text)
 
 
-def _prunable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
+def _deletable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
     """Whether the trainer's folders may be renamed away and emptied (by permission bits, not by doing)."""
     sticky = bool(os.fstat(fd).st_mode & stat.S_ISVTX)
     us = os.geteuid()

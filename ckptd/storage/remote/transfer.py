@@ -114,13 +114,13 @@ def mode_of_folder(root: int, parent: str) -> int:
 # --- pipelined uploads of small files --------------------------------------------------------------------
 # A lane that waits for each answer costs a thread per file under way, and threads of Python stand in each
 # other's way. So a lane has several under way and waits for their answers in order. What a
-# store offers for it (`flights`, `begin`) is optional; without it lanes upload one file after another.
+# store offers for it (`pending_puts`, `begin`) is optional; without it lanes upload one file after another.
 
 SMALL_BYTES = 8 << 20
 """Size up to which files are sent beside others; larger ones go in order, one after the other."""
 _SMALL_EXTRA_BYTES = 1 << 20
 """The same for a file that is held in memory."""
-FLYING_LANES = 2
+PENDING_LANES = 2
 TINY_BYTES = 1 << 20
 """Size up to which a lane begins the next file before this one is answered."""
 _MOST_BYTES = 4 << 20
@@ -147,9 +147,9 @@ def is_small(file: UploadFile) -> bool:
 def _offer(store: Store, name: str, otherwise: int) -> int:
     """Return what a store offers beyond the contract.
 
-    `flights`: small objects that one lane may have on their way (0: none now); `overlap`: large objects under
-    way at a time, the parts of the first one before the others'; `copies`: whether it makes ranges of an
-    object from others that it holds.
+    `pending_puts`: small objects that one lane may have on their way (0: none now); `overlap`: large
+    objects under way at a time, the parts of the first one before the others'; `copies`: whether it makes
+    ranges of an object from others that it holds.
     """
     return int(getattr(store, name, otherwise))
 
@@ -247,14 +247,14 @@ class Transfer:
         if len(small) > 1:
             folder = f"{self._order.manifest.folder}/"
             self._held = {info.key: info.bytes for info in self._store.list(folder)}
-        flying = deque(file for file in small if self._may_fly(file))
-        if flying:
-            keys = {file.key for file in flying}
-            small, lanes = [file for file in small if file.key not in keys], max(1, lanes - FLYING_LANES)
+        pending = deque(file for file in small if self._may_pend(file))
+        if pending:
+            keys = {file.key for file in pending}
+            small, lanes = [file for file in small if file.key not in keys], max(1, lanes - PENDING_LANES)
         ways = min(_offer(self._store, "overlap", 1), self._origin.most_lanes, len(large))
-        with ThreadPoolExecutor(lanes + FLYING_LANES + ways, "lane") as pool:
-            for _ in range(FLYING_LANES if flying else 0):
-                pool.submit(self._lanes.begin([flying], self._fly))
+        with ThreadPoolExecutor(lanes + PENDING_LANES + ways, "lane") as pool:
+            for _ in range(PENDING_LANES if pending else 0):
+                pool.submit(self._lanes.begin([pending], self._upload_pending))
             lane = self._lanes.begin(small, self._upload_beside)
             for _ in range(min(lanes, len(small))):
                 pool.submit(lane)
@@ -289,18 +289,18 @@ class Transfer:
         if sent is not None:
             self._verify(sent)
 
-    def _may_fly(self, file: UploadFile) -> bool:
+    def _may_pend(self, file: UploadFile) -> bool:
         """Whether it is a small sealed file that no earlier attempt began and of which nothing lies there."""
         is_begun = file.key in self._uploaded or file.key in self._partly
-        if file.is_extra or is_begun or file.bytes > TINY_BYTES or self._origin.most_lanes < FLYING_LANES:
+        if file.is_extra or is_begun or file.bytes > TINY_BYTES or self._origin.most_lanes < PENDING_LANES:
             return False
         is_absent = self._held is not None and self._held_bytes(file) is None
-        return is_absent and _offer(self._store, "flights", 0) > 0
+        return is_absent and _offer(self._store, "pending_puts", 0) > 0
 
-    def _fly(self, files: deque[UploadFile]) -> None:
+    def _upload_pending(self, files: deque[UploadFile]) -> None:
         """Upload as one lane: take from `files`, which other lanes share, until there is none."""
         under_way: deque[tuple[UploadFile, PendingPut]] = deque()
-        held_bytes, most = 0, _offer(self._store, "flights", 0)
+        held_bytes, most = 0, _offer(self._store, "pending_puts", 0)
         try:
             while (file := next_of(files)) is not None:
                 started = self._begin(file)

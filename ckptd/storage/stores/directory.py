@@ -214,7 +214,7 @@ def _named_so(fd: int, above: str, prefix: str, *, is_deep: bool) -> Iterator[Ob
                     yield from _named_so(child, f"{above}{name}/", prefix, is_deep=True)
 
 
-def prune_empty(root: int, key: str) -> None:
+def delete_empty_folders(root: int, key: str) -> None:
     """Remove the folders of a removed key that are empty now.
 
     `_ckptd` and its folders stay: another node may be about to create something there.
@@ -686,7 +686,7 @@ class DirectoryStore:
                 files.fsync_dir(folder)
         finally:
             os.close(folder)
-        prune_empty(root, key)
+        delete_empty_folders(root, key)
         self._flushed.clear()
 
     @contextlib.contextmanager

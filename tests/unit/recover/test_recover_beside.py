@@ -93,8 +93,8 @@ class HfScene(RestoreScene):
 
     def ship_late(self) -> None:
         """As the daemon ships what came after the COMMIT."""
-        sight = read_remote_inventory("nas", str(self.nas), None)
-        view = next(view for view in sight.commits if view.commit.form == "zero")
+        inventory = read_remote_inventory("nas", str(self.nas), None)
+        view = next(view for view in inventory.commits if view.commit.form == "zero")
         rows = tuple(
             UploadFile(
                 path=name,
@@ -108,7 +108,7 @@ class HfScene(RestoreScene):
             )
             for name, data in STOCK.items()
         )
-        manifest = sight.manifests(view.commit)[0].model_copy(update={"files": ()})
+        manifest = inventory.manifests(view.commit)[0].model_copy(update={"files": ()})
         order = UploadRequest(
             root=str(self.save_dir), manifest=manifest, files=rows, supplement_to=view.sha256
         )

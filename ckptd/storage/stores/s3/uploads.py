@@ -197,7 +197,7 @@ class S3Uploads:
             SourceChanged, DamagedError: as reading the source does.
         """
         store, size = self._store, source.size_bytes
-        if size > STEP_BYTES or store.direct is None or not store.flights:
+        if size > STEP_BYTES or store.direct is None or not store.pending_puts:
             return None
         held = held_of(store, source, 0, size)
         arguments = {"IfNoneMatch": "*"} | store.access.for_data

@@ -81,7 +81,7 @@ def save_of(permit: DeletePermit) -> SealedSave:
 
 def prune(save_dir: Path, permit: DeletePermit) -> None:
     with files.opened_dir(save_dir) as fd:
-        fs.prune(fd, permit, "aside")
+        fs.delete_checkpoint(fd, permit, "aside")
 
 
 def test_removes_exactly_what_is_listed(save_dir: Path) -> None:
@@ -194,7 +194,7 @@ def test_what_was_written_in_the_trash_is_not_removed(save_dir: Path) -> None:
     (save_dir / TAG).rename(aside)
     (aside / "a.pt").write_text("another save")
     with files.opened_dir(aside.parent) as fd, contextlib.suppress(CkptdError, OSError):
-        fs.finish_prune(fd, "aside", permit.files)
+        fs.finish_deletion(fd, "aside", permit.files)
     assert "another save" in [p.read_text() for p in save_dir.rglob("a.pt")]
 
 
@@ -244,7 +244,7 @@ def counting(name):
 for name in ("unlink", "rmdir", "fsync"):
     counting(name)
 with files.opened_dir(sys.argv[3]) as fd:
-    fs.prune(fd, permit, "global_step1.aside")
+    fs.delete_checkpoint(fd, permit, "global_step1.aside")
 """
 
 

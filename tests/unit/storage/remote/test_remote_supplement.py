@@ -155,8 +155,8 @@ def test_what_another_node_has_under_that_name_does_not_take_its_place(tmp_path:
         row = late(nodes[rank], "note.txt", data)
         done = supplement(grounds[rank], order_of(nodes[rank], commit.sha256, row), nodes[rank].control())
         assert done.outcome == "committed"
-        sight = read_remote_inventory("nas", str(tmp_path / "nas"), None)
-        files, note = sight.late(commit.commit, sight.manifests(commit.commit))
+        inventory = read_remote_inventory("nas", str(tmp_path / "nas"), None)
+        files, note = inventory.late(commit.commit, inventory.manifests(commit.commit))
         assert note is None
         return [file.fingerprint for file in files]
 
