@@ -167,14 +167,14 @@ def checkpoints(
     from datetime import UTC, datetime
 
     from ckptd.maintenance.listing import list_remote
-    from ckptd.recover.select.runs import Runs
+    from ckptd.recover.select.runs import RemoteRuns
     from ckptd.recover.select.sources import where_of
 
     where = where_of(os.fspath(job), os.environ, only=remote, config_dir=_path(config_dir))
     with _raising(failures) as failed:
         inventories = list(where.read(say or _silent, failed))
     if run is not None and inventories:
-        runs = Runs(inventories)
+        runs = RemoteRuns(inventories)
         inventories = [runs.only(inventory, runs.named(run)) for inventory in inventories]
     return [list_remote(inventory, datetime.now(UTC)) for inventory in inventories]
 
@@ -265,7 +265,7 @@ def verify(
     from ckptd.core.model.runs import run_of
     from ckptd.errors import CkptdError
     from ckptd.maintenance.verify import Slice, Verifier
-    from ckptd.recover.select.runs import Runs
+    from ckptd.recover.select.runs import RemoteRuns
     from ckptd.recover.select.sources import where_of
 
     where = where_of(os.fspath(job), os.environ, only=remote, config_dir=_path(config_dir))
@@ -274,7 +274,7 @@ def verify(
     part = Slice() if read is True else read or None
     with _raising(failures) as failed:
         inventories = list(where.read(tell, failed, is_tolerant=True))
-        runs = Runs(inventories)
+        runs = RemoteRuns(inventories)
         run_id = runs.named(run) if run is not None and inventories else None
 
         def is_wanted(commit: Commit) -> bool:

@@ -233,12 +233,12 @@ def _committed(url: str, run: str | None) -> tuple[RemoteInventory, dict[str, An
     from ckptd.core.model.generation import order_of
     from ckptd.core.model.manifest import folder_name
     from ckptd.recover.select.inventory import read_remote_inventory
-    from ckptd.recover.select.runs import Runs
+    from ckptd.recover.select.runs import RemoteRuns
     from ckptd.storage.stores.access import access_of
 
     config = remote_from_arguments(url, os.environ)
     remote = read_remote_inventory(config.name, config.url, None, access_of(config))
-    runs = Runs([remote])
+    runs = RemoteRuns([remote])
     run_id = runs.named(run) if run is not None else runs.newest()
     shown = runs.only(remote, run_id) if run_id is not None else remote
     found: dict[str, Any] = {}

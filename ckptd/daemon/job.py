@@ -29,7 +29,7 @@ from ckptd.daemon.idle import RESCAN_SECONDS, IdlePolicy
 from ckptd.daemon.intake.initial_scan import InitialScan, beginning
 from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.intake.listing import list_save_dir
-from ckptd.daemon.intake.runs import Runs
+from ckptd.daemon.intake.runs import JobRuns
 from ckptd.daemon.intake.sealer import Sealer
 from ckptd.daemon.node_id import node_id_of
 from ckptd.daemon.resources.disk_yield import SaveDetector
@@ -255,7 +255,7 @@ class Job:
         config, sessions = self.config, self.sessions
         heartbeat = partial(heartbeat_of, self, node_id)
         ours = (self.node, node_id)
-        self.runs = Runs(config, state, sessions, save_dir_fd, ours, heartbeat, self.wake)
+        self.runs = JobRuns(config, state, sessions, save_dir_fd, ours, heartbeat, self.wake)
         shared_lease = SharedDirLease(config) if config.shared_fs else None
         self.peers = Peers(
             state,

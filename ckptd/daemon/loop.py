@@ -34,7 +34,7 @@ from ckptd.daemon.resources.limits import HostLimits, give_back, keep_small
 from ckptd.daemon.resources.workers import Workers
 from ckptd.daemon.save_dir_lock import may_open_now
 from ckptd.daemon.supervisor import report_internal_error
-from ckptd.daemon.systemd import Service
+from ckptd.daemon.systemd import SystemdNotifier
 from ckptd.daemon.uploads.session import STILL_SECONDS
 from ckptd.errors import CkptdError, ConfigError, LockHeld, from_os_error
 from ckptd.observe.logs import job_lines
@@ -79,7 +79,7 @@ class Daemon:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._deadline: float | None = None
-        self._service = Service(environ)
+        self._service = SystemdNotifier(environ)
         self._reloaded = Reloaded()
         self._notifier = Notifier(loaded.daemon.notify, loaded.daemon.node_name or node_name(os.environ))
         self._exporter = Exporter(loaded.daemon.metrics)

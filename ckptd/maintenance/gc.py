@@ -36,7 +36,7 @@ from ckptd.recover.execute import one_at_a_time
 from ckptd.recover.files import FETCHED, damage_in, opened_save_dir, why_busy
 from ckptd.recover.select.copies import DESCRIPTION
 from ckptd.recover.select.job import journal_rows
-from ckptd.recover.select.runs import Runs, alive
+from ckptd.recover.select.runs import RemoteRuns, alive
 from ckptd.recover.select.steps import DERIVED_UNIVERSAL
 from ckptd.storage.child.apart import open_apart
 from ckptd.storage.journal.journal import Journal
@@ -70,7 +70,7 @@ _GIVEN_UP = (State.INCOMPLETE, State.TORN_RESAVE, State.LEFTOVER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Removal:
+class CollectedItem:
     """One thing that goes, or would. `where`: `here` or a remote; bytes as far as they are known."""
 
     where: str
@@ -86,7 +86,7 @@ class Collector:
         self._audit = audit
         self._say = say
         self._dry_run = dry_run
-        self.removed: list[Removal] = []
+        self.removed: list[CollectedItem] = []
         self._ended: dict[str, tuple[Collected, tuple[Sent, ...]]] = {}
         """Remote → what was found there, and the objects that this node uploaded in vain."""
 
@@ -184,7 +184,7 @@ class Collector:
         Raises:
             LockHeld: somebody saves it (75). RefusedError: it is the newest there (65).
         """
-        runs = Runs([inventory])
+        runs = RemoteRuns([inventory])
         view = runs.view(run_id)
         if view is None or not view.checkpoints:
             return
@@ -432,7 +432,7 @@ class Collector:
     # --- telling ---------------------------------------------------------------------------------------
 
     def _add(self, where: str, what: str, size: int, why: str) -> None:
-        self.removed.append(Removal(where=where, what=what, bytes=size, why=why))
+        self.removed.append(CollectedItem(where=where, what=what, bytes=size, why=why))
 
     def _noted(self, what: str, size: int, why: str) -> None:
         self._add(HERE, what, size, why)

@@ -11,7 +11,7 @@ from ckptd.maintenance.listing import list_remote
 from ckptd.maintenance.status.fleet import FleetReader, inventory_of
 from ckptd.maintenance.status.rows import ROWS
 from ckptd.page.timeline import Track, laid_out, when
-from ckptd.page.view import Detail, Form, Job, Node, Problem, Row, Tone, key_of
+from ckptd.page.view import Detail, Form, Node, Problem, Row, ShownJob, Tone, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ _CLOCKS = {
 }
 
 
-def job_of_remote(url: str, now: float, config_dir: Path | None = None) -> Job:
+def job_of_remote(url: str, now: float, config_dir: Path | None = None) -> ShownJob:
     """Look once at a remote.
 
     Raises:
@@ -42,10 +42,10 @@ def job_of_remote(url: str, now: float, config_dir: Path | None = None) -> Job:
     return _job(found, newest_first, listed.problems, now)
 
 
-def job_not_read(url: str, error: CkptdError, now: float) -> Job:
+def job_not_read(url: str, error: CkptdError, now: float) -> ShownJob:
     """Return what is shown of a remote that does not answer."""
     problem = Problem(sign="!", tone="bad", text=printable(error.message), next_step=printable(error.hint))
-    return Job(
+    return ShownJob(
         key=key_of("", url),
         name=printable(url),
         where=printable(url),
@@ -59,7 +59,9 @@ def job_not_read(url: str, error: CkptdError, now: float) -> Job:
     )
 
 
-def _job(found: FleetStatus, listed: Sequence[ListedCheckpoint], damaged: Sequence[str], now: float) -> Job:
+def _job(
+    found: FleetStatus, listed: Sequence[ListedCheckpoint], damaged: Sequence[str], now: float
+) -> ShownJob:
     problems = [Problem(sign="!", tone="bad", text=printable(text)) for text in (*found.problems, *damaged)]
     problems += [
         Problem(
@@ -85,7 +87,7 @@ def _job(found: FleetStatus, listed: Sequence[ListedCheckpoint], damaged: Sequen
         notes=tuple(text for clock, text in _CLOCKS.items() if clock == found.clock),
         nodes=tuple(_node(row) for row in found.nodes),
     )
-    return Job(
+    return ShownJob(
         key=key_of("", found.url),
         name=printable(found.job),
         where=printable(found.url),

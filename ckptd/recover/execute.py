@@ -40,12 +40,12 @@ from ckptd.recover.files import opened_parent, rename_numbered
 from ckptd.recover.select.copies import ZERO
 from ckptd.recover.select.steps import (
     DERIVED_UNIVERSAL,
-    Convert,
     ConvertFrom,
     CopyBeside,
     Delete,
     Fetch,
     Install,
+    MakeUniversal,
     Mend,
     MoveAside,
     RestoreExtras,
@@ -191,7 +191,7 @@ class Execution:
         needed += sum(
             f.bytes for s in steps if isinstance(s, ConvertFrom) for f in s.copy.files if f.role is Role.OPTIM
         )
-        converts = any(isinstance(step, Convert) for step in steps)
+        converts = any(isinstance(step, MakeUniversal) for step in steps)
         if converts and filesystem_type(self._save_dir) not in _CLONING:
             shards = [f for s in steps if isinstance(s, Fetch) for f in s.copy.files if f.role is Role.OPTIM]
             needed += sum(file.bytes for file in shards)
@@ -221,7 +221,7 @@ class Execution:
                 self._place(step)
             case Mend():
                 self._mend(step)
-            case Convert():
+            case MakeUniversal():
                 self._convert(step)
             case ConvertFrom():
                 self._convert_from(step)
@@ -309,7 +309,7 @@ class Execution:
             files.fsync_dir(target)
         remove_ours(self._fd, STAGING, name)
 
-    def _convert(self, step: Convert) -> None:
+    def _convert(self, step: MakeUniversal) -> None:
         self._made_by(
             step,
             lambda options, tell: convert(
@@ -333,12 +333,12 @@ class Execution:
             tag = step.copy.view.commit.tag
             instead = Fetch(form=ZERO, copy=step.copy), Install(form=ZERO, copy=step.copy, target=tag)
             self._check_room(instead)
-            for one in (*instead, Convert(tag=tag, target=step.target, verify=False)):
+            for one in (*instead, MakeUniversal(tag=tag, target=step.target, verify=False)):
                 self._one(one)
 
     def _made_by(
         self,
-        step: Convert | ConvertFrom,
+        step: MakeUniversal | ConvertFrom,
         make: Callable[[ConvertOptions, Callable[[ConvertProgress], None] | None], object],
     ) -> None:
         """Convert; what another one publishes meanwhile in a folder of ours is what we want.

@@ -40,12 +40,12 @@ from ckptd.recover.select.copies import (
 from ckptd.recover.select.steps import (
     DERIVED_ACCELERATE,
     DERIVED_UNIVERSAL,
-    Convert,
     ConvertFrom,
     CopyBeside,
     Delete,
     Fetch,
     Install,
+    MakeUniversal,
     Mend,
     MoveAside,
     RestoreExtras,
@@ -213,7 +213,7 @@ class Planner:
             return self._loadable(root) if trainer in BY_NAME else self._beside_shards(root)
         target = f"{DERIVED_UNIVERSAL}/{tag}"
         steps = self._form_at("", target, self._candidate.copies[:1])
-        has_zero = self._candidate.local is not None or any(isinstance(step, Convert) for step in steps)
+        has_zero = self._candidate.local is not None or any(isinstance(step, MakeUniversal) for step in steps)
         pointers = self._point("latest", tag) if has_zero else self._unpoint()
         return target, steps, pointers + self._point("latest_universal", target)
 
@@ -254,7 +254,7 @@ class Planner:
         else:
             sides = [file.path for file in _side_files(candidate.copies[0], root).files]
         for step in self._form_at(root, f"{folder}/{root}", candidate.copies[:1]):
-            if isinstance(step, Convert):
+            if isinstance(step, MakeUniversal):
                 # the sides first: what is cut short before the form is there loads nowhere
                 steps.append(CopyBeside(tag=tag, target=folder, paths=tuple(sides)))
             steps.append(step)
@@ -281,7 +281,11 @@ class Planner:
             return [ConvertFrom(copy=wholes[0], target=target)]
         brought = self._bring(ZERO, wholes[0], wholes[0], candidate.tag) if candidate.local is None else []
         source = f"{candidate.tag}/{root}" if root else candidate.tag
-        return [*brought, *cleared, Convert(tag=source, target=target, verify=not candidate.is_committed)]
+        return [
+            *brought,
+            *cleared,
+            MakeUniversal(tag=source, target=target, verify=not candidate.is_committed),
+        ]
 
     def _is_made_from(self, root: str, target: str) -> bool:
         """Whether the universal form in `target` says that it was made from this very save."""

@@ -47,9 +47,9 @@ from ckptd.recover.select.inventory import (
     scan_local,
 )
 from ckptd.recover.select.job import owner_of
-from ckptd.recover.select.runs import Runs, bind, choose_run, elsewhere, known_rows, wait_until_silent
+from ckptd.recover.select.runs import RemoteRuns, bind, choose_run, elsewhere, known_rows, wait_until_silent
 from ckptd.recover.select.sources import Sources, Where, named
-from ckptd.recover.select.steps import Convert, MoveAside, Step
+from ckptd.recover.select.steps import MakeUniversal, MoveAside, Step
 from ckptd.storage.local.run_file import host_name, read_run
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Resume(Recovery):
                 as `choose_run`.
         """
         remotes = tuple(self._sources.remotes)
-        runs = Runs(remotes)
+        runs = RemoteRuns(remotes)
         if not runs.views:
             return False
         before = read_run(self._fd, str(self._dir)) if self._fd is not None else None
@@ -170,7 +170,7 @@ class Resume(Recovery):
                 return True
         return False
 
-    def _say_which(self, runs: Runs, run_id: str | None, held: str | None) -> None:
+    def _say_which(self, runs: RemoteRuns, run_id: str | None, held: str | None) -> None:
         """Say which run's checkpoints are taken, where save_dir does not say that they are its own."""
         if run_id is None:
             self._say(f"what lies in {self._dir} is of no run in the remotes: {runs.said_of_others(None)}")
@@ -296,7 +296,7 @@ class Resume(Recovery):
     def _give_up_on(self, plan: RecoveryPlan, step: Step | None, error: CkptdError) -> None:
         """Exclude, beyond copies and remotes, the folder here that could not be converted."""
         self._one.gave_up(error)
-        if isinstance(step, Convert) and not plan.fetches and isinstance(error, DamagedError):
+        if isinstance(step, MakeUniversal) and not plan.fetches and isinstance(error, DamagedError):
             self._damaged_here.add(plan.candidate.tag)
             self._say_damaged(plan.candidate.tag, error)
         else:

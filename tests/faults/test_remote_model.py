@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.generation import GenerationChoice
     from ckptd.core.model.save import SealedSave
     from ckptd.storage.remote.messages import TagView
-    from ckptd.storage.stores.base import ObjectInfo, Progress, Resume, Source
+    from ckptd.storage.stores.base import ObjectInfo, Progress, ResumePoint, Source
 
 APART_SECONDS = 1000
 
@@ -96,7 +96,7 @@ class TurnStore(MemoryStore):
         return super().stat(key)
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self, key: str, source: Source, *, resume: ResumePoint | None, on_progress: Callable[[Progress], None]
     ) -> int:
         self.turn.wait()
 

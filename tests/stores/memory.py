@@ -13,7 +13,7 @@ from ckptd.storage.stores.checksums import crc64 as crc64_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckptd.storage.stores.base import Resume, Source
+    from ckptd.storage.stores.base import ResumePoint, Source
 
 
 @dataclass
@@ -69,7 +69,7 @@ class MemoryStore:
         yield self.read_at(key, offset, length)
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self, key: str, source: Source, *, resume: ResumePoint | None, on_progress: Callable[[Progress], None]
     ) -> int:
         held = self.partial.get(key, b"")
         start, crc = 0, 0

@@ -160,10 +160,10 @@ def _run(collector: Collector, where: Where, run: str) -> int:
     """Remove one run from every remote; the exit code of what failed first."""
     from ckptd.cli.checkpoints.verify import open_remotes
     from ckptd.errors import RefusedError
-    from ckptd.recover.select.runs import Runs, held_by
+    from ckptd.recover.select.runs import RemoteRuns, held_by
 
     inventories, failures = open_remotes(where)
-    runs = Runs(inventories)
+    runs = RemoteRuns(inventories)
     run_id = runs.named(run)
     held = held_by(where.job.save_dir) if where.job is not None else None
     if where.job is not None and held is not None and runs.is_same(held, run_id):

@@ -59,7 +59,7 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Removal:
+class RemovalRequest:
     """Hold the planner's input for `ckptd rm`: what a person named to be deleted (docs/adr/0199)."""
 
     tags: tuple[str, ...]
@@ -306,7 +306,7 @@ class JobView:
     """(remote, digest) of COMMITs that the remote refused to delete a short while ago."""
     drain: Drain | None = None
     """The node is about to go; comes before a pause."""
-    removal: Removal | None = None
+    removal: RemovalRequest | None = None
     config_digest: str = ""
     """Digest of what all nodes of the job must agree on; empty: not compared."""
     node: str = ""

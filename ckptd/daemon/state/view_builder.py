@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.records import SaveRow
     from ckptd.core.model.save import SaveWindow, SealedFile
     from ckptd.core.policy.actions import Plan
-    from ckptd.core.policy.view import Drain, LeaseStatus, Removal
+    from ckptd.core.policy.view import Drain, LeaseStatus, RemovalRequest
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.remote.messages import CommitView
@@ -94,7 +94,7 @@ def build_view(
     is_paused: bool = False,
     is_spread: bool = False,
     drain: Drain | None = None,
-    removal: Removal | None = None,
+    removal: RemovalRequest | None = None,
     lease: LeaseStatus | None = None,
 ) -> JobView:
     """The view of this turn."""

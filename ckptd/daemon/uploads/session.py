@@ -351,7 +351,7 @@ class RemoteSession:
                 self.note_error(answer.raised)
             then()
 
-        self.request(m.Describe(tag=tag), done)
+        self.request(m.DescribeTag(tag=tag), done)
 
     def request(self, order: m.Request, on_answer: Callable[[m.Answer], None]) -> int:
         """Send an order; every event and the final answer reach `on_answer` in the deciding thread."""

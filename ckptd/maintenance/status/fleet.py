@@ -22,7 +22,7 @@ from ckptd.core.model.manifest import name_in
 from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import run_of, short
 from ckptd.core.model.save import Order
-from ckptd.recover.select.runs import Runs
+from ckptd.recover.select.runs import RemoteRuns
 from ckptd.recover.select.sources import where_of
 from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.documents import read_generation, stem_of_key
@@ -254,7 +254,7 @@ class FleetReader:
     """One look at one remote."""
 
     def __init__(self, inventory: RemoteInventory) -> None:
-        runs = Runs([inventory])
+        runs = RemoteRuns([inventory])
         self._run_id = runs.views[0].run_id if runs.views else None
         self._runs = runs.views
         self._inventory = inventory if self._run_id is None else runs.only(inventory, self._run_id)

@@ -99,7 +99,7 @@ def _is_of_job(commit: Commit, inventory: RemoteInventory) -> bool:
     return commit.job_id == inventory.observation.identity.job_id
 
 
-class Runs:
+class RemoteRuns:
     """The runs in all remotes of a job that answer.
 
     Two remotes of a job that were made apart have two job ids; the first run of the one is that of the other.
@@ -250,7 +250,7 @@ class Chosen:
 
 
 def choose_run(
-    runs: Runs,
+    runs: RemoteRuns,
     remotes: Sequence[RemoteInventory],
     local: Sequence[LocalCheckpoint],
     *,
@@ -265,7 +265,7 @@ def choose_run(
     that they all take one.
 
     Raises:
-        RefusedError: of several nodes this one holds another run (65). As `Runs.named` and `Runs.newest`.
+        RefusedError: of several nodes this one holds another run (65). As `RemoteRuns.named` and `RemoteRuns.newest`.
     """
     is_whole = any(checkpoint.is_complete and not checkpoint.listing.is_model_only for checkpoint in local)
     found = held or recognised(runs, remotes, local)
@@ -288,7 +288,7 @@ def choose_run(
 
 
 def recognised(
-    runs: Runs, remotes: Sequence[RemoteInventory], local: Sequence[LocalCheckpoint]
+    runs: RemoteRuns, remotes: Sequence[RemoteInventory], local: Sequence[LocalCheckpoint]
 ) -> str | None:
     """Return the newest run that committed something that lies here."""
     for run_id in dict.fromkeys(view.run_id for view in runs.views):

@@ -31,7 +31,7 @@ from ckptd.errors import (
 )
 from ckptd.recover.select.inventory import is_gone, read_remote_inventory
 from ckptd.recover.select.job import job_named, no_remote, owner_of, settings_to_ask, state_dir_hint
-from ckptd.recover.select.steps import Convert, ConvertFrom, Fetch, RestoreExtras
+from ckptd.recover.select.steps import ConvertFrom, Fetch, MakeUniversal, RestoreExtras
 from ckptd.storage.child.client import attach_once
 from ckptd.storage.local.job_names import is_remote
 from ckptd.storage.stores.access import access_of
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ckptd.recover.select.copies import Copy
     from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.job import Owner
-    from ckptd.recover.select.runs import Runs
+    from ckptd.recover.select.runs import RemoteRuns
     from ckptd.recover.select.steps import Step
 
 
@@ -149,7 +149,7 @@ class Sources:
     damaged: set[tuple[str, str]] = field(default_factory=set)
     run_id: str | None = None
     """The one run whose checkpoints are offered, once `take` has said so."""
-    _runs: Runs | None = None
+    _runs: RemoteRuns | None = None
     _unsaid: dict[str, CkptdError] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 
@@ -187,7 +187,7 @@ class Sources:
             self.say_absent(error)
             raise
 
-    def take(self, runs: Runs, run_id: str | None) -> None:
+    def take(self, runs: RemoteRuns, run_id: str | None) -> None:
         """Keep only what one run committed; None: nothing."""
         self._runs, self.run_id = runs, run_id
         self.remotes = [runs.only(remote, run_id) for remote in self.remotes]
@@ -257,7 +257,7 @@ class Sources:
                 self.drop(step.copy.remote.name, error)
                 return True
         fetched = [s for s in steps if isinstance(s, Fetch)]
-        if isinstance(step, Convert) and isinstance(error, DamagedError) and fetched:
+        if isinstance(step, MakeUniversal) and isinstance(error, DamagedError) and fetched:
             self.damaged |= {(s.copy.remote.name, s.copy.view.sha256) for s in fetched}
             return True
         return False

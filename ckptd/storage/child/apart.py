@@ -30,7 +30,7 @@ from ckptd.storage.stores.open import clean_environment, directory_path, open_st
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-    from ckptd.storage.stores.base import ObjectInfo, Progress, Resume, Source, Store
+    from ckptd.storage.stores.base import ObjectInfo, Progress, ResumePoint, Source, Store
 
 _VERBS = frozenset(
     {
@@ -114,7 +114,7 @@ class ApartStore:
         return found
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self, key: str, source: Source, *, resume: ResumePoint | None, on_progress: Callable[[Progress], None]
     ) -> int:
         """See `Store.upload`; the child asks for each piece of the source, which is read here."""
         facts = (source.size_bytes, source.mode, source.folder_mode, source.gid)

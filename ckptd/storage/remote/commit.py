@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.manifest import ManifestFile, NodeManifest
     from ckptd.storage.remote.documents import Stem
     from ckptd.storage.remote.messages import UploadFile, UploadRequest
-    from ckptd.storage.remote.transfer import Carried, Control, OpenOrigin, Origin
+    from ckptd.storage.remote.transfer import Carried, OpenOrigin, Origin, TransferControl
 
 
 # --- results of an attempt that cannot commit now --------------------------------------------------------
@@ -140,7 +140,7 @@ def left_out(whole: UploadRequest, ours: NodeManifest) -> tuple[str, ...]:
 
 
 def upload_form(
-    attached: AttachedRemote, order: UploadRequest, control: Control, open_origin: OpenOrigin = sealed
+    attached: AttachedRemote, order: UploadRequest, control: TransferControl, open_origin: OpenOrigin = sealed
 ) -> UploadResult:
     """Upload one form of one save and commit it if the manifests of its generation cover the grid.
 
@@ -177,7 +177,9 @@ def open_root(path: str) -> int:
 
 
 class _Upload:
-    def __init__(self, attached: AttachedRemote, order: UploadRequest, control: Control, root: int) -> None:
+    def __init__(
+        self, attached: AttachedRemote, order: UploadRequest, control: TransferControl, root: int
+    ) -> None:
         self._attached, self._store, self._identity = attached, attached.store, attached.identity
         self._order = self._whole = order
         self._control = control
@@ -447,7 +449,7 @@ def now_utc() -> str:
 _TRIES = 100
 
 
-def supplement(attached: AttachedRemote, order: UploadRequest, control: Control) -> UploadResult:
+def supplement(attached: AttachedRemote, order: UploadRequest, control: TransferControl) -> UploadResult:
     """Upload files beside the COMMIT that `order.supplement_to` quotes, and create a SUPPLEMENT over them.
 
     Outcomes: committed (what lies there already is not sent again); conflict: that COMMIT does not count.
@@ -467,7 +469,9 @@ def supplement(attached: AttachedRemote, order: UploadRequest, control: Control)
 
 
 class _Supplementing:
-    def __init__(self, attached: AttachedRemote, order: UploadRequest, control: Control, root: int) -> None:
+    def __init__(
+        self, attached: AttachedRemote, order: UploadRequest, control: TransferControl, root: int
+    ) -> None:
         self._attached = attached
         self._store = attached.store
         self._order = order

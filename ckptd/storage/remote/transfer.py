@@ -32,7 +32,7 @@ from ckptd.errors import (
 )
 from ckptd.storage.remote.manifest_index import manifest_entry
 from ckptd.storage.remote.messages import UploadedObject
-from ckptd.storage.stores.base import Progress, Resume, settled
+from ckptd.storage.stores.base import Progress, ResumePoint, settled
 from ckptd.storage.stores.checksums import crc64, from_hex, to_hex
 from ckptd.storage.stores.parallel import FailFastPool
 from ckptd.storage.stores.rate_limit import Cancelled
@@ -169,7 +169,7 @@ _AGAIN = "this attempt is dropped; the next turn looks again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
+class TransferControl:
     """Steer a transfer and take its reports.
 
     `check` raises `Cancelled` to stop; `on_moving(key, total_bytes, progress)`, `on_done(object)` and
@@ -211,7 +211,7 @@ class Transfer:
         origin: Origin,
         root: int,
         listed: ManifestIndex,
-        control: Control,
+        control: TransferControl,
         elsewhere: HeldObjects,
     ) -> None:
         self._store = store
@@ -479,7 +479,7 @@ class Transfer:
     ) -> _Sent:
         partly = self._partly.pop(file.key, None)
         resume = (
-            Resume(flushed_bytes=partly.flushed_bytes, crc64=partly.crc64, token=partly.token)
+            ResumePoint(flushed_bytes=partly.flushed_bytes, crc64=partly.crc64, token=partly.token)
             if partly
             else None
         )
@@ -587,7 +587,7 @@ class Origin(Protocol):
 
 
 if TYPE_CHECKING:
-    OpenOrigin = Callable[[UploadRequest, int, Control, Store], AbstractContextManager[Origin]]
+    OpenOrigin = Callable[[UploadRequest, int, TransferControl, Store], AbstractContextManager[Origin]]
     """From an order and the open folder that its sources are relative to, or the store that holds them."""
 
 
@@ -634,7 +634,7 @@ class SealedFiles:
 
 
 @contextmanager
-def sealed(order: UploadRequest, root: int, _control: Control, _store: Store) -> Iterator[Origin]:
+def sealed(order: UploadRequest, root: int, _control: TransferControl, _store: Store) -> Iterator[Origin]:
     """Yield the origin of an order whose files lie here."""
     if order.making is not None:
         msg = f"this process makes no {order.manifest.form} forms"

@@ -96,7 +96,7 @@ class Abilities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
+class ResumePoint:
     """Record how far an earlier attempt at one object got: bytes flushed, and the CRC64NVME of those
     bytes."""
 
@@ -217,7 +217,7 @@ class Store(Protocol):
         ...
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self, key: str, source: Source, *, resume: ResumePoint | None, on_progress: Callable[[Progress], None]
     ) -> int:
         """Move one object; durable when it returns; returns the CRC64NVME of the bytes *as read*.
 

@@ -52,7 +52,7 @@ from ckptd.storage.stores.retrying import FullStoreMemory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ckptd.storage.stores.base import HeldRange, Resume, Source
+    from ckptd.storage.stores.base import HeldRange, ResumePoint, Source
 
 
 # --- folders of a directory remote, by descriptor --------------------------------------------------------
@@ -545,7 +545,7 @@ class DirectoryStore:
         key: str,
         source: Source,
         *,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange] = (),
     ) -> int:
@@ -574,7 +574,7 @@ class DirectoryStore:
         self,
         key: str,
         source: Source,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange],
     ) -> int:
@@ -734,7 +734,7 @@ class DirectoryStore:
             return RemoteUnreachable(f"{where}: {error.strerror}")
         return explained(error, where)
 
-    def _open_partial(self, folder: int, name: str, resume: Resume | None) -> tuple[int, int, int]:
+    def _open_partial(self, folder: int, name: str, resume: ResumePoint | None) -> tuple[int, int, int]:
         """Open a partial file; returns (descriptor, offset to go on at, CRC64 so far).
 
         A file that cannot be continued gets a new inode: a hung predecessor may still hold the old one.

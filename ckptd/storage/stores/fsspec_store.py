@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from ckptd.storage.stores.base import Resume, Source
+    from ckptd.storage.stores.base import ResumePoint, Source
 
 
 # --- the file protocol below the store -------------------------------------------------------------------
@@ -366,7 +366,7 @@ class FilesStore:
     # --- data ------------------------------------------------------------------------------------------
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self, key: str, source: Source, *, resume: ResumePoint | None, on_progress: Callable[[Progress], None]
     ) -> int:
         """Write beside the name (services: into an unfinished upload), then give it the name."""
         path, what = self._path(key), f"writing {key}"

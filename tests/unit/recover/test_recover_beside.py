@@ -25,7 +25,7 @@ from ckptd.recover.select.steps import CopyBeside
 from ckptd.storage.remote import derive_attempts
 from ckptd.storage.remote.commit import supplement
 from ckptd.storage.remote.messages import UploadFile, UploadRequest
-from ckptd.storage.remote.transfer import Control
+from ckptd.storage.remote.transfer import TransferControl
 from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.support.core_views import sealed
 from tests.support.recover_scene import EXTRA, SHAPES
@@ -112,7 +112,7 @@ class HfScene(RestoreScene):
         order = UploadRequest(
             root=str(self.save_dir), manifest=manifest, files=rows, supplement_to=view.sha256
         )
-        control = Control(
+        control = TransferControl(
             pacer=RateLimiter(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None
         )
         assert supplement(self.ground(), order, control).outcome == "committed"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.storage.remote.messages import UploadedObject, UploadResult
-    from ckptd.storage.stores.base import ObjectInfo, Progress, Resume, Source
+    from ckptd.storage.stores.base import ObjectInfo, Progress, ResumePoint, Source
 
 LANES = 6
 COUNT = 60
@@ -52,7 +52,7 @@ class Watched(MemoryStore):
         return super().stat(key)
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self, key: str, source: Source, *, resume: ResumePoint | None, on_progress: Callable[[Progress], None]
     ) -> int:
         with self.lock:
             self.begun.append(key)
