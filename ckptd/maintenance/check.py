@@ -44,8 +44,8 @@ from ckptd.storage.local.run_file import host_name
 from ckptd.storage.local.scan import scan
 from ckptd.storage.local.state_dir import filesystem_type, is_network, state_base, state_dir_of
 from ckptd.storage.remote.attach import NEXT_STEP, are_one, one_place
-from ckptd.storage.remote.coordination import NEXT_STEP as IS_OWN_RUN
-from ckptd.storage.remote.coordination import other_writers
+from ckptd.storage.remote.heartbeats import NEXT_STEP as IS_OWN_RUN
+from ckptd.storage.remote.heartbeats import other_writers
 from ckptd.storage.stores.access import access_of, credentials_path
 from ckptd.storage.stores.open import is_s3
 

@@ -44,8 +44,8 @@ from ckptd.storage.local import clones, fs
 from ckptd.storage.local.fs import remove_incomplete
 from ckptd.storage.local.scan import scan_folder
 from ckptd.storage.local.state_dir import read_node_id
-from ckptd.storage.remote.coordination import remove_stale_temporaries, stale_temporaries
 from ckptd.storage.remote.garbage import Garbage, carry_out, find, remove_run, remove_unlisted
+from ckptd.storage.remote.heartbeats import remove_stale_temporaries, stale_temporaries
 from ckptd.storage.remote.repair import compare, lapse, leases_of
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from ckptd.base.identity import Model
 from ckptd.errors import CkptdError, RemoteNotOurs, RemoteUnreachable
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.attach import NEXT_STEP, are_one, one_place
-from ckptd.storage.remote.coordination import NEXT_STEP as OTHER_WRITERS_NEXT_STEP
-from ckptd.storage.remote.coordination import other_writers
+from ckptd.storage.remote.heartbeats import NEXT_STEP as OTHER_WRITERS_NEXT_STEP
+from ckptd.storage.remote.heartbeats import other_writers
 from ckptd.storage.remote.messages import Attached, known_url
 from ckptd.storage.stores.access import access_of
 from ckptd.storage.stores.base import Abilities

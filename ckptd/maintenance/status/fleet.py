@@ -24,8 +24,8 @@ from ckptd.core.model.runs import run_of, short
 from ckptd.core.model.save import Order
 from ckptd.recover.select.runs import RemoteRuns
 from ckptd.recover.select.sources import where_of
-from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.documents import read_generation, stem_of_key
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.stores.base import store_now_seconds
 
 if TYPE_CHECKING:

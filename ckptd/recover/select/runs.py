@@ -19,7 +19,7 @@ from ckptd.core.model.runs import ranked, run_of, short
 from ckptd.errors import CkptdError, DamagedError, LockHeld, NotFoundError, RefusedError, UsageError
 from ckptd.recover.select.copies import ZERO, is_here
 from ckptd.storage.local.run_file import host_name, read_run, run_file, write_run
-from ckptd.storage.remote.coordination import Heartbeats, server_time_seconds
+from ckptd.storage.remote.heartbeats import Heartbeats, server_time_seconds
 from ckptd.storage.stores.base import store_now_seconds
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def choose_run(
     that they all take one.
 
     Raises:
-        RefusedError: of several nodes this one holds another run (65). As `RemoteRuns.named` and `RemoteRuns.newest`.
+        RefusedError: of several nodes this one holds another run (65). As `named` and `newest` of `runs`.
     """
     is_whole = any(checkpoint.is_complete and not checkpoint.listing.is_model_only for checkpoint in local)
     found = held or recognised(runs, remotes, local)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from ckptd.errors import CkptdError, RemoteError, RemoteNotOurs, from_os_error
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.commit import supplement, upload_form
-from ckptd.storage.remote.coordination import Heartbeats, claim_run, hold_lease, remove_stale_temporaries
+from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import DocumentCache
+from ckptd.storage.remote.heartbeats import Heartbeats, remove_stale_temporaries
 from ckptd.storage.remote.messages import (
     Alive,
     Attach,
@@ -59,6 +59,9 @@ from ckptd.storage.remote.observe import (
     still_ours,
 )
 from ckptd.storage.remote.repair import scrub
+from ckptd.storage.remote.runs import claim_run
+from ckptd.storage.remote.shares import hold_lease
+from ckptd.storage.remote.supplement import supplement
 from ckptd.storage.remote.transfer import TransferControl, sealed
 from ckptd.storage.stores.base import WINDOW_BYTES, Progress
 from ckptd.storage.stores.open import open_store

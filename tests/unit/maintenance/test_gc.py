@@ -33,7 +33,7 @@ from ckptd.observe.audit import Audit
 from ckptd.recover.select.inventory import RemoteInventory, read_remote_inventory
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import garbage
-from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.repair import staging_key
 from ckptd.storage.stores.base import partial_name
 from tests.stores.counting import CountingStore

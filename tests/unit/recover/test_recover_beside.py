@@ -23,8 +23,8 @@ from ckptd.recover.execute import Execution
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.steps import CopyBeside
 from ckptd.storage.remote import derive_attempts
-from ckptd.storage.remote.commit import supplement
 from ckptd.storage.remote.messages import UploadFile, UploadRequest
+from ckptd.storage.remote.supplement import supplement
 from ckptd.storage.remote.transfer import TransferControl
 from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.support.core_views import sealed

@@ -15,13 +15,15 @@ from ckptd.core.model.heartbeat import Heartbeat, SeenNode
 from ckptd.core.model.manifest import RemoteIdentity, to_bytes
 from ckptd.core.model.runs import Claim, ClaimVerdict, Row, RunFile, judge, run_of
 from ckptd.daemon.intake.runs import JobRuns
-from ckptd.daemon.node_id import node_id_of, own_state
+from ckptd.daemon.node_id import node_id_of
 from ckptd.daemon.state.problems import Problems
 from ckptd.storage.child.service import Service
 from ckptd.storage.local.run_file import read_run, run_file, write_run
+from ckptd.storage.local.state_dir import own_state
 from ckptd.storage.remote import messages as m
-from ckptd.storage.remote.coordination import Heartbeats, claim_run, newest_run, read_runs
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.messages import RemoteSettings
+from ckptd.storage.remote.runs import claim_run, newest_run, read_runs
 from ckptd.storage.stores.directory import DirectoryStore
 
 A: dict[str, Any] = {"node": "a", "node_id": "ida", "host": "ha", "user": "alice", "save_dir": "/a/output"}

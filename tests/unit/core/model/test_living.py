@@ -17,7 +17,7 @@ from ckptd.daemon.uploads.attachment import on_attached
 from ckptd.maintenance.check import check_job
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.coordination import NEXT_STEP, Heartbeats
+from ckptd.storage.remote.heartbeats import NEXT_STEP, Heartbeats
 from ckptd.storage.stores.open import open_store
 from tests.stores.scene import Node
 

@@ -30,7 +30,7 @@ from ckptd.core.model.manifest import Cell, sha256_of, to_bytes
 from ckptd.core.model.shard_facts import ShardFacts
 from ckptd.errors import ConfigError
 from ckptd.recover.select.copies import Nodes
-from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import MODEL, OPTIM, Node, archive

@@ -21,9 +21,9 @@ from ckptd.maintenance.verify import Verifier
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
 from ckptd.storage.remote import garbage, observe
-from ckptd.storage.remote.commit import supplement
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.messages import DeleteCommit, UploadFile, UploadRequest, UploadResult
+from ckptd.storage.remote.supplement import supplement
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import MODEL, OPTIM, Node, archive
