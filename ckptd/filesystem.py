@@ -193,7 +193,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self,
         file: ManifestFile,
         write: Callable[[bytes, int], None],
-        told: Callable[[int], None] | None = None,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         """Read an object in parallel ranges, hand each chunk on with its offset, and compare the whole."""
         from ckptd.recover.fetch import AHEAD, RANGE_BYTES
@@ -210,7 +210,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
         try:
             done, crc = parallel.crc_of(
-                chunks, file.bytes, told or (lambda _: None), at_once=AHEAD, range_bytes=RANGE_BYTES
+                chunks, file.bytes, on_bytes or (lambda _: None), at_once=AHEAD, range_bytes=RANGE_BYTES
             )
         except FileNotFoundError as error:
             msg = f"{file.key} is gone from {self.url}"
