@@ -46,16 +46,16 @@ def torn_commits() -> None:
 
 def forgotten_prunes() -> None:
     """A restart does not finish what lies half removed in the trash (P7)."""
-    recover = crash_recovery.finish_after_crash
+    finish = crash_recovery.finish_after_crash
 
     def forgetful(state: object, save_dir_fd: int, audit: object) -> None:
         for row in state.journal.open_deletions():  # type: ignore[attr-defined]
             state.journal.end_deletion(row.id, done=False)  # type: ignore[attr-defined]
-        recover(state, save_dir_fd, audit)  # type: ignore[arg-type]
+        finish(state, save_dir_fd, audit)  # type: ignore[arg-type]
 
     from ckptd.daemon import job
 
-    put(job, "recover", forgetful)
+    put(job, "finish_after_crash", forgetful)
 
 
 def pruned_in_place() -> None:
