@@ -205,8 +205,8 @@ class Job:
         digest = config_digest(self.config)
         state = JobState(
             journal,
-            digest,
-            required,
+            config_digest=digest,
+            required=required,
             problems=self.problems,
             audit=self.audit,
             is_shared=self.config.shared_fs,

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from ckptd.base import files
 from ckptd.base.humanize import ago, size_of
+from ckptd.base.names import DESCRIPTION
 from ckptd.base.owned_dirs import lock, opened_ours
 from ckptd.config.commands import command_for
 from ckptd.conversion.engine.inspect import inspect_files
@@ -34,7 +35,6 @@ from ckptd.core.model.save import SealedSave
 from ckptd.errors import CkptdError, LockHeld, NotFoundError, RefusedError, StorageError
 from ckptd.recover.execute import one_at_a_time
 from ckptd.recover.files import FETCHED, damage_in, opened_save_dir, why_busy
-from ckptd.recover.select.copies import DESCRIPTION
 from ckptd.recover.select.job import journal_rows
 from ckptd.recover.select.runs import RemoteRuns, alive
 from ckptd.recover.select.steps import DERIVED_UNIVERSAL

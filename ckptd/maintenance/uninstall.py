@@ -16,7 +16,7 @@ from ckptd.base import files
 from ckptd.base.owned_dirs import lock, opened_ours, path_of
 from ckptd.config.commands import command_for
 from ckptd.conversion.engine.inspect import inspect_files
-from ckptd.core.model.layouts import Role
+from ckptd.core.model.layouts import LATEST_UNIVERSAL, Role
 from ckptd.core.model.listing import OURS
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, UploadState
 from ckptd.core.model.resume_marker import RESUMED
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 Fate = Literal["goes", "only here", "stays"]
 
-POINTER = "latest_universal"
 _MADE = f"{fs.DERIVED}/{UNIVERSAL}"
 _STATE_FILES = (
     "journal.db",
@@ -144,7 +143,9 @@ class JobUninstall:
             if name in fs.names_in(fd, OURS):
                 yield OwnedItem(folder=OURS, name=name, bytes=0, fate="goes", why=why)
         if self._pointer(fd).startswith(f"{OURS}/"):
-            yield OwnedItem(folder="", name=POINTER, bytes=0, fate="goes", why="it names a form of ckptd's")
+            yield OwnedItem(
+                folder="", name=LATEST_UNIVERSAL, bytes=0, fate="goes", why="it names a form of ckptd's"
+            )
 
     def _holds(
         self,
@@ -256,7 +257,7 @@ class JobUninstall:
 
     def _pointer(self, fd: int) -> str:
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            return files.read_beneath(fd, POINTER, limit_bytes=4096).decode()
+            return files.read_beneath(fd, LATEST_UNIVERSAL, limit_bytes=4096).decode()
         return ""
 
     def _state(self) -> Iterator[OwnedItem]:
@@ -308,7 +309,7 @@ class JobUninstall:
                             contextlib.suppress(IsADirectoryError),
                         ):
                             files.remove_file(ours, piece.name)
-                if any(piece.name == POINTER for piece in going):
+                if any(piece.name == LATEST_UNIVERSAL for piece in going):
                     fs.point_latest_universal(fd, None)
         self._remove_state([piece for piece in going if piece.folder == str(self._state_dir)])
         if fd is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ckptd.base.humanize import in_columns, printable, size_of
 from ckptd.base.names import ROOT
 from ckptd.core.model.generation import missing, objects_of, order_of
+from ckptd.core.model.layouts import POINTERS
 from ckptd.core.model.manifest import commit_key
 from ckptd.core.model.runs import run_of
 from ckptd.errors import (
@@ -158,7 +159,6 @@ def exit_code(verified: Sequence[VerifiedRemote]) -> int:
     return max(one.code for row in rows if row.verdict == "unreadable" for one in row.differences)
 
 
-_POINTERS = ("latest", "latest_universal")
 _KEPT_FROM_READING = (NotPermitted, StorageError)
 
 
@@ -234,7 +234,7 @@ class Verifier:
         )
         for prefix in prefixes:
             for info in self._remote.store.list(prefix):
-                if not info.key.startswith(f"{ROOT}/") and info.key not in _POINTERS:
+                if not info.key.startswith(f"{ROOT}/") and info.key not in POINTERS:
                     self._sizes[info.key] = info.bytes
 
     def _one(self, view: CommitView, is_retired: bool) -> VerifiedCommit:

@@ -25,6 +25,7 @@ from ckptd.conversion.remote.convert import convert_copy
 from ckptd.core.model.layouts import Role, Trainer
 from ckptd.core.model.listing import OURS
 from ckptd.core.model.other_layouts import below, is_single_file
+from ckptd.core.model.records import ZERO
 from ckptd.core.model.resume_marker import RESUMED, resume_marker_of
 from ckptd.errors import (
     CkptdError,
@@ -37,7 +38,6 @@ from ckptd.errors import (
 )
 from ckptd.recover.fetch import Fetcher, read_whole
 from ckptd.recover.files import opened_parent, rename_numbered
-from ckptd.recover.select.copies import ZERO
 from ckptd.recover.select.steps import (
     DERIVED_UNIVERSAL,
     ConvertFrom,

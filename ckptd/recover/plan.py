@@ -13,7 +13,6 @@ name, Lightning wants a folder `checkpoint`; for those two it lies under that na
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -24,19 +23,11 @@ from ckptd.base.names import tag_problem
 from ckptd.core.completeness.judge import State
 from ckptd.core.model.layouts import BY_NAME, LATEST_UNIVERSAL, Role, Trainer, universal_name
 from ckptd.core.model.other_layouts import STAGE_0, words_of
-from ckptd.core.model.records import WEIGHTS
-from ckptd.errors import CkptdError, RefusedError, TargetExists, UsageError
+from ckptd.core.model.records import UNIVERSAL, WEIGHTS, ZERO
+from ckptd.errors import RefusedError, TargetExists, UsageError
 from ckptd.recover.files import compare_folder
 from ckptd.recover.select.choose import Candidate
-from ckptd.recover.select.copies import (
-    DESCRIPTION,
-    UNIVERSAL,
-    ZERO,
-    Copy,
-    Nodes,
-    files_for_node,
-    files_for_ranks,
-)
+from ckptd.recover.select.copies import Copy, Nodes, files_for_node, files_for_ranks
 from ckptd.recover.select.steps import (
     DERIVED_ACCELERATE,
     DERIVED_UNIVERSAL,
@@ -54,6 +45,7 @@ from ckptd.recover.select.steps import (
     is_plain,
     name_of_extra,
 )
+from ckptd.storage.local.derived import describe
 from ckptd.storage.local.fs import names_in
 from ckptd.storage.local.scan import read_pointer
 
@@ -63,9 +55,6 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.listing import SaveDirListing
     from ckptd.recover.select.inventory import LocalCheckpoint
-
-
-_DESCRIPTION_LIMIT_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +204,7 @@ class Planner:
         steps = self._form_at("", target, self._candidate.copies[:1])
         has_zero = self._candidate.local is not None or any(isinstance(step, MakeUniversal) for step in steps)
         pointers = self._point("latest", tag) if has_zero else self._unpoint()
-        return target, steps, pointers + self._point("latest_universal", target)
+        return target, steps, pointers + self._point(LATEST_UNIVERSAL, target)
 
     def _beside_shards(self, root: str) -> tuple[str, list[Step], list[Step]]:
         """Put the universal form beside the shards (Hugging Face).
@@ -316,12 +305,10 @@ class Planner:
         if self._fd is None:
             return None
         try:
-            name = f"{folder}/{DESCRIPTION}"
-            data = files.read_beneath(self._fd, name, limit_bytes=_DESCRIPTION_LIMIT_BYTES)
-            marks = json.loads(data)["source"]["fingerprints"]
-            return {str(path): str(mark) for path, mark in marks.items()}
-        except (OSError, CkptdError, ValueError, KeyError, TypeError, AttributeError):
+            found = describe(self._fd, folder)
+        except OSError:
             return None
+        return None if found is None else found.source.fingerprints
 
     def _point(self, name: str, value: str) -> list[Step]:
         has_it = self._fd is not None and read_pointer(self._fd, name) == value

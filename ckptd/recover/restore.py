@@ -17,7 +17,7 @@ from ckptd.base import files
 from ckptd.base.owned_dirs import lock, path_of
 from ckptd.config.commands import command_for
 from ckptd.core.model.generation import order_of
-from ckptd.core.model.records import WEIGHTS
+from ckptd.core.model.records import UNIVERSAL, WEIGHTS, ZERO
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -33,7 +33,7 @@ from ckptd.recover.execute import drop_leftovers, one_at_a_time
 from ckptd.recover.plan import Planner, RecoveryOptions
 from ckptd.recover.recovery import Recovered, Recovery, reserve_bytes
 from ckptd.recover.select.choose import Candidate, Choice, Wanted, committed_saves, committed_weights
-from ckptd.recover.select.copies import UNIVERSAL, ZERO, Nodes
+from ckptd.recover.select.copies import Nodes
 from ckptd.recover.select.inventory import forms_alone
 from ckptd.recover.select.runs import RemoteRuns, held_by
 from ckptd.storage.local.scan import has_open_writer

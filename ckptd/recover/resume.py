@@ -19,6 +19,7 @@ from ckptd.config.loader import check_job_paths
 from ckptd.config.remote_names import shown_remote
 from ckptd.core.completeness.judge import State
 from ckptd.core.model.listing import SaveDirListing
+from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.model.runs import short
 from ckptd.core.model.unprotected import shown_unprotected, warn_unprotected
 from ckptd.errors import (
@@ -38,7 +39,7 @@ from ckptd.recover.files import damage_in
 from ckptd.recover.plan import RecoveryOptions, SaveDirPlanner, needs_universal
 from ckptd.recover.recovery import Recovered, Recovery, reserve_bytes
 from ckptd.recover.select.choose import NEWEST_READ, Candidate, Choice, choose, readable_copies, views_by_save
-from ckptd.recover.select.copies import UNIVERSAL, ZERO, Nodes
+from ckptd.recover.select.copies import Nodes
 from ckptd.recover.select.inventory import (
     LocalCheckpoint,
     NodeMemory,

@@ -27,10 +27,11 @@ from ckptd.core.model.generation import (
 from ckptd.errors import CkptdError
 from ckptd.storage.remote.attach import attach
 from ckptd.storage.remote.commit import upload_form
-from ckptd.storage.remote.observe import AttachedRemote, describe, live_commits, manifests_of, observe
+from ckptd.storage.remote.observe import AttachedRemote, live_commits, manifests_of
 from ckptd.storage.stores.checksums import crc64, to_hex
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node, ground_of
+from tests.support.observing import describe, observe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -182,7 +182,7 @@ class World:
         """As a restore: the newest COMMIT whose every byte is right, else the one before; what went meanwhile
         is looked for again."""
         store = StepStore(io)
-        found = live_commits(read_remote(store, IDENTITY))  # type: ignore[arg-type]
+        found = live_commits(read_remote(store))  # type: ignore[arg-type]
         for view in reversed(found):
             try:
                 files = [f for manifest in manifests_of(store, view) for f in manifest.files]  # type: ignore[arg-type]

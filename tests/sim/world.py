@@ -499,7 +499,7 @@ class World:
         try:
             for remote in self.config.remotes:
                 store = self._open_store(remote.url)
-                decision = observe.record(store, decision, observe.still_ours(store, None))
+                decision = observe.record(store, decision, observe.require_identity(store))
             write_decision(STATE_DIR, decision)
         except (CkptdError, OSError) as error:
             self.kernel.history.append(f"it failed: {error}")

@@ -19,7 +19,6 @@ from ckptd.conversion.options import ConvertOptions
 from ckptd.core.model.layouts import Grid, Role, ShardKey
 from ckptd.core.model.manifest import DerivedSource, NodeManifest, folder_name
 from ckptd.core.model.save import SaveWindow
-from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.formats.torchfile.archive import read_directory
 from ckptd.recover.plan import RecoveryOptions
@@ -43,6 +42,7 @@ from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.stores.scene import Node
+from tests.support.states import job_state
 from tests.support.synthetic import Shapes, write_stage12
 
 SHAPES: list[Shapes] = [{"embed.weight": (7, 5), "head.weight": (3, 4), "head.bias": (3,)}]
@@ -364,7 +364,7 @@ def known_save(scene: Scene, path: Path) -> tuple[Node, JobState]:
     """`global_step5` in its save_dir and in a journal at `path`."""
     node = Node(scene.save_dir, tag="global_step5")
     node.write_all()
-    state = JobState(journal=Journal(path), problems=Problems())
+    state = job_state(Journal(path))
     state.journal.add_save(node.sealed(step=5), found_first=False, adopted=True, seen_at=0.0)
     state.load()
     return node, state

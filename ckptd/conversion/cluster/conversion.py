@@ -29,9 +29,10 @@ from ckptd.conversion.engine.staging import (
 )
 from ckptd.conversion.options import ClusterReport
 from ckptd.conversion.outputs import description_of
-from ckptd.conversion.remote.convert import POINTER, RemoteConversion, temporary_place
+from ckptd.conversion.remote.convert import RemoteConversion, temporary_place
 from ckptd.conversion.remote.reader import RemoteRanges
 from ckptd.conversion.remote.uploader import NOTE, publish_in_store, target_exists
+from ckptd.core.model.layouts import LATEST_UNIVERSAL
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import from_hex
 from ckptd.storage.stores.open import directory_remote, open_store, within_remote
@@ -166,7 +167,7 @@ class Clustered(RemoteConversion):
             is_pointed = self._options.write_latest and self._options.form == "universal"
             description = description_of(index.header, index.trailer)
             note.progress.done.clear()
-            publish_in_store(target.store, target.name, description, POINTER if is_pointed else None)
+            publish_in_store(target.store, target.name, description, LATEST_UNIVERSAL if is_pointed else None)
 
         with temporary_place() as place:
             conversion = self._conversion(place)

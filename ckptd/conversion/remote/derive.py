@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
 from ckptd.base import extents, files
+from ckptd.base.names import DESCRIPTION
 from ckptd.conversion.dtypes import use_numpy_of
 from ckptd.conversion.engine.staging import list_source
 from ckptd.conversion.engine.supervisor import numpy_for, origin_of, plan_request, write_plan
 from ckptd.conversion.options import ConvertOptions, parse_form
-from ckptd.conversion.outputs import NAME, Outputs, description_of
+from ckptd.conversion.outputs import Outputs, description_of
 from ckptd.conversion.parts import Range
 from ckptd.conversion.reader import Sources, same_bytes
 from ckptd.conversion.remote.reader import RemoteRanges
@@ -98,7 +99,7 @@ class DerivedUpload:
     def opened(self, file: UploadFile) -> Iterator[Source]:
         """One output, made from wherever it is read."""
         folder, path = self._folder, file.path.removeprefix(self._below)
-        if path == NAME:
+        if path == DESCRIPTION:
             yield MemorySource(
                 self._description, mode=folder.file_mode, folder_mode=folder.folder_mode, gid=folder.gid
             )
@@ -111,7 +112,7 @@ class DerivedUpload:
     def held(self, file: UploadFile) -> tuple[HeldRange, ...]:
         """Return the ranges of an output that are ranges of shards which the remote holds."""
         path = file.path.removeprefix(self._below)
-        if not self._keys or path == NAME:
+        if not self._keys or path == DESCRIPTION:
             return ()
         found, at = [], 0
         for part in self._outputs.output(path).parts:
@@ -166,7 +167,7 @@ class DerivedUpload:
 
     def _files(self, order: UploadRequest) -> tuple[UploadFile, ...]:
         found = [self._file(order, path, entry.nbytes) for path, entry in self._outputs.files.items()]
-        return (*found, self._file(order, NAME, len(self._description)), *order.files)
+        return (*found, self._file(order, DESCRIPTION, len(self._description)), *order.files)
 
     def _file(self, order: UploadRequest, path: str, nbytes: int) -> UploadFile:
         manifest = order.manifest

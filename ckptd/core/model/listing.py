@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ckptd.core.model.other_layouts import Layout
 
 OURS = "_ckptd"
-POINTERS = frozenset({"latest", "latest_universal"})
 _DERIVED = re.compile(r"(_universal|_weights-.*)$")
 _NUMBER = re.compile(r"(\d+)$")
 

@@ -378,7 +378,6 @@ class Forecast:
 
     production_bytes_per_second: float | None = None
     save_every_seconds: float | None = None
-    save_every_steps: int | None = None
     full_in_saves: int | None = None
     """Further saves that fit, if all goes on as it did; None: it does not fill within the horizon."""
     full_in_seconds: float | None = None
@@ -417,7 +416,6 @@ def forecast(saves: Sequence[Saved], disk_use: DiskUse, *, now_seconds: float) -
     expected = Forecast(
         production_bytes_per_second=production,
         save_every_seconds=every,
-        save_every_steps=steps,
         full_in_saves=fit.saves if is_full else None,
         full_in_seconds=fit.full_at_seconds,
         overdue_seconds=late if is_late else None,
@@ -562,7 +560,6 @@ def disk_use_of(
     left_bytes: int | None,
     *,
     written_bytes: int = 0,
-    is_in_flight: bool = False,
     unsealed: Sequence[tuple[str, int, int]] = (),
     rotation: Rotation | None = None,
 ) -> DiskUse:
@@ -593,7 +590,7 @@ def disk_use_of(
         sent=sent.key if sent is not None else None,
         left_bytes=sent.bytes if sent is not None and left_bytes is None else left_bytes or 0,
         written_bytes=written_bytes,
-        is_in_flight=is_in_flight or view.is_save_in_flight or written_bytes > 0,
+        is_in_flight=view.is_save_in_flight or written_bytes > 0,
         makes_universal=_makes_universal(view),
         trainer_keeps=rotation.keeps if rotation is not None else None,
     )

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import files
 from ckptd.conversion.engine.staging import partial_name
-from ckptd.core.model.other_layouts import NOTHING_DECLARED
 from ckptd.core.model.records import UNIVERSAL, ZERO, DeletionIntent, DerivedState
 from ckptd.core.policy.local import was_committed
 from ckptd.core.policy.permit import OptOutPermit
@@ -62,9 +61,10 @@ class LocalDeleter:
         audit: Audit,
         in_worker: InWorker,
         wake: Callable[[], None],
-        trainer: str = "auto",
-        is_pinned: Callable[[str], bool] = lambda _tag: False,
-        declared: DeclaredSave = NOTHING_DECLARED,
+        *,
+        trainer: str,
+        declared: DeclaredSave,
+        is_pinned: Callable[[str], bool],
     ) -> None:
         self._state = state
         self._trainer = trainer
@@ -305,7 +305,7 @@ def _check_no_save_began(
     planned: SaveDirListing,
     tag: str,
     trainer: str,
-    declared: DeclaredSave = NOTHING_DECLARED,
+    declared: DeclaredSave,
 ) -> None:
     """Look again at what stays instead: nothing goes while a save is in flight, be it of the newest itself.
 

@@ -101,8 +101,7 @@ def beginning(
 
 # --- The first start: what it found is not deleted until a person adopts it ------------------------------
 # The state directory and every remote have it, so that neither a lost journal nor a lost state directory is a
-# first start. It is of one directory: another of the same node's name has a first start of its own
-# .
+# first start. It is of one directory: another of the same node's name has a first start of its own.
 
 
 class FirstStart:

@@ -61,7 +61,7 @@ class Sealer:
         workers: JobWorkers,
         known: KnownSaves,
         wake: Callable[[], None],
-        spread: Callable[[str], Spread | None] = lambda _tag: None,
+        spread: Callable[[str], Spread | None],
     ) -> None:
         self._config = config
         self._state = state

@@ -91,11 +91,11 @@ def build_view(
     *,
     pins: frozenset[str],
     may_delete: bool,
-    is_paused: bool = False,
-    is_spread: bool = False,
-    drain: Drain | None = None,
-    removal: RemovalRequest | None = None,
-    lease: LeaseStatus | None = None,
+    is_paused: bool,
+    is_spread: bool,
+    drain: Drain | None,
+    removal: RemovalRequest | None,
+    lease: LeaseStatus | None,
 ) -> JobView:
     """The view of this turn."""
     listing, deletions = state.folders.listing, state.deletions

@@ -14,18 +14,10 @@ from ckptd.core.completeness.order import next_order, rebuilt_order
 from ckptd.core.model.generation import order_of
 from ckptd.core.model.layouts import Trainer
 from ckptd.core.model.other_layouts import layout_of, other_layout
+from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.model.save import Order
 from ckptd.errors import CkptdError, DamagedError, NotPermitted, RemoteError, StorageError
-from ckptd.recover.select.copies import (
-    UNIVERSAL,
-    ZERO,
-    Copy,
-    Nodes,
-    files_for_node,
-    is_held,
-    is_made_from,
-    is_self_contained,
-)
+from ckptd.recover.select.copies import Copy, Nodes, files_for_node, is_held, is_made_from, is_self_contained
 from ckptd.recover.select.inventory import NodeMemory
 
 if TYPE_CHECKING:

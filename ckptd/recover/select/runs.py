@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from ckptd.base.humanize import ago
 from ckptd.config.commands import user_name
 from ckptd.core.model.layouts import Role
+from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import ranked, run_of, short
 from ckptd.errors import CkptdError, DamagedError, LockHeld, NotFoundError, RefusedError, UsageError
-from ckptd.recover.select.copies import ZERO, is_here
+from ckptd.recover.select.copies import is_here
 from ckptd.storage.local.run_file import host_name, read_run, run_file, write_run
 from ckptd.storage.remote.heartbeats import Heartbeats, server_time_seconds
 from ckptd.storage.stores.base import store_now_seconds

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.humanize import size_of
 from ckptd.core.model.listing import OURS
-from ckptd.recover.select.copies import UNIVERSAL
+from ckptd.core.model.records import UNIVERSAL
 
 if TYPE_CHECKING:
     from ckptd.core.model.manifest import ManifestFile

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from ckptd.base import extents, files, names, owned_dirs
 from ckptd.base.identity import FolderIdentity
 from ckptd.base.owned_dirs import list_dir
+from ckptd.core.model.layouts import LATEST_UNIVERSAL
 from ckptd.core.model.listing import OURS
 from ckptd.core.model.other_layouts import is_single_file
 from ckptd.errors import CkptdError, RefusedError, SourceChanged, StorageError, from_os_error
@@ -427,10 +428,10 @@ def empty_our_trash(save_dir_fd: int) -> None:
 def point_latest_universal(save_dir_fd: int, target: str | None) -> None:
     """Rewrite or remove the pointer `latest_universal`, atomically."""
     if target is None:
-        files.remove_file(save_dir_fd, "latest_universal")
+        files.remove_file(save_dir_fd, LATEST_UNIVERSAL)
         files.fsync_dir(save_dir_fd)
     else:
-        files.write_atomic(save_dir_fd, "latest_universal", target.encode())
+        files.write_atomic(save_dir_fd, LATEST_UNIVERSAL, target.encode())
 
 
 def flush(save_dir_fd: int, tag: str, paths: Sequence[str]) -> None:

@@ -21,8 +21,20 @@ from ckptd.base import names as base_names
 from ckptd.base.identity import FolderIdentity
 from ckptd.base.names import name_problem, shown
 from ckptd.base.owned_dirs import list_dir
-from ckptd.core.model.layouts import WRITES_AS, Trainer, parse_shard_name, shard_roots_of
-from ckptd.core.model.listing import OURS, POINTERS, FolderListing, ListedFile, SaveDirListing
+from ckptd.core.model.layouts import (
+    LATEST_UNIVERSAL,
+    POINTERS,
+    WRITES_AS,
+    Trainer,
+    parse_shard_name,
+    shard_roots_of,
+)
+from ckptd.core.model.listing import (
+    OURS,
+    FolderListing,
+    ListedFile,
+    SaveDirListing,
+)
 from ckptd.core.model.other_layouts import (
     MODEL,
     NOTHING_DECLARED,
@@ -145,7 +157,7 @@ def scan(
         folders=tuple(folders),
         extras=tuple(extras),
         latest=latest,
-        latest_universal=read_pointer(save_dir_fd, "latest_universal"),
+        latest_universal=read_pointer(save_dir_fd, LATEST_UNIVERSAL),
         resumed=read_pointer(save_dir_fd, RESUMED_PATH, limit_bytes=_WORD_LIMIT_BYTES),
         foreign=tuple(foreign + loose),
         nameless=tuple(nameless),

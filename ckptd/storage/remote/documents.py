@@ -271,14 +271,12 @@ def read_manifest(
     return KnownManifest(key=key, sha256=found, manifest=parse(NodeManifest, data, key))
 
 
-def read_generation(
-    store: Store, where: Stem, damaged: list[str] | None = None, ours: KnownManifest | None = None
-) -> tuple[KnownManifest, ...]:
-    """Return every readable manifest of a form's generation, all revisions, by key; `ours` as above."""
+def read_generation(store: Store, where: Stem, damaged: list[str] | None = None) -> tuple[KnownManifest, ...]:
+    """Return every readable manifest of a form's generation, all revisions, by key."""
     found = []
     for info in store.list(manifest_folder(where)):
         try:
-            known = read_manifest(store, info.key, ours=ours)
+            known = read_manifest(store, info.key)
         except DamagedError as error:
             if damaged is not None:
                 damaged.append(error.message)

@@ -433,7 +433,6 @@ class DirectoryStore:
         owner: str = "",
         read_back: bool = True,
         window_bytes: int = WINDOW_BYTES,
-        buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self._path = root
         self._owner = owner
@@ -441,7 +440,7 @@ class DirectoryStore:
         self._mark = f"{hashlib.sha256(owner.encode()).hexdigest()[:16]}-" if owner else ""
         self._read_back = read_back
         self._window_bytes = window_bytes
-        self._buffer_bytes = min(buffer_bytes, window_bytes)
+        self._buffer_bytes = min(BUFFER_BYTES, window_bytes)
         self._pinned: tuple[int, int] | None = None
         self._flushed: set[tuple[int, int]] = set()
         self.copies = int(read_back)

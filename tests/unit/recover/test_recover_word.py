@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.base import files
+from ckptd.core.model.other_layouts import NOTHING_DECLARED
 from ckptd.core.model.resume_marker import RESUMED_PATH, ResumeMarker, read_resume_marker
 from ckptd.daemon.actions.local_deletion import _check_no_save_began
 from ckptd.errors import SourceChanged
@@ -126,10 +127,10 @@ def test_a_removal_that_was_planned_before_the_word_is_not_begun(scene: Scene) -
     save(scene, 20)
     with files.opened_dir(scene.save_dir) as fd:
         planned = scan(fd)
-        _check_no_save_began(fd, planned, "checkpoint-10", "auto")
+        _check_no_save_began(fd, planned, "checkpoint-10", "auto", NOTHING_DECLARED)
         scene.resume(remote=False, tag="checkpoint-10")
         with pytest.raises(SourceChanged, match="resume"):
-            _check_no_save_began(fd, planned, "checkpoint-10", "auto")
+            _check_no_save_began(fd, planned, "checkpoint-10", "auto", NOTHING_DECLARED)
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from ckptd.core.model.listing import FolderListing
 from ckptd.core.model.records import DeletionIntent
 from ckptd.core.model.save import SaveWindow, SealedSave, Writer
 from ckptd.daemon.crash_recovery import finish_after_crash
-from ckptd.daemon.state.state import JobState
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.scan import scan_folder
 from tests.support.recover_scene import Scene
+from tests.support.states import job_state
 
 QUIET = Context(settle_seconds=1, quiet_seconds=100, is_in_flight=False, save_spread_seconds=600)
 
@@ -48,7 +48,7 @@ class Killed:
         state_dir = self.scene.save_dir / "_ckptd" / "state"
         state_dir.mkdir(parents=True)
         self.audit = Audit(state_dir / "audit.jsonl")
-        self.state = JobState(journal=Journal(state_dir / "journal.db"))
+        self.state = job_state(Journal(state_dir / "journal.db"))
         self.save_id = self.state.journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
         intent = DeletionIntent(
             tag=self.tag,

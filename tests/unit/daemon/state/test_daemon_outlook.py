@@ -28,6 +28,7 @@ from ckptd.daemon.state.upload_records import UploadProgress, Uploads
 from ckptd.daemon.state.view_builder import disk_of, next_save_bytes
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import job_view, resized, save_view, sealed
+from tests.support.states import job_state
 
 GB = 10**9
 
@@ -226,7 +227,7 @@ def test_what_is_written_of_the_next_save_is_its_room() -> None:
 def never_sealed(root: Path, *, count: int = 5) -> JobState:
     """Saves of 60 GB every ten minutes that no row knows, a fragment, and one that is being written."""
     now = time.time()
-    state = JobState(journal=Journal(root / "journal.db"))
+    state = job_state(Journal(root / "journal.db"))
     folders = []
     for n in range(count):
         at = int((now - 600.0 * (count - 1 - n)) * 1e9)

@@ -14,7 +14,7 @@ from ckptd.core.model.manifest import NodeManifest, parse
 from ckptd.errors import RemoteNotOurs, SourceChanged, StorageError, VerifyError
 from ckptd.storage.remote.attach import take_over
 from ckptd.storage.remote.commit import upload_form
-from ckptd.storage.remote.observe import live_commits, manifests_of, observe
+from ckptd.storage.remote.observe import live_commits, manifests_of
 from ckptd.storage.remote.transfer import SMALL_BYTES
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.directory import DirectoryStore
@@ -23,6 +23,7 @@ from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores.conformance import source_of
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import OPTIM, Node, archive
+from tests.support.observing import observe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

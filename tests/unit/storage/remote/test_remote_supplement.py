@@ -20,13 +20,14 @@ from ckptd.maintenance.repair import HERE
 from ckptd.maintenance.verify import Verifier
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
-from ckptd.storage.remote import garbage, observe
+from ckptd.storage.remote import garbage
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.messages import DeleteCommit, UploadFile, UploadRequest, UploadResult
 from ckptd.storage.remote.supplement import supplement
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import MODEL, OPTIM, Node, archive
+from tests.support import observing
 from tests.support.repair_scene import RepairScene, outcomes
 from tests.support.restore_scene import TAG
 
@@ -178,13 +179,13 @@ def test_it_is_retired_with_its_commit_and_gc_counts_it_as_needed(scene: Scene) 
     found = garbage.find(scene.store, scene.ground.identity)
     assert (found.objects, found.unlisted) == ((), {})
     assert scene.commit is not None
-    assert observe.confirm(scene.store, ((X1, sha256_of(scene.store.objects[X1])),)).ok
+    assert observing.confirm(scene.store, ((X1, sha256_of(scene.store.objects[X1])),)).ok
     gone = DeleteCommit(
         tag="global_step5", generation=1, form="zero", reason="r", commit_sha256=scene.commit.sha256
     )
     delete_commit(scene.ground, gone, lambda: None)
     assert not [key for key in scene.store.objects if "global_step5" in key and "/retired/" not in key]
-    assert not observe.confirm(scene.store, ((X1, "0"),)).ok
+    assert not observing.confirm(scene.store, ((X1, "0"),)).ok
 
 
 # --- reading it again -----------------------------------------------------------------------------------

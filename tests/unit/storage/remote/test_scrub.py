@@ -28,6 +28,7 @@ from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.rate_limit import Cancelled, RateLimiter
 from tests.support.repair_scene import RepairScene, built, scene
 from tests.support.restore_scene import TAG
+from tests.support.states import job_state
 
 __all__ = ["built", "scene"]
 
@@ -164,7 +165,7 @@ def thread(scene: RepairScene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Thre
     monkeypatch.setattr(scrubbing, "LEAST_BYTES", 1)
     monkeypatch.setattr(scrubbing, "RECHECK_SECONDS", 0.2)
     scene.state.mkdir()
-    one = Thread(scene, JobState(journal=Journal(scene.state / "journal.db")))
+    one = Thread(scene, job_state(Journal(scene.state / "journal.db")))
     yield one
     one.session.close()
     one.state.journal.close()
