@@ -196,6 +196,12 @@ def stat_beneath(dir_fd: int, relative: str) -> os.stat_result | None:
         os.close(parent)
 
 
+def is_file(dir_fd: int, name: str) -> bool:
+    """Tell whether a name below a folder is a regular file, and no link."""
+    status = stat_beneath(dir_fd, name)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
 def pread_all(fd: int, *, limit_bytes: int = 64 << 20) -> bytes:
     """Return the whole content of a small file; refuses more than `limit_bytes`."""
     chunks: list[bytes] = []

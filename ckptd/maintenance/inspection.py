@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import stat
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -203,7 +202,7 @@ def _save_dir(path: Path, absolute: str) -> Inspection:
         latest, universal = read_pointer(fd, "latest"), read_pointer(fd, "latest_universal")
         for name in sorted(list_dir(fd), key=_natural):
             try:
-                is_looked_at = name in single or not (name.startswith("_ckptd") or _is_file(fd, name))
+                is_looked_at = name in single or not (name.startswith("_ckptd") or files.is_file(fd, name))
                 listing = scan_folder(fd, name) if is_looked_at else None
             except (NotADirectoryError, CkptdError):
                 continue
@@ -225,11 +224,6 @@ def _save_dir(path: Path, absolute: str) -> Inspection:
         checkpoints=tuple(found),
         notes=tuple(f"{one.text}; {one.next_step}" for one in others),
     )
-
-
-def _is_file(dir_fd: int, name: str) -> bool:
-    status = files.stat_beneath(dir_fd, name)
-    return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -158,7 +158,7 @@ class Execution:
         self.finish(description_of(plan.header, plan.trailer, self.request.manifest))
 
     def verify_sources(self, plan: PlanReader) -> None:
-        """The sources' own checksums, before anything is made of them."""
+        """Read the local sources by their own checksums; those of a store are compared at the end."""
         if self.sources.local is not None:
             verify_sources(plan.header, self.sources.local, self.check_stop)
 

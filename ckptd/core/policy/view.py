@@ -14,7 +14,7 @@ from ckptd.core.model.save import Best, Order, SealedFile, SealedSave
 from ckptd.core.policy.retention import RetentionPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ckptd.core.model.resume_marker import ResumeMarker
 
@@ -76,6 +76,13 @@ class RemovalRequest:
 
 
 # --- The disk of save_dir --------------------------------------------------------------------------------
+
+
+def next_save_bytes(saves_bytes: Iterable[int]) -> int:
+    """Estimate the size of the next save by earlier ones: the largest and a tenth (P13: the trainer never
+    lacks space).
+    """
+    return int(max(saves_bytes, default=0) * 1.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from ckptd.daemon.health.checks import is_idle
 from ckptd.daemon.health.drain import drain_status
 from ckptd.daemon.health.removal import removal_status
 from ckptd.daemon.health.stalls import damage, unfinished, way_out, why_gone
-from ckptd.daemon.state.view_builder import as_planned, next_save_bytes
+from ckptd.daemon.state.view_builder import as_planned, next_save_of
 from ckptd.observe import status as st
 from ckptd.observe.status import rfc3339
 
@@ -219,7 +219,7 @@ def _disk(job: WatchedJob, state: JobState, expected: Forecast) -> st.DiskStatus
     assert job.view is not None
     return st.DiskStatus(
         free_bytes=job.view.disk.free_bytes,
-        next_save_bytes=next_save_bytes(state),
+        next_save_bytes=next_save_of(state),
         full_in_saves=expected.full_in_saves,
         full_in_seconds=None if expected.full_in_seconds is None else round(expected.full_in_seconds, 1),
         unfinished_bytes=sum(unfinished(state).values()),

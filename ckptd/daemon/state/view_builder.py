@@ -16,7 +16,7 @@ from ckptd.core.model.records import ZERO, DerivedState, UploadRecord, UploadSta
 from ckptd.core.model.resume_marker import read_resume_marker
 from ckptd.core.policy.blockers import lacking, late_now
 from ckptd.core.policy.planner import plan
-from ckptd.core.policy.view import Disk, JobView, RemoteCommit, RemoteView, SaveView
+from ckptd.core.policy.view import Disk, JobView, RemoteCommit, RemoteView, SaveView, next_save_bytes
 from ckptd.daemon.resources.limits import uncollected
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.remote.messages import CommitView
 
-NEXT_SAVE_FACTOR = 1.1
 _NEW = UploadRecord(remote="", form=ZERO)
 _MOST_PLANNED = 10_000
 _PLANNED: dict[str, RemoteCommit] = {}
@@ -53,13 +52,11 @@ def unsealed(state: JobState) -> list[tuple[FolderListing, SaveWindow, int]]:
     return sorted(found, key=lambda one: one[1].last)
 
 
-def next_save_bytes(state: JobState) -> int:
-    """Estimate the size of the next save: the largest of the last five, plus a tenth (P13: the trainer never
-    lacks space).
-    """
+def next_save_of(state: JobState) -> int:
+    """Estimate the size of the next save, in bytes, by the last five."""
     sizes = [row.save.total_bytes for row in state.saves.latest_rows()]
     sizes += [folder.total_bytes for folder, _, _ in unsealed(state)]
-    return int(max(sizes[-5:], default=0) * NEXT_SAVE_FACTOR)
+    return next_save_bytes(sizes[-5:])
 
 
 def next_save_files(state: JobState) -> int:
@@ -75,7 +72,7 @@ def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
     min_free = config.local.min_free.of(total.f_blocks * total.f_frsize)
     return Disk(
         free_bytes=free_bytes(save_dir_fd),
-        reserve_bytes=next_save_bytes(state) + min_free,
+        reserve_bytes=next_save_of(state) + min_free,
         min_free_bytes=min_free,
         can_clone=state.holds.can_clone,
         free_files=total.f_favail if total.f_files > 0 else None,

@@ -208,11 +208,6 @@ def _finish_file(trash_fd: int, name: str, sealed: SealedFile) -> None:
     files.fsync_dir(trash_fd)
 
 
-def _is_file_in(dir_fd: int, name: str) -> bool:
-    status = files.stat_beneath(dir_fd, name)
-    return status is not None and stat.S_ISREG(status.st_mode)
-
-
 def finish_deletion(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None:
     """Remove the sealed files of a folder in the trash, then its empty folders; anything else stays there.
 
@@ -305,7 +300,7 @@ def put_back(save_dir_fd: int, name: str, tag: str, sealed: Sequence[SealedFile]
     A worker of before the job began again may be about to remove its first file.
     """
     place = f"{TRASH}/{name}"
-    is_file = _is_file_in(save_dir_fd, place)
+    is_file = files.is_file(save_dir_fd, place)
     try:
         moved_fd = (files.open_beneath if is_file else files.open_dir_beneath)(save_dir_fd, place)
     except FileNotFoundError:
@@ -336,7 +331,7 @@ def is_whole_in_trash(save_dir_fd: int, name: str, sealed: Sequence[SealedFile])
     """Whether nothing was removed of a checkpoint that was renamed aside: every name is there, whatever it
     holds.
     """
-    if _is_file_in(save_dir_fd, f"{TRASH}/{name}"):
+    if files.is_file(save_dir_fd, f"{TRASH}/{name}"):
         return True
     try:
         with closing(files.open_dir_beneath(save_dir_fd, f"{TRASH}/{name}")) as folder:
@@ -369,7 +364,7 @@ def open_tag(save_dir_fd: int, tag: str) -> int:
     Raises:
         SourceChanged: it is gone.
     """
-    if _is_file_in(save_dir_fd, tag):
+    if files.is_file(save_dir_fd, tag):
         return os.dup(save_dir_fd)
     try:
         return files.open_dir_beneath(save_dir_fd, tag)

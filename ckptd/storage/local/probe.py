@@ -24,6 +24,7 @@ from ckptd.base.owned_dirs import list_dir
 from ckptd.core.model.listing import OURS
 from ckptd.core.model.other_layouts import NOTHING_DECLARED, below
 from ckptd.core.model.unprotected import warn_unprotected
+from ckptd.core.policy.view import next_save_bytes
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RefusedError, from_os_error
 from ckptd.storage.local.fs import STAGING, TRASH, closing, ensure_ours, remove_empty
 from ckptd.storage.local.scan import scan
@@ -146,7 +147,6 @@ def _who(save_dir_fd: int, save_dir: str) -> NotPermitted:
 Verdict = Literal["ok", "note", "fail"]
 _SEE = "see `ckptd check`"
 """The end of hints elsewhere; whoever reads a finding did that."""
-_NEXT_SAVE_FACTOR = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,8 +342,7 @@ def _deletable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
 def _room(fd: int, listing: SaveDirListing, min_free: Share) -> Finding:
     status = os.fstatvfs(fd)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-    largest = max((folder.total_bytes for folder in listing.folders), default=0)
-    reserve = min_free.of(total) + int(largest * _NEXT_SAVE_FACTOR)
+    reserve = min_free.of(total) + next_save_bytes(folder.total_bytes for folder in listing.folders)
     text = f"{size_of(free)} free; reserve {size_of(reserve)} (min_free {min_free} + the next save)"
     if free < reserve:
         hint = "ckptd will not write here until there is room; free space, or lower min_free"

@@ -25,7 +25,7 @@ from ckptd.daemon.resources.disk_yield import DiskYield
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.state.upload_records import UploadProgress, Uploads
-from ckptd.daemon.state.view_builder import disk_of, next_save_bytes
+from ckptd.daemon.state.view_builder import disk_of, next_save_of
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import job_view, resized, save_view, sealed
 from tests.support.states import job_state
@@ -262,7 +262,7 @@ def test_a_disk_fills_though_nothing_was_ever_sealed(tmp_path: Path) -> None:
         job.view = replace(job.view, saves=())
         told = outlook(job, state)
         assert told.full_in_saves == full
-        assert next_save_bytes(state) == 66 * GB
+        assert next_save_of(state) == 66 * GB
         assert ("disk-full-soon" in alarms(job, state)) is (full is not None)
         if full is not None:
             assert told.production_bytes_per_second == pytest.approx(0.1 * GB)

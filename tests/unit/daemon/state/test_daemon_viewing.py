@@ -262,5 +262,5 @@ def test_the_next_save_is_taken_for_as_large_as_the_largest_of_five(
         window = SaveWindow(first=step, last=step)
         state.folders.verdicts[save.tag] = Verdict(state=State.COMPLETE, window=window, step=step)
     state.folders.listing = SaveDirListing(device=1, folders=tuple(folders))
-    assert view_builder.next_save_bytes(state) == need
+    assert view_builder.next_save_of(state) == need
     state.journal.close()
