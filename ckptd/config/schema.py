@@ -48,7 +48,7 @@ from ckptd.config.values import (
     reject,
 )
 from ckptd.core.model.other_layouts import DeclaredSave
-from ckptd.core.policy.view import Unuploaded
+from ckptd.core.policy.retention import RetentionKeys, Unuploaded
 
 # ---------------------------------------------------------------------------------------------------------
 # `[notify]` of ckptd.toml: who is notified of what and how; URLs that are secrets stay out of the file (P15).
@@ -387,6 +387,17 @@ class JobConfig(Section):
             return DeclaredSave(files=files)
         marker, manifest = (when.name if when.kind == kind else "" for kind in ("marker", "manifest"))
         return DeclaredSave(files=files, marker=marker, manifest=manifest, quiet_seconds=when.seconds)
+
+    @property
+    def retention_keys(self) -> RetentionKeys:
+        """Return what the job file says of deletions."""
+        return RetentionKeys(
+            local=self.local.policy,
+            remotes={remote.name: remote.policy for remote in self.remotes},
+            unuploaded=self.unuploaded,
+            metric=self.metric,
+            is_higher_better=self.is_higher_better,
+        )
 
     @property
     def deletes_locally(self) -> bool:

@@ -308,6 +308,7 @@ class Job:
         rests = (
             state.is_first_scan
             or self.control.is_resting
+            or not self.control.may_act
             or (shared_lease is not None and not shared_lease.holds())
         )
         self.uploads.deleter.finish_interrupted(rests=rests)
@@ -431,7 +432,7 @@ class Job:
         has_news |= self.control.refresh(self.state_dir) | self.executor.scrub(
             is_wanted=not self.control.is_resting
         )
-        is_asked |= self.sealer.is_due(now_seconds) or self.control.removal is not None
+        is_asked |= self.sealer.is_due(now_seconds) or self.control.awaits_answer
         if self.idle.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
         self.plans += 1
@@ -473,7 +474,8 @@ class Job:
         self.supervisor.reserve.keep(self.state_dir, save_dir_fd, self.view.disk)
         plan = planned(self.view)
         state.set_plan(plan)
-        self.executor.execute(plan, save_dir_fd, self.view.disk.reserve_bytes)
+        if self.control.may_act:
+            self.executor.execute(plan, save_dir_fd, self.view.disk.reserve_bytes)
 
     def _still_stands(self, save_dir_fd: int, now_seconds: float) -> bool:
         """False: save_dir is another directory now, or gone (no file event tells); start over with that."""

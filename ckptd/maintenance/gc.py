@@ -301,7 +301,7 @@ class Collector:
                 store = open_apart(inventory.name, inventory.url, inventory.access, owner=node_id)
                 left = journal.leftovers(inventory.name)
                 for key, token in left:
-                    half = getattr(store, "partial_bytes", lambda _: 0)(key)
+                    half = store.partial_bytes(key)
                     self._add(inventory.name, f"an upload of {key}", half, "of an attempt that ended")
                     if not self._dry_run:
                         store.discard(key, token)

@@ -34,13 +34,13 @@ from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node, ground_of
 from tests.support.observing import describe, observe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from ckptd.core.model.generation import GenerationChoice
     from ckptd.core.model.save import SealedSave
     from ckptd.storage.remote.messages import TagView
-    from ckptd.storage.stores.base import ObjectInfo, Progress, ResumePoint, Source
+    from ckptd.storage.stores.base import HeldRange, ObjectInfo, Progress, ResumePoint, Source
 
 APART_SECONDS = 1000
 
@@ -97,7 +97,13 @@ class TurnStore(MemoryStore):
         return super().stat(key)
 
     def upload(
-        self, key: str, source: Source, *, resume: ResumePoint | None, on_progress: Callable[[Progress], None]
+        self,
+        key: str,
+        source: Source,
+        *,
+        resume: ResumePoint | None,
+        on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange] = (),
     ) -> int:
         self.turn.wait()
 
@@ -105,7 +111,7 @@ class TurnStore(MemoryStore):
             on_progress(progress)
             self.turn.wait()
 
-        return super().upload(key, source, resume=resume, on_progress=each)
+        return super().upload(key, source, resume=resume, on_progress=each, held=held)
 
     def delete(self, key: str) -> None:
         self.turn.wait()

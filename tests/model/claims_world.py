@@ -18,6 +18,7 @@ from ckptd.core.policy.leases import number_of, numbered
 from ckptd.storage.remote import runs
 from ckptd.storage.stores.base import ObjectInfo
 from tests.model.explorer import Io, Programs
+from tests.stores.offers import OffersNothing
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -75,7 +76,7 @@ class State(NamedTuple):
     wrong: str | None = None
 
 
-class AskingStore:
+class AskingStore(OffersNothing):
     """The verbs that a claim uses, each one request."""
 
     url = "memory:"

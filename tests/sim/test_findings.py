@@ -28,7 +28,6 @@ from ckptd.daemon.job import make_state
 from ckptd.errors import RemoteUnreachable, StorageError, TornArchiveError
 from ckptd.observe.audit import Audit
 from ckptd.storage.local import fs
-from ckptd.storage.stores.base import settled
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.sources import records_of
 from tests.sim.decisions import HOUR_SECONDS
@@ -141,7 +140,7 @@ def test_a_commit_that_a_killed_process_made_is_flushed_before_it_counts(world: 
     store = DirectoryStore(NAS_URL)
     is_found = store.get(key) is not None
     if is_found:
-        settled(store, key)
+        store.flush_name(key)
     cut_power(world)
     assert (DirectoryStore(NAS_URL).get(key) is not None) or not is_found
 

@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
         "reload",
         help="Let the running daemon read its configuration again. A job file that is wrong is named and "
         "left out; what runs goes on as it was.",
-        epilog="ckptd reload llama-7b",
+        epilog="ckptd reload llama-7b\nckptd reload llama-7b --dry-run",
     )
     def reload(
         job: str | None = typer.Argument(
@@ -39,6 +39,9 @@ def register(app: typer.Typer) -> None:
             envvar=ENV_JOB,
             help=f"{JOB_HERE_HELP} Default: every configured job.",
         ),
+        dry_run: bool = typer.Option(
+            False, "--dry-run", help="Only say what retention would then delete and keep."
+        ),
         state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
         config_dir: str | None = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
@@ -46,8 +49,14 @@ def register(app: typer.Typer) -> None:
 
         must_be_of_this_node(job, "reload")
 
+        places = tuple(Path(place) if place else None for place in (state_dir, config_dir))
+        if dry_run:
+            from ckptd.cli.daemon.plan import tell_of_reload
+
+            tell_of_reload(job, *places)
+            return
+
         def read_status() -> dict[str, Any]:
-            places = (Path(place) if place else None for place in (state_dir, config_dir))
             return find_status(job, *places, say=print_note)
 
         before = read_status()["daemon"]

@@ -19,14 +19,14 @@ from ckptd.core.model.save import Order
 from ckptd.core.policy.local import best_here, dates_of, is_committed, score_of
 from ckptd.core.policy.permit import unobserved_remotes
 from ckptd.core.policy.remote import is_configured_otherwise
-from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionPolicy, apply_policy
+from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionPolicy, Unuploaded, apply_policy
 from ckptd.core.policy.safety import is_to_upload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ckptd.core.model.records import SaveRow
-    from ckptd.core.policy.view import JobView, SaveView, Unuploaded
+    from ckptd.core.policy.view import JobView, SaveView
 
 
 # --- The disk of a job, and the pace at which its run saves ----------------------------------------------

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.records import ZERO, UploadState
-from ckptd.core.policy.view import CommitRef, Unuploaded
+from ckptd.core.policy.retention import Unuploaded
+from ckptd.core.policy.view import CommitRef
 
 if TYPE_CHECKING:
     from ckptd.base.identity import FolderIdentity

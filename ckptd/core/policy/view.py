@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ckptd.core.model.records import UNIVERSAL, DerivedRecord, UploadRecord
 from ckptd.core.model.save import Best, Order, SealedFile, SealedSave
-from ckptd.core.policy.retention import RetentionPolicy
+from ckptd.core.policy.retention import RetentionPolicy, Unuploaded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,10 +24,6 @@ BEGUN_FACTOR = 1.25
 
 WEIGHTS_SHARE = {"weights-fp32": 1 / 3, "weights-bf16": 1 / 6, "weights-fp16": 1 / 6}
 """Bytes of a model beside those of its ZeRO form, at most: masters and two moments in fp32."""
-
-Unuploaded = Literal["keep", "thin", "delete"]
-"""Treatment of a checkpoint that is not committed: it stays; it goes once a newer one of its branch is
-committed; the limit applies to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

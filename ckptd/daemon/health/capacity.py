@@ -71,7 +71,7 @@ def outlook(job: WatchedJob, state: JobState) -> Forecast:
     now = time.time()
     others = tuple((_disk_use(other, its), pace) for other, its, pace in _beside(job, now))
     disk_use = replace(_disk_use(job, state), others=others)
-    expected = forecast(_saves(job, state), disk_use, now_seconds=now)
+    expected = forecast(past_saves(job, state), disk_use, now_seconds=now)
     if job.view is not None and job.view.disk.lacks_files:
         return replace(expected, full_in_saves=0, full_in_seconds=0.0, lacks_files=True)
     return expected
@@ -101,11 +101,11 @@ def _beside(job: WatchedJob, now: float) -> list[tuple[WatchedJob, JobState, Pac
     """Other jobs of this daemon on the same disk, as far as they are looked at: those that go on saving."""
     others = ((other, other.state) for other in cast("list[WatchedJob]", job.disk_yield.jobs_beside(job)))
     looked_at = [(o, state) for o, state in others if state is not None and o.view is not None]
-    paces = [(other, state, pace_of(_saves(other, state), now)) for other, state in looked_at]
+    paces = [(other, state, pace_of(past_saves(other, state), now)) for other, state in looked_at]
     return [(other, state, pace) for other, state, pace in paces if pace is not None]
 
 
-def _saves(job: WatchedJob, state: JobState) -> list[Saved]:
+def past_saves(job: WatchedJob, state: JobState) -> list[Saved]:
     """All that are known; also those that wait for a remote's first answer to be sealed."""
     settle, known = job.config.settle_seconds, state.saves.rows.values()
     saves = [
@@ -167,7 +167,7 @@ def see_outlook(job: WatchedJob, state: JobState) -> None:
     is_still = any(
         job.sessions[r.name].idle_seconds >= STILL_SECONDS for r in job.config.remotes if r.required
     )
-    is_known = len(_saves(job, state)) >= LEAST_SAVES and not is_still
+    is_known = len(past_saves(job, state)) >= LEAST_SAVES and not is_still
     if expected.save_steps_for_link is not None and speed is not None and is_known:
         _see_slow(job, expected, speed, expected.save_steps_for_link)
     if (

@@ -26,7 +26,6 @@ from ckptd.recover.select.runs import RemoteRuns
 from ckptd.recover.select.sources import where_of
 from ckptd.storage.remote.documents import read_generation, stem_of_key
 from ckptd.storage.remote.heartbeats import Heartbeats
-from ckptd.storage.stores.base import store_now_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
@@ -323,7 +322,7 @@ class FleetReader:
         """Return every heartbeat; ages by the store's present where it tells it, else by this machine's
         clock.
         """
-        now = store_now_seconds(self._store)
+        now = self._store.now_seconds()
         if now is None:
             self._clock, now = "reader", time.time()
         beats = Heartbeats(self._store)

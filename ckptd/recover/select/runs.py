@@ -21,7 +21,6 @@ from ckptd.errors import CkptdError, DamagedError, LockHeld, NotFoundError, Refu
 from ckptd.recover.select.copies import is_here
 from ckptd.storage.local.run_file import host_name, read_run, run_file, write_run
 from ckptd.storage.remote.heartbeats import Heartbeats, server_time_seconds
-from ckptd.storage.stores.base import store_now_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -389,7 +388,7 @@ def _now_seconds(store: Store) -> float | None:
     """
     with contextlib.suppress(CkptdError):
         return server_time_seconds(store)
-    return store_now_seconds(store) or time.time()
+    return store.now_seconds() or time.time()
 
 
 def held_by(save_dir: os.PathLike[str]) -> str | None:

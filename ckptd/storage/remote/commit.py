@@ -51,7 +51,6 @@ from ckptd.storage.remote.messages import CommitView, UploadResult
 from ckptd.storage.remote.observe import AttachedRemote, point, still_ours
 from ckptd.storage.remote.shares import lacking, leave_to_owner, take_share, tensors, tensors_of
 from ckptd.storage.remote.transfer import CannotBeMade, Transfer, changed, sealed
-from ckptd.storage.stores.base import settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -254,7 +253,7 @@ class _Upload:
         self, commit: CommitView, listed: tuple[KnownManifest, ...], carried: Carried | None = None
     ) -> UploadResult:
         """Return the result where the generation is committed: with our manifest, without it, or disputed."""
-        settled(self._store, commit.key)
+        self._store.flush_name(commit.key)
         refs = {ref.sha256 for ref in commit.commit.manifests}
         members = [known for known in listed if known.sha256 in refs]
         mine = next(iter(self._own(members)), None)
@@ -342,7 +341,7 @@ class _Upload:
             last = own[-1]
             same = {"revision": last.manifest.revision, "attempt": last.manifest.attempt}
             if manifest.model_copy(update=same) == last.manifest:
-                settled(self._store, last.key)
+                self._store.flush_name(last.key)
                 return last
             manifest = manifest.model_copy(update={"revision": last.manifest.revision + 1})
         return put_manifest(self._store, manifest)

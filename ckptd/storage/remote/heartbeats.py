@@ -15,7 +15,6 @@ from ckptd.base.names import ROOT
 from ckptd.core.model.heartbeat import HEARTBEATS, Heartbeat, SeenNode, heartbeat_key, node_of_key
 from ckptd.core.model.manifest import parse, to_bytes
 from ckptd.errors import DamagedError, RefusedError
-from ckptd.storage.stores.base import store_now_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -180,6 +179,10 @@ def live_nodes(store: Store, *, but_node: str = "", but_node_id: str = "") -> tu
     return tuple(seen for _, _, seen in sorted(here, key=lambda one: one[:2]))
 
 
+_TEMPORARY_SECONDS = 600.0
+"""An older temporary of ours was left by a process that was killed: each lives for one small write."""
+
+
 def remove_stale_temporaries(store: Store) -> tuple[ObjectInfo, ...]:
     """Remove what killed processes of the store's owner left of documents; return what was removed."""
     found = stale_temporaries(store)
@@ -189,10 +192,10 @@ def remove_stale_temporaries(store: Store) -> tuple[ObjectInfo, ...]:
 
 
 def stale_temporaries(store: Store) -> tuple[ObjectInfo, ...]:
-    """List it. Only directories have temporaries."""
-    look = getattr(store, "stale_temporaries", None)
-    now = server_time_seconds(store) if look is not None else None
-    return () if look is None or now is None else look(now)
+    """List it, by the store's time."""
+    found = store.left_temporaries()
+    now = server_time_seconds(store) if found else None
+    return () if now is None else tuple(i for i in found if i.mtime_ns / 1e9 < now - _TEMPORARY_SECONDS)
 
 
 def other_writers(found: Sequence[SeenNode], remote: str, since: str) -> str:
@@ -217,7 +220,7 @@ def server_time_seconds(store: Store) -> float | None:
 
     None: the store keeps no times.
     """
-    now = store_now_seconds(store)
+    now = store.now_seconds()
     if now is not None:
         return now
     key = f"{ROOT}/probe~{secrets.token_hex(8)}"

@@ -57,7 +57,6 @@ from ckptd.storage.remote.messages import (
     TagView,
 )
 from ckptd.storage.remote.runs import read_runs
-from ckptd.storage.stores.base import settled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -200,7 +199,7 @@ def describe(
     still_ours(store, identity)
     found = read_commits(store, only_tag=tag)
     if found.commits:
-        settled(store, found.commits[0].key)
+        store.flush_name(found.commits[0].key)
     digests = committed_digests(found.commits)
     views = {stem_of(view.commit): view for view in found.commits}
     stems = {where for where in generations_with_manifests(store) if where[0] == tag} | views.keys()
@@ -262,7 +261,7 @@ def confirm(store: Store, commits: tuple[tuple[str, str], ...], identity: Remote
             return Confirmed(ok=False, reason=f"{key} is disputed")
         if store.get(side_key("retired", stem(*where))) is not None:
             return Confirmed(ok=False, reason=f"{key} is being deleted")
-        settled(store, key)
+        store.flush_name(key)
     return Confirmed(ok=True)
 
 

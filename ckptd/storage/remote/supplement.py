@@ -39,7 +39,6 @@ from ckptd.storage.remote.manifest_index import (
 from ckptd.storage.remote.messages import CommitView, UploadResult
 from ckptd.storage.remote.observe import AttachedRemote, still_ours
 from ckptd.storage.remote.transfer import Transfer, sealed
-from ckptd.storage.stores.base import settled
 
 if TYPE_CHECKING:
     from ckptd.core.model.manifest import ManifestFile
@@ -122,7 +121,7 @@ class _Supplementing:
         """Return the COMMIT and its SUPPLEMENTs, each with what it lists."""
         views = []
         for view in (base, *read_supplements(self._store, self._where)):
-            settled(self._store, view.key)
+            self._store.flush_name(view.key)
             rows = {
                 (file.path, file.bytes, file.fingerprint)
                 for known in manifests_of_commit(self._store, view.commit)

@@ -41,6 +41,7 @@ from ckptd.storage.stores.base import (
     Abilities,
     ObjectInfo,
     Progress,
+    Store,
     cut_short,
     differs,
     partial_name,
@@ -412,14 +413,11 @@ LANES = 4
 _BLOCK_BYTES = 4096
 """Block size of XFS and btrfs; a file system with larger blocks refuses to share such ranges."""
 _LEAST_CLONE_BYTES = 1 << 20
-STALE_SECONDS = 600.0
-"""A temporary of ours that is older was left by a process that was killed: each lives for one small write."""
-
 _DOCUMENT_MODE = 0o644
 _NOT_MOUNTED = "is it mounted? see `ckptd check`"
 
 
-class DirectoryStore:
+class DirectoryStore(Store):
     """Store on a directory; `owner` keeps the partial files of two nodes apart.
 
     Raises (everywhere): RemoteUnreachable (root gone or another one), NotPermitted (EACCES, EROFS),
@@ -443,8 +441,8 @@ class DirectoryStore:
         self._buffer_bytes = min(BUFFER_BYTES, window_bytes)
         self._pinned: tuple[int, int] | None = None
         self._flushed: set[tuple[int, int]] = set()
-        self.copies = int(read_back)
-        """0: this file system shares no blocks between files, as it showed, or copies are not proved."""
+        self._shares_blocks = read_back
+        """False: not between files of this file system, as it showed, or copies are not proved."""
         self._no_room = FullStoreMemory()
         # no lane removes as empty what another is about to put its first file into
         self._folders = threading.Lock()
@@ -458,6 +456,11 @@ class DirectoryStore:
     def lanes(self) -> int:
         """Return how many transfers run at a time: a few, as each flush waits for the share."""
         return LANES
+
+    @property
+    def copies(self) -> bool:
+        """Whether blocks of other objects are shared, and the result is read back."""
+        return self._shares_blocks
 
     def probe(self) -> Abilities:
         """Create, create again, replace, read and remove a small object, and a folder in the root (P19)."""
@@ -592,7 +595,7 @@ class DirectoryStore:
                     start = one.offset
                     after = cloned(root, fd, source, one, (start, crc))
                     if after is None:
-                        self.copies = 0
+                        self._shares_blocks = False
                         break
                     start, crc = after
                     on_progress(Progress(done_bytes=start, flushed_bytes=start, crc64=crc))
@@ -638,20 +641,15 @@ class DirectoryStore:
         if not key.startswith(f"{ROOT}/"):
             self._no_room.freed()
 
-    def stale_temporaries(self, now_seconds: float) -> tuple[ObjectInfo, ...]:
-        """Return the temporaries of documents that a killed process of this owner left; `now_seconds`: the
-        share's time.
+    def left_temporaries(self) -> tuple[ObjectInfo, ...]:
+        """Return the temporaries of documents of this owner.
 
         Known by the owner's id in their names: another node's may be in use, however old it looks.
         """
         if not self._mark:
             return ()
         with self._at_root("looking for temporaries") as root:
-            return tuple(
-                info
-                for info in temporaries(root, f"{names.TEMPORARY_PREFIX}{self._mark}")
-                if info.mtime_ns / 1e9 < now_seconds - STALE_SECONDS
-            )
+            return tuple(temporaries(root, f"{names.TEMPORARY_PREFIX}{self._mark}"))
 
     def partial_bytes(self, key: str) -> int:
         """Return the bytes of our partial file of that key; 0: there is none."""

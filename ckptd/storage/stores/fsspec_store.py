@@ -21,6 +21,7 @@ from ckptd.storage.stores.base import (
     Abilities,
     ObjectInfo,
     Progress,
+    Store,
     cut_short,
     differs,
     partial_name,
@@ -31,10 +32,10 @@ from ckptd.storage.stores.directory import is_ours
 from ckptd.storage.stores.retrying import briefly
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from ckptd.storage.stores.base import ResumePoint, Source
+    from ckptd.storage.stores.base import HeldRange, ResumePoint, Source
 
 
 # --- the file protocol below the store -------------------------------------------------------------------
@@ -227,7 +228,7 @@ _READ_BYTES = 4 << 20
 T = TypeVar("T")
 
 
-class FilesStore:
+class FilesStore(Store):
     """Store on a folder of a server or a prefix of a service; `owner` keeps two nodes' partials apart.
 
     Raises (everywhere): RemoteUnreachable (no answer, connection lost), RemoteNotOurs (unknown host key),
@@ -366,7 +367,13 @@ class FilesStore:
     # --- data ------------------------------------------------------------------------------------------
 
     def upload(
-        self, key: str, source: Source, *, resume: ResumePoint | None, on_progress: Callable[[Progress], None]
+        self,
+        key: str,
+        source: Source,
+        *,
+        resume: ResumePoint | None,
+        on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange] = (),  # noqa: ARG002
     ) -> int:
         """Write beside the name (services: into an unfinished upload), then give it the name."""
         path, what = self._path(key), f"writing {key}"

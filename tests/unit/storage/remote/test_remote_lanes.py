@@ -26,11 +26,11 @@ from tests.stores.scene import OPTIM, Node, archive
 from tests.support.observing import observe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from ckptd.storage.remote.messages import UploadedObject, UploadResult
-    from ckptd.storage.stores.base import ObjectInfo, Progress, ResumePoint, Source
+    from ckptd.storage.stores.base import HeldRange, ObjectInfo, Progress, ResumePoint, Source
 
 LANES = 6
 COUNT = 60
@@ -53,7 +53,13 @@ class Watched(MemoryStore):
         return super().stat(key)
 
     def upload(
-        self, key: str, source: Source, *, resume: ResumePoint | None, on_progress: Callable[[Progress], None]
+        self,
+        key: str,
+        source: Source,
+        *,
+        resume: ResumePoint | None,
+        on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange] = (),
     ) -> int:
         with self.lock:
             self.begun.append(key)
@@ -62,7 +68,7 @@ class Watched(MemoryStore):
         try:
             self.before(key)
             time.sleep(0.002)
-            return super().upload(key, source, resume=resume, on_progress=on_progress)
+            return super().upload(key, source, resume=resume, on_progress=on_progress, held=held)
         finally:
             with self.lock:
                 self.running -= 1
