@@ -65,6 +65,7 @@ MAY_REMOVE = {
         "prunes with a permit; one folder that a person gave up; holds, derived forms and trash are ours"
     ),
     "observe/logs.py": "its own log, once it is full",
+    "observe/event_log.py": "its own log, once it is full",
     "storage/local/state_dir.py": "the status of a job that waits, out of its user's own place",
     "daemon/resources/reserve.py": "its own reserve for a full disk, and what it tries the room with",
     "storage/local/probe.py": "proves rights on its own temporaries (P19)",

@@ -224,6 +224,16 @@ def read_beneath(dir_fd: int, relative: str, *, limit_bytes: int = 64 << 20) -> 
         os.close(fd)
 
 
+def ends_whole(dir_fd: int, name: str) -> bool:
+    """Tell whether what was written last to a log below `dir_fd` is a whole line, or nothing."""
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        size = os.fstat(fd).st_size
+        return size == 0 or os.pread(fd, 1, size - 1) == b"\n"
+    finally:
+        os.close(fd)
+
+
 def fsync_dir(fd: int) -> None:
     """Make the names in a directory durable; EINVAL is tolerated (network file systems that cannot)."""
     try:

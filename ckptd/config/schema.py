@@ -27,15 +27,16 @@ from ckptd.config.section import key as _key
 from ckptd.config.section import required as _required
 from ckptd.config.timetable import Bandwidth, Timetable
 from ckptd.config.values import (
+    AbsoluteDir,
     CompleteWhen,
     Credentials,
+    Endpoint,
     Form,
     LayoutFiles,
     MetricsFile,
     MetricsPlace,
     Name,
     Names,
-    StateDir,
     Trainer,
     Url,
     check_credentials,
@@ -302,6 +303,12 @@ class JobConfig(Section):
         "which value is better; default: min for names that end in loss, else max",
     )
     node_name: Name | None = _key(None, "node_name", '"node-0"', "this node's name; default: the host name")
+    ready_dir: AbsoluteDir = _key(
+        None,
+        "ready_dir",
+        '"/shared/ready/llama-7b"',
+        "directory that gets TAG.json once a checkpoint is committed in every remote",
+    )
     shared_fs: bool = _key(
         False,
         "shared_fs",
@@ -358,6 +365,8 @@ class JobConfig(Section):
             reject(problem)
         if self.metric is None and any(s.keep_best is not None for s in (self.local, *self.remotes)):
             reject('keep_best compares a metric; name it: metric = "eval_loss"')
+        if self.ready_dir is not None and self.ready_dir.is_relative_to(self.save_dir):
+            reject("ready_dir lies in save_dir, where only the trainer writes; take another directory")
         if self.metric is None and self.metrics_file is not None:
             reject('metrics_file is read for one metric; name it: metric = "eval_loss"')
         return self
@@ -448,7 +457,7 @@ class DaemonConfig(Section):
     max_uploads: Annotated[int, Field(ge=1, le=64)] = _key(
         4, "max_uploads", "4", "checkpoints uploaded at once, of all jobs to all remotes"
     )
-    state_dir: StateDir = _key(
+    state_dir: AbsoluteDir = _key(
         None, "state_dir", '"/var/lib/ckptd"', "where journal, status.json and audit.jsonl are"
     )
     metrics: MetricsPlace | None = _key(
@@ -458,6 +467,18 @@ class DaemonConfig(Section):
         "a page for Prometheus; or a file for node_exporter: /…/ckptd.prom",
     )
     node_name: Name | None = _key(None, "node_name", '"node-0"', "this node's name; default: the host name")
+    termination: Literal["off", "aws", "gcp", "azure", "auto"] = _key(
+        "off",
+        "termination",
+        '"off"',
+        "drain when the cloud says that it takes this node: aws | gcp | azure | auto",
+    )
+    termination_url: Endpoint | None = _key(
+        None,
+        "termination_url",
+        '"http://127.0.0.1:8111"',
+        "of the metadata service, behind a proxy; default: the clouds' own",
+    )
     notify: NotifyConfig = Field(default_factory=NotifyConfig)
 
     def memory_budget_bytes(self, total_memory_bytes: int) -> int:

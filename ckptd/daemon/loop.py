@@ -27,6 +27,7 @@ from ckptd.daemon.health.drain import (
 )
 from ckptd.daemon.health.exporter import Exporter
 from ckptd.daemon.health.notify import Notifier
+from ckptd.daemon.health.termination import TerminationNotices
 from ckptd.daemon.heartbeat import send_final
 from ckptd.daemon.job import Job
 from ckptd.daemon.publisher import PROGRESS_SECONDS, Invalid, Publisher, Reloaded
@@ -83,6 +84,7 @@ class Daemon:
         self._reloaded = Reloaded()
         self._notifier = Notifier(loaded.daemon.notify, loaded.daemon.node_name or node_name(os.environ))
         self._exporter = Exporter(loaded.daemon.metrics)
+        self._termination = TerminationNotices(loaded.daemon, self._queue.put, lambda: self.jobs)
         self._publisher = Publisher(self._notifier, self._exporter)
         self._is_at_rest = False
         self._globbed_at = time.monotonic()
@@ -114,6 +116,7 @@ class Daemon:
             is_in_order = True
         finally:
             self._service.stopping()
+            self._termination.close()
             # before the last heartbeats, whose answers ask for turns that nobody takes any more
             code = self._exit_code()
             self._publish(alive=False, is_urgent=True)
@@ -121,6 +124,7 @@ class Daemon:
                 send_final(
                     self.jobs, self._queue, self._call, self._limits.child_slots.settle, self._on_reload
                 )
+            self._publisher.close()
             self._notifier.close()
             self._exporter.close()
             self._workers.stop()
@@ -181,6 +185,7 @@ class Daemon:
             self.invalid.append(Invalid(config.name, str(config.save_dir), refusal, since))
         else:
             self.jobs.append(job)
+            self._termination.apply_to(job)
             if job.phase == "waiting":
                 with job_lines(config.name):
                     log.info("%s does not exist yet: ckptd waits for it", config.save_dir)
@@ -219,6 +224,7 @@ class Daemon:
         self._limits.change(loaded.daemon)
         self._notifier.change(loaded.daemon.notify)
         self._exporter.change(loaded.daemon.metrics)
+        self._termination.change(loaded.daemon)
         before = {one.save_dir: one for one in self.invalid}
         self.invalid = self._still_invalid(found)
         closed = [job for job in self.jobs if job.config.save_dir in found.close]

@@ -22,10 +22,11 @@ from ckptd.observe.audit import Audit
 from ckptd.storage.child import service
 from ckptd.storage.local import clones as hold
 from ckptd.storage.local import fs
-from ckptd.storage.remote import commit, deletion, messages, observe, transfer
+from ckptd.storage.remote import deletion, messages, transfer
 from ckptd.storage.remote import transfer as origin
 from ckptd.storage.remote.documents import read_generation
 from ckptd.storage.remote.messages import DeleteCommit
+from ckptd.storage.stores.directory import DirectoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -134,11 +135,7 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "a prune is called done before it is durable": ((fs, "finish_deletion", _finish_prune),),
     "a hold is let go as soon as it is made": ((planner, "_holds", _holds),),
     "what lies here unsealed is retired": ((planner, "keep_remote", _keep_remote),),
-    "what was found is not flushed": (
-        (commit, "settled", lambda *_: None),
-        (observe, "settled", lambda *_: None),
-        (transfer, "settled", lambda *_: None),
-    ),
+    "what was found is not flushed": ((DirectoryStore, "flush_name", lambda *_: None),),
     "pins are not looked at": (
         (known_saves.KnownSaves, "pins", frozenset()),
         (known_saves.KnownSaves, "is_pinned", lambda *_: False),

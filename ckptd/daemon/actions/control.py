@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -30,6 +30,8 @@ log = logging.getLogger("ckptd.control")
 FOLDER = "control"
 PAUSE, DRAIN, REMOVE, PLAN = "pause.json", "drain.json", "remove.json", "plan.json"
 _LIMIT_BYTES = 64 << 10
+SHORTEST_DRAIN_SECONDS, LONGEST_DRAIN_SECONDS = 30.0, 900.0
+"""Of a drain that a cloud's notice begins: its clock and this node's may differ."""
 
 
 class PauseFile(BaseModel):
@@ -187,6 +189,15 @@ class Control:
             deadline_seconds=now + seconds - passed_seconds,
             begun_seconds=now,
         )
+
+    def drain_by(self, deadline_unix: float) -> None:
+        """Drain until then, at least `SHORTEST_DRAIN_SECONDS`: a drain under way ends no later."""
+        left = min(max(deadline_unix - time.time(), SHORTEST_DRAIN_SECONDS), LONGEST_DRAIN_SECONDS)
+        if self.drain is None or not self.is_draining:
+            self.begin_drain(left)
+        elif (deadline := time.monotonic() + left) < self.drain.deadline_seconds:
+            # asked_at stays: whoever asked knows the answer by it
+            self.drain = replace(self.drain, deadline_unix=time.time() + left, deadline_seconds=deadline)
 
     @property
     def is_draining(self) -> bool:

@@ -43,6 +43,7 @@ TABLE: dict[str, tuple[tuple[str, ...], int, int]] = {
     "reload": ((), WORKS, REFUSED),
     "drain": (("--deadline", "20s"), WORKS, REFUSED),
     "logs": ((), WORKS, REFUSED),
+    "events": ((), WORKS, REFUSED),
     "wait": (("--step", "2", "--timeout", "20s"), WORKS, REFUSED),
     # a daemon runs, which both refuse: they know which job is meant
     "takeover": ((), HELD, REFUSED),
