@@ -64,7 +64,7 @@ def _overwritten(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> b
     return True
 
 
-def _uploaded_is_committed(state: Any) -> None:
+def _uploaded_is_committed(state: Any, _save_dir_fd: int) -> None:
     for save_id, records in list(state.uploads.records.items()):
         for record in list(records.values()):
             if record.state is UploadState.UPLOADING:
