@@ -58,12 +58,12 @@ def register(app: typer.Typer) -> None:
             tell_of_reload(job, *places)
             return
 
-        def look() -> Status:
+        def read_status() -> Status:
             return find_status(job, *places, say=print_note)
 
-        before = look().daemon
+        before = read_status().daemon
         _signal(daemon_pid(before.pid, signal.SIGHUP, before.start_command))
-        print_line(_answer(look, before.reloaded_at))
+        print_line(_answer(read_status, before.reloaded_at))
 
 
 def _signal(pid: int) -> None:
@@ -74,7 +74,7 @@ def _signal(pid: int) -> None:
         raise NotPermitted(msg, hint="run this as the user that ckptd runs as") from error
 
 
-def _answer(look: Callable[[], Status], before: str | None) -> str:
+def _answer(read_status: Callable[[], Status], before: str | None) -> str:
     """Wait for the daemon's answer to the reload and return it as a line.
 
     Raises:
@@ -86,7 +86,7 @@ def _answer(look: Callable[[], Status], before: str | None) -> str:
     def is_answered() -> bool:
         nonlocal found
         with contextlib.suppress(NotFoundError):
-            found = look()
+            found = read_status()
         return found is not None and found.daemon.reloaded_at not in (None, before)
 
     if not wait_until(is_answered, WAIT_SECONDS) or found is None:
