@@ -454,7 +454,7 @@ def test_status_of_a_job_loads_what_it_shows_alone(tmp_path: Path) -> None:
     ("module", "unwanted"),
     [
         (
-            "daemon.bootstrap",
+            "daemon.crash_recovery",
             ("formats", "conversion.weights", "conversion.reader", "recover", "maintenance"),
         ),
         ("storage.child.child", ("core.policy.planner", "conversion", "daemon", "config.schema")),

@@ -17,11 +17,17 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Strict, model_validator
 
-from ckptd.config.quantities import (
+from ckptd.config.quantities import Bytes, BytesPerDay, Seconds, Share, ShareOrBytes
+from ckptd.config.remote_names import shown_remote
+from ckptd.config.retention import Retention
+from ckptd.config.s3 import S3Keys
+from ckptd.config.schemes import scheme_of
+from ckptd.config.section import Section, key
+from ckptd.config.section import key as _key
+from ckptd.config.section import required as _required
+from ckptd.config.timetable import Bandwidth, Timetable
+from ckptd.config.values import (
     AbsoluteDir,
-    Bandwidth,
-    Bytes,
-    BytesPerDay,
     CompleteWhen,
     Credentials,
     Endpoint,
@@ -31,10 +37,6 @@ from ckptd.config.quantities import (
     MetricsPlace,
     Name,
     Names,
-    Seconds,
-    Share,
-    ShareOrBytes,
-    Timetable,
     Trainer,
     Url,
     check_credentials,
@@ -45,14 +47,7 @@ from ckptd.config.quantities import (
     not_shareable,
     parse_complete_when,
     reject,
-    shown_remote,
 )
-from ckptd.config.retention import Retention
-from ckptd.config.s3 import S3Keys
-from ckptd.config.schemes import scheme_of
-from ckptd.config.section import Section, key
-from ckptd.config.section import key as _key
-from ckptd.config.section import required as _required
 from ckptd.core.model.other_layouts import DeclaredSave
 from ckptd.core.policy.retention import RetentionKeys, Unuploaded
 

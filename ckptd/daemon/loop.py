@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from ckptd.config.budget import child_bytes
 from ckptd.config.commands import node_name
-from ckptd.daemon.bootstrap import await_matches, may_open_now
 from ckptd.daemon.health.checks import exit_code, is_idle
 from ckptd.daemon.health.drain import (
     drain_code,
@@ -34,13 +33,14 @@ from ckptd.daemon.job import Job
 from ckptd.daemon.publisher import PROGRESS_SECONDS, Invalid, Publisher, Reloaded
 from ckptd.daemon.resources.limits import HostLimits, give_back, keep_small
 from ckptd.daemon.resources.workers import Workers
+from ckptd.daemon.save_dir_lock import may_open_now
 from ckptd.daemon.supervisor import report_internal_error
-from ckptd.daemon.systemd import Service
+from ckptd.daemon.systemd import SystemdNotifier
 from ckptd.daemon.uploads.session import STILL_SECONDS
 from ckptd.errors import CkptdError, ConfigError, LockHeld, from_os_error
 from ckptd.observe.logs import job_lines
 from ckptd.observe.status import not_waited_for
-from ckptd.storage.local.state_dir import state_dir_of
+from ckptd.storage.local.state_dir import state_base, state_dir_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +80,7 @@ class Daemon:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._deadline: float | None = None
-        self._service = Service(environ)
+        self._service = SystemdNotifier(environ)
         self._reloaded = Reloaded()
         self._notifier = Notifier(loaded.daemon.notify, loaded.daemon.node_name or node_name(os.environ))
         self._exporter = Exporter(loaded.daemon.metrics)
@@ -141,7 +141,7 @@ class Daemon:
     def _open_jobs(self) -> None:
         for path, error in self._loaded.problems:
             self.invalid.append(Invalid(path.stem, str(path), error, time.time()))
-        await_matches(self._loaded, self._environ)
+        _await_matches(self._loaded, self._environ)
         for config in self._loaded.jobs:
             self._open_job(config)
         runs = bool(self.jobs) or self._loaded.has_globs
@@ -180,9 +180,9 @@ class Daemon:
             )
             job.open()
         except (CkptdError, OSError) as error:
-            told = error if isinstance(error, CkptdError) else from_os_error(error, str(config.save_dir))
+            refusal = error if isinstance(error, CkptdError) else from_os_error(error, str(config.save_dir))
             since = before.since_unix_seconds if before is not None else time.time()
-            self.invalid.append(Invalid(config.name, str(config.save_dir), told, since))
+            self.invalid.append(Invalid(config.name, str(config.save_dir), refusal, since))
         else:
             self.jobs.append(job)
             self._termination.apply_to(job)
@@ -410,6 +410,19 @@ class Daemon:
             if code in codes:
                 return code
         return max(codes, default=0)
+
+
+def _await_matches(loaded: LoadedConfig, environ: Mapping[str, str]) -> None:
+    """Refuse a start whose globs may bring jobs later that have no place for their state, and nobody to tell
+    of them.
+
+    Raises:
+        ConfigError: there is none; the first that comes beside another would stop both.
+    """
+    if loaded.has_globs:
+        state_base(loaded.daemon.state_dir, environ, loaded.jobs_in_daemon)
+    for pattern in loaded.unmatched:
+        log.info("no directory matches %s yet; each that appears becomes a job", pattern)
 
 
 def _log_invalid(one: Invalid) -> None:

@@ -22,7 +22,6 @@ from pydantic import TypeAdapter
 from ckptd import __version__
 from ckptd.base import files
 from ckptd.base.owned_dirs import lies_in_ours, opened_ours
-from ckptd.daemon.bootstrap import must_wait
 from ckptd.daemon.health.ready_files import ReadyFiles
 from ckptd.daemon.health.status import job_status, problems_of
 from ckptd.daemon.resources.limits import tree_bytes
@@ -33,7 +32,7 @@ from ckptd.errors import CkptdError, LockHeld, from_os_error
 from ckptd.observe import status as st
 from ckptd.observe.event_log import EventLog
 from ckptd.observe.status import pid_space
-from ckptd.storage.local.state_dir import drop_status, prepare_state_dir, private_place
+from ckptd.storage.local.state_dir import awaits_checkpoint, drop_status, prepare_state_dir, private_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -240,7 +239,7 @@ class Publisher:
         While nothing of ours may lie in save_dir (P11: none before the first checkpoint), or its disk takes
         nothing, the document lies in the user's own place.
         """
-        if job.state is not None or not must_wait(job.state_dir, job.config.save_dir):
+        if job.state is not None or not awaits_checkpoint(job.state_dir, job.config.save_dir):
             if self._written(job, document):
                 if job in self._waiting:
                     drop_status(self._waiting.pop(job), st.FILE_NAME)

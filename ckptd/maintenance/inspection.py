@@ -25,8 +25,9 @@ from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, judge
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Grid, Role
-from ckptd.core.model.listing import FolderListing, ListedFile, warn_unprotected
+from ckptd.core.model.listing import FolderListing, ListedFile
 from ckptd.core.model.other_layouts import STAGE_0, TORCH, words_of
+from ckptd.core.model.unprotected import warn_unprotected
 from ckptd.errors import CkptdError, NotFoundError
 from ckptd.storage.local.derived import DerivedDescription, describe
 from ckptd.storage.local.scan import read_pointer, scan, scan_folder

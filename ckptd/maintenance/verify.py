@@ -123,8 +123,8 @@ class VerifiedRemote:
             rows.append((row.tag, row.form, size_of(row.bytes), read, row.verdict))
         wrong = [*self.problems, *(str(one) for row in self.commits for one in row.differences)]
         title = printable(f"{self.name}: {self.url} (job {self.job})")
-        told = in_columns(rows) if self.commits else ["  no committed checkpoint"]
-        return "\n".join([title, *told, *(printable(f"  ! {text}") for text in wrong)])
+        body = in_columns(rows) if self.commits else ["  no committed checkpoint"]
+        return "\n".join([title, *body, *(printable(f"  ! {text}") for text in wrong)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +314,7 @@ class Verifier:
         total = sum(f.bytes for f in listed if self._read is not None and self._read.has(f.key))
         start = self._done_bytes
 
-        def told(count: int) -> None:
+        def on_bytes(count: int) -> None:
             with self._lock:
                 self._done_bytes += count
                 if self._on_progress is not None:
@@ -323,7 +323,7 @@ class Verifier:
         stop = threading.Event()
         count = max(PARALLEL, self._remote.store.lanes)
         with ThreadPoolExecutor(count, thread_name_prefix="verify") as pool:
-            futures = [pool.submit(self._object, file, told, stop) for file in listed]
+            futures = [pool.submit(self._object, file, on_bytes, stop) for file in listed]
             try:
                 found = [future.result() for future in futures]
             except BaseException:
@@ -334,19 +334,19 @@ class Verifier:
         return [(file, difference) for file, difference in rows if difference is not None]
 
     def _object(
-        self, file: ManifestFile, told: Callable[[int], None], stop: threading.Event
+        self, file: ManifestFile, on_bytes: Callable[[int], None], stop: threading.Event
     ) -> Difference | None:
         """Verify one object; a replica that several COMMITs list is read once."""
         mark = (file.key, file.bytes, file.checksums.crc64nvme)
         if mark not in self._checked:
             try:
-                self._checked[mark] = self._compare(file, told, stop)
+                self._checked[mark] = self._compare(file, on_bytes, stop)
             except _KEPT_FROM_READING as error:
                 self._checked[mark] = _unreadable(file.key, f"{file.bytes} bytes", error)
         return self._checked[mark]
 
     def _compare(
-        self, file: ManifestFile, told: Callable[[int], None], stop: threading.Event
+        self, file: ManifestFile, on_bytes: Callable[[int], None], stop: threading.Event
     ) -> Difference | None:
         size = self._sizes.get(file.key)
         if size is None:
@@ -358,7 +358,7 @@ class Verifier:
         if self._read is None or not self._read.has(file.key):
             return None
         try:
-            done, crc = read_through(self._remote.store, file, told, stop)
+            done, crc = read_through(self._remote.store, file, on_bytes, stop)
         except (FileNotFoundError, DamagedError) as error:
             return Difference(key=file.key, expected=f"{file.bytes} bytes", found=str(error))
         if done == file.bytes and to_hex(crc) == file.checksums.crc64nvme:

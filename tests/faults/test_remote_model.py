@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.generation import GenerationChoice
     from ckptd.core.model.save import SealedSave
     from ckptd.storage.remote.messages import TagView
-    from ckptd.storage.stores.base import HeldRange, ObjectInfo, Progress, Resume, Source
+    from ckptd.storage.stores.base import HeldRange, ObjectInfo, Progress, ResumePoint, Source
 
 APART_SECONDS = 1000
 
@@ -101,7 +101,7 @@ class TurnStore(MemoryStore):
         key: str,
         source: Source,
         *,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange] = (),
     ) -> int:

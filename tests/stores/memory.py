@@ -13,7 +13,7 @@ from ckptd.storage.stores.checksums import crc64 as crc64_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ckptd.storage.stores.base import HeldRange, Resume, Source
+    from ckptd.storage.stores.base import HeldRange, ResumePoint, Source
 
 
 @dataclass
@@ -73,7 +73,7 @@ class MemoryStore(Store):
         key: str,
         source: Source,
         *,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange] = (),
     ) -> int:

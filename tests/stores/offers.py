@@ -7,7 +7,7 @@ class OffersNothing:
     """Beside `Store`, whose verbs it does not have all."""
 
     overlap = 1
-    flights = 0
+    pending_puts = 0
     copies = False
 
     def flush_name(self, key: str) -> None:

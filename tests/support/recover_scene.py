@@ -37,7 +37,7 @@ from ckptd.storage.remote.messages import (
     UploadResult,
 )
 from ckptd.storage.remote.observe import AttachedRemote
-from ckptd.storage.remote.transfer import Control
+from ckptd.storage.remote.transfer import TransferControl
 from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.rate_limit import RateLimiter
@@ -293,7 +293,7 @@ class Scene:
             files=(),
         )
         order = UploadRequest(root=str(self.save_dir), manifest=manifest, files=upload_files)
-        control = Control(
+        control = TransferControl(
             pacer=RateLimiter(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None
         )
         return upload_form(ground, order, control)

@@ -56,12 +56,12 @@ def register(app: typer.Typer) -> None:
             tell_of_reload(job, *places)
             return
 
-        def look() -> dict[str, Any]:
+        def read_status() -> dict[str, Any]:
             return find_status(job, *places, say=print_note)
 
-        before = look()["daemon"]
+        before = read_status()["daemon"]
         _signal(daemon_pid(before["pid"], signal.SIGHUP, before.get("start_command") or ""))
-        print_line(_answer(look, before.get("reloaded_at")))
+        print_line(_answer(read_status, before.get("reloaded_at")))
 
 
 def _signal(pid: int) -> None:
@@ -72,7 +72,7 @@ def _signal(pid: int) -> None:
         raise NotPermitted(msg, hint="run this as the user that ckptd runs as") from error
 
 
-def _answer(look: Callable[[], dict[str, Any]], before: str | None) -> str:
+def _answer(read_status: Callable[[], dict[str, Any]], before: str | None) -> str:
     """Wait for the daemon's answer to the reload and return it as a line.
 
     Raises:
@@ -84,7 +84,7 @@ def _answer(look: Callable[[], dict[str, Any]], before: str | None) -> str:
     def is_answered() -> bool:
         nonlocal document
         try:
-            document = look()
+            document = read_status()
         except (NotFoundError, json.JSONDecodeError):
             return False
         return document["daemon"].get("reloaded_at") not in (None, before)

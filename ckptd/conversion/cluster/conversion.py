@@ -19,7 +19,7 @@ from ckptd.conversion.cluster.attempt import Attempt, Tally
 from ckptd.conversion.cluster.destination import AttemptLog, ClusterDestination, give_up, publish_folder
 from ckptd.conversion.cluster.grouping import index_of, without_links
 from ckptd.conversion.cluster.memory import LEAST_BUDGET_BYTES
-from ckptd.conversion.cluster.messages import Job, TaskSource
+from ckptd.conversion.cluster.messages import ClusterJob, TaskSource
 from ckptd.conversion.cluster.pool import Address, open_pool
 from ckptd.conversion.engine.staging import (
     check_destination,
@@ -235,10 +235,10 @@ class Clustered(RemoteConversion):
             raise target_exists(str(self._target), is_whole=False)
         return note
 
-    def _job(self, conversion: Conversion, end: ClusterDestination, note: AttemptLog) -> Job:
+    def _job(self, conversion: Conversion, end: ClusterDestination, note: AttemptLog) -> ClusterJob:
         folder, options, remote = conversion.folder, self._options, self._remote
         can = end.store.abilities if isinstance(end.store, S3Store) else None
-        return Job(
+        return ClusterJob(
             version=ckptd.__version__,
             attempt=note.attempt,
             source_root=conversion.origin.root if remote is None else "",

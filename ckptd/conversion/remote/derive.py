@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ckptd.formats.torchfile.archive import Record
     from ckptd.storage.remote import transfer
     from ckptd.storage.remote.messages import Committed, DeriveRequest, UploadRequest
-    from ckptd.storage.remote.transfer import Control
+    from ckptd.storage.remote.transfer import TransferControl
     from ckptd.storage.stores.base import Source, Store
 
 
@@ -129,7 +129,7 @@ class DerivedUpload:
         """See `Origin`."""
         self._recheck()
 
-    def compare(self, control: Control, prove: Callable[[], object]) -> None:
+    def compare(self, control: TransferControl, prove: Callable[[], object]) -> None:
         """Compare the copies of each parameter on several ranks before the first byte is sent (formats.md
         §6.1).
 
@@ -278,7 +278,9 @@ Found = TypeVar("Found")
 
 
 @contextmanager
-def opened(order: UploadRequest, root: int, control: Control, store: Store) -> Iterator[transfer.Origin]:
+def opened(
+    order: UploadRequest, root: int, control: TransferControl, store: Store
+) -> Iterator[transfer.Origin]:
     """Return the origin of an order that makes a form: planned now, made on demand.
 
     Raises:
@@ -307,7 +309,12 @@ def _twice(attempt: Callable[[], Found]) -> Found:
 
 @contextmanager
 def _of_shards(
-    order: UploadRequest, making: DeriveRequest, root: int, plan: IO[bytes], control: Control, store: Store
+    order: UploadRequest,
+    making: DeriveRequest,
+    root: int,
+    plan: IO[bytes],
+    control: TransferControl,
+    store: Store,
 ) -> Iterator[DerivedUpload]:
     """Derive a form from the sealed shards of this node."""
     options = _options(order.manifest.form)
@@ -354,7 +361,7 @@ def _of_objects(
     zero: Committed,
     root: int,
     plan: IO[bytes],
-    control: Control,
+    control: TransferControl,
     store: Store,
 ) -> DerivedUpload:
     """Derive a form from the objects that a COMMIT lists.
@@ -407,7 +414,7 @@ def _of_objects(
     return made
 
 
-def _mirror(source: RemoteSource, place_fd: int, options: ConvertOptions, control: Control) -> None:
+def _mirror(source: RemoteSource, place_fd: int, options: ConvertOptions, control: TransferControl) -> None:
     """Mirror what planning reads; if that is refused, prove every object before raising.
 
     Raises:
@@ -430,7 +437,7 @@ def _plan(
     options: ConvertOptions,
     look: Callable[[], SourceFolder],
     plan: IO[bytes],
-    control: Control,
+    control: TransferControl,
 ) -> tuple[SourceFolder, Origin]:
     """Have it planned; the folder of the shards, and the one that the plan's paths are relative to."""
     try:
@@ -502,7 +509,7 @@ def _options(form: str) -> ConvertOptions:
     return ConvertOptions(form=kind, dtype=dtype)
 
 
-def _is_over(control: Control) -> bool:
+def _is_over(control: TransferControl) -> bool:
     """Tell whether planning must end; in any case a sign of life, for planning moves no bytes."""
     try:
         control.pacer.breathe(control.check)

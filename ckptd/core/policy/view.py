@@ -16,7 +16,7 @@ from ckptd.core.policy.retention import RetentionPolicy, Unuploaded
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ckptd.core.model.listing import ResumeMarker
+    from ckptd.core.model.resume_marker import ResumeMarker
 
 BEGUN_FACTOR = 1.25
 """An upload under way goes on while it is late by no more than this factor: estimates vary."""
@@ -55,7 +55,7 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Removal:
+class RemovalRequest:
     """Hold the planner's input for `ckptd rm`: what a person named to be deleted (docs/adr/0199)."""
 
     tags: tuple[str, ...]
@@ -309,7 +309,7 @@ class JobView:
     """(remote, digest) of COMMITs that the remote refused to delete a short while ago."""
     drain: Drain | None = None
     """The node is about to go; comes before a pause."""
-    removal: Removal | None = None
+    removal: RemovalRequest | None = None
     config_digest: str = ""
     """Digest of what all nodes of the job must agree on; empty: not compared."""
     node: str = ""

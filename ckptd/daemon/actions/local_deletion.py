@@ -107,7 +107,7 @@ class LocalDeleter:
                 files=[(f.path, f.identity.size_bytes) for f in permit.files],
             )
             self._remove_leftovers(fd, permit, leftovers)
-            fs.prune(fd, permit, name)
+            fs.delete_checkpoint(fd, permit, name)
             return True
 
         def done(was_removed: object) -> None:
@@ -272,7 +272,7 @@ def finish(save_dir_fd: int, row: DeletionRow) -> None:
     """
     with fs.closing(fs.ensure_ours(save_dir_fd, fs.TRASH)) as trash_fd:
         try:
-            fs.finish_prune(trash_fd, row.trash, row.intent.files)
+            fs.finish_deletion(trash_fd, row.trash, row.intent.files)
         except FileNotFoundError:
             if files.stat_beneath(trash_fd, row.trash) is not None:
                 raise

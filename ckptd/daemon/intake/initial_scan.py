@@ -63,7 +63,7 @@ class InitialScan:
         """save_dir is missing, or another directory than the one that was looked at."""
         self._tags, self._is_awaited = None, True
 
-    def look(self, listing: SaveDirListing) -> bool:
+    def record_first_listing(self, listing: SaveDirListing) -> bool:
         """Settle it, once; whether this was that look.
 
         In a directory that was awaited what was written since this daemon began is the trainer's new save.

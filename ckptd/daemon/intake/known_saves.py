@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.records import SaveRow
     from ckptd.core.model.save import SealedSave
     from ckptd.daemon.intake.initial_scan import PreexistingSaves
-    from ckptd.daemon.intake.runs import Ready, Runs
+    from ckptd.daemon.intake.runs import JobRuns, Ready
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
 
@@ -70,7 +70,7 @@ class KnownSaves:
         save_spread_seconds: float,
         forms: Mapping[str, tuple[str, ...]],
         wake: Callable[[], None],
-        runs: Runs,
+        runs: JobRuns,
     ) -> None:
         self._state = state
         self._state_dir = state_dir

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from ckptd.base.extents import free_bytes
 from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.sealing import sealed_extra
-from ckptd.core.model.listing import read_resume_marker
 from ckptd.core.model.manifest import node_in
 from ckptd.core.model.records import ZERO, DerivedState, UploadRecord, UploadState
+from ckptd.core.model.resume_marker import read_resume_marker
 from ckptd.core.policy.blockers import lacking, late_now
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.view import Disk, JobView, RemoteCommit, RemoteView, SaveView, next_save_bytes
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.records import SaveRow
     from ckptd.core.model.save import SaveWindow, SealedFile
     from ckptd.core.policy.actions import Plan
-    from ckptd.core.policy.view import Drain, LeaseStatus, Removal
+    from ckptd.core.policy.view import Drain, LeaseStatus, RemovalRequest
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.remote.messages import CommitView
@@ -91,7 +91,7 @@ def build_view(
     is_paused: bool,
     is_spread: bool,
     drain: Drain | None,
-    removal: Removal | None,
+    removal: RemovalRequest | None,
     lease: LeaseStatus | None,
 ) -> JobView:
     """The view of this turn."""

@@ -58,7 +58,7 @@ class Install:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Convert:
+class MakeUniversal:
     """Make the universal form of `tag`; `verify`: nothing has checked the source's bytes yet."""
 
     tag: str
@@ -144,7 +144,7 @@ Step = (
     | Fetch
     | Install
     | Mend
-    | Convert
+    | MakeUniversal
     | ConvertFrom
     | RestoreExtras
     | WritePointer

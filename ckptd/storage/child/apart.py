@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ckptd import errors
 from ckptd.base import process
-from ckptd.config.quantities import shown_remote
+from ckptd.config.remote_names import shown_remote
 from ckptd.errors import RemoteUnreachable
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import WINDOW_BYTES, Store
@@ -29,7 +29,7 @@ from ckptd.storage.stores.open import clean_environment, directory_path, open_st
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from ckptd.storage.stores.base import Abilities, HeldRange, ObjectInfo, Progress, Resume, Source
+    from ckptd.storage.stores.base import Abilities, HeldRange, ObjectInfo, Progress, ResumePoint, Source
 
 _DEFAULT = Access()
 
@@ -157,7 +157,7 @@ class ApartStore(Store):
         key: str,
         source: Source,
         *,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange] = (),  # noqa: ARG002
     ) -> int:

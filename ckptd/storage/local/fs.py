@@ -1,8 +1,9 @@
-"""Change what lies on the node: prune with a permit, holds, derived forms, pointers, trash.
+"""Change what lies on the node: delete with a permit, holds, derived forms, pointers, trash.
 
 Everything of ours lies below `<save_dir>/_ckptd` (or beside it: ckptd/base/owned_dirs.py). A trainer's file
-is removed by `prune`, only under a permit whose every claim is checked again by descriptor, before and after
-the folder is renamed aside (docs/design.md §5 *Permit*), and by `remove_incomplete`, which a person asks for.
+is removed by `delete_checkpoint`, only under a permit whose every claim is checked again by descriptor,
+before and after the folder is renamed aside (docs/design.md §5 *Permit*), and by `remove_incomplete`, which a
+person asks for.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def check_identities(folder_fd: int, sealed: Sequence[SealedFile], *, only_liste
                 )
 
 
-def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
+def delete_checkpoint(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
     """Remove a checkpoint: check, rename aside, check again (else rename back), remove its files.
 
     Raises:
@@ -173,7 +174,7 @@ def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
             raise
         files.fsync_dir(save_dir_fd)
         files.fsync_dir(trash_fd)
-        finish_prune(trash_fd, name_in_trash, permit.files)
+        finish_deletion(trash_fd, name_in_trash, permit.files)
     except OSError as error:
         raise from_os_error(error, f"removing {permit.tag}") from error
     finally:
@@ -207,7 +208,7 @@ def _finish_file(trash_fd: int, name: str, sealed: SealedFile) -> None:
     files.fsync_dir(trash_fd)
 
 
-def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None:
+def finish_deletion(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None:
     """Remove the sealed files of a folder in the trash, then its empty folders; anything else stays there.
 
     Of one that is whole by name and holds another file than was sealed nothing goes (adr/0153).

@@ -21,8 +21,9 @@ from ckptd.base import extents, files
 from ckptd.base import names as base_names
 from ckptd.base.humanize import size_of, user_in_words
 from ckptd.base.owned_dirs import list_dir
-from ckptd.core.model.listing import OURS, warn_unprotected
+from ckptd.core.model.listing import OURS
 from ckptd.core.model.other_layouts import NOTHING_DECLARED, below
+from ckptd.core.model.unprotected import warn_unprotected
 from ckptd.core.policy.view import next_save_bytes
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RefusedError, from_os_error
 from ckptd.storage.local.fs import STAGING, TRASH, closing, ensure_ours, remove_empty
@@ -310,7 +311,7 @@ def _writable(fd: int, save_dir: Path, listing: SaveDirListing, *, writes: bool)
             yield failed("write", error)
             return
     yield Finding(what="write", verdict="ok", text=f"created, renamed and removed below {OURS}/")
-    yield _prunable(fd, listing, save_dir)
+    yield _deletable(fd, listing, save_dir)
     if clones:
         text = "extents clone: universal forms and holds cost almost nothing"
     else:
@@ -319,7 +320,7 @@ def _writable(fd: int, save_dir: Path, listing: SaveDirListing, *, writes: bool)
     yield Finding(what="clone", verdict="ok" if clones else "note", text=text)
 
 
-def _prunable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
+def _deletable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
     """Whether the trainer's folders may be renamed away and emptied (by permission bits, not by doing)."""
     sticky = bool(os.fstat(fd).st_mode & stat.S_ISVTX)
     us = os.geteuid()

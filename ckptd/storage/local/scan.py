@@ -31,13 +31,9 @@ from ckptd.core.model.layouts import (
 )
 from ckptd.core.model.listing import (
     OURS,
-    RESUMED_PATH,
     FolderListing,
     ListedFile,
     SaveDirListing,
-    is_loose,
-    is_trainers_checkpoint,
-    of_listing,
 )
 from ckptd.core.model.other_layouts import (
     MODEL,
@@ -47,13 +43,15 @@ from ckptd.core.model.other_layouts import (
     layout_of_file,
     other_layout_of,
 )
+from ckptd.core.model.resume_marker import RESUMED_PATH
+from ckptd.core.model.unprotected import is_loose, is_trainers_checkpoint, of_listing
 from ckptd.errors import CkptdError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ckptd.core.model.listing import Unprotected
     from ckptd.core.model.other_layouts import Layout
+    from ckptd.core.model.unprotected import Unprotected
 
 
 _CHECKPOINT = re.compile(r"^(global_step|checkpoint[-_]|step[-_]?|iter_)\d+$")

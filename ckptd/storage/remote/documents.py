@@ -388,7 +388,7 @@ class ManifestCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSnapshot:
-    """The manifests of one generation of one form, as one listing told of them."""
+    """The manifests of one generation of one form, as one listing showed them."""
 
     read: tuple[KnownManifest, ...]
     named: tuple[ManifestName, ...] = ()
@@ -428,8 +428,8 @@ def read_snapshot(
     `reads_one`: at least one, whosesoever, for who cannot prove the grid (docs/adr/0104).
     """
     listed = {info.key for info in store.list(manifest_folder(where))}
-    told = {ref.key for ref in commit.commit.manifests} if commit is not None else set()
-    names = {key: name_in(key) for key in listed | told}
+    committed = {ref.key for ref in commit.commit.manifests} if commit is not None else set()
+    names = {key: name_in(key) for key in listed | committed}
     known = [name for name in names.values() if name is not None]
     is_settled = commit is not None and not commit.disputed
     is_all = node is None or len(names) <= FEW or (may_cover(known) and not is_settled)

@@ -16,7 +16,6 @@ from ckptd.core.model.layouts import POINTERS
 from ckptd.core.model.manifest import Tombstone, folder_name
 from ckptd.core.model.runs import run_of
 from ckptd.errors import CommitConflict, DamagedError, NotFoundError, RefusedError
-from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import (
     LEASES,
@@ -26,6 +25,7 @@ from ckptd.storage.remote.documents import (
     stem_of,
     stem_of_key,
 )
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import AttachedRemote, still_ours
 from ckptd.storage.remote.repair import SPARE, holds, staging_key

@@ -32,7 +32,6 @@ from ckptd.core.model.manifest import (
 )
 from ckptd.core.model.runs import pointed_at
 from ckptd.errors import CkptdError, DamagedError, NotPermitted, RemoteNotOurs, StorageError
-from ckptd.storage.remote.coordination import read_runs
 from ckptd.storage.remote.documents import (
     DocumentCache,
     GenerationSnapshot,
@@ -57,6 +56,7 @@ from ckptd.storage.remote.messages import (
     Observation,
     TagView,
 )
+from ckptd.storage.remote.runs import read_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

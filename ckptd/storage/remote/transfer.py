@@ -32,7 +32,7 @@ from ckptd.errors import (
 )
 from ckptd.storage.remote.manifest_index import manifest_entry
 from ckptd.storage.remote.messages import UploadedObject
-from ckptd.storage.stores.base import Progress, Resume
+from ckptd.storage.stores.base import Progress, ResumePoint
 from ckptd.storage.stores.checksums import crc64, from_hex, to_hex
 from ckptd.storage.stores.parallel import FailFastPool
 from ckptd.storage.stores.rate_limit import Cancelled
@@ -114,13 +114,13 @@ def mode_of_folder(root: int, parent: str) -> int:
 # --- pipelined uploads of small files --------------------------------------------------------------------
 # A lane that waits for each answer costs a thread per file under way, and threads of Python stand in each
 # other's way. So a lane has several under way and waits for their answers in order. What a
-# store offers for it (`flights`, `begin`) is optional; without it lanes upload one file after another.
+# store offers for it (`pending_puts`, `begin`) is optional; without it lanes upload one file after another.
 
 SMALL_BYTES = 8 << 20
 """Size up to which files are sent beside others; larger ones go in order, one after the other."""
 _SMALL_EXTRA_BYTES = 1 << 20
 """The same for a file that is held in memory."""
-FLYING_LANES = 2
+PENDING_LANES = 2
 TINY_BYTES = 1 << 20
 """Size up to which a lane begins the next file before this one is answered."""
 _MOST_BYTES = 4 << 20
@@ -147,7 +147,7 @@ _AGAIN = "this attempt is dropped; the next turn looks again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
+class TransferControl:
     """Steer a transfer and take its reports.
 
     `check` raises `Cancelled` to stop; `on_moving(key, total_bytes, progress)`, `on_done(object)` and
@@ -189,7 +189,7 @@ class Transfer:
         origin: Origin,
         root: int,
         listed: ManifestIndex,
-        control: Control,
+        control: TransferControl,
         elsewhere: HeldObjects,
     ) -> None:
         self._store = store
@@ -225,14 +225,14 @@ class Transfer:
         if len(small) > 1:
             folder = f"{self._order.manifest.folder}/"
             self._held = {info.key: info.bytes for info in self._store.list(folder)}
-        flying = deque(file for file in small if self._may_fly(file))
-        if flying:
-            keys = {file.key for file in flying}
-            small, lanes = [file for file in small if file.key not in keys], max(1, lanes - FLYING_LANES)
+        pending = deque(file for file in small if self._may_pend(file))
+        if pending:
+            keys = {file.key for file in pending}
+            small, lanes = [file for file in small if file.key not in keys], max(1, lanes - PENDING_LANES)
         ways = min(self._store.overlap, self._origin.most_lanes, len(large))
-        with ThreadPoolExecutor(lanes + FLYING_LANES + ways, "lane") as pool:
-            for _ in range(FLYING_LANES if flying else 0):
-                pool.submit(self._lanes.begin([flying], self._fly))
+        with ThreadPoolExecutor(lanes + PENDING_LANES + ways, "lane") as pool:
+            for _ in range(PENDING_LANES if pending else 0):
+                pool.submit(self._lanes.begin([pending], self._upload_pending))
             lane = self._lanes.begin(small, self._upload_beside)
             for _ in range(min(lanes, len(small))):
                 pool.submit(lane)
@@ -267,18 +267,18 @@ class Transfer:
         if sent is not None:
             self._verify(sent)
 
-    def _may_fly(self, file: UploadFile) -> bool:
+    def _may_pend(self, file: UploadFile) -> bool:
         """Whether it is a small sealed file that no earlier attempt began and of which nothing lies there."""
         is_begun = file.key in self._uploaded or file.key in self._partly
-        if file.is_extra or is_begun or file.bytes > TINY_BYTES or self._origin.most_lanes < FLYING_LANES:
+        if file.is_extra or is_begun or file.bytes > TINY_BYTES or self._origin.most_lanes < PENDING_LANES:
             return False
         is_absent = self._held is not None and self._held_bytes(file) is None
-        return is_absent and self._store.flights > 0
+        return is_absent and self._store.pending_puts > 0
 
-    def _fly(self, files: deque[UploadFile]) -> None:
+    def _upload_pending(self, files: deque[UploadFile]) -> None:
         """Upload as one lane: take from `files`, which other lanes share, until there is none."""
         under_way: deque[tuple[UploadFile, PendingPut]] = deque()
-        held_bytes, most = 0, self._store.flights
+        held_bytes, most = 0, self._store.pending_puts
         try:
             while (file := next_of(files)) is not None:
                 started = self._begin(file)
@@ -452,7 +452,7 @@ class Transfer:
     ) -> _Sent:
         partly = self._partly.pop(file.key, None)
         resume = (
-            Resume(flushed_bytes=partly.flushed_bytes, crc64=partly.crc64, token=partly.token)
+            ResumePoint(flushed_bytes=partly.flushed_bytes, crc64=partly.crc64, token=partly.token)
             if partly
             else None
         )
@@ -553,7 +553,7 @@ class Origin(Protocol):
 
 
 if TYPE_CHECKING:
-    OpenOrigin = Callable[[UploadRequest, int, Control, Store], AbstractContextManager[Origin]]
+    OpenOrigin = Callable[[UploadRequest, int, TransferControl, Store], AbstractContextManager[Origin]]
     """From an order and the open folder that its sources are relative to, or the store that holds them."""
 
 
@@ -600,7 +600,7 @@ class SealedFiles:
 
 
 @contextmanager
-def sealed(order: UploadRequest, root: int, _control: Control, _store: Store) -> Iterator[Origin]:
+def sealed(order: UploadRequest, root: int, _control: TransferControl, _store: Store) -> Iterator[Origin]:
     """Yield the origin of an order whose files lie here."""
     if order.making is not None:
         msg = f"this process makes no {order.manifest.form} forms"

@@ -97,7 +97,7 @@ class Abilities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
+class ResumePoint:
     """Record how far an earlier attempt at one object got: bytes flushed, and the CRC64NVME of those
     bytes."""
 
@@ -234,7 +234,7 @@ class Store(Protocol):
         key: str,
         source: Source,
         *,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange] = (),
     ) -> int:
@@ -282,7 +282,7 @@ class Store(Protocol):
         return 1
 
     @property
-    def flights(self) -> int:
+    def pending_puts(self) -> int:
         """Return how many small objects one lane may have on their way by `begin`; 0: none now."""
         return 0
 

@@ -53,7 +53,7 @@ from ckptd.storage.stores.retrying import FullStoreMemory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ckptd.storage.stores.base import HeldRange, Resume, Source
+    from ckptd.storage.stores.base import HeldRange, ResumePoint, Source
 
 
 # --- folders of a directory remote, by descriptor --------------------------------------------------------
@@ -215,7 +215,7 @@ def _named_so(fd: int, above: str, prefix: str, *, is_deep: bool) -> Iterator[Ob
                     yield from _named_so(child, f"{above}{name}/", prefix, is_deep=True)
 
 
-def prune_empty(root: int, key: str) -> None:
+def delete_empty_folders(root: int, key: str) -> None:
     """Remove the folders of a removed key that are empty now.
 
     `_ckptd` and its folders stay: another node may be about to create something there.
@@ -547,7 +547,7 @@ class DirectoryStore(Store):
         key: str,
         source: Source,
         *,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange] = (),
     ) -> int:
@@ -576,7 +576,7 @@ class DirectoryStore(Store):
         self,
         key: str,
         source: Source,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange],
     ) -> int:
@@ -683,7 +683,7 @@ class DirectoryStore(Store):
                 files.fsync_dir(folder)
         finally:
             os.close(folder)
-        prune_empty(root, key)
+        delete_empty_folders(root, key)
         self._flushed.clear()
 
     @contextlib.contextmanager
@@ -731,7 +731,7 @@ class DirectoryStore(Store):
             return RemoteUnreachable(f"{where}: {error.strerror}")
         return explained(error, where)
 
-    def _open_partial(self, folder: int, name: str, resume: Resume | None) -> tuple[int, int, int]:
+    def _open_partial(self, folder: int, name: str, resume: ResumePoint | None) -> tuple[int, int, int]:
         """Open a partial file; returns (descriptor, offset to go on at, CRC64 so far).
 
         A file that cannot be continued gets a new inode: a hung predecessor may still hold the old one.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from ckptd.storage.stores.base import HeldRange, Resume, Source
+    from ckptd.storage.stores.base import HeldRange, ResumePoint, Source
 
 
 # --- the file protocol below the store -------------------------------------------------------------------
@@ -106,7 +106,7 @@ class FileConnection(Protocol):
         """Find out by creating, replacing and removing `path`."""
         ...
 
-    def look(self, path: str) -> Entry | None:
+    def find_entry(self, path: str) -> Entry | None:
         """Return a regular file; None when there is none."""
         ...
 
@@ -326,7 +326,7 @@ class FilesStore(Store):
     def stat(self, key: str) -> ObjectInfo | None:
         """Return the size and time of an object; None when absent."""
         path = self._path(key)
-        found = self._call(f"looking at {key}", lambda drive: drive.look(path))
+        found = self._call(f"looking at {key}", lambda drive: drive.find_entry(path))
         return None if found is None else ObjectInfo(key=key, bytes=found.bytes, mtime_ns=found.mtime_ns)
 
     def read_at(self, key: str, offset: int, length: int) -> bytes:
@@ -371,7 +371,7 @@ class FilesStore(Store):
         key: str,
         source: Source,
         *,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange] = (),  # noqa: ARG002
     ) -> int:
@@ -381,7 +381,7 @@ class FilesStore(Store):
         wanted = resume.flushed_bytes if resume is not None else 0
         with self._pool.use() as drive:
             with explained(drive, what):
-                if drive.look(path) is not None:
+                if drive.find_entry(path) is not None:
                     drive.remove(self._partial(key))
                     raise taken(key)
                 sink, start = drive.sink(path, self._partial(key), rights, wanted)

@@ -19,7 +19,7 @@ from ckptd.core.model.other_layouts import NOTHING_DECLARED
 from ckptd.core.model.records import ObjectRow
 from ckptd.core.policy.actions import DeleteLocal
 from ckptd.daemon.actions.local_deletion import TIDY_SECONDS, LocalDeleter
-from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.daemon.loop import Daemon
 from ckptd.errors import CkptdError, JournalDamaged, JournalFailed, from_os_error
 from ckptd.observe.audit import Audit
@@ -278,7 +278,7 @@ def test_a_restart_does_not_move_half_a_checkpoint_back(
     with files.opened_dir(save_dir) as fd:
         scene = Scene(save_dir, fd)
         scene.cut_short(monkeypatch)
-        recover(scene.state, fd, scene.audit)
+        finish_after_crash(scene.state, fd, scene.audit)
         assert not (save_dir / TAG).exists()
         assert scene.trash == []
 

@@ -105,7 +105,7 @@ class S3Bucket(Store):
         return self._direct
 
     @property
-    def flights(self) -> int:
+    def pending_puts(self) -> int:
         """Return how many small objects one thread may have on their way (`begin`), their answers being
         proofs.
         """

@@ -9,8 +9,8 @@ import pytest
 
 from ckptd.base import files
 from ckptd.core.model.layouts import Grid
-from ckptd.core.model.listing import RESUMED_PATH, ResumeMarker, read_resume_marker
 from ckptd.core.model.other_layouts import NOTHING_DECLARED
+from ckptd.core.model.resume_marker import RESUMED_PATH, ResumeMarker, read_resume_marker
 from ckptd.core.policy.actions import DeleteLocal
 from ckptd.core.policy.planner import plan
 from ckptd.daemon.actions.local_deletion import _check_no_save_began

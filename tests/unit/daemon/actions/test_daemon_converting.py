@@ -16,7 +16,7 @@ from ckptd.conversion.options import ConvertOptions
 from ckptd.core.completeness.sealing import sealed_file
 from ckptd.core.model.records import DerivedRecord, DerivedState, SaveRow
 from ckptd.daemon.actions.convert import PLACE, Signals, make_universal
-from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.errors import BehindError, NoSpaceError
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
@@ -100,7 +100,7 @@ def test_what_was_published_and_not_noted_is_noted_at_the_next_start(
     state.saves.put_derived(save_id, DerivedRecord(state=DerivedState.CONVERTING))
     (tmp_path / fs.STAGING / partial_name(TAG)).mkdir()
     with files.opened_dir(tmp_path) as fd:
-        recover(state, fd, Audit(tmp_path / "audit.jsonl"))
+        finish_after_crash(state, fd, Audit(tmp_path / "audit.jsonl"))
     found = state.saves.rows[save_id].derived
     assert found.state is (DerivedState.READY if is_same else DerivedState.NONE)
     assert bool(found.plan_sha256) is is_same

@@ -26,7 +26,7 @@ from ckptd.core.policy.actions import Convert, Upload
 from ckptd.core.policy.derived_forms import MAX_CONVERSION_TRIES
 from ckptd.core.policy.planner import plan
 from ckptd.daemon.actions.local import LocalActions
-from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.daemon.health import status
 from ckptd.daemon.health.checks import report_conversions
 from ckptd.daemon.health.stalls import why_gone
@@ -278,7 +278,7 @@ def test_the_seat_belt_outlives_a_start(tmp_path: Path) -> None:
     journal.close()
     again = job_state(Journal(tmp_path / "journal.db"))
     with files.opened_dir(tmp_path) as fd:
-        recover(again, fd, Audit(tmp_path / "audit.jsonl"))
+        finish_after_crash(again, fd, Audit(tmp_path / "audit.jsonl"))
     assert len(again.deletions.local_at) == 2
     assert len(again.deletions.completed_at) == 4
     assert max(again.deletions.local_at) <= time.monotonic()

@@ -74,7 +74,7 @@ def ordered(path: Path, *listed: FolderListing, step: int) -> Order:
     state = job_state(Journal(path))
     state.load()
     ordering = Ordering(state, Remembered(), lambda _: False)
-    ordering.look(SaveDirListing(device=1, folders=listed), 0.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=listed), 0.0)
     one = next(f for f in listed if f.tag == f"s{step}")
     order = ordering.order_of(one, step, (), is_new_tag=True)
     state.journal.close()
@@ -100,7 +100,7 @@ def test_what_a_new_journal_finds_is_old_without_doubt(tmp_path: Path, *, is_fou
     if not is_found:  # the journal is an old one
         state.journal.set_meta(FOUND, "{}")
     ordering = Ordering(state, Remembered(True), lambda _: False)
-    ordering.look(SaveDirListing(device=1, folders=(one,)), 0.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=(one,)), 0.0)
     order = ordering.order_of(one, 5, (), is_new_tag=True)
     assert ordering.rivals(one, order) == (() if is_found else (earlier,))
     state.journal.close()
@@ -130,9 +130,9 @@ def test_what_lay_here_while_another_node_went_on_is_no_rewind(
     state.load()
     state.journal.set_meta(FOUND, "{}")
     ordering = Ordering(state, Remembered(precedes), lambda _: False)
-    ordering.look(SaveDirListing(device=1, folders=(folder(step, first_seen_ns),)), 0.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=(folder(step, first_seen_ns),)), 0.0)
     one = folder(step, 1)
-    ordering.look(SaveDirListing(device=1, folders=(one,)), 5.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=(one,)), 5.0)
     assert ordering.order_of(one, step, (), is_new_tag=True) == wanted
     state.journal.close()
 
@@ -165,7 +165,7 @@ def test_a_run_that_was_sent_back_here_is_told_by_its_times(
     )
     ordering = Ordering(state, known_saves, lambda _: False)
     one = folder(5, (1000 + apart_seconds) * 10**9)
-    ordering.look(SaveDirListing(device=1, folders=(one,)), 0.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=(one,)), 0.0)
     assert ordering.order_of(one, 5, (), is_new_tag=True) == wanted
     state.journal.close()
 
@@ -192,8 +192,8 @@ def test_a_copy_of_an_older_save_is_no_rewind(
     state.load()
     one = folder(step, 1)
     ordering = Ordering(state, Remembered(copied=copied), lambda _: False)
-    ordering.look(SaveDirListing(device=1, folders=()), 0.0)
-    ordering.look(SaveDirListing(device=1, folders=(one,)), 5.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=()), 0.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=(one,)), 5.0)
     order = ordering.order_of(one, step, (), is_new_tag=True)
     assert order == wanted
     is_guess = copied is not None and order < Order(2, 20, 1)

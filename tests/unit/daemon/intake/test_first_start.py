@@ -140,12 +140,12 @@ def test_what_is_saved_into_a_directory_that_was_awaited_was_not_found() -> None
     old, new = folder(5, 10**9), folder(6, time.time_ns() + 60 * 10**9)
     listing = SaveDirListing(device=1, folders=(old, new))
     first = InitialScan()
-    assert first.look(listing)
-    assert not first.look(SaveDirListing(device=1, folders=()))
+    assert first.record_first_listing(listing)
+    assert not first.record_first_listing(SaveDirListing(device=1, folders=()))
     assert first.tags == {old.tag, new.tag}
     first.awaits()
     assert not first.tags
-    assert first.look(listing)
+    assert first.record_first_listing(listing)
     assert first.tags == {old.tag}
 
 

@@ -15,7 +15,7 @@ from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.daemon.health.checks import report_conversions
 from ckptd.daemon.health.stalls import report_uploads
-from ckptd.daemon.state.local_saves import Conversion
+from ckptd.daemon.state.local_saves import RunningConversion
 from ckptd.daemon.state.remote_sync import learn_forms, notice_lost
 from ckptd.daemon.state.upload_records import UploadProgress
 from ckptd.daemon.uploads.requests import committed_source, derive_request
@@ -55,7 +55,7 @@ class Life:
         )
         self.state.uploads.put(1, record)
         self.state.uploads.progress[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
-        self.state.saves.conversion = Conversion(save_id=1)
+        self.state.saves.conversion = RunningConversion(save_id=1)
         self.session.uploading, self.session.transfer = UNIVERSAL, 7
         row = ObjectRow(key="a", bytes=5, flushed_bytes=5, crc64="0" * 16, proof="read-back")
         self.state.journal.put_object(*KEY, row)

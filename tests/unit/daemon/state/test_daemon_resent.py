@@ -22,7 +22,7 @@ from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
-from ckptd.storage.remote.transfer import Control
+from ckptd.storage.remote.transfer import TransferControl
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.rate_limit import RateLimiter
@@ -104,7 +104,7 @@ class Resent:
                 done += 1
                 heard(m.ObjectDone(object=what))
 
-        control = Control(pacer=RateLimiter(), check=check, on_moving=lambda *_: None, on_done=noted)
+        control = TransferControl(pacer=RateLimiter(), check=check, on_moving=lambda *_: None, on_done=noted)
         try:
             heard(upload_form(self.ground, order, control))
         except CkptdError as error:

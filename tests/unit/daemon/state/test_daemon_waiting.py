@@ -375,11 +375,13 @@ def test_what_may_not_be_read_of_a_tag_is_asked_for_ever_more_seldom(waiting: Li
         assert not life.known_saves.may_seal(TAG)
         if len(life.scene.line.orders) > asked:
             asked = len(life.scene.line.orders)
-            assert isinstance(life.scene.asked, m.Describe)
+            assert isinstance(life.scene.asked, m.DescribeTag)
             life.scene.answer(m.Failed(error="NotPermitted", message="it may not be read", hint=""))
             assert life.scene.session.seconds_to_wake > 0
     assert asked == len(life.scene.line.orders)
-    assert sum(isinstance(order, m.Describe) for order in life.scene.line.orders) == 1
+    assert sum(isinstance(order, m.DescribeTag) for order in life.scene.line.orders) == 1
     life.scene.session.note_answer()
     assert not life.known_saves.may_seal(TAG)
-    assert sum(isinstance(order, m.Describe) for order in life.scene.line.orders) == 1, "the tag has its own"
+    assert sum(isinstance(order, m.DescribeTag) for order in life.scene.line.orders) == 1, (
+        "the tag has its own"
+    )

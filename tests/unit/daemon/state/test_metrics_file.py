@@ -37,12 +37,12 @@ def test_a_passing_error_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return [problem.code for problem in state.problems.all()]
 
     with files.opened_dir(scene.save_dir) as fd:
-        metrics.look(fd)
+        metrics.read_late_values(fd)
         assert codes() == []
         with monkeypatch.context() as patch:
             patch.setattr(files, "open_beneath", refusing)
-            metrics.look(fd)
+            metrics.read_late_values(fd)
             assert codes() == ["metrics-unreadable"]
-        metrics.look(fd)
+        metrics.read_late_values(fd)
         assert codes() == []
     journal.close()

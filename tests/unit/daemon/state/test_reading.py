@@ -71,7 +71,7 @@ def hourly(scene: Scene, workers: AtOnce) -> tuple[Sealer, JobState, Callable[[]
 
     def look() -> Verdict:
         with files.opened_dir(scene.save_dir) as fd:
-            sealer.look(scan(fd), fd, began_seconds + 2 * HOUR_SECONDS * next(looks))
+            sealer.judge_and_seal(scan(fd), fd, began_seconds + 2 * HOUR_SECONDS * next(looks))
         return state.folders.verdicts["global_step5"]
 
     return sealer, state, look
@@ -134,12 +134,12 @@ def test_a_folder_that_goes_while_it_is_read_is_not_asked_for(
     now_seconds = time.monotonic()
     with files.opened_dir(scene.save_dir) as fd:
         for wait in (0.0, HOUR_SECONDS):
-            sealer.look(scan(fd), fd, now_seconds + wait)
+            sealer.judge_and_seal(scan(fd), fd, now_seconds + wait)
         assert workers.waiting
         with monkeypatch.context() as patch:
             refuse(patch, SHARD)
             (scene.save_dir / "global_step5").rename(scene.save_dir / "_ckptd-gone")
-            sealer.look(scan(fd), fd, now_seconds + HOUR_SECONDS)
+            sealer.judge_and_seal(scan(fd), fd, now_seconds + HOUR_SECONDS)
             (scene.save_dir / "_ckptd-gone").rename(scene.save_dir / "global_step5")
             for answer in workers.waiting:
                 answer()
@@ -170,7 +170,7 @@ def test_what_came_late_and_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
             )
             while now_seconds < until:
                 now_seconds += 10.0
-                late.look(listing, fd, now_seconds)
+                late.read_late_files(listing, fd, now_seconds)
 
     with monkeypatch.context() as patch:
         refuse(patch, "README.md")

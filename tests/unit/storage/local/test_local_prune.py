@@ -23,7 +23,7 @@ from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.core.policy.permit import DeletePermit
 from ckptd.core.policy.view import CommitRef
 from ckptd.daemon.actions.local_deletion import LocalDeleter
-from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
@@ -82,7 +82,7 @@ def save_of(permit: DeletePermit) -> SealedSave:
 
 def prune(save_dir: Path, permit: DeletePermit) -> None:
     with files.opened_dir(save_dir) as fd:
-        fs.prune(fd, permit, "aside")
+        fs.delete_checkpoint(fd, permit, "aside")
 
 
 def test_removes_exactly_what_is_listed(save_dir: Path) -> None:
@@ -195,7 +195,7 @@ def test_what_was_written_in_the_trash_is_not_removed(save_dir: Path) -> None:
     (save_dir / TAG).rename(aside)
     (aside / "a.pt").write_text("another save")
     with files.opened_dir(aside.parent) as fd, contextlib.suppress(CkptdError, OSError):
-        fs.finish_prune(fd, "aside", permit.files)
+        fs.finish_deletion(fd, "aside", permit.files)
     assert "another save" in [p.read_text() for p in save_dir.rglob("a.pt")]
 
 
@@ -245,7 +245,7 @@ def counting(name):
 for name in ("unlink", "rmdir", "fsync"):
     counting(name)
 with files.opened_dir(sys.argv[3]) as fd:
-    fs.prune(fd, permit, "global_step1.aside")
+    fs.delete_checkpoint(fd, permit, "global_step1.aside")
 """
 
 
@@ -277,7 +277,7 @@ def test_killed_at_any_call_a_restart_finishes(save_dir: Path, tmp_path: Path, c
     state = job_state(journal)
     state.load()
     with files.opened_dir(save_dir) as fd:
-        recover(state, fd, Audit(state_dir / "audit.jsonl"))
+        finish_after_crash(state, fd, Audit(state_dir / "audit.jsonl"))
         listing = scan(fd)
     assert list((save_dir / fs.TRASH).iterdir()) == []
     whole = (save_dir / TAG).exists() and all((save_dir / TAG / n).exists() for n in NAMES)
@@ -295,7 +295,7 @@ def test_a_folder_in_the_trash_without_an_intent_comes_back(save_dir: Path) -> N
     (save_dir / TAG).rename(save_dir / fs.TRASH / f"{TAG}.0badcafe")
     journal = Journal(state_dir / "journal.db")
     with files.opened_dir(save_dir) as fd:
-        recover(job_state(journal), fd, Audit(state_dir / "audit.jsonl"))
+        finish_after_crash(job_state(journal), fd, Audit(state_dir / "audit.jsonl"))
     assert (save_dir / TAG / "a.pt").exists()
     journal.close()
 
@@ -322,7 +322,7 @@ def test_half_conversions_of_saves_that_are_gone_are_swept(save_dir: Path) -> No
     (place / ".gone.ckptd-partial").mkdir(parents=True)
     journal = Journal(state_dir / "journal.db")
     with files.opened_dir(save_dir) as fd:
-        recover(job_state(journal), fd, Audit(state_dir / "audit.jsonl"))
+        finish_after_crash(job_state(journal), fd, Audit(state_dir / "audit.jsonl"))
     assert list(place.iterdir()) == []
     journal.close()
 

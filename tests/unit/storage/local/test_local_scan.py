@@ -66,7 +66,7 @@ def test_a_checkpoint_of_ours_that_was_closed_meanwhile_has_not_vanished(tmp_pat
     (scene.save_dir / "global_step5").chmod(0o700)
     listing = looked(scene.save_dir)
     with files.opened_dir(scene.save_dir) as fd, pytest.raises(PermissionError, match="global_step5"):
-        sealer.look(listing, fd, 0.0)
+        sealer.judge_and_seal(listing, fd, 0.0)
     state.journal.close()
 
 

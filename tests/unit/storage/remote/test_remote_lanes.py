@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.storage.remote.messages import UploadedObject, UploadResult
-    from ckptd.storage.stores.base import HeldRange, ObjectInfo, Progress, Resume, Source
+    from ckptd.storage.stores.base import HeldRange, ObjectInfo, Progress, ResumePoint, Source
 
 LANES = 6
 COUNT = 60
@@ -57,7 +57,7 @@ class Watched(MemoryStore):
         key: str,
         source: Source,
         *,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange] = (),
     ) -> int:

@@ -21,9 +21,9 @@ from ckptd.maintenance.verify import Verifier
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
 from ckptd.storage.remote import garbage
-from ckptd.storage.remote.commit import supplement
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.messages import DeleteCommit, UploadFile, UploadRequest, UploadResult
+from ckptd.storage.remote.supplement import supplement
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import MODEL, OPTIM, Node, archive
@@ -156,8 +156,8 @@ def test_what_another_node_has_under_that_name_does_not_take_its_place(tmp_path:
         row = late(nodes[rank], "note.txt", data)
         done = supplement(grounds[rank], order_of(nodes[rank], commit.sha256, row), nodes[rank].control())
         assert done.outcome == "committed"
-        sight = read_remote_inventory("nas", str(tmp_path / "nas"), None)
-        files, note = sight.late(commit.commit, sight.manifests(commit.commit))
+        inventory = read_remote_inventory("nas", str(tmp_path / "nas"), None)
+        files, note = inventory.late(commit.commit, inventory.manifests(commit.commit))
         assert note is None
         return [file.fingerprint for file in files]
 

@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.config.schema import RemoteConfig
 from ckptd.core.policy.actions import Plan
-from ckptd.daemon.state.local_saves import Conversion
+from ckptd.daemon.state.local_saves import RunningConversion
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads import scrub as scrubbing
 from ckptd.daemon.uploads.scrub import Scrubber
@@ -325,7 +325,7 @@ def test_every_bad_checkpoint_is_looked_at_again(thread: Thread) -> None:
 def test_anything_else_comes_first(thread: Thread) -> None:
     """No reading while something moves, and what is under way makes way."""
     thread.until(lambda: thread.session.is_ready)
-    thread.state.saves.conversion = Conversion(save_id=1)
+    thread.state.saves.conversion = RunningConversion(save_id=1)
     time.sleep(0.2)
     thread.scrubber.turn()
     assert thread.session.scrub is None
