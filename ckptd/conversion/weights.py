@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.conversion.parts import FLOAT_BYTES, Cast, Literal, Mean, Part, Range, Woven
 from ckptd.conversion.plan import Output, OutputFile
-from ckptd.conversion.tp_join import Shard, join_as, join_states, patterns_of
+from ckptd.conversion.tp_join import Shard, join_as, join_states, model_checks, patterns_of
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES
 from ckptd.formats.torchfile.values import ITEM_BYTES
@@ -247,11 +247,11 @@ class WeightsLayout:
         where: dict[str, str] = {}
         for (place, members, _), file in zip(self.files, names, strict=True):
             held = [next(entries)[1] for _ in members]
+            for entry in held:
+                yield from entry.checks
             if not place:
                 where.update(dict.fromkeys((e.name for e in held), file))
             yield OutputFile(file, file_parts(held, block=self.block))
-            for entry in held:
-                yield from entry.checks
         sizes = [size for place, _, size in self.files if not place]
         if len(sizes) > 1:
             total = sum(sizes)
@@ -337,7 +337,7 @@ class WeightsLayout:
             dtype=dtype,
             shape=_real_shape(ranks, state.shape),
             parts=parts,
-            checks=state.checks,
+            checks=(*state.checks, *model_checks(ranks)),
         )
 
     def _cast(self, state: JoinedState) -> Part:

@@ -109,8 +109,20 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
             SourceFile(path, r.size_bytes, r.fingerprint) for path, r in zip(paths, save.reads, strict=True)
         ),
     )
+    save.proof.why_none = _why_uncompared(request, save)
     header, outputs = {"universal": _universal, "weights": _weights, "dcp": _dcp}[form](request, save, header)
-    return _written(out, header, save.reads, outputs)
+    return _written(out, header, save, outputs)
+
+
+def _why_uncompared(request: dict[str, Any], save: Save) -> str:
+    """Return why the masters of a save are not compared with the model's weights; empty: they are."""
+    if not request["strict"]:
+        return "converted with --no-strict"
+    if request["partial"]:
+        return "read from a URL, which is told by checksums alone"
+    if request["form"] == "universal" and request["compat"] == "strict" and round_robin.is_shuffled(save):
+        return "parameters are under each other's names, as the stock converter writes it"
+    return ""
 
 
 def _read(request: dict[str, Any], opening: Opening, sources: list[Source]) -> Save:
@@ -129,19 +141,22 @@ def _read(request: dict[str, Any], opening: Opening, sources: list[Source]) -> S
         request["folders"],
         contents=form != "universal",
         masters_only=form == "weights",
+        layers=form != "universal" or not request["partial"],
     ).survey()
 
 
-def _written(out: IO[bytes], header: Header, reads: list[Read], outputs: Iterable[Output]) -> dict[str, Any]:
+def _written(
+    out: IO[bytes], header: Header, read: Save | Sharded, outputs: Iterable[Output]
+) -> dict[str, Any]:
     """Write header and outputs; returns what they come to."""
-    writer = PlanWriter(out, header, (r.identity for r in reads))
+    writer = PlanWriter(out, header, (r.identity for r in read.reads))
     tally = Tally()
     for output in outputs:
         writer.add(output)
         if isinstance(output, OutputFile):
             tally.add(output)
     words = {name: getattr(header, name) for name in ("layout", "stage", "dp", "step", "parameters", "notes")}
-    return words | asdict(tally) | asdict(writer.finish())
+    return words | asdict(tally) | asdict(writer.finish(read.uncompared()))
 
 
 def _universal(request: dict[str, Any], save: Save, header: Header) -> tuple[Header, Iterator[Output]]:
@@ -202,7 +217,7 @@ def _from_dcp(request: dict[str, Any], held: Sharded, out: IO[bytes]) -> dict[st
         sources=tuple(SourceFile(r.path, r.size_bytes, r.fingerprint) for r in held.reads),
         notes=layout.notes(),
     )
-    return _written(out, header, held.reads, layout.outputs())
+    return _written(out, header, held, layout.outputs())
 
 
 def _list_archives(opening: Opening, out: IO[bytes]) -> dict[str, Any]:

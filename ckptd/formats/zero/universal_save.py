@@ -56,8 +56,8 @@ class UniversalSave(Save):
     def parameters(self, only: str | None = None) -> Iterator[list[Parameter]]:
         """Yield each parameter as its only tensor rank's; `only`: just that state's ranges."""
         for parameter in self.held.values():
-            kept = tuple(s for s in parameter.states if only in (None, s.name))
-            yield [replace(parameter, states=kept)]
+            found = replace(parameter, states=tuple(s for s in parameter.states if only in (None, s.name)))
+            yield [self.proof.attach(self, self.cells[0][0], found) if only in (None, "fp32") else found]
 
     @property
     def param_groups(self) -> Any:

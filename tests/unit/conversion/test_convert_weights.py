@@ -113,11 +113,10 @@ def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
     """By the save's own list, and by lying in one place; equal bytes elsewhere are no tie."""
     twin = torch.arange(6.0).bfloat16()
     made = write_stage12(tmp_path / "in", GROUPS, 2)
-    trained = torch.zeros(4, 30, dtype=torch.bfloat16)
+    trained = trained_views(made, GROUPS)
     module = {
-        **{n: torch.zeros(s, dtype=torch.bfloat16) for shapes in GROUPS for n, s in shapes.items()},
-        "blocks.0.w": trained,
-        "head": trained,
+        **trained,
+        "head": trained["blocks.0.w"],
         "listed": torch.zeros(1),
         "a.frozen": twin,
         "b.frozen": twin,
