@@ -283,6 +283,11 @@ class Taker:
 
     def take(self, length: int) -> bytes:
         """Return the next `length` bytes, fewer at the end."""
+        if not self._rest:
+            block = next(self._blocks, b"")
+            if len(block) == length:
+                return block
+            self._rest = memoryview(block)
         if length <= len(self._rest):
             taken, self._rest = bytes(self._rest[:length]), self._rest[length:]
             return taken

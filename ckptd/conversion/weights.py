@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckptd.conversion.plan import OutputCheck
     from ckptd.conversion.tp_join import JoinedState
     from ckptd.formats.zero.save import Read, Save
-    from ckptd.formats.zero.shards import Parameter
+    from ckptd.formats.zero.shards import Parameter, StateRanges
 
 
 # --- names of PEFT's adapters -------------------------------------------------------------------------
@@ -347,10 +347,14 @@ class WeightsLayout:
 
 def _of_expert_rank(parameter: Parameter, rank: int) -> Parameter:
     """Return the tensor of one of the expert-parallel ranks whose tensors follow one another."""
-    (state,) = parameter.states
-    nbytes = prod(parameter.shape) * state.item_bytes
-    pieces = tuple(Piece(r.source, r.offset, r.nbytes) for r in Shard(state).cut(rank * nbytes, nbytes))
-    return replace(parameter, states=(replace(state, pieces=pieces),), experts=0)
+
+    def own(state: StateRanges) -> StateRanges:
+        nbytes = prod(parameter.shape) * state.item_bytes
+        cut = Shard(state).cut(rank * nbytes, nbytes)
+        return replace(state, pieces=tuple(Piece(r.source, r.offset, r.nbytes) for r in cut))
+
+    (state,), weight = parameter.states, parameter.weight
+    return replace(parameter, states=(own(state),), weight=weight and own(weight), experts=0)
 
 
 def _real_shape(ranks: list[Parameter], joined: tuple[int, ...]) -> tuple[int, ...]:

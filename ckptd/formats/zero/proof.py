@@ -2,8 +2,8 @@
 
 After a step DeepSpeed copies the masters to the model, so a save holds each weight twice, written from
 other memory and under other addresses: a master at the right address rounds to the model's weight. Moments
-have no copy, but lie at the same elements of their buffers. What cannot be compared is counted, with its
-reason.
+have no copy, but lie at the same elements of their buffers. Parameters lie in the order of the model states.
+What cannot be compared is counted, with its reason.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.values import Tensor
+from ckptd.formats.zero import round_robin
 from ckptd.formats.zero.contents import layer_prefixes, of_tensor
 from ckptd.formats.zero.experts import ExpertNames
-from ckptd.formats.zero.facts import as_dict
+from ckptd.formats.zero.facts import as_dict, numel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,8 +71,38 @@ class Proof:
             if found != wanted:
                 raise RefusedError(f"{state.name} of {parameter.name} lies at other elements than {first}")
 
+    def check_order(self, save: Save, cell: Cell) -> None:
+        """Refuse parameters that lie in another order than the model states list them.
+
+        Tensors of one shape whose masters round alike (new biases) are told apart by nothing else.
+
+        Raises:
+            RefusedError: they do, and not by round_robin_gradients.
+        """
+        if save.stage >= 3 or round_robin.is_shuffled(save):
+            return
+        for g, shapes in enumerate(cell.shapes):
+            wanted = [name for name, shape in shapes.items() if numel(shape)]
+            for ranks in save.experts.owners(g, len(cell.shards)):
+                held = (
+                    (d, start, name)
+                    for d in ranks
+                    for name, start, n in cell.shards[d].groups[g].mapping
+                    if n
+                )
+                found = dict.fromkeys(name for _, _, name in sorted(held))
+                for name, other in zip(found, wanted, strict=True):
+                    if name != other:
+                        raise RefusedError(
+                            f"{cell.shards[ranks[0]].source.path}: {name} of group {g} lies where "
+                            f"{cell.model.source.path} lists {other}",
+                            hint="shards may be of two saves; the ZeRO form is kept as it is",
+                        )
+
     def attach(self, save: Save, cell: Cell, parameter: Parameter) -> Parameter:
         """Return the parameter with the model's copy of it, where there is one to compare with."""
+        if not parameter.numel:
+            return parameter
         found = self.why_none or self._find(save, cell, parameter)
         if isinstance(found, str):
             self.left_out.setdefault(found, set()).add((parameter.name, cell.pp, cell.tp))

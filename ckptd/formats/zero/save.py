@@ -175,6 +175,7 @@ class Save:
         for parameter in parameters(cell.shards, cell.shapes, only, self.experts):
             self.proof.check_places(cell, parameter)
             yield self.proof.attach(self, cell, parameter) if only in (None, "fp32") else parameter
+        self.proof.check_order(self, cell)
 
 
 def _together(streams: list[Iterator[Parameter]]) -> Iterator[list[Parameter]]:

@@ -504,11 +504,12 @@ def test_a_pipeline_without_its_layers_is_damage(tmp_path: Path) -> None:
     made = write_stage12(tmp_path / "in", groups, 1, stage=1)
     root = {**model_states(groups, 1, 1, {}), "module": None}
     torch.save(root, made.folder / "mp_rank_00_model_states.pt")
-    torch.save({"w": torch.zeros(3), "b": torch.ones(2)}, made.folder / "layer_00-model_states.pt")
+    trained = trained_views(made, groups)
+    torch.save({"w": trained["0.w"], "b": torch.ones(2)}, made.folder / "layer_00-model_states.pt")
     with pytest.raises(CkptdError, match="layer_01") as caught:
         convert(made.folder, tmp_path / "w", WEIGHTS)
     assert caught.value.exit_code == 65
-    torch.save({"w": torch.zeros(2)}, made.folder / "layer_01-model_states.pt")
+    torch.save({"w": trained["1.w"]}, made.folder / "layer_01-model_states.pt")
     report = convert(made.folder, tmp_path / "w", WEIGHTS)
     found = read_folder(tmp_path / "w")
     assert found == expected_masters(made, groups, torch.float32) | {"0.b": as_read(torch.ones(2))}
