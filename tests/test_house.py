@@ -88,7 +88,7 @@ MAY_REMOVE = {
     "conversion/cluster/destination.py": "what is not planned, in its own partial folder",
     "conversion/cluster/conversion.py": "another plan's files in its own partial folder",
     "recover/fetch.py": "its own files in staging",
-    "maintenance/install/service.py": "units that bear its mark",
+    "maintenance/install/execute.py": "units that bear its mark",
 }
 """Every module that removes or renames, and why it may."""
 

@@ -91,7 +91,7 @@ PYTHONS = pythons()
 def examples_are_found(python: Path, ckptd: Path) -> None:
     """Job files, alert rules, dashboard and units are in the package, byte for byte those of the tree."""
     named = [line.split()[0] for line in run(ckptd, "init", "--list").splitlines()]
-    asked = "import json; from ckptd.config.examples import EXAMPLES, example_text as text; "
+    asked = "import json; from ckptd.config.templates import EXAMPLES, example_text as text; "
     found = json.loads(run(python, "-c", asked + "print(json.dumps({n: text(n) for n in EXAMPLES}))"))
     assert list(found) == named
     tree = [

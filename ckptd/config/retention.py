@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from ckptd.config.quantities import Count, Seconds, parse_duration, reject
+from ckptd.config.quantities import Bytes, Count, Seconds, parse_duration, reject
 from ckptd.config.section import Section, key
 from ckptd.core.policy.retention import GONE, Ephemeral, RetentionPolicy, RungForm, Tier, fullness
 
@@ -54,6 +54,9 @@ class Retention(Section):
         None, "save_total_limit", "3", "keep that many newest ones; unset: nothing is deleted"
     )
     keep_last: Count | None = key(None, "keep_last", "3", "another name of save_total_limit")
+    keep_bytes: Annotated[Bytes, Field(ge=1)] | None = key(
+        None, "keep_bytes", '"2TB"', "keep as many newest ones as fit; with save_total_limit both hold"
+    )
     keep_every_steps: Count | None = key(
         None, "keep_every_steps", "5000", "also keep steps that are multiples of this"
     )
@@ -103,7 +106,7 @@ class Retention(Section):
         if self.keep_last is not None and self.save_total_limit not in (None, self.keep_last):
             reject("save_total_limit and keep_last are one key; they say different numbers")
         if self.ladder and not self.policy.limits:
-            reject("ladder is for what another key deletes; set save_total_limit")
+            reject("ladder is for what another key deletes; set save_total_limit or keep_bytes")
         return self
 
     @property
@@ -113,6 +116,7 @@ class Retention(Section):
         ephemeral = self.ephemeral
         return RetentionPolicy(
             save_total_limit=limit,
+            keep_bytes=self.keep_bytes,
             keep_every_steps=self.keep_every_steps,
             keep_every_seconds=self.keep_every_seconds,
             keep_within_seconds=self.keep_within_seconds,

@@ -355,7 +355,7 @@ class JobConfig(Section):
         if self.unuploaded != "keep" and not self.deletes_locally:
             reject(
                 f'unuploaded = "{self.unuploaded}" deletes nothing while [local] keeps everything; '
-                "set save_total_limit there"
+                "set save_total_limit or keep_bytes there"
             )
         if self.shared_fs and (
             problem := not_shareable([(r.url, r.required, r.forms) for r in self.remotes])
@@ -490,4 +490,6 @@ def config_digest(job: JobConfig) -> str:
 
 
 def _digest_retention(keeps: Retention, forms: tuple[str, ...]) -> dict[str, Any]:
-    return {"forms": sorted(forms), **keeps.policy.model_dump(mode="json")}
+    # a key that came later is left out where it is unset: the digests of all other jobs stay
+    later = {"keep_bytes"} if keeps.keep_bytes is None else set()
+    return {"forms": sorted(forms), **keeps.policy.model_dump(mode="json", exclude=later)}

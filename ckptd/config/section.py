@@ -45,6 +45,7 @@ class Section(BaseModel):
 _NEIGHBOURS = {
     "save_dir": "output_dir checkpoint_dir ckpt_dir dirpath default_root_dir watch_dir source src folder",
     "url": "bucket destination path dest dst target upload_to remote_dir s3 nas location save_folder uri",
+    "keep_bytes": "max_bytes quota max_size keep_size size_limit bytes_limit",
     "save_total_limit": "keep max_to_keep keep_n num_checkpoints_to_keep total_limit save_top_k "
     "max_checkpoints limit keep_n_latest keep_latest_k",
     "keep_every_steps": "interval every_n_steps keep_period save_steps save_interval save_retain_interval "

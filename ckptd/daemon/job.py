@@ -52,11 +52,11 @@ from ckptd.daemon.uploads.scrub import Scrubber
 from ckptd.daemon.uploads.session import RemoteSession
 from ckptd.daemon.uploads.shared_dir import SharedDirLease
 from ckptd.daemon.uploads.uploads import UploadManager
-from ckptd.maintenance.planned_uploads import planned_uploads
 from ckptd.observe import logs
 from ckptd.observe.audit import Audit
 from ckptd.recover.select.job import owner_of, settings_to_ask
 from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local.planned_uploads import planned_uploads
 from ckptd.storage.local.state_dir import is_default_state, remember_job
 from ckptd.storage.local.watch import Watcher
 

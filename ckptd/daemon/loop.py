@@ -11,6 +11,7 @@ import os
 import queue
 import signal
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.config.budget import child_bytes
@@ -30,7 +31,6 @@ from ckptd.daemon.health.notify import Notifier
 from ckptd.daemon.heartbeat import send_final
 from ckptd.daemon.job import Job
 from ckptd.daemon.publisher import PROGRESS_SECONDS, Invalid, Publisher, Reloaded
-from ckptd.daemon.reload import changes
 from ckptd.daemon.resources.limits import HostLimits, give_back, keep_small
 from ckptd.daemon.resources.workers import Workers
 from ckptd.daemon.supervisor import report_internal_error
@@ -43,10 +43,10 @@ from ckptd.storage.local.state_dir import state_dir_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from ckptd.config.loader import LoadedConfig
     from ckptd.config.schema import JobConfig
-    from ckptd.daemon.reload import Changes
 
 log = logging.getLogger("ckptd")
 
@@ -214,7 +214,7 @@ class Daemon:
 
     def _apply(self, loaded: LoadedConfig, known: Sequence[JobConfig]) -> str | None:
         """Close, start, keep what differs between `known` and `loaded`; return what was refused, in words."""
-        found = changes(known, loaded, is_daemon_changed=loaded.daemon != self._loaded.daemon)
+        found = config_changes(known, loaded, is_daemon_changed=loaded.daemon != self._loaded.daemon)
         self._loaded = loaded
         self._limits.change(loaded.daemon)
         self._notifier.change(loaded.daemon.notify)
@@ -245,7 +245,7 @@ class Daemon:
             log.error("refused, what runs goes on as it was: %s", error)
         return str(wrong[0]) if wrong else None
 
-    def _still_invalid(self, found: Changes) -> list[Invalid]:
+    def _still_invalid(self, found: ConfigChanges) -> list[Invalid]:
         """Return what is wrong after a change: refused files, and jobs that the change does not touch.
 
         A problem that was reported before in the same words keeps its time.
@@ -414,3 +414,55 @@ def _log_invalid(one: Invalid) -> None:
 def _words(loaded: LoadedConfig) -> list[tuple[str, str]]:
     """Return (file, error text) of each problem: errors of two readings never compare equal themselves."""
     return [(str(path), str(error)) for path, error in loaded.problems]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigChanges:
+    """What a reload changes.
+
+    `close`: save_dirs of jobs to end; `start`: jobs to open, the changed ones among them.
+    """
+
+    close: tuple[Path, ...] = ()
+    start: tuple[JobConfig, ...] = ()
+    kept: Mapping[Path, CkptdError] = field(default_factory=dict)
+    """save_dir of a running job → why its file was refused: it goes on as it was."""
+    refused: tuple[tuple[Path, CkptdError], ...] = ()
+    """Files that are wrong and of which no job runs."""
+
+    @property
+    def summary(self) -> str:
+        """Say in one line what a reload changes, for the log."""
+        return (
+            f"{len(self.start)} started or changed, {len(self.close)} ended, {len(self.kept)} kept as before"
+        )
+
+
+def config_changes(
+    running: Sequence[JobConfig], loaded: LoadedConfig, *, is_daemon_changed: bool
+) -> ConfigChanges:
+    """Compare running jobs by save_dir, on which a lock is held, with a newly loaded configuration.
+
+    A job whose table is unchanged is not touched, its uploads go on; a file that is wrong keeps its jobs as
+    they were (P16: one wrong file stops no other job).
+
+    `is_daemon_changed`: ckptd.toml says something else, so every job starts anew with it.
+    """
+    wrong = {path.absolute(): error for path, error in loaded.problems}
+    by_dir = {job.save_dir: job for job in running}
+    kept = {job.save_dir: wrong[job.file] for job in running if job.file in wrong}
+    wanted = {job.save_dir: job for job in loaded.jobs if job.save_dir not in kept}
+    changed = [
+        job
+        for save_dir, job in wanted.items()
+        if save_dir not in by_dir or by_dir[save_dir] != job or is_daemon_changed
+    ]
+    ended = [save_dir for save_dir in by_dir if save_dir not in wanted and save_dir not in kept]
+    ended += [job.save_dir for job in changed if job.save_dir in by_dir]
+    files_kept = {job.file for job in running if job.save_dir in kept}
+    return ConfigChanges(
+        close=tuple(ended),
+        start=tuple(changed),
+        kept=kept,
+        refused=tuple((path, error) for path, error in wrong.items() if path not in files_kept),
+    )

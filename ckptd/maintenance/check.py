@@ -35,10 +35,10 @@ from ckptd.errors import (
     RemoteNotInitialised,
     from_os_error,
 )
-from ckptd.maintenance.planned_uploads import planned_uploads
 from ckptd.recover.select.job import owner_of, settings_to_ask
 from ckptd.recover.select.runs import held_by
 from ckptd.storage.child.client import attach_once
+from ckptd.storage.local.planned_uploads import planned_uploads
 from ckptd.storage.local.probe import Finding, failed, probe_save_dir
 from ckptd.storage.local.run_file import host_name
 from ckptd.storage.local.scan import scan

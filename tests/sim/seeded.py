@@ -111,11 +111,6 @@ def _keep_remote(view: Any) -> Any:
     return remote.keep_remote(replace(view, unsealed_tags=frozenset()))
 
 
-def _by_limit_alone(item: Any, rank: int, policy: Any) -> list[str]:
-    limit = policy.save_total_limit
-    return ["save_total_limit"] if limit is not None and rank <= limit else []
-
-
 def _no_best(best: Any, *_: Any) -> None:
     return None
 
@@ -149,7 +144,7 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (known_saves.KnownSaves, "is_pinned", lambda *_: False),
         (deletion, "is_pinned", lambda *_: False),
     ),
-    "keep_every_steps is not looked at": ((retention, "_permanent", _by_limit_alone),),
+    "keep_every_steps is not looked at": ((retention, "_divided", lambda *_: []),),
     "keep_best is not looked at": (
         (local, "score_of", _no_best),
         (remote, "score_of", _no_best),

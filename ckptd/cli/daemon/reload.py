@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ckptd.cli.completion import complete_job
+from ckptd.cli.daemon.request import daemon_pid, wait_until
 from ckptd.cli.output import ENV_JOB, JOB_HERE_HELP, print_line, print_note
 from ckptd.errors import BehindError, ConfigError, NotFoundError, NotPermitted
-from ckptd.storage.local.job_names import is_daemon, must_be_of_this_node
+from ckptd.storage.local.job_names import must_be_of_this_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,20 +63,6 @@ def _signal(pid: int) -> None:
         raise NotPermitted(msg, hint="run this as the user that ckptd runs as") from error
 
 
-def daemon_pid(pid: int, number: signal.Signals, start_command: str = "") -> int:
-    """Return the process, proved to be a daemon of ours that listens to a signal before it gets one.
-
-    `start_command`: what started the one that is gone, as it published it.
-
-    Raises:
-        NotFoundError: there is none.
-    """
-    if not is_daemon(pid, number):
-        msg = f"no daemon runs (status names process {pid})"
-        raise NotFoundError(msg, hint=f"start it: {start_command or 'ckptd run SAVE_DIR URL'}")
-    return pid
-
-
 def _answer(look: Callable[[], dict[str, Any]], before: str | None) -> str:
     """Wait for the daemon's answer to the reload and return it as a line.
 
@@ -84,17 +70,19 @@ def _answer(look: Callable[[], dict[str, Any]], before: str | None) -> str:
         ConfigError: something was refused; what runs goes on as it was (78).
         BehindError: no answer in time (3).
     """
-    deadline = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < deadline:
+    document: dict[str, Any] = {}
+
+    def is_answered() -> bool:
+        nonlocal document
         try:
             document = look()
         except (NotFoundError, json.JSONDecodeError):
-            document = {"daemon": {}, "jobs": []}
-        daemon = document["daemon"]
-        if daemon.get("reloaded_at") not in (None, before):
-            if daemon.get("reload_error"):
-                raise ConfigError(daemon["reload_error"], hint="what was refused goes on as it was")
-            return "reloaded: " + ", ".join(f"{j['name']} {j['state']}" for j in document["jobs"])
-        time.sleep(0.1)
-    msg = f"the daemon gave no answer within {WAIT_SECONDS:.0f} s"
-    raise BehindError(msg, hint="ckptd status shows what it does")
+            return False
+        return document["daemon"].get("reloaded_at") not in (None, before)
+
+    if not wait_until(is_answered, WAIT_SECONDS):
+        msg = f"the daemon gave no answer within {WAIT_SECONDS:.0f} s"
+        raise BehindError(msg, hint="ckptd status shows what it does")
+    if document["daemon"].get("reload_error"):
+        raise ConfigError(document["daemon"]["reload_error"], hint="what was refused goes on as it was")
+    return "reloaded: " + ", ".join(f"{j['name']} {j['state']}" for j in document["jobs"])

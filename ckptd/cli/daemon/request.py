@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ckptd.cli.daemon.reload import daemon_pid
 from ckptd.cli.output import print_note
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, from_os_error
 from ckptd.maintenance.status.places import state_places
 from ckptd.maintenance.status.published import is_meant, published
+from ckptd.storage.local.job_names import is_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +78,20 @@ def _listening(daemon: dict[str, Any]) -> int | None:
         return daemon_pid(int(daemon["pid"]), signal.SIGUSR1)
     except NotFoundError:
         return None
+
+
+def daemon_pid(pid: int, number: signal.Signals, start_command: str = "") -> int:
+    """Return the process, proved to be a daemon of ours that listens to a signal before it gets one.
+
+    `start_command`: what started the one that is gone, as it published it.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    if not is_daemon(pid, number):
+        msg = f"no daemon runs (status names process {pid})"
+        raise NotFoundError(msg, hint=f"start it: {start_command or 'ckptd run SAVE_DIR URL'}")
+    return pid
 
 
 def send_request(asked: RequestedJob, name: str, document: BaseModel) -> None:

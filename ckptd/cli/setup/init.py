@@ -48,7 +48,7 @@ def register(app: typer.Typer) -> None:
 
 def _print_job_file(save_dir: str, url: str, name: str) -> None:
     from ckptd.config.loader import job_from_arguments
-    from ckptd.config.template import job_template
+    from ckptd.config.templates import job_template
 
     options = {"name": name} if name else {}
     job = job_from_arguments(save_dir, url, options, check_paths=False)
@@ -60,7 +60,7 @@ def _print_job_file(save_dir: str, url: str, name: str) -> None:
 
 def _print_examples(name: str) -> None:
     """Print the example, or without a name the list of all."""
-    from ckptd.config.examples import EXAMPLES, example_text
+    from ckptd.config.templates import EXAMPLES, example_text
 
     if name:
         sys.stdout.write(example_text(name))  # a file of the wheel, byte for byte

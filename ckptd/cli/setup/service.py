@@ -197,8 +197,8 @@ def _next_steps(target: Target, loaded: LoadedConfig, place: Path, *, started: b
 
 def _carry(steps: Sequence[Step], *, dry_run: bool) -> None:
     from ckptd.cli.output import print_line
+    from ckptd.maintenance.install.execute import describe, execute
     from ckptd.maintenance.install.plan import Write
-    from ckptd.maintenance.install.service import describe, execute
 
     if not dry_run:
         execute(steps, _say)

@@ -18,12 +18,12 @@ from typing import Any
 
 from ckptd.base import files
 from ckptd.conversion.engine.sandbox import restrict
+from ckptd.conversion.engine.user_manifest import listed_files
 from ckptd.core.model.metrics import finite, logged_name
 from ckptd.errors import CkptdError, RefusedError, TornArchiveError
 from ckptd.formats.torchfile.archive import DEFAULT_LIMITS, Directory, Framing, frame
 from ckptd.formats.torchfile.fingerprint import fingerprint, has_crc, tensor_fingerprint
 from ckptd.formats.torchfile.legacy import read_archive
-from ckptd.formats.torchfile.listed import listed_files
 from ckptd.formats.torchfile.sharded import named_parts, torn_safetensors
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.zero.facts import shard_facts

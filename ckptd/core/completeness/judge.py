@@ -17,6 +17,7 @@ from ckptd.core.completeness.grid import Context, expert_notes, known, named, pr
 from ckptd.core.completeness.markers import judge_markers, may_be_elsewhere, out_of_order
 from ckptd.core.completeness.peer_evidence import find_evidence
 from ckptd.core.completeness.stale_files import WrittenShard, stale_layout
+from ckptd.core.completeness.swapped_tensors import lacking
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import (
     Grid,
@@ -27,7 +28,6 @@ from ckptd.core.model.layouts import (
 )
 from ckptd.core.model.other_layouts import STAGE_0
 from ckptd.core.model.save import SaveWindow, Writer
-from ckptd.core.model.swapped_tensors import lacking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

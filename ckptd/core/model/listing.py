@@ -393,7 +393,7 @@ class FolderListing:
 
     @cached_property
     def swapped(self) -> tuple[ListedFile, ...]:
-        """Optimizer state beside the shards (core/model/swapped_tensors.py): saved again with them."""
+        """Optimizer state beside the shards (core/completeness/swapped_tensors.py): saved again with them."""
         return tuple(f for f in self.files if is_swapped(f.path, self.roots))
 
     @cached_property

@@ -234,14 +234,14 @@ def _strongest(view: JobView, save: SaveView, verdict: RetentionVerdict) -> str:
 
 def tried_again(view: JobView, verdicts: dict[int, RetentionVerdict]) -> list[UploadRecord]:
     """Failed uploads to attached remotes that are wanted still, whenever they are due."""
-    loose = deletable_uncommitted(view, verdicts)
+    deletable = deletable_uncommitted(view, verdicts)
     return [
         record
         for remote in view.remotes
         if remote.is_attached
         for form in remote.forms
         for save in _wanted(view, remote, form)
-        if save.id not in loose
+        if save.id not in deletable
         if (record := save.upload(remote.name, form)).state is UploadState.FAILED
     ]
 

@@ -322,6 +322,7 @@ def _held(piece: Piece, committed_at_seconds: float | None) -> PolicyFacts:
     item = PolicyItem(
         key=piece.key,
         order=piece.order,
+        bytes=piece.bytes,
         pinned=piece.is_pinned,
         committed_at_seconds=committed_at_seconds,
         score=piece.score,
@@ -345,6 +346,7 @@ LEAST_GAP_SECONDS = 1.0
 _GRAINS = 64
 """Parts of the usual interval: within one the picture counts as unchanged."""
 _KEYS = (
+    "keep_bytes",
     "keep_every_steps",
     "keep_every_seconds",
     "keep_within_seconds",
@@ -477,11 +479,12 @@ def _explained(told: Forecast, disk_use: DiskUse, pace: Pace, *, is_bounded: boo
     fast = saves_that_fit(disk_use, pace)
     if told.full_in_saves is None or not fast.is_full or 2 * fast.saves > 3 * told.full_in_saves + 2:
         return told  # a faster link would help for long
-    limit = disk_use.policy.save_total_limit
-    if limit is not None and _fills(disk_use, pace, RetentionPolicy(save_total_limit=limit)):
+    policy = disk_use.policy
+    limits = RetentionPolicy(save_total_limit=policy.save_total_limit, keep_bytes=policy.keep_bytes)
+    if policy.save_total_limit is not None and _fills(disk_use, pace, limits):
         return replace(told, is_limit_too_high=True)
-    keys = [key for key in _KEYS if getattr(disk_use.policy, key)]
-    spare = [key for key in keys if not _fills(disk_use, pace, _without(disk_use.policy, key))]
+    keys = [key for key in _KEYS if getattr(policy, key)]
+    spare = [key for key in keys if not _fills(disk_use, pace, _without(policy, key))]
     return replace(told, kept_by=tuple(spare or keys))
 
 

@@ -164,6 +164,7 @@ def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) 
         item=PolicyItem(
             key=str(save.id),
             order=save.order,
+            bytes=bytes_here(save),
             pinned=save.is_pinned,
             committed_at_seconds=max(known) if known and len(known) == len(times) else None,
             score=score_of(view, save.save.best),
@@ -171,6 +172,12 @@ def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) 
         forms=frozenset(forms | ({UNIVERSAL} if is_ready else set())),
         standing=_ALONE if is_ready and save.is_self_contained else frozenset(),
     )
+
+
+def bytes_here(save: SaveView) -> int:
+    """Return the bytes of a save's forms on this node; a clone takes none of its own."""
+    made = save.universal.bytes if _is_ready(save) and not save.universal.is_cloned else 0
+    return made + (save.save.total_bytes if save.is_present else 0)
 
 
 def score_of(view: JobView, best: Best | None) -> float | None:

@@ -126,10 +126,10 @@ def may_go_uncommitted(view: JobView, save: SaveView) -> bool:
 def uncommitted_policy(view: JobView) -> RetentionPolicy:
     """Return the policy for uncommitted saves that may be deleted.
 
-    The limit counts commits; under disk pressure (`thin`) it protects none. Without pressure a save within it
-    stays, since its upload may still succeed. No ladder: a save that was never committed does not age.
+    The limits count commits; under disk pressure (`thin`) they protect none. Without pressure a save within
+    them stays, since its upload may still succeed. No ladder: a save that was never committed does not age.
     """
     policy = view.local_retention.model_copy(update={"ladder": ()})
-    if view.unuploaded == "thin" and view.disk.is_short and policy.save_total_limit is not None:
+    if view.unuploaded == "thin" and view.disk.is_short and policy.has_limit:
         return policy.model_copy(update={"save_total_limit": 0})
     return policy

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptd.core.model.records import UNIVERSAL, WEIGHTS, ZERO, DerivedState, UploadState
+from ckptd.core.model.records import UNIVERSAL, ZERO, UploadState
 from ckptd.core.policy.actions import (
     Action,
     CancelUpload,
     Convert,
     DeleteRemote,
-    Describe,
     Drained,
     DropDerived,
     Hold,
@@ -28,29 +27,27 @@ from ckptd.core.policy.actions import (
 from ckptd.core.policy.deletion import deletable_saves, delete_local
 from ckptd.core.policy.derived_forms import (
     PRESSURE,
-    is_converted_on_the_fly,
     is_open,
     keep_derived,
     kept_until_converted,
     next_to_evict,
-    to_derive,
     worth_creating,
 )
-from ckptd.core.policy.drain import plan_drain
-from ckptd.core.policy.leases import is_committed_elsewhere, on_shared
+from ckptd.core.policy.drain import drain_actions
+from ckptd.core.policy.leases import on_shared
 from ckptd.core.policy.local import is_committed, keep_local, was_committed
 from ckptd.core.policy.permit import unobserved_remotes
 from ckptd.core.policy.remote import commits_to_delete, keep_remote
 from ckptd.core.policy.removal import judge_removal, removal_actions, without_removed
 from ckptd.core.policy.safety import is_to_upload
+from ckptd.core.policy.uploads import next_upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptd.core.policy.drain import DrainSchedule
     from ckptd.core.policy.local import LocalVerdicts
     from ckptd.core.policy.retention import RetentionVerdict
-    from ckptd.core.policy.view import Drain, JobView, RemoteCommit, RemoteView, SaveView
+    from ckptd.core.policy.view import JobView, RemoteCommit, SaveView
 
 _COMMITTED = "committed"
 
@@ -64,7 +61,7 @@ def plan(view: JobView) -> Plan:
     removal = judge_removal(view, local)
     asked = removal_actions(view, removal)
     if view.drain is not None:
-        drained, actions = _drain(view, view.drain)
+        drained, actions = drain_actions(view, view.drain)
         actions = [*_rest(view, local), *actions]
     elif view.is_paused:
         actions = _rest(view, local)
@@ -74,9 +71,9 @@ def plan(view: JobView) -> Plan:
     elif view.removal is not None and view.removal.is_alone:
         actions = [*_rest(view, local), *_released(view), *asked]
     else:
-        loose = deletable_uncommitted(view, local.zero)
-        actions += _holds(view, loose, is_enough=next_to_evict(view, local) is not None)
-        due = [action for remote in view.remotes for action in _uploads(view, remote, loose)]
+        deletable = deletable_uncommitted(view, local.zero)
+        actions += _holds(view, deletable, is_enough=next_to_evict(view, local) is not None)
+        due = [action for remote in view.remotes for action in next_upload(view, remote, deletable)]
         moves = without_removed(view, removal, due)
         # a remote does one thing at a time: a new ZeRO form comes before what removes, all else after it, so
         # that a link which is never idle, or a remote that is full, still loses what is due
@@ -143,73 +140,6 @@ def _rest(view: JobView, local: LocalVerdicts) -> list[Action]:
     return [*holds, *points, *drops]
 
 
-def _drain(view: JobView, drain: Drain) -> tuple[Drained, list[Action]]:
-    """Required remotes first, each on its course; others only when nothing is missing there (adr/0108)."""
-    counts = _counting(view)
-    others = [r for r in view.remotes if r not in counts]
-    courses = {r.name: _course(view, drain, r) for r in view.remotes}
-    missing = open_saves(view)
-    late = {s.id for r in counts for s in courses[r.name].late}
-    actions: list[Action] = []
-    for remote in (*counts, *others):
-        may_upload = remote in counts or not missing
-        order = courses[remote.name].order if may_upload else ()
-        actions += _on_course(view, remote, order)
-    tags = tuple(s.save.tag for s in missing)
-    return Drained(missing=tags, late=tuple(s.save.tag for s in missing if s.id in late)), actions
-
-
-def open_saves(view: JobView) -> list[SaveView]:
-    """Complete here and not committed on every required remote, newest first."""
-    found = {s.id: s for remote in _counting(view) for s in _open(view, remote)}
-    return sorted(found.values(), key=lambda s: s.order, reverse=True)
-
-
-def _counting(view: JobView) -> list[RemoteView]:
-    return [r for r in view.remotes if r.is_required] or list(view.remotes)
-
-
-def _open(view: JobView, remote: RemoteView) -> list[SaveView]:
-    """Complete here and not committed there, newest first: also what nothing can be done about."""
-    done = (UploadState.COMMITTED, UploadState.DELETED)
-    return [
-        s
-        for s in sorted(view.saves, key=lambda s: s.order, reverse=True)
-        if ZERO in remote.forms
-        and (s.is_intact or s.is_held)
-        and s.upload(remote.name, ZERO).state not in done
-        and is_to_upload(view, s)
-    ]
-
-
-def _course(view: JobView, drain: Drain, remote: RemoteView) -> DrainSchedule:
-    willing = [s for s in _open(view, remote) if s.upload(remote.name, ZERO).state is not UploadState.REFUSED]
-    return plan_drain(view, drain, remote, willing)
-
-
-def _on_course(view: JobView, remote: RemoteView, order: Sequence[tuple[SaveView, str]]) -> list[Action]:
-    """Go on with what is first, or cancel what is under way for it."""
-    if not remote.is_attached:
-        return []
-    first = next(((s, form) for s, form in order if _is_under_way_or_due(view, s, remote, form)), None)
-    if remote.uploading is not None:
-        is_right = first is not None and (first[0].id, first[1]) == (
-            remote.uploading_save_id,
-            remote.uploading,
-        )
-        return [] if is_right else [CancelUpload(remote=remote.name, reason="draining")]
-    if remote.is_busy or first is None:
-        return []
-    return [_upload_or_describe(view, first[0], remote, first[1], is_streamed=first[1] != ZERO)]
-
-
-def _is_under_way_or_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
-    if (remote.uploading_save_id, remote.uploading) == (save.id, form):
-        return True
-    may_be_made = form == ZERO or (is_converted_on_the_fly(view, save, form) and ZERO in remote.forms)
-    return may_be_made and _is_due(view, save, remote, form)
-
-
 def deletable_uncommitted(view: JobView, verdicts: dict[int, RetentionVerdict]) -> frozenset[int]:
     """Uncommitted ones that are about to be removed (`unuploaded`): neither held nor sent any more."""
     if view.unuploaded == "keep" or not view.may_delete or unobserved_remotes(view):
@@ -217,7 +147,7 @@ def deletable_uncommitted(view: JobView, verdicts: dict[int, RetentionVerdict]) 
     return frozenset(s.id for s in deletable_saves(view, verdicts) if not is_committed(view, s))
 
 
-def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Action]:
+def _holds(view: JobView, deletable: frozenset[int], *, is_enough: bool) -> list[Action]:
     """Hold complete, uncommitted saves where extents clone; release them under disk pressure, oldest first.
 
     `is_enough`: a form that can be made again is deleted first; so is a hold that nobody needs any more.
@@ -231,7 +161,7 @@ def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Act
     done += [
         ReleaseHold(save_id=s.id, reason=f'unuploaded = "{view.unuploaded}"')
         for s in held
-        if s.id in loose and not s.is_busy
+        if s.id in deletable and not s.is_busy
     ]
     done += [
         ReleaseHold(save_id=s.id, reason="it was there before ckptd and is not to be uploaded")
@@ -251,7 +181,7 @@ def _holds(view: JobView, loose: frozenset[int], *, is_enough: bool) -> list[Act
         and not s.is_busy
         and not _was_committed(view, s)
         and is_to_upload(view, s)
-        and s.id not in loose
+        and s.id not in deletable
     ]
 
 
@@ -264,80 +194,11 @@ def _was_committed(view: JobView, save: SaveView) -> bool:
     return was_committed(save.uploads, required)
 
 
-def _uploads(view: JobView, remote: RemoteView, loose: frozenset[int]) -> list[Action]:
-    """Choose at most one upload: the newest save's zero form first; derived forms only when no zero form
-    waits."""
-    if not remote.is_attached:
-        return []
-    newest_first = sorted(view.saves, key=lambda s: s.order, reverse=True)
-    waiting = (s for s in newest_first if s.id not in loose and _is_zero_due(view, s, remote))
-    zero = next(waiting, None)
-    if remote.is_busy:
-        if zero is not None and remote.uploading not in (None, ZERO):
-            return [CancelUpload(remote=remote.name)]
-        if is_committed_elsewhere(view, remote):
-            return [CancelUpload(remote=remote.name, reason="another node was faster")]
-        return []
-    if zero is not None:
-        return [_upload_or_describe(view, zero, remote, ZERO)]
-    whole = (s for s in newest_first if s.is_intact and not s.is_busy)
-    late = (
-        s for s in whole if s.lacking.get(remote.name) and (s.id, remote.name) not in view.not_to_upload_late
-    )
-    if (save := next(late, None)) is not None:
-        return [UploadLateFiles(save_id=save.id, remote=remote.name, files=save.lacking[remote.name])]
-    for form in (UNIVERSAL, *WEIGHTS):
-        for save in to_derive(view, remote, form) if form in remote.forms else ():
-            is_here = save.derived(form).state is DerivedState.READY
-            if _is_due(view, save, remote, form) and (is_here or is_converted_on_the_fly(view, save, form)):
-                return [_upload_or_describe(view, save, remote, form, is_streamed=not is_here)]
-    return []
-
-
-def _is_zero_due(view: JobView, save: SaveView, remote: RemoteView) -> bool:
-    has_source = save.is_intact or save.is_held
-    return has_source and _is_due(view, save, remote, ZERO) and is_to_upload(view, save)
-
-
-def _is_due(view: JobView, save: SaveView, remote: RemoteView, form: str) -> bool:
-    if form not in remote.forms:
-        return False
-    record = save.upload(remote.name, form)
-    is_open = record.state in (UploadState.NEW, UploadState.FAILED, UploadState.WAITING)
-    return is_open and view.now_seconds >= record.retry_at_seconds
-
-
-def _upload_or_describe(
-    view: JobView, save: SaveView, remote: RemoteView, form: str, *, is_streamed: bool = False
-) -> Action:
-    answer = view.generations.get((save.id, remote.name, form))
-    record = save.upload(remote.name, form)
-    attempt = answer.attempt if answer else record.attempt
-    if form != ZERO and ZERO in remote.forms:
-        zero = view.generations.get((save.id, remote.name, ZERO))
-        known = save.upload(remote.name, ZERO).generation or (zero.generation if zero else None)
-        if known is None and save.save.tag in remote.known_tags:
-            return Describe(remote=remote.name, tag=save.save.tag, save_id=save.id, form=ZERO)
-        generation = known or 1
-    elif answer is None and save.save.tag in remote.known_tags:
-        return Describe(remote=remote.name, tag=save.save.tag, save_id=save.id, form=form)
-    else:
-        generation = answer.generation if answer else 1
-    return Upload(
-        save_id=save.id,
-        remote=remote.name,
-        form=form,
-        generation=generation,
-        attempt=attempt,
-        is_streamed=is_streamed,
-    )
-
-
 def _convert(view: JobView, local: LocalVerdicts) -> list[Action]:
     """Plan one local conversion: newest first; every save if extents clone, else only the newest and those
     that a tier waits for.
 
-    Forms that only remotes take are never made on disk (see `_uploads`).
+    Forms that only remotes take are never made on disk (see `next_upload`).
     """
     if view.is_converting and view.disk.is_full:
         return [StopConverting(reason=PRESSURE)]
@@ -366,10 +227,10 @@ def _remote_deletions(view: JobView, verdicts: dict[tuple[str, str], RetentionVe
     for remote in view.remotes:
         if not remote.is_attached or remote.is_busy or remote.deletions_left <= 0:
             continue
-        willing = commits_to_delete(view, remote, verdicts)
-        if not willing:
+        candidates = commits_to_delete(view, remote, verdicts)
+        if not candidates:
             continue
-        first = min(willing, key=lambda c: (c.branch, c.step, c.save_seq, c.form == ZERO))
+        first = min(candidates, key=lambda c: (c.branch, c.step, c.save_seq, c.form == ZERO))
         verdict = verdicts[remote.name, first.key]
         instead = next((c for c in remote.commits if _stays_instead(first, c, verdict.instead)), None)
         if instead is None and verdict.instead is not None:

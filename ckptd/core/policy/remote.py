@@ -52,6 +52,7 @@ class Generation:
             item=PolicyItem(
                 key=f"{lead.tag}~g{lead.generation}",
                 order=self.order,
+                bytes=sum(c.bytes for c in self.commits.values()),
                 pinned=lead.tag in view.pinned_tags,
                 committed_at_seconds=min((at for at in times if at is not None), default=None),
                 score=score_of(view, best),

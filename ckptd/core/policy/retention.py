@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from ckptd.base.humanize import size_of
 from ckptd.base.identity import Model
 from ckptd.core.model.save import Order
 
@@ -137,6 +138,7 @@ class RetentionPolicy(Model):
     """Keys of `[local]` and `[[remote]]`; all unset: nothing is deleted."""
 
     save_total_limit: int | None = None
+    keep_bytes: int | None = None
     keep_every_steps: int | None = None
     keep_every_seconds: float | None = None
     keep_within_seconds: float | None = None
@@ -147,10 +149,16 @@ class RetentionPolicy(Model):
     """Oldest rung last; only for what the other keys let go."""
 
     @property
+    def has_limit(self) -> bool:
+        """Tell whether a number or bytes limit the newest ones that stay."""
+        return self.save_total_limit is not None or self.keep_bytes is not None
+
+    @property
     def limits(self) -> bool:
         """Tell whether the policy deletes permanent checkpoints."""
         spans = (
             self.save_total_limit,
+            self.keep_bytes,
             self.keep_every_steps,
             self.keep_every_seconds,
             self.keep_within_seconds,
@@ -171,8 +179,9 @@ class RetentionPolicy(Model):
         """Return why a checkpoint is deleted that no key keeps."""
         if self.ephemeral is not None and self.is_ephemeral(step):
             return f"ephemeral: the newest {self.ephemeral.keep} stay"
-        limit = self.save_total_limit
-        return f"save_total_limit {limit}" if limit else "kept by no retention key"
+        limits = [f"save_total_limit {self.save_total_limit}"] if self.save_total_limit else []
+        limits += [f"keep_bytes {size_of(self.keep_bytes)}"] if self.keep_bytes else []
+        return " and ".join(limits) or "kept by no retention key"
 
     def has_rung(self, form: str) -> bool:
         """Tell whether a tier keeps this form alone."""
@@ -185,6 +194,8 @@ class PolicyItem:
 
     key: str
     order: Order
+    bytes: int = 0
+    """Of all its forms in this place."""
     pinned: bool = False
     committed_at_seconds: float | None = None
     """Unix time in its COMMIT; None: not known (yet), and every key that goes by time keeps it."""
@@ -252,8 +263,8 @@ def keep_reasons(items: Sequence[PolicyItem], policy: RetentionPolicy) -> dict[s
     reasons: dict[str, list[str]] = {item.key: [] for item in newest_first}
     permanent = [item for item in newest_first if not policy.is_ephemeral(item.order.step)]
     unlimited = _unlimited(policy)
-    for rank, item in enumerate(permanent, start=1):
-        reasons[item.key] += [*unlimited, *_permanent(item, rank, policy)]
+    for item in permanent:
+        reasons[item.key] += [*unlimited, *_divided(item, policy)]
     for key in _spaced(permanent, policy):
         reasons[key].append(f"keep_every {span(policy.keep_every_seconds)}")
     if policy.ephemeral is not None:
@@ -269,6 +280,8 @@ def keep_reasons(items: Sequence[PolicyItem], policy: RetentionPolicy) -> dict[s
         reasons[item.key] += _any(item, policy, ages.get(item.key))
     if newest_first:
         reasons[newest_first[0].key].append("newest committed")
+    if policy.has_limit:
+        _keep_newest(permanent, policy, reasons, sum(item.bytes for item in items if reasons[item.key]))
     return {key: tuple(why) for key, why in reasons.items()}
 
 
@@ -279,14 +292,25 @@ def _unlimited(policy: RetentionPolicy) -> tuple[str, ...]:
     return () if policy.limits else ("permanent: only ephemeral ones are limited",)
 
 
-def _permanent(item: PolicyItem, rank: int, policy: RetentionPolicy) -> list[str]:
-    """Apply the keys that count or divide permanent checkpoints."""
-    why: list[str] = []
-    if policy.save_total_limit is not None and rank <= policy.save_total_limit:
-        why.append(f"save_total_limit: {rank} of {policy.save_total_limit}")
-    if policy.keep_every_steps and item.order.step % policy.keep_every_steps == 0:
-        why.append(f"keep_every_steps {policy.keep_every_steps}")
-    return why
+def _keep_newest(
+    permanent: Sequence[PolicyItem], policy: RetentionPolicy, reasons: dict[str, list[str]], kept_bytes: int
+) -> None:
+    """Apply the two limits, both of which must hold; `kept_bytes`: what the other keys keep counts first."""
+    limit, most_bytes = policy.save_total_limit, policy.keep_bytes
+    for rank, item in enumerate(permanent[:limit], start=1):
+        if most_bytes is not None:
+            kept_bytes += 0 if reasons[item.key] else item.bytes
+            if kept_bytes > most_bytes:
+                return
+            reasons[item.key].insert(0, f"keep_bytes {size_of(most_bytes)}")
+        if limit is not None:
+            reasons[item.key].insert(0, f"save_total_limit: {rank} of {limit}")
+
+
+def _divided(item: PolicyItem, policy: RetentionPolicy) -> list[str]:
+    """Apply the key that divides permanent checkpoints."""
+    is_kept = policy.keep_every_steps and item.order.step % policy.keep_every_steps == 0
+    return [f"keep_every_steps {policy.keep_every_steps}"] if is_kept else []
 
 
 def _any(item: PolicyItem, policy: RetentionPolicy, age_seconds: float | None) -> list[str]:

@@ -42,6 +42,7 @@ _ROWS = 200
 
 FREES_FILES = "remove small files on this disk (df -i): it has room, and no inodes left for a save"
 _CURES = {
+    "keep_bytes": "lower keep_bytes",
     "keep_every_steps": "raise keep_every_steps",
     "keep_every_seconds": "raise keep_every",
     "keep_within_seconds": "shorten keep_within",

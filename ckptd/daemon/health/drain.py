@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.judge import State
 from ckptd.core.model.records import SETTLED, ZERO, UploadState
-from ckptd.core.policy.planner import open_saves
+from ckptd.core.policy.drain import open_saves
 from ckptd.core.policy.safety import unsent
 from ckptd.core.policy.view import Drain
 from ckptd.daemon.intake.symlinked import linked_here

@@ -30,7 +30,7 @@ from ckptd.daemon.intake.clones import forget_lost_holds, settle_holds
 from ckptd.daemon.intake.inspection import LateFiles, ShardInspector
 from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.intake.ordering import Ordering, written_ns
-from ckptd.daemon.intake.trainer_metrics import Metrics
+from ckptd.daemon.intake.trainer_metrics import TrainerMetrics
 from ckptd.daemon.state.state import JobState
 from ckptd.observe.logs import line_fields
 from ckptd.storage.local.scan import OpenWriters
@@ -76,7 +76,7 @@ class Sealer:
         """(dp, mm_count, zero_stage) of what was sealed before this look."""
         self._accepted: frozenset[tuple[tuple[str, str], ...]] = frozenset()
         """Fingerprint sets that a person accepted, as of this look."""
-        self.metrics = Metrics(config, state)
+        self.metrics = TrainerMetrics(config, state)
         self._writers = OpenWriters(str(config.save_dir))
         self.late = LateFiles(config, state, workers, self._writers, wake)
         self._ordering = Ordering(state, known, self._is_sealed)

@@ -33,7 +33,7 @@ LATE_SECONDS = 3600.0
 TAIL_BYTES = 8 << 20
 
 
-class Metrics:
+class TrainerMetrics:
     """The values of one job's metric, as last read."""
 
     def __init__(self, config: JobConfig, state: JobState) -> None:

@@ -104,16 +104,16 @@ def _folder_of(row: SaveRow, action: Upload) -> str:
 
 def _derived_files(row: SaveRow, action: Upload, save_dir_fd: int) -> tuple[m.UploadFile, ...] | None:
     """The derived folder; where a trainer expects it beside its shards, with the pointer that it follows."""
-    folder, below = _folder_of(row, action), _below(row, action)
+    folder, subfolder = _folder_of(row, action), _subfolder(row, action)
     source = f"{fs.DERIVED}/{action.form}/{row.save.tag}"
     derived = scan_folder(save_dir_fd, source)
     if derived is None:
         return None
-    found = tuple(_derived(f, folder, source, below) for f in derived.files)
+    found = tuple(_derived(f, folder, source, subfolder) for f in derived.files)
     return found + pointer_to_upload(row, action)
 
 
-def _below(row: SaveRow, action: Upload) -> str:
+def _subfolder(row: SaveRow, action: Upload) -> str:
     """Path of a derived form in its remote folder."""
     if action.form != UNIVERSAL:
         return ""
@@ -122,19 +122,19 @@ def _below(row: SaveRow, action: Upload) -> str:
 
 def pointer_to_upload(row: SaveRow, action: Upload) -> tuple[m.UploadFile, ...]:
     """`latest_universal` in a folder where a trainer looks for the form beside its shards."""
-    below = _below(row, action)
-    if not below:
+    subfolder = _subfolder(row, action)
+    if not subfolder:
         return ()
     pointer = m.UploadFile(
         path=LATEST_UNIVERSAL,
         key=f"{_folder_of(row, action)}/{LATEST_UNIVERSAL}",
         source="",
         identity=None,
-        bytes=len(below),
+        bytes=len(subfolder),
         role=Role.UNIVERSAL,
         fingerprint="",
         check_zip_crc=False,
-        inline=below,
+        inline=subfolder,
     )
     return (pointer,)
 
@@ -160,7 +160,7 @@ def derive_request(
         folders=tuple(f"{save.tag}/{root}".rstrip("/") for root in save.roots),
         zero=zero,
         sealed=tuple((f"{save.tag}/{file.path}", file.identity) for file in sealed),
-        below=_below(row, action),
+        below=_subfolder(row, action),
         staging=staging,
         memory_bytes=memory_bytes,
         plan_sha256=row.derived_of(action.form).plan_sha256,
@@ -191,8 +191,8 @@ def _extras(extras: Sequence[SealedFile], folder: str, save_dir_fd: int) -> tupl
     return tuple(found)
 
 
-def _derived(file: ListedFile, folder: str, source: str, below: str) -> m.UploadFile:
-    path = f"{below}/{file.path}" if below else file.path
+def _derived(file: ListedFile, folder: str, source: str, subfolder: str) -> m.UploadFile:
+    path = f"{subfolder}/{file.path}" if subfolder else file.path
     return m.UploadFile(
         path=path,
         key=f"{folder}/{path}",

@@ -416,11 +416,11 @@ def empty_our_trash(save_dir_fd: int) -> None:
     for folder in (TRASH, STAGING):
         for name in names_in(save_dir_fd, folder):
             if is_ours_in_trash(name):
-                with closing(ensure_ours(save_dir_fd, folder)) as owned_dirs:
+                with closing(ensure_ours(save_dir_fd, folder)) as folder_fd:
                     try:
-                        files.remove_file(owned_dirs, name)
+                        files.remove_file(folder_fd, name)
                     except IsADirectoryError:
-                        files.remove_tree(owned_dirs, name)
+                        files.remove_tree(folder_fd, name)
 
 
 def point_latest_universal(save_dir_fd: int, target: str | None) -> None:

@@ -35,7 +35,7 @@ from ckptd.config.schema import (
     _say_renamed,
     config_digest,
 )
-from ckptd.config.template import job_template
+from ckptd.config.templates import job_template
 from ckptd.errors import CkptdError, ConfigError, NotFoundError
 from ckptd.storage.stores.access import Access, access_of
 from tests.support.config_files import base, refusal, write

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.config.examples import EXAMPLES, example_text
+from ckptd.config.templates import EXAMPLES, example_text
 from ckptd.errors import NotFoundError
 from tests.support.real import REPOSITORY
 

@@ -18,7 +18,7 @@ from ckptd.config.commands import user_name
 from ckptd.config.loader import load_all
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, RefusedError, TargetExists
 from ckptd.maintenance.install import plan, units
-from ckptd.maintenance.install import service as install_service
+from ckptd.maintenance.install.execute import execute
 from ckptd.maintenance.install.plan import (
     Command,
     Remove,
@@ -29,7 +29,6 @@ from ckptd.maintenance.install.plan import (
     uninstall_steps,
     writable_paths,
 )
-from ckptd.maintenance.install.service import execute
 from ckptd.maintenance.install.units import DropIn
 
 JOB = 'save_dir = "{save_dir}"\n[[remote]]\nname = "nas"\nurl = "{url}"\nsame_filesystem = true\n'
@@ -284,7 +283,7 @@ def test_what_another_user_runs_gets_no_hold_of_root(tmp_path: Path, monkeypatch
     execute([Command(argv=("/bin/sh", "-c", is_leader))], lambda _: None)
     with pytest.raises(CkptdError, match="cannot open \ufffd"):
         execute([Command(argv=("/bin/sh", "-c", r"printf 'cannot open \377' >&2; exit 1"))], lambda _: None)
-    monkeypatch.setattr(install_service, "_COMMAND_SECONDS", 0.5)
+    monkeypatch.setattr("ckptd.maintenance.install.execute._COMMAND_SECONDS", 0.5)
     began = time.monotonic()
     with pytest.raises(CkptdError, match=r"did not end within 0\.5 s"):
         execute([Command(argv=("/bin/sh", "-c", "sleep 50 & sleep 50"))], lambda _: None)

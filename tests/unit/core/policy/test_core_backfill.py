@@ -9,7 +9,8 @@ import pytest
 
 from ckptd.core.model.records import ZERO
 from ckptd.core.policy.actions import ReleaseHold, Upload
-from ckptd.core.policy.planner import open_saves, plan
+from ckptd.core.policy.drain import open_saves
+from ckptd.core.policy.planner import plan
 from ckptd.core.policy.safety import exposed, is_to_upload, newest_safe, steps_at_risk, unsent
 from ckptd.core.policy.view import JobView, SaveView
 from tests.support.core_views import NAS, committed_record, job_view, save_view, sealed

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.model.records import UNIVERSAL, ZERO
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.local import keep_local
 from ckptd.core.policy.remote import keep_remote
@@ -53,6 +53,55 @@ def test_raising_the_limit_never_deletes_more(items: list[PolicyItem], limit: in
     assert low <= kept(items, RetentionPolicy(save_total_limit=limit + 1))
     assert low <= kept(items, RetentionPolicy(save_total_limit=limit, keep_every_steps=5))
     assert low <= kept(items, RetentionPolicy(save_total_limit=limit, keep_steps=(3, 7)))
+
+
+SIZED = st.tuples(ITEMS, st.lists(st.integers(1, 9), min_size=12, max_size=12)).map(
+    lambda both: [replace(item, bytes=size) for item, size in zip(*both, strict=False)]
+)
+
+
+@given(SIZED, st.integers(1, 40), st.booleans())
+def test_keep_bytes_is_kept_and_deletes_nothing_that_is_protected(
+    items: list[PolicyItem], most_bytes: int, with_steps: bool
+) -> None:
+    """What stays fits, unless what is protected alone is more; the newest ones fill the rest."""
+    protected = {max(items, key=lambda item: item.order).key} | {i.key for i in items if i.pinned}
+    protected |= {i.key for i in items if with_steps and i.order.step % 5 == 0}
+    policy = RetentionPolicy(keep_bytes=most_bytes, keep_every_steps=5 if with_steps else None)
+    result = kept(items, policy)
+    assert protected <= result
+    size = {item.key: item.bytes for item in items}
+    total, least = sum(size[key] for key in result), sum(size[key] for key in protected)
+    assert total <= max(most_bytes, least)
+    gone = sorted((i for i in items if i.key not in result), key=lambda i: i.order, reverse=True)
+    assert not gone or total + gone[0].bytes > most_bytes, "the newest of those that go would have fitted"
+    assert not gone or all(i.key in protected for i in items if i.key in result and i.order < gone[0].order)
+    assert result <= kept(items, policy.model_copy(update={"keep_bytes": most_bytes + 1}))
+
+
+@given(SIZED, st.integers(1, 40), st.integers(1, 12))
+def test_of_two_limits_both_hold(items: list[PolicyItem], most_bytes: int, limit: int) -> None:
+    """A number and bytes: what stays would stay by each of them, and nothing else goes."""
+    plain = [replace(item, pinned=False) for item in items]
+    count, size = RetentionPolicy(save_total_limit=limit), RetentionPolicy(keep_bytes=most_bytes)
+    both = RetentionPolicy(save_total_limit=limit, keep_bytes=most_bytes)
+    assert kept(plain, both) == kept(plain, count) & kept(plain, size)
+
+
+def test_keep_bytes_counts_all_forms_in_a_place() -> None:
+    """100 bytes each here; in the remote with a universal form of 100 beside, so that half as many fit."""
+    saves = [save_view(n, sealed(n)) for n in range(1, 7)]
+    forms = [replace(remote_commit(s.save, form), bytes=100) for s in saves for form in (ZERO, UNIVERSAL)]
+    policy = RetentionPolicy(keep_bytes=400)
+    view = job_view(saves, local_retention=policy)
+    assert [n for n, verdict in keep_local(view).zero.items() if verdict.keeps] == [3, 4, 5, 6]
+    there = replace(view.remotes[0], commits=tuple(forms), retention=policy)
+    verdicts = keep_remote(replace(view, saves=(), remotes=(there,)))
+    assert {c.step for c in forms if verdicts[NAS, c.key].keeps} == {5, 6}
+    made = DerivedRecord(state=DerivedState.READY, bytes=100, is_source_verified=True)
+    beside = [*saves[:5], replace(saves[5], universal=made)]
+    view = job_view(beside, local_retention=policy)
+    assert [n for n, verdict in keep_local(view).zero.items() if verdict.keeps] == [4, 5, 6]
 
 
 @given(ITEMS)

@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.base import files
 from ckptd.core.model.records import SaveRow
-from ckptd.daemon.intake.trainer_metrics import Metrics
+from ckptd.daemon.intake.trainer_metrics import TrainerMetrics
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.storage.journal.journal import Journal
@@ -27,9 +27,9 @@ def test_a_passing_error_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     state = JobState(journal=journal, problems=Problems())
     journal.add_save(sealed(5), found_first=False, adopted=True, seen_at=0.0)
     state.load()
-    metrics = Metrics(scene.job(metrics_file="metrics.jsonl", metric="eval_loss"), state)
+    metrics = TrainerMetrics(scene.job(metrics_file="metrics.jsonl", metric="eval_loss"), state)
     monkeypatch.setattr("ckptd.daemon.intake.trainer_metrics.AGAIN_SECONDS", -1.0)
-    monkeypatch.setattr(Metrics, "_waits", lambda self, row: isinstance(row, SaveRow))
+    monkeypatch.setattr(TrainerMetrics, "_waits", lambda self, row: isinstance(row, SaveRow))
 
     def refusing(path: str, *rest: object, **more: object) -> int:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ckptd.conversion.engine.user_manifest import ListedPart, listed_files
 from ckptd.errors import TornArchiveError
-from ckptd.formats.torchfile.listed import ListedPart, listed_files
 
 SUM = "ab" * 32
 SIZED, SUMMED, BARE = ListedPart("a.pt", 7), ListedPart("a.pt", None, SUM), ListedPart("a.pt")
