@@ -15,8 +15,8 @@ from array import array
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from ckptd.conversion.parts import FLOAT_BYTES
 from ckptd.errors import RefusedError, UsageError
-from ckptd.formats.torchfile.values import ITEM_BYTES
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -86,17 +86,17 @@ def first_unequal(masters: bytes, weights: bytes, source: str, target: str) -> i
 
     `masters`: of type `source`, float32 unless the types are one. Any NaN is equal to any other.
     """
-    count = len(masters) // ITEM_BYTES[source]
-    if len(weights) != count * ITEM_BYTES[target]:
-        return min(count, len(weights) // ITEM_BYTES[target])
+    count = len(masters) // FLOAT_BYTES[source]
+    if len(weights) != count * FLOAT_BYTES[target]:
+        return min(count, len(weights) // FLOAT_BYTES[target])
     if source == target:
         if masters == weights:
             return None
-        item = ITEM_BYTES[source]
+        item = FLOAT_BYTES[source]
         return next(i for i in range(count) if masters[i * item :][:item] != weights[i * item :][:item])
     if _rounded(masters, target) == weights:
         return None
-    pairs = zip(_read("I", masters), _read("H", weights), strict=True)
+    pairs = zip(map(int, _read("I", masters)), map(int, _read("H", weights)), strict=True)
     exact = _bf16_of if target == "bfloat16" else _half_of
     infinite = 0x7F80 if target == "bfloat16" else 0x7C00
     for number, (bits, weight) in enumerate(pairs):

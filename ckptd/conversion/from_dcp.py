@@ -97,11 +97,6 @@ class Sharded:
         mark = raw_fingerprint(fd)
         self.reads.append(Read(path, "part", status.st_size, identity_of(status), mark))
 
-    @staticmethod
-    def uncompared() -> tuple[str, ...]:
-        """Return why no master is compared with a weight of the model."""
-        return ("the folder holds each weight once",)
-
     def tensor(self, name: str) -> Held:
         """Return a tensor, its chunks put together.
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptd.base.files import check_relative
-from ckptd.conversion.parts import Part, decode, encode, ranges_of
+from ckptd.conversion.parts import FLOAT_BYTES, Part, decode, encode, ranges_of
 from ckptd.errors import DamagedError, RefusedError
-from ckptd.formats.torchfile.values import ITEM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -64,7 +63,7 @@ class OutputCheck:
     @property
     def elements(self) -> int:
         """Elements that are compared with the model's; 0 for copies."""
-        return sum(p.nbytes for p in self.one) // ITEM_BYTES[self.rounding[0]] if self.rounding else 0
+        return sum(p.nbytes for p in self.one) // FLOAT_BYTES[self.rounding[0]] if self.rounding else 0
 
 
 Output = OutputFile | OutputLink | OutputCheck

@@ -32,7 +32,6 @@ from ckptd.conversion.parts import (
     ranges_of,
 )
 from ckptd.errors import RefusedError, SourceChanged
-from ckptd.formats.torchfile.values import ITEM_BYTES
 
 if TYPE_CHECKING:
     from ckptd.conversion.plan import OutputCheck
@@ -232,7 +231,7 @@ def refuse_unequal(check: OutputCheck, sources: Ranges) -> None:
 
 
 def _refuse_unrounded(check: OutputCheck, source: str, target: str, sources: Ranges) -> None:
-    item, made = ITEM_BYTES[source], ITEM_BYTES[target]
+    item, made = FLOAT_BYTES[source], FLOAT_BYTES[target]
     masters, weights = Taker(_all(check.one, sources)), Taker(_all(check.other, sources))
     for first in range(0, check.elements, BLOCK_BYTES // item):
         count = min(BLOCK_BYTES // item, check.elements - first)

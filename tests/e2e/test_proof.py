@@ -71,15 +71,17 @@ class Scene:
             [replace(cell, shards=[_copied(shard) for shard in cell.shards]) for cell in row]
             for row in self.save.cells
         ]
-        return replace(self, save=replace(self.save, cells=cells, proof=Proof()))
+        return replace(self, save=replace(self.save, cells=cells))
 
     def prove(self) -> int:
         """Plan and compare as a conversion does; the elements that were compared."""
+        proof = self.save.prove = Proof(self.save)
         elements = 0
         for output in UniversalLayout(self.save, "superset", block=False, strict=False).outputs():
             if isinstance(output, OutputCheck):
                 refuse_unequal(output, self.sources)
                 elements += output.elements
+        assert proof.finish() == ()
         return elements
 
 

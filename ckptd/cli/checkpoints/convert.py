@@ -56,12 +56,7 @@ def register(app: typer.Typer) -> None:
             "512MiB", "--memory-budget", "--memory_budget", metavar="SIZE", help="Memory it may take."
         ),
         verify: bool = typer.Option(False, help="Check the source's CRCs, and the output against the plan."),
-        no_strict: bool = typer.Option(
-            False,
-            "--no-strict",
-            "--no_strict",
-            help="Allow unused patterns, and masters that are not the model's weights.",
-        ),
+        no_strict: bool = typer.Option(False, "--no-strict", "--no_strict", help="Allow unused patterns."),
         inject_missing_state: bool = typer.Option(
             False,
             "--inject-missing-state",

@@ -32,13 +32,14 @@ from ckptd.formats.torchfile.fingerprint import fingerprint
 from ckptd.formats.torchfile.sharded import METADATA, read_metadata
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES, MirrorFd
 from ckptd.formats.zero import round_robin
+from ckptd.formats.zero.proof import Proof
 from ckptd.formats.zero.save import Read, notes
 from ckptd.formats.zero.shards import Source
 from ckptd.formats.zero.survey import SAFE, Surveyor
 from ckptd.formats.zero.universal_save import UniversalReader, is_universal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckptd.conversion.plan import Output
     from ckptd.formats.zero.save import Save
@@ -109,9 +110,9 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
             SourceFile(path, r.size_bytes, r.fingerprint) for path, r in zip(paths, save.reads, strict=True)
         ),
     )
-    save.proof.why_none = _why_uncompared(request, save)
+    proof = save.prove = Proof(save, _why_uncompared(request, save))
     header, outputs = {"universal": _universal, "weights": _weights, "dcp": _dcp}[form](request, save, header)
-    return _written(out, header, save, outputs)
+    return _written(out, header, save.reads, outputs, proof.finish)
 
 
 def _why_uncompared(request: dict[str, Any], save: Save) -> str:
@@ -146,17 +147,21 @@ def _read(request: dict[str, Any], opening: Opening, sources: list[Source]) -> S
 
 
 def _written(
-    out: IO[bytes], header: Header, read: Save | Sharded, outputs: Iterable[Output]
+    out: IO[bytes],
+    header: Header,
+    reads: list[Read],
+    outputs: Iterable[Output],
+    uncompared: Callable[[], tuple[str, ...]],
 ) -> dict[str, Any]:
     """Write header and outputs; returns what they come to."""
-    writer = PlanWriter(out, header, (r.identity for r in read.reads))
+    writer = PlanWriter(out, header, (r.identity for r in reads))
     tally = Tally()
     for output in outputs:
         writer.add(output)
         if isinstance(output, OutputFile):
             tally.add(output)
     words = {name: getattr(header, name) for name in ("layout", "stage", "dp", "step", "parameters", "notes")}
-    return words | asdict(tally) | asdict(writer.finish(read.uncompared()))
+    return words | asdict(tally) | asdict(writer.finish(uncompared()))
 
 
 def _universal(request: dict[str, Any], save: Save, header: Header) -> tuple[Header, Iterator[Output]]:
@@ -217,7 +222,7 @@ def _from_dcp(request: dict[str, Any], held: Sharded, out: IO[bytes]) -> dict[st
         sources=tuple(SourceFile(r.path, r.size_bytes, r.fingerprint) for r in held.reads),
         notes=layout.notes(),
     )
-    return _written(out, header, held, layout.outputs())
+    return _written(out, header, held.reads, layout.outputs(), lambda: ("the folder holds each weight once",))
 
 
 def _list_archives(opening: Opening, out: IO[bytes]) -> dict[str, Any]:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from ckptd.formats.zero.save import Cell, Save
     from ckptd.formats.zero.shards import Parameter, StateRanges
 
-ROUNDED = ("float16", "bfloat16")
+FLOATS = ("float32", "bfloat16", "float16")
+COMPARED = {("float32", to) for to in FLOATS} | {(same, same) for same in FLOATS}
+"""Types of a master and of a weight that it rounds to."""
 ELSEWHERE = "the model states hold no weight of that name"
 PARTITIONED = "ZeRO stage 3 saves no weights but the masters"
 ITSELF = "the weight is the master"
@@ -39,11 +41,12 @@ Held = dict[tuple[int, str], tuple[Tensor, int]]
 
 @dataclass(slots=True)
 class Proof:
-    """Gives parameters their copies; `left_out`: reason → (name, pipeline stage, tensor rank) without one.
+    """Gives parameters of a save their copies; `why_none`: the reason for not comparing any.
 
-    `why_none`: the reason for not comparing any.
+    `left_out`: reason → (name, pipeline stage, tensor rank) without one.
     """
 
+    save: Save
     why_none: str = ""
     left_out: dict[str, set[tuple[str, int, int]]] = field(default_factory=dict)
     _layers: Held | None = None
@@ -51,6 +54,16 @@ class Proof:
     """By pipeline stage, tensor rank and state."""
     _places: dict[tuple[str, int, int], tuple[str, int]] = field(default_factory=dict)
     """(name, pipeline stage, tensor rank) → the first state, and a hash of the elements that it lies at."""
+
+    def __call__(self, cell: Cell, parameter: Parameter) -> Parameter:
+        """Check a parameter's addresses; with its masters return the model's copy of it.
+
+        Raises:
+            RefusedError: see `check_places`.
+        """
+        self.check_places(cell, parameter)
+        has_masters = bool(parameter.states) and parameter.states[0].name == "fp32" and parameter.numel
+        return self.attach(cell, parameter) if has_masters else parameter
 
     def check_places(self, cell: Cell, parameter: Parameter) -> None:
         """Refuse a state that lies at other elements of its buffers than the parameter's other states.
@@ -71,19 +84,24 @@ class Proof:
             if found != wanted:
                 raise RefusedError(f"{state.name} of {parameter.name} lies at other elements than {first}")
 
-    def check_order(self, save: Save, cell: Cell) -> None:
-        """Refuse parameters that lie in another order than the model states list them.
+    def finish(self) -> tuple[str, ...]:
+        """Return what was not compared, when all parameters were read, and check their order.
 
         Tensors of one shape whose masters round alike (new biases) are told apart by nothing else.
 
         Raises:
-            RefusedError: they do, and not by round_robin_gradients.
+            RefusedError: they lie in another order than the model states list them, and not by
+                round_robin_gradients.
         """
-        if save.stage >= 3 or round_robin.is_shuffled(save):
-            return
+        if self.save.stage < 3 and not round_robin.is_shuffled(self.save):
+            for cell in (cell for row in self.save.cells for cell in row if cell.shards):
+                self._check_order(cell)
+        return tuple(f"{len(names)} tensors: {reason}" for reason, names in sorted(self.left_out.items()))
+
+    def _check_order(self, cell: Cell) -> None:
         for g, shapes in enumerate(cell.shapes):
             wanted = [name for name, shape in shapes.items() if numel(shape)]
-            for ranks in save.experts.owners(g, len(cell.shards)):
+            for ranks in self.save.experts.owners(g, len(cell.shards)):
                 held = (
                     (d, start, name)
                     for d in ranks
@@ -91,7 +109,7 @@ class Proof:
                     if n
                 )
                 found = dict.fromkeys(name for _, _, name in sorted(held))
-                for name, other in zip(found, wanted, strict=True):
+                for name, other in zip(found, wanted, strict=False):
                     if name != other:
                         raise RefusedError(
                             f"{cell.shards[ranks[0]].source.path}: {name} of group {g} lies where "
@@ -99,30 +117,24 @@ class Proof:
                             hint="shards may be of two saves; the ZeRO form is kept as it is",
                         )
 
-    def attach(self, save: Save, cell: Cell, parameter: Parameter) -> Parameter:
+    def attach(self, cell: Cell, parameter: Parameter) -> Parameter:
         """Return the parameter with the model's copy of it, where there is one to compare with."""
-        if not parameter.numel:
-            return parameter
-        found = self.why_none or self._find(save, cell, parameter)
+        found = self.why_none or self._find(cell, parameter)
         if isinstance(found, str):
             self.left_out.setdefault(found, set()).add((parameter.name, cell.pp, cell.tp))
             return parameter
         return replace(parameter, weight=found)
 
-    def notes(self) -> tuple[str, ...]:
-        """Return a sentence for each reason."""
-        return tuple(f"{len(names)} tensors: {reason}" for reason, names in sorted(self.left_out.items()))
-
-    def _find(self, save: Save, cell: Cell, parameter: Parameter) -> StateRanges | str:
-        tensors = self._tensors(save, cell, parameter)
+    def _find(self, cell: Cell, parameter: Parameter) -> StateRanges | str:
+        tensors = self._tensors(cell, parameter)
         if not tensors:
             return ELSEWHERE
         master, dtype = parameter.states[0], tensors[0][0].dtype
-        if save.stage >= 3 and all(tensor.numel == 0 for tensor, _ in tensors):
+        if self.save.stage >= 3 and all(tensor.numel == 0 for tensor, _ in tensors):
             return PARTITIONED
         if any(tensor.shape != parameter.shape or tensor.dtype != dtype for tensor, _ in tensors):
             return OTHER
-        if dtype != master.dtype and (master.dtype != "float32" or dtype not in ROUNDED):
+        if (master.dtype, dtype) not in COMPARED:
             return OTHER
         try:
             found = [of_tensor(parameter.name, *held).states[0] for held in tensors]
@@ -131,17 +143,17 @@ class Proof:
         copy = replace(found[0], pieces=tuple(piece for one in found for piece in one.pieces))
         return ITSELF if copy.pieces == master.pieces else copy
 
-    def _tensors(self, save: Save, cell: Cell, parameter: Parameter) -> list[tuple[Tensor, int]]:
+    def _tensors(self, cell: Cell, parameter: Parameter) -> list[tuple[Tensor, int]]:
         """Return the tensor of the model; of experts one for each expert-parallel rank; or none."""
         if self._layers is None:
-            self._layers = _of_layers(save)
+            self._layers = _of_layers(self.save)
         module, name = as_dict(cell.model.root.get("module")), parameter.name
         if not parameter.experts:
             tensor = module.get(name)
             if isinstance(tensor, Tensor):
                 return [(tensor, cell.model.source.index)]
             return [self._layers[cell.tp, name]] if (cell.tp, name) in self._layers else []
-        if save.experts.automatic:
+        if self.save.experts.automatic:
             return []
         names = ExpertNames(n for group in cell.shapes for n in group)
         held = [self._layers.get((cell.tp, names.globally(name, r) or "")) for r in range(parameter.experts)]

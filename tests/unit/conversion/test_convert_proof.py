@@ -16,6 +16,7 @@ from ckptd.conversion.options import ConvertOptions
 from ckptd.errors import RefusedError, UsageError
 from ckptd.formats.torchfile.values import InertDict
 from ckptd.formats.zero import stage12
+from ckptd.formats.zero.proof import Proof
 from tests.support.synthetic import Shapes, write_stage12
 from tests.support.weights import model_states, trained_views
 from tests.unit.formats.zero.test_zero_ranges import survey
@@ -88,6 +89,7 @@ def test_another_order_than_the_model_states_is_refused(tmp_path: Path) -> None:
 
 def test_a_moment_lies_where_its_master_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = survey(saved(tmp_path / "in"))
+    save.prove = Proof(save)
     assert len(list(save.parameters())) == 3
     address = stage12.parameters
 
