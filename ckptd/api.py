@@ -167,16 +167,16 @@ def checkpoints(
     from datetime import UTC, datetime
 
     from ckptd.maintenance.listing import list_remote
-    from ckptd.recover.select.runs import Runs
+    from ckptd.recover.select.runs import RemoteRuns
     from ckptd.recover.select.sources import where_of
 
     where = where_of(os.fspath(job), os.environ, only=remote, config_dir=_path(config_dir))
     with _raising(failures) as failed:
-        sights = list(where.read(say or _silent, failed))
-    if run is not None and sights:
-        runs = Runs(sights)
-        sights = [runs.only(sight, runs.named(run)) for sight in sights]
-    return [list_remote(sight, datetime.now(UTC)) for sight in sights]
+        inventories = list(where.read(say or _silent, failed))
+    if run is not None and inventories:
+        runs = RemoteRuns(inventories)
+        inventories = [runs.only(inventory, runs.named(run)) for inventory in inventories]
+    return [list_remote(inventory, datetime.now(UTC)) for inventory in inventories]
 
 
 @overload
@@ -261,11 +261,11 @@ def verify(
     >>> {row.verdict for row in ckptd.verify("nas/run")[0].commits}
     {'good'}
     """
-    from ckptd.config.quantities import said_of
+    from ckptd.config.remote_names import said_of
     from ckptd.core.model.runs import run_of
     from ckptd.errors import CkptdError
     from ckptd.maintenance.verify import Slice, Verifier
-    from ckptd.recover.select.runs import Runs
+    from ckptd.recover.select.runs import RemoteRuns
     from ckptd.recover.select.sources import where_of
 
     where = where_of(os.fspath(job), os.environ, only=remote, config_dir=_path(config_dir))
@@ -273,19 +273,19 @@ def verify(
     tell = say or _silent
     part = Slice() if read is True else read or None
     with _raising(failures) as failed:
-        sights = list(where.read(tell, failed, is_tolerant=True))
-        runs = Runs(sights)
-        run_id = runs.named(run) if run is not None and sights else None
+        inventories = list(where.read(tell, failed, is_tolerant=True))
+        runs = RemoteRuns(inventories)
+        run_id = runs.named(run) if run is not None and inventories else None
 
         def is_wanted(commit: Commit) -> bool:
             return run_id is None or runs.is_same(run_of(commit, commit.job_id), run_id)
 
-        for sight in sights:
+        for inventory in inventories:
             try:
-                found.append(Verifier(sight, read=part, on_progress=on_progress).run(tag, is_wanted))
+                found.append(Verifier(inventory, read=part, on_progress=on_progress).run(tag, is_wanted))
             except CkptdError as error:
-                failed[sight.name] = error
-                tell(said_of(sight.name, sight.url, str(error)))
+                failed[inventory.name] = error
+                tell(said_of(inventory.name, inventory.url, str(error)))
     return found
 
 

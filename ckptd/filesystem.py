@@ -193,7 +193,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self,
         file: ManifestFile,
         write: Callable[[bytes, int], None],
-        told: Callable[[int], None] | None = None,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         """Read an object in parallel ranges, hand each chunk on with its offset, and compare the whole."""
         from ckptd.recover.fetch import AHEAD, RANGE_BYTES
@@ -210,7 +210,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
         try:
             done, crc = parallel.crc_of(
-                chunks, file.bytes, told or (lambda _: None), at_once=AHEAD, range_bytes=RANGE_BYTES
+                chunks, file.bytes, on_bytes or (lambda _: None), at_once=AHEAD, range_bytes=RANGE_BYTES
             )
         except FileNotFoundError as error:
             msg = f"{file.key} is gone from {self.url}"
@@ -233,12 +233,12 @@ def _committed(url: str, run: str | None) -> tuple[RemoteInventory, dict[str, An
     from ckptd.core.model.generation import order_of
     from ckptd.core.model.manifest import folder_name
     from ckptd.recover.select.inventory import read_remote_inventory
-    from ckptd.recover.select.runs import Runs
+    from ckptd.recover.select.runs import RemoteRuns
     from ckptd.storage.stores.access import access_of
 
     config = remote_from_arguments(url, os.environ)
     remote = read_remote_inventory(config.name, config.url, None, access_of(config))
-    runs = Runs([remote])
+    runs = RemoteRuns([remote])
     run_id = runs.named(run) if run is not None else runs.newest()
     shown = runs.only(remote, run_id) if run_id is not None else remote
     found: dict[str, Any] = {}

@@ -65,6 +65,7 @@ MAY_REMOVE = {
         "prunes with a permit; one folder that a person gave up; holds, derived forms and trash are ours"
     ),
     "observe/logs.py": "its own log, once it is full",
+    "observe/event_log.py": "its own log, once it is full",
     "storage/local/state_dir.py": "the status of a job that waits, out of its user's own place",
     "daemon/resources/reserve.py": "its own reserve for a full disk, and what it tries the room with",
     "storage/local/probe.py": "proves rights on its own temporaries (P19)",
@@ -453,7 +454,7 @@ def test_status_of_a_job_loads_what_it_shows_alone(tmp_path: Path) -> None:
     ("module", "unwanted"),
     [
         (
-            "daemon.bootstrap",
+            "daemon.crash_recovery",
             ("formats", "conversion.weights", "conversion.reader", "recover", "maintenance"),
         ),
         ("storage.child.child", ("core.policy.planner", "conversion", "daemon", "config.schema")),

@@ -196,6 +196,12 @@ def stat_beneath(dir_fd: int, relative: str) -> os.stat_result | None:
         os.close(parent)
 
 
+def is_file(dir_fd: int, name: str) -> bool:
+    """Tell whether a name below a folder is a regular file, and no link."""
+    status = stat_beneath(dir_fd, name)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
 def pread_all(fd: int, *, limit_bytes: int = 64 << 20) -> bytes:
     """Return the whole content of a small file; refuses more than `limit_bytes`."""
     chunks: list[bytes] = []
@@ -214,6 +220,16 @@ def read_beneath(dir_fd: int, relative: str, *, limit_bytes: int = 64 << 20) -> 
     fd = open_beneath(dir_fd, relative)
     try:
         return pread_all(fd, limit_bytes=limit_bytes)
+    finally:
+        os.close(fd)
+
+
+def ends_whole(dir_fd: int, name: str) -> bool:
+    """Tell whether what was written last to a log below `dir_fd` is a whole line, or nothing."""
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        size = os.fstat(fd).st_size
+        return size == 0 or os.pread(fd, 1, size - 1) == b"\n"
     finally:
         os.close(fd)
 

@@ -16,6 +16,8 @@ _RESERVED_END = re.compile(r"(_universal|_weights-.*|\.g\d+|\.a\d+)$")
 _TAG_BYTES = 220
 _ID = re.compile(r"^[A-Za-z0-9._=+-]+$")
 TEMPORARY_PREFIX = ".ckptd-tmp-"
+DESCRIPTION = "ckptd.json"
+"""Document at the root of a form: what it was made from."""
 NAME_BYTES = 255
 """Longest component of a path on every file system that matters."""
 

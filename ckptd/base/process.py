@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ckptd.errors import RemoteUnreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import FrameType
 
 
@@ -28,6 +28,14 @@ SAID_SECONDS = 5.0
 LIMIT_SECONDS = 30.0
 """After this long it counts as unreachable."""
 NOT_ANSWERING = "is the server up? a hard mount waits for ever; see `ckptd check`"
+
+
+def limit_malloc(settings: Mapping[int, int]) -> None:
+    """Set options of malloc, number → value (glibc alone)."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in settings.items():
+            mallopt(option, value)
 
 
 def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:

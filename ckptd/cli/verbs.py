@@ -31,8 +31,10 @@ GROUPS: dict[str, dict[str, Verb]] = {
     },
     "A running daemon": {
         "reload": Verb("daemon.reload", "Let the running daemon read its configuration again"),
+        "plan": Verb("daemon.plan", "Say what retention deletes, keeps and costs"),
         "pause": Verb("daemon.pause", "Stop uploads, conversions and deletions of a job"),
         "drain": Verb("daemon.drain", "Upload what is complete before the node is taken away"),
+        "events": Verb("daemon.events", "Print what happened to a job's checkpoints, by id"),
         "logs": Verb("daemon.logs", "Show what the daemon logged of a job"),
         "wait": Verb("daemon.wait", "Wait until the checkpoint of a step is committed"),
     },

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.config.quantities import url_path
+from ckptd.config.remote_names import url_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -146,5 +146,5 @@ def _unknown(value: str, name: str, environ: Mapping[str, str], where: str) -> C
 
     near = difflib.get_close_matches(name, known, 1)
     msg = f'{where} = "{value}": {{{name}}} means nothing'
-    told = f"did you mean {{{near[0]}}}? " if near else ""
-    return ConfigError(msg, hint=f"{told}{{hostname}}, {{node_name}} and {{SLURM_…}} are filled in")
+    meant = f"did you mean {{{near[0]}}}? " if near else ""
+    return ConfigError(msg, hint=f"{meant}{{hostname}}, {{node_name}} and {{SLURM_…}} are filled in")

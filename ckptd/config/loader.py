@@ -22,10 +22,11 @@ from ckptd.config.commands import default_config_dir, fill_placeholders, job_nam
 from ckptd.config.environment import remote_settings, settings_from_environment
 from ckptd.config.globs import expand_glob, glob_root, is_glob
 from ckptd.config.messages import TYPED, explain
-from ckptd.config.quantities import UNNAMED, check_spelling, url_path
+from ckptd.config.remote_names import UNNAMED, url_path
 from ckptd.config.retention import Retention
 from ckptd.config.schema import DaemonConfig, JobConfig, LocalConfig, RemoteConfig, config_digest
 from ckptd.config.section import Section
+from ckptd.config.values import check_spelling
 from ckptd.errors import CkptdError, ConfigError, NotFoundError, NotPermitted, from_os_error
 
 if TYPE_CHECKING:

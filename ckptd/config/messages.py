@@ -53,12 +53,12 @@ def explain(error: ValidationError, kind: type[Section], data: dict[str, Any], w
     unknown_in = {p["loc"][:-1] for p in problems if p["type"] == "extra_forbidden"}
     problems = [p for p in problems if p["type"] != "missing" or p["loc"][:-1] not in unknown_in]
     named = "" if len(problems) > 1 else where
-    told = [_explained(problem, kind, data, named, is_typed=where == TYPED) for problem in problems]
-    if len(told) == 1:
-        return ConfigError(told[0][0], hint=told[0][1])
-    messages = "; ".join(f"({number}) {message}" for number, (message, _) in enumerate(told, 1))
-    hints = " ".join(f"({number}) {hint}" for number, (_, hint) in enumerate(told, 1) if hint)
-    return ConfigError(f"{where}: {len(told)} mistakes: {messages}", hint=hints)
+    mistakes = [_explained(problem, kind, data, named, is_typed=where == TYPED) for problem in problems]
+    if len(mistakes) == 1:
+        return ConfigError(mistakes[0][0], hint=mistakes[0][1])
+    messages = "; ".join(f"({number}) {message}" for number, (message, _) in enumerate(mistakes, 1))
+    hints = " ".join(f"({number}) {hint}" for number, (_, hint) in enumerate(mistakes, 1) if hint)
+    return ConfigError(f"{where}: {len(mistakes)} mistakes: {messages}", hint=hints)
 
 
 def _explained(

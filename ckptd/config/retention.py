@@ -12,8 +12,9 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from ckptd.config.quantities import Bytes, Count, Seconds, parse_duration, reject
+from ckptd.config.quantities import Bytes, Count, Seconds, parse_duration
 from ckptd.config.section import Section, key
+from ckptd.config.values import reject
 from ckptd.core.policy.retention import GONE, Ephemeral, RetentionPolicy, RungForm, Tier, fullness
 
 _Span = Annotated[Seconds, Field(gt=0)]

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Strict, model_validator
 
-from ckptd.config.quantities import Endpoint, Name, reject
 from ckptd.config.section import Section, holds_secret, is_secret, looks_secret
 from ckptd.config.section import key as _key
+from ckptd.config.values import Endpoint, Name, reject
 
 _CLASSES = (
     *("STANDARD", "STANDARD_IA", "ONEZONE_IA", "INTELLIGENT_TIERING", "GLACIER_IR", "EXPRESS_ONEZONE"),

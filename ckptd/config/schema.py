@@ -17,23 +17,26 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Strict, model_validator
 
-from ckptd.config.quantities import (
-    Bandwidth,
-    Bytes,
-    BytesPerDay,
+from ckptd.config.quantities import Bytes, BytesPerDay, Seconds, Share, ShareOrBytes
+from ckptd.config.remote_names import shown_remote
+from ckptd.config.retention import Retention
+from ckptd.config.s3 import S3Keys
+from ckptd.config.schemes import scheme_of
+from ckptd.config.section import Section, key
+from ckptd.config.section import key as _key
+from ckptd.config.section import required as _required
+from ckptd.config.timetable import Bandwidth, Timetable
+from ckptd.config.values import (
+    AbsoluteDir,
     CompleteWhen,
     Credentials,
+    Endpoint,
     Form,
     LayoutFiles,
     MetricsFile,
     MetricsPlace,
     Name,
     Names,
-    Seconds,
-    Share,
-    ShareOrBytes,
-    StateDir,
-    Timetable,
     Trainer,
     Url,
     check_credentials,
@@ -44,16 +47,9 @@ from ckptd.config.quantities import (
     not_shareable,
     parse_complete_when,
     reject,
-    shown_remote,
 )
-from ckptd.config.retention import Retention
-from ckptd.config.s3 import S3Keys
-from ckptd.config.schemes import scheme_of
-from ckptd.config.section import Section, key
-from ckptd.config.section import key as _key
-from ckptd.config.section import required as _required
 from ckptd.core.model.other_layouts import DeclaredSave
-from ckptd.core.policy.view import Unuploaded
+from ckptd.core.policy.retention import RetentionKeys, Unuploaded
 
 # ---------------------------------------------------------------------------------------------------------
 # `[notify]` of ckptd.toml: who is notified of what and how; URLs that are secrets stay out of the file (P15).
@@ -307,6 +303,12 @@ class JobConfig(Section):
         "which value is better; default: min for names that end in loss, else max",
     )
     node_name: Name | None = _key(None, "node_name", '"node-0"', "this node's name; default: the host name")
+    ready_dir: AbsoluteDir = _key(
+        None,
+        "ready_dir",
+        '"/shared/ready/llama-7b"',
+        "directory that gets TAG.json once a checkpoint is committed in every remote",
+    )
     shared_fs: bool = _key(
         False,
         "shared_fs",
@@ -363,6 +365,8 @@ class JobConfig(Section):
             reject(problem)
         if self.metric is None and any(s.keep_best is not None for s in (self.local, *self.remotes)):
             reject('keep_best compares a metric; name it: metric = "eval_loss"')
+        if self.ready_dir is not None and self.ready_dir.is_relative_to(self.save_dir):
+            reject("ready_dir lies in save_dir, where only the trainer writes; take another directory")
         if self.metric is None and self.metrics_file is not None:
             reject('metrics_file is read for one metric; name it: metric = "eval_loss"')
         return self
@@ -392,6 +396,17 @@ class JobConfig(Section):
             return DeclaredSave(files=files)
         marker, manifest = (when.name if when.kind == kind else "" for kind in ("marker", "manifest"))
         return DeclaredSave(files=files, marker=marker, manifest=manifest, quiet_seconds=when.seconds)
+
+    @property
+    def retention_keys(self) -> RetentionKeys:
+        """Return what the job file says of deletions."""
+        return RetentionKeys(
+            local=self.local.policy,
+            remotes={remote.name: remote.policy for remote in self.remotes},
+            unuploaded=self.unuploaded,
+            metric=self.metric,
+            is_higher_better=self.is_higher_better,
+        )
 
     @property
     def deletes_locally(self) -> bool:
@@ -442,7 +457,7 @@ class DaemonConfig(Section):
     max_uploads: Annotated[int, Field(ge=1, le=64)] = _key(
         4, "max_uploads", "4", "checkpoints uploaded at once, of all jobs to all remotes"
     )
-    state_dir: StateDir = _key(
+    state_dir: AbsoluteDir = _key(
         None, "state_dir", '"/var/lib/ckptd"', "where journal, status.json and audit.jsonl are"
     )
     metrics: MetricsPlace | None = _key(
@@ -452,6 +467,18 @@ class DaemonConfig(Section):
         "a page for Prometheus; or a file for node_exporter: /…/ckptd.prom",
     )
     node_name: Name | None = _key(None, "node_name", '"node-0"', "this node's name; default: the host name")
+    termination: Literal["off", "aws", "gcp", "azure", "auto"] = _key(
+        "off",
+        "termination",
+        '"off"',
+        "drain when the cloud says that it takes this node: aws | gcp | azure | auto",
+    )
+    termination_url: Endpoint | None = _key(
+        None,
+        "termination_url",
+        '"http://127.0.0.1:8111"',
+        "of the metadata service, behind a proxy; default: the clouds' own",
+    )
     notify: NotifyConfig = Field(default_factory=NotifyConfig)
 
     def memory_budget_bytes(self, total_memory_bytes: int) -> int:

@@ -65,7 +65,6 @@ class ConvertOptions:
     reserve_bytes: int = 0
     """Refuse or stop when the write would leave less free than this; clones cost almost nothing."""
     strict: bool = True
-    inject_missing_state: bool = False
     low_priority: bool = True
     write_latest: bool = False
     """Write `latest_universal` beside the destination (the stock converter does; never for weights)."""

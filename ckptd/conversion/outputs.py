@@ -122,7 +122,6 @@ class Outputs:
 
 # --- ckptd.json: what a form is made of, at its root --------------------------------------------------
 
-NAME = "ckptd.json"
 MADE_BY: Mapping[str, Any] = {"format": "1.0", "ckptd_version": ckptd.__version__}
 
 

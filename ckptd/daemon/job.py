@@ -13,40 +13,33 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptd.base.owned_dirs import path_of
 from ckptd.config.commands import node_name
 from ckptd.config.schema import config_digest
+from ckptd.core.model.listing import OURS
 from ckptd.daemon.actions.control import Control
 from ckptd.daemon.actions.executor import PlanExecutor
 from ckptd.daemon.actions.local import LocalActions
-from ckptd.daemon.bootstrap import (
-    check_device,
-    close_save_dir,
-    is_still,
-    make_state,
-    must_wait,
-    node_id_of,
-    on_attached,
-    open_job,
-    prior_state,
-    recover,
-    remote_settings,
-)
+from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.daemon.health.checks import is_at_rest, notice_gone, report_problems
 from ckptd.daemon.health.drain import drain_view
 from ckptd.daemon.health.removal import removal_view
 from ckptd.daemon.heartbeat import heartbeat_of
 from ckptd.daemon.idle import RESCAN_SECONDS, IdlePolicy
-from ckptd.daemon.intake.initial_scan import InitialScan
+from ckptd.daemon.intake.initial_scan import InitialScan, beginning
 from ckptd.daemon.intake.known_saves import KnownSaves
-from ckptd.daemon.intake.runs import Runs
+from ckptd.daemon.intake.listing import list_save_dir
+from ckptd.daemon.intake.runs import JobRuns
 from ckptd.daemon.intake.sealer import Sealer
-from ckptd.daemon.intake.symlinked import look
+from ckptd.daemon.node_id import node_id_of
 from ckptd.daemon.resources.disk_yield import SaveDetector
+from ckptd.daemon.save_dir_lock import close_save_dir, is_still, open_job
 from ckptd.daemon.state.permissions import DeletionRights
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.state.view_builder import build_view, folders_to_watch, planned
 from ckptd.daemon.supervisor import JobSupervisor
+from ckptd.daemon.uploads.attachment import on_attached, remote_settings
 from ckptd.daemon.uploads.peers import Peers
 from ckptd.daemon.uploads.scrub import Scrubber
 from ckptd.daemon.uploads.session import RemoteSession
@@ -56,8 +49,14 @@ from ckptd.observe import logs
 from ckptd.observe.audit import Audit
 from ckptd.recover.select.job import owner_of, settings_to_ask
 from ckptd.storage.journal.journal import Journal
+from ckptd.storage.local.fs import ensure_ours
 from ckptd.storage.local.planned_uploads import planned_uploads
-from ckptd.storage.local.state_dir import is_default_state, remember_job
+from ckptd.storage.local.state_dir import (
+    awaits_checkpoint,
+    is_default_state,
+    prepare_state_dir,
+    remember_job,
+)
 from ckptd.storage.local.watch import Watcher
 
 if TYPE_CHECKING:
@@ -206,14 +205,14 @@ class Job:
         digest = config_digest(self.config)
         state = JobState(
             journal,
-            digest,
-            required,
+            config_digest=digest,
+            required=required,
             problems=self.problems,
             audit=self.audit,
             is_shared=self.config.shared_fs,
         )
         state.load()
-        check_device(self, state, save_dir_fd)
+        self._check_device(state, save_dir_fd)
         known = (journal.meta(f"job_id:{remote.name}") for remote in self.config.remotes)
         self.job_id = next((job_id for job_id in known if job_id is not None), None)
         # the state directory of save_dir's own kind lies inside save_dir
@@ -222,18 +221,41 @@ class Job:
             settings = remote_settings(
                 self.config, remote, journal, node=self.node, node_id=node_id, apart_from=apart_from
             )
-            heard = on_attached(self, remote.name)
+            heard = on_attached(
+                remote.name,
+                self.sessions,
+                state,
+                is_shared=self.config.shared_fs,
+                learn_job_id=self.learn_job_id,
+                wake=self.wake,
+            )
             own = (settings, self.problems, self.supervisor.post, heard, self.wake)
             self.sessions[remote.name] = RemoteSession(*own, remote.bandwidth, self._limits.child_slots)
         self._connect(state, node_id, save_dir_fd)
         return state
+
+    def _check_device(self, state: JobState, save_dir_fd: int) -> None:
+        """Report another device than before: perhaps the NVMe is not mounted; nothing is deleted (H30)."""
+        device = str(os.fstat(save_dir_fd).st_dev)
+        known = state.journal.meta("device")
+        if known is None:
+            state.journal.set_meta("device", device)
+        if known in (None, device):
+            self.problems.clear("device-changed", str(self.config.save_dir))
+        else:
+            self.problems.put(
+                "device-changed",
+                str(self.config.save_dir),
+                f"{self.config.save_dir} lies on another file system than before; nothing is deleted",
+                "is the NVMe mounted? if this is meant, delete the journal in the state directory",
+            )
 
     def _connect(self, state: JobState, node_id: str, save_dir_fd: int) -> None:
         """Make what acts on the state, each with all that it needs."""
         config, sessions = self.config, self.sessions
         heartbeat = partial(heartbeat_of, self, node_id)
         ours = (self.node, node_id)
-        self.runs = Runs(config, state, sessions, save_dir_fd, ours, heartbeat, self.wake)
+        self.runs = JobRuns(config, state, sessions, save_dir_fd, ours, heartbeat, self.wake)
         shared_lease = SharedDirLease(config) if config.shared_fs else None
         self.peers = Peers(
             state,
@@ -251,7 +273,13 @@ class Job:
             self.state_dir,
             sessions,
             self.node,
-            prior_state(config, state.journal, self.state_dir, save_dir_fd, self._initial_scan.tags),
+            beginning(
+                state.journal,
+                str(config.save_dir),
+                os.fstat(save_dir_fd).st_ino,
+                self._initial_scan.tags,
+                holds_state=is_default_state(self.state_dir, config.save_dir),
+            ),
             config.save_spread_seconds,
             {remote.name: remote.forms for remote in config.remotes},
             self.wake,
@@ -280,6 +308,7 @@ class Job:
         rests = (
             state.is_first_scan
             or self.control.is_resting
+            or not self.control.may_act
             or (shared_lease is not None and not shared_lease.holds())
         )
         self.uploads.deleter.finish_interrupted(rests=rests)
@@ -375,21 +404,21 @@ class Job:
         if not self._still_stands(save_dir_fd, now_seconds):
             return
         before = self.state.folders.listing if self.state else None
-        listing = look(self.config, self.problems, before, save_dir_fd)
+        listing = list_save_dir(self.config, self.problems, before, save_dir_fd)
         self.disk_yield.join(self, listing.device, self._pace)
-        if self._initial_scan.look(listing):
+        if self._initial_scan.record_first_listing(listing):
             count = len(listing.folders)
             there = f"{count} checkpoint{'' if count == 1 else 's'}"
             log.info("watching %s: %s there", self.config.save_dir, there)
-            for told in planned_uploads(self.config, listing, self.state_dir):
-                log.info("%s: %s%s", told.what, told.text, f"; {told.hint}" if told.hint else "")
+            for finding in planned_uploads(self.config, listing, self.state_dir):
+                log.info("%s: %s%s", finding.what, finding.text, f"; {finding.hint}" if finding.hint else "")
         if self.state is None:
             self.disk_yield.set_saving(self, is_saving=False)
-            if not listing.folders and must_wait(self.state_dir, self.config.save_dir):
+            if not listing.folders and awaits_checkpoint(self.state_dir, self.config.save_dir):
                 self._try_remotes(now_seconds)
                 self.supervisor.works()
                 return
-            recover(self._activate(save_dir_fd), save_dir_fd, self.audit)
+            finish_after_crash(self._activate(save_dir_fd), save_dir_fd, self.audit)
             self.needs_turn = True
             return
         state = self.state
@@ -403,11 +432,11 @@ class Job:
         has_news |= self.control.refresh(self.state_dir) | self.executor.scrub(
             is_wanted=not self.control.is_resting
         )
-        is_asked |= self.sealer.is_due(now_seconds) or self.control.removal is not None
+        is_asked |= self.sealer.is_due(now_seconds) or self.control.awaits_answer
         if self.idle.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
             return
         self.plans += 1
-        self.sealer.look(listing, save_dir_fd, now_seconds)
+        self.sealer.judge_and_seal(listing, save_dir_fd, now_seconds)
         self.known_saves.adopt()
         self.known_saves.turn_of_runs()
         notice_gone(self, state)
@@ -445,7 +474,8 @@ class Job:
         self.supervisor.reserve.keep(self.state_dir, save_dir_fd, self.view.disk)
         plan = planned(self.view)
         state.set_plan(plan)
-        self.executor.execute(plan, save_dir_fd, self.view.disk.reserve_bytes)
+        if self.control.may_act:
+            self.executor.execute(plan, save_dir_fd, self.view.disk.reserve_bytes)
 
     def _still_stands(self, save_dir_fd: int, now_seconds: float) -> bool:
         """False: save_dir is another directory now, or gone (no file event tells); start over with that."""
@@ -490,3 +520,13 @@ class Job:
         if self._fd is not None:
             close_save_dir(self._fd, self._lock)
             self._fd = None
+
+
+def make_state(state_dir: Path, save_dir: Path, save_dir_fd: int) -> Path:
+    """Create the state directory; where ours lies is known only when the first checkpoint is there."""
+    inside = f"{OURS}/state"
+    if state_dir == save_dir / inside:
+        os.close(ensure_ours(save_dir_fd, inside))
+        return path_of(save_dir, inside)
+    prepare_state_dir(state_dir)
+    return state_dir

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from ckptd.config.budget import child_bytes
 from ckptd.config.commands import node_name
-from ckptd.daemon.bootstrap import await_matches, may_open_now
 from ckptd.daemon.health.checks import exit_code, is_idle
 from ckptd.daemon.health.drain import (
     drain_code,
@@ -28,18 +27,20 @@ from ckptd.daemon.health.drain import (
 )
 from ckptd.daemon.health.exporter import Exporter
 from ckptd.daemon.health.notify import Notifier
+from ckptd.daemon.health.termination import TerminationNotices
 from ckptd.daemon.heartbeat import send_final
 from ckptd.daemon.job import Job
 from ckptd.daemon.publisher import PROGRESS_SECONDS, Invalid, Publisher, Reloaded
 from ckptd.daemon.resources.limits import HostLimits, give_back, keep_small
 from ckptd.daemon.resources.workers import Workers
+from ckptd.daemon.save_dir_lock import may_open_now
 from ckptd.daemon.supervisor import report_internal_error
-from ckptd.daemon.systemd import Service
+from ckptd.daemon.systemd import SystemdNotifier
 from ckptd.daemon.uploads.session import STILL_SECONDS
 from ckptd.errors import CkptdError, ConfigError, LockHeld, from_os_error
 from ckptd.observe.logs import job_lines
 from ckptd.observe.status import not_waited_for
-from ckptd.storage.local.state_dir import state_dir_of
+from ckptd.storage.local.state_dir import state_base, state_dir_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -79,10 +80,11 @@ class Daemon:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._deadline: float | None = None
-        self._service = Service(environ)
+        self._service = SystemdNotifier(environ)
         self._reloaded = Reloaded()
         self._notifier = Notifier(loaded.daemon.notify, loaded.daemon.node_name or node_name(os.environ))
         self._exporter = Exporter(loaded.daemon.metrics)
+        self._termination = TerminationNotices(loaded.daemon, self._queue.put, lambda: self.jobs)
         self._publisher = Publisher(self._notifier, self._exporter)
         self._is_at_rest = False
         self._globbed_at = time.monotonic()
@@ -114,6 +116,7 @@ class Daemon:
             is_in_order = True
         finally:
             self._service.stopping()
+            self._termination.close()
             # before the last heartbeats, whose answers ask for turns that nobody takes any more
             code = self._exit_code()
             self._publish(alive=False, is_urgent=True)
@@ -121,6 +124,7 @@ class Daemon:
                 send_final(
                     self.jobs, self._queue, self._call, self._limits.child_slots.settle, self._on_reload
                 )
+            self._publisher.close()
             self._notifier.close()
             self._exporter.close()
             self._workers.stop()
@@ -137,7 +141,7 @@ class Daemon:
     def _open_jobs(self) -> None:
         for path, error in self._loaded.problems:
             self.invalid.append(Invalid(path.stem, str(path), error, time.time()))
-        await_matches(self._loaded, self._environ)
+        _await_matches(self._loaded, self._environ)
         for config in self._loaded.jobs:
             self._open_job(config)
         runs = bool(self.jobs) or self._loaded.has_globs
@@ -176,11 +180,12 @@ class Daemon:
             )
             job.open()
         except (CkptdError, OSError) as error:
-            told = error if isinstance(error, CkptdError) else from_os_error(error, str(config.save_dir))
+            refusal = error if isinstance(error, CkptdError) else from_os_error(error, str(config.save_dir))
             since = before.since_unix_seconds if before is not None else time.time()
-            self.invalid.append(Invalid(config.name, str(config.save_dir), told, since))
+            self.invalid.append(Invalid(config.name, str(config.save_dir), refusal, since))
         else:
             self.jobs.append(job)
+            self._termination.apply_to(job)
             if job.phase == "waiting":
                 with job_lines(config.name):
                     log.info("%s does not exist yet: ckptd waits for it", config.save_dir)
@@ -219,6 +224,7 @@ class Daemon:
         self._limits.change(loaded.daemon)
         self._notifier.change(loaded.daemon.notify)
         self._exporter.change(loaded.daemon.metrics)
+        self._termination.change(loaded.daemon)
         before = {one.save_dir: one for one in self.invalid}
         self.invalid = self._still_invalid(found)
         closed = [job for job in self.jobs if job.config.save_dir in found.close]
@@ -404,6 +410,19 @@ class Daemon:
             if code in codes:
                 return code
         return max(codes, default=0)
+
+
+def _await_matches(loaded: LoadedConfig, environ: Mapping[str, str]) -> None:
+    """Refuse a start whose globs may bring jobs later that have no place for their state, and nobody to tell
+    of them.
+
+    Raises:
+        ConfigError: there is none; the first that comes beside another would stop both.
+    """
+    if loaded.has_globs:
+        state_base(loaded.daemon.state_dir, environ, loaded.jobs_in_daemon)
+    for pattern in loaded.unmatched:
+        log.info("no directory matches %s yet; each that appears becomes a job", pattern)
 
 
 def _log_invalid(one: Invalid) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -21,16 +22,17 @@ from pydantic import TypeAdapter
 from ckptd import __version__
 from ckptd.base import files
 from ckptd.base.owned_dirs import lies_in_ours, opened_ours
-from ckptd.daemon.bootstrap import must_wait
+from ckptd.daemon.health.ready_files import ReadyFiles
 from ckptd.daemon.health.status import job_status, problems_of
 from ckptd.daemon.resources.limits import tree_bytes
 from ckptd.daemon.resources.reserve import FULL
 from ckptd.daemon.supervisor import report_internal_error
 from ckptd.daemon.systemd import start_command
-from ckptd.errors import CkptdError, LockHeld
+from ckptd.errors import CkptdError, LockHeld, from_os_error
 from ckptd.observe import status as st
+from ckptd.observe.event_log import EventLog
 from ckptd.observe.status import pid_space
-from ckptd.storage.local.state_dir import drop_status, prepare_state_dir, private_place
+from ckptd.storage.local.state_dir import awaits_checkpoint, drop_status, prepare_state_dir, private_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,6 +96,8 @@ class Publisher:
         self._parts: dict[Job, _Part] = {}
         self._waiting: dict[Job, Path] = {}
         """Job without a checkpoint → where its status is written."""
+        self._event_logs: dict[Job, EventLog] = {}
+        self._ready_files: dict[Job, ReadyFiles] = {}
         self._broken: list[st.JobStatus] = []
         self._header: object = None
         self._budget_bytes = 0
@@ -141,8 +145,16 @@ class Publisher:
         self._notifier.turn([*statuses, *broken])
         return "; ".join([*said, *(f"{status.name}: {status.state}" for status in broken)])
 
+    def close(self) -> None:
+        """Let what other threads write be written, for a moment."""
+        for ready in self._ready_files.values():
+            ready.close()
+
     def retract(self, job: Job, why: Invalid | None = None) -> None:
         """A job that ends here is not told of any more, or only why it does not run."""
+        self._event_logs.pop(job, None)
+        if (ready := self._ready_files.pop(job, None)) is not None:
+            ready.close(0.0)
         if job.state is not None:
             daemon = self._daemon(time.monotonic(), Reloaded(), self._budget_bytes, alive=True)
             self._write(job, _document(daemon, [_text(_invalid_status(why))] if why else []))
@@ -159,10 +171,34 @@ class Publisher:
         if age >= AGES_SECONDS or (is_changed and age >= PROGRESS_SECONDS):
             status = _status(job, old.status if old is not None else None)
             self._notifier.see(status)
+            self._record(job, status)
             self._parts[job] = _Part(key, _text(status), status, now)
             is_changed = is_moving
         self.has_unsaid = self.has_unsaid or is_changed
         return self._parts[job]
+
+    def _record(self, job: Job, status: st.JobStatus) -> None:
+        """Write the events of a job that has a state directory, and its files of `ready_dir`."""
+        if job.state is None:
+            return
+        try:
+            self._event_logs.setdefault(job, EventLog(job.state_dir)).see(status)
+            job.problems.clear("events-unwritten", "")
+        except (OSError, CkptdError) as error:
+            told = error if isinstance(error, CkptdError) else from_os_error(error, str(job.state_dir))
+            text = f"events cannot be written: {told.message}"
+            job.problems.put("events-unwritten", "", text, told.hint or "they are written once that works")
+        if job.config.ready_dir is None:
+            return
+        if job not in self._ready_files:
+            self._ready_files[job] = ReadyFiles(job.config, job.config.ready_dir)
+        ready = self._ready_files[job]
+        ready.see(status)
+        if (failure := ready.failure) is None:
+            job.problems.clear("ready-dir-unwritten", "")
+        else:
+            hint = f"mkdir -p {shlex.quote(str(job.config.ready_dir))}; it is tried again every 10 s"
+            job.problems.put("ready-dir-unwritten", "", failure.message, hint)
 
     def _daemon(
         self, now: float, reloaded: Reloaded, memory_budget_bytes: int, *, alive: bool
@@ -203,7 +239,7 @@ class Publisher:
         While nothing of ours may lie in save_dir (P11: none before the first checkpoint), or its disk takes
         nothing, the document lies in the user's own place.
         """
-        if job.state is not None or not must_wait(job.state_dir, job.config.save_dir):
+        if job.state is not None or not awaits_checkpoint(job.state_dir, job.config.save_dir):
             if self._written(job, document):
                 if job in self._waiting:
                     drop_status(self._waiting.pop(job), st.FILE_NAME)

@@ -68,13 +68,13 @@ class JobSupervisor:
             with logs.job_lines(self._job.config.name):
                 call()
         except (StorageError, NotPermitted, OSError, RuntimeError) as error:
-            told = error if isinstance(error, CkptdError) else _in_words(error)
-            if told is None:
+            refusal = error if isinstance(error, CkptdError) else _in_words(error)
+            if refusal is None:
                 raise
             if self._is_patient:
-                self._begin_again(told)
+                self._begin_again(refusal)
             else:
-                self._ending = told
+                self._ending = refusal
                 self._job.wake()
 
     def post(self, call: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-class Service:
+class SystemdNotifier:
     """Notifications to $NOTIFY_SOCKET; without one every call does nothing."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:

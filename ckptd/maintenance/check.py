@@ -22,7 +22,7 @@ from ckptd.base.humanize import ago, size_of
 from ckptd.base.owned_dirs import lies_in_save_dir
 from ckptd.config.budget import MIB, child_bytes, divide, shortage
 from ckptd.config.commands import node_name
-from ckptd.config.quantities import shown_remote
+from ckptd.config.remote_names import shown_remote
 from ckptd.conversion.engine.inspect import probe_restrictions
 from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import short
@@ -44,8 +44,8 @@ from ckptd.storage.local.run_file import host_name
 from ckptd.storage.local.scan import scan
 from ckptd.storage.local.state_dir import filesystem_type, is_network, state_base, state_dir_of
 from ckptd.storage.remote.attach import NEXT_STEP, are_one, one_place
-from ckptd.storage.remote.coordination import NEXT_STEP as IS_OWN_RUN
-from ckptd.storage.remote.coordination import other_writers
+from ckptd.storage.remote.heartbeats import NEXT_STEP as IS_OWN_RUN
+from ckptd.storage.remote.heartbeats import other_writers
 from ckptd.storage.stores.access import access_of, credentials_path
 from ckptd.storage.stores.open import is_s3
 

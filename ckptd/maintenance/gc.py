@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from ckptd.base import files
 from ckptd.base.humanize import ago, size_of
+from ckptd.base.names import DESCRIPTION
 from ckptd.base.owned_dirs import lock, opened_ours
 from ckptd.config.commands import command_for
 from ckptd.conversion.engine.inspect import inspect_files
@@ -34,9 +35,8 @@ from ckptd.core.model.save import SealedSave
 from ckptd.errors import CkptdError, LockHeld, NotFoundError, RefusedError, StorageError
 from ckptd.recover.execute import one_at_a_time
 from ckptd.recover.files import FETCHED, damage_in, opened_save_dir, why_busy
-from ckptd.recover.select.copies import DESCRIPTION
 from ckptd.recover.select.job import journal_rows
-from ckptd.recover.select.runs import Runs, alive
+from ckptd.recover.select.runs import RemoteRuns, alive
 from ckptd.recover.select.steps import DERIVED_UNIVERSAL
 from ckptd.storage.child.apart import open_apart
 from ckptd.storage.journal.journal import Journal
@@ -44,8 +44,8 @@ from ckptd.storage.local import clones, fs
 from ckptd.storage.local.fs import remove_incomplete
 from ckptd.storage.local.scan import scan_folder
 from ckptd.storage.local.state_dir import read_node_id
-from ckptd.storage.remote.coordination import remove_stale_temporaries, stale_temporaries
 from ckptd.storage.remote.garbage import Garbage, carry_out, find, remove_run, remove_unlisted
+from ckptd.storage.remote.heartbeats import remove_stale_temporaries, stale_temporaries
 from ckptd.storage.remote.repair import compare, lapse, leases_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ _GIVEN_UP = (State.INCOMPLETE, State.TORN_RESAVE, State.LEFTOVER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Removal:
+class CollectedItem:
     """One thing that goes, or would. `where`: `here` or a remote; bytes as far as they are known."""
 
     where: str
@@ -86,14 +86,14 @@ class Collector:
         self._audit = audit
         self._say = say
         self._dry_run = dry_run
-        self.removed: list[Removal] = []
+        self.removed: list[CollectedItem] = []
         self._ended: dict[str, tuple[Collected, tuple[Sent, ...]]] = {}
         """Remote → what was found there, and the objects that this node uploaded in vain."""
 
     # --- remotes ---------------------------------------------------------------------------------------
 
     def remote(
-        self, sight: RemoteInventory, unfinished: Unfinished | None, state_dir: Path | None = None
+        self, inventory: RemoteInventory, unfinished: Unfinished | None, state_dir: Path | None = None
     ) -> None:
         """Finish removals, remove what is provably nobody's, abort what a killed repair left.
 
@@ -102,30 +102,30 @@ class Collector:
         Raises:
             RefusedError: a document cannot be read; nothing was removed.
         """
-        store, identity = sight.store, sight.observation.identity
+        store, identity = inventory.store, inventory.observation.identity
         found = find(store, identity)
         for stone, size in found.retiring:
             if self._dry_run:
                 why = f"a removal that was cut short ({stone.reason})"
-                self._add(sight.name, f"{stone.tag} ({stone.form})", size, why)
+                self._add(inventory.name, f"{stone.tag} ({stone.form})", size, why)
         if self._dry_run:
             for one in found.objects:
-                self._add(sight.name, one.key, one.bytes, one.why)
+                self._add(inventory.name, one.key, one.bytes, one.why)
         else:
-            carry_out(store, identity, found, lambda one: self._gone(sight.name, one))
-        for key, token in unfinished.of(sight.name) if unfinished is not None else ():
-            self._add(sight.name, f"an upload of {key}", 0, "a repair was killed")
+            carry_out(store, identity, found, lambda one: self._gone(inventory.name, one))
+        for key, token in unfinished.of(inventory.name) if unfinished is not None else ():
+            self._add(inventory.name, f"an upload of {key}", 0, "a repair was killed")
             if not self._dry_run and unfinished is not None:
                 store.discard(key, token)
-                unfinished.note(sight.name, key, "")
+                unfinished.note(inventory.name, key, "")
         if found.spares:
             self._say(
-                f"{sight.name}: {found.spares} spare objects stay, what they stand for is not right: a "
+                f"{inventory.name}: {found.spares} spare objects stay, what they stand for is not right: a "
                 "repair is at work or was killed; `ckptd verify --repair` goes on"
             )
-        self._unlisted(sight, found, sent_to(state_dir, sight.name))
+        self._unlisted(inventory, found, sent_to(state_dir, inventory.name))
 
-    def _unlisted(self, sight: RemoteInventory, found: Collected, sent: Sequence[Sent]) -> None:
+    def _unlisted(self, inventory: RemoteInventory, found: Collected, sent: Sequence[Sent]) -> None:
         """Say whose the objects are that nobody lists; what is left of ended uploads goes later (`node`)."""
         left = dict(found.unlisted)
         ours = [one for one in sent if one.is_whole and left.get(one.key) == one.bytes]
@@ -137,24 +137,24 @@ class Collector:
         if under_way:
             tags = ", ".join(sorted({one.tag for one in under_way.values()}))
             self._say(
-                f"{sight.name}: {_counted(under_way, found)} are of this node's uploads that are not "
+                f"{inventory.name}: {_counted(under_way, found)} are of this node's uploads that are not "
                 f"finished ({tags}); its daemon goes on with them"
             )
         if ended:
-            self._ended[sight.name] = (found, tuple(ended.values()))
+            self._ended[inventory.name] = (found, tuple(ended.values()))
         if left:
             self._say(
-                f"{sight.name}: {_counted(left, found)} are in no manifest, and this node did not send them "
-                "as far as it knows; they stay. `ckptd gc JOB` on the node that did knows more"
+                f"{inventory.name}: {_counted(left, found)} are in no manifest, and this node did not send "
+                "them as far as it knows; they stay. `ckptd gc JOB` on the node that did knows more"
             )
 
-    def gone(self, sight: RemoteInventory, node: str) -> None:
+    def gone(self, inventory: RemoteInventory, node: str) -> None:
         """Remove the leases of a node that will not come back, once what it was replacing is compared.
 
         Raises:
             RefusedError: another node is at work on what is wrong.
         """
-        store, identity = sight.store, sight.observation.identity
+        store, identity = inventory.store, inventory.observation.identity
         found = leases_of(store, node)
         for key, where in found:
             held = compare(store, key, where, node)
@@ -163,50 +163,50 @@ class Collector:
             def done(name: str, size: int, held: BlockingLease = held) -> None:
                 is_lease = name == held.key
                 why = f"{node} is gone" if is_lease else "not what its manifest lists; it is sent again"
-                self._gone(sight.name, _garbage(name, size, why, held))
+                self._gone(inventory.name, _garbage(name, size, why, held))
 
             if self._dry_run:
                 for name, size in held.wrong or ((key, 0),):
-                    self._add(sight.name, name, size, f"{node} is gone ({tag}, {form})")
+                    self._add(inventory.name, name, size, f"{node} is gone ({tag}, {form})")
             else:
                 lapse(store, identity, held, done)
             if held.wrong:
                 self._say(
-                    f"{sight.name}: {len(held.wrong)} objects of {tag} (generation {generation}, {form}) are "
-                    f"not what manifests list; call it again when their nodes have sent them anew"
+                    f"{inventory.name}: {len(held.wrong)} objects of {tag} (generation {generation}, {form}) "
+                    "are not what manifests list; call it again when their nodes have sent them anew"
                 )
         if not found:
-            self._say(f"{sight.name}: no lease of a node {node!r} holds up anything")
+            self._say(f"{inventory.name}: no lease of a node {node!r} holds up anything")
 
-    def run(self, sight: RemoteInventory, run_id: str) -> None:
+    def run(self, inventory: RemoteInventory, run_id: str) -> None:
         """Remove all that one run committed there, which is neither the newest nor saved by anybody now.
 
         Raises:
             LockHeld: somebody saves it (75). RefusedError: it is the newest there (65).
         """
-        runs = Runs([sight])
+        runs = RemoteRuns([inventory])
         view = runs.view(run_id)
         if view is None or not view.checkpoints:
             return
         if view.is_newest:
-            msg = f"{view.words} is the newest in {sight.name}: its checkpoints stay"
+            msg = f"{view.words} is the newest in {inventory.name}: its checkpoints stay"
             raise RefusedError(msg, hint="only earlier runs are removed by name; see `ckptd list`")
-        beat = alive(sight, run_id)
+        beat = alive(inventory, run_id)
         if beat is not None:
             msg = f"{view.words} is saved now, by node {beat.node} ({ago(beat.seconds_ago or 0.0)} ago)"
             raise LockHeld(msg, hint=f"stop that daemon; one that is gone counts for {ago(DEAD_SECONDS)}")
-        commits = runs.only(sight, run_id).commits
+        commits = runs.only(inventory, run_id).commits
         if self._dry_run:
             for one in commits:
                 folder, size = one.commit.folder, one.commit.bytes
-                self._add(sight.name, f"{folder} ({one.commit.form})", size, f"of run {short(run_id)}")
+                self._add(inventory.name, f"{folder} ({one.commit.form})", size, f"of run {short(run_id)}")
             return
         remove_run(
-            sight.store,
-            sight.observation.identity,
+            inventory.store,
+            inventory.observation.identity,
             commits,
-            lambda one: self._gone(sight.name, one),
-            lambda error: self._say(f"{sight.name}: {error}"),
+            lambda one: self._gone(inventory.name, one),
+            lambda error: self._say(f"{inventory.name}: {error}"),
         )
 
     def conversion(self, url: str, store: Store) -> bool:
@@ -241,7 +241,7 @@ class Collector:
 
     # --- the node --------------------------------------------------------------------------------------
 
-    def node(self, job: JobConfig, sights: Sequence[RemoteInventory], state_dir: Path | None) -> None:
+    def node(self, job: JobConfig, inventories: Sequence[RemoteInventory], state_dir: Path | None) -> None:
         """Collect trash and staging of ours, uploads in the journal: only where no daemon is at work."""
         with _opened(job) as fd:
             if fd is None:
@@ -259,7 +259,7 @@ class Collector:
                 for folder in (fs.STAGING, DERIVED_UNIVERSAL):
                     self._half_made(fd, folder)
             if state_dir is not None and (state_dir / "journal.db").exists():
-                self._uploads(sights, state_dir)
+                self._uploads(inventories, state_dir)
 
     def _trash(self, fd: int) -> None:
         """Collect the trash: all of it is measured before any is removed."""
@@ -291,38 +291,38 @@ class Collector:
             if self._dry_run or fs.remove_idle(fd, folder, name):
                 self._noted(f"{folder}/{name}", size, "left by a conversion that was killed")
 
-    def _uploads(self, sights: Sequence[RemoteInventory], state_dir: Path) -> None:
+    def _uploads(self, inventories: Sequence[RemoteInventory], state_dir: Path) -> None:
         """Collect uploads that killed or ended work of this node left in remotes, under its id."""
         with opened_ours(state_dir) as fd:
             node_id = read_node_id(fd) or ""
         journal = Journal(state_dir / "journal.db")
         try:
-            for sight in sights:
-                store = open_apart(sight.name, sight.url, sight.access, owner=node_id)
-                left = journal.leftovers(sight.name)
+            for inventory in inventories:
+                store = open_apart(inventory.name, inventory.url, inventory.access, owner=node_id)
+                left = journal.leftovers(inventory.name)
                 for key, token in left:
-                    half = getattr(store, "partial_bytes", lambda _: 0)(key)
-                    self._add(sight.name, f"an upload of {key}", half, "of an attempt that ended")
+                    half = store.partial_bytes(key)
+                    self._add(inventory.name, f"an upload of {key}", half, "of an attempt that ended")
                     if not self._dry_run:
                         store.discard(key, token)
                 if left and not self._dry_run:
-                    journal.forget_leftovers(sight.name, left)
+                    journal.forget_leftovers(inventory.name, left)
                 for info in (stale_temporaries if self._dry_run else remove_stale_temporaries)(store):
                     self._add(
-                        sight.name, info.key, info.bytes, "left by a process of this node that was killed"
+                        inventory.name, info.key, info.bytes, "left by a process of this node that was killed"
                     )
                 if node_id:
-                    self._sent_in_vain(sight, node_id)
+                    self._sent_in_vain(inventory, node_id)
         finally:
             journal.close()
 
-    def _sent_in_vain(self, sight: RemoteInventory, node_id: str) -> None:
+    def _sent_in_vain(self, inventory: RemoteInventory, node_id: str) -> None:
         """Collect whole objects of uploads that ended before a manifest listed them; their source is gone
         here.
         """
-        if sight.name not in self._ended:
+        if inventory.name not in self._ended:
             return
-        found, ended = self._ended.pop(sight.name)
+        found, ended = self._ended.pop(inventory.name)
         rows = {
             one.key: Garbage(
                 key=one.key, bytes=one.bytes, why="sent by this node; its checkpoint is gone here"
@@ -331,19 +331,19 @@ class Collector:
         }
         if self._dry_run:
             for row in rows.values():
-                self._add(sight.name, row.key, row.bytes, row.why)
+                self._add(inventory.name, row.key, row.bytes, row.why)
             return
         try:
             remove_unlisted(
-                sight.store,
-                sight.observation.identity,
+                inventory.store,
+                inventory.observation.identity,
                 found,
                 sorted(rows),
                 node_id,
-                lambda key: self._gone(sight.name, rows[key]),
+                lambda key: self._gone(inventory.name, rows[key]),
             )
         except RefusedError as error:
-            self._say(f"{sight.name}: {_counted(rows, found)} that this node sent stay: {error}")
+            self._say(f"{inventory.name}: {_counted(rows, found)} that this node sent stay: {error}")
 
     def aside(self, job: JobConfig) -> None:
         """Collect what `resume`, `restore` and repairs moved aside: kept until a person asks for this."""
@@ -432,7 +432,7 @@ class Collector:
     # --- telling ---------------------------------------------------------------------------------------
 
     def _add(self, where: str, what: str, size: int, why: str) -> None:
-        self.removed.append(Removal(where=where, what=what, bytes=size, why=why))
+        self.removed.append(CollectedItem(where=where, what=what, bytes=size, why=why))
 
     def _noted(self, what: str, size: int, why: str) -> None:
         self._add(HERE, what, size, why)

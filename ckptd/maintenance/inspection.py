@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import stat
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Literal
 from ckptd.base import files
 from ckptd.base.humanize import in_columns, printable, size_of
 from ckptd.base.identity import Model
+from ckptd.base.names import DESCRIPTION
 from ckptd.base.owned_dirs import list_dir
 from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.conversion.weights import ADAPTER_FILE, read_names
@@ -25,13 +25,14 @@ from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, judge
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.layouts import Grid, Role
-from ckptd.core.model.listing import FolderListing, ListedFile, warn_unprotected
+from ckptd.core.model.listing import FolderListing, ListedFile
 from ckptd.core.model.other_layouts import STAGE_0, TORCH, words_of
+from ckptd.core.model.unprotected import warn_unprotected
 from ckptd.errors import CkptdError, NotFoundError
+from ckptd.storage.local.derived import DerivedDescription, describe
 from ckptd.storage.local.scan import read_pointer, scan, scan_folder
 
 _MODEL_STATES = re.compile(r"^(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")
-_MANIFEST_LIMIT_BYTES = 16 << 20
 
 
 class InspectedFile(Model):
@@ -201,7 +202,7 @@ def _save_dir(path: Path, absolute: str) -> Inspection:
         latest, universal = read_pointer(fd, "latest"), read_pointer(fd, "latest_universal")
         for name in sorted(list_dir(fd), key=_natural):
             try:
-                is_looked_at = name in single or not (name.startswith("_ckptd") or _is_file(fd, name))
+                is_looked_at = name in single or not (name.startswith("_ckptd") or files.is_file(fd, name))
                 listing = scan_folder(fd, name) if is_looked_at else None
             except (NotADirectoryError, CkptdError):
                 continue
@@ -223,11 +224,6 @@ def _save_dir(path: Path, absolute: str) -> Inspection:
         checkpoints=tuple(found),
         notes=tuple(f"{one.text}; {one.next_step}" for one in others),
     )
-
-
-def _is_file(dir_fd: int, name: str) -> bool:
-    status = files.stat_beneath(dir_fd, name)
-    return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -330,8 +326,8 @@ def _universal(listing: FolderListing, parent: Path) -> InspectedCheckpoint:
     lacking = sorted(n for n in names if f"zero/{n}/fp32.pt" not in facts)
     if lacking:
         reason = reason or f"zero/{lacking[0]}/fp32.pt is missing"
-    ours = _manifest(parent / listing.tag) if "ckptd.json" in facts else {}
-    step = _saved(ours, "step")
+    ours = _description(listing, parent)
+    step = ours.source.step if ours is not None else None
     model = next((f.facts for p, f in facts.items() if _MODEL_STATES.match(p) and f.facts), None)
     return InspectedCheckpoint(
         tag=listing.tag,
@@ -346,8 +342,8 @@ def _universal(listing: FolderListing, parent: Path) -> InspectedCheckpoint:
         zero_stage=model.zero_stage if model else None,
         parameters=model.parameters if model else None,
         tensors=len(names),
-        layout=str(ours["layout"]) if "layout" in ours else None,
-        notes=_loads(facts, names) if ours.get("layout") == "superset" else (),
+        layout=ours.layout if ours is not None else None,
+        notes=_loads(facts, names) if ours is not None and ours.layout == "superset" else (),
         bytes=listing.total_bytes,
         files=_seen_files(facts),
     )
@@ -355,8 +351,8 @@ def _universal(listing: FolderListing, parent: Path) -> InspectedCheckpoint:
 
 def _dcp(listing: FolderListing, parent: Path) -> InspectedCheckpoint | None:
     """Return the verdict on a folder whose ckptd.json says that it is dcp; None: something else."""
-    ours = _manifest(parent / listing.tag) if any(f.path == "ckptd.json" for f in listing.files) else {}
-    if ours.get("form") != "dcp":
+    ours = _description(listing, parent)
+    if ours is None or ours.form != "dcp":
         return None
     facts = {f.path: f for f in inspect_files(parent / listing.tag, [f.path for f in listing.files])}
     reason = TORCH.missing(listing.tag, facts)
@@ -366,7 +362,7 @@ def _dcp(listing: FolderListing, parent: Path) -> InspectedCheckpoint | None:
         state="complete" if reason is None else "damaged",
         reason=reason,
         is_complete=reason is None,
-        step=_saved(ours, "step"),
+        step=ours.source.step,
         layout=TORCH.name,
         bytes=listing.total_bytes,
         files=_seen_files(facts),
@@ -380,20 +376,16 @@ def _loads(facts: dict[str, FileFacts], names: set[str]) -> tuple[str, ...]:
     return (f"loads in stages 1 and 2; DeepSpeed's stage 3 loader wants {words} too",) if lacking else ()
 
 
-def _manifest(folder: Path) -> dict[str, object]:
+def _description(listing: FolderListing, parent: Path) -> DerivedDescription | None:
+    """Read the `ckptd.json` of a form; None: it has none that can be read."""
+    if not any(file.path == DESCRIPTION for file in listing.files):
+        return None
+    place, name = os.path.split(os.path.realpath(parent / listing.tag))
     try:
-        with files.opened_dir(os.path.realpath(folder)) as fd:
-            value = json.loads(files.read_beneath(fd, "ckptd.json", limit_bytes=_MANIFEST_LIMIT_BYTES))
-    except (OSError, ValueError, CkptdError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _saved(manifest: dict[str, object], name: str) -> int | None:
-    """Return a number that a ckptd.json says of the save that the folder was made of; None: it does not."""
-    source = manifest.get("source")
-    value = source.get(name) if isinstance(source, dict) else None
-    return value if type(value) is int else None
+        with files.opened_dir(place) as fd:
+            return describe(fd, name)
+    except (OSError, CkptdError):
+        return None
 
 
 def _damage(facts: dict[str, FileFacts]) -> str | None:
@@ -429,10 +421,8 @@ _INDEX_LIMIT_BYTES = 100_000_000
 
 def _weights(listing: FolderListing, parent: Path) -> InspectedCheckpoint | None:
     """Return the verdict on a folder whose ckptd.json says that it is weights; None: something else."""
-    if not any(f.path == "ckptd.json" for f in listing.files):
-        return None
-    manifest = _manifest(parent / listing.tag)
-    if not str(manifest.get("form", "")).startswith("weights-"):
+    ours = _description(listing, parent)
+    if ours is None or not ours.form.startswith("weights-"):
         return None
     held: dict[str, list[str]] = {}
     seen: list[InspectedFile] = []
@@ -463,11 +453,11 @@ def _weights(listing: FolderListing, parent: Path) -> InspectedCheckpoint | None
         state="complete" if reason is None else "damaged",
         reason=reason,
         is_complete=reason is None,
-        step=_saved(manifest, "step"),
-        zero_stage=_saved(manifest, "zero_stage"),
-        dtype=str(manifest.get("form", "")).removeprefix("weights-"),
+        step=ours.source.step,
+        zero_stage=ours.source.zero_stage,
+        dtype=ours.form.removeprefix("weights-"),
         tensors=sum(len(names) for names in held.values()),
-        layout=str(manifest.get("layout", "")),
+        layout=ours.layout,
         bytes=listing.total_bytes,
         files=tuple(seen),
     )

@@ -86,8 +86,8 @@ class RemoteListing:
             size = size_of(sum(form.bytes for form in one.forms))
             rows.append((one.tag, str(one.step), forms, size, since, " ".join(marks)))
         title = printable(f"{self.name}: {self.url} (job {self.job})")
-        told = in_columns(rows) if self.checkpoints else ["  no committed checkpoint"]
-        return "\n".join([title, *told, *(printable(f"  ! {problem}") for problem in self.problems)])
+        body = in_columns(rows) if self.checkpoints else ["  no committed checkpoint"]
+        return "\n".join([title, *body, *(printable(f"  ! {problem}") for problem in self.problems)])
 
 
 def list_remote(remote: RemoteInventory, now: datetime) -> RemoteListing:

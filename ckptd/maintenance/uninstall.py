@@ -16,9 +16,10 @@ from ckptd.base import files
 from ckptd.base.owned_dirs import lock, opened_ours, path_of
 from ckptd.config.commands import command_for
 from ckptd.conversion.engine.inspect import inspect_files
-from ckptd.core.model.layouts import Role
-from ckptd.core.model.listing import OURS, RESUMED
+from ckptd.core.model.layouts import LATEST_UNIVERSAL, Role
+from ckptd.core.model.listing import OURS
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, UploadState
+from ckptd.core.model.resume_marker import RESUMED
 from ckptd.core.model.runs import RUN_FILE
 from ckptd.errors import CkptdError, LockHeld, RefusedError
 from ckptd.recover.execute import one_at_a_time
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 Fate = Literal["goes", "only here", "stays"]
 
-POINTER = "latest_universal"
 _MADE = f"{fs.DERIVED}/{UNIVERSAL}"
 _STATE_FILES = (
     "journal.db",
@@ -51,6 +51,9 @@ _STATE_FILES = (
     "audit.jsonl",
     "daemon.log",
     "daemon.log.1",
+    "events.jsonl",
+    "events.jsonl.1",
+    "events.json",
     "node_id",
     "node_place",
     "job.json",
@@ -63,7 +66,7 @@ _BESIDE = (Role.SIDE, Role.EXTRA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class OwnedItem:
     """One thing of ours on the node; `folder` and `name`: where, below save_dir or in the state directory."""
 
     folder: str
@@ -78,7 +81,7 @@ class Piece:
         return f"{self.folder}/{self.name}" if self.folder else self.name
 
 
-class Removal:
+class JobUninstall:
     """One job's. Opened, it holds save_dir's lock until `close`.
 
     Raises:
@@ -114,11 +117,11 @@ class Removal:
 
     # --- the plan --------------------------------------------------------------------------------------
 
-    def plan(self) -> list[Piece]:
+    def plan(self) -> list[OwnedItem]:
         """Everything that ckptd put here, and what becomes of it."""
         return [*self._below_save_dir(), *self._state()]
 
-    def _below_save_dir(self) -> Iterator[Piece]:
+    def _below_save_dir(self) -> Iterator[OwnedItem]:
         fd = self._fd
         if fd is None:
             return
@@ -141,16 +144,18 @@ class Removal:
             yield self._piece(fs.ASIDE, name, "stays", why)
         for name, why in ((RESUMED, "what was resumed from last"), (RUN_FILE, "which run this is")):
             if name in fs.names_in(fd, OURS):
-                yield Piece(folder=OURS, name=name, bytes=0, fate="goes", why=why)
+                yield OwnedItem(folder=OURS, name=name, bytes=0, fate="goes", why=why)
         if self._pointer(fd).startswith(f"{OURS}/"):
-            yield Piece(folder="", name=POINTER, bytes=0, fate="goes", why="it names a form of ckptd's")
+            yield OwnedItem(
+                folder="", name=LATEST_UNIVERSAL, bytes=0, fate="goes", why="it names a form of ckptd's"
+            )
 
     def _holds(
         self,
         fd: int,
         rows: Mapping[int, SaveRow],
         uploads: Mapping[int, Mapping[tuple[str, str], UploadRecord]],
-    ) -> Iterator[Piece]:
+    ) -> Iterator[OwnedItem]:
         """The word beside a hold goes with it; alone it is nothing to keep."""
         names = set(fs.names_in(fd, fs.HOLD))
         words = {clones.about_name(name) for name in names}
@@ -162,13 +167,13 @@ class Removal:
             else:
                 yield self._piece(fs.HOLD, name, *self._hold(row if is_its else None, uploads))
 
-    def _piece(self, folder: str, name: str, fate: Fate, why: str) -> Piece:
+    def _piece(self, folder: str, name: str, fate: Fate, why: str) -> OwnedItem:
         assert self._fd is not None
         size = 0
         with contextlib.suppress(OSError):
             listing = scan_folder(self._fd, f"{folder}/{name}")
             size = sum(file.identity.size_bytes for file in listing.files) if listing is not None else 0
-        return Piece(folder=folder, name=name, bytes=size, fate=fate, why=why)
+        return OwnedItem(folder=folder, name=name, bytes=size, fate=fate, why=why)
 
     def _known(self) -> tuple[dict[int, SaveRow], Mapping[int, Mapping[tuple[str, str], UploadRecord]]]:
         """Read the journal's saves and uploads; without a journal nothing is known to be committed."""
@@ -255,10 +260,10 @@ class Removal:
 
     def _pointer(self, fd: int) -> str:
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            return files.read_beneath(fd, POINTER, limit_bytes=4096).decode()
+            return files.read_beneath(fd, LATEST_UNIVERSAL, limit_bytes=4096).decode()
         return ""
 
-    def _state(self) -> Iterator[Piece]:
+    def _state(self) -> Iterator[OwnedItem]:
         place = self._state_dir
         if place is None or not place.is_dir():
             return
@@ -266,13 +271,13 @@ class Removal:
             is_ours = name in _STATE_FOLDERS or name.startswith(_STATE_FILES)
             size = (place / name).lstat().st_size
             why = "state" if is_ours else "not made by ckptd"
-            yield Piece(
+            yield OwnedItem(
                 folder=str(place), name=name, bytes=size, fate="goes" if is_ours else "stays", why=why
             )
 
     # --- carrying it out -------------------------------------------------------------------------------
 
-    def refuse_what_is_only_here(self, pieces: list[Piece]) -> None:
+    def refuse_what_is_only_here(self, pieces: list[OwnedItem]) -> None:
         """Refuse to remove what is committed nowhere; a removal begins with this, a dry run ends with it.
 
         Raises:
@@ -286,7 +291,7 @@ class Removal:
                 hint = "CKPTD_URL=URL names the remote that may hold it; --uncommitted removes it for good"
             raise RefusedError(f"nothing was removed, for this is nowhere else: {names}", hint=hint)
 
-    def carry_out(self, pieces: list[Piece], *, with_uncommitted: bool) -> list[Piece]:
+    def carry_out(self, pieces: list[OwnedItem], *, with_uncommitted: bool) -> list[OwnedItem]:
         """Remove what goes; what was removed.
 
         Raises:
@@ -307,14 +312,14 @@ class Removal:
                             contextlib.suppress(IsADirectoryError),
                         ):
                             files.remove_file(ours, piece.name)
-                if any(piece.name == POINTER for piece in going):
+                if any(piece.name == LATEST_UNIVERSAL for piece in going):
                     fs.point_latest_universal(fd, None)
         self._remove_state([piece for piece in going if piece.folder == str(self._state_dir)])
         if fd is not None:
             self._remove_folders(fd)
         return going
 
-    def _remove_ours(self, fd: int, piece: Piece) -> None:
+    def _remove_ours(self, fd: int, piece: OwnedItem) -> None:
         if piece.folder == fs.TRASH:
             fs.empty_our_trash(fd)
         elif piece.folder == fs.HOLD:
@@ -322,7 +327,7 @@ class Removal:
         else:
             fs.remove_ours(fd, piece.folder, piece.name)
 
-    def _remove_state(self, pieces: list[Piece]) -> None:
+    def _remove_state(self, pieces: list[OwnedItem]) -> None:
         place = self._state_dir
         if place is None or not pieces:
             return

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ckptd.base.humanize import in_columns, printable, size_of
 from ckptd.base.names import ROOT
 from ckptd.core.model.generation import missing, objects_of, order_of
+from ckptd.core.model.layouts import POINTERS
 from ckptd.core.model.manifest import commit_key
 from ckptd.core.model.runs import run_of
 from ckptd.errors import (
@@ -122,8 +123,8 @@ class VerifiedRemote:
             rows.append((row.tag, row.form, size_of(row.bytes), read, row.verdict))
         wrong = [*self.problems, *(str(one) for row in self.commits for one in row.differences)]
         title = printable(f"{self.name}: {self.url} (job {self.job})")
-        told = in_columns(rows) if self.commits else ["  no committed checkpoint"]
-        return "\n".join([title, *told, *(printable(f"  ! {text}") for text in wrong)])
+        body = in_columns(rows) if self.commits else ["  no committed checkpoint"]
+        return "\n".join([title, *body, *(printable(f"  ! {text}") for text in wrong)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +159,6 @@ def exit_code(verified: Sequence[VerifiedRemote]) -> int:
     return max(one.code for row in rows if row.verdict == "unreadable" for one in row.differences)
 
 
-_POINTERS = ("latest", "latest_universal")
 _KEPT_FROM_READING = (NotPermitted, StorageError)
 
 
@@ -234,7 +234,7 @@ class Verifier:
         )
         for prefix in prefixes:
             for info in self._remote.store.list(prefix):
-                if not info.key.startswith(f"{ROOT}/") and info.key not in _POINTERS:
+                if not info.key.startswith(f"{ROOT}/") and info.key not in POINTERS:
                     self._sizes[info.key] = info.bytes
 
     def _one(self, view: CommitView, is_retired: bool) -> VerifiedCommit:
@@ -314,7 +314,7 @@ class Verifier:
         total = sum(f.bytes for f in listed if self._read is not None and self._read.has(f.key))
         start = self._done_bytes
 
-        def told(count: int) -> None:
+        def on_bytes(count: int) -> None:
             with self._lock:
                 self._done_bytes += count
                 if self._on_progress is not None:
@@ -323,7 +323,7 @@ class Verifier:
         stop = threading.Event()
         count = max(PARALLEL, self._remote.store.lanes)
         with ThreadPoolExecutor(count, thread_name_prefix="verify") as pool:
-            futures = [pool.submit(self._object, file, told, stop) for file in listed]
+            futures = [pool.submit(self._object, file, on_bytes, stop) for file in listed]
             try:
                 found = [future.result() for future in futures]
             except BaseException:
@@ -334,19 +334,19 @@ class Verifier:
         return [(file, difference) for file, difference in rows if difference is not None]
 
     def _object(
-        self, file: ManifestFile, told: Callable[[int], None], stop: threading.Event
+        self, file: ManifestFile, on_bytes: Callable[[int], None], stop: threading.Event
     ) -> Difference | None:
         """Verify one object; a replica that several COMMITs list is read once."""
         mark = (file.key, file.bytes, file.checksums.crc64nvme)
         if mark not in self._checked:
             try:
-                self._checked[mark] = self._compare(file, told, stop)
+                self._checked[mark] = self._compare(file, on_bytes, stop)
             except _KEPT_FROM_READING as error:
                 self._checked[mark] = _unreadable(file.key, f"{file.bytes} bytes", error)
         return self._checked[mark]
 
     def _compare(
-        self, file: ManifestFile, told: Callable[[int], None], stop: threading.Event
+        self, file: ManifestFile, on_bytes: Callable[[int], None], stop: threading.Event
     ) -> Difference | None:
         size = self._sizes.get(file.key)
         if size is None:
@@ -358,7 +358,7 @@ class Verifier:
         if self._read is None or not self._read.has(file.key):
             return None
         try:
-            done, crc = read_through(self._remote.store, file, told, stop)
+            done, crc = read_through(self._remote.store, file, on_bytes, stop)
         except (FileNotFoundError, DamagedError) as error:
             return Difference(key=file.key, expected=f"{file.bytes} bytes", found=str(error))
         if done == file.bytes and to_hex(crc) == file.checksums.crc64nvme:

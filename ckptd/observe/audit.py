@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
 
 from ckptd.base.extents import write_all
+from ckptd.base.files import ends_whole
 from ckptd.base.owned_dirs import opened_ours
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Audit:
             fd = os.open(self._path.name, flags, 0o644, dir_fd=folder)
             try:
                 # a line that a full disk cut short ends here, and spoils no other
-                start = b"" if _ends_well(folder, self._path.name) else b"\n"
+                start = b"" if ends_whole(folder, self._path.name) else b"\n"
                 write_all(fd, start + json.dumps(line, separators=(",", ":")).encode() + b"\n")
                 os.fsync(fd)
             finally:
@@ -65,16 +66,6 @@ class Audit:
             if is_new:
                 # a file that nobody finds after a power cut says nothing
                 os.fsync(folder)
-
-
-def _ends_well(folder: int, name: str) -> bool:
-    """Tell whether what was written last is a whole line, or nothing."""
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        size = os.fstat(fd).st_size
-        return size == 0 or os.pread(fd, 1, size - 1) == b"\n"
-    finally:
-        os.close(fd)
 
 
 # --- reading ---------------------------------------------------------------------------------------------

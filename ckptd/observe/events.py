@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
     from ckptd.observe.status import CheckpointStatus, JobStatus, ProblemStatus
 
-Kind = Literal["complete", "committed", "converted", "pruned", "problem", "solved", "not-safe", "safe-again"]
+Kind = Literal[
+    "complete", "committed", "converted", "pruned", "problem", "solved", "not-safe", "safe-again", "gap"
+]
+"""`gap`: events are missing here (observe/event_log.py)."""
 
 
 RANK = {"note": 0, "behind": 1, "attention": 2}

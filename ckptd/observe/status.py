@@ -230,6 +230,52 @@ class RemovalStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HoldingStatus:
+    """What one place holds after so many further saves."""
+
+    saves: int
+    checkpoints: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeseenDeletionStatus:
+    """A checkpoint, or forms of it, that retention keys would delete in one place."""
+
+    tag: str
+    generation: int
+    forms: tuple[str, ...]
+    bytes: int
+    why: str
+    after_saves: int
+    """Number of further saves after which it is deleted; 0: with what is there now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeseenPlaceStatus:
+    """One place under other retention keys."""
+
+    remote: str | None
+    """None: this node's disk."""
+    is_known: bool
+    """False: the remote did not answer, and what it holds is not known."""
+    checkpoints: int
+    """There now, as are the bytes."""
+    bytes: int
+    held: tuple[HoldingStatus, ...]
+    """After 0, 1, 2 … further saves."""
+    deletions: tuple[ForeseenDeletionStatus, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStatus:
+    """What a person's other retention keys would delete and keep (`ckptd plan`); nothing is done."""
+
+    asked_at: str
+    places: tuple[ForeseenPlaceStatus, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStatus:
     """A save_dir that hosts share: who divide the work, and who deletes and converts (docs/adr/0110)."""
 
@@ -266,6 +312,8 @@ class JobStatus:
     drain: DrainStatus | None = None
     removal: RemovalStatus | None = None
     """None: nothing was asked to be deleted within the last minutes."""
+    plan: PlanStatus | None = None
+    """None: no `ckptd plan` was asked within the last minute."""
     making_way: bool = False
     """A save is being written on its disk: conversions wait, transfers go slowly."""
     shared: SharedStatus | None = None

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from ckptd.base.humanize import ago, printable, size_of
 from ckptd.core.model.runs import short
 from ckptd.maintenance.listing import list_remote
-from ckptd.maintenance.status.fleet import FleetReader, sight_of
+from ckptd.maintenance.status.fleet import FleetReader, inventory_of
 from ckptd.maintenance.status.rows import ROWS
 from ckptd.page.timeline import Track, laid_out, when
-from ckptd.page.view import Detail, Form, Job, Node, Problem, Row, Tone, key_of
+from ckptd.page.view import Detail, Form, Node, Problem, Row, ShownJob, Tone, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,23 +29,23 @@ _CLOCKS = {
 }
 
 
-def job_of_remote(url: str, now: float, config_dir: Path | None = None) -> Job:
+def job_of_remote(url: str, now: float, config_dir: Path | None = None) -> ShownJob:
     """Look once at a remote.
 
     Raises:
         RemoteError: it does not answer, or is no remote of ckptd.
     """
-    sight = sight_of(url, config_dir)
-    found = FleetReader(sight).look()
-    listed = list_remote(sight, datetime.fromtimestamp(now, UTC))
+    inventory = inventory_of(url, config_dir)
+    found = FleetReader(inventory).read()
+    listed = list_remote(inventory, datetime.fromtimestamp(now, UTC))
     newest_first = [one for one in reversed(listed.checkpoints) if found.run_id in (None, one.run_id)]
     return _job(found, newest_first, listed.problems, now)
 
 
-def job_not_read(url: str, error: CkptdError, now: float) -> Job:
+def job_not_read(url: str, error: CkptdError, now: float) -> ShownJob:
     """Return what is shown of a remote that does not answer."""
     problem = Problem(sign="!", tone="bad", text=printable(error.message), next_step=printable(error.hint))
-    return Job(
+    return ShownJob(
         key=key_of("", url),
         name=printable(url),
         where=printable(url),
@@ -59,7 +59,9 @@ def job_not_read(url: str, error: CkptdError, now: float) -> Job:
     )
 
 
-def _job(found: FleetStatus, listed: Sequence[ListedCheckpoint], damaged: Sequence[str], now: float) -> Job:
+def _job(
+    found: FleetStatus, listed: Sequence[ListedCheckpoint], damaged: Sequence[str], now: float
+) -> ShownJob:
     problems = [Problem(sign="!", tone="bad", text=printable(text)) for text in (*found.problems, *damaged)]
     problems += [
         Problem(
@@ -85,7 +87,7 @@ def _job(found: FleetStatus, listed: Sequence[ListedCheckpoint], damaged: Sequen
         notes=tuple(text for clock, text in _CLOCKS.items() if clock == found.clock),
         nodes=tuple(_node(row) for row in found.nodes),
     )
-    return Job(
+    return ShownJob(
         key=key_of("", found.url),
         name=printable(found.job),
         where=printable(found.url),

@@ -14,7 +14,7 @@ from ckptd.maintenance.status.published import is_meant, jobs_meant, published, 
 from ckptd.observe.audit import read_retired
 from ckptd.page.fleet import job_not_read, job_of_remote
 from ckptd.page.timeline import when
-from ckptd.page.view import Job, Page, first_open, jobs_of, notices_of
+from ckptd.page.view import Page, ShownJob, first_open, jobs_of, notices_of
 from ckptd.storage.local.job_names import is_remote
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ def read_page(asked: Wanted) -> Page:
     return page_of(jobs, notices, now, None)
 
 
-def page_of(jobs: Sequence[Job], notices: Sequence[str], now: float, opened: frozenset[str] | None) -> Page:
+def page_of(
+    jobs: Sequence[ShownJob], notices: Sequence[str], now: float, opened: frozenset[str] | None
+) -> Page:
     """Return the page of jobs; `opened` None: nobody chose yet what is open."""
     made = when(datetime.fromtimestamp(now, UTC).isoformat(), now)
     assert made is not None
@@ -66,13 +68,13 @@ def page_of(jobs: Sequence[Job], notices: Sequence[str], now: float, opened: fro
     return Page(made=made, jobs=tuple(jobs), notices=tuple(notices), open_keys=keys)
 
 
-def read_local(asked: Wanted, now: float) -> tuple[list[Job], list[str]]:
+def read_local(asked: Wanted, now: float) -> tuple[list[ShownJob], list[str]]:
     """Return the jobs of this node, and what their daemons cannot do.
 
     Raises:
         NotFoundError: nothing is published. NotPermitted: this user may not look there.
     """
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, ShownJob] = {}
     notices: list[str] = []
     for name in asked.jobs or (() if asked.urls else (None,)):
         known = _published(name, asked, notices.append)
@@ -108,7 +110,7 @@ class LivePage:
         self._asked = asked
         self._end = threading.Event()
         self._lock = threading.Lock()
-        self._remotes: dict[str, Job] = {}
+        self._remotes: dict[str, ShownJob] = {}
 
     def start(self) -> None:
         """Begin to look at remotes, each in a thread: one that hangs delays no other."""
@@ -122,7 +124,7 @@ class LivePage:
     def read(self, opened: frozenset[str] | None) -> Page:
         """Return the page; what cannot be read is a notice on it."""
         now = time.time()
-        jobs: list[Job] = []
+        jobs: list[ShownJob] = []
         notices: list[str] = []
         try:
             jobs, notices = read_local(self._asked, now)
@@ -147,12 +149,12 @@ class LivePage:
             self._end.wait(REMOTE_SECONDS)
 
 
-def _as_old(job: Job, now: float) -> Job:
+def _as_old(job: ShownJob, now: float) -> ShownJob:
     """Return it with its age as of now."""
     return job if job.as_of is None else replace(job, as_of=when(job.as_of.at, now))
 
 
-def _unread(before: Job | None, now: Job) -> Job:
+def _unread(before: ShownJob | None, now: ShownJob) -> ShownJob:
     """Return what was read last, of a remote that does not answer any more: the verdict is not known."""
     if before is None or before.make_detail is None:
         return now

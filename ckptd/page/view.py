@@ -146,7 +146,7 @@ class Detail:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ShownJob:
     """One job; what is below its first line is made where it is shown."""
 
     key: str
@@ -171,7 +171,7 @@ class Page:
     """Everything that is shown."""
 
     made: When
-    jobs: tuple[Job, ...]
+    jobs: tuple[ShownJob, ...]
     notices: tuple[str, ...] = ()
     open_keys: frozenset[str] = frozenset()
     """Jobs and folded parts that are open."""
@@ -220,13 +220,13 @@ def key_of(name: str, where: str) -> str:
     return f"j{hashlib.sha256(f'{name} {where}'.encode(errors='replace')).hexdigest()[:12]}"
 
 
-def first_open(jobs: Sequence[Job]) -> frozenset[str]:
+def first_open(jobs: Sequence[ShownJob]) -> frozenset[str]:
     """Choose the jobs that are open before anybody chose: all of a few, else some that need a person."""
     few = jobs if len(jobs) <= FEW else [job for job in jobs if job.needs_person][:FEW]
     return frozenset(job.key for job in few)
 
 
-def jobs_of(document: dict[str, Any], now: float, deleted: Sequence[Deleted] = ()) -> list[Job]:
+def jobs_of(document: dict[str, Any], now: float, deleted: Sequence[Deleted] = ()) -> list[ShownJob]:
     """Return the jobs of a published status; details are made when they are asked for.
 
     `deleted`: what was deleted in remotes of the job, where there is one.
@@ -242,12 +242,12 @@ def notices_of(document: dict[str, Any]) -> list[str]:
     return [f"{text} {daemon[key]}" for key, text in said if daemon.get(key)]
 
 
-def _job(job: dict[str, Any], life: Life, now: float, deleted: Sequence[Deleted]) -> Job:
+def _job(job: dict[str, Any], life: Life, now: float, deleted: Sequence[Deleted]) -> ShownJob:
     word = verdict(job, life)
     problems = [_problem(one, now) for one in job["problems"]]
     if not life.is_well and job["state"] != "invalid":
         problems.insert(0, _not_watched(job, life))
-    return Job(
+    return ShownJob(
         key=key_of(job["name"], job["save_dir"]),
         name=job["name"],
         where=job["save_dir"],
@@ -287,7 +287,7 @@ def _detail(job: dict[str, Any], life: Life, now: float, deleted: Sequence[Delet
     checkpoints = rows.checkpoints_of(job)
     places = list(dict.fromkeys(name for one in checkpoints for name in one["remotes"]))
     chosen = rows.worth_a_row(checkpoints)
-    told = [words.shared_line(job), *(words.abilities(one, is_all=False) for one in job.get("remotes", ()))]
+    notes = [words.shared_line(job), *(words.abilities(one, is_all=False) for one in job.get("remotes", ()))]
 
     def made(ones: Sequence[dict[str, Any]]) -> tuple[Row, ...]:
         return tuple(_row(one, places, now, is_alive=life.is_well) for one in ones)
@@ -302,7 +302,7 @@ def _detail(job: dict[str, Any], life: Life, now: float, deleted: Sequence[Delet
         older_title=chosen.left_out,
         timeline=laid_out(tracks, now),
         facts=tuple(_outlook(job)),
-        notes=tuple(line for line in told if line),
+        notes=tuple(line for line in notes if line),
         kept_rows=made([one for one in checkpoints if one["keep"] or one.get("goes")]),
         held=tuple(_held(job)),
     )

@@ -13,9 +13,8 @@ from ckptd.base.owned_dirs import list_dir
 from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.model.layouts import Role, Trainer, parse_shard_name
 from ckptd.core.model.other_layouts import other_layout, words_of
-from ckptd.core.model.records import WEIGHTS
+from ckptd.core.model.records import UNIVERSAL, WEIGHTS
 from ckptd.formats.zero.optimizers import TENSOR_STAGE_3, stage3_loader_word
-from ckptd.recover.select.copies import UNIVERSAL
 
 if TYPE_CHECKING:
     from pathlib import Path

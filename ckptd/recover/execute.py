@@ -23,8 +23,10 @@ from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions
 from ckptd.conversion.remote.convert import convert_copy
 from ckptd.core.model.layouts import Role, Trainer
-from ckptd.core.model.listing import OURS, RESUMED, resume_marker_text
+from ckptd.core.model.listing import OURS
 from ckptd.core.model.other_layouts import below, is_single_file
+from ckptd.core.model.records import ZERO
+from ckptd.core.model.resume_marker import RESUMED, resume_marker_of
 from ckptd.errors import (
     CkptdError,
     LockHeld,
@@ -36,15 +38,14 @@ from ckptd.errors import (
 )
 from ckptd.recover.fetch import Fetcher, read_whole
 from ckptd.recover.files import opened_parent, rename_numbered
-from ckptd.recover.select.copies import ZERO
 from ckptd.recover.select.steps import (
     DERIVED_UNIVERSAL,
-    Convert,
     ConvertFrom,
     CopyBeside,
     Delete,
     Fetch,
     Install,
+    MakeUniversal,
     Mend,
     MoveAside,
     RestoreExtras,
@@ -190,7 +191,7 @@ class Execution:
         needed += sum(
             f.bytes for s in steps if isinstance(s, ConvertFrom) for f in s.copy.files if f.role is Role.OPTIM
         )
-        converts = any(isinstance(step, Convert) for step in steps)
+        converts = any(isinstance(step, MakeUniversal) for step in steps)
         if converts and filesystem_type(self._save_dir) not in _CLONING:
             shards = [f for s in steps if isinstance(s, Fetch) for f in s.copy.files if f.role is Role.OPTIM]
             needed += sum(file.bytes for file in shards)
@@ -220,7 +221,7 @@ class Execution:
                 self._place(step)
             case Mend():
                 self._mend(step)
-            case Convert():
+            case MakeUniversal():
                 self._convert(step)
             case ConvertFrom():
                 self._convert_from(step)
@@ -308,7 +309,7 @@ class Execution:
             files.fsync_dir(target)
         remove_ours(self._fd, STAGING, name)
 
-    def _convert(self, step: Convert) -> None:
+    def _convert(self, step: MakeUniversal) -> None:
         self._made_by(
             step,
             lambda options, tell: convert(
@@ -332,12 +333,12 @@ class Execution:
             tag = step.copy.view.commit.tag
             instead = Fetch(form=ZERO, copy=step.copy), Install(form=ZERO, copy=step.copy, target=tag)
             self._check_room(instead)
-            for one in (*instead, Convert(tag=tag, target=step.target, verify=False)):
+            for one in (*instead, MakeUniversal(tag=tag, target=step.target, verify=False)):
                 self._one(one)
 
     def _made_by(
         self,
-        step: Convert | ConvertFrom,
+        step: MakeUniversal | ConvertFrom,
         make: Callable[[ConvertOptions, Callable[[ConvertProgress], None] | None], object],
     ) -> None:
         """Convert; what another one publishes meanwhile in a folder of ours is what we want.
@@ -403,7 +404,7 @@ def write_resume_marker(
     """
     if candidate.layout[0] is Trainer.DEEPSPEED:  # `latest` names it
         return
-    text = resume_marker_text(candidate.tag, listing.folders).model_dump_json()
+    text = resume_marker_of(candidate.tag, listing.folders).model_dump_json()
     if text == listing.resumed:
         return
     try:

@@ -21,7 +21,7 @@ from ckptd.base.owned_dirs import list_dir
 from ckptd.errors import DamagedError, RefusedError, from_os_error
 from ckptd.storage.stores import parallel
 from ckptd.storage.stores.checksums import crc64, to_hex
-from ckptd.storage.stores.parallel import FailFastPool, Stopped, write_range
+from ckptd.storage.stores.parallel import FailFastPool, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -178,7 +178,7 @@ class Fetcher:
             self._count(count)
 
         length = min(RANGE_BYTES, file.bytes - begin)
-        return write_range(self._copy.remote.store, file.key, begin, length, incoming.out, told)
+        return self._copy.remote.store.write_range(file.key, begin, length, incoming.out, told)
 
     def _finish(self, incoming: _Incoming) -> None:
         """Compare a file whose ranges are all there, make it durable, and give it its name."""

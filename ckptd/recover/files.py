@@ -17,10 +17,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptd.base import extents, files
+from ckptd.base.names import DESCRIPTION
 from ckptd.conversion.engine.inspect import inspect_files
 from ckptd.core.model.layouts import Role, parse_shard_name
 from ckptd.core.model.listing import OURS
 from ckptd.core.model.other_layouts import below, is_single_file
+from ckptd.core.model.records import ZERO
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -32,7 +34,7 @@ from ckptd.errors import (
 )
 from ckptd.recover.fetch import BUFFER_BYTES, PARALLEL, Fetcher
 from ckptd.recover.select.choose import views_by_save
-from ckptd.recover.select.copies import DESCRIPTION, ZERO, Copy, Nodes, files_for_node
+from ckptd.recover.select.copies import Copy, Nodes, files_for_node
 from ckptd.recover.select.steps import name_of_extra
 from ckptd.storage.local.fs import ASIDE, STAGING, closing, ensure_ours, names_in, open_tag, remove_ours
 from ckptd.storage.local.scan import has_open_writer, scan_folder

@@ -13,7 +13,6 @@ name, Lightning wants a folder `checkpoint`; for those two it lies under that na
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -24,28 +23,20 @@ from ckptd.base.names import tag_problem
 from ckptd.core.completeness.judge import State
 from ckptd.core.model.layouts import BY_NAME, LATEST_UNIVERSAL, Role, Trainer, universal_name
 from ckptd.core.model.other_layouts import STAGE_0, words_of
-from ckptd.core.model.records import WEIGHTS
-from ckptd.errors import CkptdError, RefusedError, TargetExists, UsageError
+from ckptd.core.model.records import UNIVERSAL, WEIGHTS, ZERO
+from ckptd.errors import RefusedError, TargetExists, UsageError
 from ckptd.recover.files import compare_folder
 from ckptd.recover.select.choose import Candidate
-from ckptd.recover.select.copies import (
-    DESCRIPTION,
-    UNIVERSAL,
-    ZERO,
-    Copy,
-    Nodes,
-    files_for_node,
-    files_for_ranks,
-)
+from ckptd.recover.select.copies import Copy, Nodes, files_for_node, files_for_ranks
 from ckptd.recover.select.steps import (
     DERIVED_ACCELERATE,
     DERIVED_UNIVERSAL,
-    Convert,
     ConvertFrom,
     CopyBeside,
     Delete,
     Fetch,
     Install,
+    MakeUniversal,
     Mend,
     MoveAside,
     RestoreExtras,
@@ -54,6 +45,7 @@ from ckptd.recover.select.steps import (
     is_plain,
     name_of_extra,
 )
+from ckptd.storage.local.derived import describe
 from ckptd.storage.local.fs import names_in
 from ckptd.storage.local.scan import read_pointer
 
@@ -63,9 +55,6 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.listing import SaveDirListing
     from ckptd.recover.select.inventory import LocalCheckpoint
-
-
-_DESCRIPTION_LIMIT_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,9 +202,9 @@ class Planner:
             return self._loadable(root) if trainer in BY_NAME else self._beside_shards(root)
         target = f"{DERIVED_UNIVERSAL}/{tag}"
         steps = self._form_at("", target, self._candidate.copies[:1])
-        has_zero = self._candidate.local is not None or any(isinstance(step, Convert) for step in steps)
+        has_zero = self._candidate.local is not None or any(isinstance(step, MakeUniversal) for step in steps)
         pointers = self._point("latest", tag) if has_zero else self._unpoint()
-        return target, steps, pointers + self._point("latest_universal", target)
+        return target, steps, pointers + self._point(LATEST_UNIVERSAL, target)
 
     def _beside_shards(self, root: str) -> tuple[str, list[Step], list[Step]]:
         """Put the universal form beside the shards (Hugging Face).
@@ -254,7 +243,7 @@ class Planner:
         else:
             sides = [file.path for file in _side_files(candidate.copies[0], root).files]
         for step in self._form_at(root, f"{folder}/{root}", candidate.copies[:1]):
-            if isinstance(step, Convert):
+            if isinstance(step, MakeUniversal):
                 # the sides first: what is cut short before the form is there loads nowhere
                 steps.append(CopyBeside(tag=tag, target=folder, paths=tuple(sides)))
             steps.append(step)
@@ -281,7 +270,11 @@ class Planner:
             return [ConvertFrom(copy=wholes[0], target=target)]
         brought = self._bring(ZERO, wholes[0], wholes[0], candidate.tag) if candidate.local is None else []
         source = f"{candidate.tag}/{root}" if root else candidate.tag
-        return [*brought, *cleared, Convert(tag=source, target=target, verify=not candidate.is_committed)]
+        return [
+            *brought,
+            *cleared,
+            MakeUniversal(tag=source, target=target, verify=not candidate.is_committed),
+        ]
 
     def _is_made_from(self, root: str, target: str) -> bool:
         """Whether the universal form in `target` says that it was made from this very save."""
@@ -312,12 +305,10 @@ class Planner:
         if self._fd is None:
             return None
         try:
-            name = f"{folder}/{DESCRIPTION}"
-            data = files.read_beneath(self._fd, name, limit_bytes=_DESCRIPTION_LIMIT_BYTES)
-            marks = json.loads(data)["source"]["fingerprints"]
-            return {str(path): str(mark) for path, mark in marks.items()}
-        except (OSError, CkptdError, ValueError, KeyError, TypeError, AttributeError):
+            found = describe(self._fd, folder)
+        except OSError:
             return None
+        return None if found is None else found.source.fingerprints
 
     def _point(self, name: str, value: str) -> list[Step]:
         has_it = self._fd is not None and read_pointer(self._fd, name) == value
@@ -399,8 +390,8 @@ class SaveDirPlanner(Planner):
         self._listing = listing
         self._local = local
         unusable = [
-            MoveAside(name=sight.tag, label=sight.tag, reason=_why(sight))
-            for sight in _in_the_way(candidate, local)
+            MoveAside(name=checkpoint.tag, label=checkpoint.tag, reason=_why(checkpoint))
+            for checkpoint in _in_the_way(candidate, local)
         ]
         self._first = [*aside, *unusable]
         self._gone = {step.name for step in (*aside, *unusable)}
@@ -485,45 +476,49 @@ class SaveDirPlanner(Planner):
     def _notes(self, _form: str, steps: Sequence[Step], /) -> list[str]:
         candidate = self._candidate
         notes = [s.copy.all_for_each for s in steps if isinstance(s, Fetch) and s.copy.all_for_each]
-        for sight in self._local:
-            if (problem := tag_problem(sight.tag)) is not None and sight.is_complete:
+        for checkpoint in self._local:
+            if (problem := tag_problem(checkpoint.tag)) is not None and checkpoint.is_complete:
                 rename = "rename it to have it sent"
-                notes.append(f"{sight.tag!r} is not sent to any remote: the tag {problem}; {rename}")
-            if sight.verdict.state is State.REFUSED:
-                notes.append(f"{sight.tag} is {sight.verdict.reason}: not resumed from, and left where it is")
-            if sight.verdict.state is State.SUSPECT:
-                cure = f"`ckptd accept JOB {shlex.quote(sight.tag)}` makes it usable"
-                notes.append(f"{sight.tag} is suspect: {sight.verdict.reason}; {cure}")
-            elif sight.is_complete and sight.listing.is_model_only:
-                notes.append(f"{sight.tag} is only a model: nothing to resume from")
-            elif self._options.nodes.count > 1 and sight.is_complete and sight.tag != candidate.tag:
-                notes.append(f"{sight.tag} is whole here but not committed: other nodes could not choose it")
+                notes.append(f"{checkpoint.tag!r} is not sent to any remote: the tag {problem}; {rename}")
+            if checkpoint.verdict.state is State.REFUSED:
+                notes.append(
+                    f"{checkpoint.tag} is {checkpoint.verdict.reason}: not resumed from, and left where it is"
+                )
+            if checkpoint.verdict.state is State.SUSPECT:
+                cure = f"`ckptd accept JOB {shlex.quote(checkpoint.tag)}` makes it usable"
+                notes.append(f"{checkpoint.tag} is suspect: {checkpoint.verdict.reason}; {cure}")
+            elif checkpoint.is_complete and checkpoint.listing.is_model_only:
+                notes.append(f"{checkpoint.tag} is only a model: nothing to resume from")
+            elif self._options.nodes.count > 1 and checkpoint.is_complete and checkpoint.tag != candidate.tag:
+                notes.append(
+                    f"{checkpoint.tag} is whole here but not committed: other nodes could not choose it"
+                )
         # a run that was rewound while nobody watched looks like a crash right before `latest` was written
         named = next((s for s in self._local if s.tag == self._listing.latest and s.is_complete), None)
         if named and named.tag != candidate.tag and (named.step or 0) < candidate.order.step:
-            told = f"latest names {named.tag}, which is whole here too, and {candidate.tag} counts as newer"
+            newer = f"latest names {named.tag}, which is whole here too, and {candidate.tag} counts as newer"
             rewound = f"if the run was rewound to before that, `--tag {named.tag}` takes the other"
-            notes.append(f"{told}: {rewound}")
+            notes.append(f"{newer}: {rewound}")
         return notes
 
 
 def _in_the_way(candidate: Candidate, local: Sequence[LocalCheckpoint]) -> list[LocalCheckpoint]:
     """Return the unusable folders that are newer than the chosen one, or bear its name (H54)."""
     found = []
-    for sight in local:
+    for checkpoint in local:
         # refused: whole, and none that ckptd knows
-        is_refused = sight.verdict.state is State.REFUSED and sight.tag != candidate.tag
-        is_chosen = candidate.local is not None and sight.tag == candidate.local.tag
-        if sight.is_complete or is_refused or is_chosen:
+        is_refused = checkpoint.verdict.state is State.REFUSED and checkpoint.tag != candidate.tag
+        is_chosen = candidate.local is not None and checkpoint.tag == candidate.local.tag
+        if checkpoint.is_complete or is_refused or is_chosen:
             continue
-        step = sight.step
-        if sight.tag == candidate.tag or step is None or step >= candidate.order.step:
-            found.append(sight)
+        step = checkpoint.step
+        if checkpoint.tag == candidate.tag or step is None or step >= candidate.order.step:
+            found.append(checkpoint)
     return found
 
 
-def _why(sight: LocalCheckpoint) -> str:
-    return f"{sight.verdict.state.value}: {sight.verdict.reason or 'not whole'}"
+def _why(checkpoint: LocalCheckpoint) -> str:
+    return f"{checkpoint.verdict.state.value}: {checkpoint.verdict.reason or 'not whole'}"
 
 
 # --- parts of copies -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.humanize import printable
 from ckptd.base.owned_dirs import path_of
+from ckptd.core.policy.view import next_save_bytes
 from ckptd.errors import CkptdError, DamagedError
 from ckptd.recover.advice import advice, model_facts
 from ckptd.recover.execute import Execution
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from ckptd.recover.select.choose import Candidate, Choice
     from ckptd.recover.select.sources import Where
     from ckptd.recover.select.steps import MoveAside, Step
-
-
-NEXT_SAVE_FACTOR = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -47,10 +45,9 @@ class Recovered:
 
 
 def reserve_bytes(fd: int, job: JobConfig, sizes_bytes: Iterable[int]) -> int:
-    """Return what must stay free on the disk of `fd`: the next save × 1.1 and min_free."""
+    """Return what must stay free on the disk of `fd`: the next save and min_free."""
     status = os.fstatvfs(fd)
-    next_save = int(max(sizes_bytes, default=0) * NEXT_SAVE_FACTOR)
-    return job.local.min_free.of(status.f_blocks * status.f_frsize) + next_save
+    return job.local.min_free.of(status.f_blocks * status.f_frsize) + next_save_bytes(sizes_bytes)
 
 
 class Recovery(ABC):

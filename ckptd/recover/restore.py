@@ -17,7 +17,7 @@ from ckptd.base import files
 from ckptd.base.owned_dirs import lock, path_of
 from ckptd.config.commands import command_for
 from ckptd.core.model.generation import order_of
-from ckptd.core.model.records import WEIGHTS
+from ckptd.core.model.records import UNIVERSAL, WEIGHTS, ZERO
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -33,9 +33,9 @@ from ckptd.recover.execute import drop_leftovers, one_at_a_time
 from ckptd.recover.plan import Planner, RecoveryOptions
 from ckptd.recover.recovery import Recovered, Recovery, reserve_bytes
 from ckptd.recover.select.choose import Candidate, Choice, Wanted, committed_saves, committed_weights
-from ckptd.recover.select.copies import UNIVERSAL, ZERO, Nodes
+from ckptd.recover.select.copies import Nodes
 from ckptd.recover.select.inventory import forms_alone
-from ckptd.recover.select.runs import Runs, held_by
+from ckptd.recover.select.runs import RemoteRuns, held_by
 from ckptd.storage.local.scan import has_open_writer
 from ckptd.storage.stores.open import directory_path
 
@@ -84,7 +84,7 @@ class Restore(Recovery):
 
     def _run(self) -> Recovered:
         self._check_directory()
-        self._sources.look()
+        self._sources.read_remotes()
         self._choose_run()
         candidate = self._select()
         self._plan(candidate)  # a wish that cannot be had is refused before DIR is made
@@ -156,9 +156,9 @@ class Restore(Recovery):
         """Leave out what other runs committed, and say which run it is where there are several.
 
         Raises:
-            NotFoundError, UsageError: as `Runs.named`.
+            NotFoundError, UsageError: as `RemoteRuns.named`.
         """
-        runs = Runs(self._sources.remotes)
+        runs = RemoteRuns(self._sources.remotes)
         job = self._where.job
         is_alone = self._options.nodes.count == 1  # several nodes have to take one
         held = held_by(job.save_dir) if job is not None and is_alone else None

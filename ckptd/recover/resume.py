@@ -16,10 +16,12 @@ from ckptd.base import files
 from ckptd.base.owned_dirs import make_beside
 from ckptd.config.commands import command_for, node_name, with_typed_commands
 from ckptd.config.loader import check_job_paths
-from ckptd.config.quantities import shown_remote
+from ckptd.config.remote_names import shown_remote
 from ckptd.core.completeness.judge import State
-from ckptd.core.model.listing import SaveDirListing, shown_unprotected, warn_unprotected
+from ckptd.core.model.listing import SaveDirListing
+from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.model.runs import short
+from ckptd.core.model.unprotected import shown_unprotected, warn_unprotected
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -37,7 +39,7 @@ from ckptd.recover.files import damage_in
 from ckptd.recover.plan import RecoveryOptions, SaveDirPlanner, needs_universal
 from ckptd.recover.recovery import Recovered, Recovery, reserve_bytes
 from ckptd.recover.select.choose import NEWEST_READ, Candidate, Choice, choose, readable_copies, views_by_save
-from ckptd.recover.select.copies import UNIVERSAL, ZERO, Nodes
+from ckptd.recover.select.copies import Nodes
 from ckptd.recover.select.inventory import (
     LocalCheckpoint,
     NodeMemory,
@@ -46,9 +48,9 @@ from ckptd.recover.select.inventory import (
     scan_local,
 )
 from ckptd.recover.select.job import owner_of
-from ckptd.recover.select.runs import Runs, bind, choose_run, elsewhere, known_rows, wait_until_silent
+from ckptd.recover.select.runs import RemoteRuns, bind, choose_run, elsewhere, known_rows, wait_until_silent
 from ckptd.recover.select.sources import Sources, Where, named
-from ckptd.recover.select.steps import Convert, MoveAside, Step
+from ckptd.recover.select.steps import MakeUniversal, MoveAside, Step
 from ckptd.storage.local.run_file import host_name, read_run
 
 if TYPE_CHECKING:
@@ -106,12 +108,12 @@ class Resume(Recovery):
             return self._run()
 
     def _run(self) -> Recovered:
-        self._sources.look(knows_new=True)
+        self._sources.read_remotes(knows_new=True)
         self._one.check_remotes(self._sources)
         fd = self._fd = self._open()
         try:
             if self._choose_run():
-                self._sources.look(knows_new=True)  # what it has committed until it fell silent
+                self._sources.read_remotes(knows_new=True)  # what it has committed until it fell silent
                 self._choose_run()
             if fd is None or self._options.dry_run:
                 return self._recover()
@@ -132,7 +134,7 @@ class Resume(Recovery):
                 as `choose_run`.
         """
         remotes = tuple(self._sources.remotes)
-        runs = Runs(remotes)
+        runs = RemoteRuns(remotes)
         if not runs.views:
             return False
         before = read_run(self._fd, str(self._dir)) if self._fd is not None else None
@@ -169,7 +171,7 @@ class Resume(Recovery):
                 return True
         return False
 
-    def _say_which(self, runs: Runs, run_id: str | None, held: str | None) -> None:
+    def _say_which(self, runs: RemoteRuns, run_id: str | None, held: str | None) -> None:
         """Say which run's checkpoints are taken, where save_dir does not say that they are its own."""
         if run_id is None:
             self._say(f"what lies in {self._dir} is of no run in the remotes: {runs.said_of_others(None)}")
@@ -205,13 +207,13 @@ class Resume(Recovery):
         if self._fd is None:
             return
         self._listing, local = scan_local(self._dir, self._fd, self._job, self._sources.remotes)
-        busy = next((sight for sight in local if sight.is_open), None)
+        busy = next((checkpoint for checkpoint in local if checkpoint.is_open), None)
         if busy is not None:
             msg = f"{self._dir}/{busy.tag} is being written right now"
             raise RefusedError(
                 msg, hint="resume is for a save_dir whose trainer has ended; nothing was changed"
             )
-        self._local = tuple(sight for sight in local if sight.tag not in self._damaged_here)
+        self._local = tuple(checkpoint for checkpoint in local if checkpoint.tag not in self._damaged_here)
 
     # --- deciding and doing ----------------------------------------------------------------------------
 
@@ -233,7 +235,7 @@ class Resume(Recovery):
     def _kept(self) -> tuple[LocalCheckpoint, ...]:
         """Return the folders here that are not another run's."""
         strange = {step.name for step in self._aside}
-        return tuple(sight for sight in self._local if sight.tag not in strange)
+        return tuple(checkpoint for checkpoint in self._local if checkpoint.tag not in strange)
 
     def _pick(self, choice: Choice) -> Candidate | None:
         candidate = self._one.candidate(choice, self._sources)
@@ -283,7 +285,7 @@ class Resume(Recovery):
     def _begin(self, fd: int, plan: RecoveryPlan) -> int:
         write_resume_marker(fd, plan.candidate, self._listing, self._say)
         self._bind(fd, plan.candidate)
-        sizes = [sight.listing.total_bytes for sight in self._local]
+        sizes = [checkpoint.listing.total_bytes for checkpoint in self._local]
         return reserve_bytes(fd, self._job, sizes + self._sizes)
 
     def _is_there(self, fd: int, plan: RecoveryPlan) -> bool:
@@ -295,7 +297,7 @@ class Resume(Recovery):
     def _give_up_on(self, plan: RecoveryPlan, step: Step | None, error: CkptdError) -> None:
         """Exclude, beyond copies and remotes, the folder here that could not be converted."""
         self._one.gave_up(error)
-        if isinstance(step, Convert) and not plan.fetches and isinstance(error, DamagedError):
+        if isinstance(step, MakeUniversal) and not plan.fetches and isinstance(error, DamagedError):
             self._damaged_here.add(plan.candidate.tag)
             self._say_damaged(plan.candidate.tag, error)
         else:
@@ -339,13 +341,15 @@ class Resume(Recovery):
         for one in warn_unprotected(listing.unprotected, str(self._dir), listing.latest, (tag,)):
             self._say_once(f"{one.text}; {one.next_step}")
 
-    def _must_be_read(self, sights: Iterable[LocalCheckpoint]) -> None:
+    def _must_be_read(self, checkpoints: Iterable[LocalCheckpoint]) -> None:
         """Refuse to go on while a folder cannot be read: it may be the newest, nothing older replaces it."""
-        for sight in sights:
-            if sight.unread is not None and not sight.is_complete:
-                folder = self._dir / sight.tag
+        for checkpoint in checkpoints:
+            if checkpoint.unread is not None and not checkpoint.is_complete:
+                folder = self._dir / checkpoint.tag
                 hint = f"call it again when the disk gives it, or move {folder} away to resume from before it"
-                raise StorageError(f"{sight.tag}: {sight.unread.message}; nothing was changed", hint=hint)
+                raise StorageError(
+                    f"{checkpoint.tag}: {checkpoint.unread.message}; nothing was changed", hint=hint
+                )
 
     def _nothing(self, choice: Choice) -> NoReturn:
         """Say why there is nothing to resume from; what is torn goes aside before a fresh start."""
@@ -452,7 +456,10 @@ class PinnedSelection:
         """
         if self.options.nodes.count == 1 or self.options.remote is not None or not sources.remotes:
             return
-        there = [*(sight.name for sight in sources.remotes), *(remote.name for remote in sources.new)]
+        there = [
+            *(remote.name for remote in sources.remotes),
+            *(remote.name for remote in sources.new),
+        ]
         away = [remote for remote in self.job.remotes if remote.name not in there]
         for remote, error in zip(away, sources.absent, strict=True):
             if set(FORMS) & set(remote.forms):

@@ -193,14 +193,14 @@ def test_every_flipped_bit_in_the_remote_is_found(folder: Path, tmp_path: Path) 
     shutil.copytree(folder, scene.save_dir / folder.name)
     (scene.save_dir / "tokenizer.json").write_text("{}")
     scene.commit(folder.name, 2)
-    sight = read_remote_inventory("nas", str(scene.nas), None)
-    assert Verifier(sight, read=Slice()).run(None).is_good
+    inventory = read_remote_inventory("nas", str(scene.nas), None)
+    assert Verifier(inventory, read=Slice()).run(None).is_good
     rng = random.Random(10)
     for path in sorted((scene.nas / folder.name).glob("*.pt")):
         for at, bit in flips(path.stat().st_size, rng, 1 if FULL else 40):
             runs += 1
             with flipped(path, at, bit):
-                found = Verifier(sight, read=Slice()).run(None)
+                found = Verifier(inventory, read=Slice()).run(None)
             keys = [difference.key for row in found.commits for difference in row.differences]
             if keys != [f"{folder.name}/{path.name}"]:
                 missed.append((path.name, at, bit, keys))

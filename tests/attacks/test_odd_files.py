@@ -162,7 +162,7 @@ def test_a_hard_link_from_outside_loses_its_name_here_alone(tmp_path: Path) -> N
     (scene.save_dir / TAG / "linked").hardlink_to(precious)
     permit = scene.permit_of()
     with files.opened_dir(scene.save_dir) as fd:
-        fs.prune(fd, permit, "aside")
+        fs.delete_checkpoint(fd, permit, "aside")
     assert not (scene.save_dir / TAG).exists()
     assert precious.read_text() == "outside"
     assert precious.stat().st_nlink == 1

@@ -23,7 +23,7 @@ ROUNDS = 1000 if FULL else 20
 EVENTS = 10_000 if FULL else 400
 CONTENDER = """
 import os, sys, time
-from ckptd.daemon.bootstrap import open_locked
+from ckptd.daemon.save_dir_lock import open_locked
 from ckptd.errors import LockHeld
 save_dir, mark, begin, rounds = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
 won = both = 0

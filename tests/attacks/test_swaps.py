@@ -14,8 +14,9 @@ import pytest
 from ckptd.base import files
 from ckptd.conversion.engine import supervisor
 from ckptd.core.model.decision import Decision
-from ckptd.daemon.bootstrap import make_state, node_id_of
 from ckptd.daemon.intake.decisions import read_decisions, write_decision
+from ckptd.daemon.job import make_state
+from ckptd.daemon.node_id import node_id_of
 from ckptd.errors import CkptdError
 from ckptd.observe.audit import Audit
 from ckptd.storage.local import fs
@@ -31,7 +32,7 @@ Operation = Callable[[SwapScene, int], object]
 
 
 def _prune(scene: SwapScene, fd: int) -> None:
-    fs.prune(fd, scene.permit, ASIDE)
+    fs.delete_checkpoint(fd, scene.permit, ASIDE)
 
 
 def _remove_derived(scene: SwapScene, fd: int) -> None:

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckptd.storage.remote.messages import UploadRequest
-    from ckptd.storage.remote.transfer import Control, Origin
+    from ckptd.storage.remote.transfer import Origin, TransferControl
     from ckptd.storage.stores.base import Store
 
 
 @contextmanager
-def opened(_order: UploadRequest, _root: int, control: Control, _store: Store) -> Iterator[Origin]:
+def opened(_order: UploadRequest, _root: int, control: TransferControl, _store: Store) -> Iterator[Origin]:
     """Says that it has begun, and goes on for ever."""
     control.on_planned(Planned(plan_sha256="", layout="", files=0, bytes=0))
     threading.Event().wait()

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.storage.remote import observe
 from ckptd.storage.remote.messages import CommitView, DeleteCommit
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.open import open_store
@@ -23,6 +22,7 @@ from tests.e2e.harness import RUN
 from tests.e2e.s3_node import s3_node
 from tests.stores import servers
 from tests.stores.scene import Node
+from tests.support import observing as observe
 from tests.support.real import prepare
 
 if TYPE_CHECKING:

@@ -27,19 +27,20 @@ from ckptd.core.model.generation import (
 from ckptd.errors import CkptdError
 from ckptd.storage.remote.attach import attach
 from ckptd.storage.remote.commit import upload_form
-from ckptd.storage.remote.observe import AttachedRemote, describe, live_commits, manifests_of, observe
+from ckptd.storage.remote.observe import AttachedRemote, live_commits, manifests_of
 from ckptd.storage.stores.checksums import crc64, to_hex
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node, ground_of
+from tests.support.observing import describe, observe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from ckptd.core.model.generation import GenerationChoice
     from ckptd.core.model.save import SealedSave
     from ckptd.storage.remote.messages import TagView
-    from ckptd.storage.stores.base import ObjectInfo, Progress, Resume, Source
+    from ckptd.storage.stores.base import HeldRange, ObjectInfo, Progress, ResumePoint, Source
 
 APART_SECONDS = 1000
 
@@ -96,7 +97,13 @@ class TurnStore(MemoryStore):
         return super().stat(key)
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self,
+        key: str,
+        source: Source,
+        *,
+        resume: ResumePoint | None,
+        on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange] = (),
     ) -> int:
         self.turn.wait()
 
@@ -104,7 +111,7 @@ class TurnStore(MemoryStore):
             on_progress(progress)
             self.turn.wait()
 
-        return super().upload(key, source, resume=resume, on_progress=each)
+        return super().upload(key, source, resume=resume, on_progress=each, held=held)
 
     def delete(self, key: str) -> None:
         self.turn.wait()

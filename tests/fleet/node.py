@@ -39,7 +39,7 @@ from ckptd.errors import CkptdError, SourceChanged
 from ckptd.storage.remote import commit, deletion, observe
 from ckptd.storage.remote.documents import DocumentCache
 from ckptd.storage.remote.messages import DeleteCommit, UploadedObject, UploadFile, UploadRequest
-from ckptd.storage.remote.transfer import Control
+from ckptd.storage.remote.transfer import TransferControl
 from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.fleet.engine import Program
@@ -684,7 +684,7 @@ class Daemon:
             row.uploaded.clear()
         row.record = row.record.model_copy(update={"generation": action.generation})
         order = self._order(row, action.generation)
-        control = Control(
+        control = TransferControl(
             pacer=_PACER,
             check=lambda: None,
             on_moving=lambda *_: None,
@@ -786,7 +786,9 @@ class Daemon:
         yield
 
     @contextmanager
-    def _origin(self, order: UploadRequest, _root: int, _control: Control, _store: Store) -> Iterator[Origin]:
+    def _origin(
+        self, order: UploadRequest, _root: int, _control: TransferControl, _store: Store
+    ) -> Iterator[Origin]:
         yield Origin(order, self)
 
     def why_changed(self, file: UploadFile) -> str | None:

@@ -16,6 +16,7 @@ from ckptd.storage.stores.base import ObjectInfo
 from ckptd.storage.stores.checksums import crc64
 from tests.fleet.engine import Killed
 from tests.fleet.nap import Asked
+from tests.stores.offers import OffersNothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -126,7 +127,7 @@ class Network:
     """A write that was answered is delivered again, a while later."""
 
 
-class FleetStore:
+class FleetStore(OffersNothing):
     """The store verbs as one node's process has them."""
 
     url = "memory:"

@@ -20,9 +20,9 @@ from ckptd.core.model.manifest import FORMAT
 from ckptd.errors import RefusedError
 from ckptd.maintenance.verify import Slice, Verifier
 from ckptd.recover.select.inventory import read_remote_inventory
-from ckptd.storage.remote import observe
 from ckptd.storage.remote.documents import read_commit
 from ckptd.storage.remote.messages import UploadResult
+from tests.support import observing as observe
 from tests.support.recover_scene import Scene
 
 ROOT = Path(__file__).resolve().parents[2]

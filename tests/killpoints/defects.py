@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptd.base import extents, files
-from ckptd.daemon import bootstrap
+from ckptd.daemon import crash_recovery
 from ckptd.errors import CkptdError
 from ckptd.storage.local import fs
 from tests.killpoints.standins import put
@@ -46,26 +46,26 @@ def torn_commits() -> None:
 
 def forgotten_prunes() -> None:
     """A restart does not finish what lies half removed in the trash (P7)."""
-    recover = bootstrap.recover
+    finish = crash_recovery.finish_after_crash
 
     def forgetful(state: object, save_dir_fd: int, audit: object) -> None:
         for row in state.journal.open_deletions():  # type: ignore[attr-defined]
             state.journal.end_deletion(row.id, done=False)  # type: ignore[attr-defined]
-        recover(state, save_dir_fd, audit)  # type: ignore[arg-type]
+        finish(state, save_dir_fd, audit)  # type: ignore[arg-type]
 
     from ckptd.daemon import job
 
-    put(job, "recover", forgetful)
+    put(job, "finish_after_crash", forgetful)
 
 
 def pruned_in_place() -> None:
     """Files go one by one without the folder being renamed aside first (P1, P7)."""
 
-    def prune(save_dir_fd: int, permit: object, name: str) -> None:
-        fs.finish_prune(save_dir_fd, permit.tag, permit.files)  # type: ignore[attr-defined]
+    def delete_checkpoint(save_dir_fd: int, permit: object, name: str) -> None:
+        fs.finish_deletion(save_dir_fd, permit.tag, permit.files)  # type: ignore[attr-defined]
         del name
 
-    put(fs, "prune", prune)
+    put(fs, "delete_checkpoint", delete_checkpoint)
 
 
 def flushed_again() -> None:

@@ -301,7 +301,9 @@ class Told:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def upload(self, key: str, source: Any, *, resume: Any, on_progress: Callable[[Any], None]) -> int:
+    def upload(
+        self, key: str, source: Any, *, resume: Any, on_progress: Callable[[Any], None], held: Any = ()
+    ) -> int:
         """As the inner one."""
         self._tell(f"upload {json.dumps([key, resume.flushed_bytes if resume else 0])}")
         flushed = 0
@@ -313,5 +315,5 @@ class Told:
                 flushed = progress.flushed_bytes
                 self._tell(f"flushed {json.dumps([key, flushed])}")
 
-        crc: int = self._inner.upload(key, source, resume=resume, on_progress=moved)
+        crc: int = self._inner.upload(key, source, resume=resume, on_progress=moved, held=held)
         return crc

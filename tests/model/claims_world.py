@@ -15,9 +15,10 @@ from ckptd.core.model.heartbeat import HEARTBEATS, Heartbeat, heartbeat_key
 from ckptd.core.model.manifest import to_bytes
 from ckptd.core.model.runs import RUNS, Claim, Row
 from ckptd.core.policy.leases import number_of, numbered
-from ckptd.storage.remote import coordination
+from ckptd.storage.remote import runs
 from ckptd.storage.stores.base import ObjectInfo
 from tests.model.explorer import Io, Programs
+from tests.stores.offers import OffersNothing
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -75,7 +76,7 @@ class State(NamedTuple):
     wrong: str | None = None
 
 
-class AskingStore:
+class AskingStore(OffersNothing):
     """The verbs that a claim uses, each one request."""
 
     url = "memory:"
@@ -132,7 +133,7 @@ class World:
         assert isinstance(key, tuple)
         index, run_id, accepted = key
         claim = self._claim_of(index, run_id, accepted)
-        seen = coordination.claim_run(
+        seen = runs.claim_run(
             AskingStore(io),  # type: ignore[arg-type]
             claim,
             JOB_ID,
@@ -241,7 +242,7 @@ class World:
             number = number_of(RUNS, key)
             index, run_id = state.rows[number - 1]
             claim = self._claim_of(index, run_id, 0)
-            row = coordination.row_of(claim, JOB_ID, run_id, number)
+            row = runs.row_of(claim, JOB_ID, run_id, number)
             return to_bytes(row.model_copy(update={"created_at": "2026-01-01T00:00:00+00:00"}))
         for spec, place in zip(self.specs, state.places, strict=True):
             if key == heartbeat_key(spec.name):
@@ -307,5 +308,5 @@ class World:
 @contextmanager
 def stepwise() -> Iterator[None]:
     """The store's present is known without a request."""
-    with mock.patch.object(coordination, "server_time_seconds", lambda _store: NOW_SECONDS):
+    with mock.patch.object(runs, "server_time_seconds", lambda _store: NOW_SECONDS):
         yield

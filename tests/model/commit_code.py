@@ -26,6 +26,7 @@ from ckptd.storage.remote.messages import UploadFile, UploadRequest
 from ckptd.storage.remote.transfer import Carried, Transfer
 from ckptd.storage.stores.base import ObjectInfo
 from ckptd.storage.stores.checksums import crc64
+from tests.stores.offers import OffersNothing
 from tests.stores.scene import JOB_ID, MODEL, OPTIM
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def choose(save: SealedSave, view: TagView) -> GenerationChoice:
     )
 
 
-class StepStore:
+class StepStore(OffersNothing):
     """The store as a program sees it: every verb is a question to the world."""
 
     url = "memory:"
@@ -322,7 +323,7 @@ def stepwise(*, is_pointing: bool) -> Iterator[None]:
             patch.stop()
 
 
-class PlainStore:
+class PlainStore(OffersNothing):
     """Objects that lie still: for the judge, and for what is done in one step."""
 
     url = "memory:"

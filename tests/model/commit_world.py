@@ -16,7 +16,7 @@ from ckptd.errors import CkptdError
 from ckptd.storage.remote import commit, deletion, observe
 from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
-from ckptd.storage.remote.transfer import Control
+from ckptd.storage.remote.transfer import TransferControl
 from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.rate_limit import RateLimiter
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 IDLE = -1
 MIXED, NOTHING = -1, -2
 """What a restore may give back instead of a save."""
-_CONTROL = Control(pacer=RateLimiter(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None)
+_CONTROL = TransferControl(
+    pacer=RateLimiter(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None
+)
 _LATE = ("put", "create", "upload")
 """Requests that may be under way when a daemon dies. Not `delete`: no order of operations survives that."""
 
@@ -180,7 +182,7 @@ class World:
         """As a restore: the newest COMMIT whose every byte is right, else the one before; what went meanwhile
         is looked for again."""
         store = StepStore(io)
-        found = live_commits(read_remote(store, IDENTITY))  # type: ignore[arg-type]
+        found = live_commits(read_remote(store))  # type: ignore[arg-type]
         for view in reversed(found):
             try:
                 files = [f for manifest in manifests_of(store, view) for f in manifest.files]  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState
 from ckptd.core.policy.actions import Action, DropDerived, PointUniversal
 from ckptd.core.policy.planner import plan
-from ckptd.core.policy.retention import RetentionPolicy
-from ckptd.core.policy.view import Disk, JobView, SaveView, Unuploaded
+from ckptd.core.policy.retention import RetentionPolicy, Unuploaded
+from ckptd.core.policy.view import Disk, JobView, SaveView
 from tests.model.world import Remote, World, order_of
 
 CHUNKS = 8

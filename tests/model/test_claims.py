@@ -1,6 +1,6 @@
 """All interleavings of places that claim a run: one whole place at a time writes to a remote (adr/0185).
 
-`ckptd/storage/remote/coordination.py` runs as it is; seeded protocols show that the search sees what it is
+`ckptd/storage/remote/runs.py` runs as it is; seeded protocols show that the search sees what it is
 for.
 """
 

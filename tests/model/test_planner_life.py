@@ -30,8 +30,7 @@ from ckptd.core.policy.actions import Action, DeleteLocal, DeleteRemote
 from ckptd.core.policy.local import keep_local
 from ckptd.core.policy.permit import OptOutPermit
 from ckptd.core.policy.remote import keep_remote
-from ckptd.core.policy.retention import RetentionPolicy, RetentionVerdict, Tier
-from ckptd.core.policy.view import Unuploaded
+from ckptd.core.policy.retention import RetentionPolicy, RetentionVerdict, Tier, Unuploaded
 from tests.model.world import Remote, World, order_of
 
 LIMITS = st.one_of(st.none(), st.integers(1, 3))

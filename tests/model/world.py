@@ -28,7 +28,7 @@ from ckptd.core.policy.actions import (
     UploadLateFiles,
 )
 from ckptd.core.policy.planner import plan
-from ckptd.core.policy.retention import RetentionPolicy
+from ckptd.core.policy.retention import RetentionPolicy, Unuploaded
 from ckptd.core.policy.view import (
     CommitRef,
     Confirmation,
@@ -38,7 +38,6 @@ from ckptd.core.policy.view import (
     RemoteCommit,
     RemoteView,
     SaveView,
-    Unuploaded,
 )
 from tests.support.core_views import sealed
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,9 @@ from tests.support.real import TAG, Recipe, Resume, losses_of, prepare, resumed,
 
 NOTED_DIFFERENCES = 6
 TRAINER_STEPS = 4
+LOADS = 4
+"""Loads of one form until its losses are numbers. Up to 0.16 stage 3 reads memory that nothing wrote: of 17
+loads of one form two gave NaN."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +62,8 @@ class Outcome:
     zero_error: str | None = None
     """Of loading the save itself; tried where ckptd does not call it complete."""
     zero_losses: dict[int, float] = field(default_factory=dict)
+    repeated: list[str] = field(default_factory=list)
+    """Form of each load whose losses were not numbers, and that was done again."""
     seconds: float = 0.0
 
 
@@ -193,19 +199,31 @@ def _together(world: int, batch: Sequence[tuple[Tried, Resume]], form: str, work
         for item in batch:
             _alone(world, item, form, work)
         return
-    for (one, _), run in zip(batch, runs, strict=True):
-        setattr(one.outcome, f"{form}_losses", run.losses)
+    for item, run in zip(batch, runs, strict=True):
+        if not _note_losses(item[0].outcome, form, run.losses):
+            _alone(world, item, form, work)
 
 
 def _alone(world: int, item: tuple[Tried, Resume], form: str, work: Path) -> None:
     one, resume = item
 
     def load() -> None:
-        (run,) = resumed(world, [resume], _fresh(work))
-        setattr(one.outcome, f"{form}_losses", run.losses)
+        for _ in range(LOADS):
+            (run,) = resumed(world, [resume], _fresh(work))
+            if _note_losses(one.outcome, form, run.losses):
+                return
 
     key = "zero_error" if form == "zero" else f"{form}_load_error"
     setattr(one.outcome, key, _error_of(load))
+
+
+def _note_losses(outcome: Outcome, form: str, losses: dict[int, float]) -> bool:
+    """Keep the losses of a load; False: they are not numbers, and it is to be done again."""
+    setattr(outcome, f"{form}_losses", losses)
+    is_finite = all(map(math.isfinite, losses.values()))
+    if not is_finite:
+        outcome.repeated.append(form)
+    return is_finite
 
 
 def _load_zero(tried: Sequence[Tried], work: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +55,20 @@ class Cell:
 
 
 def _off(losses: Mapping[str, float], expected: Mapping[str, float]) -> float:
-    return max((abs(loss - expected[step]) for step, loss in losses.items()), default=float("inf"))
+    far = [abs(loss - expected[step]) for step, loss in losses.items()]
+    return max(far) if far and all(map(math.isfinite, far)) else math.inf
 
 
 def cell_of(found: Mapping[str, Any]) -> Cell:
     """Return the mark of what was measured (a `measure.Outcome` as JSON)."""
+    cell = _judged(found)
+    names = {"own": "ckptd's form", "stock": "DeepSpeed's form", "zero": "the save"}
+    again = ", ".join(names[form] for form in found.get("repeated", ()))
+    said = f"loaded again, since losses were no numbers: {again}" if again else ""
+    return Cell(cell.mark, "; ".join(filter(None, (cell.why, said))))
+
+
+def _judged(found: Mapping[str, Any]) -> Cell:
     if found["train_error"]:
         return Cell("–", f"training: {found['train_error']}")
     if found["state"] != "complete":
@@ -77,8 +87,10 @@ def cell_of(found: Mapping[str, Any]) -> Cell:
     if found["stock_load_error"]:
         return Cell("S" if own <= TOLERANCE else FAULT, f"its own form: {found['stock_load_error']}")
     if not found["differences"] and found["own_losses"] == found["stock_losses"]:
-        far = own > TOLERANCE
-        return Cell("=", f"from both forms the release goes on {own:.2f} beside the run" if far else "")
+        far = f"goes on {own:.2f} beside the run"
+        if not all(map(math.isfinite, found["expected"].values())):
+            far = "goes on alike; the losses of the run itself were no numbers"
+        return Cell("=", f"from both forms the release {far}" if own > TOLERANCE else "")
     stock = _off(found["stock_losses"], found["expected"])
     differing = "; ".join(found["differences"][:2])
     why = f"losses {own:.1e} from ckptd's, {stock:.1e} from DeepSpeed's beside the run; {differing}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ MARKS: dict[str, tuple[Outcome, str]] = {
         dataclasses.replace(LOADED, stock_error="KeyError: a", own_losses={3: 5.1}),
         table.FAULT,
     ),
+    "stock fails, and losses are no numbers": (
+        dataclasses.replace(LOADED, stock_error="KeyError: a", own_losses={3: math.nan}, repeated=["own"]),
+        table.FAULT,
+    ),
+    "losses are numbers at the second load": (dataclasses.replace(LOADED, repeated=["stock"]), "="),
     "stock fails, a note says that it cannot load": (
         dataclasses.replace(LOADED, stock_error="a", own_load_error="b", notes=CANNOT_LOAD),
         "S!",

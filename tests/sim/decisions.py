@@ -26,18 +26,22 @@ class Keys:
     """ladder: what the limit lets go is gone after so many newer ones."""
     best: bool = False
     """keep_best = 1."""
+    has_bytes: bool = False
+    """keep_bytes: the number alone keeps none, and none goes for a number alone."""
 
     def why_kept(
         self, step: int, newer: int, *, is_committed: bool = True, is_best: bool = False
     ) -> str | None:
         """Why a checkpoint stays that has so many newer ones; None: these keys let it go."""
-        if self.limit is None:
+        if self.limit is None and not self.has_bytes:
             return "no key limits anything"
         if self.every is not None and step % self.every == 0:
             return f"keep_every_steps {self.every}"
         if self.best and is_best:
             return "keep_best"
-        if newer < self.limit:
+        if newer == 0:
+            return "the newest"
+        if self.limit is not None and not self.has_bytes and newer < self.limit:
             return f"save_total_limit {self.limit}, and {newer} are newer"
         if is_committed and self.rung is not None and newer < self.rung:
             return f"a ladder that lets go after {self.rung} newer, and {newer} are"
@@ -70,9 +74,15 @@ def rules_of(config: JobConfig) -> Rules:
         every=config.local.keep_every_steps,
         rung=int(str(ladder[0].after)) if ladder else None,
         best=config.local.keep_best is not None,
+        has_bytes=config.local.keep_bytes is not None,
     )
     remotes = {
-        r.name: Keys(limit=r.save_total_limit, every=r.keep_every_steps, best=r.keep_best is not None)
+        r.name: Keys(
+            limit=r.save_total_limit,
+            every=r.keep_every_steps,
+            best=r.keep_best is not None,
+            has_bytes=r.keep_bytes is not None,
+        )
         for r in config.remotes
     }
     return Rules(local=local, remotes=remotes, unuploaded=config.unuploaded)

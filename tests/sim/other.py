@@ -29,8 +29,8 @@ from ckptd.core.model.manifest import (
 from ckptd.core.model.runs import RUN_FILE_PATH, Claim
 from ckptd.core.model.save import SaveWindow
 from ckptd.errors import RemoteUnreachable
-from ckptd.storage.remote.coordination import claim_run
 from ckptd.storage.remote.documents import read_identity
+from ckptd.storage.remote.runs import claim_run
 from ckptd.storage.stores.checksums import crc64, to_hex
 from tests.sim.stage import inspect_files
 from tests.sim.trainer import RANKS, SAVE_DIR, shards_of

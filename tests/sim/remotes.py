@@ -123,7 +123,9 @@ class Cloud(MemoryStore):
         self._verb("read", key, changes=False)
         return super().read_at(key, offset, length)
 
-    def upload(self, key: str, source: Any, *, resume: Any, on_progress: Callable[[Any], None]) -> int:
+    def upload(
+        self, key: str, source: Any, *, resume: Any, on_progress: Callable[[Any], None], held: Any = ()
+    ) -> int:
         self._verb("upload", key)
         self.on_upload(key)
 

@@ -14,7 +14,7 @@ from ckptd.core.model.records import ZERO, UploadState
 from ckptd.core.model.save import Order
 from ckptd.core.policy import local, planner, remote, retention
 from ckptd.core.policy.actions import Hold
-from ckptd.daemon import bootstrap
+from ckptd.daemon import crash_recovery
 from ckptd.daemon.intake import clones as holds
 from ckptd.daemon.intake import known_saves, ordering
 from ckptd.daemon.state.deletions import Deletions
@@ -22,10 +22,11 @@ from ckptd.observe.audit import Audit
 from ckptd.storage.child import service
 from ckptd.storage.local import clones as hold
 from ckptd.storage.local import fs
-from ckptd.storage.remote import commit, deletion, messages, observe, transfer
+from ckptd.storage.remote import deletion, messages, transfer
 from ckptd.storage.remote import transfer as origin
 from ckptd.storage.remote.documents import read_generation
 from ckptd.storage.remote.messages import DeleteCommit
+from ckptd.storage.stores.directory import DirectoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,7 +64,7 @@ def _overwritten(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> b
     return True
 
 
-def _uploaded_is_committed(state: Any) -> None:
+def _uploaded_is_committed(state: Any, _save_dir_fd: int) -> None:
     for save_id, records in list(state.uploads.records.items()):
         for record in list(records.values()):
             if record.state is UploadState.UPLOADING:
@@ -77,7 +78,7 @@ def _finish_prune(trash_fd: int, name: str, sealed: Any) -> None:
         _real_finish(trash_fd, name, sealed)
 
 
-_real_finish = fs.finish_prune
+_real_finish = fs.finish_deletion
 
 
 def _remove_all(trash_fd: int, name: str, _: Any) -> None:
@@ -126,19 +127,15 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     ),
     "objects go before their COMMIT": ((service, "delete_commit", _objects_first),),
     "create-only replaces": ((files, "create_exclusive", _overwritten),),
-    "what was on its way counts as committed": ((bootstrap, "_take_up_again", _uploaded_is_committed),),
+    "what was on its way counts as committed": ((crash_recovery, "_take_up_again", _uploaded_is_committed),),
     "identities are not compared before a prune": (
         (fs, "check_identities", lambda *_, **__: None),
-        (fs, "finish_prune", _remove_all),
+        (fs, "finish_deletion", _remove_all),
     ),
-    "a prune is called done before it is durable": ((fs, "finish_prune", _finish_prune),),
+    "a prune is called done before it is durable": ((fs, "finish_deletion", _finish_prune),),
     "a hold is let go as soon as it is made": ((planner, "_holds", _holds),),
     "what lies here unsealed is retired": ((planner, "keep_remote", _keep_remote),),
-    "what was found is not flushed": (
-        (commit, "settled", lambda *_: None),
-        (observe, "settled", lambda *_: None),
-        (transfer, "settled", lambda *_: None),
-    ),
+    "what was found is not flushed": ((DirectoryStore, "flush_name", lambda *_: None),),
     "pins are not looked at": (
         (known_saves.KnownSaves, "pins", frozenset()),
         (known_saves.KnownSaves, "is_pinned", lambda *_: False),

@@ -20,15 +20,14 @@ from ckptd.base import files, names
 from ckptd.cli.daemon.wait import judge_step
 from ckptd.core.model.decision import Decision
 from ckptd.core.model.records import ZERO, UploadState
-from ckptd.daemon.bootstrap import make_state
 from ckptd.daemon.health.checks import exit_code
 from ckptd.daemon.health.drain import drained_words, unsent_here
 from ckptd.daemon.health.status import job_status
 from ckptd.daemon.intake.decisions import read_decisions, write_decision
+from ckptd.daemon.job import make_state
 from ckptd.errors import RemoteUnreachable, StorageError, TornArchiveError
 from ckptd.observe.audit import Audit
 from ckptd.storage.local import fs
-from ckptd.storage.stores.base import settled
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.sources import records_of
 from tests.sim.decisions import HOUR_SECONDS
@@ -121,10 +120,10 @@ def test_what_a_prune_removed_stays_removed(world: World) -> None:
         files.write_atomic(folder, name, b"x")
     files.fsync_dir(trash)
     with pytest.raises(StorageError, match="no part of what was committed"):
-        fs.finish_prune(trash, "global_step1.aa", ())
+        fs.finish_deletion(trash, "global_step1.aa", ())
     files.remove_file(folder, "one")
     files.remove_file(folder, "two")
-    fs.finish_prune(trash, "global_step1.aa", ())
+    fs.finish_deletion(trash, "global_step1.aa", ())
     cut_power(world)
     assert fs.trash_names(opened(world)) == []
 
@@ -141,7 +140,7 @@ def test_a_commit_that_a_killed_process_made_is_flushed_before_it_counts(world: 
     store = DirectoryStore(NAS_URL)
     is_found = store.get(key) is not None
     if is_found:
-        settled(store, key)
+        store.flush_name(key)
     cut_power(world)
     assert (DirectoryStore(NAS_URL).get(key) is not None) or not is_found
 

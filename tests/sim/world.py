@@ -67,8 +67,10 @@ def job_config(
     rung: int | None = None,
     unuploaded: str = "keep",
     best: bool = False,
+    most_bytes: int | None = None,
 ) -> JobConfig:
     """A job file's content: remotes as (name, required, limit); other keys only where there is a limit."""
+    bytes_too = {} if most_bytes is None else {"keep_bytes": f"{most_bytes}B"}
     ladder = [] if rung is None or limit is None else [{"after": rung, "form": "gone"}]
     metric = {"metric": "loss", "metrics_file": METRICS, "extra": []} if best else {}
     return JobConfig.model_validate(
@@ -82,6 +84,7 @@ def job_config(
             "local": {
                 "forms": [],
                 "save_total_limit": limit,
+                **bytes_too,
                 "keep_every_steps": every if limit is not None else None,
                 "keep_best": 1 if best and limit is not None else None,
                 "ladder": ladder,
@@ -94,6 +97,7 @@ def job_config(
                     "forms": ["zero"],
                     "required": required,
                     "save_total_limit": keep,
+                    **bytes_too,
                     "keep_every_steps": every if keep is not None else None,
                     "keep_best": 1 if best and keep is not None else None,
                 }
@@ -499,7 +503,7 @@ class World:
         try:
             for remote in self.config.remotes:
                 store = self._open_store(remote.url)
-                decision = observe.record(store, decision, observe.still_ours(store, None))
+                decision = observe.record(store, decision, observe.require_identity(store))
             write_decision(STATE_DIR, decision)
         except (CkptdError, OSError) as error:
             self.kernel.history.append(f"it failed: {error}")

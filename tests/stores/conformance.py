@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.errors import CkptdError, TargetExists, VerifyError
-from ckptd.storage.stores.base import Progress, Resume
+from ckptd.storage.stores.base import Progress, ResumePoint
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.sources import MemorySource
 
@@ -161,7 +161,7 @@ class StoreConformance:
             return
         assert last.flushed_bytes >= (3 - self.at_once) * self.window_bytes
         meter = Meter(self.data)
-        resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
+        resume = ResumePoint(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
         crc = store.upload("t/x", meter, resume=resume, on_progress=seen.append)
         assert crc == crc64(self.data)
         assert meter.asked == len(self.data) - last.flushed_bytes
@@ -171,7 +171,7 @@ class StoreConformance:
 
     def test_resume_without_the_partial_starts_over(self, store: Store) -> None:
         first = self.window_bytes
-        resume = Resume(flushed_bytes=first, crc64=crc64(self.data[:first]))
+        resume = ResumePoint(flushed_bytes=first, crc64=crc64(self.data[:first]))
         crc = store.upload("t/x", source_of(self.data), resume=resume, on_progress=lambda progress: None)
         assert crc == crc64(self.data)
         assert store.get("t/x") == self.data
@@ -183,7 +183,7 @@ class StoreConformance:
             store.upload("t/x", Meter(self.data, 2 * self.window_bytes), resume=None, on_progress=seen.append)
         store.discard("t/x")
         meter = Meter(self.data)
-        resume = Resume(flushed_bytes=first, crc64=crc64(self.data[:first]), token=seen[-1].token)
+        resume = ResumePoint(flushed_bytes=first, crc64=crc64(self.data[:first]), token=seen[-1].token)
         store.upload("t/x", meter, resume=resume, on_progress=lambda progress: None)
         assert meter.asked == len(self.data)
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptd.errors import SourceChanged, TargetExists, VerifyError
-from ckptd.storage.stores.base import Abilities, ObjectInfo, Progress
+from ckptd.storage.stores.base import Abilities, ObjectInfo, Progress, Store
 from ckptd.storage.stores.checksums import crc64 as crc64_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from ckptd.storage.stores.base import Resume, Source
+    from ckptd.storage.stores.base import HeldRange, ResumePoint, Source
 
 
 @dataclass
-class MemoryStore:
+class MemoryStore(Store):
     """Objects and partial uploads in two dictionaries; `window_bytes` as a directory's."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -69,13 +69,19 @@ class MemoryStore:
         yield self.read_at(key, offset, length)
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self,
+        key: str,
+        source: Source,
+        *,
+        resume: ResumePoint | None,
+        on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange] = (),
     ) -> int:
-        held = self.partial.get(key, b"")
+        begun = self.partial.get(key, b"")
         start, crc = 0, 0
-        if resume is not None and len(held) >= resume.flushed_bytes:
+        if resume is not None and len(begun) >= resume.flushed_bytes:
             start, crc = resume.flushed_bytes, resume.crc64
-        data = bytearray(held[:start])
+        data = bytearray(begun[:start])
         buffer = memoryview(bytearray(self.window_bytes))
         while len(data) < source.size_bytes:
             count = source.read_into(len(data), buffer)

@@ -18,7 +18,7 @@ from ckptd.storage.remote.attach import attach
 from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.messages import RemoteSettings, UploadedObject, UploadFile, UploadRequest
 from ckptd.storage.remote.observe import AttachedRemote
-from ckptd.storage.remote.transfer import Control
+from ckptd.storage.remote.transfer import TransferControl
 from ckptd.storage.stores.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
@@ -165,11 +165,13 @@ class Node:
             root=str(self.save_dir), manifest=manifest, files=tuple(rows), uploaded=uploaded, partly=partly
         )
 
-    def control(self) -> Control:
+    def control(self) -> TransferControl:
         def on_moving(key: str, total_bytes: int, progress: Progress) -> None:
             self.events.append((key, progress))
 
-        return Control(pacer=self.pacer, check=lambda: None, on_moving=on_moving, on_done=self.events.append)
+        return TransferControl(
+            pacer=self.pacer, check=lambda: None, on_moving=on_moving, on_done=self.events.append
+        )
 
     def uploaded(self) -> tuple[UploadedObject, ...]:
         return tuple(event for event in self.events if isinstance(event, UploadedObject))

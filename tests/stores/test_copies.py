@@ -111,8 +111,8 @@ def _rclone(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def verified(url: str, endpoint: str | None = None, *, read: bool = True) -> VerifiedRemote:
     """One remote, proven."""
-    sight = read_remote_inventory("one", url, None, Access(endpoint_url=endpoint), is_tolerant=True)
-    return Verifier(sight, read=Slice() if read else None).run()
+    inventory = read_remote_inventory("one", url, None, Access(endpoint_url=endpoint), is_tolerant=True)
+    return Verifier(inventory, read=Slice() if read else None).run()
 
 
 def test_copied_by_rclone_to_s3_and_back_it_verifies_and_restores(scene: RepairScene, bucket: Bucket) -> None:
@@ -193,13 +193,13 @@ def test_an_object_in_s3_is_put_right(scene: RepairScene, bucket: Bucket) -> Non
         {"name": "s3", "url": bucket.url, "endpoint_url": bucket.server.endpoint}
     )
     job = scene.job(remote=False).model_copy(update={"remotes": (config,)})
-    sights = [
+    inventories = [
         read_remote_inventory("s3", bucket.url, None, access_of(config)),
         read_remote_inventory("nas", str(scene.nas), None),
     ]
     repair = Repair(
         job,
-        sights,
+        inventories,
         RepairRequest(targets=frozenset({"s3"}), here=False, read=Slice()),
         node_id=None,
         audit=None,
@@ -215,12 +215,12 @@ def test_an_object_in_s3_is_put_right(scene: RepairScene, bucket: Bucket) -> Non
 
 def test_an_upload_that_dies_is_known_and_given_up(scene: RepairScene, bucket: Bucket) -> None:
     """Its id is noted before a part is sent; what failed is aborted at once, what was killed by the next."""
-    sight = read_remote_inventory(
+    inventory = read_remote_inventory(
         "s3", bucket.url, None, Access(endpoint_url=bucket.server.endpoint, part_size_bytes=5 << 20)
     )
     data = secrets.token_bytes(11 << 20)
-    view = sight.commits[0]
-    shard = next(f for f in sight.manifests(view.commit)[0].files if "rank_0" in f.path)
+    view = inventory.commits[0]
+    shard = next(f for f in inventory.manifests(view.commit)[0].files if "rank_0" in f.path)
     checksums = Checksums(crc64nvme=to_hex(crc64(data)))
     big = shard.model_copy(update={"key": "big", "bytes": len(data), "checksums": checksums})
     scene.state.mkdir()
@@ -231,7 +231,7 @@ def test_an_upload_that_dies_is_known_and_given_up(scene: RepairScene, bucket: B
         seen.append(token)
         notes.note("s3", key, token)
 
-    resender = ObjectRepairer(sight.store, sight.observation.identity, note, lambda *_: None)
+    resender = ObjectRepairer(inventory.store, inventory.observation.identity, note, lambda *_: None)
 
     class Killed(BaseException):
         """Nothing after it runs."""
@@ -249,14 +249,14 @@ def test_an_upload_that_dies_is_known_and_given_up(scene: RepairScene, bucket: B
         resender.put_right(view, big, lambda: source(Dying, data))
     assert [key for key, _ in Unfinished(scene.state).of("s3")] == ["big"]
     assert len(_uploads(bucket)) == 1
-    assert Unfinished(scene.state).give_up("s3", sight.store) == 1
+    assert Unfinished(scene.state).give_up("s3", inventory.store) == 1
     assert _uploads(bucket) == []
     assert Unfinished(scene.state).of("s3") == []
     # other bytes than were committed never get the name
     other = bytes(len(data))
     with pytest.raises(DamagedError):
         resender.put_right(view, big, lambda: source(MemorySource, other))
-    assert (_uploads(bucket), sight.store.stat("big")) == ([], None)
+    assert (_uploads(bucket), inventory.store.stat("big")) == ([], None)
     resender.put_right(view, big, lambda: source(MemorySource, data))
     assert bucket.objects()[f"{bucket.name}/big"] == data
     assert seen[-1] == ""

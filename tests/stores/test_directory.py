@@ -23,7 +23,7 @@ from ckptd.errors import (
     StorageError,
     VerifyError,
 )
-from ckptd.storage.stores.base import PARTIAL_PREFIX, Progress, Resume
+from ckptd.storage.stores.base import PARTIAL_PREFIX, Progress, ResumePoint
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.sources import MemorySource
@@ -191,7 +191,7 @@ def test_a_partial_that_a_hung_transfer_holds_is_not_touched(nas: Path) -> None:
     with partial.open("r+b") as hung:
         fcntl.flock(hung, fcntl.LOCK_EX)
         inode = os.fstat(hung.fileno()).st_ino
-        resume = Resume(flushed_bytes=1 << 20, crc64=crc64(DATA[: 1 << 20]))
+        resume = ResumePoint(flushed_bytes=1 << 20, crc64=crc64(DATA[: 1 << 20]))
         store.upload("t/x", Meter(DATA), resume=resume, on_progress=lambda progress: None)
         hung.write(b"late bytes of the hung one")
     assert (nas / "t" / "x").stat().st_ino != inode
@@ -316,7 +316,7 @@ def test_a_full_share_is_named_and_keeps_no_half_object(tmp_path: Path) -> None:
         assert again.asked == 0
         filler.unlink()
         subprocess.run(["mount", "-o", "remount,size=16m", str(point)], check=True)
-        resume = Resume(flushed_bytes=seen[-1].flushed_bytes, crc64=seen[-1].crc64)
+        resume = ResumePoint(flushed_bytes=seen[-1].flushed_bytes, crc64=seen[-1].crc64)
         meter = Meter(DATA)
         store.upload("t/x", meter, resume=resume, on_progress=seen.append)
         assert store.get("t/x") == DATA

@@ -33,7 +33,7 @@ from ckptd.errors import (
 from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.stores import sftp_session
 from ckptd.storage.stores.access import Access
-from ckptd.storage.stores.base import Progress, Resume
+from ckptd.storage.stores.base import Progress, ResumePoint
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.fsspec_protocol import open_files
 from ckptd.storage.stores.fsspec_store import FilesStore
@@ -167,7 +167,7 @@ def test_a_server_killed_in_the_middle_is_gone_on_with(own: Sshd, monkeypatch: p
     last = seen[-1]
     assert last.flushed_bytes >= 2 * WINDOW_BYTES
     meter = Meter(DATA)
-    resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64)
+    resume = ResumePoint(flushed_bytes=last.flushed_bytes, crc64=last.crc64)
     crc = store.upload("t/x", meter, resume=resume, on_progress=seen.append)
     assert meter.asked == len(DATA) - last.flushed_bytes
     assert store.verify("t/x", len(DATA), crc, lambda done: None) == "read-back"
@@ -372,7 +372,7 @@ def test_a_full_disk_is_named_and_gone_on_with(own: Sshd, monkeypatch: pytest.Mo
             store.upload("t/x", Meter(DATA), resume=None, on_progress=seen.append)
         assert store.stat("t/x") is None
         subprocess.run(["mount", "-o", "remount,size=16m", str(own.files)], check=True)
-        resume = Resume(flushed_bytes=seen[-1].flushed_bytes, crc64=seen[-1].crc64)
+        resume = ResumePoint(flushed_bytes=seen[-1].flushed_bytes, crc64=seen[-1].crc64)
         meter = Meter(DATA)
         store.upload("t/x", meter, resume=resume, on_progress=seen.append)
         assert 0 < meter.asked < len(DATA)
@@ -415,7 +415,7 @@ class TestDriver(StoreConformance):
 
     def test_discarded_partials_are_not_continued(self, store: Store) -> None:
         store.discard("t/x")
-        resume = Resume(flushed_bytes=WINDOW_BYTES, crc64=crc64(self.data[:WINDOW_BYTES]))
+        resume = ResumePoint(flushed_bytes=WINDOW_BYTES, crc64=crc64(self.data[:WINDOW_BYTES]))
         meter = Meter(self.data)
         store.upload("t/x", meter, resume=resume, on_progress=lambda progress: None)
         assert meter.asked == len(self.data)

@@ -14,7 +14,7 @@ from ckptd.conversion.options import ConvertOptions
 from ckptd.core.model.manifest import folder_name
 from ckptd.core.model.records import UNIVERSAL
 from ckptd.errors import VerifyError
-from ckptd.storage.stores.base import HeldRange, Progress, Resume
+from ckptd.storage.stores.base import HeldRange, Progress, ResumePoint
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.rate_limit import RateLimiter
@@ -49,7 +49,9 @@ def store(credentials: None, moto: servers.Server) -> S3Store:
     return store_at(moto)
 
 
-def put(store: Any, key: str, data: bytes, *held: HeldRange, resume: Resume | None = None) -> tuple[int, str]:
+def put(
+    store: Any, key: str, data: bytes, *held: HeldRange, resume: ResumePoint | None = None
+) -> tuple[int, str]:
     """Upload; how many bytes went over the wire, and the proof."""
     source = RateLimitedSource(source_of(data), RateLimiter(), lambda: None)
     told: list[Progress] = []
@@ -133,7 +135,7 @@ def test_an_upload_that_was_cut_goes_on(store: S3Store) -> None:
     with pytest.raises(InterruptedError):
         store.upload("b/new", source_of(new), resume=None, on_progress=stop, held=(held,))
     last = told[-1]
-    resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
+    resume = ResumePoint(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
     sent_bytes, _ = put(store, "b/new", new, resume=resume)
     assert sent_bytes <= 12 * MIB
     assert whole(store, "b/new", len(new)) == new

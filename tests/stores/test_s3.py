@@ -13,7 +13,7 @@ import pytest
 from ckptd.conversion.remote.uploader import NOTE, UploadNote, write_note
 from ckptd.errors import DamagedError, NotPermitted, RemoteUnreachable, VerifyError
 from ckptd.storage.remote.repair import ExactSource
-from ckptd.storage.stores.base import Progress, Resume
+from ckptd.storage.stores.base import Progress, ResumePoint
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3 import bucket as s3
@@ -165,7 +165,7 @@ def test_a_server_that_hangs_is_left_and_gone_on_with(
         monkeypatch.setattr(s3_client, "READ_SECONDS", 60)
         store = open_store(store.url, access=access)
         last = seen[-1]
-        resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
+        resume = ResumePoint(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
         assert store.upload("t/x", source_of(BIG), resume=resume, on_progress=lambda _: None) == crc64(BIG)
         again = between.parts() - before
         assert not {part for _, part in again} & {1, 2}, "what it holds is sent again"
@@ -190,7 +190,7 @@ def test_a_server_that_cannot_list_parts_gets_the_object_anew(moto: servers.Serv
         with pytest.raises(Stopped):
             store.upload("t/x", Meter(BIG, 3 * PART_BYTES), resume=None, on_progress=seen.append)
         last = seen[-1]
-        resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
+        resume = ResumePoint(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
         again = open_store(store.url, access=access)
         assert again.upload("t/x", source_of(BIG), resume=resume, on_progress=lambda _: None) == crc64(BIG)
         assert again.get("t/x") == BIG
@@ -222,7 +222,7 @@ def test_parts_that_arrived_out_of_order_are_not_sent_again(moto: servers.Server
         upload_id = last.token.partition(":")[2]
         where = {"Bucket": servers.BUCKET, "Key": f"{servers.CLIENT}/order{cut}/t/x", "UploadId": upload_id}
         held = {p["PartNumber"] for p in moto.client().list_parts(**where).get("Parts", [])}
-        resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
+        resume = ResumePoint(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
         again = open_store(store.url, access=access)
         again.probe()
         assert again.upload("t/x", source_of(data), resume=resume, on_progress=lambda _: None) == crc64(data)

@@ -131,7 +131,7 @@ def test_behind_a_proxy_the_client_does_it(moto: servers.Server, monkeypatch: py
     store = store_at(moto.endpoint)
     assert store.direct is not None
     assert not store.direct.is_ready
-    assert store.flights == 0
+    assert store.pending_puts == 0
     assert store.upload("t/x", source_of(b"1"), resume=None, on_progress=lambda _: None) == crc64(b"1")
     assert store.get("t/x") == b"1"
 
@@ -300,7 +300,7 @@ def as_saved(store: S3Store, node: Node, manifest: NodeManifest) -> None:
 
 def test_small_files_fly_and_cost_one_request_each(between: Proxy, node: Node) -> None:
     store = store_at(between.endpoint)
-    assert store.flights > 0
+    assert store.pending_puts > 0
     between.requests.clear()
     result, manifest = uploaded_to(store, node)
     assert result.outcome == "committed"

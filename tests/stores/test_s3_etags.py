@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.errors import VerifyError
-from ckptd.storage.stores.base import Resume
+from ckptd.storage.stores.base import ResumePoint
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3 import client as s3_client
@@ -133,7 +133,7 @@ def test_a_listed_part_that_arrived_changed_is_sent_again(between: Proxy, moto: 
         part = part if number == 1 else part[:-1] + b"!"
         client.upload_part(**place, UploadId=upload_id, PartNumber=number, Body=part)
     between.requests.clear()
-    resume = Resume(token=f"{PART_BYTES}:{upload_id}")
+    resume = ResumePoint(token=f"{PART_BYTES}:{upload_id}")
     store.upload("t/x", source_of(BIG), resume=resume, on_progress=lambda _: None)
     sent = between.parts()
     path = f"/{servers.BUCKET}/{place['Key']}"
@@ -150,7 +150,7 @@ def test_an_upload_that_was_continued_is_read_back(between: Proxy, monkeypatch: 
         store.upload("t/x", Meter(BIG, 2 * PART_BYTES), resume=None, on_progress=seen.append)
     last = seen[-1]
     assert last.flushed_bytes == 2 * PART_BYTES
-    resume = Resume(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
+    resume = ResumePoint(flushed_bytes=last.flushed_bytes, crc64=last.crc64, token=last.token)
     store.upload("t/x", source_of(BIG), resume=resume, on_progress=lambda _: None)
     assert verified(store) == "read-back"
 

@@ -19,7 +19,6 @@ from ckptd.conversion.options import ConvertOptions
 from ckptd.core.model.layouts import Grid, Role, ShardKey
 from ckptd.core.model.manifest import DerivedSource, NodeManifest, folder_name
 from ckptd.core.model.save import SaveWindow
-from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.formats.torchfile.archive import read_directory
 from ckptd.recover.plan import RecoveryOptions
@@ -38,11 +37,12 @@ from ckptd.storage.remote.messages import (
     UploadResult,
 )
 from ckptd.storage.remote.observe import AttachedRemote
-from ckptd.storage.remote.transfer import Control
+from ckptd.storage.remote.transfer import TransferControl
 from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.stores.scene import Node
+from tests.support.states import job_state
 from tests.support.synthetic import Shapes, write_stage12
 
 SHAPES: list[Shapes] = [{"embed.weight": (7, 5), "head.weight": (3, 4), "head.bias": (3,)}]
@@ -293,7 +293,7 @@ class Scene:
             files=(),
         )
         order = UploadRequest(root=str(self.save_dir), manifest=manifest, files=upload_files)
-        control = Control(
+        control = TransferControl(
             pacer=RateLimiter(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None
         )
         return upload_form(ground, order, control)
@@ -364,7 +364,7 @@ def known_save(scene: Scene, path: Path) -> tuple[Node, JobState]:
     """`global_step5` in its save_dir and in a journal at `path`."""
     node = Node(scene.save_dir, tag="global_step5")
     node.write_all()
-    state = JobState(journal=Journal(path), problems=Problems())
+    state = job_state(Journal(path))
     state.journal.add_save(node.sealed(step=5), found_first=False, adopted=True, seen_at=0.0)
     state.load()
     return node, state

@@ -80,11 +80,11 @@ class RepairScene(RestoreScene):
         self.state.mkdir(exist_ok=True)
         roots = [root for root in (self.nas, self.nas2) if root.exists()]
         job = self.job_with(*roots)
-        sights = [read_remote_inventory(r.name, r.url, None) for r in job.remotes]
+        inventories = [read_remote_inventory(r.name, r.url, None) for r in job.remotes]
         targets = more.pop("targets", [r.name for r in job.remotes])
         repair = Repair(
             job,
-            sights,
+            inventories,
             RepairRequest(
                 targets=frozenset(targets), tag=tag, read=Slice() if read else None, dry_run=dry_run, **more
             ),

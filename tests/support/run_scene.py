@@ -16,8 +16,8 @@ from ckptd.core.model.manifest import to_bytes
 from ckptd.core.model.runs import RUNS, Claim, Row, RunFile
 from ckptd.core.policy.leases import numbered
 from ckptd.storage.local.run_file import host_name, read_run, run_file, write_run
-from ckptd.storage.remote.coordination import latest_row, row_of
 from ckptd.storage.remote.documents import read_identity
+from ckptd.storage.remote.runs import latest_row, row_of
 from ckptd.storage.stores.base import Store
 from tests.support.recover_scene import Scene
 from tests.support.synthetic import write_stage12

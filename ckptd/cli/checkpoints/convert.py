@@ -57,7 +57,7 @@ def register(app: typer.Typer) -> None:
         ),
         verify: bool = typer.Option(False, help="Check the source's CRCs, and the output against the plan."),
         no_strict: bool = typer.Option(False, "--no-strict", "--no_strict", help="Allow unused patterns."),
-        inject_missing_state: bool = typer.Option(
+        inject_missing_state: bool = typer.Option(  # noqa: ARG001  accepted, and needless
             False,
             "--inject-missing-state",
             "--inject_missing_state",
@@ -79,7 +79,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.conversion.remote.ends import ends_of, forecast_ends
 
         options = replace(
-            _options(compat, memory_budget, verify, not no_strict, inject_missing_state),
+            _options(compat, memory_budget, verify, not no_strict),
             **_form(form, dtype, max_shard_size, compat),
         )
         address = _address(cluster)
@@ -129,7 +129,7 @@ def _size(option: str, text: str, example: str) -> int:
         raise UsageError(f"{option} {text!r} is no size", hint=f"for example {example}") from error
 
 
-def _options(compat: str, budget: str, verify: bool, strict: bool, inject: bool) -> ConvertOptions:
+def _options(compat: str, budget: str, verify: bool, strict: bool) -> ConvertOptions:
     from ckptd.conversion.options import ConvertOptions
     from ckptd.errors import UsageError
 
@@ -143,7 +143,6 @@ def _options(compat: str, budget: str, verify: bool, strict: bool, inject: bool)
         memory_budget_bytes=size,
         verify=verify,
         strict=strict,
-        inject_missing_state=inject,
         write_latest=True,
     )
 

@@ -114,7 +114,7 @@ def _everything(collector: Collector, where: Where, state_dir: Path | None, gone
     from ckptd.maintenance.repair import Unfinished
     from ckptd.storage.local.state_dir import own_state
 
-    sights, failures = open_remotes(where)
+    inventories, failures = open_remotes(where)
     if where.job is not None and own_state(state_dir, where.job.save_dir) is None and state_dir is not None:
         print_note(
             f"{state_dir} came with a copy of another save_dir: uploads of which it tells are not this node's"
@@ -123,22 +123,22 @@ def _everything(collector: Collector, where: Where, state_dir: Path | None, gone
     good: list[RemoteInventory] = []
     unfinished = Unfinished(state_dir)
 
-    def collect(sight: RemoteInventory) -> None:
+    def collect(inventory: RemoteInventory) -> None:
         if gone is not None:
-            collector.gone(sight, gone)
+            collector.gone(inventory, gone)
             return
-        collector.remote(sight, unfinished, state_dir)
-        good.append(sight)
+        collector.remote(inventory, unfinished, state_dir)
+        good.append(inventory)
 
     with unfinished.alone():
-        code = _each(sights, failures, collect)
+        code = _each(inventories, failures, collect)
         if where.job is not None and gone is None:
             collector.node(where.job, good, state_dir)
     return code
 
 
 def _each(
-    sights: Sequence[RemoteInventory],
+    inventories: Sequence[RemoteInventory],
     failures: Mapping[str, CkptdError],
     collect: Callable[[RemoteInventory], None],
 ) -> int:
@@ -147,11 +147,11 @@ def _each(
     from ckptd.errors import CkptdError
 
     codes = [error.exit_code for error in failures.values()]
-    for sight in sights:
+    for inventory in inventories:
         try:
-            collect(sight)
+            collect(inventory)
         except CkptdError as error:
-            print_note(f"{sight.name}: {error}")
+            print_note(f"{inventory.name}: {error}")
             codes.append(error.exit_code)
     return codes[0] if codes else 0
 
@@ -160,16 +160,16 @@ def _run(collector: Collector, where: Where, run: str) -> int:
     """Remove one run from every remote; the exit code of what failed first."""
     from ckptd.cli.checkpoints.verify import open_remotes
     from ckptd.errors import RefusedError
-    from ckptd.recover.select.runs import Runs, held_by
+    from ckptd.recover.select.runs import RemoteRuns, held_by
 
-    sights, failures = open_remotes(where)
-    runs = Runs(sights)
+    inventories, failures = open_remotes(where)
+    runs = RemoteRuns(inventories)
     run_id = runs.named(run)
     held = held_by(where.job.save_dir) if where.job is not None else None
     if where.job is not None and held is not None and runs.is_same(held, run_id):
         msg = f"{where.job.save_dir} holds {runs.words(run_id)}: its checkpoints stay"
         raise RefusedError(msg, hint="only earlier runs are removed by name; see `ckptd list`")
-    return _each(sights, failures, lambda sight: collector.run(sight, run_id))
+    return _each(inventories, failures, lambda inventory: collector.run(inventory, run_id))
 
 
 def _incomplete(
@@ -203,13 +203,13 @@ def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:
 
     decisions = read_decisions(state_dir, PINS) if state_dir is not None else []
     try:
-        sights, _ = open_remotes(where)
+        inventories, _ = open_remotes(where)
     except CkptdError as error:
         if state_dir is None:
             raise
         print_note(f"going by the pins that are known here: {error.message}")
-        sights = []
-    known = {(d.kind, d.tag, d.serial): d for s in sights for d in s.observation.decisions}
+        inventories = []
+    known = {(d.kind, d.tag, d.serial): d for s in inventories for d in s.observation.decisions}
     known |= {(d.kind, d.tag, d.serial): d for d in decisions}
     return pinned_tags(sorted(known.values(), key=lambda d: d.serial))
 

@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
         from ckptd.api import checkpoints
         from ckptd.cli.output import print_note
         from ckptd.cli.screen import screen
-        from ckptd.config.quantities import said_of
+        from ckptd.config.remote_names import said_of
 
         failures: dict[str, CkptdError] = {}
         directory = Path(config_dir) if config_dir else None
@@ -101,8 +101,8 @@ def _table(listing: RemoteListing) -> Table:
                 str(row.step),
             )
             size = size_of(form.bytes)
-            told = (form.form, size, str(form.files), form.committed_at, age, " ".join(marks))
-            table.add_row(*cells(*(own if index == 0 else ("",) * len(own)), *told))
+            values = (form.form, size, str(form.files), form.committed_at, age, " ".join(marks))
+            table.add_row(*cells(*(own if index == 0 else ("",) * len(own)), *values))
     if not listing.checkpoints:
         table.caption = "no committed checkpoint"
     return table
@@ -128,6 +128,6 @@ def _runs(listing: RemoteListing) -> Table:
             f"{row.user or '?'}@{row.host or '?'}:{row.save_dir or '?'}" if row.host else "an earlier release"
         )
         steps = "-" if row.first_step is None else f"{row.first_step}-{row.last_step}"
-        told = (str(row.checkpoints), steps, size_of(row.bytes), row.since or "?")
-        table.add_row(*cells(short(row.run_id), place, *told, "newest" if row.is_newest else ""))
+        values = (str(row.checkpoints), steps, size_of(row.bytes), row.since or "?")
+        table.add_row(*cells(short(row.run_id), place, *values, "newest" if row.is_newest else ""))
     return table

@@ -181,11 +181,11 @@ def _whose_daemon(config: JobConfig) -> str:
 
 def _record_remotely(config: JobConfig, decision: Decision, owner: Owner) -> Decision:
     """Record the decision in the remotes, with a serial above every earlier one of its subject."""
-    from ckptd.storage.remote.observe import record, still_ours
+    from ckptd.storage.remote.observe import record, require_identity
 
     for remote in config.remotes:
         store = _opened(remote)
-        identity = still_ours(store, None)
+        identity = require_identity(store)
         owner.must_own(remote.name, remote.url, identity)
         decision = record(store, decision, identity)
     return decision

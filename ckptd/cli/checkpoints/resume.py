@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 
 from ckptd.cli.completion import complete_job, complete_tag
 from ckptd.cli.output import ENV_JOB, JOB_HELP
-
-if TYPE_CHECKING:
-    pass
 
 _HELP = (
     "Make save_dir resumable in place; print the path to load. A launch script trains on exit code 0 "

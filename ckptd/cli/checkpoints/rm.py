@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from ckptd.cli.daemon.request import RequestedJob
     from ckptd.config.schema import JobConfig
     from ckptd.daemon.actions.control import RemovalFile
     from ckptd.daemon.job import Job
@@ -73,13 +72,15 @@ class Removing:
     def __init__(
         self, job: str, tags: Sequence[str], directory: Path, *, is_local: bool, remotes: Sequence[str]
     ) -> None:
+        from ckptd.cli.daemon.request import requested_job
+
         self._job, self._tags, self._directory = job, tuple(dict.fromkeys(tags)), directory
         self._config = _job_config(job, directory)
         known = tuple(remote.name for remote in self._config.remotes)
         self._is_here = is_local or not remotes
         self._remotes = _named(self._config, remotes) if remotes else () if is_local else known
         self._is_remote_named = bool(remotes)
-        self._where = _requested(job, self._config, directory)
+        self._where = requested_job(job, self._config, directory)
 
     def run(self, *, is_dry: bool, is_agreed: bool) -> int:
         """Show what would be deleted, ask, delete; return the exit code.
@@ -204,11 +205,7 @@ class Removing:
         Raises:
             LockHeld: one does after all (75).
         """
-        import os
-
-        from ckptd.config import loader
-        from ckptd.daemon.loop import Daemon
-        from ckptd.observe import logs
+        from ckptd.cli.daemon.request import work_alone
 
         def is_done(jobs: Sequence[Job]) -> bool:
             from ckptd.daemon.health.removal import removal_status
@@ -219,10 +216,7 @@ class Removing:
                     return waiting.takes(answer.rows) or waiting.is_over
             return waiting.is_over
 
-        logs.configure_plainly("ERROR")
-        daemon = loader.load_daemon(self._directory / "ckptd.toml", os.environ)
-        loaded = loader.LoadedConfig(daemon=daemon, jobs=(self._config,))
-        Daemon(loaded, os.environ, removes_until=is_done).run()
+        work_alone(self._config, self._directory, is_done)
 
 
 class _Waiting:
@@ -283,28 +277,6 @@ def _named(config: JobConfig, names: Sequence[str]) -> tuple[str, ...]:
     from ckptd.recover.select.sources import named
 
     return tuple(remote.name for name in dict.fromkeys(names) for remote in named(config.remotes, name))
-
-
-def _requested(job: str, config: JobConfig, directory: Path) -> RequestedJob:
-    """Return where the job's requests are read, and the daemon that reads them, if one runs."""
-    import os
-
-    from ckptd.cli.daemon.request import RequestedJob, requested_jobs
-    from ckptd.errors import NotFoundError
-    from ckptd.recover.select.job import state_dir_for
-
-    try:
-        found = requested_jobs(job, None, directory)
-    except NotFoundError:
-        found = []
-    if len(found) == 1:
-        return found[0]
-    path = state_dir_for(config, os.environ, directory)
-    if not path.is_dir():
-        msg = f"no daemon of this user has kept a state of job {config.name} ({path} is not there)"
-        hint = "type it on the node and as the user whose daemon watches the job"
-        raise NotFoundError(msg, hint=hint)
-    return RequestedJob(name=config.name, state_dir=path, pid=None)
 
 
 def _must_agree(count: int, *, is_agreed: bool) -> None:

@@ -99,7 +99,7 @@ def print_report(
 
     from ckptd.cli.output import print_note
     from ckptd.cli.screen import screen
-    from ckptd.config.quantities import said_of
+    from ckptd.config.remote_names import said_of
 
     if as_json:
         shown = {"schema_version": 1, "remotes": [asdict(one) for one in found]}
@@ -144,8 +144,8 @@ def _table(verified: VerifiedRemote) -> Table:
         table.add_column(column, justify="right" if column in ("gen", "files", "size", "read") else "left")
     for row in verified.commits:
         read = size_of(row.read_bytes) if row.read_bytes else ""
-        told = (row.tag, str(row.generation), row.form, str(row.files), size_of(row.bytes), read)
-        table.add_row(*cells(*told, row.verdict))
+        values = (row.tag, str(row.generation), row.form, str(row.files), size_of(row.bytes), read)
+        table.add_row(*cells(*values, row.verdict))
     return table
 
 
@@ -177,13 +177,13 @@ def run_repair(
     where = where_of(job, dict(os.environ), config_dir=directory)
     config = job_of(where, "--repair")
     targets = frozenset(one.name for one in named(where.remotes, only))
-    sights, failures = open_remotes(where)
+    inventories, failures = open_remotes(where)
     state_dir = job_state_dir(config, directory, make=not dry_run)
     unfinished = Unfinished(own_state(state_dir, config.save_dir))
     with unfinished.alone(), progress_bar() as on_progress:
         repair = Repair(
             config,
-            sights,
+            inventories,
             RepairRequest(targets=targets, tag=tag, read=read, dry_run=dry_run),
             node_id=own_node_id(state_dir, config.save_dir),
             audit=Audit(state_dir / "audit.jsonl") if state_dir is not None and not dry_run else None,
@@ -191,8 +191,8 @@ def run_repair(
             say=print_note,
             on_progress=on_progress,
         )
-        for sight in [] if dry_run else sights:
-            unfinished.give_up(sight.name, sight.store)
+        for inventory in [] if dry_run else inventories:
+            unfinished.give_up(inventory.name, inventory.store)
         repair.run()
     print_report(repair.verified, as_json=as_json, repairs=repair.rows)
     for row in repair.rows:
@@ -227,10 +227,10 @@ def open_remotes(where: Where) -> tuple[list[RemoteInventory], dict[str, CkptdEr
     from ckptd.cli.output import print_note
 
     failures: dict[str, CkptdError] = {}
-    sights = list(where.read(print_note, failures, is_tolerant=True))
-    if failures and not sights:
+    inventories = list(where.read(print_note, failures, is_tolerant=True))
+    if failures and not inventories:
         raise next(iter(failures.values()))
-    return sights, failures
+    return inventories, failures
 
 
 def job_state_dir(config: JobConfig, directory: Path | None, *, make: bool) -> Path | None:

@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
         "reload",
         help="Let the running daemon read its configuration again. A job file that is wrong is named and "
         "left out; what runs goes on as it was.",
-        epilog="ckptd reload llama-7b",
+        epilog="ckptd reload llama-7b\nckptd reload llama-7b --dry-run",
     )
     def reload(
         job: str | None = typer.Argument(
@@ -39,6 +39,9 @@ def register(app: typer.Typer) -> None:
             envvar=ENV_JOB,
             help=f"{JOB_HERE_HELP} Default: every configured job.",
         ),
+        dry_run: bool = typer.Option(
+            False, "--dry-run", help="Only say what retention would then delete and keep."
+        ),
         state_dir: str | None = typer.Option(None, "--state-dir", help="Where status.json lies."),
         config_dir: str | None = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
@@ -46,13 +49,19 @@ def register(app: typer.Typer) -> None:
 
         must_be_of_this_node(job, "reload")
 
-        def look() -> dict[str, Any]:
-            places = (Path(place) if place else None for place in (state_dir, config_dir))
+        places = tuple(Path(place) if place else None for place in (state_dir, config_dir))
+        if dry_run:
+            from ckptd.cli.daemon.plan import tell_of_reload
+
+            tell_of_reload(job, *places)
+            return
+
+        def read_status() -> dict[str, Any]:
             return find_status(job, *places, say=print_note)
 
-        before = look()["daemon"]
+        before = read_status()["daemon"]
         _signal(daemon_pid(before["pid"], signal.SIGHUP, before.get("start_command") or ""))
-        print_line(_answer(look, before.get("reloaded_at")))
+        print_line(_answer(read_status, before.get("reloaded_at")))
 
 
 def _signal(pid: int) -> None:
@@ -63,7 +72,7 @@ def _signal(pid: int) -> None:
         raise NotPermitted(msg, hint="run this as the user that ckptd runs as") from error
 
 
-def _answer(look: Callable[[], dict[str, Any]], before: str | None) -> str:
+def _answer(read_status: Callable[[], dict[str, Any]], before: str | None) -> str:
     """Wait for the daemon's answer to the reload and return it as a line.
 
     Raises:
@@ -75,7 +84,7 @@ def _answer(look: Callable[[], dict[str, Any]], before: str | None) -> str:
     def is_answered() -> bool:
         nonlocal document
         try:
-            document = look()
+            document = read_status()
         except (NotFoundError, json.JSONDecodeError):
             return False
         return document["daemon"].get("reloaded_at") not in (None, before)

@@ -19,10 +19,13 @@ from ckptd.maintenance.status.published import is_meant, published
 from ckptd.storage.local.job_names import is_daemon
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from pydantic import BaseModel
+
+    from ckptd.config.schema import JobConfig
+    from ckptd.daemon.job import Job
 
 POLL_SECONDS = 0.1
 
@@ -63,6 +66,44 @@ def requested_jobs(job: str | None, state_dir: Path | None, config_dir: Path | N
         msg = f"{job or 'no job'} has no checkpoint yet" if job else "no job has a checkpoint yet"
         raise NotFoundError(msg, hint="there is nothing of it to upload before; ckptd status")
     return found
+
+
+def requested_job(job: str, config: JobConfig, directory: Path) -> RequestedJob:
+    """Return where the job's requests are read, and the daemon that reads them, if one runs.
+
+    Raises:
+        NotFoundError: this user has no state of it.
+    """
+    from ckptd.recover.select.job import state_dir_for
+
+    try:
+        found = requested_jobs(job, None, directory)
+    except NotFoundError:
+        found = []
+    if len(found) == 1:
+        return found[0]
+    path = state_dir_for(config, os.environ, directory)
+    if not path.is_dir():
+        msg = f"no daemon of this user has kept a state of job {config.name} ({path} is not there)"
+        hint = "type it on the node and as the user whose daemon watches the job"
+        raise NotFoundError(msg, hint=hint)
+    return RequestedJob(name=config.name, state_dir=path, pid=None)
+
+
+def work_alone(config: JobConfig, directory: Path, is_done: Callable[[Sequence[Job]], bool]) -> None:
+    """Answer a request to a job that no daemon runs, under its lock; nothing else is done.
+
+    Raises:
+        LockHeld: one runs it after all (75).
+    """
+    from ckptd.config import loader
+    from ckptd.daemon.loop import Daemon
+    from ckptd.observe import logs
+
+    logs.configure_plainly("ERROR")
+    daemon = loader.load_daemon(directory / "ckptd.toml", os.environ)
+    loaded = loader.LoadedConfig(daemon=daemon, jobs=(config,))
+    Daemon(loaded, os.environ, removes_until=is_done).run()
 
 
 def _begun(place: Path, job: str | None, config_dir: Path | None) -> Path | None:

@@ -77,7 +77,7 @@ def _bind(config: JobConfig, remote: RemoteConfig, fd: int) -> None:
     from ckptd.storage.child.apart import open_apart
     from ckptd.storage.local.run_file import read_run
     from ckptd.storage.remote.attach import identity_of
-    from ckptd.storage.remote.coordination import newest_run
+    from ckptd.storage.remote.runs import newest_run
     from ckptd.storage.stores.access import access_of
 
     store = open_apart(remote.name, remote.url, access_of(remote))
@@ -106,7 +106,7 @@ def _must_be_silent(config: JobConfig, remote: RemoteConfig, state_dir: Path | N
     from ckptd.storage.child.apart import open_apart
     from ckptd.storage.local.state_dir import own_node_id
     from ckptd.storage.remote.attach import identity_of
-    from ckptd.storage.remote.coordination import live_nodes
+    from ckptd.storage.remote.heartbeats import live_nodes
     from ckptd.storage.stores.access import access_of
 
     store = open_apart(remote.name, remote.url, access_of(remote))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckptd.config.schema import JobConfig
-    from ckptd.maintenance.uninstall import Piece
+    from ckptd.maintenance.uninstall import OwnedItem
 
 _HELP = (
     "Remove what ckptd put on this node. That is _ckptd/, latest_universal and the state directory; never a "
@@ -41,14 +41,14 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.config.commands import default_config_dir
         from ckptd.errors import NotFoundError
-        from ckptd.maintenance.uninstall import Removal
+        from ckptd.maintenance.uninstall import JobUninstall
         from ckptd.recover.select.job import job_named
         from ckptd.storage.local.job_names import must_be_of_this_node
 
         must_be_of_this_node(job, "uninstall")
         directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
         config = job_named(job, os.environ, config_dir=directory)
-        with closing(Removal(config, _state_dir(config, directory))) as removal:
+        with closing(JobUninstall(config, _state_dir(config, directory))) as removal:
             pieces = removal.plan()
             if not pieces and config.file is None and not os.path.exists(config.save_dir):
                 msg = f"{config.save_dir} is not there, and no job file names it"
@@ -76,7 +76,7 @@ def _state_dir(config: JobConfig, directory: Path) -> Path | None:
         return None
 
 
-def _show(pieces: list[Piece], *, dry_run: bool, with_uncommitted: bool) -> None:
+def _show(pieces: list[OwnedItem], *, dry_run: bool, with_uncommitted: bool) -> None:
     from ckptd.base.humanize import size_of
     from ckptd.cli.output import print_line, print_note
 

@@ -42,9 +42,9 @@ def checkpoints_table(job: dict[str, Any], *, retention: bool, is_alive: bool = 
     rows = worth_a_row(checkpoints_of(job))
     shown, left_out = (job["checkpoints"], "") if retention else (rows.shown, rows.left_out)
     remotes = list(dict.fromkeys(name for c in shown for name in c["remotes"]))
-    told = [note_of(c, retention=retention) for c in shown]
-    notes = ["; ".join(filter(None, one)) for one in told]
-    once = _once(shown, told)
+    all_notes = [note_of(c, retention=retention) for c in shown]
+    notes = ["; ".join(filter(None, one)) for one in all_notes]
+    once = _once(shown, all_notes)
 
     def fitting(width: int) -> tuple[list[Text], list[str]]:
         """Choose the most that fits; and the remotes that do not."""
@@ -124,15 +124,15 @@ def _in_remote(forms: dict[str, Any], level: int, *, is_alive: bool) -> Text:
     """Return the cell of one remote: a sign and a name for each form, a bar for what is uploaded."""
     from rich.text import Text
 
-    told = {form: state for form, state in forms.items() if state["state"] != "none"}
-    if told.get("zero", {}).get("state") == "shipping":
+    begun = {form: state for form, state in forms.items() if state["state"] != "none"}
+    if begun.get("zero", {}).get("state") == "shipping":
         # what waits for the upload that is shown is no news
-        told = {form: state for form, state in told.items() if state["state"] not in ("waiting", "new")}
+        begun = {form: state for form, state in begun.items() if state["state"] not in ("waiting", "new")}
     made = [
         _upload(form, state, level, is_alive=is_alive)
         if state["state"] == "shipping"
         else _settled(form, state, level)
-        for form, state in told.items()
+        for form, state in begun.items()
     ]
     if level >= SIGNS and len({one.plain for one in made}) == 1:
         made = made[:1]
@@ -175,12 +175,12 @@ def _once(checkpoints: Sequence[dict[str, Any]], notes: Sequence[tuple[str, str]
             alike = named.sub("TAG", note), named.sub("TAG", command)
             about.setdefault(alike, []).append((tag, note, command))
     found = []
-    for (note, command), told in about.items():
-        tag, own_note, own_command = told[0]
-        if len(told) == 1:
+    for (note, command), rows in about.items():
+        tag, own_note, own_command = rows[0]
+        if len(rows) == 1:
             found.append((f"{tag}: {own_note}" if own_note else tag, own_command))
         else:
-            who = f"{tag} and {len(told) - 1} more"
+            who = f"{tag} and {len(rows) - 1} more"
             found.append((f"{who}: {note}" if note else who, command))
     return found
 

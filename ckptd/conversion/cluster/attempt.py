@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ckptd.conversion.cluster.destination import AttemptLog
     from ckptd.conversion.cluster.grouping import Home, Index
-    from ckptd.conversion.cluster.messages import Job
+    from ckptd.conversion.cluster.messages import ClusterJob
     from ckptd.conversion.cluster.pool import WorkerPool
     from ckptd.storage.stores.base import Store
 
@@ -81,7 +81,7 @@ class Attempt:
     def __init__(
         self,
         crew: WorkerPool,
-        job: Job,
+        job: ClusterJob,
         store: Store,
         note: AttemptLog,
         stream: IO[bytes],

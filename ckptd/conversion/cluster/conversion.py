@@ -19,7 +19,7 @@ from ckptd.conversion.cluster.attempt import Attempt, Tally
 from ckptd.conversion.cluster.destination import AttemptLog, ClusterDestination, give_up, publish_folder
 from ckptd.conversion.cluster.grouping import index_of, without_links
 from ckptd.conversion.cluster.memory import LEAST_BUDGET_BYTES
-from ckptd.conversion.cluster.messages import Job, TaskSource
+from ckptd.conversion.cluster.messages import ClusterJob, TaskSource
 from ckptd.conversion.cluster.pool import Address, open_pool
 from ckptd.conversion.engine.staging import (
     check_destination,
@@ -29,9 +29,10 @@ from ckptd.conversion.engine.staging import (
 )
 from ckptd.conversion.options import ClusterReport
 from ckptd.conversion.outputs import description_of
-from ckptd.conversion.remote.convert import POINTER, RemoteConversion, temporary_place
+from ckptd.conversion.remote.convert import RemoteConversion, temporary_place
 from ckptd.conversion.remote.reader import RemoteRanges
 from ckptd.conversion.remote.uploader import NOTE, publish_in_store, target_exists
+from ckptd.core.model.layouts import LATEST_UNIVERSAL
 from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import from_hex
 from ckptd.storage.stores.open import directory_remote, open_store, within_remote
@@ -166,7 +167,7 @@ class Clustered(RemoteConversion):
             is_pointed = self._options.write_latest and self._options.form == "universal"
             description = description_of(index.header, index.trailer)
             note.progress.done.clear()
-            publish_in_store(target.store, target.name, description, POINTER if is_pointed else None)
+            publish_in_store(target.store, target.name, description, LATEST_UNIVERSAL if is_pointed else None)
 
         with temporary_place() as place:
             conversion = self._conversion(place)
@@ -234,10 +235,10 @@ class Clustered(RemoteConversion):
             raise target_exists(str(self._target), is_whole=False)
         return note
 
-    def _job(self, conversion: Conversion, end: ClusterDestination, note: AttemptLog) -> Job:
+    def _job(self, conversion: Conversion, end: ClusterDestination, note: AttemptLog) -> ClusterJob:
         folder, options, remote = conversion.folder, self._options, self._remote
         can = end.store.abilities if isinstance(end.store, S3Store) else None
-        return Job(
+        return ClusterJob(
             version=ckptd.__version__,
             attempt=note.attempt,
             source_root=conversion.origin.root if remote is None else "",

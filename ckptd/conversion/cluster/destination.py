@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptd.base import files
+from ckptd.base.names import DESCRIPTION
 from ckptd.conversion.cluster.messages import SentPart
 from ckptd.conversion.engine.writer import own
-from ckptd.conversion.outputs import NAME
 from ckptd.errors import CkptdError, LockHeld
 
 if TYPE_CHECKING:
@@ -190,8 +190,8 @@ def publish_folder(
                 os.link(first, link, src_dir_fd=top, dst_dir_fd=top, follow_symlinks=False)
         for _, _, _, fd in os.fwalk(".", dir_fd=top):
             files.fsync_dir(fd)
-        files.write_atomic(top, NAME, description, mode=folder.file_mode)
-        with files.reading(top, NAME) as fd:
+        files.write_atomic(top, DESCRIPTION, description, mode=folder.file_mode)
+        with files.reading(top, DESCRIPTION) as fd:
             own(fd, folder.gid, folder.file_mode)
             os.fsync(fd)
         own(top, folder.gid, folder.folder_mode)

@@ -6,8 +6,9 @@ heap that keeps it breaks the promise as well as one that needs it.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
+
+from ckptd.base.process import limit_malloc
 
 MIB = 1 << 20
 BASE_BYTES = 128 * MIB
@@ -57,7 +58,4 @@ def keep_small() -> None:
 
     Fixed, the threshold does not rise with each block that is freed, up to 32 MiB, as it would by itself.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for name, value in _SETTINGS.items():
-            mallopt(name, value)
+    limit_malloc(_SETTINGS)

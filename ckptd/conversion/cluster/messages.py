@@ -10,7 +10,7 @@ from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.base import Abilities
 
 
-class Job(Model):
+class ClusterJob(Model):
     """One attempt at one destination; sizes in bytes."""
 
     version: str
@@ -72,7 +72,7 @@ class SentPart(Model):
     md5: str = ""
 
 
-class Piece(Model):
+class UploadPiece(Model):
     """An output to send whole, or (`token`) parts of one."""
 
     path: str
@@ -109,7 +109,7 @@ class Task(Model):
     sources: tuple[TaskSource, ...] = ()
     checks: tuple[str, ...] = ()
     """Lines of the plan: copies that must be equal."""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[UploadPiece, ...] = ()
     joins: tuple[Join, ...] = ()
     proofs: tuple[Proof, ...] = ()
     crc32s: tuple[int, ...] = ()

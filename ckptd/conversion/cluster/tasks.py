@@ -10,7 +10,7 @@ from itertools import count, islice
 from typing import IO, TYPE_CHECKING
 
 from ckptd.conversion.cluster.grouping import ANYWHERE, Layout, parts_of, tasks_of
-from ckptd.conversion.cluster.messages import Piece, Proof, Task, TaskSource
+from ckptd.conversion.cluster.messages import Proof, Task, TaskSource, UploadPiece
 from ckptd.conversion.cluster.uploader import shares_uploads, upload_of
 from ckptd.conversion.parts import ranges_of
 from ckptd.errors import TargetExists
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ckptd.conversion.cluster.destination import AttemptLog
     from ckptd.conversion.cluster.grouping import Home, Index, Item, TaskOutput
-    from ckptd.conversion.cluster.messages import Job
+    from ckptd.conversion.cluster.messages import ClusterJob
     from ckptd.conversion.parts import Part
     from ckptd.storage.stores.base import Store
     from ckptd.storage.stores.s3.parts import PartLayout
@@ -38,7 +38,7 @@ class TaskBuilder:
 
     def __init__(
         self,
-        job: Job,
+        job: ClusterJob,
         store: Store,
         note: AttemptLog,
         stream: IO[bytes],
@@ -145,7 +145,7 @@ class TaskBuilder:
             numbers = tuple(range(one.parts[0], one.parts[0] + one.parts[1])) if one.parts else ()
             is_there = there.get(one.name) == one.item.nbytes
             pieces.append(
-                Piece(
+                UploadPiece(
                     path=one.name,
                     nbytes=one.item.nbytes,
                     line=line,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.conversion.cluster.grouping import clipped, parts_of
 from ckptd.conversion.cluster.memory import HELD_BYTES
-from ckptd.conversion.cluster.messages import Done, Parts, Piece, SentPart
+from ckptd.conversion.cluster.messages import Done, Parts, SentPart, UploadPiece
 from ckptd.conversion.remote.uploader import PartsSource
 from ckptd.errors import (
     RemoteUnreachable,
@@ -31,7 +31,7 @@ from ckptd.storage.stores.sources import WrappedSource, crc64_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckptd.conversion.cluster.messages import Job, Join, Proof
+    from ckptd.conversion.cluster.messages import ClusterJob, Join, Proof
     from ckptd.conversion.parts import Part
     from ckptd.conversion.reader import Ranges
     from ckptd.storage.stores.base import Store
@@ -59,7 +59,7 @@ def shares_uploads(store: Store) -> S3Store | None:
 class Unit:
     """One request's worth: an output, or one part (`number`) of it; `begin` and `end` in the output."""
 
-    piece: Piece
+    piece: UploadPiece
     number: int
     begin: int
     end: int
@@ -68,7 +68,7 @@ class Unit:
     """Bytes that `parts` make before `begin`."""
 
 
-def units_of(piece: Piece) -> list[Unit]:
+def units_of(piece: UploadPiece) -> list[Unit]:
     """Split a piece into the units that it is uploaded as."""
     whole = parts_of(piece.line)
     spans = [(0, 0, piece.nbytes)]
@@ -119,7 +119,7 @@ class _Slice(WrappedSource):
 class PieceUploader:
     """One task's outputs; its methods may run side by side."""
 
-    def __init__(self, job: Job, store: Store, ranges: Ranges, check_stop: Callable[[], None]) -> None:
+    def __init__(self, job: ClusterJob, store: Store, ranges: Ranges, check_stop: Callable[[], None]) -> None:
         self._job = job
         self._store = store
         self._ranges = ranges

@@ -31,7 +31,7 @@ from ckptd.conversion.cluster.extents import (
 )
 from ckptd.conversion.cluster.grouping import parts_of
 from ckptd.conversion.cluster.memory import keep_small, shares_of
-from ckptd.conversion.cluster.messages import Claims, Job, Question, Result, Task
+from ckptd.conversion.cluster.messages import Claims, ClusterJob, Question, Result, Task
 from ckptd.conversion.dtypes import numpy_folder, use_numpy_of
 from ckptd.conversion.engine.sandbox import peak_rss_bytes
 from ckptd.conversion.engine.verify import verify_source
@@ -110,7 +110,7 @@ class _Attempts:
             for ends in idle:
                 ends.close()
 
-    def ends(self, job: Job) -> _Ends:
+    def ends(self, job: ClusterJob) -> _Ends:
         """Return the clients of a job, opened by the first of its tasks; called within a slot."""
         key = job.attempt, job.model_dump_json()
         with self._changed:
@@ -199,7 +199,7 @@ def _shelf() -> LocalShards:
 
 def run(job_text: str, task_text: str) -> str:
     """Carry out a task; a `Result` as JSON, also where it failed."""
-    job, task = Job.model_validate_json(job_text), Task.model_validate_json(task_text)
+    job, task = ClusterJob.model_validate_json(job_text), Task.model_validate_json(task_text)
     _calm_here()
     with _attempts.slot(job.attempt, shares_of(job.memory_budget_bytes).tasks):
         try:
@@ -223,7 +223,7 @@ def _failed(task: Task, error: CkptdError) -> Result:
     return Result(number=task.number, worker=worker_name(), peak_rss_bytes=peak_rss_bytes(), **error.as_data)
 
 
-def _opened(job: Job) -> _Ends:
+def _opened(job: ClusterJob) -> _Ends:
     """Clients of a job's ends; nothing is asked of a server yet."""
     url = job.source_url
     source = open_apart(url, url, job.source_access) if url else None
@@ -241,7 +241,7 @@ def _opened(job: Job) -> _Ends:
 class _Work:
     """One task."""
 
-    def __init__(self, job: Job, task: Task) -> None:
+    def __init__(self, job: ClusterJob, task: Task) -> None:
         if job.version != ckptd.__version__:
             raise ConfigError(
                 f"worker {worker_name()} has ckptd {ckptd.__version__}, the command {job.version}",

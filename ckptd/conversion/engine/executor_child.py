@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ckptd.base import extents, files
 from ckptd.base.extents import identity_of
 from ckptd.base.files import opened_real
+from ckptd.base.names import DESCRIPTION
 from ckptd.conversion.dtypes import use_numpy_of
 from ckptd.conversion.engine.executor import Maker, Stopped, Worker
 from ckptd.conversion.engine.sandbox import STOP_SIGNAL, UNLIMITED, fail, restrict
@@ -157,7 +158,7 @@ class Execution:
         self.finish(description_of(plan.header, plan.trailer, self.request.manifest))
 
     def verify_sources(self, plan: PlanReader) -> None:
-        """The sources' own checksums, before anything is made of them."""
+        """Read the local sources by their own checksums; those of a store are compared at the end."""
         if self.sources.local is not None:
             verify_sources(plan.header, self.sources.local, self.check_stop)
 
@@ -264,14 +265,14 @@ class Execution:
     def _manifest(self, data: bytes) -> None:
         """Write ckptd.json; its temporary lies in tmp/, where no kill makes it part of the result."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open("ckptd.json", flags, 0o600, dir_fd=self.temporary_fd)
+        fd = os.open(DESCRIPTION, flags, 0o600, dir_fd=self.temporary_fd)
         try:
             extents.write_all(fd, data)
             own(fd, self.request.gid, self.request.file_mode)
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.rename("ckptd.json", "ckptd.json", src_dir_fd=self.temporary_fd, dst_dir_fd=self.out_fd)
+        os.rename(DESCRIPTION, DESCRIPTION, src_dir_fd=self.temporary_fd, dst_dir_fd=self.out_fd)
 
 
 if __name__ == "__main__":

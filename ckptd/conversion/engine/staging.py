@@ -19,7 +19,7 @@ from ckptd.base import extents, files
 from ckptd.base.extents import identity_of
 from ckptd.base.files import opened_real, real_path
 from ckptd.base.humanize import user_in_words
-from ckptd.base.names import NAME_BYTES
+from ckptd.base.names import DESCRIPTION, NAME_BYTES
 from ckptd.base.owned_dirs import list_dir, lock
 from ckptd.conversion.plan import Header, PlanReader, Trailer, read_trailer
 from ckptd.core.model.layouts import ADAPTER_CONFIG, NamedShard, Role, ShardKey, parse_shard_name
@@ -289,7 +289,7 @@ class StagingDir:
         """
         try:
             with files.opened_dir(OUTPUT, self.fd) as fd:
-                made = json.loads(files.read_beneath(fd, "ckptd.json")).get("plan_sha256")
+                made = json.loads(files.read_beneath(fd, DESCRIPTION)).get("plan_sha256")
         except (OSError, ValueError, AttributeError):
             made = None
         if made != trailer.sha256:
@@ -356,7 +356,7 @@ def was_published(place: StagingDir, source: SourceFolder, target: str) -> tuple
     try:
         reader, trailer = place.plan_reader(PLAN), place.trailer()
         with opened_real(target) as fd:
-            made = json.loads(files.read_beneath(fd, "ckptd.json"))["plan_sha256"]
+            made = json.loads(files.read_beneath(fd, DESCRIPTION))["plan_sha256"]
         with opened_real(source.path) as fd:
             for planned, identity in zip(reader.header.sources, reader.identities, strict=True):
                 status = files.stat_beneath(fd, planned.path)

@@ -43,6 +43,7 @@ from ckptd.conversion.engine.staging import (
 from ckptd.conversion.options import ConvertOptions, ConvertProgress, ConvertReport
 from ckptd.conversion.outputs import MADE_BY
 from ckptd.conversion.plan import Header, Trailer
+from ckptd.core.model.layouts import LATEST_UNIVERSAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,7 +144,7 @@ def convert(
         report = _convert(conversion, place_parent, destination, target, started)
     if chosen.write_latest and chosen.form == "universal":
         with opened_real(real_path(parent, beneath)) as parent_fd:
-            files.write_atomic(parent_fd, "latest_universal", os.fsencode(name), mode=folder.file_mode)
+            files.write_atomic(parent_fd, LATEST_UNIVERSAL, os.fsencode(name), mode=folder.file_mode)
     remove_staging_dir(place_parent, name)
     return report
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.conversion.engine.executor import Stopped
 from ckptd.conversion.engine.executor_child import Execution, Request, serve
-from ckptd.conversion.engine.verify import verify_sources
 from ckptd.conversion.plan import OutputLink, PlanReader
 from ckptd.conversion.remote.reader import RemoteRanges
 from ckptd.conversion.remote.source import RemoteFile
@@ -109,11 +108,6 @@ class RangedExecution(Execution):
         wanted = [known[source.path] for source in plan.header.sources]
         self.remote = RemoteRanges(store, wanted, cache_bytes=CACHE_BYTES, check_stop=self.check_stop)
         return self.remote
-
-    def verify_sources(self, plan: PlanReader) -> None:
-        """Local ones by their CRCs; remote ones are compared with their manifests at the end."""
-        if self.sources.local is not None:
-            verify_sources(plan.header, self.sources.local, self.check_stop)
 
     def verify_outputs(self, plan: PlanReader) -> None:
         """An upload was verified when it ended."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd import errors
 from ckptd.base import extents, files
+from ckptd.base.names import DESCRIPTION
 from ckptd.base.process import spawn
 from ckptd.config.loader import remote_from_arguments
 from ckptd.conversion.engine.staging import (
@@ -40,7 +41,7 @@ from ckptd.conversion.remote.source import (
     of_copy,
 )
 from ckptd.conversion.remote.uploader import target_exists
-from ckptd.recover.select.copies import DESCRIPTION
+from ckptd.core.model.layouts import LATEST_UNIVERSAL
 from ckptd.storage.child.apart import open_apart
 from ckptd.storage.stores.access import Access, access_of
 from ckptd.storage.stores.open import ancestors, clean_environment, within_remote
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from ckptd.storage.stores.base import Store
 
 _MIRROR = "source"
-POINTER = "latest_universal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ class RemoteConversion:
         """The pointer first: while the partial folder is there, a next attempt finishes a killed one."""
         if self._options.write_latest and self._options.form == "universal":
             with files.opened_dir(parent) as fd:
-                files.write_atomic(fd, POINTER, os.fsencode(name))
+                files.write_atomic(fd, LATEST_UNIVERSAL, os.fsencode(name))
         remove_staging_dir(work, name)
 
     def _to_remote(self, started: float) -> ConvertReport:
@@ -235,7 +235,7 @@ class RemoteConversion:
             "target_url": target.url if target is not None else "",
             "target_access": target.access.model_dump() if target is not None else {},
             "target_name": target.name if target is not None else "",
-            "pointer": POINTER if is_pointed else None,
+            "pointer": LATEST_UNIVERSAL if is_pointed else None,
         }
 
     def _tell_planning(self) -> None:

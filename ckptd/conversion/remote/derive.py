@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
 from ckptd.base import extents, files
+from ckptd.base.names import DESCRIPTION
 from ckptd.conversion.dtypes import use_numpy_of
 from ckptd.conversion.engine.staging import list_source
 from ckptd.conversion.engine.supervisor import numpy_for, origin_of, plan_request, write_plan
 from ckptd.conversion.options import ConvertOptions, parse_form
-from ckptd.conversion.outputs import NAME, Outputs, description_of
+from ckptd.conversion.outputs import Outputs, description_of
 from ckptd.conversion.parts import Range
 from ckptd.conversion.reader import Sources, refuse_unequal
 from ckptd.conversion.remote.reader import RemoteRanges
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from ckptd.formats.torchfile.archive import Record
     from ckptd.storage.remote import transfer
     from ckptd.storage.remote.messages import Committed, DeriveRequest, UploadRequest
-    from ckptd.storage.remote.transfer import Control
+    from ckptd.storage.remote.transfer import TransferControl
     from ckptd.storage.stores.base import Source, Store
 
 
@@ -98,7 +99,7 @@ class DerivedUpload:
     def opened(self, file: UploadFile) -> Iterator[Source]:
         """One output, made from wherever it is read."""
         folder, path = self._folder, file.path.removeprefix(self._below)
-        if path == NAME:
+        if path == DESCRIPTION:
             yield MemorySource(
                 self._description, mode=folder.file_mode, folder_mode=folder.folder_mode, gid=folder.gid
             )
@@ -111,7 +112,7 @@ class DerivedUpload:
     def held(self, file: UploadFile) -> tuple[HeldRange, ...]:
         """Return the ranges of an output that are ranges of shards which the remote holds."""
         path = file.path.removeprefix(self._below)
-        if not self._keys or path == NAME:
+        if not self._keys or path == DESCRIPTION:
             return ()
         found, at = [], 0
         for part in self._outputs.output(path).parts:
@@ -128,7 +129,7 @@ class DerivedUpload:
         """See `Origin`."""
         self._recheck()
 
-    def compare(self, control: Control, prove: Callable[[], object]) -> None:
+    def compare(self, control: TransferControl, prove: Callable[[], object]) -> None:
         """Compare copies of a parameter, and masters with the model's weights, before the first byte is sent.
 
         `prove`: what was read so far is what was saved, or it raises.
@@ -165,7 +166,7 @@ class DerivedUpload:
 
     def _files(self, order: UploadRequest) -> tuple[UploadFile, ...]:
         found = [self._file(order, path, entry.nbytes) for path, entry in self._outputs.files.items()]
-        return (*found, self._file(order, NAME, len(self._description)), *order.files)
+        return (*found, self._file(order, DESCRIPTION, len(self._description)), *order.files)
 
     def _file(self, order: UploadRequest, path: str, nbytes: int) -> UploadFile:
         manifest = order.manifest
@@ -276,7 +277,9 @@ Found = TypeVar("Found")
 
 
 @contextmanager
-def opened(order: UploadRequest, root: int, control: Control, store: Store) -> Iterator[transfer.Origin]:
+def opened(
+    order: UploadRequest, root: int, control: TransferControl, store: Store
+) -> Iterator[transfer.Origin]:
     """Return the origin of an order that makes a form: planned now, made on demand.
 
     Raises:
@@ -305,7 +308,12 @@ def _twice(attempt: Callable[[], Found]) -> Found:
 
 @contextmanager
 def _of_shards(
-    order: UploadRequest, making: DeriveRequest, root: int, plan: IO[bytes], control: Control, store: Store
+    order: UploadRequest,
+    making: DeriveRequest,
+    root: int,
+    plan: IO[bytes],
+    control: TransferControl,
+    store: Store,
 ) -> Iterator[DerivedUpload]:
     """Derive a form from the sealed shards of this node."""
     options = _options(order.manifest.form)
@@ -352,7 +360,7 @@ def _of_objects(
     zero: Committed,
     root: int,
     plan: IO[bytes],
-    control: Control,
+    control: TransferControl,
     store: Store,
 ) -> DerivedUpload:
     """Derive a form from the objects that a COMMIT lists.
@@ -405,7 +413,7 @@ def _of_objects(
     return made
 
 
-def _mirror(source: RemoteSource, place_fd: int, options: ConvertOptions, control: Control) -> None:
+def _mirror(source: RemoteSource, place_fd: int, options: ConvertOptions, control: TransferControl) -> None:
     """Mirror what planning reads; if that is refused, prove every object before raising.
 
     Raises:
@@ -428,7 +436,7 @@ def _plan(
     options: ConvertOptions,
     look: Callable[[], SourceFolder],
     plan: IO[bytes],
-    control: Control,
+    control: TransferControl,
 ) -> tuple[SourceFolder, Origin]:
     """Have it planned; the folder of the shards, and the one that the plan's paths are relative to."""
     try:
@@ -500,7 +508,7 @@ def _options(form: str) -> ConvertOptions:
     return ConvertOptions(form=kind, dtype=dtype)
 
 
-def _is_over(control: Control) -> bool:
+def _is_over(control: TransferControl) -> bool:
     """Tell whether planning must end; in any case a sign of life, for planning moves no bytes."""
     try:
         control.pacer.breathe(control.check)

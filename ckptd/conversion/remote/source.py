@@ -341,8 +341,8 @@ def look_at(url: str, environ: Mapping[str, str]) -> RemoteSource:
     access = access_of(remote_from_arguments(url, environ))
     for root in ancestors(url)[:3]:
         if is_root(root, access, must_answer=root == url):
-            sight = read_remote_inventory("remote", root, None, access)
-            return _committed(sight, access, url[len(root) :].strip("/"))
+            inventory = read_remote_inventory("remote", root, None, access)
+            return _committed(inventory, access, url[len(root) :].strip("/"))
     return _plain(url, access)
 
 
@@ -366,12 +366,12 @@ def is_root(url: str, access: Access, *, must_answer: bool) -> bool:
 # --- Listing a folder of the remote ----------------------------------------------------------------------
 
 
-def _committed(sight: RemoteInventory, access: Access, folder: str) -> RemoteSource:
+def _committed(inventory: RemoteInventory, access: Access, folder: str) -> RemoteSource:
     """Return the committed ZeRO checkpoint in `folder` (its shards may lie one level deeper)."""
-    zero = [view for view in sight.commits if view.commit.form == "zero"]
+    zero = [view for view in inventory.commits if view.commit.form == "zero"]
     if not folder:
         if not zero:
-            raise NotFoundError(f"{sight.url} holds no committed checkpoint")
+            raise NotFoundError(f"{inventory.url} holds no committed checkpoint")
         newest = max(zero, key=lambda v: order_of(v.commit)).commit.folder
         # not what `latest` names there: a put that came late may have left it at an older one
         folder = choose_pointers(v.commit for v in zero).latest or newest
@@ -380,14 +380,14 @@ def _committed(sight: RemoteInventory, access: Access, folder: str) -> RemoteSou
     if view is None:
         known = ", ".join(v.commit.folder for v in zero[-5:]) or "none"
         hint = f"what has no COMMIT does not count; committed: {known}"
-        raise RefusedError(f"{sight.url} holds no committed checkpoint in {folder}", hint=hint)
+        raise RefusedError(f"{inventory.url} holds no committed checkpoint in {folder}", hint=hint)
     return of_commit(
-        sight.url,
+        inventory.url,
         access,
-        sight.store,
+        inventory.store,
         folder,
         view.commit.tag,
-        objects_of(sight.manifests(view.commit)).values(),
+        objects_of(inventory.manifests(view.commit)).values(),
     )
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from ckptd.base.names import DESCRIPTION
 from ckptd.conversion.parts import Literal, Part, Range
 from ckptd.conversion.reader import blocks_of, pieces, refuse_unequal
 from ckptd.errors import CkptdError, RemoteUnreachable, SourceChanged, TargetExists, VerifyError
-from ckptd.recover.select.copies import DESCRIPTION
 from ckptd.storage.stores.open import is_s3
 from ckptd.storage.stores.retrying import briefly
 from ckptd.storage.stores.sources import crc64_of

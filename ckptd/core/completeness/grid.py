@@ -23,7 +23,7 @@ class Spread:
 
     usual: frozenset[Cell] = frozenset()
     """Ranks whose shards this node held of its last save."""
-    told: tuple[PeerEvidence, ...] = ()
+    evidence: tuple[PeerEvidence, ...] = ()
     """Grids and steps that manifests of the tag prove, of any save; for a node without model states."""
 
 
@@ -48,7 +48,7 @@ class Context:
     run_id: str | None = None
     spread: Spread | None = None
     """The job runs on several nodes; None: all of a save lies here."""
-    told: PeerEvidence | None = None
+    evidence: PeerEvidence | None = None
     """The evidence that counts, of all that `spread` offers."""
     is_to_send: bool = True
     """False: what the folder is called does not matter; a save that no remote takes may still be whole."""
@@ -74,10 +74,10 @@ def prove_grid(shards: Mapping[str, FileFacts], context: Context) -> tuple[Grid 
     )
     optim = [(p, f) for p, f in read if named(p).role is Role.OPTIM]
     if not model:
-        told = context.told
-        if told is None:
+        evidence = context.evidence
+        if evidence is None:
             return None, "no model states yet: the grid is not proven"
-        return told.grid.model_copy(update={"proof": f"{told.node}: {told.grid.proof}"}), None
+        return evidence.grid.model_copy(update={"proof": f"{evidence.node}: {evidence.grid.proof}"}), None
     path, first = model[0]
     dp = _dp(model, optim)
     if dp is None:

@@ -118,11 +118,11 @@ def judge(
     written = {f.path: f.identity.mtime_ns for f in listing.shards}
     left = {path for root in listing.roots for path in _of_other_layout(_within(root, shards), written)}
     shards = {path: fact for path, fact in shards.items() if path not in left}
-    if context.spread is not None and context.spread.told:
-        told = find_evidence(
-            context.spread.told, shards, written, save_spread_seconds=context.save_spread_seconds
+    if context.spread is not None and context.spread.evidence:
+        evidence = find_evidence(
+            context.spread.evidence, shards, written, save_spread_seconds=context.save_spread_seconds
         )
-        context = replace(context, told=told)
+        context = replace(context, evidence=evidence)
     grids: list[Grid] = []
     current: dict[str, FileFacts] = {}
     elsewhere: tuple[str, ...] = ()
@@ -242,8 +242,8 @@ def _whole(
 ) -> Verdict:
     window = _window(listing, shards)
     step, optimizer_step = step_of(listing.tag, shards)
-    if context.told is not None:
-        step = context.told.step
+    if context.evidence is not None:
+        step = context.evidence.step
     verdict = Verdict(
         state=State.COMPLETE,
         grid=grid,

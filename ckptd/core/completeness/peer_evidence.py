@@ -38,7 +38,7 @@ class PeerEvidence:
 
 
 def find_evidence(
-    told: Iterable[PeerEvidence],
+    evidence: Iterable[PeerEvidence],
     shards: Mapping[str, FileFacts],
     written: Mapping[str, int],
     *,
@@ -50,7 +50,7 @@ def find_evidence(
     matches files not uploaded yet. `written`: path → mtime_ns.
     """
     fitting: dict[tuple[int, int, int, int], PeerEvidence] = {}
-    for one in told:
+    for one in evidence:
         grid = one.grid
         inside = {path: fact for path, fact in shards.items() if _is_inside(path, grid)}
         if not inside or not _is_proven_by(inside, one):
@@ -69,28 +69,28 @@ def _is_inside(path: str, grid: Grid) -> bool:
     return named is not None and (named.shard.d or 0) < grid.dp and (named.shard.mm or 0) < grid.mm_count
 
 
-def _is_proven_by(shards: Mapping[str, FileFacts], told: PeerEvidence) -> bool:
+def _is_proven_by(shards: Mapping[str, FileFacts], evidence: PeerEvidence) -> bool:
     """Tell whether the shards agree with the evidence: number of ranks, stage and optimizer step."""
     known = [fact.facts for fact in shards.values() if fact.facts is not None]
     counts = {max(facts.partition_count) for facts in known if facts.partition_count}
     stages = {facts.zero_stage for facts in known if facts.zero_stage is not None}
     steps = {facts.optimizer_step for facts in known if facts.optimizer_step is not None}
-    is_step = told.optimizer_step is None or steps <= {told.optimizer_step}
-    return counts == {told.grid.dp} and stages <= {told.grid.zero_stage} and is_step
+    is_step = evidence.optimizer_step is None or steps <= {evidence.optimizer_step}
+    return counts == {evidence.grid.dp} and stages <= {evidence.grid.zero_stage} and is_step
 
 
 def _is_of(
     shards: Mapping[str, FileFacts],
     written: Mapping[str, int],
-    told: PeerEvidence,
+    evidence: PeerEvidence,
     save_spread_seconds: float,
 ) -> bool:
     """Tell whether the generation would accept these shards, as `choose_generation` decides later."""
     known = [fact.facts for fact in shards.values() if fact.facts is not None]
     mark = SaveMark(
         run_id=None,
-        step=told.step,
-        grid=(told.grid.dp, told.grid.mm_count, told.grid.zero_stage),
+        step=evidence.step,
+        grid=(evidence.grid.dp, evidence.grid.mm_count, evidence.grid.zero_stage),
         ds_version=_first(known, "ds_version"),
         window=SaveWindow(
             first=min(written[path] for path in shards), last=max(written[path] for path in shards)
@@ -99,8 +99,8 @@ def _is_of(
             sorted((path, fact.tensor_fingerprint or fact.fingerprint) for path, fact in shards.items())
         ),
     )
-    return named_conflict(mark, told.named, save_spread_seconds=save_spread_seconds) is None and all(
-        differs(mark, other, save_spread_seconds=save_spread_seconds) is None for other in told.marks
+    return named_conflict(mark, evidence.named, save_spread_seconds=save_spread_seconds) is None and all(
+        differs(mark, other, save_spread_seconds=save_spread_seconds) is None for other in evidence.marks
     )
 
 

@@ -9,11 +9,6 @@ from ckptd.core.model.manifest import Document, Many
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 PINS = ("pin", "unpin")
 """One subject for each tag: of these words the newest counts. All others add to what was said before."""
 

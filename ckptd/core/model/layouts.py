@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ckptd.base.identity import Model
+from ckptd.base.names import DESCRIPTION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -217,6 +218,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 TORCH_FILES = (".pt", ".pth", ".bin", ".pkl")
 """Endings of files that `torch.save` writes."""
 LATEST_UNIVERSAL = "latest_universal"
+POINTERS = frozenset({"latest", LATEST_UNIVERSAL})
+"""Files beside the checkpoints that name one."""
 LATE = "_late"
 """Folder, in a checkpoint's on a remote, of files whose own place is another object's."""
 _HF_TAG = re.compile(r"^checkpoint-(\d+)$")
@@ -319,7 +322,9 @@ def wanted_marks(trainer: Trainer, names: frozenset[str], processes: int) -> tup
 def added_by_us(paths: Iterable[str], roots: tuple[str, ...]) -> frozenset[str]:
     """Return the files that `ckptd resume` put beside the shards: marked universal forms, their pointer."""
     listed = frozenset(paths)
-    ours = tuple(f"{universal_name(r)}/" for r in roots if r and f"{universal_name(r)}/ckptd.json" in listed)
+    ours = tuple(
+        f"{universal_name(r)}/" for r in roots if r and f"{universal_name(r)}/{DESCRIPTION}" in listed
+    )
     found = frozenset(path for path in listed if ours and path.startswith(ours))
     return found | ({LATEST_UNIVERSAL} & listed) if found else found
 

@@ -88,8 +88,8 @@ def topology_of(grid: Grid, layers: Iterable[ManifestFile] = ()) -> Topology | N
         return Topology(dp=grid.dp, tp=1, pp=1)
     is_recorded = grid.tp is not None and grid.pp is not None
     named = [file.shard.mm or 0 for file in layers]
-    told = max(named) + 1 if named else None if grid.layers else grid.mm_count
-    tp = grid.tp if is_recorded else told
+    named_tp = max(named) + 1 if named else None if grid.layers else grid.mm_count
+    tp = grid.tp if is_recorded else named_tp
     if not tp or grid.mm_count % tp or (grid.sp or 1) > 1:
         return None
     pp = grid.mm_count // tp

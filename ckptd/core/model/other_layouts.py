@@ -143,8 +143,8 @@ class TorchShards(Layout):
     def step(self, tag: str, facts: Mapping[str, FileFacts]) -> int | None:
         """Return the step that Lightning's `meta.pt` tells, else the last number of the name."""
         meta = facts.get(LIGHTNING_META)
-        told = meta.facts.global_steps if meta is not None and meta.facts is not None else None
-        return super().step(tag, facts) if told is None else told
+        step = meta.facts.global_steps if meta is not None and meta.facts is not None else None
+        return super().step(tag, facts) if step is None else step
 
 
 class HuggingFace(Layout):

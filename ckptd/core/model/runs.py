@@ -106,7 +106,7 @@ class Claim(Place, Part):
     accepted: int = 0
 
 
-class Decision(Model):
+class ClaimVerdict(Model):
     """The verdict: write under that run, after a row of its own (`appends`), or not at all (`others`)."""
 
     run_id: str
@@ -168,31 +168,31 @@ def short(run_id: str) -> str:
 
 def judge(
     claim: Claim, row: Row | None, seen: Iterable[SeenNode], *, job_id: str, is_virgin: bool
-) -> Decision:
+) -> ClaimVerdict:
     """Judge whether that place may write to a remote whose newest row is `row`; `seen`: heartbeats there.
 
     `is_virgin`: nothing was ever committed there, by no release.
     """
     if row is None:
         is_first = claim.is_new and is_virgin
-        return Decision(run_id=job_id if is_first else claim.run_id, appends=True)
+        return ClaimVerdict(run_id=job_id if is_first else claim.run_id, appends=True)
     alive = _living(claim, row, seen)
     if claim.is_shared and row.is_shared and _is_of_directory(claim, row, alive):
-        return Decision(run_id=row.run_id)
+        return ClaimVerdict(run_id=row.run_id)
     is_here = _is_here(claim, row)
     if row.run_id == claim.run_id:
         is_same = row.node_id == claim.node_id
         if is_here or (row.node == claim.node and _are_parts(claim, row)):
-            return Decision(run_id=row.run_id, appends=not is_same)
+            return ClaimVerdict(run_id=row.run_id, appends=not is_same)
         if claim.accepted >= row.number or _are_of_one(claim, row, alive):
-            return Decision(run_id=row.run_id)
+            return ClaimVerdict(run_id=row.run_id)
         if claim.was_resumed and claim.knows >= row.number:
-            return Decision(run_id=row.run_id, appends=True)
+            return ClaimVerdict(run_id=row.run_id, appends=True)
     elif claim.is_new and alive and row.run_id != claim.left and _are_of_one(claim, row, alive):
-        return Decision(run_id=row.run_id)
+        return ClaimVerdict(run_id=row.run_id)
     if not alive:
-        return Decision(run_id=claim.run_id, appends=True)
-    return Decision(run_id=row.run_id, others=tuple(_place_in(one, row) for one in alive))
+        return ClaimVerdict(run_id=claim.run_id, appends=True)
+    return ClaimVerdict(run_id=row.run_id, others=tuple(_place_in(one, row) for one in alive))
 
 
 def _is_of_directory(claim: Claim, row: Row, alive: Sequence[Heartbeat]) -> bool:

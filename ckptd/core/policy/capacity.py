@@ -19,14 +19,14 @@ from ckptd.core.model.save import Order
 from ckptd.core.policy.local import best_here, dates_of, is_committed, score_of
 from ckptd.core.policy.permit import unobserved_remotes
 from ckptd.core.policy.remote import is_configured_otherwise
-from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionPolicy, apply_policy
+from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionPolicy, Unuploaded, apply_policy
 from ckptd.core.policy.safety import is_to_upload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ckptd.core.model.records import SaveRow
-    from ckptd.core.policy.view import JobView, SaveView, Unuploaded
+    from ckptd.core.policy.view import JobView, SaveView
 
 
 # --- The disk of a job, and the pace at which its run saves ----------------------------------------------
@@ -37,7 +37,7 @@ _BOTH = frozenset({ZERO, UNIVERSAL})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class DiskCheckpoint:
     """A checkpoint on this disk, as far as its future there depends on it."""
 
     key: str
@@ -90,7 +90,7 @@ class DiskUse:
 
     free_bytes: int
     """Includes the derived forms that are deleted under disk pressure before a save lacks room."""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[DiskCheckpoint, ...] = ()
     policy: RetentionPolicy = field(default_factory=RetentionPolicy)
     unuploaded: Unuploaded = "keep"
     link_bytes_per_second: float | None = None
@@ -185,7 +185,7 @@ class _Disk:
         self._older_bytes = sum(piece.bytes for piece in newest_first[_MOST_JUDGED:])
         self._top = newest_first[0].order if newest_first else Order(1, pace.last_step, 0)
         self._safe = max((piece.order for piece in disk_use.pieces if piece.is_committed), default=None)
-        self._coming: list[Piece] = []
+        self._coming: list[DiskCheckpoint] = []
         self._kept: dict[int, int] = {}
 
     def begins_seconds(self, count: int) -> float:
@@ -217,7 +217,7 @@ class _Disk:
             self._kept[count] = self._older_bytes + sum(piece.bytes for piece in self._stays(count))
         return self._kept[count]
 
-    def _stays(self, count: int) -> list[Piece]:
+    def _stays(self, count: int) -> list[DiskCheckpoint]:
         pieces = [*self._come(count)[::-1], *self._judged]
         if count == 0 and self.disk_use.is_in_flight:
             return pieces  # nothing is deleted while a save is written
@@ -239,7 +239,7 @@ class _Disk:
             pieces = [piece for piece in pieces if piece.key not in gone]
         return pieces
 
-    def _come(self, count: int) -> list[Piece]:
+    def _come(self, count: int) -> list[DiskCheckpoint]:
         branch, step, seq = self._top
         pace = self.pace
         forms = _BOTH if self.disk_use.makes_universal else _ZERO
@@ -248,7 +248,7 @@ class _Disk:
         for n in range(len(self._coming) + 1, count + 1):
             at = pace.now_unix_seconds - pace.since_last_seconds + n * between
             self._coming.append(
-                Piece(
+                DiskCheckpoint(
                     key=f"+{n}",
                     order=Order(branch, step + n * max(pace.steps, 1), seq + n),
                     bytes=pace.usual_bytes,
@@ -258,7 +258,9 @@ class _Disk:
             )
         return self._coming[:count]
 
-    def _by_policy(self, newest_first: Sequence[Piece], unsent: set[str], undated: set[str]) -> list[Piece]:
+    def _by_policy(
+        self, newest_first: Sequence[DiskCheckpoint], unsent: set[str], undated: set[str]
+    ) -> list[DiskCheckpoint]:
         """Return what stays: what waits for its upload, and what the policy keeps of the rest."""
         now = self.pace.now_unix_seconds
         counted = [
@@ -282,13 +284,13 @@ class _Disk:
         """Whether a save may be deleted without an upload."""
         return self.disk_use.unuploaded == "delete"
 
-    def _is_passed(self, piece: Piece) -> bool:
+    def _is_passed(self, piece: DiskCheckpoint) -> bool:
         """Return whether it needs no upload: with `thin` a newer one is committed already."""
         if self.disk_use.unuploaded != "thin" or piece.key == self.disk_use.sent:
             return False
         return self._safe is not None and self._safe > piece.order
 
-    def _waiting(self, waiting: Sequence[Piece], count: int) -> int:
+    def _waiting(self, waiting: Sequence[DiskCheckpoint], count: int) -> int:
         """Return how many saves wait for the link when the save after `count` more begins."""
         link, pace = self.disk_use.link_bytes_per_second, self.pace
         if link == math.inf:
@@ -318,7 +320,7 @@ class _Disk:
         return waiting
 
 
-def _held(piece: Piece, committed_at_seconds: float | None) -> PolicyFacts:
+def _held(piece: DiskCheckpoint, committed_at_seconds: float | None) -> PolicyFacts:
     item = PolicyItem(
         key=piece.key,
         order=piece.order,
@@ -376,7 +378,6 @@ class Forecast:
 
     production_bytes_per_second: float | None = None
     save_every_seconds: float | None = None
-    save_every_steps: int | None = None
     full_in_saves: int | None = None
     """Further saves that fit, if all goes on as it did; None: it does not fill within the horizon."""
     full_in_seconds: float | None = None
@@ -412,10 +413,9 @@ def forecast(saves: Sequence[Saved], disk_use: DiskUse, *, now_seconds: float) -
     is_late = is_paced and late + every > max(OVERDUE_FACTOR * every, OVERDUE_SECONDS)
     # where nothing of ours is rotated it presses nobody: two saves, perhaps close to each other, are too few
     is_slow = 0 < speed < production and (disk_use.policy.deletes or len(recent) >= LEAST)
-    told = Forecast(
+    expected = Forecast(
         production_bytes_per_second=production,
         save_every_seconds=every,
-        save_every_steps=steps,
         full_in_saves=fit.saves if is_full else None,
         full_in_seconds=fit.full_at_seconds,
         overdue_seconds=late if is_late else None,
@@ -424,8 +424,10 @@ def forecast(saves: Sequence[Saved], disk_use: DiskUse, *, now_seconds: float) -
         else None,
     )
     if pace is None or not disk_use.deletes or not (is_full or is_slow):
-        return told
-    return _explained(told, disk_use, pace, is_bounded=disk_use.unuploaded == "delete" or speed >= production)
+        return expected
+    return _explained(
+        expected, disk_use, pace, is_bounded=disk_use.unuploaded == "delete" or speed >= production
+    )
 
 
 def pace_of(saves: Sequence[Saved], now_seconds: float) -> Pace | None:
@@ -470,22 +472,22 @@ def _pace(recent: Sequence[Saved], gaps: Sequence[float], now_seconds: float) ->
     )
 
 
-def _explained(told: Forecast, disk_use: DiskUse, pace: Pace, *, is_bounded: bool) -> Forecast:
+def _explained(expected: Forecast, disk_use: DiskUse, pace: Pace, *, is_bounded: bool) -> Forecast:
     """Add to a forecast what would keep this disk from filling: `thin`, a lower limit, or other keys."""
     if disk_use.unuploaded != "delete" and not is_bounded:
         thin = saves_that_fit(replace(disk_use, unuploaded="thin"), pace)
-        told = replace(told, is_spared_by_thin=disk_use.policy.limits and not thin.is_full)
+        expected = replace(expected, is_spared_by_thin=disk_use.policy.limits and not thin.is_full)
         disk_use = replace(disk_use, link_bytes_per_second=math.inf)
     fast = saves_that_fit(disk_use, pace)
-    if told.full_in_saves is None or not fast.is_full or 2 * fast.saves > 3 * told.full_in_saves + 2:
-        return told  # a faster link would help for long
+    if expected.full_in_saves is None or not fast.is_full or 2 * fast.saves > 3 * expected.full_in_saves + 2:
+        return expected  # a faster link would help for long
     policy = disk_use.policy
     limits = RetentionPolicy(save_total_limit=policy.save_total_limit, keep_bytes=policy.keep_bytes)
     if policy.save_total_limit is not None and _fills(disk_use, pace, limits):
-        return replace(told, is_limit_too_high=True)
+        return replace(expected, is_limit_too_high=True)
     keys = [key for key in _KEYS if getattr(policy, key)]
     spare = [key for key in keys if not _fills(disk_use, pace, _without(policy, key))]
-    return replace(told, kept_by=tuple(spare or keys))
+    return replace(expected, kept_by=tuple(spare or keys))
 
 
 def _fills(disk_use: DiskUse, pace: Pace, policy: RetentionPolicy) -> bool:
@@ -558,7 +560,6 @@ def disk_use_of(
     left_bytes: int | None,
     *,
     written_bytes: int = 0,
-    is_in_flight: bool = False,
     unsealed: Sequence[tuple[str, int, int]] = (),
     rotation: Rotation | None = None,
 ) -> DiskUse:
@@ -570,7 +571,7 @@ def disk_use_of(
     newest = max((piece.order for piece in pieces), default=Order(1, 0, 0))
     for tag, step, size in unsealed:
         newest = Order(newest.branch, max(step, newest.step), newest.save_seq + 1)
-        pieces.append(Piece(key=tag, order=newest, bytes=size))
+        pieces.append(DiskCheckpoint(key=tag, order=newest, bytes=size))
     required = [remote for remote in view.remotes if remote.is_required]
     uploading = [
         r.uploading_save_id for r in required if r.uploading == ZERO and r.uploading_save_id is not None
@@ -589,13 +590,13 @@ def disk_use_of(
         sent=sent.key if sent is not None else None,
         left_bytes=sent.bytes if sent is not None and left_bytes is None else left_bytes or 0,
         written_bytes=written_bytes,
-        is_in_flight=is_in_flight or view.is_save_in_flight or written_bytes > 0,
+        is_in_flight=view.is_save_in_flight or written_bytes > 0,
         makes_universal=_makes_universal(view),
         trainer_keeps=rotation.keeps if rotation is not None else None,
     )
 
 
-def _pieces(view: JobView, rotation: Rotation | None) -> list[Piece]:
+def _pieces(view: JobView, rotation: Rotation | None) -> list[DiskCheckpoint]:
     """List the checkpoints of the kind that the run saves now; those of the other kind are left alone."""
     newest = max(view.saves, key=lambda s: s.save.window.last, default=None)
     kind = [s for s in view.saves if newest is not None and s.is_model_only == newest.is_model_only]
@@ -614,13 +615,13 @@ def _piece(
     dates: dict[tuple[str, str], float | None],
     best: str | None,
     rotation: Rotation | None,
-) -> Piece:
+) -> DiskCheckpoint:
     records = [save.upload(name, ZERO) for name in required]
     times = [dates.get((record.remote, record.commit_key or "")) for record in records]
     known = [at for at in times if at is not None]
     safe = is_committed(view, save)
     written_at = save.save.window.last / 1e9
-    return Piece(
+    return DiskCheckpoint(
         key=str(save.id),
         order=save.order,
         bytes=save.save.total_bytes if save.is_present else save.universal.bytes,

@@ -24,8 +24,8 @@ CONFIRMATION_SECONDS = 20.0
 
 def deletable_saves(view: JobView, verdicts: dict[int, RetentionVerdict]) -> list[SaveView]:
     """Return the saves on this node that nothing keeps, oldest first."""
-    loose = (s for s in view.saves if s.is_present and not verdicts[s.id].keeps)
-    return sorted(loose, key=lambda s: s.order)
+    deletable = (s for s in view.saves if s.is_present and not verdicts[s.id].keeps)
+    return sorted(deletable, key=lambda s: s.order)
 
 
 def delete_local(view: JobView, verdicts: dict[int, RetentionVerdict]) -> list[Action]:
@@ -43,10 +43,10 @@ def delete_local(view: JobView, verdicts: dict[int, RetentionVerdict]) -> list[A
 
 def delete_one(view: JobView, save: SaveView, reason: str) -> Action | None:
     """Delete it, ask for what the permit would rest on, or wait for a remote that is away."""
-    is_loose = not is_committed(view, save)
-    commits = newer_commits(view, save) if is_loose else commits_of(view, save)
+    is_uncommitted = not is_committed(view, save)
+    commits = newer_commits(view, save) if is_uncommitted else commits_of(view, save)
     are_there = all(r.is_attached for r in view.remotes if r.is_required)
-    if view.unuploaded == "delete" and (is_loose or not are_there):
+    if view.unuploaded == "delete" and (is_uncommitted or not are_there):
         return (
             None
             if unobserved_remotes(view)
@@ -56,7 +56,7 @@ def delete_one(view: JobView, save: SaveView, reason: str) -> Action | None:
     is_young = confirmed is not None and view.now_seconds - confirmed.at_seconds <= CONFIRMATION_SECONDS
     if confirmed is None or not is_young or confirmed.commits != commits:
         return ConfirmCommits(save_id=save.id, commits=commits) if are_there else None
-    if is_loose:
+    if is_uncommitted:
         return DeleteLocal(save_id=save.id, permit=_by_opt_out(view, save, commits))
     permit = DeletePermit(
         tag=save.save.tag,

@@ -74,11 +74,11 @@ def next_to_evict(view: JobView, local: LocalVerdicts) -> SaveView | None:
     if not view.disk.is_short:
         return None
     ready = (s for s in view.saves if s.universal.state is DerivedState.READY and not s.is_busy)
-    loose = [s for s in ready if not _is_all_that_is_left(view, s, local)]
-    spare = [s for s in loose if not _will_be_left(view, s)]
-    if spare or not loose:
+    deletable = [s for s in ready if not _is_all_that_is_left(view, s, local)]
+    spare = [s for s in deletable if not _will_be_left(view, s)]
+    if spare or not deletable:
         return min(spare, key=lambda s: (_is_clone(s), s.order), default=None)
-    return min(loose, key=lambda s: (_is_clone(s), *(-part for part in s.order)))
+    return min(deletable, key=lambda s: (_is_clone(s), *(-part for part in s.order)))
 
 
 def _is_clone(save: SaveView) -> bool:

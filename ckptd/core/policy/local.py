@@ -83,8 +83,8 @@ def keep_local(view: JobView) -> LocalVerdicts:
         stepped = [s for s in kind if not s.is_present and s.is_pruned and _is_ready(s)]
         unproven = _unproven_parts(view, present)
         whole = [s for s in present if s.is_intact and s.id not in safe | unproven]
-        loose = {s.id: s for s in whole if may_go_uncommitted(view, s)}
-        by_policy = _by_policy(view, [*committed, *stepped], list(loose.values()))
+        droppable = {s.id: s for s in whole if may_go_uncommitted(view, s)}
+        by_policy = _by_policy(view, [*committed, *stepped], list(droppable.values()))
         top, proven = (newest(view, is_model_only=is_model_only, leaves_out=out) for out in ((), unproven))
         facts = _Facts(
             top=top,
@@ -99,11 +99,13 @@ def keep_local(view: JobView) -> LocalVerdicts:
         )
         for save in present:
             verdict = by_policy.get(str(save.id), {}).get(ZERO) or RetentionVerdict()
-            is_safe, is_loose = save.id in safe, save.id in loose
+            is_safe, is_droppable = save.id in safe, save.id in droppable
             zero[save.id] = verdict.kept_for(
-                *_protection(save, facts, is_committed=is_safe, is_loose=is_loose)
+                *_protection(save, facts, is_committed=is_safe, is_droppable=is_droppable)
             )
-            strict = _protection(save, facts, is_committed=is_safe, is_loose=False) if view.removal else ()
+            strict = (
+                _protection(save, facts, is_committed=is_safe, is_droppable=False) if view.removal else ()
+            )
             forbidden[save.id] = (*(("pinned",) if save.is_pinned else ()), *strict)
         for save in (*present, *stepped) if view.local_retention.has_rung(UNIVERSAL) else ():
             verdict = by_policy.get(str(save.id), {}).get(UNIVERSAL) or RetentionVerdict()
@@ -114,18 +116,18 @@ def keep_local(view: JobView) -> LocalVerdicts:
 
 
 def _by_policy(
-    view: JobView, committed: list[SaveView], loose: list[SaveView]
+    view: JobView, committed: list[SaveView], droppable: list[SaveView]
 ) -> dict[str, dict[str, RetentionVerdict]]:
     """Return the policy's verdicts; uncommitted saves count only where they may be deleted."""
     dates = dates_of(view)
     required = [remote.name for remote in view.remotes if remote.is_required]
     held = [_held(view, save, required, dates) for save in committed]
     by_policy = apply_policy(held, view.local_retention)
-    if not loose:
+    if not droppable:
         return by_policy
-    everything = [*held, *(_held(view, save, required, dates) for save in loose)]
+    everything = [*held, *(_held(view, save, required, dates) for save in droppable)]
     among_all = apply_policy(everything, uncommitted_policy(view))
-    mine = {str(save.id): {ZERO: _uncommitted(among_all[str(save.id)][ZERO])} for save in loose}
+    mine = {str(save.id): {ZERO: _uncommitted(among_all[str(save.id)][ZERO])} for save in droppable}
     return (
         apply_policy(everything, view.local_retention) if view.unuploaded == "delete" else by_policy
     ) | mine
@@ -205,14 +207,14 @@ class _Facts:
     """Newest first."""
 
 
-def _protection(save: SaveView, facts: _Facts, *, is_committed: bool, is_loose: bool) -> tuple[str, ...]:
+def _protection(save: SaveView, facts: _Facts, *, is_committed: bool, is_droppable: bool) -> tuple[str, ...]:
     top, newest_committed = facts.top, facts.newest_committed
     is_newer = newest_committed is None or save.order > newest_committed
     why = (
-        (not is_committed and not is_loose, "not committed on every required remote"),
+        (not is_committed and not is_droppable, "not committed on every required remote"),
         (not save.is_intact, "changed since it was sealed"),
         (save.id in facts.newest, "newest complete"),
-        (is_newer and not is_loose, "newer than the newest committed"),
+        (is_newer and not is_droppable, "newer than the newest committed"),
         (save.save.tag == facts.latest, "latest names it"),
         (not save.is_adopted, "there before ckptd (ckptd accept --existing)"),
         (save.is_busy, BEING_READ),

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.records import ZERO, UploadState
-from ckptd.core.policy.view import CommitRef, Unuploaded
+from ckptd.core.policy.retention import Unuploaded
+from ckptd.core.policy.view import CommitRef
 
 if TYPE_CHECKING:
     from ckptd.base.identity import FolderIdentity
@@ -96,7 +97,7 @@ def newer_commits(view: JobView, save: SaveView) -> tuple[CommitRef, ...]:
 def _later(view: JobView, remote: RemoteView, save: SaveView) -> dict[tuple[str, Order], CommitRef]:
     """COMMITs of later saves on one remote, by tag and order."""
     after = save.order
-    told: dict[tuple[str, Order], CommitRef] = {}
+    recorded: dict[tuple[str, Order], CommitRef] = {}
     for other in view.saves:
         record = other.upload(remote.name, ZERO)
         is_same_kind = other.is_model_only == save.is_model_only and other.save.branch == save.save.branch
@@ -104,7 +105,7 @@ def _later(view: JobView, remote: RemoteView, save: SaveView) -> dict[tuple[str,
             ref = CommitRef(
                 remote=remote.name, key=record.commit_key or "", sha256=record.commit_sha256 or ""
             )
-            told[other.save.tag, other.order] = ref
+            recorded[other.save.tag, other.order] = ref
     seen = {
         (c.tag, c.order): CommitRef(remote=remote.name, key=c.key, sha256=c.sha256)
         for c in remote.commits
@@ -113,7 +114,7 @@ def _later(view: JobView, remote: RemoteView, save: SaveView) -> dict[tuple[str,
         and c.branch == save.save.branch
         and c.order > after
     }
-    return told | seen
+    return recorded | seen
 
 
 def may_go_uncommitted(view: JobView, save: SaveView) -> bool:

@@ -100,8 +100,8 @@ def commits_to_delete(
     gone = [c for c in remote.commits if not verdicts[remote.name, c.key].keeps]
     if len(gone) == len(remote.commits):
         return []
-    willing = (c for c in gone if (remote.name, c.sha256) not in view.not_to_delete_remotely)
-    return [c for c in willing if is_elected_deleter(view, remote.name, c)]
+    deletable = (c for c in gone if (remote.name, c.sha256) not in view.not_to_delete_remotely)
+    return [c for c in deletable if is_elected_deleter(view, remote.name, c)]
 
 
 def is_elected_deleter(view: JobView, remote: str, commit: RemoteCommit) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckptd.core.policy.actions import Action
     from ckptd.core.policy.local import LocalVerdicts
     from ckptd.core.policy.remote import Generation
-    from ckptd.core.policy.view import JobView, RemoteView, Removal, SaveView
+    from ckptd.core.policy.view import JobView, RemoteView, RemovalRequest, SaveView
 
 _STATUS = "`ckptd status JOB` says why"
 _POINTED = "latest_universal names it"
@@ -84,7 +84,7 @@ def without_removed(view: JobView, rows: Iterable[RemovalRow], moves: Iterable[A
 # --- this node -------------------------------------------------------------------------------------------
 
 
-def _judge_here(view: JobView, local: LocalVerdicts, removal: Removal, tag: str) -> RemovalRow | None:
+def _judge_here(view: JobView, local: LocalVerdicts, removal: RemovalRequest, tag: str) -> RemovalRow | None:
     save, made = _present(view, tag), _made_of(view, tag)
     if save is None and tag in view.unsealed_tags:
         why = "it is not a complete checkpoint that ckptd knows"
@@ -139,7 +139,7 @@ def _judge_made(view: JobView, tag: str, made: SaveView) -> RemovalRow | None:
     return _row(row, "wait", BEING_READ) if made.is_busy else row
 
 
-def _delete_here(view: JobView, removal: Removal, tag: str) -> list[Action]:
+def _delete_here(view: JobView, removal: RemovalRequest, tag: str) -> list[Action]:
     save, made = _present(view, tag), _made_of(view, tag)
     if save is not None:
         action = delete_one(view, save, _reason(removal))
@@ -188,7 +188,7 @@ def _unpin(tag: str) -> str:
 
 
 def _judge_there(
-    view: JobView, remote: RemoteView, removal: Removal, tag: str, here: RemovalRow | None
+    view: JobView, remote: RemoteView, removal: RemovalRequest, tag: str, here: RemovalRow | None
 ) -> RemovalRow | None:
     generations = generations_of(remote)
     mine = [g for g in generations if g.leader.tag == tag]
@@ -219,7 +219,11 @@ def _judge_there(
 
 
 def _kept_there(
-    view: JobView, remote: RemoteView, removal: Removal, mine: list[Generation], all_there: list[Generation]
+    view: JobView,
+    remote: RemoteView,
+    removal: RemovalRequest,
+    mine: list[Generation],
+    all_there: list[Generation],
 ) -> tuple[str, str] | None:
     """Return why nobody may delete it from the remote, and what to do; None: nothing forbids it."""
     lead = mine[-1].leader
@@ -251,7 +255,7 @@ def _kinds(generations: list[Generation]) -> set[bool]:
     return {g.leader.is_model_only for g in generations}
 
 
-def _delete_there(view: JobView, removal: Removal, row: RemovalRow) -> Action | None:
+def _delete_there(view: JobView, removal: RemovalRequest, row: RemovalRow) -> Action | None:
     remote = next(r for r in view.remotes if r.name == row.remote)
     if remote.is_busy:
         sent = next((s.save.tag for s in view.saves if s.id == remote.uploading_save_id), None)
@@ -299,5 +303,5 @@ def _row(
     return replace(row, verdict=verdict, why=why, next_step=next_step)
 
 
-def _reason(removal: Removal) -> str:
+def _reason(removal: RemovalRequest) -> str:
     return f"ckptd rm by {removal.by}" if removal.by else "ckptd rm"

@@ -123,6 +123,10 @@ def span(seconds: float | None) -> str:
 
 # --- The policy ------------------------------------------------------------------------------------------
 
+Unuploaded = Literal["keep", "thin", "delete"]
+"""Treatment of a checkpoint that is not committed: it stays; it goes once a newer one of its branch is
+committed; the limit applies to it."""
+
 _MOST_GAPS = 4
 """A gap between two COMMITs counts as at most so many usual ones."""
 
@@ -186,6 +190,18 @@ class RetentionPolicy(Model):
     def has_rung(self, form: str) -> bool:
         """Tell whether a tier keeps this form alone."""
         return any(rung.form == form for rung in self.ladder)
+
+
+class RetentionKeys(Model):
+    """Hold what a job file says of deletions, here and in each remote."""
+
+    local: RetentionPolicy
+    remotes: dict[str, RetentionPolicy]
+    """A remote that is not named keeps everything."""
+    unuploaded: Unuploaded = "keep"
+    metric: str | None = None
+    """Metric that keep_best compares."""
+    is_higher_better: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

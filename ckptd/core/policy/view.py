@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ckptd.core.model.records import UNIVERSAL, DerivedRecord, UploadRecord
 from ckptd.core.model.save import Best, Order, SealedFile, SealedSave
-from ckptd.core.policy.retention import RetentionPolicy
+from ckptd.core.policy.retention import RetentionPolicy, Unuploaded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-    from ckptd.core.model.listing import ResumeMarker
+    from ckptd.core.model.resume_marker import ResumeMarker
 
 BEGUN_FACTOR = 1.25
 """An upload under way goes on while it is late by no more than this factor: estimates vary."""
@@ -24,10 +24,6 @@ BEGUN_FACTOR = 1.25
 
 WEIGHTS_SHARE = {"weights-fp32": 1 / 3, "weights-bf16": 1 / 6, "weights-fp16": 1 / 6}
 """Bytes of a model beside those of its ZeRO form, at most: masters and two moments in fp32."""
-
-Unuploaded = Literal["keep", "thin", "delete"]
-"""Treatment of a checkpoint that is not committed: it stays; it goes once a newer one of its branch is
-committed; the limit applies to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +55,7 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Removal:
+class RemovalRequest:
     """Hold the planner's input for `ckptd rm`: what a person named to be deleted (docs/adr/0199)."""
 
     tags: tuple[str, ...]
@@ -76,6 +72,13 @@ class Removal:
 
 
 # --- The disk of save_dir --------------------------------------------------------------------------------
+
+
+def next_save_bytes(saves_bytes: Iterable[int]) -> int:
+    """Estimate the size of the next save by earlier ones: the largest and a tenth (P13: the trainer never
+    lacks space).
+    """
+    return int(max(saves_bytes, default=0) * 1.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +309,7 @@ class JobView:
     """(remote, digest) of COMMITs that the remote refused to delete a short while ago."""
     drain: Drain | None = None
     """The node is about to go; comes before a pause."""
-    removal: Removal | None = None
+    removal: RemovalRequest | None = None
     config_digest: str = ""
     """Digest of what all nodes of the job must agree on; empty: not compared."""
     node: str = ""

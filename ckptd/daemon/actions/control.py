@@ -1,4 +1,4 @@
-"""Read what a person asks of a running job beside its configuration: a pause, a drain or a removal
+"""Read what a person asks of a running job beside its configuration: a pause, a drain, a removal, a what-if
 (docs/adr/0108, docs/adr/0199).
 
 Each request is a file in the state directory, written by the command and only read here: it survives a
@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptd.base import files
 from ckptd.base.owned_dirs import opened_ours
+from ckptd.core.policy.retention import RetentionKeys
 from ckptd.errors import CkptdError, RefusedError
-from ckptd.observe.status import PauseStatus, rfc3339
+from ckptd.observe.status import PauseStatus, PlanStatus, rfc3339
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.control")
 
 FOLDER = "control"
-PAUSE, DRAIN, REMOVE = "pause.json", "drain.json", "remove.json"
+PAUSE, DRAIN, REMOVE, PLAN = "pause.json", "drain.json", "remove.json", "plan.json"
 _LIMIT_BYTES = 64 << 10
+SHORTEST_DRAIN_SECONDS, LONGEST_DRAIN_SECONDS = 30.0, 900.0
+"""Of a drain that a cloud's notice begins: its clock and this node's may differ."""
 
 
 class PauseFile(BaseModel):
@@ -64,6 +67,17 @@ class RemovalFile(BaseModel):
     by: str = ""
 
 
+class PlanFile(BaseModel):
+    """`plan.json`: what would these retention keys delete and keep? Nothing is done."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    asked_at_unix_seconds: float
+    seconds: float
+    """The answer is published so long."""
+    keys: RetentionKeys
+    saves: int = Field(ge=0, le=100)
+
+
 def write_control(state_dir: Path, name: str, document: BaseModel) -> None:
     """Put a request into a state directory, durable when it returns.
 
@@ -96,6 +110,10 @@ class Control:
         self.drain: DrainRequest | None = None
         self._removal: RemovalFile | None = None
         self._removal_ends_seconds = 0.0
+        self._plan: PlanFile | None = None
+        self._plan_ends_seconds = 0.0
+        self.plan_answer: PlanStatus | None = None
+        """The answer to the what-if that was asked last; None: not given yet."""
         self.only_removes = only_removes
         """Nothing but a person's removal is done: `ckptd rm` where no daemon runs."""
         self._read: dict[str, tuple[int, int]] = {}
@@ -106,7 +124,7 @@ class Control:
     def refresh(self, state_dir: Path) -> bool:
         """Read again what was written since; whether anything is new."""
         news = False
-        for name in (PAUSE, DRAIN, REMOVE):
+        for name in (PAUSE, DRAIN, REMOVE, PLAN):
             try:
                 status = os.stat(state_dir / FOLDER / name)
             except (FileNotFoundError, NotADirectoryError):
@@ -146,6 +164,11 @@ class Control:
             passed = max(0.0, time.time() - removal.asked_at_unix_seconds)
             self._removal = removal if removal.tags else None
             self._removal_ends_seconds = time.monotonic() + removal.seconds - passed
+        elif name == PLAN:
+            what_if = PlanFile.model_validate_json(data)
+            passed = max(0.0, time.time() - what_if.asked_at_unix_seconds)
+            self._plan, self.plan_answer = what_if, None
+            self._plan_ends_seconds = time.monotonic() + what_if.seconds - passed
         else:
             asked = DrainFile.model_validate_json(data)
             passed = max(0.0, time.time() - asked.asked_at_unix_seconds)
@@ -167,6 +190,15 @@ class Control:
             begun_seconds=now,
         )
 
+    def drain_by(self, deadline_unix: float) -> None:
+        """Drain until then, at least `SHORTEST_DRAIN_SECONDS`: a drain under way ends no later."""
+        left = min(max(deadline_unix - time.time(), SHORTEST_DRAIN_SECONDS), LONGEST_DRAIN_SECONDS)
+        if self.drain is None or not self.is_draining:
+            self.begin_drain(left)
+        elif (deadline := time.monotonic() + left) < self.drain.deadline_seconds:
+            # asked_at stays: whoever asked knows the answer by it
+            self.drain = replace(self.drain, deadline_unix=time.time() + left, deadline_seconds=deadline)
+
     @property
     def is_draining(self) -> bool:
         """Tell whether a drain lasts: until its deadline, even when all is done, since later saves belong to
@@ -185,10 +217,25 @@ class Control:
         return self._removal if time.monotonic() < self._removal_ends_seconds else None
 
     @property
+    def plan(self) -> PlanFile | None:
+        """Return the what-if that was asked; None: none, or its time is over."""
+        return self._plan if time.monotonic() < self._plan_ends_seconds else None
+
+    @property
+    def may_act(self) -> bool:
+        """Tell whether plans are carried out: `ckptd plan` where no daemon runs only looks."""
+        return not self.only_removes or self.removal is not None
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Tell whether a person waits for the answer to a removal or a what-if."""
+        return self.removal is not None or (self.plan is not None and self.plan_answer is None)
+
+    @property
     def seconds_to_next(self) -> float:
         """Drains and removals are planned anew each second; what could not be read is tried again."""
         is_unread = any(self._read.get(name) != version for name, version in self._unread.items())
-        is_asked = self.is_draining or self.removal is not None
+        is_asked = self.is_draining or self.awaits_answer
         return 1.0 if is_asked or is_unread else 3600.0
 
     def pause_status(self) -> PauseStatus | None:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.daemon.uploads.uploads import UploadManager
     from ckptd.storage.journal.journal import Journal
-
-log = logging.getLogger("ckptd.job")
 
 
 class PlanExecutor:

@@ -13,6 +13,7 @@ from ckptd.base.humanize import size_of
 from ckptd.base.retry import backoff_seconds, changed_seconds
 from ckptd.conversion import options as convert_options
 from ckptd.conversion.engine.staging import partial_name
+from ckptd.core.model.layouts import LATEST_UNIVERSAL
 from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
 from ckptd.daemon.actions.convert import PLACE, Signals, make_universal
 from ckptd.daemon.actions.local_deletion import LocalDeleter
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptd.local")
 
-POINTER = "latest_universal"
-
 
 class LocalActions:
     """The local half of executing a plan, for one job."""
@@ -63,8 +62,8 @@ class LocalActions:
         audit: Audit,
         conversion_bytes: Callable[[], int],
         wake: Callable[[], None],
-        is_pinned: Callable[[str], bool] = lambda _tag: False,
-        holds_lease: Callable[[], bool] = lambda: True,
+        is_pinned: Callable[[str], bool],
+        holds_lease: Callable[[], bool],
     ) -> None:
         self._config = config
         self._state = state
@@ -74,7 +73,13 @@ class LocalActions:
         self._wake = wake
         self.signals = Signals(holds=holds_lease)
         self.deleter = LocalDeleter(
-            state, audit, self._in_worker, wake, config.trainer, is_pinned, config.declared
+            state,
+            audit,
+            self._in_worker,
+            wake,
+            trainer=config.trainer,
+            declared=config.declared,
+            is_pinned=is_pinned,
         )
         self._dropping: set[int] = set()
         self._releasing: set[int] = set()
@@ -275,11 +280,11 @@ class LocalActions:
         """
         target = f"{PLACE}/{action.tag}" if action.tag else None
         fs.point_latest_universal(save_dir_fd, target)
-        if read_pointer(save_dir_fd, POINTER) == target:
-            self._state.failures.clear(POINTER)
+        if read_pointer(save_dir_fd, LATEST_UNIVERSAL) == target:
+            self._state.failures.clear(LATEST_UNIVERSAL)
             self._wake()
         else:
-            self.refused(POINTER, StorageError(f"{POINTER} was written and cannot be read"))
+            self.refused(LATEST_UNIVERSAL, StorageError(f"{LATEST_UNIVERSAL} was written and cannot be read"))
 
     def refused(self, what: str, error: CkptdError) -> None:
         """Something small failed in the deciding thread; the next turn tries again."""

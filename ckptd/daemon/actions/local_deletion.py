@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from ckptd.base import files
 from ckptd.conversion.engine.staging import partial_name
-from ckptd.core.model.other_layouts import NOTHING_DECLARED
 from ckptd.core.model.records import UNIVERSAL, ZERO, DeletionIntent, DerivedState
 from ckptd.core.policy.local import was_committed
 from ckptd.core.policy.permit import OptOutPermit
@@ -62,9 +61,10 @@ class LocalDeleter:
         audit: Audit,
         in_worker: InWorker,
         wake: Callable[[], None],
-        trainer: str = "auto",
-        is_pinned: Callable[[str], bool] = lambda _tag: False,
-        declared: DeclaredSave = NOTHING_DECLARED,
+        *,
+        trainer: str,
+        declared: DeclaredSave,
+        is_pinned: Callable[[str], bool],
     ) -> None:
         self._state = state
         self._trainer = trainer
@@ -107,7 +107,7 @@ class LocalDeleter:
                 files=[(f.path, f.identity.size_bytes) for f in permit.files],
             )
             self._remove_leftovers(fd, permit, leftovers)
-            fs.prune(fd, permit, name)
+            fs.delete_checkpoint(fd, permit, name)
             return True
 
         def done(was_removed: object) -> None:
@@ -272,7 +272,7 @@ def finish(save_dir_fd: int, row: DeletionRow) -> None:
     """
     with fs.closing(fs.ensure_ours(save_dir_fd, fs.TRASH)) as trash_fd:
         try:
-            fs.finish_prune(trash_fd, row.trash, row.intent.files)
+            fs.finish_deletion(trash_fd, row.trash, row.intent.files)
         except FileNotFoundError:
             if files.stat_beneath(trash_fd, row.trash) is not None:
                 raise
@@ -305,7 +305,7 @@ def _check_no_save_began(
     planned: SaveDirListing,
     tag: str,
     trainer: str,
-    declared: DeclaredSave = NOTHING_DECLARED,
+    declared: DeclaredSave,
 ) -> None:
     """Look again at what stays instead: nothing goes while a save is in flight, be it of the newest itself.
 

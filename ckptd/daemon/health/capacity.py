@@ -71,10 +71,10 @@ def outlook(job: WatchedJob, state: JobState) -> Forecast:
     now = time.time()
     others = tuple((_disk_use(other, its), pace) for other, its, pace in _beside(job, now))
     disk_use = replace(_disk_use(job, state), others=others)
-    told = forecast(_saves(job, state), disk_use, now_seconds=now)
+    expected = forecast(past_saves(job, state), disk_use, now_seconds=now)
     if job.view is not None and job.view.disk.lacks_files:
-        return replace(told, full_in_saves=0, full_in_seconds=0.0, lacks_files=True)
-    return told
+        return replace(expected, full_in_saves=0, full_in_seconds=0.0, lacks_files=True)
+    return expected
 
 
 def _disk_use(job: WatchedJob, state: JobState) -> DiskUse:
@@ -101,11 +101,11 @@ def _beside(job: WatchedJob, now: float) -> list[tuple[WatchedJob, JobState, Pac
     """Other jobs of this daemon on the same disk, as far as they are looked at: those that go on saving."""
     others = ((other, other.state) for other in cast("list[WatchedJob]", job.disk_yield.jobs_beside(job)))
     looked_at = [(o, state) for o, state in others if state is not None and o.view is not None]
-    paces = [(other, state, pace_of(_saves(other, state), now)) for other, state in looked_at]
+    paces = [(other, state, pace_of(past_saves(other, state), now)) for other, state in looked_at]
     return [(other, state, pace) for other, state, pace in paces if pace is not None]
 
 
-def _saves(job: WatchedJob, state: JobState) -> list[Saved]:
+def past_saves(job: WatchedJob, state: JobState) -> list[Saved]:
     """All that are known; also those that wait for a remote's first answer to be sealed."""
     settle, known = job.config.settle_seconds, state.saves.rows.values()
     saves = [
@@ -129,7 +129,7 @@ def _link(job: WatchedJob, state: JobState) -> float | None:
     """Return the upload speed that the forecast may count on; None: a required remote is away or takes no
     upload.
 
-    One that was not measured since the start counts as fast enough: what is told then fills the disk in any
+    One that was not measured since the start counts as fast enough: what is said then fills the disk in any
     case, and the slowness of a link that nobody knows frightens nobody after each restart.
     """
     required = [job.sessions[remote.name] for remote in job.config.remotes if remote.required]
@@ -162,22 +162,22 @@ def see_outlook(job: WatchedJob, state: JobState) -> None:
     """Alarms before something is lost: the disk will be full, the link is too slow, a save is overdue."""
     if job.view is None:
         return
-    told, speed = outlook(job, state), link_speed(job, state)
-    _see_full(job, state, told)
+    expected, speed = outlook(job, state), link_speed(job, state)
+    _see_full(job, state, expected)
     is_still = any(
         job.sessions[r.name].idle_seconds >= STILL_SECONDS for r in job.config.remotes if r.required
     )
-    is_known = len(_saves(job, state)) >= LEAST_SAVES and not is_still
-    if told.save_steps_for_link is not None and speed is not None and is_known:
-        _see_slow(job, told, speed, told.save_steps_for_link)
+    is_known = len(past_saves(job, state)) >= LEAST_SAVES and not is_still
+    if expected.save_steps_for_link is not None and speed is not None and is_known:
+        _see_slow(job, expected, speed, expected.save_steps_for_link)
     if (
-        told.overdue_seconds is not None
-        and told.save_every_seconds is not None
+        expected.overdue_seconds is not None
+        and expected.save_every_seconds is not None
         and not state.folders.in_flight
     ):
-        usual = show_seconds(told.save_every_seconds)
-        late = show_seconds(told.overdue_seconds)
-        quiet = show_seconds(told.save_every_seconds + told.overdue_seconds)
+        usual = show_seconds(expected.save_every_seconds)
+        late = show_seconds(expected.overdue_seconds)
+        quiet = show_seconds(expected.save_every_seconds + expected.overdue_seconds)
         text = f"no save for {quiet}, usually every {usual}"
         job.problems.see(
             "save-overdue", "saves", f"{text} ({late} late)", "has the run ended, or does it hang?"
@@ -204,10 +204,12 @@ def to_adopt(job: WatchedJob) -> str:
     return adopting(job.view) if job.view is not None else ""
 
 
-def _see_slow(job: WatchedJob, told: Forecast, speed: float, steps: int) -> None:
-    production, link = _measured(told.production_bytes_per_second or 0), _measured(speed)
+def _see_slow(job: WatchedJob, expected: Forecast, speed: float, steps: int) -> None:
+    production, link = _measured(expected.production_bytes_per_second or 0), _measured(speed)
     text, how = f"production {production}, link {link}: ", job.config.unuploaded
-    full = "" if told.full_in_seconds is None else f", disk full in {show_seconds(told.full_in_seconds)}"
+    full = (
+        "" if expected.full_in_seconds is None else f", disk full in {show_seconds(expected.full_in_seconds)}"
+    )
     cure = f"save every {steps:,} steps, or make the link faster"
     adopt = to_adopt(job)
     if not job.config.local.policy.deletes:
@@ -216,7 +218,7 @@ def _see_slow(job: WatchedJob, told: Forecast, speed: float, steps: int) -> None
         text += f"uploads fall behind{full}"
         if adopt:
             cure = adopt + cure
-        elif told.is_spared_by_thin:
+        elif expected.is_spared_by_thin:
             cure += '; or set unuploaded = "thin": then not every save is uploaded'
         else:
             cure += f"; {_THIN_IS_NOT_ENOUGH}"
@@ -234,8 +236,8 @@ def _measured(bytes_per_second: float) -> str:
     return show_bandwidth(round(float(f"{bytes_per_second:.2g}"))).partition(" = ")[0]
 
 
-def _see_full(job: WatchedJob, state: JobState, told: Forecast) -> None:
-    saves, seconds = told.full_in_saves, told.full_in_seconds
+def _see_full(job: WatchedJob, state: JobState, expected: Forecast) -> None:
+    saves, seconds = expected.full_in_saves, expected.full_in_seconds
     if saves is None or seconds is None or saves > FULL_SOON_SAVES:
         return
     text = f"disk full in {saves} saves / {show_seconds(seconds)} at this pace"
@@ -243,7 +245,7 @@ def _see_full(job: WatchedJob, state: JobState, told: Forecast) -> None:
         text += f" and that of {beside} other job{'s' * (beside > 1)} on this disk"
     cure, how = "free space, save less often, or make the link faster", job.config.unuploaded
     adopt = to_adopt(job)
-    if told.lacks_files and job.view is not None:
+    if expected.lacks_files and job.view is not None:
         text, cure = f"disk full: {disk_files(job.view.disk)}", FREES_FILES
     elif not job.config.local.policy.deletes:
         cure = "set save_total_limit in [local], free space, or save less often"
@@ -251,11 +253,11 @@ def _see_full(job: WatchedJob, state: JobState, told: Forecast) -> None:
         cure = "nothing is sent or removed while the job is paused: `ckptd pause --off`, or free space"
     elif adopt:  # no limit and no opt-out frees what was found here; adopted, it may be enough
         cure = adopt + "free space, or save less often"
-    elif told.is_limit_too_high:
+    elif expected.is_limit_too_high:
         cure = "lower save_total_limit in [local], free space, or save less often"
-    elif told.kept_by:
-        cure = f"{_less(job, told.kept_by)} in [local], or free space"
-    elif how == "keep" and told.is_spared_by_thin:
+    elif expected.kept_by:
+        cure = f"{_less(job, expected.kept_by)} in [local], or free space"
+    elif how == "keep" and expected.is_spared_by_thin:
         cure += '; unuploaded = "thin" deletes what is older than a committed one'
     elif how != "delete":
         cure += f"; {_THIN_IS_NOT_ENOUGH}"

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.humanize import size_of
 from ckptd.config.commands import command_for, with_typed_commands
-from ckptd.config.quantities import shown_remote
+from ckptd.config.remote_names import shown_remote
 from ckptd.core.completeness.judge import PIPELINE_0, State
 from ckptd.core.model.layouts import Trainer
-from ckptd.core.model.listing import KNOWN_ALONE
 from ckptd.core.model.other_layouts import words_of
 from ckptd.core.model.records import SETTLED, ZERO, DerivedState, UploadState
 from ckptd.core.model.save import Order
+from ckptd.core.model.unprotected import KNOWN_ALONE
 from ckptd.core.policy import actions as a
 from ckptd.core.policy.blockers import tried_again
 from ckptd.core.policy.derived_forms import MAX_CONVERSION_TRIES

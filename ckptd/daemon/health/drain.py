@@ -10,7 +10,7 @@ from ckptd.core.model.records import SETTLED, ZERO, UploadState
 from ckptd.core.policy.drain import open_saves
 from ckptd.core.policy.safety import unsent
 from ckptd.core.policy.view import Drain
-from ckptd.daemon.intake.symlinked import linked_here
+from ckptd.daemon.intake.listing import unprotected_here
 from ckptd.daemon.uploads.session import STILL_SECONDS
 from ckptd.observe.status import DrainStatus, all_committed, rfc3339
 
@@ -53,15 +53,15 @@ def drain_status(job: WatchedJob, state: JobState) -> DrainStatus | None:
         return None
     if not job.control.is_draining and _newest_seen_at(state) > drain.deadline_unix:
         return None  # it is over, and what was saved since is none of its business
-    told = state.plan.drained if state.plan is not None else None
-    linked, left, refused = linked_here(job.problems), missing_after(job), refused_here(job)
+    drained = state.plan.drained if state.plan is not None else None
+    linked, left, refused = unprotected_here(job.problems), missing_after(job), refused_here(job)
     is_rest_done = is_drained(job) or (bool(left) and set(left) <= set(refused))
     return DrainStatus(
         asked_at=rfc3339(drain.asked_at_unix),
         deadline_at=rfc3339(drain.deadline_unix),
         is_done=is_drained(job) and not linked,
-        missing=(*(told.missing if told is not None else missing_after(job)), *linked),
-        late=told.late if told is not None else (),
+        missing=(*(drained.missing if drained is not None else missing_after(job)), *linked),
+        late=drained.late if drained is not None else (),
         refused=(*refused, *(linked if is_rest_done else ())),
         unsent=unsent_here(job),
         stalled=stalled_remotes(job.control, [job]),
@@ -92,7 +92,7 @@ def unsent_here(job: WatchedJob) -> tuple[str, ...]:
 
 def drained_words(jobs: Sequence[WatchedJob]) -> str:
     """Describe the result of a finished drain of these jobs in one line."""
-    linked = [tag for job in jobs for tag in linked_here(job.problems)]
+    linked = [tag for job in jobs for tag in unprotected_here(job.problems)]
     but = f"; not {', '.join(linked)}: `ckptd status` says why" if linked else ""
     return all_committed(sum(len(unsent_here(job)) for job in jobs)) + but
 
@@ -103,7 +103,7 @@ def drain_code(jobs: Sequence[WatchedJob]) -> int:
     0: everything is committed; 1: some of it cannot be committed as it is; 3: the time ran out.
     """
     if all(is_drained(job) for job in jobs):
-        return 1 if any(linked_here(job.problems) for job in jobs) else 0
+        return 1 if any(unprotected_here(job.problems) for job in jobs) else 0
     return 1 if any(refused_here(job) for job in jobs) else 3
 
 

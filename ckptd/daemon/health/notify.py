@@ -59,12 +59,12 @@ class Notifier:
         """A job's status changed."""
         if not self._config.is_wanted:
             return
-        told = self._desk.see(status, time.monotonic())
-        for event in told.events:
+        news = self._desk.see(status, time.monotonic())
+        for event in news.events:
             hook: tuple[str, ...] = getattr(self._config, f"on_{event.kind}", ())
             if hook:
                 self._put(lambda hook=hook, event=event: self._exec(hook, event))  # type: ignore[misc]
-        for event in told.messages:
+        for event in news.messages:
             if self._config.webhook:
                 self._put(lambda event=event: self._post(event))  # type: ignore[misc]
             if self._config.command:

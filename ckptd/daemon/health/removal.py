@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.config.commands import with_typed_commands
-from ckptd.core.policy.view import Removal
+from ckptd.core.policy.view import RemovalRequest
 from ckptd.observe import status as st
 
 if TYPE_CHECKING:
     from ckptd.daemon.health.watched_job import WatchedJob
 
 
-def removal_view(job: WatchedJob) -> Removal | None:
+def removal_view(job: WatchedJob) -> RemovalRequest | None:
     """Build the planner's input for the removal that was asked for; None: there is none."""
     asked = job.control.removal
     if asked is None:
         return None
-    return Removal(
+    return RemovalRequest(
         tags=asked.tags,
         is_here=asked.is_here,
         remotes=frozenset(asked.remotes),

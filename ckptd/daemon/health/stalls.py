@@ -291,7 +291,7 @@ def report_alarms(job: WatchedJob, state: JobState) -> None:
     report_other_host(job.problems, str(job.config.save_dir), state)
     if job.view is not None:
         _see_other_configurations(job, job.view)
-        _see_belts(job, job.view, state.plan)
+        _report_blocked_retention(job, job.view, state.plan)
 
 
 def _see_other_configurations(job: WatchedJob, view: JobView) -> None:
@@ -302,7 +302,7 @@ def _see_other_configurations(job: WatchedJob, view: JobView) -> None:
             job.problems.see("config-differs", remote.name, text, cure)
 
 
-def _see_belts(job: WatchedJob, view: JobView, plan: Plan | None) -> None:
+def _report_blocked_retention(job: WatchedJob, view: JobView, plan: Plan | None) -> None:
     """A note: it goes on by itself."""
     if plan is None:
         return

@@ -16,9 +16,10 @@ from ckptd.core.policy.safety import exposed, is_to_upload, newest_safe, steps_a
 from ckptd.daemon.health.capacity import link_speed, outlook
 from ckptd.daemon.health.checks import is_idle
 from ckptd.daemon.health.drain import drain_status
+from ckptd.daemon.health.foresight import plan_status
 from ckptd.daemon.health.removal import removal_status
 from ckptd.daemon.health.stalls import damage, unfinished, way_out, why_gone
-from ckptd.daemon.state.view_builder import as_planned, next_save_bytes
+from ckptd.daemon.state.view_builder import as_planned, next_save_of
 from ckptd.observe import status as st
 from ckptd.observe.status import rfc3339
 
@@ -70,7 +71,7 @@ def job_status(job: WatchedJob) -> st.JobStatus:
     is_waiting = is_idle(job) or any(p.code == "transfer-stalled" for p in job.problems.all())
     if at_risk is not None and state == "ok" and is_waiting:
         state = "behind"
-    told = outlook(job, job.state)
+    expected = outlook(job, job.state)
     return st.JobStatus(
         **base,  # type: ignore[arg-type]
         state=state,
@@ -78,12 +79,13 @@ def job_status(job: WatchedJob) -> st.JobStatus:
         newest_complete=newest.save.tag if newest else None,
         steps_at_risk=steps_at_risk(job.view, at_risk) if at_risk is not None else 0,
         seconds_at_risk=_seconds_at_risk(job.state, commit),
-        disk=_disk(job, job.state, told),
-        production_bytes_per_second=told.production_bytes_per_second,
+        disk=_disk(job, job.state, expected),
+        production_bytes_per_second=expected.production_bytes_per_second,
         link_bytes_per_second=link_speed(job, job.state),
         checkpoints=_checkpoints(job, job.state),
         drain=drain_status(job, job.state),
         removal=removal_status(job),
+        plan=plan_status(job),
         making_way=job.slows_transfers,
         shared=_shared(job),
     )
@@ -215,13 +217,13 @@ def _seconds_at_risk(state: JobState, safe: RemoteCommit | None) -> float | None
     return None if written_at is None else round(max(0.0, time.time() - written_at), 1)
 
 
-def _disk(job: WatchedJob, state: JobState, told: Forecast) -> st.DiskStatus:
+def _disk(job: WatchedJob, state: JobState, expected: Forecast) -> st.DiskStatus:
     assert job.view is not None
     return st.DiskStatus(
         free_bytes=job.view.disk.free_bytes,
-        next_save_bytes=next_save_bytes(state),
-        full_in_saves=told.full_in_saves,
-        full_in_seconds=None if told.full_in_seconds is None else round(told.full_in_seconds, 1),
+        next_save_bytes=next_save_of(state),
+        full_in_saves=expected.full_in_saves,
+        full_in_seconds=None if expected.full_in_seconds is None else round(expected.full_in_seconds, 1),
         unfinished_bytes=sum(unfinished(state).values()),
     )
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.actions.control import Control
     from ckptd.daemon.actions.local import LocalActions
     from ckptd.daemon.intake.known_saves import KnownSaves
-    from ckptd.daemon.intake.runs import Runs
+    from ckptd.daemon.intake.runs import JobRuns
     from ckptd.daemon.intake.sealer import Sealer
     from ckptd.daemon.resources.disk_yield import DiskYield
     from ckptd.daemon.resources.workers import JobWorkers
@@ -45,7 +45,7 @@ class WatchedJob(Protocol):
     control: Control
     known_saves: KnownSaves
     sealer: Sealer
-    runs: Runs
+    runs: JobRuns
     deletion_rights: DeletionRights
     watcher: Watcher | None
     workers: JobWorkers

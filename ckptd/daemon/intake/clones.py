@@ -98,9 +98,8 @@ def _clear_failed(state: JobState, save_dir_fd: int, save_id: int) -> None:
 
 def _release(state: JobState, save_dir_fd: int, name: str, row: SaveRow, why: str) -> None:
     """Like one that the planner lets go: with a line that says on what that rests."""
-    if state.audit is not None:
-        rests_on = state.uploads.commits_of(row.id)
-        state.audit.write("release-hold", tag=row.save.tag, form="hold", reason=why, **rests_on)
+    rests_on = state.uploads.commits_of(row.id)
+    state.audit.write("release-hold", tag=row.save.tag, form="hold", reason=why, **rests_on)
     clones.release(save_dir_fd, name)
 
 

@@ -143,8 +143,8 @@ class Decisions:
         """
         self._keep(seen)
         self._read_own()
-        told = [*self._own.named.values(), *seen, *self._own.read.values()]
-        known = {(d.kind, d.tag, d.serial): d for d in told}
+        every = [*self._own.named.values(), *seen, *self._own.read.values()]
+        known = {(d.kind, d.tag, d.serial): d for d in every}
         before, self.known = self.known, tuple(sorted(known.values(), key=lambda d: d.serial))
         return self.known != before
 
@@ -251,49 +251,56 @@ class DecisionPublisher:
         self._state = state
         self._sessions = sessions
         self._wake = wake
-        self._told = {name: _Published() for name in sessions}
+        self._published = {name: _Published() for name in sessions}
 
     def turn(self, words: tuple[Decision, ...]) -> None:
         """Compare with what each remote showed last, and order what it lacks: one at a time, once a look."""
         for name, session in self._sessions.items():
-            told, seen = self._told.setdefault(name, _Published()), session.observation
+            published, seen = self._published.setdefault(name, _Published()), session.observation
             if seen is None:
                 continue  # nothing is retired from it either
-            if (basis := (words, seen.decisions)) != told.basis:
-                told.basis, told.lacks = basis, lacking(*basis)
-            if not told.lacks:
+            if (basis := (words, seen.decisions)) != published.basis:
+                published.basis, published.lacks = basis, lacking(*basis)
+            if not published.lacks:
                 self._state.deletions.set_undecided(name, is_undecided=False)
                 self._state.problems.clear("decision-unpublished", name)
                 continue
             self._state.deletions.set_undecided(name, is_undecided=True)
-            if self._is_due(session, told):
-                told.asked, told.left = told.lacks, list(told.lacks)
-                told.looked_at_seconds = session.observed_at_seconds
-                self._order(session, told)
+            if self._is_due(session, published):
+                published.asked, published.left = published.lacks, list(published.lacks)
+                published.looked_at_seconds = session.observed_at_seconds
+                self._order(session, published)
 
-    def _is_due(self, session: RemoteSession, told: _Published) -> bool:
-        if told.left or not session.is_ready or told.looked_at_seconds == session.observed_at_seconds:
+    def _is_due(self, session: RemoteSession, published: _Published) -> bool:
+        if (
+            published.left
+            or not session.is_ready
+            or published.looked_at_seconds == session.observed_at_seconds
+        ):
             return False
-        return told.lacks != told.done or time.monotonic() - told.done_at_seconds >= _AGAIN_SECONDS
+        return (
+            published.lacks != published.done
+            or time.monotonic() - published.done_at_seconds >= _AGAIN_SECONDS
+        )
 
-    def _order(self, session: RemoteSession, told: _Published) -> None:
-        session.request(m.Record(decision=told.left[0]), partial(self._recorded, session, told))
+    def _order(self, session: RemoteSession, published: _Published) -> None:
+        session.request(m.Record(decision=published.left[0]), partial(self._recorded, session, published))
 
-    def _recorded(self, session: RemoteSession, told: _Published, answer: m.Answer) -> None:
-        word = told.left.pop(0)
+    def _recorded(self, session: RemoteSession, published: _Published, answer: m.Answer) -> None:
+        word = published.left.pop(0)
         if isinstance(answer, m.Failed):
             error = answer.raised
             self._not_recorded(session, word, error)
             if not isinstance(error, _OF_ONE):
-                told.left.clear()
+                published.left.clear()
                 return
         else:
             log.debug("%s of %s is recorded in %s", word.kind, word.tag, session.name)
-        if told.left:
-            self._order(session, told)
+        if published.left:
+            self._order(session, published)
             return
         # what could not be read there is asked again after `_AGAIN_SECONDS`: each look would be too often
-        told.done, told.done_at_seconds = told.asked, time.monotonic()
+        published.done, published.done_at_seconds = published.asked, time.monotonic()
         session.mark_outdated()
         session.observe()
         self._wake()

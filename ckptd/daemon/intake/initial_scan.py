@@ -63,7 +63,7 @@ class InitialScan:
         """save_dir is missing, or another directory than the one that was looked at."""
         self._tags, self._is_awaited = None, True
 
-    def look(self, listing: SaveDirListing) -> bool:
+    def record_first_listing(self, listing: SaveDirListing) -> bool:
         """Settle it, once; whether this was that look.
 
         In a directory that was awaited what was written since this daemon began is the trainer's new save.
@@ -101,8 +101,7 @@ def beginning(
 
 # --- The first start: what it found is not deleted until a person adopts it ------------------------------
 # The state directory and every remote have it, so that neither a lost journal nor a lost state directory is a
-# first start. It is of one directory: another of the same node's name has a first start of its own
-# .
+# first start. It is of one directory: another of the same node's name has a first start of its own.
 
 
 class FirstStart:

@@ -221,7 +221,7 @@ class LateFiles:
         """Tag → why a file that came late cannot be read; tried ever more seldom, up to an hour."""
         return {tag: refused.reason for tag, refused in self._refused.items()}
 
-    def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
+    def read_late_files(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
         """Flush and read what has come to rest since its folder was sealed."""
         self.is_waiting = False
         digests = {folder.tag: folder.digest for folder in listing.folders} if self._refused else {}

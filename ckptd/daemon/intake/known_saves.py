@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.records import SaveRow
     from ckptd.core.model.save import SealedSave
     from ckptd.daemon.intake.initial_scan import PreexistingSaves
-    from ckptd.daemon.intake.runs import Ready, Runs
+    from ckptd.daemon.intake.runs import JobRuns, Ready
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
 
@@ -70,7 +70,7 @@ class KnownSaves:
         save_spread_seconds: float,
         forms: Mapping[str, tuple[str, ...]],
         wake: Callable[[], None],
-        runs: Runs | None = None,
+        runs: JobRuns,
     ) -> None:
         self._state = state
         self._state_dir = state_dir
@@ -83,7 +83,6 @@ class KnownSaves:
         self._decisions = Decisions(state.journal, state_dir)
         self._publisher = DecisionPublisher(state, sessions, wake)
         self._runs = runs
-        """None: save_dir is of one run (a state that no job runs on)."""
 
     @property
     def has_heard_all(self) -> bool:
@@ -148,15 +147,12 @@ class KnownSaves:
         """Tell whether the run is known: from the content of save_dir, else once every remote has
         answered.
         """
-        if self._runs is None:
-            return True
         has_heard_all = self.has_heard_all or self._goes_on_without
         return self._runs.is_settled(ready, has_heard_all=has_heard_all)
 
     def turn_of_runs(self) -> None:
         """Look at the run's word, and claim it where something is to be sent."""
-        if self._runs is not None:
-            self._runs.turn(has_heard_all=self.has_heard_all or self._goes_on_without)
+        self._runs.turn(has_heard_all=self.has_heard_all or self._goes_on_without)
 
     def may_seal(self, tag: str) -> bool:
         """All remotes observed once (a new journal), and asked about a tag that they know and we do not."""

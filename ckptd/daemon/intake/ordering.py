@@ -63,7 +63,7 @@ class Ordering:
         self._at_begin: dict[str, int] | None = None
         """Tag → when its shards were written last, of what lay here when the journal was begun."""
 
-    def look(self, listing: SaveDirListing, now_seconds: float) -> None:
+    def note_changes(self, listing: SaveDirListing, now_seconds: float) -> None:
         """Note what changed; a file beside the shards, or their rights, say nothing about order."""
         if self._at_begin is None:
             self._at_begin = _found_by(self._state.journal, listing)

@@ -48,7 +48,7 @@ _OPEN = (UploadState.NEW, UploadState.FAILED, UploadState.WAITING, UploadState.U
 Ready = list[tuple["FolderListing", "Verdict"]]
 
 
-class Runs:
+class JobRuns:
     """One job's; every method is called in the deciding thread."""
 
     def __init__(

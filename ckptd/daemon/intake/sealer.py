@@ -61,7 +61,7 @@ class Sealer:
         workers: JobWorkers,
         known: KnownSaves,
         wake: Callable[[], None],
-        spread: Callable[[str], Spread | None] = lambda _tag: None,
+        spread: Callable[[str], Spread | None],
     ) -> None:
         self._config = config
         self._state = state
@@ -81,12 +81,12 @@ class Sealer:
         self.late = LateFiles(config, state, workers, self._writers, wake)
         self._ordering = Ordering(state, known, self._is_sealed)
 
-    def look(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
+    def judge_and_seal(self, listing: SaveDirListing, save_dir_fd: int, now_seconds: float) -> None:
         """Judge every folder of a fresh listing, inspect and flush what is due, seal what is durable."""
         state = self._state
         self._refuse_closed(listing)
         self._accepted = self._known.accepted
-        self._ordering.look(listing, now_seconds)
+        self._ordering.note_changes(listing, now_seconds)
         for gone in state.folders.update(listing):
             self._compared.pop(gone, None)
             self._reading.forget(gone)
@@ -102,11 +102,11 @@ class Sealer:
                     ready.append((folder, verdict))
                 else:
                     self._reading.flush(folder, save_dir_fd)
-        self.metrics.look(save_dir_fd)
+        self.metrics.read_late_values(save_dir_fd)
         self._seal(ready)
         settle_holds(state, save_dir_fd)
         forget_lost_holds(state, save_dir_fd)
-        self.late.look(listing, save_dir_fd, now_seconds)
+        self.late.read_late_files(listing, save_dir_fd, now_seconds)
         state.folders.set_in_flight(
             folder.tag
             for folder in listing.folders

@@ -57,7 +57,7 @@ class TrainerMetrics:
         earlier = sum(row.save.step == step for row in self._state.saves.rows.values())
         return self._best(step, earlier)
 
-    def look(self, save_dir_fd: int) -> None:
+    def read_late_values(self, save_dir_fd: int) -> None:
         """Give values that came late to saves that have none; the descriptor serves until the next look."""
         self._save_dir_fd = save_dir_fd
         now = time.monotonic()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ckptd.base.process import limit_malloc
 from ckptd.config.budget import Division, divide, shortage
 from ckptd.daemon.resources.disk_yield import DiskYield
 from ckptd.storage.child.slots import SlotPool
@@ -205,9 +206,7 @@ _ARENAS = 2
 
 def keep_small() -> None:
     """Limit malloc to few arenas (glibc alone); called before any thread, whose memory they keep."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, _ARENAS)
+    limit_malloc({_M_ARENA_MAX: _ARENAS})
 
 
 def give_back() -> None:

@@ -93,7 +93,7 @@ class Folders:
 
 
 @dataclass(slots=True)
-class Conversion:
+class RunningConversion:
     """A conversion under way, here or while a form is uploaded."""
 
     save_id: int
@@ -114,7 +114,7 @@ class LocalSaves:
         self.rows: dict[int, SaveRow] = {}
         self.busy: Counter[int] = Counter()
         """Save id → workers that read it."""
-        self.conversion: Conversion | None = None
+        self.conversion: RunningConversion | None = None
         self.widest_save_seconds = 0.0
         self._by_tag: dict[str, int] = {}
         """Tag → id of the save of that tag that this node holds now."""
@@ -159,9 +159,11 @@ class LocalSaves:
         """Count a worker less."""
         self.busy[save_id] -= 1
 
-    def begin_conversion(self, save_id: int, form: str = UNIVERSAL, total_bytes: int = 0) -> Conversion:
+    def begin_conversion(
+        self, save_id: int, form: str = UNIVERSAL, total_bytes: int = 0
+    ) -> RunningConversion:
         """Record the conversion that is under way from now on."""
-        self.conversion = Conversion(save_id=save_id, form=form, total_bytes=total_bytes)
+        self.conversion = RunningConversion(save_id=save_id, form=form, total_bytes=total_bytes)
         return self.conversion
 
     def end_conversion(self) -> None:

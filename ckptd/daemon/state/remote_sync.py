@@ -54,7 +54,7 @@ def commits_in(seen: Observation | None) -> dict[tuple[str | None, str | None], 
     return {} if seen is None else {(v.key, v.sha256): v.commit for v in seen.commits}
 
 
-def order_by_commits(own: Order, told: Sequence[Order | None]) -> Order:
+def order_by_commits(own: Order, committed: Sequence[Order | None]) -> Order:
     """The order of a save, given those of its COMMITs; None: a remote has not told.
 
     The COMMIT's, whichever is higher. A node whose daemon was down while the run was rewound sealed its part
@@ -65,17 +65,17 @@ def order_by_commits(own: Order, told: Sequence[Order | None]) -> Order:
     >>> order_by_commits(Order(7, 90, 1), [Order(5, 90, 7)]), order_by_commits(Order(7, 90, 1), [None])
     (Order(branch=5, step=90, save_seq=7), Order(branch=7, step=90, save_seq=1))
     """
-    known = [order for order in told if order is not None]
-    return max(known if known and len(known) == len(told) else [*known, own])
+    known = [order for order in committed if order is not None]
+    return max(known if known and len(known) == len(committed) else [*known, own])
 
 
-def as_committed(save: SealedSave, told: Sequence[Commit | None]) -> SealedSave:
+def as_committed(save: SealedSave, read: Sequence[Commit | None]) -> SealedSave:
     """A save as its COMMITs have it: its order, the value of its metric, what its trainer calls the best.
 
     One node has trainer_state.json; by its COMMIT the others know what it says.
     """
-    commits = [commit for commit in told if commit is not None]
-    order = order_by_commits(save.order, [None if c is None else order_of(c) for c in told])
+    commits = [commit for commit in read if commit is not None]
+    order = order_by_commits(save.order, [None if c is None else order_of(c) for c in read])
     best = next((c.best for c in commits if c.best is not None), save.best)
     named = next((c.names_best for c in commits if c.names_best), save.best_checkpoint)
     if (order, best, named) == (save.order, save.best, save.best_checkpoint):
@@ -88,12 +88,12 @@ def adopt_commits(state: JobState, sessions: Iterable[RemoteSession]) -> None:
     commits = {session.name: commits_in(session.observation) for session in sessions}
     for row in list(state.saves.rows.values()):
         records = (state.uploads.record(row.id, remote, ZERO) for remote in commits)
-        told = [
+        read = [
             commits[record.remote].get((record.commit_key, record.commit_sha256))
             for record in records
             if record.state is UploadState.COMMITTED
         ]
-        save = as_committed(row.save, told) if told else row.save
+        save = as_committed(row.save, read) if read else row.save
         if save is not row.save:
             state.replace_sealed(row.id, save)
 
@@ -263,7 +263,7 @@ def hear_of_parts(state: JobState, remote: str, seen: Observation | None) -> Non
             continue
         is_whole = (row.save.tag, record.generation, record.form) in seen.listed_whole
         before = record.retry_at_seconds
-        told, again_at = note_parts(waiting, before, is_whole=is_whole, now_seconds=time.monotonic())
-        state.uploads.wait(key, told)
+        parts, again_at = note_parts(waiting, before, is_whole=is_whole, now_seconds=time.monotonic())
+        state.uploads.wait(key, parts)
         if again_at != before:
             state.uploads.update(row.id, record, retry_at_seconds=again_at)

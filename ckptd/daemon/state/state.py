@@ -37,12 +37,12 @@ class JobState:
     def __init__(
         self,
         journal: Journal,
-        config_digest: str = "",
-        required: tuple[str, ...] = (),
         *,
-        problems: Problems | None = None,
-        audit: Audit | None = None,
-        is_shared: bool = False,
+        config_digest: str,
+        required: tuple[str, ...],
+        problems: Problems,
+        audit: Audit,
+        is_shared: bool,
     ) -> None:
         self.journal = journal
         self.config_digest = config_digest
@@ -50,10 +50,9 @@ class JobState:
         self.required = required
         """Remotes that must hold a save before its last copy here may go (P1); none: it stays."""
         self.audit = audit
-        """None: nobody reads it (a state that no job runs on)."""
         self.is_shared = is_shared
         """save_dir is shared by hosts on purpose (adr/0110)."""
-        self.problems = problems or Problems()
+        self.problems = problems
         self.failures = Failures()
         self.folders = Folders()
         self.saves = LocalSaves(journal)

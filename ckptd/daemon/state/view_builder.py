@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from ckptd.base.extents import free_bytes
 from ckptd.core.completeness.judge import State
 from ckptd.core.completeness.sealing import sealed_extra
-from ckptd.core.model.listing import read_resume_marker
 from ckptd.core.model.manifest import node_in
 from ckptd.core.model.records import ZERO, DerivedState, UploadRecord, UploadState
+from ckptd.core.model.resume_marker import read_resume_marker
 from ckptd.core.policy.blockers import lacking, late_now
 from ckptd.core.policy.planner import plan
-from ckptd.core.policy.view import Disk, JobView, RemoteCommit, RemoteView, SaveView
+from ckptd.core.policy.view import Disk, JobView, RemoteCommit, RemoteView, SaveView, next_save_bytes
 from ckptd.daemon.resources.limits import uncollected
 
 if TYPE_CHECKING:
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from ckptd.core.model.records import SaveRow
     from ckptd.core.model.save import SaveWindow, SealedFile
     from ckptd.core.policy.actions import Plan
-    from ckptd.core.policy.view import Drain, LeaseStatus, Removal
+    from ckptd.core.policy.view import Drain, LeaseStatus, RemovalRequest
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.remote.messages import CommitView
 
-NEXT_SAVE_FACTOR = 1.1
 _NEW = UploadRecord(remote="", form=ZERO)
 _MOST_PLANNED = 10_000
 _PLANNED: dict[str, RemoteCommit] = {}
@@ -53,13 +52,11 @@ def unsealed(state: JobState) -> list[tuple[FolderListing, SaveWindow, int]]:
     return sorted(found, key=lambda one: one[1].last)
 
 
-def next_save_bytes(state: JobState) -> int:
-    """Estimate the size of the next save: the largest of the last five, plus a tenth (P13: the trainer never
-    lacks space).
-    """
+def next_save_of(state: JobState) -> int:
+    """Estimate the size of the next save, in bytes, by the last five."""
     sizes = [row.save.total_bytes for row in state.saves.latest_rows()]
     sizes += [folder.total_bytes for folder, _, _ in unsealed(state)]
-    return int(max(sizes[-5:], default=0) * NEXT_SAVE_FACTOR)
+    return next_save_bytes(sizes[-5:])
 
 
 def next_save_files(state: JobState) -> int:
@@ -75,7 +72,7 @@ def disk_of(config: JobConfig, state: JobState, save_dir_fd: int) -> Disk:
     min_free = config.local.min_free.of(total.f_blocks * total.f_frsize)
     return Disk(
         free_bytes=free_bytes(save_dir_fd),
-        reserve_bytes=next_save_bytes(state) + min_free,
+        reserve_bytes=next_save_of(state) + min_free,
         min_free_bytes=min_free,
         can_clone=state.holds.can_clone,
         free_files=total.f_favail if total.f_files > 0 else None,
@@ -91,11 +88,11 @@ def build_view(
     *,
     pins: frozenset[str],
     may_delete: bool,
-    is_paused: bool = False,
-    is_spread: bool = False,
-    drain: Drain | None = None,
-    removal: Removal | None = None,
-    lease: LeaseStatus | None = None,
+    is_paused: bool,
+    is_spread: bool,
+    drain: Drain | None,
+    removal: RemovalRequest | None,
+    lease: LeaseStatus | None,
 ) -> JobView:
     """The view of this turn."""
     listing, deletions = state.folders.listing, state.deletions

@@ -202,7 +202,7 @@ class Peers:
         parts = [row for row in self._state.saves.rows.values() if row.save.is_part]
         newest = max(parts, key=lambda row: row.save.order, default=None)
         spread = Spread(usual=cells_of(newest.save.files) if newest is not None else frozenset())
-        return replace(spread, told=self._evidence(tag)) if tag in self._without_model() else spread
+        return replace(spread, evidence=self._evidence(tag)) if tag in self._without_model() else spread
 
     def _without_model(self) -> frozenset[str]:
         """Folders with optimizer shards and no model states, as nodes without rank 0 have them."""
@@ -224,9 +224,7 @@ class Peers:
         if is_old or verdict is None or verdict.grid is None:
             is_old = not self._read_manifests(tag, since, drops=is_old) and is_old
         views = (session.tag_views.get(tag) for session in self._sessions.values())
-        return (
-            () if is_old else tuple(told for view in views if view is not None for told in evidence_of(view))
-        )
+        return () if is_old else tuple(one for view in views if view is not None for one in evidence_of(view))
 
     def _read_manifests(self, tag: str, since: float, *, drops: bool) -> bool:
         """Ask for the tag's manifests, ever more seldom; False: it is not due."""

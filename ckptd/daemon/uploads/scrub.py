@@ -40,7 +40,7 @@ MOST_UNREAD = 64
 """Keys of one COMMIT that are remembered as unreadable; with more of them the reading of it ends there."""
 
 
-class Progress(Model):
+class ScrubProgress(Model):
     """Record in the journal how far one remote is scrubbed, by the SHA-256 of COMMITs."""
 
     proven_at: dict[str, float] = Field(default_factory=dict)
@@ -211,7 +211,9 @@ class Scrubber:
         self._keep(name, old.model_copy(update=update))
         self._say(name)
 
-    def _found(self, old: Progress, view: m.CommitView, order: Scrub, answer: Scrubbed) -> dict[str, object]:
+    def _found(
+        self, old: ScrubProgress, view: m.CommitView, order: Scrub, answer: Scrubbed
+    ) -> dict[str, object]:
         """Return the fields of the progress that one answer changes."""
         sha, keys = view.sha256, {copy.key for copy in answer.bad}
         # a disk that fails answers with errors: what it could not read was not found good
@@ -271,12 +273,12 @@ class Scrubber:
 
     # --- journal ---------------------------------------------------------------------------------------
 
-    def _read(self, name: str) -> Progress:
+    def _read(self, name: str) -> ScrubProgress:
         try:
-            return Progress.model_validate_json(self._state.journal.meta(f"scrub:{name}") or "{}")
+            return ScrubProgress.model_validate_json(self._state.journal.meta(f"scrub:{name}") or "{}")
         except ValidationError:
-            return Progress()
+            return ScrubProgress()
 
-    def _keep(self, name: str, progress: Progress) -> None:
+    def _keep(self, name: str, progress: ScrubProgress) -> None:
         self._progress[name] = progress
         self._state.journal.set_meta(f"scrub:{name}", progress.model_dump_json())

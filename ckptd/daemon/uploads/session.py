@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from ckptd import errors
 from ckptd.base.retry import Breaker, RetryTimer
-from ckptd.config.quantities import constant, said_of, shown_remote
+from ckptd.config.remote_names import said_of, shown_remote
+from ckptd.config.timetable import constant
 from ckptd.core.model.generation import SeenCommit, SeenManifest
 from ckptd.core.model.runs import run_of
 from ckptd.storage.child.slots import RemoteProcess
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.base.retry import BackedOff
-    from ckptd.config.quantities import Timetable
+    from ckptd.config.timetable import Timetable
     from ckptd.core.model.runs import Place
     from ckptd.daemon.state.problems import Code, Problems
     from ckptd.storage.child.slots import SlotPool
@@ -350,7 +351,7 @@ class RemoteSession:
                 self.note_error(answer.raised)
             then()
 
-        self.request(m.Describe(tag=tag), done)
+        self.request(m.DescribeTag(tag=tag), done)
 
     def request(self, order: m.Request, on_answer: Callable[[m.Answer], None]) -> int:
         """Send an order; every event and the final answer reach `on_answer` in the deciding thread."""

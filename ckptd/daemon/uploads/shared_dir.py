@@ -111,7 +111,7 @@ def _finish(state: JobState, save_dir_fd: int, name: str, audit: Audit) -> None:
                     reason="another host renamed it aside and did not end",
                     **state.uploads.commits_of(row.id),
                 )
-                fs.finish_prune(trash_fd, name, row.save.files)
+                fs.finish_deletion(trash_fd, name, row.save.files)
                 return
         log.warning("%s lies in the trash, renamed aside by another host; it is left there", name)
     except FileNotFoundError:

@@ -94,7 +94,6 @@ class Directory:
     prefix: str
     records: dict[str, Record]
     """Name without the prefix ("data.pkl", "data/0", "version" …) → record, in directory order."""
-    file_bytes: int
     has_crcs: bool = True
     """False for legacy files, whose framing has none."""
 
@@ -134,7 +133,7 @@ def read_directory(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> Direc
     start, length, count = _checked_place(fd, name, size, limits)
     raw = _read_exactly(fd, length, start, name)
     entries = _parse_entries(raw, count, name, limits)
-    return _validated(fd, entries, start, name, size)
+    return _validated(fd, entries, start, name)
 
 
 def directory_place(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> tuple[int, int]:
@@ -302,7 +301,7 @@ def _widen(extra: bytes, size: int, packed: int, offset: int, name: str) -> tupl
     raise TornArchiveError(f"{name} has a record of 4 GiB or more without its zip64 sizes")
 
 
-def _validated(fd: int, entries: list[Entry], directory_start: int, name: str, file_bytes: int) -> Directory:
+def _validated(fd: int, entries: list[Entry], directory_start: int, name: str) -> Directory:
     """Follow every entry to its local header; prove bounds, order and uniqueness."""
     prefix = _prefix(entries, name)
     placed: dict[str, Record] = {}
@@ -332,7 +331,7 @@ def _validated(fd: int, entries: list[Entry], directory_start: int, name: str, f
     for (_, end, first), (begin, _, second) in pairwise(spans):
         if begin < end:
             raise TornArchiveError(f"{name} has overlapping records ({first} and {second})")
-    return Directory(prefix, placed, file_bytes)
+    return Directory(prefix, placed)
 
 
 def _prefix(entries: list[Entry], name: str) -> str:

@@ -58,7 +58,7 @@ def read_legacy(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> Director
         RefusedError: of a big-endian machine, of another protocol, or beyond `limits`.
     """
     size = os.fstat(fd).st_size
-    nothing = Directory("", {}, size, has_crcs=False)
+    nothing = Directory("", {}, has_crcs=False)
     plain = Rebuilder(name, nothing, limits)
     protocol, at = _pickle(fd, name, len(LEGACY_MAGIC), plain, limits)
     if protocol != PROTOCOL:
@@ -76,7 +76,7 @@ def read_legacy(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> Director
         at = record.offset + record.size
     if at != size:
         raise TornArchiveError(f"{name} holds {size - at} bytes after its last storage")
-    return Directory("", records, size, has_crcs=False)
+    return Directory("", records, has_crcs=False)
 
 
 class Scout(Rebuilder):

@@ -43,7 +43,7 @@ def named_parts(data: bytes, name: str) -> list[tuple[str, int]]:
 
 
 def _metadata(data: bytes, name: str) -> Inert:
-    directory = Directory(prefix="", records={}, file_bytes=len(data))
+    directory = Directory(prefix="", records={})
     found = run_pickle(data, name, Rebuilder(name, directory, DEFAULT_LIMITS), DEFAULT_LIMITS)[0]
     if not isinstance(found, Inert):
         raise TornArchiveError(f"{name} is no metadata of torch.distributed.checkpoint")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.owned_dirs import OURS
 from ckptd.base.process import must_answer
-from ckptd.config.quantities import url_path
+from ckptd.config.remote_names import url_path
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, StorageError, TargetExists
 from ckptd.maintenance.install import units
 from ckptd.maintenance.install.units import DROP_IN, SLICE, SYSTEM, USER, DropIn

@@ -22,11 +22,10 @@ from ckptd.core.model.manifest import name_in
 from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import run_of, short
 from ckptd.core.model.save import Order
-from ckptd.recover.select.runs import Runs
+from ckptd.recover.select.runs import RemoteRuns
 from ckptd.recover.select.sources import where_of
-from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.documents import read_generation, stem_of_key
-from ckptd.storage.stores.base import store_now_seconds
+from ckptd.storage.remote.heartbeats import Heartbeats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
@@ -110,14 +109,14 @@ def seconds_at_risk(safe: SafeRow | None, seen: Sequence[SeenNode], ended: float
     """
     if safe is None:
         return None
-    told = [
+    ages = [
         one.heartbeat.safe.seconds_at_risk + (0.0 if one.has_ended else one.seconds_ago or 0.0)
         for one in seen
         if one.heartbeat is not None
         and one.heartbeat.safe is not None
         and (one.heartbeat.safe.tag, one.heartbeat.safe.step) == (safe.tag, safe.step)
     ]
-    return max([*told, safe.age_seconds - (ended or 0.0), 0.0])
+    return max([*ages, safe.age_seconds - (ended or 0.0), 0.0])
 
 
 def headline(
@@ -237,10 +236,10 @@ def read_fleet(url: str, config_dir: Path | None = None) -> FleetStatus:
     Raises:
         RemoteError: it does not answer, or is no remote of ckptd.
     """
-    return FleetReader(sight_of(url, config_dir)).look()
+    return FleetReader(inventory_of(url, config_dir)).read()
 
 
-def sight_of(url: str, config_dir: Path | None) -> RemoteInventory:
+def inventory_of(url: str, config_dir: Path | None) -> RemoteInventory:
     """Read what a remote holds, by its URL or directory.
 
     Raises:
@@ -253,17 +252,17 @@ def sight_of(url: str, config_dir: Path | None) -> RemoteInventory:
 class FleetReader:
     """One look at one remote."""
 
-    def __init__(self, sight: RemoteInventory) -> None:
-        runs = Runs([sight])
+    def __init__(self, inventory: RemoteInventory) -> None:
+        runs = RemoteRuns([inventory])
         self._run_id = runs.views[0].run_id if runs.views else None
         self._runs = runs.views
-        self._sight = sight if self._run_id is None else runs.only(sight, self._run_id)
-        self._store: Store = sight.store
+        self._inventory = inventory if self._run_id is None else runs.only(inventory, self._run_id)
+        self._store: Store = inventory.store
         self._problems: list[str] = []
         self._clock: Literal["store", "reader", "nodes"] = "store"
 
-    def look(self) -> FleetStatus:
-        """Read what there is; the remote was seen a moment ago (`sight`).
+    def read(self) -> FleetStatus:
+        """Read what there is; the remote was seen a moment ago (`inventory`).
 
         Raises:
             RemoteError: it stopped answering.
@@ -271,7 +270,7 @@ class FleetReader:
         seen = self._nodes()
         commits = [
             view
-            for view in self._sight.commits
+            for view in self._inventory.commits
             if view.commit.form == ZERO and not view.commit.grid.is_model_only
         ]
         safe = commits[-1] if commits else None
@@ -282,7 +281,7 @@ class FleetReader:
             there = present(seen, shown.age_seconds, _nodes_of(safe.commit))
             ahead = frozenset(one.node for one in seen if is_ahead(one, shown, there))
             beyond = Safe(order=order_of(safe.commit), seconds_ago=shown.age_seconds, there=there)
-        uncommitted = self._sight.observation.uncommitted
+        uncommitted = self._inventory.observation.uncommitted
         open_rows, problems = opened(
             self._store, uncommitted, beyond, seen, self._now_seconds, self._is_of_run
         )
@@ -291,12 +290,12 @@ class FleetReader:
         newest = newest_step(rows, seen, open_rows)
         ended = ended_seconds_ago(rows)
         self._see_nodes(rows, ahead)
-        identity = self._sight.observation.identity
+        identity = self._inventory.observation.identity
         verdict: Verdict = "not-safe" if shown is None else "behind" if open_rows or ahead else "safe"
         alive = sum(map(is_alive, rows))
         risk = seconds_at_risk(shown, seen, ended)
         return FleetStatus(
-            url=self._sight.url,
+            url=self._inventory.url,
             job=identity.job,
             job_id=identity.job_id,
             verdict=verdict,
@@ -323,7 +322,7 @@ class FleetReader:
         """Return every heartbeat; ages by the store's present where it tells it, else by this machine's
         clock.
         """
-        now = store_now_seconds(self._store)
+        now = self._store.now_seconds()
         if now is None:
             self._clock, now = "reader", time.time()
         beats = Heartbeats(self._store)
@@ -339,7 +338,7 @@ class FleetReader:
         return self._without_others(found)
 
     def _is_of_run(self, document: NodeManifest | Heartbeat) -> bool:
-        job_id = self._sight.observation.identity.job_id
+        job_id = self._inventory.observation.identity.job_id
         return self._run_id is None or run_of(document, job_id) == self._run_id
 
     def _without_others(self, seen: Sequence[SeenNode]) -> tuple[SeenNode, ...]:
@@ -519,8 +518,8 @@ def _is_left(
     lead = _lead(members)
     infos = [store.stat(known.key) for known in members]
     came = [now_seconds - info.mtime_ns / 1e9 for info in infos if info is not None and info.mtime_ns]
-    told = {one.node for one in seen if one.heartbeat is not None and one.seconds_ago is not None}
-    if len(came) < len(members) or not {known.manifest.node for known in members} <= told:
+    alive = {one.node for one in seen if one.heartbeat is not None and one.seconds_ago is not None}
+    if len(came) < len(members) or not {known.manifest.node for known in members} <= alive:
         return False
     held = {one.node for one in seen if (save_of(one) or (-1, -1)) >= (lead.branch, lead.step)}
     return min(came) > safe.seconds_ago + DEAD_SECONDS and not held & safe.there

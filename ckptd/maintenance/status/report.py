@@ -259,11 +259,11 @@ def report_of_remote(url: str, config_dir: Path | None = None) -> JobReport:
         RemoteError: it does not answer, or is no remote of ckptd.
     """
     from ckptd.maintenance.listing import list_remote
-    from ckptd.maintenance.status.fleet import FleetReader, sight_of
+    from ckptd.maintenance.status.fleet import FleetReader, inventory_of
 
-    sight = sight_of(url, config_dir)
-    found = FleetReader(sight).look()
-    listing = list_remote(sight, datetime.now(UTC))
+    inventory = inventory_of(url, config_dir)
+    found = FleetReader(inventory).read()
+    listing = list_remote(inventory, datetime.now(UTC))
     committed = [one for one in listing.checkpoints if found.run_id in (None, one.run_id)]
     safe = found.safe
     return JobReport(

@@ -78,7 +78,7 @@ def _newest_there(job: dict[str, Any]) -> str:
 
 def _remotes_with(job: dict[str, Any], tag: str) -> str:
     """Name the remotes that hold a checkpoint, as far as the document tells; empty: it does not."""
-    told = [
+    names = [
         name
         for checkpoint in job["checkpoints"]
         if checkpoint["tag"] == tag
@@ -89,9 +89,9 @@ def _remotes_with(job: dict[str, Any], tag: str) -> str:
         for remote in job.get("remotes", ())
         if any(held["tag"] == tag and "zero" in held["forms"] for held in remote.get("held", ()))
     ]
-    if len(told) > SHOWN_REMOTES:
-        return f"{len(told)} remotes"
-    return " and ".join("the remote" if name == "remote" else name for name in told)
+    if len(names) > SHOWN_REMOTES:
+        return f"{len(names)} remotes"
+    return " and ".join("the remote" if name == "remote" else name for name in names)
 
 
 def _unproved(job: dict[str, Any]) -> str | None:

@@ -14,18 +14,10 @@ from ckptd.core.completeness.order import next_order, rebuilt_order
 from ckptd.core.model.generation import order_of
 from ckptd.core.model.layouts import Trainer
 from ckptd.core.model.other_layouts import layout_of, other_layout
+from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.model.save import Order
 from ckptd.errors import CkptdError, DamagedError, NotPermitted, RemoteError, StorageError
-from ckptd.recover.select.copies import (
-    UNIVERSAL,
-    ZERO,
-    Copy,
-    Nodes,
-    files_for_node,
-    is_held,
-    is_made_from,
-    is_self_contained,
-)
+from ckptd.recover.select.copies import Copy, Nodes, files_for_node, is_held, is_made_from, is_self_contained
 from ckptd.recover.select.inventory import NodeMemory
 
 if TYPE_CHECKING:
@@ -113,26 +105,28 @@ def choose(
     `damaged`: (remote, digest of a COMMIT) whose bytes are bad.
     """
     choice = Choice()
-    wanted = Wanted(tags=frozenset({tag or "", *(sight.tag for sight in local)}))
+    wanted = Wanted(tags=frozenset({tag or "", *(checkpoint.tag for checkpoint in local)}))
     committed = committed_saves(remotes, nodes, damaged, choice, wanted)
     matched: set[str] = set()
     for index, candidate in enumerate(committed):
-        here = next((sight for sight in local if sight.tag == candidate.tag), None)
+        here = next((checkpoint for checkpoint in local if checkpoint.tag == candidate.tag), None)
         if here is not None and here.tag not in matched and _is_here(here, candidate):
             committed[index] = replace(candidate, local=here)
             matched.add(here.tag)
     known = [order_of(view.commit) for remote in remotes for view in remote.commits]
     if nodes.count == 1:
         rest = [s for s in local if s.is_complete and not s.listing.is_model_only and s.tag not in matched]
-        for sight in sorted(rest, key=lambda sight: sight.verdict.step or 0):
+        for checkpoint in sorted(rest, key=lambda checkpoint: checkpoint.verdict.step or 0):
             own = partial(_is_own, memory, choice)
-            order, doubt = local_order_of(sight.tag, sight.verdict.step or 0, known, remotes, memory, own)
+            order, doubt = local_order_of(
+                checkpoint.tag, checkpoint.verdict.step or 0, known, remotes, memory, own
+            )
             known.append(order)
-            if doubt is not None and sight.tag != tag:
+            if doubt is not None and checkpoint.tag != tag:
                 choice.notes.append(doubt)
-            grid = sight.verdict.grid
+            grid = checkpoint.verdict.grid
             assert grid is not None
-            committed.append(Candidate(tag=sight.tag, order=order, grid=grid, local=sight))
+            committed.append(Candidate(tag=checkpoint.tag, order=order, grid=grid, local=checkpoint))
     choice.candidates = sorted(committed, key=lambda c: (c.order, c.is_committed), reverse=True)
     return choice
 

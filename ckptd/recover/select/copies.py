@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ckptd.base.names import DESCRIPTION
 from ckptd.core.model.layouts import Role, is_in_roots
 from ckptd.core.model.manifest import ManifestFile, cells_of, proven_topology
 from ckptd.core.model.other_layouts import layout_of
+from ckptd.core.model.records import ZERO
 from ckptd.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -83,11 +85,6 @@ class Nodes:
             return None
         each = saved_ranks // self.count
         return range(self.rank * each, (self.rank + 1) * each)
-
-
-ZERO, UNIVERSAL = "zero", "universal"
-DESCRIPTION = "ckptd.json"
-"""Name of the document at the root of a derived form."""
 
 
 def is_self_contained(copy: Copy) -> bool:

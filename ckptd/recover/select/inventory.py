@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ckptd.base.names import IDENTITY_KEY, ROOT, name_problem, tag_problem
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import State, Verdict, judge, step_of
-from ckptd.core.model.layouts import Role
+from ckptd.core.model.layouts import POINTERS, Role
 from ckptd.core.model.manifest import side_key, stem
 from ckptd.core.model.records import WEIGHTS
 from ckptd.core.model.save import Order
@@ -321,7 +321,6 @@ def read_node_memory(job: JobConfig, state_dir: Path | None, node: str) -> NodeM
 # manifest with `../` or a control character in a path is damage like a flipped bit; the checkpoint is named
 # and not offered.
 
-_POINTERS = ("latest", "latest_universal")
 _INT64 = 1 << 63
 
 
@@ -332,7 +331,7 @@ def why_untrusted(identity: RemoteIdentity, commit: Commit, manifests: Iterable[
     if commit.job_id != identity.job_id:
         return f"the COMMIT is of job {commit.job_id!r}, this remote is {identity.job_id!r}'s"
     problem = tag_problem(commit.tag) or name_problem(commit.tag)
-    if problem is not None or commit.tag in _POINTERS:
+    if problem is not None or commit.tag in POINTERS:
         return f"tag {commit.tag!r} {problem or 'is the name of a pointer'}"
     members = tuple(manifests)
     for manifest in members:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from ckptd.base.humanize import ago
 from ckptd.config.commands import user_name
 from ckptd.core.model.layouts import Role
+from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import ranked, run_of, short
 from ckptd.errors import CkptdError, DamagedError, LockHeld, NotFoundError, RefusedError, UsageError
-from ckptd.recover.select.copies import ZERO, is_here
+from ckptd.recover.select.copies import is_here
 from ckptd.storage.local.run_file import host_name, read_run, run_file, write_run
-from ckptd.storage.remote.coordination import Heartbeats, server_time_seconds
-from ckptd.storage.stores.base import store_now_seconds
+from ckptd.storage.remote.heartbeats import Heartbeats, server_time_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -61,9 +61,9 @@ class RunView:
         return f"run {short(self.run_id)}{place}"
 
 
-def runs_in(sight: RemoteInventory) -> tuple[RunView, ...]:
+def runs_in(inventory: RemoteInventory) -> tuple[RunView, ...]:
     """Return every run with a row or a COMMIT in a remote, the newest first."""
-    rows, by_run = sight.observation.rows, _by_run(sight)
+    rows, by_run = inventory.observation.rows, _by_run(inventory)
     found = []
     for index, run_id in enumerate(ranked(rows, by_run)):
         commits = by_run.get(run_id, [])
@@ -86,29 +86,29 @@ def runs_in(sight: RemoteInventory) -> tuple[RunView, ...]:
     return tuple(found)
 
 
-def _by_run(sight: RemoteInventory) -> dict[str, list[Commit]]:
+def _by_run(inventory: RemoteInventory) -> dict[str, list[Commit]]:
     found: dict[str, list[Commit]] = {}
-    for view in sight.commits:
-        if _is_of_job(view.commit, sight):
+    for view in inventory.commits:
+        if _is_of_job(view.commit, inventory):
             found.setdefault(run_of(view.commit, view.commit.job_id), []).append(view.commit)
     return found
 
 
-def _is_of_job(commit: Commit, sight: RemoteInventory) -> bool:
+def _is_of_job(commit: Commit, inventory: RemoteInventory) -> bool:
     """Whether a COMMIT was made for this remote: one that was copied from another job's is no run's."""
-    return commit.job_id == sight.observation.identity.job_id
+    return commit.job_id == inventory.observation.identity.job_id
 
 
-class Runs:
+class RemoteRuns:
     """The runs in all remotes of a job that answer.
 
     Two remotes of a job that were made apart have two job ids; the first run of the one is that of the other.
     """
 
-    def __init__(self, sights: Sequence[RemoteInventory]) -> None:
-        self._sights = tuple(sights)
-        self._firsts = frozenset(sight.observation.identity.job_id for sight in sights)
-        self.views = tuple(view for sight in sights for view in runs_in(sight))
+    def __init__(self, inventories: Sequence[RemoteInventory]) -> None:
+        self._inventories = tuple(inventories)
+        self._firsts = frozenset(inventory.observation.identity.job_id for inventory in inventories)
+        self.views = tuple(view for inventory in inventories for view in runs_in(inventory))
 
     def is_same(self, run_id: str, other: str) -> bool:
         """Whether two ids are of one run."""
@@ -121,7 +121,9 @@ class Runs:
         Raises:
             RefusedError: there are several, and no row says which goes on (65).
         """
-        rows = next((sight.observation.rows for sight in self._sights if sight.observation.rows), ())
+        rows = next(
+            (inventory.observation.rows for inventory in self._inventories if inventory.observation.rows), ()
+        )
         if rows:
             return max(rows, key=lambda row: row.number).run_id
         known = list(dict.fromkeys(view.run_id for view in self.views))
@@ -155,16 +157,16 @@ class Runs:
             f"{self._urls()} knows no run {text!r}", hint=f"there are: {there}; see `ckptd list`"
         )
 
-    def only(self, sight: RemoteInventory, run_id: str | None) -> RemoteInventory:
+    def only(self, inventory: RemoteInventory, run_id: str | None) -> RemoteInventory:
         """Return a remote with what one run committed alone; None: with nothing."""
         kept = (
             view
-            for view in sight.commits
+            for view in inventory.commits
             if run_id is not None
-            and _is_of_job(view.commit, sight)
+            and _is_of_job(view.commit, inventory)
             and self.is_same(run_of(view.commit, view.commit.job_id), run_id)
         )
-        return replace(sight, commits=tuple(kept))
+        return replace(inventory, commits=tuple(kept))
 
     def view(self, run_id: str) -> RunView | None:
         """Return what is known of a run, from the first remote that knows it."""
@@ -187,49 +189,49 @@ class Runs:
     def said_of_others(self, run_id: str | None) -> str:
         """Say what other runs hold, and the option that takes it; empty where there are none."""
         others = self.others(run_id)
-        told = [
+        foreign = [
             f"{view.words} holds {view.checkpoints} checkpoint{'s' * (view.checkpoints != 1)} there "
             f"(--run {short(view.run_id)})"
             for view in others[:_FEW]
         ]
         more = [f"{len(others) - _FEW} more runs"] if len(others) > _FEW else []
         strange = [
-            f"the COMMIT of {view.commit.tag} is of job {view.commit.job_id!r}, {sight.url} is another's"
-            for sight in self._sights
-            for view in sight.commits
-            if not _is_of_job(view.commit, sight)
+            f"the COMMIT of {view.commit.tag} is of job {view.commit.job_id!r}, {inventory.url} is another's"
+            for inventory in self._inventories
+            for view in inventory.commits
+            if not _is_of_job(view.commit, inventory)
         ]
         more += strange[:_FEW]
-        return "; ".join([*told, *more])
+        return "; ".join([*foreign, *more])
 
     def said_of_tag(self, tag: str, run_id: str | None) -> str:
         """Return the other run that has a checkpoint of that name, and what takes it; empty: none has."""
         for view in self.others(run_id):
-            of_run = (self.only(sight, view.run_id).commits for sight in self._sights)
+            of_run = (self.only(inventory, view.run_id).commits for inventory in self._inventories)
             if any(one.commit.tag == tag for commits in of_run for one in commits):
                 return f"{view.words} has one: --run {short(view.run_id)}"
         return ""
 
     def _urls(self) -> str:
-        return ", ".join(sight.url for sight in self._sights) or "no remote"
+        return ", ".join(inventory.url for inventory in self._inventories) or "no remote"
 
 
 # --- the run that save_dir holds -------------------------------------------------------------------------
 
 
-def is_of(sight: LocalCheckpoint, remote: RemoteInventory) -> bool:
+def is_of(checkpoint: LocalCheckpoint, remote: RemoteInventory) -> bool:
     """Whether a folder here is what a COMMIT in that remote lists, as far as it is here.
 
     Raises:
         RemoteError, NotPermitted, StorageError: the remote does not give its manifests.
     """
     for view in remote.commits:
-        if view.commit.tag != sight.tag or view.commit.form != ZERO:
+        if view.commit.tag != checkpoint.tag or view.commit.form != ZERO:
             continue
         with contextlib.suppress(DamagedError):
             listed = [file for manifest in remote.manifests(view.commit) for file in manifest.files]
-            there = [file for file in listed if file.role in _SHARDS and file.path in sight.facts]
-            if any(file.role is Role.OPTIM for file in there) and all(is_here(sight, f) for f in there):
+            there = [file for file in listed if file.role in _SHARDS and file.path in checkpoint.facts]
+            if any(file.role is Role.OPTIM for file in there) and all(is_here(checkpoint, f) for f in there):
                 return True
     return False
 
@@ -242,13 +244,13 @@ class Chosen:
     is_held: bool
     """save_dir holds it already, or what lies there is of it."""
 
-    def is_strange(self, sight: LocalCheckpoint, remotes: Iterable[RemoteInventory]) -> bool:
+    def is_strange(self, checkpoint: LocalCheckpoint, remotes: Iterable[RemoteInventory]) -> bool:
         """Whether a folder here is another run's, where a person had this one brought in its place."""
-        return not self.is_held and not any(is_of(sight, remote) for remote in remotes)
+        return not self.is_held and not any(is_of(checkpoint, remote) for remote in remotes)
 
 
 def choose_run(
-    runs: Runs,
+    runs: RemoteRuns,
     remotes: Sequence[RemoteInventory],
     local: Sequence[LocalCheckpoint],
     *,
@@ -263,9 +265,9 @@ def choose_run(
     that they all take one.
 
     Raises:
-        RefusedError: of several nodes this one holds another run (65). As `Runs.named` and `Runs.newest`.
+        RefusedError: of several nodes this one holds another run (65). As `named` and `newest` of `runs`.
     """
-    is_whole = any(sight.is_complete and not sight.listing.is_model_only for sight in local)
+    is_whole = any(checkpoint.is_complete and not checkpoint.listing.is_model_only for checkpoint in local)
     found = held or recognised(runs, remotes, local)
     if asked is not None:
         run_id = runs.named(asked)
@@ -286,12 +288,12 @@ def choose_run(
 
 
 def recognised(
-    runs: Runs, remotes: Sequence[RemoteInventory], local: Sequence[LocalCheckpoint]
+    runs: RemoteRuns, remotes: Sequence[RemoteInventory], local: Sequence[LocalCheckpoint]
 ) -> str | None:
     """Return the newest run that committed something that lies here."""
     for run_id in dict.fromkeys(view.run_id for view in runs.views):
         of_run = [runs.only(remote, run_id) for remote in remotes]
-        if any(is_of(sight, remote) for remote in of_run for sight in local):
+        if any(is_of(checkpoint, remote) for remote in of_run for checkpoint in local):
             return run_id
     return None
 
@@ -386,7 +388,7 @@ def _now_seconds(store: Store) -> float | None:
     """
     with contextlib.suppress(CkptdError):
         return server_time_seconds(store)
-    return store_now_seconds(store) or time.time()
+    return store.now_seconds() or time.time()
 
 
 def held_by(save_dir: os.PathLike[str]) -> str | None:

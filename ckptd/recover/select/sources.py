@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckptd.base.owned_dirs import is_numbered_tag
 from ckptd.base.process import LIMIT_SECONDS, NOT_ANSWERING
 from ckptd.config.loader import remote_from_arguments
-from ckptd.config.quantities import said_of
+from ckptd.config.remote_names import said_of
 from ckptd.core.model.layouts import Trainer
 from ckptd.errors import (
     CkptdError,
@@ -31,7 +31,7 @@ from ckptd.errors import (
 )
 from ckptd.recover.select.inventory import is_gone, read_remote_inventory
 from ckptd.recover.select.job import job_named, no_remote, owner_of, settings_to_ask, state_dir_hint
-from ckptd.recover.select.steps import Convert, ConvertFrom, Fetch, RestoreExtras
+from ckptd.recover.select.steps import ConvertFrom, Fetch, MakeUniversal, RestoreExtras
 from ckptd.storage.child.client import attach_once
 from ckptd.storage.local.job_names import is_remote
 from ckptd.storage.stores.access import access_of
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ckptd.recover.select.copies import Copy
     from ckptd.recover.select.inventory import RemoteInventory
     from ckptd.recover.select.job import Owner
-    from ckptd.recover.select.runs import Runs
+    from ckptd.recover.select.runs import RemoteRuns
     from ckptd.recover.select.steps import Step
 
 
@@ -68,12 +68,12 @@ class Where:
         """
         for remote in self.remotes:
             try:
-                sight = self.read_one(remote.name, is_tolerant=is_tolerant)
+                inventory = self.read_one(remote.name, is_tolerant=is_tolerant)
             except CkptdError as error:
                 failures[remote.name] = error
                 say(said_of(remote.name, remote.url, str(error)))
             else:
-                yield sight
+                yield inventory
 
     def remote(self, name: str) -> RemoteConfig:
         """Return the remote of that name."""
@@ -144,25 +144,25 @@ class Sources:
     say: Callable[[str], None]
     remotes: list[RemoteInventory] = field(default_factory=list)
     new: list[RemoteConfig] = field(default_factory=list)
-    """Places that answer, hold nothing and are no remotes yet: asked for by `look`."""
+    """Places that answer, hold nothing and are no remotes yet: asked for by `read_remotes`."""
     absent: list[CkptdError] = field(default_factory=list)
     damaged: set[tuple[str, str]] = field(default_factory=set)
     run_id: str | None = None
     """The one run whose checkpoints are offered, once `take` has said so."""
-    _runs: Runs | None = None
+    _runs: RemoteRuns | None = None
     _unsaid: dict[str, CkptdError] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 
-    def look(self, *, knows_new: bool = False) -> None:
+    def read_remotes(self, *, knows_new: bool = False) -> None:
         """Read each remote, perhaps again; one that is not there is left out, or with `knows_new` in `new`
         if it is not there yet.
         """
         failures: dict[str, CkptdError] = {}
         self.remotes = []
-        for sight in self.where.read(lambda _: None, failures):
-            self.remotes.append(sight)
-            for text in sight.observation.damaged:
-                self.say(said_of(sight.name, sight.url, text))
+        for inventory in self.where.read(lambda _: None, failures):
+            self.remotes.append(inventory)
+            for text in inventory.observation.damaged:
+                self.say(said_of(inventory.name, inventory.url, text))
         new = [name for name, error in failures.items() if knows_new and self.where.is_new(name, error)]
         self.new = [self.where.remote(name) for name in new]
         self._unsaid = {name: error for name, error in failures.items() if name not in new}
@@ -187,7 +187,7 @@ class Sources:
             self.say_absent(error)
             raise
 
-    def take(self, runs: Runs, run_id: str | None) -> None:
+    def take(self, runs: RemoteRuns, run_id: str | None) -> None:
         """Keep only what one run committed; None: nothing."""
         self._runs, self.run_id = runs, run_id
         self.remotes = [runs.only(remote, run_id) for remote in self.remotes]
@@ -233,12 +233,12 @@ class Sources:
         try:
             if not is_gone(copy.remote.store, copy.view):
                 return
-            sight = self.where.read_one(remote.name)
+            inventory = self.where.read_one(remote.name)
         except CkptdError as error:
             self.drop(remote.name, error)
         else:
-            sight = sight if self._runs is None else self._runs.only(sight, self.run_id)
-            self.remotes = [sight if old.name == remote.name else old for old in self.remotes]
+            inventory = inventory if self._runs is None else self._runs.only(inventory, self.run_id)
+            self.remotes = [inventory if old.name == remote.name else old for old in self.remotes]
             text = f"{copy.view.commit.tag} was deleted from the remote meanwhile; looked again"
             self.say(said_of(remote.name, remote.url, text))
 
@@ -257,7 +257,7 @@ class Sources:
                 self.drop(step.copy.remote.name, error)
                 return True
         fetched = [s for s in steps if isinstance(s, Fetch)]
-        if isinstance(step, Convert) and isinstance(error, DamagedError) and fetched:
+        if isinstance(step, MakeUniversal) and isinstance(error, DamagedError) and fetched:
             self.damaged |= {(s.copy.remote.name, s.copy.view.sha256) for s in fetched}
             return True
         return False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.humanize import size_of
 from ckptd.core.model.listing import OURS
-from ckptd.recover.select.copies import UNIVERSAL
+from ckptd.core.model.records import UNIVERSAL
 
 if TYPE_CHECKING:
     from ckptd.core.model.manifest import ManifestFile
@@ -58,7 +58,7 @@ class Install:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Convert:
+class MakeUniversal:
     """Make the universal form of `tag`; `verify`: nothing has checked the source's bytes yet."""
 
     tag: str
@@ -144,7 +144,7 @@ Step = (
     | Fetch
     | Install
     | Mend
-    | Convert
+    | MakeUniversal
     | ConvertFrom
     | RestoreExtras
     | WritePointer

@@ -14,30 +14,23 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptd import errors
 from ckptd.base import process
-from ckptd.config.quantities import shown_remote
+from ckptd.config.remote_names import shown_remote
 from ckptd.errors import RemoteUnreachable
 from ckptd.storage.stores.access import Access
-from ckptd.storage.stores.base import WINDOW_BYTES
+from ckptd.storage.stores.base import WINDOW_BYTES, Store
 from ckptd.storage.stores.open import clean_environment, directory_path, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from ckptd.storage.stores.base import ObjectInfo, Progress, Resume, Source, Store
+    from ckptd.storage.stores.base import Abilities, HeldRange, ObjectInfo, Progress, ResumePoint, Source
 
-_VERBS = frozenset(
-    {
-        *("probe", "get", "put", "put_if_absent", "stat", "read_at", "discard", "delete", "free_bytes"),
-        *("flush_name", "stale_temporaries", "partial_bytes"),
-    }
-)
 _DEFAULT = Access()
 
 
@@ -55,10 +48,10 @@ def open_apart(
     path = directory_path(url)
     if path is None:
         return open_store(url, access=access, owner=owner, window_bytes=window_bytes)
-    return cast("Store", ApartStore(name, url, str(path), owner=owner, window_bytes=window_bytes))
+    return ApartStore(name, url, str(path), owner=owner, window_bytes=window_bytes)
 
 
-class ApartStore:
+class ApartStore(Store):
     """The `Store` of a directory, each call of which ends within a limit."""
 
     def __init__(
@@ -86,11 +79,57 @@ class ApartStore:
 
         return LANES
 
-    def __getattr__(self, name: str) -> Any:
-        """Return the verb of the directory's own store that is one question and one answer."""
-        if name not in _VERBS:
-            raise AttributeError(name)
-        return partial(self._call, name)
+    # one question and one answer each
+
+    def probe(self) -> Abilities:
+        """See `Store.probe`."""
+        return cast("Abilities", self._call("probe"))
+
+    def get(self, key: str) -> bytes | None:
+        """See `Store.get`."""
+        return cast("bytes | None", self._call("get", key))
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `Store.put`."""
+        self._call("put", key, data)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """See `Store.put_if_absent`."""
+        return cast("bool", self._call("put_if_absent", key, data))
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """See `Store.stat`."""
+        return cast("ObjectInfo | None", self._call("stat", key))
+
+    def read_at(self, key: str, offset: int, length: int) -> bytes:
+        """See `Store.read_at`."""
+        return cast("bytes", self._call("read_at", key, offset, length))
+
+    def discard(self, key: str, token: str = "") -> None:
+        """See `Store.discard`."""
+        self._call("discard", key, token)
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        self._call("delete", key)
+
+    def free_bytes(self) -> int | None:
+        """See `Store.free_bytes`."""
+        return cast("int | None", self._call("free_bytes"))
+
+    def flush_name(self, key: str) -> None:
+        """See `Store.flush_name`."""
+        self._call("flush_name", key)
+
+    def partial_bytes(self, key: str) -> int:
+        """See `Store.partial_bytes`."""
+        return cast("int", self._call("partial_bytes", key))
+
+    def left_temporaries(self) -> tuple[ObjectInfo, ...]:
+        """See `Store.left_temporaries`."""
+        return cast("tuple[ObjectInfo, ...]", self._call("left_temporaries"))
+
+    # several answers each
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `Store.list`."""
@@ -104,7 +143,7 @@ class ApartStore:
     def write_range(
         self, key: str, offset: int, length: int, out: int, told: Callable[[int], None]
     ) -> tuple[int, int]:
-        """Write a range into an open file, at the same offset; the child does it, on a duplicate of `out`."""
+        """See `Store.write_range`; the child writes, on a duplicate of `out`."""
         found = (0, 0)
         for frame in self._frames("write_range", key, offset, length, passing=out):
             if isinstance(frame, int):
@@ -114,7 +153,13 @@ class ApartStore:
         return found
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self,
+        key: str,
+        source: Source,
+        *,
+        resume: ResumePoint | None,
+        on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange] = (),  # noqa: ARG002
     ) -> int:
         """See `Store.upload`; the child asks for each piece of the source, which is read here."""
         facts = (source.size_bytes, source.mode, source.folder_mode, source.gid)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from ckptd.base.process import end_with_parent
 from ckptd.errors import CkptdError
 from ckptd.storage.stores.directory import DirectoryStore
-from ckptd.storage.stores.parallel import write_chunks
 from ckptd.storage.stores.retrying import tried_again
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def _carried_out(store: Store, verb: str, arguments: Any, lane: Connection) -> I
         key, offset, length = arguments
         out = recv_handle(lane)
         try:
-            yield write_chunks(store.stream(key, offset, length), out, offset, partial(_tell, lane))
+            yield store.write_range(key, offset, length, out, partial(_tell, lane))
         finally:
             os.close(out)
     elif verb == "verify":

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ckptd.storage.remote.messages import Answer, RequestLine, UploadRequest
-    from ckptd.storage.remote.transfer import Control, OpenOrigin, Origin
+    from ckptd.storage.remote.transfer import OpenOrigin, Origin, TransferControl
     from ckptd.storage.stores.base import Store
 
 _EX_SOFTWARE = 70
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def _opened(
-    making: str | None, order: UploadRequest, root: int, control: Control, store: Store
+    making: str | None, order: UploadRequest, root: int, control: TransferControl, store: Store
 ) -> AbstractContextManager[Origin]:
     """Open the source of an upload's bytes: files that lie here, or a form that `making` makes."""
     if order.making is None:

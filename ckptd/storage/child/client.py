@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pydantic import ValidationError
 
 from ckptd.base.process import spawn
-from ckptd.config.quantities import shown_remote
+from ckptd.config.remote_names import shown_remote
 from ckptd.errors import RemoteError, RemoteUnreachable
 from ckptd.storage.remote.messages import (
     ANSWER_LINE,

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from ckptd.errors import CkptdError, RemoteError, RemoteNotOurs, from_os_error
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.commit import supplement, upload_form
-from ckptd.storage.remote.coordination import Heartbeats, claim_run, hold_lease, remove_stale_temporaries
+from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import DocumentCache
+from ckptd.storage.remote.heartbeats import Heartbeats, remove_stale_temporaries
 from ckptd.storage.remote.messages import (
     Alive,
     Attach,
@@ -30,7 +30,7 @@ from ckptd.storage.remote.messages import (
     ClaimRun,
     Confirm,
     DeleteCommit,
-    Describe,
+    DescribeTag,
     Discard,
     Done,
     Failed,
@@ -59,7 +59,10 @@ from ckptd.storage.remote.observe import (
     still_ours,
 )
 from ckptd.storage.remote.repair import scrub
-from ckptd.storage.remote.transfer import Control, sealed
+from ckptd.storage.remote.runs import claim_run
+from ckptd.storage.remote.shares import hold_lease
+from ckptd.storage.remote.supplement import supplement
+from ckptd.storage.remote.transfer import TransferControl, sealed
 from ckptd.storage.stores.base import WINDOW_BYTES, Progress
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.rate_limit import Cancelled, RateLimiter
@@ -139,7 +142,7 @@ class Service:
         attached = replace(found, store=watched(found.store, reporter.heard))
         if isinstance(order, Observe):
             return self._observe(attached, order)
-        if isinstance(order, Describe):
+        if isinstance(order, DescribeTag):
             node = self._settings.node if self._settings else None
             return describe(
                 attached.store, order.tag, attached.identity, node=node, manifests=attached.manifests
@@ -207,7 +210,9 @@ class Service:
         sharers = self._beats.elsewhere(beat) if beat is not None else ()
         return Beats(nodes=nodes, sharers=sharers, lease=lease)
 
-    def _upload(self, attached: AttachedRemote, order: UploadRequest, control: Control) -> UploadResult:
+    def _upload(
+        self, attached: AttachedRemote, order: UploadRequest, control: TransferControl
+    ) -> UploadResult:
         if order.supplement_to is not None:
             return supplement(attached, order, control)
         return upload_form(attached, order, control, self._open_origin)
@@ -267,9 +272,9 @@ class _Reporter:
         self._flushed: dict[str, tuple[int, str]] = {}
         self._motion = Motion()
 
-    def control(self, pacer: RateLimiter) -> Control:
+    def control(self, pacer: RateLimiter) -> TransferControl:
         """Return the callbacks and the rate limit that a transfer needs."""
-        return Control(
+        return TransferControl(
             pacer=WatchedRateLimiter(pacer, self._motion),
             check=self.check,
             on_moving=self._on_moving,

@@ -33,7 +33,7 @@ class SlotUser(Protocol):
         """End the child if it has nothing to do; whether it is gone."""
 
     def begin(self) -> None:
-        """Begin: this guest has been given a slot."""
+        """Begin: this user has been given a slot."""
 
 
 class SlotPool:
@@ -49,17 +49,17 @@ class SlotPool:
         """Whether somebody waits."""
         return bool(self._waiting)
 
-    def take(self, who: SlotUser) -> bool:
-        """Tell whether `who` has a place; else it waits in line, and `begin` is called when it has one."""
-        if who not in self._here and who not in self._waiting:
-            self._waiting.append(who)
-            self._admit(but=who)
-        return who in self._here
+    def take(self, user: SlotUser) -> bool:
+        """Tell whether `user` has a slot; else it waits, and `begin` is called when it has one."""
+        if user not in self._here and user not in self._waiting:
+            self._waiting.append(user)
+            self._admit(but=user)
+        return user in self._here
 
-    def leave(self, who: SlotUser) -> None:
+    def leave(self, user: SlotUser) -> None:
         """Release the user's slot, or its place in the queue."""
-        self._here = [one for one in self._here if one is not who]
-        self._waiting = [one for one in self._waiting if one is not who]
+        self._here = [one for one in self._here if one is not user]
+        self._waiting = [one for one in self._waiting if one is not user]
 
     def settle(self) -> None:
         """Release slots whose users have nothing to do, and begin those that wait; called after all turns."""
@@ -72,10 +72,10 @@ class SlotPool:
             self._make_room(count - 1)
             if len(self._here) >= count:
                 return
-            who = self._waiting.pop(0)
-            self._here.append(who)
-            if who is not but:
-                who.begin()
+            user = self._waiting.pop(0)
+            self._here.append(user)
+            if user is not but:
+                user.begin()
 
     def _make_room(self, most: int) -> None:
         """Release the slot that was taken last: those before it stay, instead of all being started again in
@@ -100,12 +100,12 @@ class RemoteProcess:
         self,
         settings: m.RemoteSettings,
         on_answer: Callable[[int, m.Answer], None],
-        places: SlotPool | None = None,
+        slots: SlotPool | None = None,
     ) -> None:
-        self._places = places or SlotPool()
+        self._slots = slots or SlotPool()
         self._has_made = False
         self._held: dict[int, m.Request] = {}
-        """Orders that wait for a place; the child has none of them."""
+        """Orders that wait for a slot; the child has none of them."""
         self._cancelled: set[int] = set()
 
         def heard(order_id: int, answer: m.Answer) -> None:
@@ -127,7 +127,7 @@ class RemoteProcess:
         )
         order_id = self._child.new_id()
         self._held[order_id] = order
-        if self._places.take(self):
+        if self._slots.take(self):
             self.begin()
         return order_id
 
@@ -177,5 +177,5 @@ class RemoteProcess:
     def close(self) -> None:
         """End it; open orders get no answer any more."""
         self._held.clear()
-        self._places.leave(self)
+        self._slots.leave(self)
         self._child.close()

@@ -84,7 +84,7 @@ def objects(db: Connection, save_id: int, remote: str, form: str) -> list[Object
     ]
 
 
-def why_pruned(db: Connection, save_id: int) -> str | None:
+def why_deleted(db: Connection, save_id: int) -> str | None:
     """Return the reason of a save's newest prune that was not undone."""
     row = db.execute(
         "SELECT intent FROM deletions WHERE save_id=? AND state != 'undone' ORDER BY id DESC LIMIT 1",

@@ -315,7 +315,7 @@ class Journal:
     @whole
     def deletion_reason(self, save_id: int) -> str | None:
         """Return why the folder of a save was deleted, or is being deleted."""
-        return past.why_pruned(self._db, save_id)
+        return past.why_deleted(self._db, save_id)
 
     @whole
     def lately(self, since: float) -> tuple[list[float], list[float]]:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from ckptd.base import files
 from ckptd.base.identity import Model
+from ckptd.base.names import DESCRIPTION
 from ckptd.errors import CkptdError
 
 if TYPE_CHECKING:
@@ -21,9 +22,11 @@ _LIMIT_BYTES = 64 << 20
 
 
 class DerivedOrigin(Model):
-    """`source` of ckptd.json: path → fingerprint of each source shard."""
+    """`source` of ckptd.json: the save that the form was made from, and each shard's fingerprint by path."""
 
     fingerprints: dict[str, str]
+    step: int | None = None
+    zero_stage: int | None = None
 
 
 class DerivedDescription(Model):
@@ -48,7 +51,7 @@ def describe(save_dir_fd: int, folder: str) -> DerivedDescription | None:
         OSError: the disk, or its rights, refuse: whose it is cannot be said.
     """
     try:
-        data = files.read_beneath(save_dir_fd, f"{folder}/ckptd.json", limit_bytes=_LIMIT_BYTES)
+        data = files.read_beneath(save_dir_fd, f"{folder}/{DESCRIPTION}", limit_bytes=_LIMIT_BYTES)
         return DerivedDescription.model_validate_json(data)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, CkptdError, ValidationError):
         return None

@@ -1,8 +1,9 @@
-"""Change what lies on the node: prune with a permit, holds, derived forms, pointers, trash.
+"""Change what lies on the node: delete with a permit, holds, derived forms, pointers, trash.
 
 Everything of ours lies below `<save_dir>/_ckptd` (or beside it: ckptd/base/owned_dirs.py). A trainer's file
-is removed by `prune`, only under a permit whose every claim is checked again by descriptor, before and after
-the folder is renamed aside (docs/design.md §5 *Permit*), and by `remove_incomplete`, which a person asks for.
+is removed by `delete_checkpoint`, only under a permit whose every claim is checked again by descriptor,
+before and after the folder is renamed aside (docs/design.md §5 *Permit*), and by `remove_incomplete`, which a
+person asks for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from ckptd.base import extents, files, names, owned_dirs
 from ckptd.base.identity import FolderIdentity
 from ckptd.base.owned_dirs import list_dir
+from ckptd.core.model.layouts import LATEST_UNIVERSAL
 from ckptd.core.model.listing import OURS
 from ckptd.core.model.other_layouts import is_single_file
 from ckptd.errors import CkptdError, RefusedError, SourceChanged, StorageError, from_os_error
@@ -142,7 +144,7 @@ def check_identities(folder_fd: int, sealed: Sequence[SealedFile], *, only_liste
                 )
 
 
-def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
+def delete_checkpoint(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
     """Remove a checkpoint: check, rename aside, check again (else rename back), remove its files.
 
     Raises:
@@ -172,7 +174,7 @@ def prune(save_dir_fd: int, permit: DeletePermit, name_in_trash: str) -> None:
             raise
         files.fsync_dir(save_dir_fd)
         files.fsync_dir(trash_fd)
-        finish_prune(trash_fd, name_in_trash, permit.files)
+        finish_deletion(trash_fd, name_in_trash, permit.files)
     except OSError as error:
         raise from_os_error(error, f"removing {permit.tag}") from error
     finally:
@@ -206,12 +208,7 @@ def _finish_file(trash_fd: int, name: str, sealed: SealedFile) -> None:
     files.fsync_dir(trash_fd)
 
 
-def _is_file_in(dir_fd: int, name: str) -> bool:
-    status = files.stat_beneath(dir_fd, name)
-    return status is not None and stat.S_ISREG(status.st_mode)
-
-
-def finish_prune(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None:
+def finish_deletion(trash_fd: int, name: str, sealed: Sequence[SealedFile]) -> None:
     """Remove the sealed files of a folder in the trash, then its empty folders; anything else stays there.
 
     Of one that is whole by name and holds another file than was sealed nothing goes (adr/0153).
@@ -303,7 +300,7 @@ def put_back(save_dir_fd: int, name: str, tag: str, sealed: Sequence[SealedFile]
     A worker of before the job began again may be about to remove its first file.
     """
     place = f"{TRASH}/{name}"
-    is_file = _is_file_in(save_dir_fd, place)
+    is_file = files.is_file(save_dir_fd, place)
     try:
         moved_fd = (files.open_beneath if is_file else files.open_dir_beneath)(save_dir_fd, place)
     except FileNotFoundError:
@@ -334,7 +331,7 @@ def is_whole_in_trash(save_dir_fd: int, name: str, sealed: Sequence[SealedFile])
     """Whether nothing was removed of a checkpoint that was renamed aside: every name is there, whatever it
     holds.
     """
-    if _is_file_in(save_dir_fd, f"{TRASH}/{name}"):
+    if files.is_file(save_dir_fd, f"{TRASH}/{name}"):
         return True
     try:
         with closing(files.open_dir_beneath(save_dir_fd, f"{TRASH}/{name}")) as folder:
@@ -367,7 +364,7 @@ def open_tag(save_dir_fd: int, tag: str) -> int:
     Raises:
         SourceChanged: it is gone.
     """
-    if _is_file_in(save_dir_fd, tag):
+    if files.is_file(save_dir_fd, tag):
         return os.dup(save_dir_fd)
     try:
         return files.open_dir_beneath(save_dir_fd, tag)
@@ -426,10 +423,10 @@ def empty_our_trash(save_dir_fd: int) -> None:
 def point_latest_universal(save_dir_fd: int, target: str | None) -> None:
     """Rewrite or remove the pointer `latest_universal`, atomically."""
     if target is None:
-        files.remove_file(save_dir_fd, "latest_universal")
+        files.remove_file(save_dir_fd, LATEST_UNIVERSAL)
         files.fsync_dir(save_dir_fd)
     else:
-        files.write_atomic(save_dir_fd, "latest_universal", target.encode())
+        files.write_atomic(save_dir_fd, LATEST_UNIVERSAL, target.encode())
 
 
 def flush(save_dir_fd: int, tag: str, paths: Sequence[str]) -> None:

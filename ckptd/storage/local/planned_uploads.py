@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.base.humanize import size_of
-from ckptd.config.quantities import show_bandwidth, show_seconds, shown_remote
+from ckptd.config.quantities import show_bandwidth, show_seconds
+from ckptd.config.remote_names import shown_remote
 from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.storage.local.probe import Finding
 

@@ -21,8 +21,10 @@ from ckptd.base import extents, files
 from ckptd.base import names as base_names
 from ckptd.base.humanize import size_of, user_in_words
 from ckptd.base.owned_dirs import list_dir
-from ckptd.core.model.listing import OURS, warn_unprotected
+from ckptd.core.model.listing import OURS
 from ckptd.core.model.other_layouts import NOTHING_DECLARED, below
+from ckptd.core.model.unprotected import warn_unprotected
+from ckptd.core.policy.view import next_save_bytes
 from ckptd.errors import CkptdError, ConfigError, NotPermitted, RefusedError, from_os_error
 from ckptd.storage.local.fs import STAGING, TRASH, closing, ensure_ours, remove_empty
 from ckptd.storage.local.scan import scan
@@ -145,7 +147,6 @@ def _who(save_dir_fd: int, save_dir: str) -> NotPermitted:
 Verdict = Literal["ok", "note", "fail"]
 _SEE = "see `ckptd check`"
 """The end of hints elsewhere; whoever reads a finding did that."""
-_NEXT_SAVE_FACTOR = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,7 +311,7 @@ def _writable(fd: int, save_dir: Path, listing: SaveDirListing, *, writes: bool)
             yield failed("write", error)
             return
     yield Finding(what="write", verdict="ok", text=f"created, renamed and removed below {OURS}/")
-    yield _prunable(fd, listing, save_dir)
+    yield _deletable(fd, listing, save_dir)
     if clones:
         text = "extents clone: universal forms and holds cost almost nothing"
     else:
@@ -319,7 +320,7 @@ def _writable(fd: int, save_dir: Path, listing: SaveDirListing, *, writes: bool)
     yield Finding(what="clone", verdict="ok" if clones else "note", text=text)
 
 
-def _prunable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
+def _deletable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
     """Whether the trainer's folders may be renamed away and emptied (by permission bits, not by doing)."""
     sticky = bool(os.fstat(fd).st_mode & stat.S_ISVTX)
     us = os.geteuid()
@@ -341,8 +342,7 @@ def _prunable(fd: int, listing: SaveDirListing, save_dir: Path) -> Finding:
 def _room(fd: int, listing: SaveDirListing, min_free: Share) -> Finding:
     status = os.fstatvfs(fd)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-    largest = max((folder.total_bytes for folder in listing.folders), default=0)
-    reserve = min_free.of(total) + int(largest * _NEXT_SAVE_FACTOR)
+    reserve = min_free.of(total) + next_save_bytes(folder.total_bytes for folder in listing.folders)
     text = f"{size_of(free)} free; reserve {size_of(reserve)} (min_free {min_free} + the next save)"
     if free < reserve:
         hint = "ckptd will not write here until there is room; free space, or lower min_free"

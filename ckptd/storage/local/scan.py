@@ -21,17 +21,19 @@ from ckptd.base import names as base_names
 from ckptd.base.identity import FolderIdentity
 from ckptd.base.names import name_problem, shown
 from ckptd.base.owned_dirs import list_dir
-from ckptd.core.model.layouts import WRITES_AS, Trainer, parse_shard_name, shard_roots_of
+from ckptd.core.model.layouts import (
+    LATEST_UNIVERSAL,
+    POINTERS,
+    WRITES_AS,
+    Trainer,
+    parse_shard_name,
+    shard_roots_of,
+)
 from ckptd.core.model.listing import (
     OURS,
-    POINTERS,
-    RESUMED_PATH,
     FolderListing,
     ListedFile,
     SaveDirListing,
-    is_loose,
-    is_trainers_checkpoint,
-    of_listing,
 )
 from ckptd.core.model.other_layouts import (
     MODEL,
@@ -41,13 +43,15 @@ from ckptd.core.model.other_layouts import (
     layout_of_file,
     other_layout_of,
 )
+from ckptd.core.model.resume_marker import RESUMED_PATH
+from ckptd.core.model.unprotected import is_loose, is_trainers_checkpoint, of_listing
 from ckptd.errors import CkptdError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ckptd.core.model.listing import Unprotected
     from ckptd.core.model.other_layouts import Layout
+    from ckptd.core.model.unprotected import Unprotected
 
 
 _CHECKPOINT = re.compile(r"^(global_step|checkpoint[-_]|step[-_]?|iter_)\d+$")
@@ -153,7 +157,7 @@ def scan(
         folders=tuple(folders),
         extras=tuple(extras),
         latest=latest,
-        latest_universal=read_pointer(save_dir_fd, "latest_universal"),
+        latest_universal=read_pointer(save_dir_fd, LATEST_UNIVERSAL),
         resumed=read_pointer(save_dir_fd, RESUMED_PATH, limit_bytes=_WORD_LIMIT_BYTES),
         foreign=tuple(foreign + loose),
         nameless=tuple(nameless),

@@ -122,6 +122,19 @@ def read_node_id(state_dir_fd: int) -> str | None:
     return None
 
 
+def awaits_checkpoint(state_dir: Path, save_dir: Path) -> bool:
+    """Tell whether a job begins with its first checkpoint only: nothing of ours lies in save_dir until then
+    (P11).
+
+    One whose save_dir was emptied goes on: what it has in the remotes and misses here is to be said.
+    """
+    if not state_dir.is_relative_to(save_dir):
+        return False
+    with contextlib.suppress(OSError), opened_ours(state_dir) as fd:
+        return files.stat_beneath(fd, "journal.db") is None
+    return True
+
+
 def is_default_state(state_dir: Path, save_dir: Path) -> bool:
     """Tell whether the state directory lies in save_dir, or where ours does: it moves and goes with it."""
     return state_dir.is_relative_to(save_dir) or state_dir == path_of(save_dir, f"{OURS}/state")

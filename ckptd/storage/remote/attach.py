@@ -27,9 +27,10 @@ from ckptd.errors import (
     RemoteUnreachable,
     from_os_error,
 )
-from ckptd.storage.remote.coordination import live_nodes, newest_run
 from ckptd.storage.remote.documents import read_identity
+from ckptd.storage.remote.heartbeats import live_nodes
 from ckptd.storage.remote.messages import Attached
+from ckptd.storage.remote.runs import newest_run
 from ckptd.storage.stores.fsspec_store import FilesStore
 from ckptd.storage.stores.open import directory_path
 

@@ -24,7 +24,6 @@ from ckptd.core.model.manifest import (
 from ckptd.core.model.runs import of_run, run_of
 from ckptd.core.model.save import best_named
 from ckptd.errors import CommitConflict, NotFoundError, RefusedError
-from ckptd.storage.remote.coordination import forget_rows
 from ckptd.storage.remote.documents import (
     Stem,
     generations_with_manifests,
@@ -36,6 +35,7 @@ from ckptd.storage.remote.documents import (
     stem_of,
 )
 from ckptd.storage.remote.observe import is_pinned, point, still_ours
+from ckptd.storage.remote.shares import forget_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

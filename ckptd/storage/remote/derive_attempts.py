@@ -16,7 +16,6 @@ from ckptd.core.model.manifest import folder_name, parse, sha256_of, side_key, s
 from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.policy.leases import Attempt, attempt_folder, attempts_folder, judge_lease, numbered
 from ckptd.errors import DamagedError, DocumentDamaged, RefusedError, VerifyError
-from ckptd.storage.remote.coordination import Heartbeats, append_row, latest_row
 from ckptd.storage.remote.deletion import listed_elsewhere
 from ckptd.storage.remote.documents import (
     ManifestCache,
@@ -26,7 +25,9 @@ from ckptd.storage.remote.documents import (
     read_snapshot,
     stem_of,
 )
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.messages import UploadResult
+from ckptd.storage.remote.runs import append_row, latest_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -271,14 +271,12 @@ def read_manifest(
     return KnownManifest(key=key, sha256=found, manifest=parse(NodeManifest, data, key))
 
 
-def read_generation(
-    store: Store, where: Stem, damaged: list[str] | None = None, ours: KnownManifest | None = None
-) -> tuple[KnownManifest, ...]:
-    """Return every readable manifest of a form's generation, all revisions, by key; `ours` as above."""
+def read_generation(store: Store, where: Stem, damaged: list[str] | None = None) -> tuple[KnownManifest, ...]:
+    """Return every readable manifest of a form's generation, all revisions, by key."""
     found = []
     for info in store.list(manifest_folder(where)):
         try:
-            known = read_manifest(store, info.key, ours=ours)
+            known = read_manifest(store, info.key)
         except DamagedError as error:
             if damaged is not None:
                 damaged.append(error.message)
@@ -390,7 +388,7 @@ class ManifestCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSnapshot:
-    """The manifests of one generation of one form, as one listing told of them."""
+    """The manifests of one generation of one form, as one listing showed them."""
 
     read: tuple[KnownManifest, ...]
     named: tuple[ManifestName, ...] = ()
@@ -430,8 +428,8 @@ def read_snapshot(
     `reads_one`: at least one, whosesoever, for who cannot prove the grid (docs/adr/0104).
     """
     listed = {info.key for info in store.list(manifest_folder(where))}
-    told = {ref.key for ref in commit.commit.manifests} if commit is not None else set()
-    names = {key: name_in(key) for key in listed | told}
+    committed = {ref.key for ref in commit.commit.manifests} if commit is not None else set()
+    names = {key: name_in(key) for key in listed | committed}
     known = [name for name in names.values() if name is not None]
     is_settled = commit is not None and not commit.disputed
     is_all = node is None or len(names) <= FEW or (may_cover(known) and not is_settled)

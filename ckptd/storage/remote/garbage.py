@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.names import ROOT
 from ckptd.core.model.generation import newest_revisions, objects_of, order_of
+from ckptd.core.model.layouts import POINTERS
 from ckptd.core.model.manifest import Tombstone, folder_name
 from ckptd.core.model.runs import run_of
 from ckptd.errors import CommitConflict, DamagedError, NotFoundError, RefusedError
-from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import (
     LEASES,
@@ -25,6 +25,7 @@ from ckptd.storage.remote.documents import (
     stem_of,
     stem_of_key,
 )
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import AttachedRemote, still_ours
 from ckptd.storage.remote.repair import SPARE, holds, staging_key
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 _AT_A_TIME = 100
 """Objects that go before manifests are looked at again."""
 REMOVED_RUN = "its run was removed by a person"
-_POINTERS = ("latest", "latest_universal")
 _HINT = "see `ckptd verify`; what a document that cannot be read lists is not known"
 
 
@@ -88,7 +88,7 @@ def find(store: Store, identity: RemoteIdentity) -> Collected:
     sizes = {
         info.key: info.bytes
         for info in store.list("")
-        if not info.key.startswith(f"{ROOT}/") and info.key not in _POINTERS
+        if not info.key.startswith(f"{ROOT}/") and info.key not in POINTERS
     }
     places = _by_generation(keys)
     left = {key.partition("/")[0] for key in sizes}

@@ -178,7 +178,7 @@ class Unchanged(Model):
     free_bytes: int | None = None
 
 
-class Describe(Model):
+class DescribeTag(Model):
     """Read every manifest of one tag, committed or not."""
 
     op: Literal["describe"] = "describe"
@@ -530,7 +530,7 @@ class Failed(Model):
 
 # --- lines of the pipe --------------------------------------------------------------------------------
 
-_Look = Attach | Observe | Describe | Confirm | Beat | ClaimRun
+_Look = Attach | Observe | DescribeTag | Confirm | Beat | ClaimRun
 _Work = _Look | UploadRequest | DeleteCommit | Record | Point | Discard | Scrub
 Request = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
 LONG_ORDERS = (UploadRequest, DeleteCommit, Scrub)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from ckptd.base.names import IDENTITY_KEY, ROOT, encode_name
 from ckptd.core.model.decision import PINS, Decision, lacking
 from ckptd.core.model.generation import choose_pointers, order_of
+from ckptd.core.model.layouts import LATEST_UNIVERSAL
 from ckptd.core.model.manifest import (
     Commit,
     RemoteIdentity,
@@ -31,7 +32,6 @@ from ckptd.core.model.manifest import (
 )
 from ckptd.core.model.runs import pointed_at
 from ckptd.errors import CkptdError, DamagedError, NotPermitted, RemoteNotOurs, StorageError
-from ckptd.storage.remote.coordination import read_runs
 from ckptd.storage.remote.documents import (
     DocumentCache,
     GenerationSnapshot,
@@ -56,7 +56,7 @@ from ckptd.storage.remote.messages import (
     Observation,
     TagView,
 )
-from ckptd.storage.stores.base import settled
+from ckptd.storage.remote.runs import read_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,17 +74,14 @@ _whole: dict[bytes, bool] = {}
 """Digests of listings that were looked at, in this process."""
 
 
-def still_ours(store: Store, identity: RemoteIdentity | None) -> RemoteIdentity:
+def still_ours(store: Store, identity: RemoteIdentity) -> RemoteIdentity:
     """Read `remote.json` afresh.
 
     Raises:
-        RemoteNotOurs: it is gone, or another than `identity` (None: any is fine).
+        RemoteNotOurs: it is gone, or another than `identity`.
     """
-    found = read_identity(store)
-    if found is None:
-        msg = f"{store.url} has no {IDENTITY_KEY}"
-        raise RemoteNotOurs(msg, hint="not mounted, or emptied? see `ckptd check`")
-    if identity is not None and (found.remote_id, found.job_id) != (identity.remote_id, identity.job_id):
+    found = require_identity(store)
+    if (found.remote_id, found.job_id) != (identity.remote_id, identity.job_id):
         msg = f"{store.url} belongs to job {found.job} ({found.job_id}) now"
         hint = "another share is mounted there, or the job was taken over"
         if found.job == identity.job:
@@ -94,9 +91,22 @@ def still_ours(store: Store, identity: RemoteIdentity | None) -> RemoteIdentity:
     return found
 
 
+def require_identity(store: Store) -> RemoteIdentity:
+    """Read `remote.json` of a remote whose identity is not known yet.
+
+    Raises:
+        RemoteNotOurs: it has none.
+    """
+    found = read_identity(store)
+    if found is None:
+        msg = f"{store.url} has no {IDENTITY_KEY}"
+        raise RemoteNotOurs(msg, hint="not mounted, or emptied? see `ckptd check`")
+    return found
+
+
 def observe(
     store: Store,
-    identity: RemoteIdentity | None = None,
+    identity: RemoteIdentity,
     cache: DocumentCache | None = None,
     *,
     skip: tuple[type[CkptdError], ...] = (DamagedError,),
@@ -114,7 +124,7 @@ def observe(
     retired = _stones_that_matter(store, found, with_manifests | committed, cache)
     rows = _rows(store, found, cache)
     wanted = choose_pointers(pointed_at(rows, [view.commit for view in found.live()]))
-    pointers = _pointer(store, "latest"), _pointer(store, "latest_universal")
+    pointers = _pointer(store, "latest"), _pointer(store, LATEST_UNIVERSAL)
     saves = {where[:2] for where in committed}
     open_stones = {stem_of(stone) for stone in retired} & (with_manifests | committed)
     uncommitted = sorted(with_manifests - committed - found.stones.keys())
@@ -179,7 +189,7 @@ def _stones_that_matter(
 def describe(
     store: Store,
     tag: str,
-    identity: RemoteIdentity | None = None,
+    identity: RemoteIdentity,
     *,
     node: str | None = None,
     manifests: ManifestCache | None = None,
@@ -189,7 +199,7 @@ def describe(
     still_ours(store, identity)
     found = read_commits(store, only_tag=tag)
     if found.commits:
-        settled(store, found.commits[0].key)
+        store.flush_name(found.commits[0].key)
     digests = committed_digests(found.commits)
     views = {stem_of(view.commit): view for view in found.commits}
     stems = {where for where in generations_with_manifests(store) if where[0] == tag} | views.keys()
@@ -232,9 +242,7 @@ def _needed(
     return read_snapshot(store, where, cache, node=None, commit=commit) if is_strange and seen.named else seen
 
 
-def confirm(
-    store: Store, commits: tuple[tuple[str, str], ...], identity: RemoteIdentity | None = None
-) -> Confirmed:
+def confirm(store: Store, commits: tuple[tuple[str, str], ...], identity: RemoteIdentity) -> Confirmed:
     """Confirm that each COMMIT is there, with that digest, undisputed and not entombed: read afresh."""
     still_ours(store, identity)
     if not commits:
@@ -253,7 +261,7 @@ def confirm(
             return Confirmed(ok=False, reason=f"{key} is disputed")
         if store.get(side_key("retired", stem(*where))) is not None:
             return Confirmed(ok=False, reason=f"{key} is being deleted")
-        settled(store, key)
+        store.flush_name(key)
     return Confirmed(ok=True)
 
 
@@ -266,7 +274,7 @@ def point(store: Store, cache: DocumentCache | None = None) -> None:
         live = [view.commit for view in read_commits(store, cache=cache).live()]
         wanted = choose_pointers(pointed_at(read_runs(store, cache), live))
         changed = _set(store, "latest", wanted.latest)
-        if not _set(store, "latest_universal", wanted.latest_universal) and not changed:
+        if not _set(store, LATEST_UNIVERSAL, wanted.latest_universal) and not changed:
             return
 
 
@@ -292,7 +300,7 @@ def _pointer(store: Store, name: str) -> str | None:
     return None if data is None else data.decode(errors="replace").strip()
 
 
-def record(store: Store, decision: Decision, identity: RemoteIdentity | None = None) -> Decision:
+def record(store: Store, decision: Decision, identity: RemoteIdentity) -> Decision:
     """Put a person's decision in the remote, create-only, as the newest of its subject (P8).
 
     Returns it as it stands there: its serial is raised above every other of the same subject (pin and unpin
@@ -312,7 +320,7 @@ def record(store: Store, decision: Decision, identity: RemoteIdentity | None = N
     raise _changes_too_fast(store, decision)
 
 
-def publish(store: Store, decision: Decision, identity: RemoteIdentity | None = None) -> None:
+def publish(store: Store, decision: Decision, identity: RemoteIdentity) -> None:
     """Put what was decided before in a remote that lacks it, create-only (P8, adr/0165).
 
     Unlike `record`, it overrides nothing: a pin or unpin keeps its serial, so that a newer word counts.
@@ -379,19 +387,17 @@ UNREADABLE = (DamagedError, NotPermitted, StorageError)
 """Errors of one document after which the others are still wanted (`verify`)."""
 
 
-def read_remote(
-    store: Store, identity: RemoteIdentity | None = None, *, is_tolerant: bool = False
-) -> Observation:
+def read_remote(store: Store, *, is_tolerant: bool = False) -> Observation:
     """Read what the remote holds now.
 
     `is_tolerant`: also where rights or the disk forbid reading one document.
 
     Raises:
-        RemoteNotOurs: it has no `remote.json` ("not mounted?"), or another than `identity`.
+        RemoteNotOurs: it has no `remote.json` ("not mounted?").
         RemoteUnreachable: it is not there.
     """
     skip: tuple[type[CkptdError], ...] = UNREADABLE if is_tolerant else (DamagedError,)
-    found = still_ours(store, identity)  # an unmounted place is named as such before it is listed
+    found = require_identity(store)  # an unmounted place is named as such before it is listed
     return observe(store, found, cache=_fetched(store), skip=skip)
 
 

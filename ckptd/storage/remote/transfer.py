@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ckptd.base import extents, files
 from ckptd.core.model.layouts import Role
@@ -32,7 +32,7 @@ from ckptd.errors import (
 )
 from ckptd.storage.remote.manifest_index import manifest_entry
 from ckptd.storage.remote.messages import UploadedObject
-from ckptd.storage.stores.base import Progress, Resume, settled
+from ckptd.storage.stores.base import Progress, ResumePoint
 from ckptd.storage.stores.checksums import crc64, from_hex, to_hex
 from ckptd.storage.stores.parallel import FailFastPool
 from ckptd.storage.stores.rate_limit import Cancelled
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ckptd.storage.remote.held_objects import HeldObjects
     from ckptd.storage.remote.manifest_index import ManifestIndex
     from ckptd.storage.remote.messages import PartlyUploaded, Planned, UploadFile, UploadRequest
-    from ckptd.storage.stores.base import HeldRange, Source, Store
+    from ckptd.storage.stores.base import HeldRange, PendingPut, Source, Store
     from ckptd.storage.stores.rate_limit import RateLimiter
 
 
@@ -114,44 +114,22 @@ def mode_of_folder(root: int, parent: str) -> int:
 # --- pipelined uploads of small files --------------------------------------------------------------------
 # A lane that waits for each answer costs a thread per file under way, and threads of Python stand in each
 # other's way. So a lane has several under way and waits for their answers in order. What a
-# store offers for it (`flights`, `begin`) is optional; without it lanes upload one file after another.
+# store offers for it (`pending_puts`, `begin`) is optional; without it lanes upload one file after another.
 
 SMALL_BYTES = 8 << 20
 """Size up to which files are sent beside others; larger ones go in order, one after the other."""
 _SMALL_EXTRA_BYTES = 1 << 20
 """The same for a file that is held in memory."""
-FLYING_LANES = 2
+PENDING_LANES = 2
 TINY_BYTES = 1 << 20
 """Size up to which a lane begins the next file before this one is answered."""
 _MOST_BYTES = 4 << 20
 """Held by one lane: a file stays in memory until its answer came."""
 
 
-class PendingPut(Protocol):
-    """An object on its way."""
-
-    def end(self, on_progress: Callable[[Progress], None]) -> int:
-        """Finish the upload as `Store.upload` does and return its CRC64NVME."""
-        ...
-
-    def abandon(self) -> None:
-        """Stop waiting for it; whoever uploads the file again finds out whether it arrived."""
-        ...
-
-
 def is_small(file: UploadFile) -> bool:
     """Whether it goes beside others."""
     return file.bytes <= (_SMALL_EXTRA_BYTES if file.is_extra and file.inline is None else SMALL_BYTES)
-
-
-def _offer(store: Store, name: str, otherwise: int) -> int:
-    """Return what a store offers beyond the contract.
-
-    `flights`: small objects that one lane may have on their way (0: none now); `overlap`: large objects under
-    way at a time, the parts of the first one before the others'; `copies`: whether it makes ranges of an
-    object from others that it holds.
-    """
-    return int(getattr(store, name, otherwise))
 
 
 def next_of(files: deque[UploadFile]) -> UploadFile | None:
@@ -169,7 +147,7 @@ _AGAIN = "this attempt is dropped; the next turn looks again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
+class TransferControl:
     """Steer a transfer and take its reports.
 
     `check` raises `Cancelled` to stop; `on_moving(key, total_bytes, progress)`, `on_done(object)` and
@@ -211,7 +189,7 @@ class Transfer:
         origin: Origin,
         root: int,
         listed: ManifestIndex,
-        control: Control,
+        control: TransferControl,
         elsewhere: HeldObjects,
     ) -> None:
         self._store = store
@@ -247,14 +225,14 @@ class Transfer:
         if len(small) > 1:
             folder = f"{self._order.manifest.folder}/"
             self._held = {info.key: info.bytes for info in self._store.list(folder)}
-        flying = deque(file for file in small if self._may_fly(file))
-        if flying:
-            keys = {file.key for file in flying}
-            small, lanes = [file for file in small if file.key not in keys], max(1, lanes - FLYING_LANES)
-        ways = min(_offer(self._store, "overlap", 1), self._origin.most_lanes, len(large))
-        with ThreadPoolExecutor(lanes + FLYING_LANES + ways, "lane") as pool:
-            for _ in range(FLYING_LANES if flying else 0):
-                pool.submit(self._lanes.begin([flying], self._fly))
+        pending = deque(file for file in small if self._may_pend(file))
+        if pending:
+            keys = {file.key for file in pending}
+            small, lanes = [file for file in small if file.key not in keys], max(1, lanes - PENDING_LANES)
+        ways = min(self._store.overlap, self._origin.most_lanes, len(large))
+        with ThreadPoolExecutor(lanes + PENDING_LANES + ways, "lane") as pool:
+            for _ in range(PENDING_LANES if pending else 0):
+                pool.submit(self._lanes.begin([pending], self._upload_pending))
             lane = self._lanes.begin(small, self._upload_beside)
             for _ in range(min(lanes, len(small))):
                 pool.submit(lane)
@@ -289,18 +267,18 @@ class Transfer:
         if sent is not None:
             self._verify(sent)
 
-    def _may_fly(self, file: UploadFile) -> bool:
+    def _may_pend(self, file: UploadFile) -> bool:
         """Whether it is a small sealed file that no earlier attempt began and of which nothing lies there."""
         is_begun = file.key in self._uploaded or file.key in self._partly
-        if file.is_extra or is_begun or file.bytes > TINY_BYTES or self._origin.most_lanes < FLYING_LANES:
+        if file.is_extra or is_begun or file.bytes > TINY_BYTES or self._origin.most_lanes < PENDING_LANES:
             return False
         is_absent = self._held is not None and self._held_bytes(file) is None
-        return is_absent and _offer(self._store, "flights", 0) > 0
+        return is_absent and self._store.pending_puts > 0
 
-    def _fly(self, files: deque[UploadFile]) -> None:
+    def _upload_pending(self, files: deque[UploadFile]) -> None:
         """Upload as one lane: take from `files`, which other lanes share, until there is none."""
         under_way: deque[tuple[UploadFile, PendingPut]] = deque()
-        held_bytes, most = 0, _offer(self._store, "flights", 0)
+        held_bytes, most = 0, self._store.pending_puts
         try:
             while (file := next_of(files)) is not None:
                 started = self._begin(file)
@@ -324,7 +302,7 @@ class Transfer:
         self._check()
         with self._origin.opened(file) as source:
             paced = RateLimitedSource(source, self._control.pacer, self._check)
-            started: PendingPut | None = cast("Any", self._store).begin(file.key, paced)
+            started = self._store.begin(file.key, paced)
         with self._lock:
             self._sent += paced.read_bytes
         if started is not None and self._origin.why_changed(file) is not None:
@@ -446,7 +424,7 @@ class Transfer:
     def _verified_in_place(self, file: UploadFile, source: Source, crc: int, fingerprint: str) -> bool:
         try:
             proof = self._store.verify(file.key, source.size_bytes, crc, self._while_verifying)
-            settled(self._store, file.key)
+            self._store.flush_name(file.key)
         except VerifyError:
             return False
         self._keep(file, source.size_bytes, to_hex(crc), proof, fingerprint)
@@ -458,12 +436,7 @@ class Transfer:
 
         Proved at once, so that it can be sent whole if the store made something else.
         """
-        if (
-            is_small(file)
-            or file.is_extra
-            or file.key in self._partly
-            or not _offer(self._store, "copies", 0)
-        ):
+        if is_small(file) or file.is_extra or file.key in self._partly or not self._store.copies:
             return False
         held = self._origin.held(file) if file.is_made else self._elsewhere.ranges_of(file, source)
         if not held:
@@ -479,7 +452,7 @@ class Transfer:
     ) -> _Sent:
         partly = self._partly.pop(file.key, None)
         resume = (
-            Resume(flushed_bytes=partly.flushed_bytes, crc64=partly.crc64, token=partly.token)
+            ResumePoint(flushed_bytes=partly.flushed_bytes, crc64=partly.crc64, token=partly.token)
             if partly
             else None
         )
@@ -497,9 +470,8 @@ class Transfer:
             is_noted = is_noted or progress.flushed_bytes > 0 or progress.token != ""
             self._control.on_moving(file.key, source.size_bytes, progress)
 
-        more: dict[str, Any] = {"held": held} if held else {}
         try:
-            crc = self._store.upload(file.key, paced, resume=resume, on_progress=moving, **more)
+            crc = self._store.upload(file.key, paced, resume=resume, on_progress=moving, held=held)
         except (DamagedError, SourceChanged) as error:
             # what the journal notes is gone on with when it is ordered again
             if not (isinstance(error, Cancelled) and is_noted):
@@ -558,24 +530,19 @@ class Origin(Protocol):
     @property
     def order(self) -> UploadRequest:
         """Return the order with all its files: of a form that is made they are known once it is planned."""
-        ...
 
     @property
     def most_lanes(self) -> int:
         """Return how many of them may be read at a time (P12)."""
-        ...
 
     def opened(self, file: UploadFile) -> AbstractContextManager[Source]:
         """Return one of these files, to be read."""
-        ...
 
     def held(self, file: UploadFile) -> tuple[HeldRange, ...]:
         """Return the ranges of a file that is made which objects of the remote most likely hold."""
-        ...
 
     def why_changed(self, file: UploadFile) -> str | None:
         """Return why it is not what it was when the order was given; None when it is."""
-        ...
 
     def recheck(self) -> None:
         """Check that all that was read is what it was.
@@ -583,11 +550,10 @@ class Origin(Protocol):
         Raises:
             SourceChanged: something is not (P4).
         """
-        ...
 
 
 if TYPE_CHECKING:
-    OpenOrigin = Callable[[UploadRequest, int, Control, Store], AbstractContextManager[Origin]]
+    OpenOrigin = Callable[[UploadRequest, int, TransferControl, Store], AbstractContextManager[Origin]]
     """From an order and the open folder that its sources are relative to, or the store that holds them."""
 
 
@@ -634,7 +600,7 @@ class SealedFiles:
 
 
 @contextmanager
-def sealed(order: UploadRequest, root: int, _control: Control, _store: Store) -> Iterator[Origin]:
+def sealed(order: UploadRequest, root: int, _control: TransferControl, _store: Store) -> Iterator[Origin]:
     """Yield the origin of an order whose files lie here."""
     if order.making is not None:
         msg = f"this process makes no {order.manifest.form} forms"

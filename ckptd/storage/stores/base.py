@@ -7,22 +7,23 @@ never an `if` on its kind (docs/design.md §5).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ckptd.errors import CkptdError, DocumentDamaged, SourceChanged, TargetExists, VerifyError
+from ckptd.base import extents
+from ckptd.errors import DocumentDamaged, SourceChanged, TargetExists, VerifyError
+from ckptd.storage.stores.checksums import crc64 as crc64_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 NOT_READ_BACK = "copies are not read back (verify = none)"
 PARTIAL_PREFIX = ".ckptd-part-"
 WINDOW_BYTES = 64 << 20
 DOCUMENT_LIMIT_BYTES = 64 << 20
 """Limit of `get`: a document of a checkpoint of a million files is smaller."""
+_FLUSH_BYTES = 4 << 20
 
 
 def too_large(key: str) -> DocumentDamaged:
@@ -96,7 +97,7 @@ class Abilities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
+class ResumePoint:
     """Record how far an earlier attempt at one object got: bytes flushed, and the CRC64NVME of those
     bytes."""
 
@@ -166,8 +167,20 @@ class Progress:
     token: str = ""
 
 
+class PendingPut(Protocol):
+    """An object on its way."""
+
+    def end(self, on_progress: Callable[[Progress], None]) -> int:
+        """Finish the upload as `Store.upload` does and return its CRC64NVME."""
+        ...
+
+    def abandon(self) -> None:
+        """Stop waiting for it; whoever uploads the file again finds out whether it arrived."""
+        ...
+
+
 class Store(Protocol):
-    """One remote root.
+    """One remote root: verbs that every store has, then what only some offer, with what holds for the others.
 
     Every method raises `RemoteUnreachable` when the remote does not answer, `NotPermitted` for rights or
     credentials, `NoSpaceError` when it is full, `StorageError` when it fails; anything else is a bug. All
@@ -217,14 +230,19 @@ class Store(Protocol):
         ...
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self,
+        key: str,
+        source: Source,
+        *,
+        resume: ResumePoint | None,
+        on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange] = (),
     ) -> int:
         """Move one object; durable when it returns; returns the CRC64NVME of the bytes *as read*.
 
         Not verified yet: that is `verify`. `on_progress` and the source may raise to stop; what is flushed
-        can be resumed, or given up with `discard`. A store with an attribute `copies` other than 0 takes
-        `held: Sequence[HeldRange]` too: it makes those ranges of what it holds, where it can, and reads them
-        from the source all the same, for the CRC.
+        can be resumed, or given up with `discard`. A store that `copies` makes the ranges `held` of what it
+        holds, where it can, and reads them from the source all the same, for the CRC.
 
         Raises:
             TargetExists: the key appeared meanwhile (another node's replica); nothing was replaced.
@@ -254,30 +272,74 @@ class Store(Protocol):
         """Return the room that the store reports; None where it cannot tell."""
         ...
 
+    # --- what only some stores offer --------------------------------------------------------------------
 
-def settled(store: Store, key: str) -> None:
-    """Make an object that was found, not written just now, as durable as if it had been written now.
+    @property
+    def overlap(self) -> int:
+        """Return how many large objects may be under way at a time, the parts of the first before the
+        others'.
+        """
+        return 1
 
-    Whoever wrote it may have been killed before its name was flushed. Only directories know a difference
-    (`flush_name`).
-    """
-    flush = getattr(store, "flush_name", None)
-    if flush is not None:
-        flush(key)
+    @property
+    def pending_puts(self) -> int:
+        """Return how many small objects one lane may have on their way by `begin`; 0: none now."""
+        return 0
 
+    @property
+    def copies(self) -> bool:
+        """Whether it makes ranges of an object of others that it holds (`upload`), and proves the result."""
+        return False
 
-# --- the store's own time --------------------------------------------------------------------------------
-# Ages of a store's objects are by its clock where it tells one, never by a reader's.
-
-
-def store_now_seconds(store: Store) -> float | None:
-    """Return the Unix time as the store's answers carry it (S3: `Date`, whole seconds); None: unknown."""
-    client: Any = getattr(store, "client", None)
-    if not hasattr(client, "head_bucket"):
+    def begin(self, key: str, source: Source) -> PendingPut | None:  # noqa: ARG002
+        """Send a small object whose answer is waited for later; None: `upload` it."""
         return None
-    found: Any = store
-    with contextlib.suppress(CkptdError, ValueError, KeyError, TypeError):
-        with found.asking("reading its clock"):
-            answer = client.head_bucket(Bucket=found.bucket)
-        return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
-    return None
+
+    def flush_name(self, key: str) -> None:  # noqa: ARG002
+        """Make an object that was found, not written just now, as durable as if it had been written now.
+
+        Whoever wrote it may have been killed before its name was flushed. Only directories know a difference.
+        """
+        return
+
+    def write_range(
+        self, key: str, offset: int, length: int, out: int, told: Callable[[int], None]
+    ) -> tuple[int, int]:
+        """Write a range of an object into an open file, at the same offset; return its bytes and CRC64NVME.
+
+        What is written is flushed and dropped from the page cache soon after: a few MiB are dirty at a time.
+        `told(count)` is called after each chunk and may raise to stop. A store of another process writes it
+        there: no byte passes between the two.
+        """
+        at = flushed = started = offset
+        crc = 0
+        for data in self.stream(key, offset, length):
+            extents.write_at(out, data, at)
+            crc = crc64_of(data, crc)
+            at += len(data)
+            told(len(data))
+            if at - started >= _FLUSH_BYTES:
+                extents.start_flush(out, started, at - started)
+                if started > flushed:
+                    # waits for the stretch before, so that what is dirty stays small
+                    extents.flush_range(out, flushed, started - flushed)
+                    extents.drop_pages(out, flushed, started - flushed)
+                flushed, started = started, at
+        return at - offset, crc
+
+    def partial_bytes(self, key: str) -> int:  # noqa: ARG002
+        """Return the bytes that a partial upload of ours of that key takes; 0: none, or it cannot tell."""
+        return 0
+
+    def left_temporaries(self) -> tuple[ObjectInfo, ...]:
+        """Return the temporaries of documents that bear the owner's id: of writes under way, or of processes
+        that were killed. Only directories have any.
+        """
+        return ()
+
+    def now_seconds(self) -> float | None:
+        """Return the Unix time as the store's answers carry it; None: they carry none.
+
+        Ages of a store's objects are by its clock where it tells one, never by a reader's.
+        """
+        return None

@@ -41,6 +41,7 @@ from ckptd.storage.stores.base import (
     Abilities,
     ObjectInfo,
     Progress,
+    Store,
     cut_short,
     differs,
     partial_name,
@@ -52,7 +53,7 @@ from ckptd.storage.stores.retrying import FullStoreMemory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ckptd.storage.stores.base import HeldRange, Resume, Source
+    from ckptd.storage.stores.base import HeldRange, ResumePoint, Source
 
 
 # --- folders of a directory remote, by descriptor --------------------------------------------------------
@@ -214,7 +215,7 @@ def _named_so(fd: int, above: str, prefix: str, *, is_deep: bool) -> Iterator[Ob
                     yield from _named_so(child, f"{above}{name}/", prefix, is_deep=True)
 
 
-def prune_empty(root: int, key: str) -> None:
+def delete_empty_folders(root: int, key: str) -> None:
     """Remove the folders of a removed key that are empty now.
 
     `_ckptd` and its folders stay: another node may be about to create something there.
@@ -412,14 +413,11 @@ LANES = 4
 _BLOCK_BYTES = 4096
 """Block size of XFS and btrfs; a file system with larger blocks refuses to share such ranges."""
 _LEAST_CLONE_BYTES = 1 << 20
-STALE_SECONDS = 600.0
-"""A temporary of ours that is older was left by a process that was killed: each lives for one small write."""
-
 _DOCUMENT_MODE = 0o644
 _NOT_MOUNTED = "is it mounted? see `ckptd check`"
 
 
-class DirectoryStore:
+class DirectoryStore(Store):
     """Store on a directory; `owner` keeps the partial files of two nodes apart.
 
     Raises (everywhere): RemoteUnreachable (root gone or another one), NotPermitted (EACCES, EROFS),
@@ -433,7 +431,6 @@ class DirectoryStore:
         owner: str = "",
         read_back: bool = True,
         window_bytes: int = WINDOW_BYTES,
-        buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self._path = root
         self._owner = owner
@@ -441,11 +438,11 @@ class DirectoryStore:
         self._mark = f"{hashlib.sha256(owner.encode()).hexdigest()[:16]}-" if owner else ""
         self._read_back = read_back
         self._window_bytes = window_bytes
-        self._buffer_bytes = min(buffer_bytes, window_bytes)
+        self._buffer_bytes = min(BUFFER_BYTES, window_bytes)
         self._pinned: tuple[int, int] | None = None
         self._flushed: set[tuple[int, int]] = set()
-        self.copies = int(read_back)
-        """0: this file system shares no blocks between files, as it showed, or copies are not proved."""
+        self._shares_blocks = read_back
+        """False: not between files of this file system, as it showed, or copies are not proved."""
         self._no_room = FullStoreMemory()
         # no lane removes as empty what another is about to put its first file into
         self._folders = threading.Lock()
@@ -459,6 +456,11 @@ class DirectoryStore:
     def lanes(self) -> int:
         """Return how many transfers run at a time: a few, as each flush waits for the share."""
         return LANES
+
+    @property
+    def copies(self) -> bool:
+        """Whether blocks of other objects are shared, and the result is read back."""
+        return self._shares_blocks
 
     def probe(self) -> Abilities:
         """Create, create again, replace, read and remove a small object, and a folder in the root (P19)."""
@@ -545,7 +547,7 @@ class DirectoryStore:
         key: str,
         source: Source,
         *,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange] = (),
     ) -> int:
@@ -574,7 +576,7 @@ class DirectoryStore:
         self,
         key: str,
         source: Source,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange],
     ) -> int:
@@ -593,7 +595,7 @@ class DirectoryStore:
                     start = one.offset
                     after = cloned(root, fd, source, one, (start, crc))
                     if after is None:
-                        self.copies = 0
+                        self._shares_blocks = False
                         break
                     start, crc = after
                     on_progress(Progress(done_bytes=start, flushed_bytes=start, crc64=crc))
@@ -639,20 +641,15 @@ class DirectoryStore:
         if not key.startswith(f"{ROOT}/"):
             self._no_room.freed()
 
-    def stale_temporaries(self, now_seconds: float) -> tuple[ObjectInfo, ...]:
-        """Return the temporaries of documents that a killed process of this owner left; `now_seconds`: the
-        share's time.
+    def left_temporaries(self) -> tuple[ObjectInfo, ...]:
+        """Return the temporaries of documents of this owner.
 
         Known by the owner's id in their names: another node's may be in use, however old it looks.
         """
         if not self._mark:
             return ()
         with self._at_root("looking for temporaries") as root:
-            return tuple(
-                info
-                for info in temporaries(root, f"{names.TEMPORARY_PREFIX}{self._mark}")
-                if info.mtime_ns / 1e9 < now_seconds - STALE_SECONDS
-            )
+            return tuple(temporaries(root, f"{names.TEMPORARY_PREFIX}{self._mark}"))
 
     def partial_bytes(self, key: str) -> int:
         """Return the bytes of our partial file of that key; 0: there is none."""
@@ -686,7 +683,7 @@ class DirectoryStore:
                 files.fsync_dir(folder)
         finally:
             os.close(folder)
-        prune_empty(root, key)
+        delete_empty_folders(root, key)
         self._flushed.clear()
 
     @contextlib.contextmanager
@@ -734,7 +731,7 @@ class DirectoryStore:
             return RemoteUnreachable(f"{where}: {error.strerror}")
         return explained(error, where)
 
-    def _open_partial(self, folder: int, name: str, resume: Resume | None) -> tuple[int, int, int]:
+    def _open_partial(self, folder: int, name: str, resume: ResumePoint | None) -> tuple[int, int, int]:
         """Open a partial file; returns (descriptor, offset to go on at, CRC64 so far).
 
         A file that cannot be continued gets a new inode: a hung predecessor may still hold the old one.

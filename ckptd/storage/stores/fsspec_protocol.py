@@ -72,7 +72,7 @@ class FsspecConnection:
         self._fs = fs
         self._is_create_only = is_create_only
 
-    def look(self, path: str) -> Entry | None:
+    def find_entry(self, path: str) -> Entry | None:
         """Return an object; None when absent."""
         try:
             found = self._fs.info(path)
@@ -113,7 +113,7 @@ class FsspecConnection:
 
     def create(self, path: str, data: bytes) -> bool:
         """Create with the driver's condition; without one look before and read again after."""
-        if self.look(path) is not None:
+        if self.find_entry(path) is not None:
             return False
         if not self._is_create_only:
             self._fs.pipe_file(path, data)
@@ -122,7 +122,7 @@ class FsspecConnection:
             self._fs.pipe_file(path, data, mode="create")
         except Exception as error:
             if isinstance(error, _BUGS) or (
-                not isinstance(error, FileExistsError) and self.look(path) is None
+                not isinstance(error, FileExistsError) and self.find_entry(path) is None
             ):
                 raise
             return False

@@ -21,6 +21,7 @@ from ckptd.storage.stores.base import (
     Abilities,
     ObjectInfo,
     Progress,
+    Store,
     cut_short,
     differs,
     partial_name,
@@ -31,10 +32,10 @@ from ckptd.storage.stores.directory import is_ours
 from ckptd.storage.stores.retrying import briefly
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from ckptd.storage.stores.base import Resume, Source
+    from ckptd.storage.stores.base import HeldRange, ResumePoint, Source
 
 
 # --- the file protocol below the store -------------------------------------------------------------------
@@ -105,7 +106,7 @@ class FileConnection(Protocol):
         """Find out by creating, replacing and removing `path`."""
         ...
 
-    def look(self, path: str) -> Entry | None:
+    def find_entry(self, path: str) -> Entry | None:
         """Return a regular file; None when there is none."""
         ...
 
@@ -227,7 +228,7 @@ _READ_BYTES = 4 << 20
 T = TypeVar("T")
 
 
-class FilesStore:
+class FilesStore(Store):
     """Store on a folder of a server or a prefix of a service; `owner` keeps two nodes' partials apart.
 
     Raises (everywhere): RemoteUnreachable (no answer, connection lost), RemoteNotOurs (unknown host key),
@@ -325,7 +326,7 @@ class FilesStore:
     def stat(self, key: str) -> ObjectInfo | None:
         """Return the size and time of an object; None when absent."""
         path = self._path(key)
-        found = self._call(f"looking at {key}", lambda drive: drive.look(path))
+        found = self._call(f"looking at {key}", lambda drive: drive.find_entry(path))
         return None if found is None else ObjectInfo(key=key, bytes=found.bytes, mtime_ns=found.mtime_ns)
 
     def read_at(self, key: str, offset: int, length: int) -> bytes:
@@ -366,7 +367,13 @@ class FilesStore:
     # --- data ------------------------------------------------------------------------------------------
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self,
+        key: str,
+        source: Source,
+        *,
+        resume: ResumePoint | None,
+        on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange] = (),  # noqa: ARG002
     ) -> int:
         """Write beside the name (services: into an unfinished upload), then give it the name."""
         path, what = self._path(key), f"writing {key}"
@@ -374,7 +381,7 @@ class FilesStore:
         wanted = resume.flushed_bytes if resume is not None else 0
         with self._pool.use() as drive:
             with explained(drive, what):
-                if drive.look(path) is not None:
+                if drive.find_entry(path) is not None:
                     drive.remove(self._partial(key))
                     raise taken(key)
                 sink, start = drive.sink(path, self._partial(key), rights, wanted)

@@ -11,9 +11,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
-from ckptd.base import extents
 from ckptd.storage.stores.checksums import crc64, crc64_combined
 from ckptd.storage.stores.rate_limit import Cancelled
 
@@ -21,10 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
-    from ckptd.storage.stores.base import Store
-
 RANGE_BYTES = 32 << 20
-_FLUSH_BYTES = 4 << 20
 
 T = TypeVar("T")
 
@@ -153,44 +149,6 @@ def crc_of(
     offsets = range(0, size_bytes, range_bytes)
     lanes.run(min(at_once, len(offsets)), offsets, read, name="range")
     return joined(size_bytes, [found[offset] for offset in offsets], range_bytes)
-
-
-def write_chunks(
-    chunks: Iterable[bytes], out: int, begin: int, told: Callable[[int], None]
-) -> tuple[int, int]:
-    """Write chunks into an open file from offset `begin` on; returns their bytes and CRC64NVME.
-
-    What is written is flushed and dropped from the page cache soon after: a few MiB are dirty at a time.
-    `told(count)` is called after each chunk and may raise to stop.
-    """
-    at = flushed = started = begin
-    crc = 0
-    for data in chunks:
-        extents.write_at(out, data, at)
-        crc = crc64(data, crc)
-        at += len(data)
-        told(len(data))
-        if at - started >= _FLUSH_BYTES:
-            extents.start_flush(out, started, at - started)
-            if started > flushed:
-                # waits for the stretch before, so that what is dirty stays small
-                extents.flush_range(out, flushed, started - flushed)
-                extents.drop_pages(out, flushed, started - flushed)
-            flushed, started = started, at
-    return at - begin, crc
-
-
-def write_range(
-    store: Store, key: str, begin: int, length: int, out: int, told: Callable[[int], None]
-) -> tuple[int, int]:
-    """Write a range of an object into an open file, at the same offset: as `write_chunks`.
-
-    A store of another process writes it there: no byte passes between the two.
-    """
-    there = getattr(store, "write_range", None)
-    if there is not None:
-        return cast("tuple[int, int]", there(key, begin, length, out, told))
-    return write_chunks(store.stream(key, begin, length), out, begin, told)
 
 
 def joined(size_bytes: int, ranges: Iterable[tuple[int, int]], range_bytes: int) -> tuple[int, int]:

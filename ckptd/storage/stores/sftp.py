@@ -188,7 +188,7 @@ class SftpConnection:
 
     # --- looking ---------------------------------------------------------------------------------------
 
-    def look(self, path: str) -> Entry | None:
+    def find_entry(self, path: str) -> Entry | None:
         """Return a regular file; symlinks are not followed."""
         status = self._status(path)
         if status is None or not stat.S_ISREG(status.st_mode or 0):

@@ -17,8 +17,8 @@ from tests.unit.cli.test_recipes import in_shell, refusal
 
 COMMANDS = get_group(build_app()).commands
 WORDS = {
-    "ADDRESS", "COMPAT", "DIR", "DTYPE", "DURATION", "FILE", "FORM", "FORMAT", "LEVEL", "N", "N/T", "NAME",
-    "NODE", "RANKS", "WHICH", "RUN", "SECONDS", "SIZE", "TAG", "USER",
+    "ADDRESS", "COMPAT", "DIR", "DTYPE", "DURATION", "FILE", "FORM", "FORMAT", "ID", "LEVEL", "N", "N/T",
+    "NAME", "NODE", "RANKS", "WHICH", "RUN", "SECONDS", "SETTING", "SIZE", "TAG", "USER",
 }  # fmt: skip
 """What stands for an option's value."""
 

@@ -19,7 +19,7 @@ from ckptd.cli.main import build_app, main
 from ckptd.cli.output import JOB_HELP
 from ckptd.cli.verbs import VERBS
 from ckptd.errors import LockHeld, UsageError
-from ckptd.maintenance.uninstall import Removal
+from ckptd.maintenance.uninstall import JobUninstall
 from ckptd.page.sources import read_page, wanted
 from ckptd.recover.select.job import job_named, state_dir_for
 from ckptd.storage.local.job_names import is_daemon, running_daemons, running_in, running_job
@@ -43,6 +43,7 @@ TABLE: dict[str, tuple[tuple[str, ...], int, int]] = {
     "reload": ((), WORKS, REFUSED),
     "drain": (("--deadline", "20s"), WORKS, REFUSED),
     "logs": ((), WORKS, REFUSED),
+    "events": ((), WORKS, REFUSED),
     "wait": (("--step", "2", "--timeout", "20s"), WORKS, REFUSED),
     # a daemon runs, which both refuse: they know which job is meant
     "takeover": ((), HELD, REFUSED),
@@ -264,7 +265,7 @@ def test_the_state_of_a_daemon_that_runs_is_never_removed(jobs: Jobs) -> None:
     other = Scene(jobs.root / "other")
     other.save(1)
     with pytest.raises(LockHeld, match="keeps its state"):
-        Removal(job_named(str(other.save_dir), os.environ), running.place)
+        JobUninstall(job_named(str(other.save_dir), os.environ), running.place)
 
 
 def test_every_verb_says_the_same_of_job() -> None:

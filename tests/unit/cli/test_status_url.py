@@ -91,7 +91,7 @@ def aged(nas: Path, seconds: float, below: str = "") -> None:
 
 def looked(nas: Path) -> FleetStatus:
     """What is printed, as data."""
-    return FleetReader(read_remote_inventory("nas", str(nas), None)).look()
+    return FleetReader(read_remote_inventory("nas", str(nas), None)).read()
 
 
 def status(nas: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,9 +13,9 @@ import pytest
 from ckptd.base import files
 from ckptd.config.quantities import parse_share
 from ckptd.conversion.remote.ends import resolve_source
-from ckptd.core.model.listing import Kind, warn_unprotected
 from ckptd.core.model.other_layouts import NOTHING_DECLARED, DeclaredSave
-from ckptd.daemon.intake.symlinked import look
+from ckptd.core.model.unprotected import Kind, warn_unprotected
+from ckptd.daemon.intake.listing import list_save_dir
 from ckptd.daemon.state.problems import Problems
 from ckptd.errors import NotFoundError, RefusedError
 from ckptd.maintenance.inspection import inspect_folder as inspect
@@ -178,7 +178,7 @@ class Watched:
 
     def look(self) -> list[tuple[str, str]]:
         with files.opened_dir(self.dir) as fd:
-            look(self.job.config, self.job.problems, None, fd)
+            list_save_dir(self.job.config, self.job.problems, None, fd)
         return [(p.code, p.severity) for p in self.job.problems.all()]
 
 

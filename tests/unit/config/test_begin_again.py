@@ -15,18 +15,19 @@ import pytest
 
 from ckptd.base import files
 from ckptd.config.loader import load_daemon, load_jobs
+from ckptd.core.model.other_layouts import NOTHING_DECLARED
 from ckptd.core.model.records import ObjectRow
 from ckptd.core.policy.actions import DeleteLocal
 from ckptd.daemon.actions.local_deletion import TIDY_SECONDS, LocalDeleter
-from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.daemon.loop import Daemon
-from ckptd.daemon.state.state import JobState
 from ckptd.errors import CkptdError, JournalDamaged, JournalFailed, from_os_error
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.journal.schema import Database
 from ckptd.storage.local import fs
 from ckptd.storage.local.scan import scan
+from tests.support.states import job_state
 from tests.unit.storage.local.test_local_prune import NAMES, TAG, permit_for, save_dir
 
 __all__ = ["save_dir"]
@@ -146,10 +147,18 @@ class Scene:
         state_dir.mkdir(parents=True)
         self.save_dir, self.fd = save_dir, fd
         self.audit = Audit(state_dir / "audit.jsonl")
-        self.state = JobState(journal=Journal(state_dir / "journal.db"))
+        self.state = job_state(Journal(state_dir / "journal.db"))
         self.waiting: list[Callable[[], None]] = []
         work = self._queue if is_busy else self._work
-        self.pruner = LocalDeleter(self.state, self.audit, work, lambda: None)
+        self.pruner = LocalDeleter(
+            self.state,
+            self.audit,
+            work,
+            lambda: None,
+            trainer="auto",
+            declared=NOTHING_DECLARED,
+            is_pinned=lambda _tag: False,
+        )
 
     def _queue(self, *order: Any) -> None:
         self.waiting.append(lambda: self._work(*order))
@@ -269,7 +278,7 @@ def test_a_restart_does_not_move_half_a_checkpoint_back(
     with files.opened_dir(save_dir) as fd:
         scene = Scene(save_dir, fd)
         scene.cut_short(monkeypatch)
-        recover(scene.state, fd, scene.audit)
+        finish_after_crash(scene.state, fd, scene.audit)
         assert not (save_dir / TAG).exists()
         assert scene.trash == []
 

@@ -151,7 +151,7 @@ def test_init_shows_the_defaults(tmp_path: Path) -> None:
     text = job_template(str(tmp_path / "run"), str(tmp_path / "nas" / "run"), "job")
     keep_out: tuple[str, ...]
     keep_out = ("save_total_limit", "keep_", "ephemeral", "ladder", "metric", "extra", "node_name")
-    keep_out = (*keep_out, "files", "complete_when")
+    keep_out = (*keep_out, "files", "complete_when", "ready_dir")
     shown = [
         line.removeprefix("# ")
         if " = " in line and not line.startswith(tuple(f"# {k}" for k in keep_out))

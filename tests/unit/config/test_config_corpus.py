@@ -59,6 +59,7 @@ WRONG: dict[str, list[Any]] = {
     "metrics_file": [5, True, [], {}, "", "/var/log/m.jsonl", "../m.jsonl", "_ckptd/m.jsonl", "a//b", DATE],
     "metric_mode": [5, True, [], "", "lower", "MIN", DATE],
     "node_name": [5, True, [], "", "a b", DATE],
+    "ready_dir": [5, True, [], {}, "", "ready", "~/ready", "/a/../b", "{dir}", DATE],
     "shared_fs": [5, "false", [], DATE],
     "shared_takeover": [5, True, [], {}, "", "5s", "-1m", "never", DATE],
     "layout.files": [5, True, [], {}, "", "a/b", "_ckptd*", DATE],

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.config.quantities import Timetable, constant, parse_timetable
+from ckptd.config.timetable import Timetable, constant, parse_timetable
 
 GB = 10**9
 OFFICE = "08:00,1GB/s 20:00,none"

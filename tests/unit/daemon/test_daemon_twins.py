@@ -11,8 +11,7 @@ import pytest
 
 from ckptd.config.loader import load_job
 from ckptd.config.schema import DaemonConfig
-from ckptd.daemon.bootstrap import on_attached
-from ckptd.daemon.uploads.duplicates import AWAY_NEXT_STEP
+from ckptd.daemon.uploads.attachment import AWAY_NEXT_STEP, on_attached
 from ckptd.errors import ConfigError
 from ckptd.maintenance.check import check_job
 from ckptd.storage.journal.journal import Journal
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.state.state import JobState
     from ckptd.storage.child.slots import RemoteProcess
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="needs root (mounts)")
@@ -49,15 +48,19 @@ class Two:
         self.journal = Journal(tmp_path / "journal.db")
         self.scenes = {name: Scene(tmp_path / name, name) for name in ("nas", "b")}
         self.sessions = {name: scene.session for name, scene in self.scenes.items()}
-        state = SimpleNamespace(journal=self.journal)
-        self.job = SimpleNamespace(
-            sessions=self.sessions, state=state, job_id=None, wake=lambda: None, learn_job_id=lambda _: None
-        )
+        state = cast("JobState", SimpleNamespace(journal=self.journal))
         for name, session in self.sessions.items():
             session.attached = session.observation = None
             session.settings = session.settings.model_copy(update={"remote_id": None, "job_id": None})
             session._client = cast("RemoteProcess", Line())
-            session._on_attached = on_attached(cast("Job", self.job), name)
+            session._on_attached = on_attached(
+                name,
+                self.sessions,
+                state,
+                is_shared=False,
+                learn_job_id=lambda _: None,
+                wake=lambda: None,
+            )
 
     def hears(self, name: str, place: str | None, remote_id: str = "r") -> bool:
         """The remote answers; whether it is attached then."""

@@ -24,7 +24,7 @@ from ckptd.core.model.records import (
     UploadRecord,
     UploadState,
 )
-from ckptd.daemon.bootstrap import node_id_of
+from ckptd.daemon.node_id import node_id_of
 from ckptd.errors import CkptdError, NotFoundError, RefusedError, StorageError
 from ckptd.maintenance.gc import Collector, sealed_here
 from ckptd.maintenance.repair import Unfinished
@@ -33,7 +33,7 @@ from ckptd.observe.audit import Audit
 from ckptd.recover.select.inventory import RemoteInventory, read_remote_inventory
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import garbage
-from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.repair import staging_key
 from ckptd.storage.stores.base import partial_name
 from tests.stores.counting import CountingStore
@@ -51,7 +51,7 @@ def collector(scene: RepairScene, *, dry_run: bool = False) -> Collector:
     return Collector(Audit(scene.state / "audit.jsonl"), scene.said.append, dry_run=dry_run)
 
 
-def sight(scene: RepairScene) -> RemoteInventory:
+def inventory(scene: RepairScene) -> RemoteInventory:
     """The remote as it is."""
     return read_remote_inventory("nas", str(scene.nas), None)
 
@@ -63,7 +63,7 @@ def tree(root: Path) -> set[str]:
 
 def stone(scene: RepairScene, tag: str, step: int, marks: tuple[tuple[str, str], ...] = ()) -> None:
     """A tombstone, as retention leaves it."""
-    commit = next(v for v in sight(scene).observation.commits if v.commit.tag == tag)
+    commit = next(v for v in inventory(scene).observation.commits if v.commit.tag == tag)
     document = Tombstone(
         tag=tag,
         generation=1,
@@ -86,7 +86,7 @@ def test_a_clean_remote_and_strangers_stay(scene: RepairScene) -> None:
     (scene.nas / "global_step7" / "half").write_bytes(b"1")
     before = tree(scene.nas)
     one = collector(scene)
-    one.remote(sight(scene), None)
+    one.remote(inventory(scene), None)
     assert one.removed == []
     assert tree(scene.nas) == before
     assert "2 objects (6 B)" in scene.said[-1]
@@ -99,16 +99,16 @@ def test_a_removal_that_was_cut_short_is_finished(scene: RepairScene) -> None:
     left = {name for name in tree(scene.nas) if "global_step5" not in name}
     dry = collector(scene, dry_run=True)
     before = tree(scene.nas)
-    dry.remote(sight(scene), None)
+    dry.remote(inventory(scene), None)
     assert [(row.where, row.what) for row in dry.removed] == [("nas", "global_step5 (zero)")]
     assert dry.removed[0].bytes > 0
     assert tree(scene.nas) == before
     assert scene.audit() == []
-    collector(scene).remote(sight(scene), None)
+    collector(scene).remote(inventory(scene), None)
     assert tree(scene.nas) == left | {"_ckptd/retired/global_step5~g1~zero.json"}
     assert [line["action"] for line in scene.audit()] == ["gc"]
     again = collector(scene)
-    again.remote(sight(scene), None)
+    again.remote(inventory(scene), None)
     assert again.removed == []
 
 
@@ -116,13 +116,13 @@ def test_what_was_retired_and_sent_again_goes(scene: RepairScene) -> None:
     shard = scene.shard(1, "global_step5", scene.nas)
     data = shard.read_bytes()
     stone(scene, "global_step5", 5, ((shard.name, "mark"), ("../out", "mark")))
-    collector(scene).remote(sight(scene), None)
+    collector(scene).remote(inventory(scene), None)
     assert not shard.exists()
     shard.parent.mkdir()
     shard.write_bytes(data)
     (shard.parent / "stranger").write_bytes(b"1")
     one = collector(scene)
-    one.remote(sight(scene), None)
+    one.remote(inventory(scene), None)
     assert [row.what for row in one.removed] == [f"global_step5/{shard.name}"]
     assert tree(shard.parent) == {"stranger"}
 
@@ -133,12 +133,12 @@ def test_a_replaced_revision_and_its_objects_go(scene: RepairScene) -> None:
         lost_revision(scene, tag, "lost")
     before = tree(scene.nas)
     one = collector(scene)
-    one.remote(sight(scene), None)
+    one.remote(inventory(scene), None)
     gone = before - tree(scene.nas)
     assert len(gone) == 2
     assert "global_step5/lost" in gone
     assert all("global_step5" in name for name in gone)
-    assert exit_code([Verifier(sight(scene), read=Slice()).run()]) == 0
+    assert exit_code([Verifier(inventory(scene), read=Slice()).run()]) == 0
 
 
 def lost_revision(scene: RepairScene, tag: str, *paths: str) -> None:
@@ -171,7 +171,7 @@ def test_what_is_listed_meanwhile_stays(
     """P3: between looking and removing, and between two removals, another node may list an object."""
     monkeypatch.setattr(garbage, "_AT_A_TIME", 1)
     lost_revision(scene, "global_step5", "lost", "other", "third")
-    here = sight(scene)
+    here = inventory(scene)
     found = garbage.find(here.store, here.observation.identity)
     gone: list[str] = []
     last = found.objects[2].key
@@ -194,7 +194,7 @@ def test_what_is_listed_meanwhile_stays(
 def test_a_spare_stays_until_its_object_is_right(scene: RepairScene) -> None:
     """A repair on another node may be between removing the bad object and sending the good one."""
     shard = scene.shard(1, root=scene.nas)
-    here = sight(scene)
+    here = inventory(scene)
     view = next(v for v in here.observation.commits if v.commit.tag == TAG)
     manifest = next(iter(here.manifests(view.commit)))
     file = next(f for f in manifest.files if f.key.endswith(shard.name))
@@ -208,13 +208,13 @@ def test_a_spare_stays_until_its_object_is_right(scene: RepairScene) -> None:
         else:
             shard.unlink()
         one = collector(scene)
-        one.remote(sight(scene), None)
+        one.remote(inventory(scene), None)
         assert spare.exists()
         assert any("1 spare objects stay" in line for line in scene.said)
     assert not (spare.parent / "nobodys").exists()
     shard.write_bytes(spare.read_bytes())
     one = collector(scene)
-    one.remote(sight(scene), None)
+    one.remote(inventory(scene), None)
     assert not spare.exists()
 
 
@@ -243,7 +243,7 @@ def test_leases_of_generations_that_are_over(scene: RepairScene) -> None:
         (scene.nas / "_ckptd" / "leases" / where).mkdir(parents=True)
         (scene.nas / "_ckptd" / "leases" / where / "n1~x.json").write_text("{}")
     one = collector(scene)
-    one.remote(sight(scene), None)
+    one.remote(inventory(scene), None)
     assert [row.what for row in one.removed] == [f"_ckptd/leases/{TAG}~g1~zero/n1~x.json"]
     assert (scene.nas / "_ckptd" / "leases" / f"{TAG}~g2~zero" / "n1~x.json").exists()
 
@@ -254,7 +254,7 @@ def test_nothing_goes_where_a_document_cannot_be_read(scene: RepairScene) -> Non
     path.write_bytes(b"{torn")
     before = tree(scene.nas)
     with pytest.raises(RefusedError, match="nothing in"):
-        collector(scene).remote(sight(scene), None)
+        collector(scene).remote(inventory(scene), None)
     assert tree(scene.nas) == before
 
 
@@ -265,7 +265,7 @@ def test_only_noted_uploads_are_given_up(scene: RepairScene) -> None:
     notes.note("nas", f"{TAG}/x", "1:id")
     notes.note("other", f"{TAG}/y", "1:id")
     one = collector(scene)
-    one.remote(sight(scene), Unfinished(scene.state))
+    one.remote(inventory(scene), Unfinished(scene.state))
     assert [row.what for row in one.removed] == [f"an upload of {TAG}/x"]
     assert Unfinished(scene.state).of("nas") == []
     assert len(Unfinished(scene.state).of("other")) == 1
@@ -515,7 +515,7 @@ def lies_there(scene: RepairScene, key: str, data: bytes) -> Path:
 def gc(scene: RepairScene, *, dry_run: bool = False) -> Collector:
     """The remote, then the node."""
     one = collector(scene, dry_run=dry_run)
-    seen = sight(scene)
+    seen = inventory(scene)
     one.remote(seen, None, scene.state)
     one.node(scene.job_with(scene.nas), [seen], scene.state)
     return one
@@ -579,7 +579,7 @@ def test_what_we_sent_in_vain_stays_where_another_node_may_count_on_it(scene: Re
         as_of="2020-01-01T00:00:00+00:00",
         state="ok",
     )
-    Heartbeats(sight(scene).store).put(beat)
+    Heartbeats(inventory(scene).store).put(beat)
     assert gc(scene).removed == []
     assert ours.exists()
     assert any("node n9 writes to" in line for line in scene.said)

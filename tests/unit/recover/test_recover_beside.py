@@ -23,9 +23,9 @@ from ckptd.recover.execute import Execution
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.steps import CopyBeside
 from ckptd.storage.remote import derive_attempts
-from ckptd.storage.remote.commit import supplement
 from ckptd.storage.remote.messages import UploadFile, UploadRequest
-from ckptd.storage.remote.transfer import Control
+from ckptd.storage.remote.supplement import supplement
+from ckptd.storage.remote.transfer import TransferControl
 from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.support.core_views import sealed
 from tests.support.recover_scene import EXTRA, SHAPES
@@ -93,8 +93,8 @@ class HfScene(RestoreScene):
 
     def ship_late(self) -> None:
         """As the daemon ships what came after the COMMIT."""
-        sight = read_remote_inventory("nas", str(self.nas), None)
-        view = next(view for view in sight.commits if view.commit.form == "zero")
+        inventory = read_remote_inventory("nas", str(self.nas), None)
+        view = next(view for view in inventory.commits if view.commit.form == "zero")
         rows = tuple(
             UploadFile(
                 path=name,
@@ -108,11 +108,11 @@ class HfScene(RestoreScene):
             )
             for name, data in STOCK.items()
         )
-        manifest = sight.manifests(view.commit)[0].model_copy(update={"files": ()})
+        manifest = inventory.manifests(view.commit)[0].model_copy(update={"files": ()})
         order = UploadRequest(
             root=str(self.save_dir), manifest=manifest, files=rows, supplement_to=view.sha256
         )
-        control = Control(
+        control = TransferControl(
             pacer=RateLimiter(), check=lambda: None, on_moving=lambda *_: None, on_done=lambda _: None
         )
         assert supplement(self.ground(), order, control).outcome == "committed"

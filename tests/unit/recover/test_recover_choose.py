@@ -37,7 +37,7 @@ def store(filled: dict[str, bytes], tmp_path: Path) -> CountingStore:
     return CountingStore(objects=dict(filled))
 
 
-def sight(store: CountingStore, name: str = "nas") -> RemoteInventory:
+def inventory(store: CountingStore, name: str = "nas") -> RemoteInventory:
     """The remote as it is; reads are counted from here on."""
     seen = read_remote(store)
     store.count()
@@ -53,7 +53,7 @@ def damage(store: CountingStore, step: int) -> None:
 
 
 def test_the_newest_are_read_not_all(store: CountingStore) -> None:
-    choice = choose([], [sight(store)], NodeMemory(), Nodes())
+    choice = choose([], [inventory(store)], NodeMemory(), Nodes())
     assert [c.tag for c in choice.candidates] == [f"global_step{COUNT - i}" for i in range(NEWEST_READ)]
     assert store.count() == NEWEST_READ
 
@@ -61,14 +61,14 @@ def test_the_newest_are_read_not_all(store: CountingStore) -> None:
 def test_older_ones_are_read_where_newer_ones_are_damaged(store: CountingStore) -> None:
     for step in range(3, COUNT + 1):
         damage(store, step)
-    choice = choose([], [sight(store)], NodeMemory(), Nodes())
+    choice = choose([], [inventory(store)], NodeMemory(), Nodes())
     assert [c.tag for c in choice.candidates] == ["global_step2", "global_step1"]
     assert len(choice.notes) == COUNT - 2
 
 
 def test_of_a_tag_that_is_asked_for_or_lies_here_all_is_read(store: CountingStore) -> None:
     wanted = Wanted(most=1, tags=frozenset({"global_step3"}))
-    remotes = [sight(store), sight(store, "s3")]
+    remotes = [inventory(store), inventory(store, "s3")]
     found = committed_saves(remotes, Nodes(), NONE, Choice(), wanted)
     assert [(c.tag, len(c.copies)) for c in found] == [(f"global_step{COUNT}", 2), ("global_step3", 2)]
     assert store.count() == 4
@@ -76,5 +76,5 @@ def test_of_a_tag_that_is_asked_for_or_lies_here_all_is_read(store: CountingStor
 
 def test_what_is_of_no_use_does_not_count(store: CountingStore) -> None:
     wanted = Wanted(most=1, is_usable=lambda c: c.order.step < COUNT - 1)
-    found = committed_saves([sight(store)], Nodes(), NONE, Choice(), wanted)
+    found = committed_saves([inventory(store)], Nodes(), NONE, Choice(), wanted)
     assert [c.order.step for c in found] == [COUNT, COUNT - 1, COUNT - 2]

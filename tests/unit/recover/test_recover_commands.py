@@ -109,7 +109,7 @@ def test_list_of_what_is_not_there(scene: Scene) -> None:
 
 def test_pins_are_listed(scene: Scene) -> None:
     from ckptd.core.model.decision import Decision
-    from ckptd.storage.remote.observe import record
+    from tests.support.observing import record
 
     scene.save(5)
     scene.commit("global_step5", 5)

@@ -101,9 +101,9 @@ def test_a_tag_that_is_retired_under_a_restore_is_not_there(scene: RestoreScene)
 
 def test_what_is_retired_under_a_verify_is_no_damage(scene: RestoreScene) -> None:
     scene.two()
-    sight = read_remote_inventory("nas", str(scene.nas), None)
+    inventory = read_remote_inventory("nas", str(scene.nas), None)
     later(scene)
-    found = Verifier(sight, read=Slice()).run()
+    found = Verifier(inventory, read=Slice()).run()
     assert [row.verdict for row in found.commits] == ["retired", "retired"]
     assert exit_code([found]) == 0
 

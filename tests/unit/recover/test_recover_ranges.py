@@ -92,8 +92,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     seen = read_remote(store)
     (view,) = live_commits(seen)
     manifests = tuple(manifests_of(store, view))
-    sight = RemoteInventory(name="nas", url="memory:", store=store, observation=seen, commits=(view,))
-    copy = Copy(remote=sight, view=view, manifests=manifests, files=manifests[0].files)
+    inventory = RemoteInventory(name="nas", url="memory:", store=store, observation=seen, commits=(view,))
+    copy = Copy(remote=inventory, view=view, manifests=manifests, files=manifests[0].files)
     return Place(store=store, copy=copy, staging=tmp_path / "staging")
 
 

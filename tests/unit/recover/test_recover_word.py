@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.base import files
-from ckptd.core.model.listing import RESUMED_PATH, ResumeMarker, read_resume_marker
+from ckptd.core.model.other_layouts import NOTHING_DECLARED
+from ckptd.core.model.resume_marker import RESUMED_PATH, ResumeMarker, read_resume_marker
 from ckptd.daemon.actions.local_deletion import _check_no_save_began
 from ckptd.errors import SourceChanged
-from ckptd.maintenance.uninstall import Removal
+from ckptd.maintenance.uninstall import JobUninstall
 from ckptd.recover.execute import Execution, write_resume_marker
 from ckptd.storage.local.scan import scan
 from tests.support.recover_scene import EXTRA, SHAPES, Scene, scene
@@ -126,10 +127,10 @@ def test_a_removal_that_was_planned_before_the_word_is_not_begun(scene: Scene) -
     save(scene, 20)
     with files.opened_dir(scene.save_dir) as fd:
         planned = scan(fd)
-        _check_no_save_began(fd, planned, "checkpoint-10", "auto")
+        _check_no_save_began(fd, planned, "checkpoint-10", "auto", NOTHING_DECLARED)
         scene.resume(remote=False, tag="checkpoint-10")
         with pytest.raises(SourceChanged, match="resume"):
-            _check_no_save_began(fd, planned, "checkpoint-10", "auto")
+            _check_no_save_began(fd, planned, "checkpoint-10", "auto", NOTHING_DECLARED)
 
 
 @contextmanager
@@ -172,7 +173,7 @@ def test_beside_a_daemon_it_stays_until_the_run_has_gone_on(scene: Scene) -> Non
 def test_it_goes_with_all_that_is_ours(scene: Scene) -> None:
     save(scene, 10)
     scene.resume(remote=False)
-    removal = Removal(scene.job(), None)
+    removal = JobUninstall(scene.job(), None)
     try:
         gone = removal.carry_out(removal.plan(), with_uncommitted=False)
     finally:

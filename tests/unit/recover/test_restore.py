@@ -188,7 +188,7 @@ def test_with_the_zero_form_here_nothing_is_read_twice(scene: RestoreScene) -> N
     scene.commit(TAG, 10)
     scene.restore()
     done = scene.restore(world_size=3)
-    assert [type(step).__name__ for step in done.plan.steps] == ["Convert", "WritePointer"]
+    assert [type(step).__name__ for step in done.plan.steps] == ["MakeUniversal", "WritePointer"]
 
 
 def test_universal_whose_zero_form_is_gone(scene: RestoreScene) -> None:

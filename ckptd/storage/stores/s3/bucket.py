@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import threading
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ckptd.base import files
-from ckptd.errors import NotPermitted, RemoteUnreachable
-from ckptd.storage.stores.base import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, too_large
+from ckptd.errors import CkptdError, NotPermitted, RemoteUnreachable
+from ckptd.storage.stores.base import DOCUMENT_LIMIT_BYTES, Abilities, ObjectInfo, Store, too_large
 from ckptd.storage.stores.s3 import client as sc
 from ckptd.storage.stores.s3.direct import Direct
 
@@ -38,7 +39,7 @@ _KEYS_OF_S3FS = (
 _UNKNOWN = Abilities(create_only=False, checksum=None, resumable=True)
 
 
-class S3Bucket:
+class S3Bucket(Store):
     """`s3://bucket/prefix`; `read_back` False: copies are not proved at all (verify = none).
 
     Raises (everywhere): RemoteUnreachable (no answer, busy, clock), RemoteNotOurs (no bucket, other region),
@@ -104,7 +105,7 @@ class S3Bucket:
         return self._direct
 
     @property
-    def flights(self) -> int:
+    def pending_puts(self) -> int:
         """Return how many small objects one thread may have on their way (`begin`), their answers being
         proofs.
         """
@@ -120,10 +121,10 @@ class S3Bucket:
         return 2 if can.checksum or can.part_etags else 1
 
     @property
-    def copies(self) -> int:
-        """1: the server copies parts of an upload from objects that it holds, and the result is proved."""
+    def copies(self) -> bool:
+        """Whether the server copies parts of an upload from objects that it holds; the result is proved."""
         can = self.abilities
-        return int(can.copies and (self.is_read_back or can.checksum is not None))
+        return can.copies and (self.is_read_back or can.checksum is not None)
 
     @property
     def wants_md5(self) -> bool:
@@ -262,6 +263,14 @@ class S3Bucket:
 
     def free_bytes(self) -> int | None:
         """A bucket does not tell."""
+        return None
+
+    def now_seconds(self) -> float | None:
+        """Return the time of an answer (`Date`, whole seconds); None: no answer."""
+        with suppress(CkptdError, ValueError, KeyError, TypeError):
+            with self.asking("reading its clock"):
+                answer = self.client.head_bucket(Bucket=self.bucket)
+            return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
         return None
 
     # --- ranges ----------------------------------------------------------------------------------------

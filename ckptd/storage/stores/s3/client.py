@@ -338,11 +338,11 @@ def _unusable(error: Exception) -> NotPermitted:
 
     if isinstance(error, exceptions.NoCredentialsError):
         return NotPermitted("no AWS credentials were found", hint=_CREDENTIALS_HINT)
-    told = getattr(error, "kwargs", {})
+    details = getattr(error, "kwargs", {})
     if isinstance(error, exceptions.PartialCredentialsError):
-        msg = f"{told.get('cred_var')} is missing from the AWS credentials ({told.get('provider')})"
+        msg = f"{details.get('cred_var')} is missing from the AWS credentials ({details.get('provider')})"
     else:
-        msg = f"the AWS credentials could not be got ({told.get('provider') or type(error).__name__})"
+        msg = f"the AWS credentials could not be got ({details.get('provider') or type(error).__name__})"
     return NotPermitted(msg, hint=_CREDENTIALS_HINT)
 
 
@@ -370,7 +370,7 @@ def failure(error: Exception, what: str, url: str, endpoint: str) -> CkptdError:
     from botocore.parsers import ResponseParserError
 
     place = f"{url} at {endpoint}"
-    told = str(getattr(error, "kwargs", {}).get("error", error))
+    cause = str(getattr(error, "kwargs", {}).get("error", error))
     if isinstance(error, _no_credentials()):
         unusable = _unusable(error)
         return NotPermitted(f"{place}: {unusable.message}", hint=unusable.hint)
@@ -384,11 +384,11 @@ def failure(error: Exception, what: str, url: str, endpoint: str) -> CkptdError:
         host = urlsplit(str(error.kwargs.get("endpoint_url") or endpoint)).netloc
         msg = f"{place}: nothing answers at {host} ({_cause(error)})"
         return RemoteUnreachable(msg, hint="is endpoint_url right, and the server up? ckptd tries again")
-    if isinstance(error, exceptions.HTTPClientError) and any(words in told for words in _BAD_HEADER):
+    if isinstance(error, exceptions.HTTPClientError) and any(words in cause for words in _BAD_HEADER):
         # the error quotes the header, and a session token is one
         msg = f"{place}: the AWS credentials hold a line break or another character that no key has"
         return NotPermitted(msg, hint=_CREDENTIALS_HINT)
-    is_no_http = any(words in told for words in _NO_HTTP)
+    is_no_http = any(words in cause for words in _NO_HTTP)
     if isinstance(error, ResponseParserError) or is_no_http:
         return _no_s3(endpoint, "nor HTTP" if is_no_http else "its answer is no XML")
     if isinstance(error, exceptions.ProxyConnectionError):

@@ -302,8 +302,8 @@ class Flight:
             connection.close()
         else:
             self._direct.give_back(connection)
-        told = {"ETag": answer.headers["ETag"], "ChecksumCRC64NVME": answer.headers.get(_SUM)}
-        return {name: value for name, value in told.items() if value is not None}
+        headers = {"ETag": answer.headers["ETag"], "ChecksumCRC64NVME": answer.headers.get(_SUM)}
+        return {name: value for name, value in headers.items() if value is not None}
 
     def abandon(self) -> None:
         """Drop the connection: nobody wants the answer."""

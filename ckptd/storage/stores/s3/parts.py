@@ -228,12 +228,12 @@ class Sending:
 
     def _send(self, number: int) -> None:
         begin, length = self._upload.cuts.range_of(number)
-        told = _CountedSource(self._source, lambda end: self._moved(number, end - begin))
+        counted = _CountedSource(self._source, lambda end: self._moved(number, end - begin))
         request = {"UploadId": self._upload.upload_id, "PartNumber": number}
         with self._place(), self._room:
             sent = self._copy((begin, length), request)
             if sent is None:
-                sent = send_range(self._store, self._key, told, (begin, length), request)
+                sent = send_range(self._store, self._key, counted, (begin, length), request)
         self._source.drop(begin, length)
         with self._lock:
             upload = self._upload
@@ -411,8 +411,8 @@ def _send_once_read(
     if answer is None or not body.is_whole:
         return None
     sent = Sent(answer=answer, crc=body.crc, md5=body.md5)
-    told = answer.get("ChecksumCRC64NVME")
-    is_same = told is None or not can.checksum or told == encoded(sent.crc)
+    checksum = answer.get("ChecksumCRC64NVME")
+    is_same = checksum is None or not can.checksum or checksum == encoded(sent.crc)
     return sent if is_same and _is_intact(store, sent, number) else None
 
 

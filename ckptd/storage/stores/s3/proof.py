@@ -128,13 +128,13 @@ def _digest(
         return sent, "part-etags"
     done = 0
 
-    def told(count: int) -> None:
+    def on_bytes(count: int) -> None:
         nonlocal done
         done += count
         on_progress(done)
 
     try:
-        _, crc = crc_of(partial(store.stream, key), size_bytes, told, at_once=_STREAMS)
+        _, crc = crc_of(partial(store.stream, key), size_bytes, on_bytes, at_once=_STREAMS)
     except FileNotFoundError:
         return ~sent & (1 << 64) - 1, "read-back"
     return crc, "read-back"

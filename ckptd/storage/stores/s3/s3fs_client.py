@@ -363,10 +363,10 @@ def _asked(action: Callable[..., Any], *given: Any) -> Any:
             cause = cause.__cause__
         if cause is None:
             raise
-        told = cause.kwargs if isinstance(cause, EndpointConnectionError) else {}
-        inner = told.get("error")
+        details = cause.kwargs if isinstance(cause, EndpointConnectionError) else {}
+        inner = details.get("error")
         if isinstance(inner, ClientOSError) and not isinstance(inner, ClientConnectorError):
             # aiobotocore calls a connection that broke one that was never made
-            cause = ConnectionClosedError(**told)
+            cause = ConnectionClosedError(**details)
     # outside of the handler: the error that it is the cause of would become its context, a circle
     raise cause

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptd.storage.stores.access import Access
-    from ckptd.storage.stores.base import Abilities, HeldRange, Progress, Resume, Source
+    from ckptd.storage.stores.base import Abilities, HeldRange, Progress, ResumePoint, Source
     from ckptd.storage.stores.s3.uploads import Started
 
 _PROBES = "_ckptd/probe~"
@@ -47,7 +47,7 @@ class S3Store(S3Bucket):
         key: str,
         source: Source,
         *,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange] = (),
     ) -> int:

@@ -39,7 +39,7 @@ from ckptd.storage.stores.sources import crc64_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ckptd.storage.stores.base import HeldRange, Resume, Source
+    from ckptd.storage.stores.base import HeldRange, ResumePoint, Source
     from ckptd.storage.stores.s3.body import BufferedBody
     from ckptd.storage.stores.s3.bucket import S3Bucket
     from ckptd.storage.stores.s3.direct import Flight
@@ -119,7 +119,7 @@ class S3Uploads:
         self,
         key: str,
         source: Source,
-        resume: Resume | None,
+        resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
         held: Sequence[HeldRange] = (),
     ) -> int:
@@ -197,7 +197,7 @@ class S3Uploads:
             SourceChanged, DamagedError: as reading the source does.
         """
         store, size = self._store, source.size_bytes
-        if size > STEP_BYTES or store.direct is None or not store.flights:
+        if size > STEP_BYTES or store.direct is None or not store.pending_puts:
             return None
         held = held_of(store, source, 0, size)
         arguments = {"IfNoneMatch": "*"} | store.access.for_data
@@ -238,7 +238,7 @@ class S3Uploads:
             )
         return Upload(upload_id=answer["UploadId"], cuts=cuts)
 
-    def _continued(self, key: str, source: Source, resume: Resume) -> Upload | None:
+    def _continued(self, key: str, source: Source, resume: ResumePoint) -> Upload | None:
         """Return the upload that an earlier attempt began, as the server holds it; None: begin anew."""
         found = shared_upload(resume.token, source.size_bytes)
         if found is None or not self._list_parts(key, found):

@@ -9,7 +9,8 @@ import pytest
 
 from ckptd.base import files
 from ckptd.core.model.layouts import Grid
-from ckptd.core.model.listing import RESUMED_PATH, ResumeMarker, read_resume_marker
+from ckptd.core.model.other_layouts import NOTHING_DECLARED
+from ckptd.core.model.resume_marker import RESUMED_PATH, ResumeMarker, read_resume_marker
 from ckptd.core.policy.actions import DeleteLocal
 from ckptd.core.policy.planner import plan
 from ckptd.daemon.actions.local_deletion import _check_no_save_began
@@ -107,9 +108,9 @@ def test_what_was_handed_out_since_its_removal_was_planned_stays(tmp_path: Path)
     (tmp_path / "global_step1").mkdir()
     with files.opened_dir(tmp_path) as fd:
         planned = scan(fd, "auto")
-        _check_no_save_began(fd, planned, "global_step1", "auto")
+        _check_no_save_began(fd, planned, "global_step1", "auto", NOTHING_DECLARED)
         word = ResumeMarker(tag="global_step1", written_ns={})
         (tmp_path / RESUMED_PATH).parent.mkdir()
         (tmp_path / RESUMED_PATH).write_text(word.model_dump_json())
         with pytest.raises(SourceChanged, match="gave the trainer a checkpoint"):
-            _check_no_save_began(fd, planned, "global_step1", "auto")
+            _check_no_save_began(fd, planned, "global_step1", "auto", NOTHING_DECLARED)

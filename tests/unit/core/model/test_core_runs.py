@@ -13,16 +13,17 @@ import pytest
 
 from ckptd.core.model.heartbeat import Heartbeat, SeenNode
 from ckptd.core.model.manifest import RemoteIdentity, to_bytes
-from ckptd.core.model.runs import Claim, Decision, Row, RunFile, judge, run_of
-from ckptd.daemon.bootstrap import node_id_of
-from ckptd.daemon.intake.runs import Runs
+from ckptd.core.model.runs import Claim, ClaimVerdict, Row, RunFile, judge, run_of
+from ckptd.daemon.intake.runs import JobRuns
+from ckptd.daemon.node_id import node_id_of
 from ckptd.daemon.state.problems import Problems
 from ckptd.storage.child.service import Service
 from ckptd.storage.local.run_file import read_run, run_file, write_run
 from ckptd.storage.local.state_dir import own_state
 from ckptd.storage.remote import messages as m
-from ckptd.storage.remote.coordination import Heartbeats, claim_run, newest_run, read_runs
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.messages import RemoteSettings
+from ckptd.storage.remote.runs import claim_run, newest_run, read_runs
 from ckptd.storage.stores.directory import DirectoryStore
 
 A: dict[str, Any] = {"node": "a", "node_id": "ida", "host": "ha", "user": "alice", "save_dir": "/a/output"}
@@ -49,15 +50,15 @@ def beat(run_id: str | None = "r1", age: float = 30.0, **more: Any) -> SeenNode:
     return SeenNode(node=said.node, seconds_ago=age, heartbeat=said)
 
 
-def judged(c: Claim, r: Row | None, *seen: SeenNode, is_virgin: bool = False) -> Decision:
+def judged(c: Claim, r: Row | None, *seen: SeenNode, is_virgin: bool = False) -> ClaimVerdict:
     """With the job's id j."""
     return judge(c, r, seen, job_id="j", is_virgin=is_virgin)
 
 
 def test_the_first_run_of_a_fresh_remote_bears_the_jobs_id() -> None:
-    assert judged(claim(is_new=True), None, is_virgin=True) == Decision(run_id="j", appends=True)
-    assert judged(claim(is_new=True), None) == Decision(run_id="r2", appends=True)
-    assert judged(claim("r7"), None, is_virgin=True) == Decision(run_id="r7", appends=True)
+    assert judged(claim(is_new=True), None, is_virgin=True) == ClaimVerdict(run_id="j", appends=True)
+    assert judged(claim(is_new=True), None) == ClaimVerdict(run_id="r2", appends=True)
+    assert judged(claim("r7"), None, is_virgin=True) == ClaimVerdict(run_id="r7", appends=True)
 
 
 @pytest.mark.parametrize("run_id", ["r2", "r1"], ids=["another run", "the same, by hand"])
@@ -69,7 +70,7 @@ def test_a_second_place_that_saves_whole_checkpoints_is_refused_while_the_first_
 
 @pytest.mark.parametrize("seen", [beat(age=301.0), beat(ended=True), beat("r9", age=1.0)])
 def test_it_goes_on_once_the_first_is_silent_or_has_ended(seen: SeenNode) -> None:
-    assert judged(claim(), row(), seen) == Decision(run_id="r2", appends=True)
+    assert judged(claim(), row(), seen) == ClaimVerdict(run_id="r2", appends=True)
 
 
 def test_a_daemon_that_beat_before_it_knew_its_run_lives() -> None:
@@ -78,14 +79,16 @@ def test_a_daemon_that_beat_before_it_knew_its_run_lives() -> None:
 
 def test_the_same_place_never_conflicts_with_itself() -> None:
     again = {**A, "node_id": "other"}  # its state was lost
-    assert judged(Claim(**again, run_id="r1"), row(), beat()) == Decision(run_id="r1", appends=True)
-    assert judged(Claim(**A, run_id="r1"), row(), beat()) == Decision(run_id="r1")
-    assert judged(Claim(**A, run_id="r2", is_new=True), row(), beat()) == Decision(run_id="r2", appends=True)
+    assert judged(Claim(**again, run_id="r1"), row(), beat()) == ClaimVerdict(run_id="r1", appends=True)
+    assert judged(Claim(**A, run_id="r1"), row(), beat()) == ClaimVerdict(run_id="r1")
+    assert judged(Claim(**A, run_id="r2", is_new=True), row(), beat()) == ClaimVerdict(
+        run_id="r2", appends=True
+    )
 
 
 def test_a_run_that_was_resumed_elsewhere_moves_there_and_its_former_place_is_the_second() -> None:
     moved = judged(claim("r1", was_resumed=True, knows=1), row(), beat())
-    assert moved == Decision(run_id="r1", appends=True)
+    assert moved == ClaimVerdict(run_id="r1", appends=True)
     former = judged(Claim(**A, run_id="r1", accepted=1), row(2, **B), beat(**B))
     assert former.others
     late = judged(claim("r1", was_resumed=True, knows=1), row(2, **{**A, "save_dir": "/c"}), beat())
@@ -94,8 +97,10 @@ def test_a_run_that_was_resumed_elsewhere_moves_there_and_its_former_place_is_th
 
 def test_parts_of_one_save_are_one_run() -> None:
     mine, theirs = {**HALVES, "shards": [(1, 0)]}, {**HALVES, "shards": [(0, 0)]}
-    assert judged(claim(is_new=True, **mine), row(**theirs), beat(shards=[(0, 0)])) == Decision(run_id="r1")
-    assert judged(claim("r1", **mine), row(**theirs), beat()) == Decision(run_id="r1")
+    assert judged(claim(is_new=True, **mine), row(**theirs), beat(shards=[(0, 0)])) == ClaimVerdict(
+        run_id="r1"
+    )
+    assert judged(claim("r1", **mine), row(**theirs), beat()) == ClaimVerdict(run_id="r1")
     # the same shard twice, another grid, a whole one: two runs
     assert judged(claim(is_new=True, **theirs), row(**theirs), beat()).others
     assert judged(claim(is_new=True, **{**mine, "grid": (4, 1, 3)}), row(**theirs), beat()).others
@@ -105,19 +110,19 @@ def test_parts_of_one_save_are_one_run() -> None:
 def test_a_part_does_not_join_a_run_that_nobody_saves_or_that_its_directory_left() -> None:
     mine, theirs = {**HALVES, "shards": [(1, 0)]}, {**HALVES, "shards": [(0, 0)]}
     dead = judged(claim(is_new=True, **mine), row(**theirs), beat(age=400.0))
-    assert dead == Decision(run_id="r2", appends=True)
+    assert dead == ClaimVerdict(run_id="r2", appends=True)
     assert judged(claim(is_new=True, left="r1", **mine), row(**theirs), beat()).others
 
 
 def test_a_node_whose_ranks_changed_goes_on_under_the_row_that_it_was_accepted_under() -> None:
     theirs = {**HALVES, "shards": [(0, 0)]}
     found = judged(claim("r1", accepted=3, **theirs), row(3, **theirs), beat(shards=[(0, 0)]))
-    assert found == Decision(run_id="r1")
+    assert found == ClaimVerdict(run_id="r1")
     assert judged(claim("r1", accepted=2, **theirs), row(3, **theirs), beat(shards=[(0, 0)])).others
 
 
 def test_hosts_that_share_a_directory_are_one_place() -> None:
-    goes_on = Decision(run_id="r1")
+    goes_on = ClaimVerdict(run_id="r1")
     assert judged(claim(is_new=True, is_shared=True), row(is_shared=True), beat()) == goes_on
     # hosts of one name and path, as containers are: no row is added in turn, and no run begun
     same = {**A, "node": "c", "node_id": "idc", "is_shared": True}
@@ -209,7 +214,7 @@ def test_of_nodes_of_one_run_nobody_says_that_they_share_a_name(tmp_path: Path) 
     )
     state: Any = SimpleNamespace(set_run=lambda _run: None)
     config: Any = SimpleNamespace(save_dir=tmp_path, name="job", shared_fs=False)
-    ours: Any = Runs(config, state, {"nas": link}, fd, ("b", "idb"), lambda: None, lambda: None)  # type: ignore[arg-type, return-value]
+    ours: Any = JobRuns(config, state, {"nas": link}, fd, ("b", "idb"), lambda: None, lambda: None)  # type: ignore[arg-type, return-value]
     os.close(fd)
     for is_claimed, seen, is_said in (
         (False, beat("j"), True),

@@ -14,13 +14,12 @@ from ckptd.base import extents, files
 from ckptd.core.model.records import UNIVERSAL, ZERO, UploadRecord, UploadState
 from ckptd.core.model.save import SealedSave
 from ckptd.daemon.intake.clones import recover_holds, settle_holds
-from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState
 from ckptd.errors import SourceChanged
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local import clones
 from tests.stores.scene import Node
+from tests.support.states import job_state
 
 
 def held(save_dir: Path, tag: str, number: int, step: int) -> None:
@@ -78,7 +77,7 @@ def test_a_hold_keeps_the_empty_folders_of_its_save(tmp_path: Path, monkeypatch:
         assert all((place / path).is_dir() for path in empty)
         shutil.rmtree(tmp_path / "global_step5")
         journal = Journal(tmp_path / "journal.db")
-        state = JobState(journal=journal, problems=Problems())
+        state = job_state(journal)
         recover_holds(state, fd)
     assert [(row.held, row.save.empty) for row in state.saves.rows.values()] == [(True, empty)]
     journal.close()
@@ -103,7 +102,7 @@ def test_a_hold_that_cannot_be_renamed_stops_nothing(
     held(tmp_path, "global_step5", 7, 5)
     held(tmp_path, "global_step6", 9, 6)
     journal = Journal(tmp_path / "journal.db")
-    state = JobState(journal=journal, problems=Problems())
+    state = job_state(journal)
     write = files.write_atomic
 
     def refusing(dir_fd: int, name: str, data: bytes) -> None:
@@ -150,7 +149,7 @@ def test_what_a_hold_that_failed_leaves(
     save = SealedSave.model_validate_json((place / "global_step5.1.json").read_text())
     journal = Journal(tmp_path / "journal.db")
     audit = Audit(tmp_path / "audit.jsonl")
-    state = JobState(journal=journal, required=REQUIRED, audit=audit, problems=Problems())
+    state = job_state(journal, required=REQUIRED, audit=audit)
     save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     state.load()
     for remote, form in committed:
@@ -183,7 +182,7 @@ def test_a_hold_of_which_a_restart_finds_no_note(
     save = SealedSave.model_validate_json((place / f"global_step5.{number}.json").read_text())
     journal = Journal(tmp_path / "journal.db")
     audit = Audit(tmp_path / "audit.jsonl")
-    state = JobState(journal=journal, required=REQUIRED, audit=audit, problems=Problems())
+    state = job_state(journal, required=REQUIRED, audit=audit)
     save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     state.load()
     for remote, form in committed:
@@ -207,7 +206,7 @@ def test_a_hold_takes_the_name_of_what_described_none(tmp_path: Path) -> None:
     other = Node(tmp_path, tag="global_step9")
     other.write_all()
     journal = Journal(tmp_path / "journal.db")
-    state = JobState(journal=journal, problems=Problems())
+    state = job_state(journal)
     journal.add_save(other.sealed(step=9), found_first=False, adopted=True, seen_at=0.0)
     state.load()
     with files.opened_dir(tmp_path) as fd:
@@ -224,7 +223,7 @@ def test_a_hold_that_nobody_needs_goes_with_a_line(tmp_path: Path, why: str) -> 
     place = tmp_path / "_ckptd" / "hold"
     save = SealedSave.model_validate_json((place / "global_step5.7.json").read_text())
     journal = Journal(tmp_path / "journal.db")
-    state = JobState(journal=journal, audit=Audit(tmp_path / "audit.jsonl"), problems=Problems())
+    state = job_state(journal, audit=Audit(tmp_path / "audit.jsonl"))
     save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     shutil.copytree(place / "global_step5.7", place / "global_step5.1.partial")
     if why == "held twice":
@@ -252,7 +251,7 @@ def test_a_hold_stays_where_its_line_cannot_be_written(tmp_path: Path, how: str)
     journal = Journal(tmp_path / "journal.db")
     (tmp_path / "audit.jsonl").mkdir()
     audit = Audit(tmp_path / "audit.jsonl")
-    state = JobState(journal=journal, required=("nas",), audit=audit, problems=Problems())
+    state = job_state(journal, required=("nas",), audit=audit)
     save_id = journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     state.load()
     state.uploads.put(save_id, UploadRecord(remote="nas", form=ZERO, state=UploadState.COMMITTED))

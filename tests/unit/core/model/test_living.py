@@ -12,19 +12,20 @@ import pytest
 from ckptd.config.loader import load_job
 from ckptd.config.schema import DaemonConfig
 from ckptd.core.model.heartbeat import DEAD_SECONDS, Heartbeat, NewestSave, heartbeat_key
-from ckptd.daemon.bootstrap import on_attached
 from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.uploads.attachment import on_attached
 from ckptd.maintenance.check import check_job
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.coordination import NEXT_STEP, Heartbeats
+from ckptd.storage.remote.heartbeats import NEXT_STEP, Heartbeats
 from ckptd.storage.stores.open import open_store
 from tests.stores.scene import Node
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckptd.daemon.job import Job
+    from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.storage.remote.messages import Attached
 
 
@@ -85,20 +86,23 @@ def test_of_nodes_that_are_gone_and_of_this_one_nothing_is_said(remote: Remote, 
 def test_a_daemon_says_it_at_its_first_start(remote: Remote, is_shared: bool) -> None:
     remote.beat("other")
     journal = Journal(remote.root / "journal.db")
-    job = SimpleNamespace(
-        sessions={}, problems=Problems(), job_id=None, wake=lambda: None, learn_job_id=lambda _: None,
-        state=SimpleNamespace(journal=journal),
-        config=SimpleNamespace(shared_fs=is_shared),
-    )  # fmt: skip
-    job.sessions["nas"] = SimpleNamespace(
-        set_duplicate=lambda **_: None, settings=SimpleNamespace(url=str(remote.root))
+    problems = Problems()
+    session = SimpleNamespace(set_duplicate=lambda **_: None, settings=SimpleNamespace(url=str(remote.root)))
+    state = cast("JobState", SimpleNamespace(journal=journal, problems=problems))
+    heard = on_attached(
+        "nas",
+        {"nas": cast("RemoteSession", session)},
+        state,
+        is_shared=is_shared,
+        learn_job_id=lambda _: None,
+        wake=lambda: None,
     )
-    on_attached(cast("Job", job), "nas")(remote.attach())
+    heard(remote.attach())
     journal.close()
-    found = [(p.code, p.severity, p.next_step) for p in job.problems.all()]
+    found = [(p.code, p.severity, p.next_step) for p in problems.all()]
     assert found == ([] if is_shared else [("name-shared", "note", NEXT_STEP)])
     if found:
-        text = job.problems.all()[0].text
+        text = problems.all()[0].text
         assert text.startswith("node other writes to nas under this name, too: heard of ")
         assert "its newest step 1020" in text
 

@@ -30,7 +30,7 @@ from ckptd.core.model.manifest import Cell, sha256_of, to_bytes
 from ckptd.core.model.shard_facts import ShardFacts
 from ckptd.errors import ConfigError
 from ckptd.recover.select.copies import Nodes
-from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import MODEL, OPTIM, Node, archive
@@ -84,12 +84,12 @@ class TestParts:
     def test_without_model_states_another_nodes_manifest_proves_the_grid_and_the_step(self) -> None:
         assert judged(OURS).state is State.INCOMPLETE
         grid = Grid(dp=4, mm_count=1, zero_stage=2, proof="seen")
-        told = PeerEvidence(grid=grid, step=2, node="gpu-0")
-        verdict = judged(OURS, replace(QUIET, spread=Spread(told=(told,))))
+        evidence = PeerEvidence(grid=grid, step=2, node="gpu-0")
+        verdict = judged(OURS, replace(QUIET, spread=Spread(evidence=(evidence,))))
         assert (verdict.state, verdict.step) == (State.COMPLETE, 2)
         assert verdict.grid is not None and "gpu-0" in verdict.grid.proof
         other = PeerEvidence(grid=grid.model_copy(update={"dp": 8}), step=2, node="gpu-0")
-        assert judged(OURS, replace(QUIET, spread=Spread(told=(other,)))).state is State.INCOMPLETE
+        assert judged(OURS, replace(QUIET, spread=Spread(evidence=(other,)))).state is State.INCOMPLETE
 
     def test_a_part_grows_without_being_a_torn_save(self) -> None:
         first = {f.path: f.identity for f in listed(dict.fromkeys((MODEL, OURS[0]), 1000)).files}

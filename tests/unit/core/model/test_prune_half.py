@@ -30,7 +30,7 @@ def half(killed: Killed) -> Path:
 
 
 def is_open(killed: Killed) -> bool:
-    """Its intent stands, nothing of it is in the trainer's sight, and status says so."""
+    """Its intent stands, nothing of it is in the trainer's inventory, and status says so."""
     said = killed.state.failures.all().get(f"deleting {TAG}")
     assert not (killed.save_dir / TAG).exists()
     is_told = said is not None and "by hand" in said.hint and fs.TRASH in said.text

@@ -17,12 +17,12 @@ from ckptd.core.model.layouts import Grid
 from ckptd.core.model.listing import FolderListing
 from ckptd.core.model.records import DeletionIntent
 from ckptd.core.model.save import SaveWindow, SealedSave, Writer
-from ckptd.daemon.bootstrap import recover
-from ckptd.daemon.state.state import JobState
+from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.scan import scan_folder
 from tests.support.recover_scene import Scene
+from tests.support.states import job_state
 
 QUIET = Context(settle_seconds=1, quiet_seconds=100, is_in_flight=False, save_spread_seconds=600)
 
@@ -48,7 +48,7 @@ class Killed:
         state_dir = self.scene.save_dir / "_ckptd" / "state"
         state_dir.mkdir(parents=True)
         self.audit = Audit(state_dir / "audit.jsonl")
-        self.state = JobState(journal=Journal(state_dir / "journal.db"))
+        self.state = job_state(Journal(state_dir / "journal.db"))
         self.save_id = self.state.journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
         intent = DeletionIntent(
             tag=self.tag,
@@ -83,7 +83,7 @@ class Killed:
         """The daemon starts again; its verdict on what lies there."""
         self.state.load()
         with files.opened_dir(self.scene.save_dir) as fd:
-            recover(self.state, fd, self.audit)
+            finish_after_crash(self.state, fd, self.audit)
         folder, facts = self._listed()
         row = self.state.saves.of_tag(self.tag)
         return judge(folder, facts, memory_of(row, folder, facts), QUIET).state
@@ -113,6 +113,6 @@ def test_a_tag_that_is_gone_was_pruned(tmp_path: Path) -> None:
     killed.scene.save(200)
     with files.opened_dir(killed.scene.save_dir) as fd:
         killed.state.load()
-        recover(killed.state, fd, killed.audit)
+        finish_after_crash(killed.state, fd, killed.audit)
     assert killed.state.saves.rows[killed.save_id].state == "pruned"
     assert killed.state.saves.of_tag(killed.tag) is None

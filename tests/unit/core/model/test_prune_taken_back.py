@@ -19,7 +19,7 @@ from ckptd.core.model.records import ZERO, UploadRecord, UploadState
 from ckptd.core.model.save import SealedFile
 from ckptd.core.policy.actions import DeleteLocal
 from ckptd.daemon.actions.local_deletion import TIDY_SECONDS
-from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.daemon.state.remote_sync import notice_lost
 from ckptd.storage.local import fs
 from tests.unit.config.test_begin_again import Scene
@@ -48,7 +48,7 @@ class Killed(Scene):
             raise Kill
 
         with monkeypatch.context() as patch, pytest.raises(Kill):
-            patch.setattr(fs, "finish_prune", killed)
+            patch.setattr(fs, "finish_deletion", killed)
             self.pruner.delete(DeleteLocal(save_id=self.save_id, permit=permit), fd)
         assert not (save_dir / TAG).exists()
 
@@ -59,7 +59,7 @@ class Killed(Scene):
     def start(self) -> None:
         """The daemon starts again."""
         self.state.deletions.interrupted.clear()
-        recover(self.state, self.fd, self.audit)
+        finish_after_crash(self.state, self.fd, self.audit)
 
     def later(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The trash is looked after."""
@@ -154,11 +154,11 @@ def test_what_an_earlier_worker_is_about_to_remove_stays_in_the_trash(killed: Ki
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(files, "stat_beneath", begin_again)
-            fs.finish_prune(trash, name, permit_files(killed))
+            fs.finish_deletion(trash, name, permit_files(killed))
         assert removed == [False, False]
         assert killed.trash == []
         with pytest.raises(FileNotFoundError):
-            fs.finish_prune(trash, name, permit_files(killed))
+            fs.finish_deletion(trash, name, permit_files(killed))
 
 
 def permit_files(killed: Killed) -> tuple[SealedFile, ...]:
@@ -179,7 +179,7 @@ def test_a_removal_that_comes_after_the_way_back_finds_nothing(
 
     monkeypatch.setattr(owned_dirs, "lock", first_back)
     with files.opened_dir(killed.save_dir / fs.TRASH) as trash, pytest.raises(FileNotFoundError):
-        fs.finish_prune(trash, name, permit_files(killed))
+        fs.finish_deletion(trash, name, permit_files(killed))
     assert killed.is_whole
 
 
@@ -195,7 +195,7 @@ def test_what_an_earlier_worker_finishes_while_a_start_waits_for_its_lock_is_fin
     def worker_first(folder_fd: int, how: int) -> None:
         monkeypatch.setattr(owned_dirs, "lock", lock)
         with files.opened_dir(killed.save_dir / fs.TRASH) as trash:
-            fs.finish_prune(trash, name, permit_files(killed))
+            fs.finish_deletion(trash, name, permit_files(killed))
         finished.append(killed.trash)
         lock(folder_fd, how)
 

@@ -11,13 +11,13 @@ from ckptd.core.model.manifest import NodeManifest, Tombstone, parse
 from ckptd.core.model.runs import Claim
 from ckptd.daemon.uploads.session import commits_of, of_run
 from ckptd.errors import RefusedError
-from ckptd.storage.remote.coordination import claim_run
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import read_commits
 from ckptd.storage.remote.messages import DeleteCommit, UploadRequest
-from ckptd.storage.remote.observe import describe, observe
+from ckptd.storage.remote.runs import claim_run
 from ckptd.storage.stores.open import open_store
 from tests.stores.scene import Node
+from tests.support.observing import describe, observe
 
 
 class Two:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptd.core.model.decision import Decision
 from ckptd.core.model.runs import short
-from ckptd.storage.remote.observe import record
+from tests.support.observing import record
 from tests.support.run_scene import Pair, Run, X, Y, pair
 from tests.unit.recover.test_recover_commands import ckptd
 

@@ -22,8 +22,6 @@ from ckptd.core.model.records import ZERO
 from ckptd.daemon.intake.decisions import write_decision
 from ckptd.daemon.intake.initial_scan import PreexistingSaves
 from ckptd.daemon.intake.known_saves import KnownSaves
-from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState
 from ckptd.daemon.state.view_builder import of_untold
 from ckptd.daemon.uploads.remote_deletion import RemoteDeleter
 from ckptd.errors import DocumentDamaged
@@ -35,7 +33,9 @@ from ckptd.storage.remote.attach import attach
 from ckptd.storage.stores.open import open_store
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, Node
+from tests.support import observing
 from tests.support.recover_scene import Scene
+from tests.support.states import ONE_RUN, job_state
 from tests.unit.daemon.state.test_daemon_links import IDENTITY
 from tests.unit.daemon.state.test_daemon_links import Scene as LinkScene
 
@@ -90,30 +90,30 @@ def store() -> MemoryStore:
 def test_a_remote_takes_a_word_once_and_under_its_serial(store: MemoryStore) -> None:
     """Between the look and the order another node may say otherwise."""
     for _ in range(2):
-        observe.publish(store, PIN)
-    assert observe.observe(store).decisions == (PIN,)
-    observe.record(store, word("unpin", 1, by="another"))
-    observe.publish(store, PIN)
+        observing.publish(store, PIN)
+    assert observing.observe(store).decisions == (PIN,)
+    observing.record(store, word("unpin", 1, by="another"))
+    observing.publish(store, PIN)
     assert not observe.is_pinned(store, TAG)
-    assert [(d.kind, d.serial) for d in observe.observe(store).decisions] == [("pin", 5), ("unpin", 6)]
+    assert [(d.kind, d.serial) for d in observing.observe(store).decisions] == [("pin", 5), ("unpin", 6)]
 
 
 def test_first_starts_of_two_nodes_lie_beside_each_other(store: MemoryStore) -> None:
     """The same of another node is another; also where the serial is taken."""
     starts = [word("first-start", 5, tag="*", by=node, place="here") for node in ("n0", "n1")]
     for start in [*starts, *starts]:
-        observe.publish(store, start)
-    held = observe.observe(store).decisions
+        observing.publish(store, start)
+    held = observing.observe(store).decisions
     assert [(d.by, d.serial) for d in held] == [("n0", 5), ("n1", 6)]
 
 
 def test_what_cannot_be_read_there_is_not_passed_over(store: MemoryStore) -> None:
     """It may be what takes the pin back."""
-    observe.record(store, word("unpin", 9))
+    observing.record(store, word("unpin", 9))
     (key,) = (key for key in store.objects if "unpin" in key)
     store.objects[key] = b"{half"
     with pytest.raises(DocumentDamaged):
-        observe.publish(store, PIN)
+        observing.publish(store, PIN)
 
 
 class Told:
@@ -129,12 +129,12 @@ class Told:
 
     def begin(self) -> None:
         """As after a start of the daemon."""
-        self.state = JobState(journal=Journal(self.place / "journal.db"), problems=Problems())
+        self.state = job_state(Journal(self.place / "journal.db"))
         self.state.load()
         forms = dict.fromkeys(self.sessions, (ZERO,))
         found = PreexistingSaves(frozenset(), frozenset(), "here")
         self.known_saves = KnownSaves(
-            self.state, self.place, self.sessions, "n0", found, 60.0, forms, lambda: None
+            self.state, self.place, self.sessions, "n0", found, 60.0, forms, lambda: None, ONE_RUN
         )
 
     def shows(self, name: str, *decisions: Decision) -> None:
@@ -280,7 +280,7 @@ def test_all_are_published_one_after_the_other(told: Callable[..., Told]) -> Non
 
 def test_nothing_is_retired_from_a_remote_that_is_to_be_told(tmp_path: Path) -> None:
     """Neither what a plan lets go nor what another removal left half done."""
-    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state = job_state(Journal(tmp_path / "journal.db"))
     seen = SimpleNamespace(commits=(SimpleNamespace(sha256="a"), SimpleNamespace(sha256="b")))
     links: Any = {"nas": SimpleNamespace(observation=seen), "away": SimpleNamespace(observation=None)}
     assert of_untold(state, links) == frozenset()
@@ -410,7 +410,7 @@ def test_a_new_remote_and_one_that_was_rolled_back_get_the_pin(tmp_path: Path) -
         )
         here.stop()
         elsewhere = Decision(kind="unpin", tag=TAG, by="another", serial=time.time_ns())
-        observe.record(open_store(str(new)), elsewhere)
+        observing.record(open_store(str(new)), elsewhere)
         here.start()
         wait_for(lambda: pins(old) == ["pin", "unpin"])
         wait_for(lambda: here.is_shown_pinned() is False)

@@ -25,9 +25,9 @@ from ckptd.daemon.uploads import peers as daemon_nodes
 from ckptd.daemon.uploads.peers import LONGEST_SECONDS, LOOK_SECONDS, Peers
 from ckptd.daemon.uploads.session import commits_of
 from ckptd.storage.remote.documents import FEW, ManifestCache
-from ckptd.storage.remote.observe import describe
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node, archive
+from tests.support.observing import describe
 
 if TYPE_CHECKING:
     from pathlib import Path

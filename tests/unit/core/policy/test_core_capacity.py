@@ -15,9 +15,9 @@ from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.model.save import Order, SaveWindow
 from ckptd.core.policy import capacity, retention
 from ckptd.core.policy.capacity import (
+    DiskCheckpoint,
     DiskUse,
     Pace,
-    Piece,
     Saved,
     disk_use_of,
     forecast,
@@ -94,7 +94,7 @@ def told_after(disk: Lived, look: Look, number: int) -> Any:
     saves = [Saved(at_seconds=EVERY * n, bytes=SIZE, step=10 * n) for n in range(1, number + 1)]
     saves = [replace(save, written_seconds=disk.flight) for save in saves]
     pieces = tuple(
-        Piece(
+        DiskCheckpoint(
             key=str(int(step)),
             order=Order(1, int(step), int(step)),
             bytes=SIZE,
@@ -167,7 +167,7 @@ def disk_use(room: int, count: int, policy: RetentionPolicy, **more: Any) -> Dis
     """So many committed ones, the disk has room for `room` further."""
     orders = [Order(1, 10 * n, n) for n in range(1, count + 1)]
     pieces = tuple(
-        Piece(
+        DiskCheckpoint(
             key=str(o.step), order=o, bytes=SIZE, is_committed=True, committed_at_seconds=EVERY * o.save_seq
         )
         for o in orders

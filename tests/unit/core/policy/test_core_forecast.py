@@ -9,7 +9,7 @@ import pytest
 
 from ckptd.core.model.records import ZERO, DerivedRecord, DerivedState
 from ckptd.core.model.save import Order
-from ckptd.core.policy.capacity import DiskUse, Forecast, Piece, Saved, disk_use_of, forecast
+from ckptd.core.policy.capacity import DiskCheckpoint, DiskUse, Forecast, Saved, disk_use_of, forecast
 from ckptd.core.policy.retention import RetentionPolicy
 from tests.model.disk import CHUNKS, DiskWorld, Scenario, drawn, live
 from tests.support.core_views import job_view, resized, save_view, sealed
@@ -37,7 +37,7 @@ def disk_use(
 ) -> DiskUse:
     """A disk with the last `here` of six saves of 60 GB every 500 steps; the newest `waiting` not sent."""
     pieces = tuple(
-        Piece(
+        DiskCheckpoint(
             key=str(n),
             order=Order(1, 500 * n, n),
             bytes=60 * GB,

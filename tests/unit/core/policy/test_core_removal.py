@@ -13,7 +13,7 @@ from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedStat
 from ckptd.core.policy import actions as a
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
-from ckptd.core.policy.view import Drain, LeaseStatus, RemoteView, Removal, SaveView
+from ckptd.core.policy.view import Drain, LeaseStatus, RemoteView, RemovalRequest, SaveView
 from tests.support.core_views import (
     NAS,
     confirmation,
@@ -30,11 +30,11 @@ KEEP_ALL = RetentionPolicy(save_total_limit=None)
 FIRST, LAST = "s10b1", "s30b1"
 
 
-def removal(*tags: str, **changes: Any) -> Removal:
+def removal(*tags: str, **changes: Any) -> RemovalRequest:
     """Of both places, and agreed to."""
     agreed = frozenset(f"sha-{tag}-{ZERO}" for tag in tags)
     return replace(
-        Removal(tags=tags, is_here=True, remotes=frozenset({NAS}), agreed=agreed, by="me"), **changes
+        RemovalRequest(tags=tags, is_here=True, remotes=frozenset({NAS}), agreed=agreed, by="me"), **changes
     )
 
 

@@ -25,7 +25,7 @@ from ckptd.core.policy.leases import (
 from ckptd.core.policy.permit import DeletePermit
 from ckptd.core.policy.view import LeaseStatus
 from ckptd.errors import RefusedError
-from ckptd.storage.remote.coordination import hold_lease
+from ckptd.storage.remote.shares import hold_lease
 from ckptd.storage.stores.directory import DirectoryStore
 
 PATHS = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(400)]

@@ -16,15 +16,14 @@ from ckptd.conversion.options import ConvertOptions
 from ckptd.core.completeness.sealing import sealed_file
 from ckptd.core.model.records import DerivedRecord, DerivedState, SaveRow
 from ckptd.daemon.actions.convert import PLACE, Signals, make_universal
-from ckptd.daemon.bootstrap import recover
-from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState
+from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.errors import BehindError, NoSpaceError
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local import fs
 from ckptd.storage.local.scan import scan_folder
 from tests.support.core_views import sealed
+from tests.support.states import job_state
 from tests.support.synthetic import write_stage12
 
 TAG = "global_step7"
@@ -94,14 +93,14 @@ def test_what_was_published_and_not_noted_is_noted_at_the_next_start(
 ) -> None:
     """A kill between the two: it lay there until its save went, and then went without a line of its own."""
     made(tmp_path, row, Signals())
-    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state = job_state(Journal(tmp_path / "journal.db"))
     save = row.save if is_same else row.save.model_copy(update={"files": sealed(8).files})
     save_id = state.journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
     state.load()
     state.saves.put_derived(save_id, DerivedRecord(state=DerivedState.CONVERTING))
     (tmp_path / fs.STAGING / partial_name(TAG)).mkdir()
     with files.opened_dir(tmp_path) as fd:
-        recover(state, fd, Audit(tmp_path / "audit.jsonl"))
+        finish_after_crash(state, fd, Audit(tmp_path / "audit.jsonl"))
     found = state.saves.rows[save_id].derived
     assert found.state is (DerivedState.READY if is_same else DerivedState.NONE)
     assert bool(found.plan_sha256) is is_same

@@ -11,7 +11,7 @@ import pytest
 from ckptd.base import files
 from ckptd.core.model.other_layouts import NOTHING_DECLARED
 from ckptd.daemon.health.drain import drain_code, drained_words
-from ckptd.daemon.intake.symlinked import linked_here, look
+from ckptd.daemon.intake.listing import list_save_dir, unprotected_here
 from ckptd.daemon.state.problems import Problems
 from ckptd.maintenance.status.verdict import Life
 from ckptd.maintenance.status.words import headline
@@ -53,7 +53,7 @@ class Watched:
 
     def look(self) -> Problem | None:
         with files.opened_dir(self.dir) as fd:
-            listing = look(self.job.config, self.job.problems, None, fd)
+            listing = list_save_dir(self.job.config, self.job.problems, None, fd)
         assert [one.tag for one in listing.folders] == ["global_step5"], "nothing is followed"
         return next(iter(self.job.problems.all()), None)
 
@@ -121,6 +121,6 @@ def test_a_drain_does_not_say_that_all_is_committed(watched: Watched) -> None:
     assert drain_code(jobs) == 0
     watched.moved("global_step6")
     watched.look()
-    assert linked_here(jobs[0].problems) == ("global_step6",)
+    assert unprotected_here(jobs[0].problems) == ("global_step6",)
     assert drain_code(jobs) == 1
     assert "not global_step6" in drained_words(jobs)

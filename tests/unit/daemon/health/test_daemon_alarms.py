@@ -27,12 +27,11 @@ from ckptd.core.policy.view import Disk, JobView, RemoteView
 from ckptd.daemon.health import checks, stalls
 from ckptd.daemon.health.stalls import removal, unfinished
 from ckptd.daemon.state.local_saves import Quiet
-from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.scan import scan
 from tests.support.core_views import job_view, remote_commit, save_view, sealed
 from tests.support.recover_scene import Scene
+from tests.support.states import job_state
 
 RANK1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
@@ -43,7 +42,7 @@ class Watched:
     def __init__(self, root: Path, *, quiet: float = 11.0, is_in_flight: bool = True) -> None:
         self.scene = Scene(root)
         self.quiet, self.is_in_flight = quiet, is_in_flight
-        self.state = JobState(journal=Journal(root / "journal.db"), problems=Problems())
+        self.state = job_state(Journal(root / "journal.db"))
         job_file = Path("/jobs/run.toml")
         config = SimpleNamespace(name="run", settle_seconds=0.5, file=job_file, is_matched=False)
         config.save_dir = self.scene.save_dir

@@ -26,11 +26,10 @@ from ckptd.core.policy.actions import Convert, Upload
 from ckptd.core.policy.derived_forms import MAX_CONVERSION_TRIES
 from ckptd.core.policy.planner import plan
 from ckptd.daemon.actions.local import LocalActions
-from ckptd.daemon.bootstrap import recover
+from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.daemon.health import status
 from ckptd.daemon.health.checks import report_conversions
 from ckptd.daemon.health.stalls import why_gone
-from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads.uploads import UploadManager
 from ckptd.errors import LockHeld, NoSpaceError, NotPermitted, RefusedError, SourceChanged
@@ -40,6 +39,7 @@ from ckptd.storage.journal.history import ANY_TAG
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import job_view, save_view, sealed
 from tests.support.recover_scene import Scene, known_save
+from tests.support.states import job_state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def test_a_backoff_outlives_reading_the_journal_again(tmp_path: Path) -> None:
-    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state = job_state(Journal(tmp_path / "journal.db"))
     save_id = state.journal.add_save(sealed(1), found_first=False, adopted=True, seen_at=0.0)
     state.load()
     failed = UploadRecord(remote="nas", form=ZERO, state=UploadState.FAILED, tries=2, retry_at_seconds=1e9)
@@ -64,7 +64,7 @@ def test_a_backoff_outlives_reading_the_journal_again(tmp_path: Path) -> None:
 
 
 def _state_of(path: Path, count: int) -> tuple[JobState, list[int]]:
-    state = JobState(journal=Journal(path), problems=Problems())
+    state = job_state(Journal(path))
     ids = [
         state.journal.add_save(sealed(step), found_first=False, adopted=True, seen_at=0.0)
         for step in range(1, count + 1)
@@ -83,7 +83,16 @@ def _conversions_seen(state: JobState) -> list[tuple[str, str, str]]:
 def _failing(state: JobState, save_id: int, error: CkptdError) -> None:
     nothing = cast("Any", None)
     config = cast("Any", SimpleNamespace(trainer="auto", declared=NOTHING_DECLARED))
-    local_actions = LocalActions(config, state, nothing, nothing, nothing, wake=lambda: None)
+    local_actions = LocalActions(
+        config,
+        state,
+        nothing,
+        nothing,
+        nothing,
+        wake=lambda: None,
+        is_pinned=lambda _tag: False,
+        holds_lease=lambda: True,
+    )
     local_actions._not_converted(save_id, error)
 
 
@@ -157,7 +166,7 @@ def test_what_has_no_universal_form_is_said_once(tmp_path: Path) -> None:
     for save_id in ids:
         _failing(state, save_id, RefusedError("Muon is not converted"))
     state.journal.close()
-    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state = job_state(Journal(tmp_path / "journal.db"))
     state.load()
     text = "s3b1 has no universal form: Muon is not converted (nor have 2 older ones)"
     assert _conversions_seen(state) == [("conversion-refused", "s3b1", text)]
@@ -179,7 +188,7 @@ def test_why_it_went_is_known_after_a_restart_and_read_once(
     for save_id, end in zip(ids, ("pruned", "pruned", "vanished"), strict=False):
         state.journal.end_save(save_id, end)  # type: ignore[arg-type]
     state.journal.close()
-    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state = job_state(Journal(tmp_path / "journal.db"))
     state.load()
     words = ["beyond the limit", None, "removed by somebody else", None]
     assert [why_gone(state, state.saves.rows[save_id]) for save_id in ids] == words
@@ -211,7 +220,7 @@ def test_what_changed_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     state.journal.end_save(again, "pruned")
     state.reload(again)
     assert state.saves.of_tag(sealed(4).tag) is None
-    fresh = JobState(journal=state.journal, problems=Problems())
+    fresh = job_state(state.journal)
     fresh.load()
     assert (fresh.saves.rows, fresh.saves._by_tag) == (state.saves.rows, state.saves._by_tag)
     assert fresh.saves.widest_save_seconds == state.saves.widest_save_seconds
@@ -251,7 +260,7 @@ def test_what_ended_long_ago_is_let_go(tmp_path: Path, monkeypatch: pytest.Monke
     assert journal.facts(old.path, old.identity) is None
     assert [row.trash for row in journal.open_deletions()] == ["trash"]
     journal.close()
-    again = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    again = job_state(Journal(tmp_path / "journal.db"))
     again.load()
     assert (again.saves.rows, again.uploads.records) == (state.saves.rows, state.uploads.records)
     assert again.saves.widest_save_seconds == state.saves.widest_save_seconds
@@ -267,9 +276,9 @@ def test_the_seat_belt_outlives_a_start(tmp_path: Path) -> None:
         journal.end_deletion(deletion, done=save_id != ids[0])
     journal._db.execute("UPDATE deletions SET at = at - 7200 WHERE save_id = ?", (ids[1],))
     journal.close()
-    again = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    again = job_state(Journal(tmp_path / "journal.db"))
     with files.opened_dir(tmp_path) as fd:
-        recover(again, fd, Audit(tmp_path / "audit.jsonl"))
+        finish_after_crash(again, fd, Audit(tmp_path / "audit.jsonl"))
     assert len(again.deletions.local_at) == 2
     assert len(again.deletions.completed_at) == 4
     assert max(again.deletions.local_at) <= time.monotonic()

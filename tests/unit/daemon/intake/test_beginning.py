@@ -10,11 +10,10 @@ from ckptd.core.model.records import ZERO
 from ckptd.daemon.intake.decisions import read_decisions
 from ckptd.daemon.intake.initial_scan import PreexistingSaves, beginning
 from ckptd.daemon.intake.known_saves import KnownSaves
-from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.run_file import place_of
 from ckptd.storage.remote import messages as m
+from tests.support.states import ONE_RUN, job_state
 from tests.unit.daemon.state.test_daemon_links import IDENTITY, Scene
 
 if TYPE_CHECKING:
@@ -59,12 +58,12 @@ def test_all_remotes_answer_before_the_first_start_is_noted(tmp_path: Path, jour
     """After a restart, with one of two attached, nothing is noted; with both, what the first daemon saw."""
     near, far = Scene(tmp_path / "near").session, Scene(tmp_path / "far").session
     beginning(journal, "/nvme/run", 7, OLD)
-    state = JobState(journal=journal, problems=Problems())
+    state = job_state(journal)
     state.load()
     found = beginning(journal, "/nvme/run", 7, LATER)
     sessions = {"near": near, "far": far}
     forms = dict.fromkeys(sessions, (ZERO,))
-    known_saves = KnownSaves(state, tmp_path, sessions, "n0", found, 60.0, forms, lambda: None)
+    known_saves = KnownSaves(state, tmp_path, sessions, "n0", found, 60.0, forms, lambda: None, ONE_RUN)
     far.observation = None
     near.observation = m.Observation(identity=IDENTITY, commits=())
     assert known_saves.found_first() is None

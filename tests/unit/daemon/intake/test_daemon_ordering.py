@@ -15,13 +15,12 @@ from ckptd.core.model.save import Order
 from ckptd.daemon.intake.initial_scan import PreexistingSaves
 from ckptd.daemon.intake.known_saves import KnownSaves
 from ckptd.daemon.intake.ordering import Ordering
-from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.remote_sync import adopt_commits
-from ckptd.daemon.state.state import JobState
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.journal.schema import FOUND
 from ckptd.storage.remote.messages import CommitView, Observation
 from tests.support.core_views import sealed
+from tests.support.states import ONE_RUN, job_state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,10 +71,10 @@ def folder(step: int, written_ns: int) -> FolderListing:
 
 def ordered(path: Path, *listed: FolderListing, step: int) -> Order:
     """The order that a process of its own gives what lies there."""
-    state = JobState(journal=Journal(path), problems=Problems())
+    state = job_state(Journal(path))
     state.load()
     ordering = Ordering(state, Remembered(), lambda _: False)
-    ordering.look(SaveDirListing(device=1, folders=listed), 0.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=listed), 0.0)
     one = next(f for f in listed if f.tag == f"s{step}")
     order = ordering.order_of(one, step, (), is_new_tag=True)
     state.journal.close()
@@ -94,14 +93,14 @@ def test_what_was_found_is_old_for_every_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_found", [True, False])
 def test_what_a_new_journal_finds_is_old_without_doubt(tmp_path: Path, *, is_found: bool) -> None:
     """Another node committed more: of what lay here before, nothing is in doubt, so `existing` sends one."""
-    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state = job_state(Journal(tmp_path / "journal.db"))
     earlier = state.journal.add_save(sealed(4, 1, 0), found_first=True, adopted=False, seen_at=0.0)
     state.load()
     one = folder(5, 1)
     if not is_found:  # the journal is an old one
         state.journal.set_meta(FOUND, "{}")
     ordering = Ordering(state, Remembered(True), lambda _: False)
-    ordering.look(SaveDirListing(device=1, folders=(one,)), 0.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=(one,)), 0.0)
     order = ordering.order_of(one, 5, (), is_new_tag=True)
     assert ordering.rivals(one, order) == (() if is_found else (earlier,))
     state.journal.close()
@@ -124,16 +123,16 @@ def test_what_lay_here_while_another_node_went_on_is_no_rewind(
     tmp_path: Path, own: Order | None, step: int, precedes: bool, first_seen_ns: int, wanted: Order
 ) -> None:
     """It has the order that it would have had in time, as long as no more than that is known of it."""
-    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state = job_state(Journal(tmp_path / "journal.db"))
     if own is not None:
         mine = sealed(own.step, own.branch, own.save_seq)
         state.journal.add_save(mine, found_first=False, adopted=True, seen_at=0.0)
     state.load()
     state.journal.set_meta(FOUND, "{}")
     ordering = Ordering(state, Remembered(precedes), lambda _: False)
-    ordering.look(SaveDirListing(device=1, folders=(folder(step, first_seen_ns),)), 0.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=(folder(step, first_seen_ns),)), 0.0)
     one = folder(step, 1)
-    ordering.look(SaveDirListing(device=1, folders=(one,)), 5.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=(one,)), 5.0)
     assert ordering.order_of(one, step, (), is_new_tag=True) == wanted
     state.journal.close()
 
@@ -143,7 +142,7 @@ def test_a_run_that_was_sent_back_here_is_told_by_its_times(
     tmp_path: Path, apart_seconds: int, wanted: tuple[int, int, int]
 ) -> None:
     """Later than the other node's save by more than their clocks may differ: `save_spread`, 60 s."""
-    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state = job_state(Journal(tmp_path / "journal.db"))
     state.journal.add_save(sealed(4, 1, 1), found_first=False, adopted=True, seen_at=0.0)
     state.journal.set_meta(FOUND, "{}")
     state.load()
@@ -154,11 +153,19 @@ def test_a_run_that_was_sent_back_here_is_told_by_its_times(
     link = Link("nas", Observation.model_construct(commits=(view,)))
     links = cast("Any", {"nas": link})
     known_saves = KnownSaves(
-        state, tmp_path, links, "a", PreexistingSaves(frozenset(), frozenset()), 60.0, {}, lambda: None
+        state,
+        tmp_path,
+        links,
+        "a",
+        PreexistingSaves(frozenset(), frozenset()),
+        60.0,
+        {},
+        lambda: None,
+        ONE_RUN,
     )
     ordering = Ordering(state, known_saves, lambda _: False)
     one = folder(5, (1000 + apart_seconds) * 10**9)
-    ordering.look(SaveDirListing(device=1, folders=(one,)), 0.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=(one,)), 0.0)
     assert ordering.order_of(one, 5, (), is_new_tag=True) == wanted
     state.journal.close()
 
@@ -178,15 +185,15 @@ def test_a_copy_of_an_older_save_is_no_rewind(
     tmp_path: Path, copied: Order | None, step: int, wanted: Order
 ) -> None:
     """It stays until the next save, like all of which the order is a guess."""
-    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state = job_state(Journal(tmp_path / "journal.db"))
     for known in (Order(1, 1, 1), Order(2, 20, 1)):
         mine = sealed(known.step, known.branch, known.save_seq)
         state.journal.add_save(mine, found_first=False, adopted=True, seen_at=0.0)
     state.load()
     one = folder(step, 1)
     ordering = Ordering(state, Remembered(copied=copied), lambda _: False)
-    ordering.look(SaveDirListing(device=1, folders=()), 0.0)
-    ordering.look(SaveDirListing(device=1, folders=(one,)), 5.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=()), 0.0)
+    ordering.note_changes(SaveDirListing(device=1, folders=(one,)), 5.0)
     order = ordering.order_of(one, step, (), is_new_tag=True)
     assert order == wanted
     is_guess = copied is not None and order < Order(2, 20, 1)
@@ -217,7 +224,7 @@ def test_a_committed_save_has_the_order_of_its_commit(
     tmp_path: Path, told: tuple[Order | None, ...], wanted: Order
 ) -> None:
     """Higher or lower than the one it was sealed with; of several the highest, once all are known."""
-    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state = job_state(Journal(tmp_path / "journal.db"))
     mine = sealed(90, 7, 1)
     save_id = state.journal.add_save(mine, found_first=False, adopted=True, seen_at=0.0)
     state.load()

@@ -21,13 +21,12 @@ from ckptd.core.model.records import ZERO
 from ckptd.daemon.intake.decisions import read_decisions, write_decision
 from ckptd.daemon.intake.initial_scan import InitialScan, beginning
 from ckptd.daemon.intake.known_saves import KnownSaves
-from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.run_file import place_of
 from ckptd.storage.remote import messages as m
 from tests.support.core_views import sealed
 from tests.support.recover_scene import Scene
+from tests.support.states import ONE_RUN, job_state
 from tests.unit.daemon.intake.test_daemon_ordering import folder
 from tests.unit.daemon.state.test_daemon_links import IDENTITY
 from tests.unit.daemon.state.test_daemon_links import Scene as LinkScene
@@ -141,12 +140,12 @@ def test_what_is_saved_into_a_directory_that_was_awaited_was_not_found() -> None
     old, new = folder(5, 10**9), folder(6, time.time_ns() + 60 * 10**9)
     listing = SaveDirListing(device=1, folders=(old, new))
     first = InitialScan()
-    assert first.look(listing)
-    assert not first.look(SaveDirListing(device=1, folders=()))
+    assert first.record_first_listing(listing)
+    assert not first.record_first_listing(SaveDirListing(device=1, folders=()))
     assert first.tags == {old.tag, new.tag}
     first.awaits()
     assert not first.tags
-    assert first.look(listing)
+    assert first.record_first_listing(listing)
     assert first.tags == {old.tag}
 
 
@@ -160,14 +159,14 @@ class Told:
         self.session = LinkScene(place / "nas").session
         self.session.observation = m.Observation(identity=IDENTITY, commits=(), decisions=decisions)
         self.sessions = {"nas": self.session}
-        self.state = JobState(journal=Journal(place / "journal.db"), problems=Problems())
+        self.state = job_state(Journal(place / "journal.db"))
         self.state.load()
 
     def knowledge(self, *, holds_state: bool) -> KnownSaves:
         """Of node n0; "a" lies there."""
         found = beginning(self.state.journal, "/nvme/run", 7, frozenset({"a"}), holds_state=holds_state)
         sessions, forms = self.sessions, {"nas": (ZERO,)}
-        return KnownSaves(self.state, self.place, sessions, "n0", found, 60.0, forms, lambda: None)
+        return KnownSaves(self.state, self.place, sessions, "n0", found, 60.0, forms, lambda: None, ONE_RUN)
 
 
 def start(*tags: str, place: str = "", serial: int = 1) -> Decision:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.config.quantities import Timetable, parse_timetable
 from ckptd.config.schema import DaemonConfig
+from ckptd.config.timetable import Timetable, parse_timetable
 from ckptd.daemon.resources.limits import HostLimits, Slots, shares
 from ckptd.storage.stores.rate_limit import RateLimiter
 

@@ -15,10 +15,8 @@ from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.daemon.health.checks import report_conversions
 from ckptd.daemon.health.stalls import report_uploads
-from ckptd.daemon.state.local_saves import Conversion
-from ckptd.daemon.state.problems import Problems
+from ckptd.daemon.state.local_saves import RunningConversion
 from ckptd.daemon.state.remote_sync import learn_forms, notice_lost
-from ckptd.daemon.state.state import JobState
 from ckptd.daemon.state.upload_records import UploadProgress
 from ckptd.daemon.uploads.requests import committed_source, derive_request
 from ckptd.daemon.uploads.uploads import UploadManager
@@ -27,6 +25,7 @@ from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.messages import Committed
 from tests.support.core_views import committed_record, job_view, key_of, save_view, sealed
+from tests.support.states import job_state
 from tests.unit.daemon.state.test_daemon_links import Scene
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class Life:
     def __init__(self, tmp_path: Path) -> None:
         self.scene = Scene(tmp_path)
         self.session = self.scene.session
-        self.state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+        self.state = job_state(Journal(tmp_path / "journal.db"))
         self.state.journal.add_save(sealed(1), found_first=False, adopted=True, seen_at=0.0)
         self.state.load()
         nothing = cast("Any", None)
@@ -56,7 +55,7 @@ class Life:
         )
         self.state.uploads.put(1, record)
         self.state.uploads.progress[KEY] = UploadProgress(done_bytes=0, total_bytes=0, started_seconds=0.0)
-        self.state.saves.conversion = Conversion(save_id=1)
+        self.state.saves.conversion = RunningConversion(save_id=1)
         self.session.uploading, self.session.transfer = UNIVERSAL, 7
         row = ObjectRow(key="a", bytes=5, flushed_bytes=5, crc64="0" * 16, proof="read-back")
         self.state.journal.put_object(*KEY, row)

@@ -25,9 +25,10 @@ from ckptd.daemon.resources.disk_yield import DiskYield
 from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.state.upload_records import UploadProgress, Uploads
-from ckptd.daemon.state.view_builder import disk_of, next_save_bytes
+from ckptd.daemon.state.view_builder import disk_of, next_save_of
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import job_view, resized, save_view, sealed
+from tests.support.states import job_state
 
 GB = 10**9
 
@@ -226,7 +227,7 @@ def test_what_is_written_of_the_next_save_is_its_room() -> None:
 def never_sealed(root: Path, *, count: int = 5) -> JobState:
     """Saves of 60 GB every ten minutes that no row knows, a fragment, and one that is being written."""
     now = time.time()
-    state = JobState(journal=Journal(root / "journal.db"))
+    state = job_state(Journal(root / "journal.db"))
     folders = []
     for n in range(count):
         at = int((now - 600.0 * (count - 1 - n)) * 1e9)
@@ -261,7 +262,7 @@ def test_a_disk_fills_though_nothing_was_ever_sealed(tmp_path: Path) -> None:
         job.view = replace(job.view, saves=())
         told = outlook(job, state)
         assert told.full_in_saves == full
-        assert next_save_bytes(state) == 66 * GB
+        assert next_save_of(state) == 66 * GB
         assert ("disk-full-soon" in alarms(job, state)) is (full is not None)
         if full is not None:
             assert told.production_bytes_per_second == pytest.approx(0.1 * GB)

@@ -24,10 +24,10 @@ from ckptd.daemon.intake.clones import forget_lost_holds
 from ckptd.daemon.state import problems as of_problems
 from ckptd.daemon.state.deletions import BlockedDeletion
 from ckptd.daemon.state.problems import CODES, HEALS_SECONDS, Problems
-from ckptd.daemon.state.state import JobState
 from ckptd.errors import NotPermitted
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import committed_record, job_view, key_of, save_view, sealed
+from tests.support.states import job_state
 
 DAEMON = Path(of_problems.__file__).parents[1]
 WITHOUT_A_JOB = {"config-invalid", "lock-held"}
@@ -148,7 +148,7 @@ class House:
 
     def __init__(self, root: Path) -> None:
         self.problems = Problems()
-        self.state = JobState(journal=Journal(root / "journal.db"), problems=self.problems)
+        self.state = job_state(Journal(root / "journal.db"), problems=self.problems)
         self.ids = [
             self.state.journal.add_save(sealed(n), found_first=False, adopted=True, seen_at=0.0)
             for n in (1, 2, 3)
@@ -214,7 +214,7 @@ def test_a_damaged_save_is_told_of_while_it_lies_here(house: House, end: str) ->
         "s1b1 → nas: rank_0.pt: record data/0 has CRC 1; bits flipped; "
         "ckptd gc /jobs/run.toml --incomplete s1b1 removes it"
     )
-    again = JobState(journal=house.state.journal, problems=Problems())
+    again = job_state(house.state.journal)
     again.load()
     assert unfinished(again) == {"s1b1": 0}, "a new start knows it too"
     if end == "saved again":

@@ -15,8 +15,6 @@ import pytest
 from ckptd.base import files
 from ckptd.core.model.records import ZERO, UploadState
 from ckptd.core.policy.actions import Upload
-from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads.requests import hold_name
 from ckptd.daemon.uploads.uploads import UploadManager
 from ckptd.errors import CkptdError, RemoteError
@@ -24,11 +22,12 @@ from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
-from ckptd.storage.remote.transfer import Control
+from ckptd.storage.remote.transfer import TransferControl
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.stores.scene import JOB_ID, Node
+from tests.support.states import job_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +52,7 @@ class Resent:
         self.ground: AttachedRemote = self.node.attached(
             _OneByOne(str(self.nas), owner="id-n0", window_bytes=1 << 20)
         )
-        self.state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+        self.state = job_state(Journal(tmp_path / "journal.db"))
         self.orders: list[tuple[m.UploadRequest, Any]] = []
         settings = self.node.settings(self.nas, job_id=JOB_ID)
         link = SimpleNamespace(
@@ -105,7 +104,7 @@ class Resent:
                 done += 1
                 heard(m.ObjectDone(object=what))
 
-        control = Control(pacer=RateLimiter(), check=check, on_moving=lambda *_: None, on_done=noted)
+        control = TransferControl(pacer=RateLimiter(), check=check, on_moving=lambda *_: None, on_done=noted)
         try:
             heard(upload_form(self.ground, order, control))
         except CkptdError as error:

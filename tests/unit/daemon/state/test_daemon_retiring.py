@@ -11,19 +11,19 @@ from ckptd.config.loader import job_from_arguments
 from ckptd.core.model.records import UNIVERSAL
 from ckptd.core.policy.actions import DeleteRemote
 from ckptd.daemon.state import view_builder
-from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads.remote_deletion import RemoteDeleter
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import remote_commit, sealed
+from tests.support.states import job_state
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def state_in(place: Path) -> JobState:
-    return JobState(journal=Journal(place / "journal.db"), problems=Problems())
+    return job_state(Journal(place / "journal.db"))
 
 
 def test_tries_of_one_removal_count_once_and_outlive_a_start(tmp_path: Path) -> None:

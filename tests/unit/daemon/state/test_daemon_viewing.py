@@ -21,11 +21,10 @@ from ckptd.core.policy.view import JobView
 from ckptd.daemon.job import Job
 from ckptd.daemon.state import view_builder
 from ckptd.daemon.state.local_saves import LocalSaves
-from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState
 from ckptd.daemon.state.upload_records import Uploads
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import resized, sealed
+from tests.support.states import job_state
 from tests.unit.daemon.state.test_daemon_waiting import view_of
 
 
@@ -59,7 +58,7 @@ class House:
         self.save_dir.mkdir()
         self.config = job_from_arguments(str(self.save_dir), str(root / "nas"), check_paths=False)
         (remote,) = self.config.remotes
-        self.state = JobState(journal=Journal(root / "journal.db"), problems=Problems())
+        self.state = job_state(Journal(root / "journal.db"))
         self.save = sealed(1)
         self.id = self.state.journal.add_save(self.save, found_first=False, adopted=True, seen_at=0.0)
         self.state.load()
@@ -87,7 +86,17 @@ class House:
     def view(self) -> JobView:
         with files.opened_dir(self.save_dir) as fd:
             return view_builder.build_view(
-                self.config, self.state, {self.link.name: self.link}, fd, pins=frozenset(), may_delete=True
+                self.config,
+                self.state,
+                {self.link.name: self.link},
+                fd,
+                pins=frozenset(),
+                may_delete=True,
+                is_paused=False,
+                is_spread=False,
+                drain=None,
+                removal=None,
+                lease=None,
             )
 
 
@@ -240,7 +249,7 @@ def test_the_next_save_is_taken_for_as_large_as_the_largest_of_five(
     tmp_path: Path, sizes: tuple[int, ...], unsealed: tuple[int, ...], need: int
 ) -> None:
     """And a tenth; what is complete and not sealed yet lies here all the same (P13)."""
-    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state = job_state(Journal(tmp_path / "journal.db"))
     for step, size in enumerate(sizes, start=1):
         save = resized(sealed(step), size)
         state.journal.add_save(save, found_first=False, adopted=True, seen_at=0.0)
@@ -253,5 +262,5 @@ def test_the_next_save_is_taken_for_as_large_as_the_largest_of_five(
         window = SaveWindow(first=step, last=step)
         state.folders.verdicts[save.tag] = Verdict(state=State.COMPLETE, window=window, step=step)
     state.folders.listing = SaveDirListing(device=1, folders=tuple(folders))
-    assert view_builder.next_save_bytes(state) == need
+    assert view_builder.next_save_of(state) == need
     state.journal.close()

@@ -25,15 +25,14 @@ from ckptd.daemon.health.stalls import report_waiting
 from ckptd.daemon.intake.decisions import DECISIONS, write_decision
 from ckptd.daemon.intake.initial_scan import PreexistingSaves
 from ckptd.daemon.intake.known_saves import KnownSaves
-from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.remote_sync import is_written_down, open_parts
-from ckptd.daemon.state.state import JobState
 from ckptd.daemon.state.upload_records import CommitWait, waiting_on
 from ckptd.errors import NotPermitted
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote import messages as m
 from tests.model.commit_code import TWO_NODES, order_of, sealed
 from tests.support.core_views import job_view, save_view
+from tests.support.states import ONE_RUN, job_state
 from tests.unit.core.model.test_many_nodes import manifest as part
 from tests.unit.daemon.state.test_daemon_links import IDENTITY, Scene
 
@@ -80,7 +79,7 @@ class Life:
     def __init__(self, tmp_path: Path, record: UploadRecord) -> None:
         self.scene = Scene(tmp_path)
         self.scene.session.settings = self.scene.session.settings.model_copy(update={"job_id": "j" * 32})
-        self.state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+        self.state = job_state(Journal(tmp_path / "journal.db"))
         self.state.journal.add_save(sealed(TWO_NODES[0], 1), found_first=False, adopted=True, seen_at=0.0)
         self.state.load()
         self.state.uploads.put(ROW, record)
@@ -98,6 +97,7 @@ class Life:
             60.0,
             {"nas": (ZERO,)},
             lambda: None,
+            ONE_RUN,
         )
 
     @property
@@ -270,7 +270,7 @@ def test_what_a_remote_refuses_to_let_go_is_asked_ever_more_seldom(
     """After a minute at first, for rights that are wrong for a moment; every hour in the end."""
     now = [1000.0]
     monkeypatch.setattr("ckptd.daemon.state.deletions.time.monotonic", lambda: now[0])
-    state = JobState(journal=Journal(tmp_path / "journal.db"), problems=Problems())
+    state = job_state(Journal(tmp_path / "journal.db"))
     pauses = []
     error = NotPermitted("it may not be removed")
     for _ in range(8):
@@ -375,11 +375,13 @@ def test_what_may_not_be_read_of_a_tag_is_asked_for_ever_more_seldom(waiting: Li
         assert not life.known_saves.may_seal(TAG)
         if len(life.scene.line.orders) > asked:
             asked = len(life.scene.line.orders)
-            assert isinstance(life.scene.asked, m.Describe)
+            assert isinstance(life.scene.asked, m.DescribeTag)
             life.scene.answer(m.Failed(error="NotPermitted", message="it may not be read", hint=""))
             assert life.scene.session.seconds_to_wake > 0
     assert asked == len(life.scene.line.orders)
-    assert sum(isinstance(order, m.Describe) for order in life.scene.line.orders) == 1
+    assert sum(isinstance(order, m.DescribeTag) for order in life.scene.line.orders) == 1
     life.scene.session.note_answer()
     assert not life.known_saves.may_seal(TAG)
-    assert sum(isinstance(order, m.Describe) for order in life.scene.line.orders) == 1, "the tag has its own"
+    assert sum(isinstance(order, m.DescribeTag) for order in life.scene.line.orders) == 1, (
+        "the tag has its own"
+    )

@@ -11,11 +11,10 @@ import pytest
 from ckptd.base import files
 from ckptd.core.model.records import SaveRow
 from ckptd.daemon.intake.trainer_metrics import TrainerMetrics
-from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState
 from ckptd.storage.journal.journal import Journal
 from tests.support.core_views import sealed
 from tests.support.recover_scene import Scene
+from tests.support.states import job_state
 
 
 def test_a_passing_error_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +23,7 @@ def test_a_passing_error_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     scene.save_dir.mkdir(parents=True, exist_ok=True)
     (scene.save_dir / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 1.5}\n')
     journal = Journal(tmp_path / "journal.db")
-    state = JobState(journal=journal, problems=Problems())
+    state = job_state(journal)
     journal.add_save(sealed(5), found_first=False, adopted=True, seen_at=0.0)
     state.load()
     metrics = TrainerMetrics(scene.job(metrics_file="metrics.jsonl", metric="eval_loss"), state)
@@ -38,12 +37,12 @@ def test_a_passing_error_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return [problem.code for problem in state.problems.all()]
 
     with files.opened_dir(scene.save_dir) as fd:
-        metrics.look(fd)
+        metrics.read_late_values(fd)
         assert codes() == []
         with monkeypatch.context() as patch:
             patch.setattr(files, "open_beneath", refusing)
-            metrics.look(fd)
+            metrics.read_late_values(fd)
             assert codes() == ["metrics-unreadable"]
-        metrics.look(fd)
+        metrics.read_late_values(fd)
         assert codes() == []
     journal.close()

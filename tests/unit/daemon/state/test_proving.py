@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.base import files, names
 from ckptd.daemon.state import permissions
-from ckptd.daemon.state.problems import Problems
-from ckptd.daemon.state.state import JobState
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local import probe
 from tests.support.core_views import sealed
+from tests.support.states import job_state
 
 if TYPE_CHECKING:
     import pytest
@@ -26,7 +25,7 @@ def test_clones_are_asked_for_again_once_there_is_room(
 ) -> None:
     """A disk that was full at the start took holds away for the whole run."""
     journal = Journal(tmp_path / "journal.db")
-    state = JobState(journal=journal, problems=Problems())
+    state = job_state(journal)
     journal.add_save(sealed(5), found_first=False, adopted=True, seen_at=0.0)
     state.load()
     job: Any = SimpleNamespace(config=SimpleNamespace(save_dir=tmp_path), problems=state.problems)

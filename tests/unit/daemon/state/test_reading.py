@@ -23,13 +23,13 @@ from ckptd.daemon.health.stalls import what_reads_it
 from ckptd.daemon.intake.inspection import TRIES, LateFiles
 from ckptd.daemon.intake.sealer import Sealer
 from ckptd.daemon.state.local_saves import Quiet
-from ckptd.daemon.state.problems import Problems
 from ckptd.daemon.state.state import JobState
 from ckptd.errors import CkptdError
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local.scan import OpenWriters, scan
 from tests.support.recover_scene import Scene, known_save
 from tests.support.refusing import refuse
+from tests.support.states import job_state
 from tests.support.synthetic import write_stage12
 
 SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -61,17 +61,17 @@ class AtOnce:
 
 def hourly(scene: Scene, workers: AtOnce) -> tuple[Sealer, JobState, Callable[[], Verdict]]:
     """Intake of one save, of step 5, and a look at it two hours after the one before."""
-    state = JobState(journal=Journal(scene.root / "journal.db"), problems=Problems())
+    state = job_state(Journal(scene.root / "journal.db"))
     recogniser = SimpleNamespace(
         accepted=frozenset(), is_run_settled=lambda _: True, found_first=lambda: None
     )
-    sealer = Sealer(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
+    sealer = Sealer(scene.job(), state, workers, recogniser, lambda: None, lambda _tag: None)  # type: ignore[arg-type]
     looks = itertools.count(1)
     began_seconds = time.monotonic()
 
     def look() -> Verdict:
         with files.opened_dir(scene.save_dir) as fd:
-            sealer.look(scan(fd), fd, began_seconds + 2 * HOUR_SECONDS * next(looks))
+            sealer.judge_and_seal(scan(fd), fd, began_seconds + 2 * HOUR_SECONDS * next(looks))
         return state.folders.verdicts["global_step5"]
 
     return sealer, state, look
@@ -114,7 +114,7 @@ def test_a_folder_that_goes_while_it_is_read_is_not_asked_for(
     scene = Scene(tmp_path)
     scene.save(5)
     journal = Journal(tmp_path / "journal.db")
-    state = JobState(journal=journal, problems=Problems())
+    state = job_state(journal)
 
     class Later(AtOnce):
         """Answers when they are asked for."""
@@ -130,16 +130,16 @@ def test_a_folder_that_goes_while_it_is_read_is_not_asked_for(
     recogniser = SimpleNamespace(
         accepted=frozenset(), is_run_settled=lambda _: True, found_first=lambda: None
     )
-    sealer = Sealer(scene.job(), state, workers, recogniser, lambda: None)  # type: ignore[arg-type]
+    sealer = Sealer(scene.job(), state, workers, recogniser, lambda: None, lambda _tag: None)  # type: ignore[arg-type]
     now_seconds = time.monotonic()
     with files.opened_dir(scene.save_dir) as fd:
         for wait in (0.0, HOUR_SECONDS):
-            sealer.look(scan(fd), fd, now_seconds + wait)
+            sealer.judge_and_seal(scan(fd), fd, now_seconds + wait)
         assert workers.waiting
         with monkeypatch.context() as patch:
             refuse(patch, SHARD)
             (scene.save_dir / "global_step5").rename(scene.save_dir / "_ckptd-gone")
-            sealer.look(scan(fd), fd, now_seconds + HOUR_SECONDS)
+            sealer.judge_and_seal(scan(fd), fd, now_seconds + HOUR_SECONDS)
             (scene.save_dir / "_ckptd-gone").rename(scene.save_dir / "global_step5")
             for answer in workers.waiting:
                 answer()
@@ -170,7 +170,7 @@ def test_what_came_late_and_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
             )
             while now_seconds < until:
                 now_seconds += 10.0
-                late.look(listing, fd, now_seconds)
+                late.read_late_files(listing, fd, now_seconds)
 
     with monkeypatch.context() as patch:
         refuse(patch, "README.md")

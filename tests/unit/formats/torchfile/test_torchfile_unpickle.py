@@ -17,7 +17,7 @@ from ckptd.formats.torchfile.repickle import WRITABLE, repickle
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.torchfile.values import Global, Inert, InertDict, Tensor
 
-EMPTY = Directory("archive", {}, 0)
+EMPTY = Directory("archive", {})
 LEAVES = (
     st.none()
     | st.booleans()
@@ -119,7 +119,7 @@ def _value(value: object) -> bytes:
     return pickle.dumps(value, 2)[2:-1].replace(b"q\x00", b"")
 
 
-ONE_STORAGE = Directory("archive", {"data/0": Record("data/0", 1000, 40, 1)}, 2000)
+ONE_STORAGE = Directory("archive", {"data/0": Record("data/0", 1000, 40, 1)})
 
 
 def test_a_tensor_is_a_place_in_the_file() -> None:

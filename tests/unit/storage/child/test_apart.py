@@ -14,7 +14,7 @@ from ckptd.errors import StorageError
 from ckptd.storage.child.apart import open_apart
 from ckptd.storage.stores.base import Store
 from ckptd.storage.stores.checksums import crc64
-from ckptd.storage.stores.parallel import Stopped, write_range
+from ckptd.storage.stores.parallel import Stopped
 
 DATA = os.urandom((9 << 20) + 7)
 
@@ -42,22 +42,22 @@ def ignore(_: int) -> None:
 def test_a_range_is_written_at_its_place(store: Store, out: int, begin: int, length: int) -> None:
     told: list[int] = []
     part = DATA[begin : begin + length]
-    assert write_range(store, "object", begin, length, out, told.append) == (length, crc64(part))
+    assert store.write_range("object", begin, length, out, told.append) == (length, crc64(part))
     assert sum(told) == length
     assert os.pread(out, length + 1, begin) == part
     assert os.fstat(out).st_size == begin + length
 
 
 def test_an_object_that_ends_early_says_how_far_it_came(store: Store, out: int) -> None:
-    found = write_range(store, "object", 4 << 20, len(DATA), out, ignore)
+    found = store.write_range("object", 4 << 20, len(DATA), out, ignore)
     assert found == (len(DATA) - (4 << 20), crc64(DATA[4 << 20 :]))
 
 
 def test_an_absent_object_is_absent(store: Store, out: int) -> None:
     with pytest.raises(FileNotFoundError):
-        write_range(store, "nothing", 0, 1, out, ignore)
+        store.write_range("nothing", 0, 1, out, ignore)
     # the same thread's socket serves the next call
-    assert write_range(store, "object", 0, 1, out, ignore) == (1, crc64(DATA[:1]))
+    assert store.write_range("object", 0, 1, out, ignore) == (1, crc64(DATA[:1]))
 
 
 def test_a_target_that_takes_no_more_is_no_fault_of_the_remote(store: Store, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_target_that_takes_no_more_is_no_fault_of_the_remote(store: Store, tmp
     fd = os.open(tmp_path / "small", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         with pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as caught:
-            write_range(store, "object", 0, len(DATA), fd, ignore)
+            store.write_range("object", 0, len(DATA), fd, ignore)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         os.close(fd)
@@ -81,5 +81,5 @@ def test_who_is_told_may_stop_it(store: Store, out: int) -> None:
 
     moved: Callable[[int], None] = stop
     with pytest.raises(Stopped):
-        write_range(store, "object", 0, len(DATA), out, moved)
-    assert write_range(store, "object", 0, 1, out, ignore) == (1, crc64(DATA[:1]))
+        store.write_range("object", 0, len(DATA), out, moved)
+    assert store.write_range("object", 0, 1, out, ignore) == (1, crc64(DATA[:1]))

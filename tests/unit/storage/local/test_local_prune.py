@@ -17,18 +17,19 @@ import pytest
 
 from ckptd.base import files, names
 from ckptd.core.model.layouts import Grid, Role
+from ckptd.core.model.other_layouts import NOTHING_DECLARED
 from ckptd.core.model.records import DeletionIntent
 from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.core.policy.permit import DeletePermit
 from ckptd.core.policy.view import CommitRef
 from ckptd.daemon.actions.local_deletion import LocalDeleter
-from ckptd.daemon.bootstrap import recover
-from ckptd.daemon.state.state import JobState
+from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.observe.audit import Audit
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.local import fs
 from ckptd.storage.local.scan import scan, scan_folder
+from tests.support.states import job_state
 
 TAG = "global_step1"
 NAMES = ("a.pt", "b.pt", "configs/c.json")
@@ -81,7 +82,7 @@ def save_of(permit: DeletePermit) -> SealedSave:
 
 def prune(save_dir: Path, permit: DeletePermit) -> None:
     with files.opened_dir(save_dir) as fd:
-        fs.prune(fd, permit, "aside")
+        fs.delete_checkpoint(fd, permit, "aside")
 
 
 def test_removes_exactly_what_is_listed(save_dir: Path) -> None:
@@ -194,7 +195,7 @@ def test_what_was_written_in_the_trash_is_not_removed(save_dir: Path) -> None:
     (save_dir / TAG).rename(aside)
     (aside / "a.pt").write_text("another save")
     with files.opened_dir(aside.parent) as fd, contextlib.suppress(CkptdError, OSError):
-        fs.finish_prune(fd, "aside", permit.files)
+        fs.finish_deletion(fd, "aside", permit.files)
     assert "another save" in [p.read_text() for p in save_dir.rglob("a.pt")]
 
 
@@ -244,7 +245,7 @@ def counting(name):
 for name in ("unlink", "rmdir", "fsync"):
     counting(name)
 with files.opened_dir(sys.argv[3]) as fd:
-    fs.prune(fd, permit, "global_step1.aside")
+    fs.delete_checkpoint(fd, permit, "global_step1.aside")
 """
 
 
@@ -273,10 +274,10 @@ def test_killed_at_any_call_a_restart_finishes(save_dir: Path, tmp_path: Path, c
     command = [sys.executable, "-c", CRASH, str(tmp_path / "permit"), str(calls), str(save_dir)]
     killed = subprocess.run(command, check=False, env=os.environ, timeout=200).returncode
     assert killed in (-9, 0)
-    state = JobState(journal=journal)
+    state = job_state(journal)
     state.load()
     with files.opened_dir(save_dir) as fd:
-        recover(state, fd, Audit(state_dir / "audit.jsonl"))
+        finish_after_crash(state, fd, Audit(state_dir / "audit.jsonl"))
         listing = scan(fd)
     assert list((save_dir / fs.TRASH).iterdir()) == []
     whole = (save_dir / TAG).exists() and all((save_dir / TAG / n).exists() for n in NAMES)
@@ -294,7 +295,7 @@ def test_a_folder_in_the_trash_without_an_intent_comes_back(save_dir: Path) -> N
     (save_dir / TAG).rename(save_dir / fs.TRASH / f"{TAG}.0badcafe")
     journal = Journal(state_dir / "journal.db")
     with files.opened_dir(save_dir) as fd:
-        recover(JobState(journal=journal), fd, Audit(state_dir / "audit.jsonl"))
+        finish_after_crash(job_state(journal), fd, Audit(state_dir / "audit.jsonl"))
     assert (save_dir / TAG / "a.pt").exists()
     journal.close()
 
@@ -321,7 +322,7 @@ def test_half_conversions_of_saves_that_are_gone_are_swept(save_dir: Path) -> No
     (place / ".gone.ckptd-partial").mkdir(parents=True)
     journal = Journal(state_dir / "journal.db")
     with files.opened_dir(save_dir) as fd:
-        recover(JobState(journal=journal), fd, Audit(state_dir / "audit.jsonl"))
+        finish_after_crash(job_state(journal), fd, Audit(state_dir / "audit.jsonl"))
     assert list(place.iterdir()) == []
     journal.close()
 
@@ -331,8 +332,16 @@ def test_a_form_that_was_never_noted_goes_with_a_line_of_its_own(save_dir: Path)
     place = fs.DERIVED + "/universal"
     (save_dir / place / TAG).mkdir(parents=True)
     (save_dir / fs.STAGING).mkdir()
-    state = JobState(journal=Journal(save_dir / "journal.db"))
-    pruner = LocalDeleter(state, Audit(save_dir / "audit.jsonl"), lambda *_: None, lambda: None)
+    state = job_state(Journal(save_dir / "journal.db"))
+    pruner = LocalDeleter(
+        state,
+        Audit(save_dir / "audit.jsonl"),
+        lambda *_: None,
+        lambda: None,
+        trainer="auto",
+        declared=NOTHING_DECLARED,
+        is_pinned=lambda _tag: False,
+    )
     with files.opened_dir(save_dir) as fd:
         pruner._remove_leftovers(fd, permit_for(save_dir), pruner._leftovers(TAG))
     (line,) = [json.loads(text) for text in (save_dir / "audit.jsonl").read_text().splitlines()]

@@ -62,11 +62,11 @@ def test_a_checkpoint_of_ours_that_was_closed_meanwhile_has_not_vanished(tmp_pat
     """P5: the first look of a daemon that was started after rights were lost knows of no look before."""
     scene = Scene(tmp_path)
     _, state = known_save(scene, tmp_path / "journal.db")
-    sealer = Sealer(scene.job(), state, SimpleNamespace(), SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
+    sealer = Sealer(scene.job(), state, SimpleNamespace(), SimpleNamespace(), lambda: None, lambda _tag: None)  # type: ignore[arg-type]
     (scene.save_dir / "global_step5").chmod(0o700)
     listing = looked(scene.save_dir)
     with files.opened_dir(scene.save_dir) as fd, pytest.raises(PermissionError, match="global_step5"):
-        sealer.look(listing, fd, 0.0)
+        sealer.judge_and_seal(listing, fd, 0.0)
     state.journal.close()
 
 
@@ -74,7 +74,7 @@ def test_a_folder_that_somebody_writes_to_is_in_flight_however_long_it_rests(tmp
     """A rank that hangs in its save for ten minutes: nothing changes, and it is no leftover (H32)."""
     scene = Scene(tmp_path)
     _, state = known_save(scene, tmp_path / "journal.db")
-    sealer = Sealer(scene.job(), state, SimpleNamespace(), SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
+    sealer = Sealer(scene.job(), state, SimpleNamespace(), SimpleNamespace(), lambda: None, lambda _tag: None)  # type: ignore[arg-type]
     with files.opened_dir(scene.save_dir) as fd:
         (folder,) = scan(fd).folders
     state.folders.quiet[folder.tag] = Quiet(digest=folder.digest, since_seconds=0.0, first_seen_unix=0.0)

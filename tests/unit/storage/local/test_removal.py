@@ -8,7 +8,7 @@ import pytest
 
 from ckptd.cli.main import main
 from ckptd.errors import RefusedError
-from ckptd.maintenance.uninstall import Removal
+from ckptd.maintenance.uninstall import JobUninstall
 from ckptd.storage.local import clones, fs
 from tests.support.recover_scene import Scene, scene
 
@@ -25,7 +25,7 @@ def lay(scene: Scene, name: str, *, with_hold: bool) -> None:
 def test_a_word_whose_hold_is_gone_is_nothing_to_keep(scene: Scene) -> None:
     """The hold was released, the save is committed: what is left of it held up every removal."""
     lay(scene, "global_step2.2", with_hold=False)
-    with closing(Removal(scene.job(), None)) as removal:
+    with closing(JobUninstall(scene.job(), None)) as removal:
         gone = removal.carry_out(removal.plan(), with_uncommitted=False)
     assert [piece.path for piece in gone] == [f"{fs.HOLD}/global_step2.2.json"]
     assert not (scene.save_dir / "_ckptd").exists()
@@ -33,7 +33,7 @@ def test_a_word_whose_hold_is_gone_is_nothing_to_keep(scene: Scene) -> None:
 
 def test_a_word_goes_with_its_hold(scene: Scene) -> None:
     lay(scene, "global_step2.2", with_hold=True)
-    with closing(Removal(scene.job(), None)) as removal:
+    with closing(JobUninstall(scene.job(), None)) as removal:
         pieces = removal.plan()
         assert [(piece.name, piece.fate) for piece in pieces] == [("global_step2.2", "only here")]
         with pytest.raises(RefusedError, match=r"global_step2\.2: no journal knows"):

@@ -50,7 +50,7 @@ def permit_for(save_dir: Path) -> DeletePermit:
 
 def prune(save_dir: Path, permit: DeletePermit) -> None:
     with files.opened_dir(save_dir) as fd:
-        fs.prune(fd, permit, "aside")
+        fs.delete_checkpoint(fd, permit, "aside")
 
 
 def names_in(save_dir: Path) -> set[str]:
@@ -120,7 +120,7 @@ def test_one_that_is_killed_after_the_rename_is_put_back_or_removed(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(fs, "finish_prune", killed)
+        patched.setattr(fs, "finish_deletion", killed)
         with pytest.raises(KeyboardInterrupt):
             prune(save_dir, permit)
     assert names_in(save_dir) == set(OTHERS)
@@ -130,11 +130,11 @@ def test_one_that_is_killed_after_the_rename_is_put_back_or_removed(
         assert names_in(save_dir) == {TAG, *OTHERS}
         os.rename(save_dir / TAG, save_dir / fs.TRASH / "aside")
         with fs.closing(fs.ensure_ours(fd, fs.TRASH)) as trash:
-            fs.finish_prune(trash, "aside", permit.files)
+            fs.finish_deletion(trash, "aside", permit.files)
         assert fs.trash_names(fd) == []
         (save_dir / fs.TRASH / "aside").write_text("of somebody else")
         with fs.closing(fs.ensure_ours(fd, fs.TRASH)) as trash, pytest.raises(StorageError):
-            fs.finish_prune(trash, "aside", permit.files)
+            fs.finish_deletion(trash, "aside", permit.files)
         assert fs.trash_names(fd) == ["aside"], "what was not sealed stays"
 
 

@@ -72,7 +72,7 @@ class Pair:
     def gone(self, node: str = "n1", *, dry_run: bool = False) -> list[str]:
         """What `gc --gone` removes."""
         observation = read_remote(self.store)
-        sight = RemoteInventory(
+        inventory = RemoteInventory(
             name="r",
             url="memory",
             store=self.store,
@@ -80,7 +80,7 @@ class Pair:
             commits=live_commits(observation),
         )
         collector = Collector(None, lambda _: None, dry_run=dry_run)
-        collector.gone(sight, node)
+        collector.gone(inventory, node)
         return [row.what for row in collector.removed]
 
 

@@ -23,9 +23,9 @@ from ckptd.core.model.records import UNIVERSAL
 from ckptd.core.policy.leases import Attempt, attempts_folder, numbered
 from ckptd.errors import SourceChanged
 from ckptd.storage.remote.commit import upload_form
-from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import read_commit, read_generation
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.messages import Committed, DeleteCommit, DeriveRequest, Planned, UploadedObject
 from ckptd.storage.stores.base import partial_name
 from ckptd.storage.stores.directory import DirectoryStore

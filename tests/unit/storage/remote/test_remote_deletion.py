@@ -32,6 +32,7 @@ from ckptd.storage.stores.base import Abilities
 from tests.stores.counting import CountingStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, Node
+from tests.support import observing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +106,7 @@ def test_a_retired_checkpoint_is_gone_but_for_its_tombstone(tmp_path: Path, stor
     assert left == ["_ckptd/retired/global_step10~g1~zero.json"]
     stone = parse(Tombstone, store.objects[left[0]], "")
     assert len(stone.fingerprints) == 4
-    seen = observe.observe(store)
+    seen = observing.observe(store)
     assert (len(seen.commits), seen.retiring, seen.latest) == (2, (), "global_step30")
     delete_commit(ground, order_for(views[0]), lambda: None)
 
@@ -130,7 +131,7 @@ def test_killed_between_any_two_changes_and_repeated(tmp_path: Path, store: Memo
             assert changes > 6
             break
         after = MemoryStore(objects=dying.objects)
-        seen = observe.observe(after)
+        seen = observing.observe(after)
         committed = {view.commit.tag for view in seen.commits}
         whole = all(key in after.objects for key in before if key.startswith("global_step10/"))
         assert whole or "global_step10" not in committed
@@ -160,7 +161,7 @@ def test_objects_that_another_manifest_lists_stay(tmp_path: Path, store: MemoryS
     assert zero.commit is not None
     delete_commit(ground, order_for(zero.commit), lambda: None)
     assert all(file.key in store.objects for file in shared)
-    assert [view.commit.form for view in observe.observe(store).commits] == ["universal", "zero"]
+    assert [view.commit.form for view in observing.observe(store).commits] == ["universal", "zero"]
 
 
 def test_what_may_not_go_stays(tmp_path: Path, store: MemoryStore) -> None:
@@ -175,10 +176,10 @@ def test_what_may_not_go_stays(tmp_path: Path, store: MemoryStore) -> None:
     with pytest.raises(NotFoundError):
         delete_commit(ground, absent, lambda: None)
     assert store.objects == before
-    observe.record(store, Decision(kind="pin", tag="global_step10"))
+    observing.record(store, Decision(kind="pin", tag="global_step10"))
     with pytest.raises(RefusedError, match="pinned"):
         delete_commit(ground, order_for(views[0]), lambda: None)
-    observe.record(store, Decision(kind="unpin", tag="global_step10"))
+    observing.record(store, Decision(kind="unpin", tag="global_step10"))
     delete_commit(ground, order_for(views[0]), lambda: None)
 
 
@@ -198,7 +199,7 @@ class Pinning(MemoryStore):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         if self.is_awaited and prefix.startswith("_ckptd/commits"):
             self.is_awaited = False
-            observe.record(self, Decision(kind="pin", tag="global_step10"))
+            observing.record(self, Decision(kind="pin", tag="global_step10"))
         return super().list(prefix)
 
 
@@ -243,39 +244,39 @@ def test_pointers_follow_branch_and_step_not_the_step_alone(tmp_path: Path, stor
 def test_decisions_survive_as_the_newest_of_their_subject(store: MemoryStore) -> None:
     attach(store, Node(Path("/nowhere")).settings(store.url, job_id=JOB_ID))
     for kind in ("pin", "unpin", "pin"):
-        observe.record(store, Decision.model_validate({"kind": kind, "tag": "a/b ~c"}))
-    again = observe.record(store, Decision(kind="pin", tag="a/b ~c", serial=0, at="later"))
+        observing.record(store, Decision.model_validate({"kind": kind, "tag": "a/b ~c"}))
+    again = observing.record(store, Decision(kind="pin", tag="a/b ~c", serial=0, at="later"))
     assert again.serial == 2
-    seen = observe.observe(store).decisions
+    seen = observing.observe(store).decisions
     assert [(d.kind, d.serial) for d in seen] == [("pin", 0), ("unpin", 1), ("pin", 2)]
     assert observe.is_pinned(store, "a/b ~c")
     assert not observe.is_pinned(store, "other")
-    observe.record(store, Decision(kind="first-start", tag="*", tags=("x", "y")))
+    observing.record(store, Decision(kind="first-start", tag="*", tags=("x", "y")))
     assert "_ckptd/decisions/first-start~%2A~0.json" in store.objects
     said = Decision(kind="adopt", tag="*", at="2026-01-01T00:00:00+00:00", serial=3)
-    observe.record(store, said)
-    later = observe.record(store, said.model_copy(update={"at": "2026-01-02T00:00:00+00:00"}))
+    observing.record(store, said)
+    later = observing.record(store, said.model_copy(update={"at": "2026-01-02T00:00:00+00:00"}))
     assert (later.serial, later.at[:10]) == (4, "2026-01-02"), "it means the first starts since"
 
 
 def test_confirm_names_what_is_wrong(tmp_path: Path, store: MemoryStore) -> None:
     _, views = commit_three(tmp_path, store)
     good = (views[0].key, views[0].sha256)
-    assert observe.confirm(store, (good,)).ok
-    assert not observe.confirm(store, ()).ok
-    assert not observe.confirm(store, (good, (views[0].key, "0" * 64))).ok
+    assert observing.confirm(store, (good,)).ok
+    assert not observing.confirm(store, ()).ok
+    assert not observing.confirm(store, (good, (views[0].key, "0" * 64))).ok
     store.objects["_ckptd/retired/global_step10~g1~zero.json"] = b"{}"
-    assert "is being deleted" in (observe.confirm(store, (good,)).reason or "")
+    assert "is being deleted" in (observing.confirm(store, (good,)).reason or "")
     del store.objects[views[1].key]
-    assert "gone" in (observe.confirm(store, ((views[1].key, views[1].sha256),)).reason or "")
+    assert "gone" in (observing.confirm(store, ((views[1].key, views[1].sha256),)).reason or "")
 
 
 def test_describe_tells_committed_manifests(tmp_path: Path, store: MemoryStore) -> None:
     commit_three(tmp_path, store)
-    view = observe.describe(store, "global_step20")
+    view = observing.describe(store, "global_step20")
     assert [m.committed for m in view.manifests] == [True]
     assert [c.commit.tag for c in view.commits] == ["global_step20"]
-    assert observe.describe(store, "global_step2").manifests == ()
+    assert observing.describe(store, "global_step2").manifests == ()
 
 
 def test_a_newer_format_stops_everything(tmp_path: Path, store: MemoryStore) -> None:
@@ -283,11 +284,11 @@ def test_a_newer_format_stops_everything(tmp_path: Path, store: MemoryStore) -> 
     key = views[1].key
     store.objects[key] = store.objects[key].replace(b'"format":"1.0"', b'"format":"2.0"')
     with pytest.raises(RefusedError, match=r"2\.0"):
-        observe.observe(store)
+        observing.observe(store)
     with pytest.raises(RefusedError):
         delete_commit(ground, order_for(views[0]), lambda: None)
     store.objects[key] = b"{half"
-    assert observe.observe(store).damaged != ()
+    assert observing.observe(store).damaged != ()
 
 
 def test_a_commit_that_was_counted_and_is_disputed_meanwhile_saves_the_one_before(
@@ -325,7 +326,7 @@ def test_a_removal_reads_what_may_lie_in_its_folder(tmp_path: Path) -> None:
         copy_commit(store, views[1], f"kept_step{number}")
     ground = attached(store)
     store.count()
-    observe.observe(store, cache=ground.documents)
+    observing.observe(store, cache=ground.documents)
     store.count()
     delete_commit(ground, order_for(views[0]), lambda: None)
     assert not [key for key in store.gets if "kept_step" in key]
@@ -356,7 +357,7 @@ def test_keys_in_strange_folders_are_looked_for_everywhere(tmp_path: Path) -> No
 def attached(store: MemoryStore) -> AttachedRemote:
     """A process that was just started."""
     abilities = Abilities(create_only=True, checksum=None, resumable=True)
-    return AttachedRemote(store=store, abilities=abilities, identity=observe.still_ours(store, None))
+    return AttachedRemote(store=store, abilities=abilities, identity=observe.require_identity(store))
 
 
 def copy_commit(store: MemoryStore, view: CommitView, tag: str, folder: str | None = None) -> None:
@@ -376,4 +377,4 @@ def copy_commit(store: MemoryStore, view: CommitView, tag: str, folder: str | No
 
 def found(store: MemoryStore, tag: str) -> CommitView:
     """Its COMMIT."""
-    return next(view for view in observe.observe(store).commits if view.commit.tag == tag)
+    return next(view for view in observing.observe(store).commits if view.commit.tag == tag)

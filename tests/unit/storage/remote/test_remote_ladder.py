@@ -10,12 +10,12 @@ import pytest
 
 from ckptd.core.model.manifest import Dispute, side_key, stem, to_bytes
 from ckptd.errors import RefusedError
-from ckptd.storage.remote import observe
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.messages import CommitView, DeleteCommit
 from ckptd.storage.remote.observe import AttachedRemote
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import Node
+from tests.support import observing as observe
 from tests.unit.storage.remote.test_remote_deletion import Dying, Killed
 
 FOLDER = "global_step10_universal"

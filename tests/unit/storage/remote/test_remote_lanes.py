@@ -14,7 +14,7 @@ from ckptd.core.model.manifest import NodeManifest, parse
 from ckptd.errors import RemoteNotOurs, SourceChanged, StorageError, VerifyError
 from ckptd.storage.remote.attach import take_over
 from ckptd.storage.remote.commit import upload_form
-from ckptd.storage.remote.observe import live_commits, manifests_of, observe
+from ckptd.storage.remote.observe import live_commits, manifests_of
 from ckptd.storage.remote.transfer import SMALL_BYTES
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.directory import DirectoryStore
@@ -23,13 +23,14 @@ from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores.conformance import source_of
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import OPTIM, Node, archive
+from tests.support.observing import observe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from ckptd.storage.remote.messages import UploadedObject, UploadResult
-    from ckptd.storage.stores.base import ObjectInfo, Progress, Resume, Source
+    from ckptd.storage.stores.base import HeldRange, ObjectInfo, Progress, ResumePoint, Source
 
 LANES = 6
 COUNT = 60
@@ -52,7 +53,13 @@ class Watched(MemoryStore):
         return super().stat(key)
 
     def upload(
-        self, key: str, source: Source, *, resume: Resume | None, on_progress: Callable[[Progress], None]
+        self,
+        key: str,
+        source: Source,
+        *,
+        resume: ResumePoint | None,
+        on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange] = (),
     ) -> int:
         with self.lock:
             self.begun.append(key)
@@ -61,7 +68,7 @@ class Watched(MemoryStore):
         try:
             self.before(key)
             time.sleep(0.002)
-            return super().upload(key, source, resume=resume, on_progress=on_progress)
+            return super().upload(key, source, resume=resume, on_progress=on_progress, held=held)
         finally:
             with self.lock:
                 self.running -= 1

@@ -9,11 +9,11 @@ from ckptd.core.model.manifest import Tombstone, commit_key, side_key, stem, to_
 from ckptd.storage.child.service import Service
 from ckptd.storage.remote.documents import DocumentCache
 from ckptd.storage.remote.messages import Attach, Attached, Observation, Observe, Unchanged
-from ckptd.storage.remote.observe import describe, observe
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.open import open_store
 from tests.stores.counting import CountingStore
 from tests.stores.scene import Node
+from tests.support.observing import describe, observe
 
 if TYPE_CHECKING:
     from pathlib import Path

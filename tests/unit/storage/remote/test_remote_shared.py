@@ -12,8 +12,8 @@ import pytest
 from ckptd.core.model.heartbeat import Heartbeat, heartbeat_key
 from ckptd.core.model.manifest import stem
 from ckptd.core.policy.leases import Shares, numbered, shares_folder
-from ckptd.storage.remote.coordination import Heartbeats
 from ckptd.storage.remote.deletion import delete_commit
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import manifests_of, read_remote
 from ckptd.storage.stores.directory import DirectoryStore

@@ -20,13 +20,14 @@ from ckptd.maintenance.repair import HERE
 from ckptd.maintenance.verify import Verifier
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.sources import where_of
-from ckptd.storage.remote import garbage, observe
-from ckptd.storage.remote.commit import supplement
+from ckptd.storage.remote import garbage
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.messages import DeleteCommit, UploadFile, UploadRequest, UploadResult
+from ckptd.storage.remote.supplement import supplement
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import MODEL, OPTIM, Node, archive
+from tests.support import observing
 from tests.support.repair_scene import RepairScene, outcomes
 from tests.support.restore_scene import TAG
 
@@ -155,8 +156,8 @@ def test_what_another_node_has_under_that_name_does_not_take_its_place(tmp_path:
         row = late(nodes[rank], "note.txt", data)
         done = supplement(grounds[rank], order_of(nodes[rank], commit.sha256, row), nodes[rank].control())
         assert done.outcome == "committed"
-        sight = read_remote_inventory("nas", str(tmp_path / "nas"), None)
-        files, note = sight.late(commit.commit, sight.manifests(commit.commit))
+        inventory = read_remote_inventory("nas", str(tmp_path / "nas"), None)
+        files, note = inventory.late(commit.commit, inventory.manifests(commit.commit))
         assert note is None
         return [file.fingerprint for file in files]
 
@@ -178,13 +179,13 @@ def test_it_is_retired_with_its_commit_and_gc_counts_it_as_needed(scene: Scene) 
     found = garbage.find(scene.store, scene.ground.identity)
     assert (found.objects, found.unlisted) == ((), {})
     assert scene.commit is not None
-    assert observe.confirm(scene.store, ((X1, sha256_of(scene.store.objects[X1])),)).ok
+    assert observing.confirm(scene.store, ((X1, sha256_of(scene.store.objects[X1])),)).ok
     gone = DeleteCommit(
         tag="global_step5", generation=1, form="zero", reason="r", commit_sha256=scene.commit.sha256
     )
     delete_commit(scene.ground, gone, lambda: None)
     assert not [key for key in scene.store.objects if "global_step5" in key and "/retired/" not in key]
-    assert not observe.confirm(scene.store, ((X1, "0"),)).ok
+    assert not observing.confirm(scene.store, ((X1, "0"),)).ok
 
 
 # --- reading it again -----------------------------------------------------------------------------------

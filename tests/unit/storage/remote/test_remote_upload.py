@@ -23,7 +23,6 @@ from ckptd.errors import (
     SourceChanged,
     VerifyError,
 )
-from ckptd.storage.remote import observe
 from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.messages import UploadedObject
 from ckptd.storage.remote.observe import live_commits, manifests_of, read_remote
@@ -31,6 +30,7 @@ from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.directory import DirectoryStore
 from tests.stores.memory import MemoryStore
 from tests.stores.scene import JOB_ID, MODEL, OPTIM, Node, archive
+from tests.support import observing as observe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.config.schema import RemoteConfig
 from ckptd.core.policy.actions import Plan
-from ckptd.daemon.state.local_saves import Conversion
+from ckptd.daemon.state.local_saves import RunningConversion
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads import scrub as scrubbing
 from ckptd.daemon.uploads.scrub import Scrubber
@@ -28,6 +28,7 @@ from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.rate_limit import Cancelled, RateLimiter
 from tests.support.repair_scene import RepairScene, built, scene
 from tests.support.restore_scene import TAG
+from tests.support.states import job_state
 
 __all__ = ["built", "scene"]
 
@@ -164,7 +165,7 @@ def thread(scene: RepairScene, monkeypatch: pytest.MonkeyPatch) -> Iterator[Thre
     monkeypatch.setattr(scrubbing, "LEAST_BYTES", 1)
     monkeypatch.setattr(scrubbing, "RECHECK_SECONDS", 0.2)
     scene.state.mkdir()
-    one = Thread(scene, JobState(journal=Journal(scene.state / "journal.db")))
+    one = Thread(scene, job_state(Journal(scene.state / "journal.db")))
     yield one
     one.session.close()
     one.state.journal.close()
@@ -324,7 +325,7 @@ def test_every_bad_checkpoint_is_looked_at_again(thread: Thread) -> None:
 def test_anything_else_comes_first(thread: Thread) -> None:
     """No reading while something moves, and what is under way makes way."""
     thread.until(lambda: thread.session.is_ready)
-    thread.state.saves.conversion = Conversion(save_id=1)
+    thread.state.saves.conversion = RunningConversion(save_id=1)
     time.sleep(0.2)
     thread.scrubber.turn()
     assert thread.session.scrub is None

@@ -15,7 +15,7 @@ from ckptd.core.model.heartbeat import DEAD_SECONDS, Heartbeat, heartbeat_key
 from ckptd.errors import RemoteNotOurs
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote.attach import attach
-from ckptd.storage.remote.coordination import Heartbeats
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.messages import RemoteSettings
 from ckptd.storage.remote.observe import still_ours
 from ckptd.storage.stores.open import open_store

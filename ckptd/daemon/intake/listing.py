@@ -1,5 +1,6 @@
-"""Report checkpoints in save_dir that nothing protects: links, which are not followed, and folders that are
-no ZeRO checkpoint of the job (P15, P17).
+"""List save_dir, and report the checkpoints in it that nothing protects (P15, P17).
+
+Those are links, which are not followed, and folders of none of the layouts of this job.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ckptd.base.names import shown
-from ckptd.core.model.listing import warn_unprotected
+from ckptd.core.model.unprotected import warn_unprotected
 from ckptd.storage.local.scan import scan
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _NEXT_STEP = (
 )
 
 
-def look(
+def list_save_dir(
     config: JobConfig, problems: Problems, before: SaveDirListing | None, save_dir_fd: int
 ) -> SaveDirListing:
     """List save_dir, and say what in it is not protected."""
@@ -59,7 +60,7 @@ def _see_unprotected(config: JobConfig, problems: Problems, listing: SaveDirList
             problems.clear("unprotected-save", problem.about)
 
 
-def linked_here(problems: Problems) -> tuple[str, ...]:
+def unprotected_here(problems: Problems) -> tuple[str, ...]:
     """Checkpoints at risk that nothing will commit."""
     return tuple(problem.about for problem in problems.all() if _is_alarm(problem))
 

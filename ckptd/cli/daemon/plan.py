@@ -1,0 +1,214 @@
+"""`ckptd plan JOB --with keep_last=5`: what other retention keys would delete, keep and cost.
+
+A running daemon is asked, which plans with what it knows; else its planner is asked here, under the job's
+lock.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ckptd.cli.completion import complete_job
+from ckptd.cli.output import JOB_HERE_HELP, print_note
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from ckptd.cli.daemon.request import RequestedJob
+    from ckptd.config.schema import JobConfig
+    from ckptd.core.policy.retention import RetentionKeys
+    from ckptd.daemon.job import Job
+
+ANSWER_SECONDS = 60.0
+SHOWN_SAVES = 3
+
+_HELP = (
+    "Say what retention deletes, keeps and costs. Here and in each remote, now and after the next saves; "
+    "with --with as other settings would have it. Nothing is done. Saves to come count like the newest."
+)
+_EXAMPLES = """\
+ckptd plan llama-7b
+ckptd plan llama-7b --with local.keep_bytes=2TB --with nas.keep_last=20
+ckptd plan llama-7b --with other.toml --saves 10"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command("plan", help=_HELP, epilog=_EXAMPLES)
+    def plan(
+        job: str = typer.Argument(..., metavar="JOB", autocompletion=complete_job, help=JOB_HERE_HELP),
+        changes: list[str] = typer.Option(
+            None,
+            "--with",
+            metavar="SETTING",
+            help="KEY=VALUE everywhere, local.KEY=VALUE, NAME.KEY=VALUE in a remote, or another job file; "
+            "may be repeated.",
+        ),
+        saves: int = typer.Option(SHOWN_SAVES, metavar="N", min=0, max=100, help="Look so many saves ahead."),
+        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+        config_dir: str = typer.Option(None, "--config-dir", help="Where ckptd.toml and jobs.d/ lie."),
+    ) -> None:
+        import json
+        import os
+        from pathlib import Path
+
+        from ckptd.cli.daemon.request import requested_job
+        from ckptd.config.commands import default_config_dir
+        from ckptd.config.loader import resolve_job
+        from ckptd.storage.local.job_names import must_be_of_this_node
+
+        must_be_of_this_node(job, "plan")
+        directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
+        config = resolve_job(job, os.environ, config_dir=directory)
+        where = requested_job(job, config, directory)
+        other = changed_job(config, changes or [])
+        places = ask(where, config, directory, other.retention_keys, saves)
+        if as_json:
+            print(json.dumps({"schema_version": 1, "name": config.name, "places": places}, indent=1))
+        else:
+            show(config, places)
+        if not all(place["is_known"] for place in places):
+            raise typer.Exit(69)
+
+
+def changed_job(config: JobConfig, changes: Sequence[str]) -> JobConfig:
+    """Return the job with what a person typed: settings, or the retention of another job file.
+
+    Raises:
+        UsageError, ConfigError, NotFoundError: it cannot be read as either.
+    """
+    from pathlib import Path
+
+    from ckptd.config.loader import load_job
+    from ckptd.config.overrides import with_settings
+
+    for change in changes:
+        if Path(change).suffix != ".toml" or "=" in change:
+            config = with_settings(config, [change])
+            continue
+        other = load_job(Path(change), check_paths=False)
+        theirs = {remote.name for remote in other.remotes}
+        for remote in config.remotes:
+            if remote.name not in theirs:
+                print_note(f"{change} has no remote {remote.name}: what it holds stays")
+        for name in sorted(theirs - {remote.name for remote in config.remotes}):
+            print_note(f"{change} adds the remote {name}, which is not looked at")
+        config = other
+    return config
+
+
+def tell_of_reload(job: str | None, state_dir: Path | None, config_dir: Path | None) -> None:
+    """Print for each job what its file, as it is now, would delete and keep once it is reloaded.
+
+    Raises:
+        ConfigError: a file is wrong (78).
+    """
+    import os
+
+    from ckptd.cli.daemon.request import requested_jobs
+    from ckptd.cli.output import print_line
+    from ckptd.config.commands import default_config_dir
+    from ckptd.config.loader import resolve_job
+
+    directory = config_dir or default_config_dir(os.environ)
+    for where in requested_jobs(job, state_dir, config_dir):
+        config = resolve_job(job or where.name, os.environ, config_dir=directory)
+        print_line(f"{config.name}, as {config.file or 'its arguments'} says now:")
+        show(config, ask(where, config, directory, config.retention_keys, SHOWN_SAVES))
+
+
+def ask(
+    where: RequestedJob, config: JobConfig, directory: Path, keys: RetentionKeys, saves: int
+) -> list[dict[str, Any]]:
+    """Return the places as status.json has them.
+
+    Raises:
+        BehindError: the daemon gave no answer in time (3). NotFoundError: there is no checkpoint yet (66).
+    """
+    from dataclasses import asdict
+
+    from ckptd.cli.daemon.request import send_request, wait_until, work_alone
+    from ckptd.daemon.actions.control import PLAN, PlanFile
+    from ckptd.daemon.health.foresight import plan_status
+    from ckptd.errors import BehindError, NotFoundError
+    from ckptd.observe.status import rfc3339
+
+    asked = PlanFile(asked_at_unix_seconds=time.time(), seconds=ANSWER_SECONDS, keys=keys, saves=saves)
+    found: list[dict[str, Any]] = []
+    is_over = time.monotonic() + ANSWER_SECONDS / 2
+
+    def is_answered() -> bool:
+        answer = where.job().get("plan")
+        if answer is not None and answer["asked_at"] == rfc3339(asked.asked_at_unix_seconds):
+            found.extend(answer["places"])
+        return bool(found)
+
+    def is_done(jobs: Sequence[Job]) -> bool:
+        for job in jobs:
+            if (answer := plan_status(job)) is not None:
+                found.extend(asdict(place) for place in answer.places)
+        return bool(found) or time.monotonic() > is_over
+
+    send_request(where, PLAN, asked)
+    if where.pid is not None:
+        if not wait_until(is_answered, ANSWER_SECONDS / 2):
+            msg = f"the daemon of {where.name} (process {where.pid}) gave no answer"
+            raise BehindError(msg, hint="`ckptd status` says how it is")
+        return found
+    work_alone(config, directory, is_done)
+    if not found:
+        msg = f"{config.save_dir} has no checkpoint yet"
+        raise NotFoundError(msg, hint="there is nothing to plan before; ckptd status")
+    return found
+
+
+def show(config: JobConfig, places: Sequence[dict[str, Any]]) -> None:
+    """Print what is deleted where, and what each place then holds."""
+    from rich.table import Table
+
+    from ckptd.base.humanize import size_of
+    from ckptd.cli.output import cells
+    from ckptd.cli.screen import screen
+
+    columns = ("where", "checkpoint", "forms", "size", "when", "why")
+    deletions = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        deletions.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
+    for place in places:
+        for one in place["deletions"]:
+            after = one["after_saves"]
+            when = f"after {after} save{'s' if after > 1 else ''}" if after else "now"
+            row = (_name(place), one["tag"], ", ".join(one["forms"]), size_of(one["bytes"]), when, one["why"])
+            deletions.add_row(*cells(*row))
+    console = screen()
+    if deletions.row_count:
+        console.print("would be deleted:")
+        console.print(deletions)
+    else:
+        console.print("nothing would be deleted")
+    saves = len(places[0]["held"]) - 1
+    ahead = (f"after {saves} save{'s' if saves > 1 else ''}",) if saves else ()
+    holds = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("where", "is there", "left", *ahead):
+        holds.add_column(column, overflow="fold")
+    for place in places:
+        held = [_amount(one) for one in (place, place["held"][0], place["held"][-1])[: 2 + len(ahead)]]
+        holds.add_row(*cells(_name(place), *(held if place["is_known"] else ("not known",))))
+        if not place["is_known"]:
+            print_note(f"{place['remote']} did not answer → ckptd status {config.name}")
+    console.print(holds)
+
+
+def _amount(held: dict[str, Any]) -> str:
+    from ckptd.base.humanize import size_of
+
+    return f"{held['checkpoints']}, {size_of(held['bytes'])}"
+
+
+def _name(place: dict[str, Any]) -> str:
+    return place["remote"] or "here"

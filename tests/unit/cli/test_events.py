@@ -1,0 +1,139 @@
+"""`ckptd events JOB` and `ready_dir` with a real daemon that is killed, and a reader that follows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from ckptd.observe.event_log import EVENTS
+from tests.support.metadata import metadata
+from tests.support.real import REPOSITORY
+from tests.support.recover_scene import Scene
+from tests.unit.cli.test_logs import CLEAN, ckptd
+
+PATIENCE_SECONDS = 100
+
+
+@contextmanager
+def daemon(scene: Scene, **settings: str) -> Iterator[subprocess.Popen[bytes]]:
+    words = ["run", str(scene.save_dir), str(scene.nas), "--same-filesystem"]
+    environ = CLEAN | {"CKPTD_SETTLE": "0.3s"} | settings
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckptd", *words], env=environ, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def committed(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["tag"] for row in rows if row["kind"] == "committed" and row["form"] == "zero"]
+
+
+def test_a_follower_misses_nothing_while_daemons_are_killed(tmp_path: Path) -> None:
+    """Three lives of a daemon, each killed as soon as it has committed, or before; one reader throughout."""
+    scene = Scene(tmp_path)
+    scene.save(2)
+    lines = tmp_path / "lines"
+    with daemon(scene):
+        assert ckptd("wait", scene.save_dir, "--step", 2, "--timeout", "100s").returncode == 0
+        command = [sys.executable, "-m", "ckptd", "events", str(scene.save_dir), "--json", "--follow"]
+        with open(lines, "w") as out:
+            follower = subprocess.Popen(command, env=CLEAN, stdout=out)
+    try:
+        scene.save(4)
+        with daemon(scene) as second:
+            assert ckptd("wait", scene.save_dir, "--step", 4, "--timeout", "100s").returncode == 0
+            second.kill()
+        with open(scene.save_dir / "_ckptd" / "state" / EVENTS, "a") as log:
+            log.write('{"id": 99')  # what a power cut may leave
+        scene.save(6)
+        with daemon(scene):
+            end = time.monotonic() + PATIENCE_SECONDS
+            while "global_step6" not in committed(
+                rows := [json.loads(x) for x in lines.read_text().splitlines()]
+            ):
+                assert time.monotonic() < end, rows
+                time.sleep(0.2)
+    finally:
+        follower.kill()
+        follower.wait(60)
+    assert list(dict.fromkeys(committed(rows))) == ["global_step2", "global_step4", "global_step6"]
+    assert "gap" not in {row["kind"] for row in rows}
+    ids = [row["id"] for row in rows]
+    assert ids == sorted(set(ids))
+    # and the daemon need not run: from any id on, as text too
+    since = next(row["id"] for row in rows if row["kind"] == "committed")
+    rest = ckptd("events", scene.save_dir, "--json", "--since", since).stdout.splitlines()
+    assert [json.loads(x)["id"] for x in rest][: len(ids)] == [one for one in ids if one > since]
+    assert "committed: global_step6 (zero) is committed on" in ckptd("events", scene.save_dir).stdout
+
+
+def test_a_script_waits_for_a_ready_file(tmp_path: Path) -> None:
+    """A directory that is not there is a problem, and gets its files once it is; the line of
+    docs/operations.md waits for one."""
+    scene = Scene(tmp_path)
+    scene.save(2)
+    ready = tmp_path / "shared" / "ready"
+    with daemon(scene, CKPTD_READY_DIR=str(ready)):
+        assert ckptd("wait", scene.save_dir, "--step", 2, "--timeout", "100s").returncode == 0
+        end = time.monotonic() + PATIENCE_SECONDS
+        while "ready-dir-unwritten" not in ckptd("status", scene.save_dir, "--json").stdout:
+            assert time.monotonic() < end
+            time.sleep(0.5)
+            scene.save(4)
+        ready.mkdir(parents=True)
+        page = (REPOSITORY / "docs" / "operations.md").read_text()
+        script = next(line for line in page.splitlines() if line.startswith("until "))
+        environ = CLEAN | {"READY_DIR": str(ready)}
+        subprocess.run(["sh", "-c", script], env=environ, check=True, timeout=PATIENCE_SECONDS)
+    said = json.loads((ready / "global_step2.json").read_text())
+    assert (said["tag"], said["step"]) == ("global_step2", 2)
+    assert [(one["url"], one["forms"][-1]) for one in said["remotes"].values()] == [(str(scene.nas), "zero")]
+    assert not [name for name in os.listdir(ready) if not name.startswith("global_step")]
+
+
+def test_a_notice_of_the_cloud_drains(tmp_path: Path) -> None:
+    """A spot interruption in the middle of training: a drain until then, in status and in events."""
+    scene = Scene(tmp_path)
+    scene.save(2)
+    with (
+        metadata("aws") as service,
+        daemon(scene, CKPTD_TERMINATION="aws", CKPTD_TERMINATION_URL=service.url),
+    ):
+        assert ckptd("wait", scene.save_dir, "--step", 2, "--timeout", "100s").returncode == 0
+        assert drain_of(scene) is None
+        at = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=120)
+        service.say(
+            "/latest/meta-data/spot/instance-action",
+            {"action": "terminate", "time": at.strftime("%Y-%m-%dT%H:%M:%SZ")},
+        )
+        end = time.monotonic() + PATIENCE_SECONDS
+        while (drain := drain_of(scene)) is None:
+            assert time.monotonic() < end
+            time.sleep(0.5)
+        assert abs(datetime.fromisoformat(drain["deadline_at"]).timestamp() - at.timestamp()) < 2
+        scene.save(4)
+        assert ckptd("wait", scene.save_dir, "--step", 4, "--timeout", "100s").returncode == 0
+    rows = [json.loads(x) for x in ckptd("events", scene.save_dir, "--json").stdout.splitlines()]
+    told = [row["text"] for row in rows if row["code"] == "node-ending"]
+    assert told
+    assert "spot/instance-action terminate" in told[0]
+    assert committed(rows)[-1] == "global_step4"
+
+
+def drain_of(scene: Scene) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = json.loads(ckptd("status", scene.save_dir, "--json").stdout)["jobs"][0][
+        "drain"
+    ]
+    return found

@@ -1,0 +1,91 @@
+"""What other retention keys would delete: the planner's own verdicts, and nothing that is protected."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.core.model.records import ZERO, DerivedRecord
+from ckptd.core.policy.foresight import ForeseenPlace, foresee
+from ckptd.core.policy.local import keep_local
+from ckptd.core.policy.retention import RetentionKeys, RetentionPolicy
+from ckptd.core.policy.view import JobView
+from tests.support.core_views import NAS, job_view, remote_commit, save_view, sealed
+
+POLICIES = st.builds(
+    RetentionPolicy,
+    save_total_limit=st.none() | st.integers(1, 4),
+    keep_bytes=st.none() | st.integers(100, 700),
+    keep_every_steps=st.none() | st.integers(2, 3),
+)
+
+
+def job(steps: int, pinned: frozenset[int] = frozenset()) -> JobView:
+    """So many committed saves of 100 bytes, here and in the NAS; no key deletes any."""
+    saves = [
+        save_view(n, sealed(n), universal=DerivedRecord(), is_pinned=n in pinned) for n in range(1, steps + 1)
+    ]
+    commits = tuple(replace(remote_commit(save.save), bytes=100) for save in saves)
+    view = job_view(saves, local_forms=(), local_retention=RetentionPolicy(), confirmations={})
+    nas = replace(view.remotes[0], forms=(ZERO,), commits=commits)
+    return replace(view, remotes=(nas,), pinned_tags=frozenset(f"s{n}b1" for n in pinned))
+
+
+def gone(place: ForeseenPlace, saves: int) -> set[str]:
+    return {one.tag for one in place.deletions if one.after_saves <= saves}
+
+
+@given(st.integers(1, 9), POLICIES, POLICIES, st.frozensets(st.integers(1, 9), max_size=2))
+def test_what_goes_at_once_is_what_the_planner_lets_go(
+    steps: int, local: RetentionPolicy, remote: RetentionPolicy, pinned: frozenset[int]
+) -> None:
+    """Here by its verdicts under these keys; nothing pinned, never the newest, and the sums are right."""
+    view = job(steps, pinned)
+    here, there = foresee(view, RetentionKeys(local=local, remotes={NAS: remote}), 3)
+    verdicts = keep_local(replace(view, local_retention=local)).zero
+    assert gone(here, 0) == {s.save.tag for s in view.saves if not verdicts[s.id].keeps}
+    for place in (here, there):
+        assert not gone(place, 3) & {f"s{n}b1" for n in pinned}
+        assert f"s{steps}b1" not in gone(place, 0)
+        assert place.before == (steps, 100 * steps)
+        assert place.held[0] == (steps - len(gone(place, 0)), 100 * (steps - len(gone(place, 0))))
+        assert len(place.held) == 4
+    if not (local.deletes or remote.deletes):
+        assert [one[0] for one in there.held] == [steps, steps + 1, steps + 2, steps + 3]
+
+
+def test_the_next_saves_push_out_the_oldest_and_nothing_is_changed() -> None:
+    """Two by number here, three by bytes there; by what delays the daemon nothing is hidden."""
+    view = replace(job(4), is_paused=True, deletions_left=0, is_save_in_flight=True, is_first_scan=True)
+    before = repr(view)
+    keys = RetentionKeys(
+        local=RetentionPolicy(save_total_limit=2), remotes={NAS: RetentionPolicy(keep_bytes=350)}
+    )
+    here, there = foresee(view, keys, 3)
+    assert {one.tag: one.after_saves for one in here.deletions} == {
+        "s1b1": 0,
+        "s2b1": 0,
+        "s3b1": 1,
+        "s4b1": 2,
+    }
+    assert {one.tag: one.after_saves for one in there.deletions} == {
+        "s1b1": 0,
+        "s2b1": 1,
+        "s3b1": 2,
+        "s4b1": 3,
+    }
+    assert there.held == ((3, 300),) * 4
+    assert {one.why for one in there.deletions} == {"keep_bytes 350 B"}
+    assert repr(view) == before
+
+
+def test_a_remote_that_was_not_read_is_not_known_and_deletes_nothing() -> None:
+    """What rests on its COMMITs stays as well."""
+    view = job(4)
+    view = replace(view, remotes=(replace(view.remotes[0], was_heard=False, commits=()),))
+    limit = RetentionPolicy(save_total_limit=1)
+    here, there = foresee(view, RetentionKeys(local=limit, remotes={NAS: limit}), 2)
+    assert (here.is_known, there.is_known) == (True, False)
+    assert here.deletions == there.deletions == ()
