@@ -32,6 +32,7 @@ from ckptd.formats.torchfile.fingerprint import fingerprint
 from ckptd.formats.torchfile.sharded import METADATA, read_metadata
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES, MirrorFd
 from ckptd.formats.zero import round_robin
+from ckptd.formats.zero.facts import as_dict
 from ckptd.formats.zero.proof import Proof
 from ckptd.formats.zero.save import Read, notes
 from ckptd.formats.zero.shards import Source
@@ -121,6 +122,9 @@ def _why_uncompared(request: dict[str, Any], save: Save) -> str:
         return "converted with --no-strict"
     if request["partial"]:
         return "read from a URL, which is told by checksums alone"
+    config = as_dict(as_dict(save.rank0_optim.root.get("ds_config")).get("zero_optimization"))
+    if config.get("zenflow") is not None:
+        return "ZenFlow changes the weights between steps of their masters"
     if request["form"] == "universal" and request["compat"] == "strict" and round_robin.is_shuffled(save):
         return "parameters are under each other's names, as the stock converter writes it"
     return ""
