@@ -59,12 +59,12 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.cli.daemon.request import requested_job
         from ckptd.config.commands import default_config_dir
-        from ckptd.config.loader import resolve_job
+        from ckptd.recover.select.job import job_named
         from ckptd.storage.local.job_names import must_be_of_this_node
 
         must_be_of_this_node(job, "plan")
         directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
-        config = resolve_job(job, os.environ, config_dir=directory)
+        config = job_named(job, os.environ, config_dir=directory)
         where = requested_job(job, config, directory)
         other = changed_job(config, changes or [])
         places = ask(where, config, directory, other.retention_keys, saves)
@@ -113,11 +113,11 @@ def tell_of_reload(job: str | None, state_dir: Path | None, config_dir: Path | N
     from ckptd.cli.daemon.request import requested_jobs
     from ckptd.cli.output import print_line
     from ckptd.config.commands import default_config_dir
-    from ckptd.config.loader import resolve_job
+    from ckptd.recover.select.job import job_named
 
     directory = config_dir or default_config_dir(os.environ)
     for where in requested_jobs(job, state_dir, config_dir):
-        config = resolve_job(job or where.name, os.environ, config_dir=directory)
+        config = job_named(job or where.name, os.environ, config_dir=directory)
         print_line(f"{config.name}, as {config.file or 'its arguments'} says now:")
         show(config, ask(where, config, directory, config.retention_keys, SHOWN_SAVES))
 

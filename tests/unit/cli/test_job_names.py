@@ -40,6 +40,7 @@ TABLE: dict[str, tuple[tuple[str, ...], int, int]] = {
     # the newest stays
     "rm": (("global_step2", "--dry-run"), 65, REFUSED),
     "pause": (("--off",), WORKS, REFUSED),
+    "plan": (("--with", "keep_last=1"), WORKS, REFUSED),
     "reload": ((), WORKS, REFUSED),
     "drain": (("--deadline", "20s"), WORKS, REFUSED),
     "logs": ((), WORKS, REFUSED),
