@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_a_moment_lies_where_its_master_does(tmp_path: Path, monkeypatch: pytest
 
     def parameters(*given: Any) -> Any:
         a, b, *others = address(*given)
-        yield stage12.replace(a, states=(a.states[0], b.states[1], *a.states[2:]))
+        yield replace(a, states=(a.states[0], b.states[1], *a.states[2:]))
         yield from (b, *others)
 
     monkeypatch.setattr(stage12, "parameters", parameters)
