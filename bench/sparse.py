@@ -235,7 +235,9 @@ def _write_stage12(folder: Path, model: Model, fill: Fill | None) -> None:
             _write_flat(folder, model, shapes, (d, mm), share, fill)
         shard = SparseShard(has_crcs=model.has_crcs)
         held = shapes if model.pp * model.tp == 1 else {}
-        module = {name: shard.tensor(shape, "bfloat16") for name, shape in held.items()}
+        # random bytes are no masters rounded, so then they are of a type that is not compared with them
+        dtype = "bfloat16" if fill is None else "int16"
+        module = {name: shard.tensor(shape, dtype) for name, shape in held.items()}
         root = model_root([shapes], model.dp, model.stage, 7, module)
         if model.pp * model.tp > 1:
             vocabulary = {"original_vocab_size": model.shapes["embed.tok.weight"][0]}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckptd.conversion.archives import archive_parts, placeholder, ranges_in
 from ckptd.conversion.parts import Literal, Part, Range
 from ckptd.conversion.plan import MAX_LINE_BYTES, Output, OutputFile
+from ckptd.conversion.tp_join import model_checks
 from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.sharded import (
     METADATA,
@@ -33,6 +34,7 @@ from ckptd.formats.zero.round_robin import restore_addresses
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ckptd.conversion.plan import OutputCheck
     from ckptd.formats.zero.save import Save
     from ckptd.formats.zero.shards import Parameter, StateRanges
 
@@ -61,6 +63,7 @@ class _Value:
     parts: tuple[Part, ...] | None
     """The elements of a tensor; None: a value whose tensors, if any, lie in `source`."""
     source: int = 0
+    checks: tuple[OutputCheck, ...] = ()
 
 
 class DcpLayout:
@@ -112,6 +115,7 @@ class DcpLayout:
         parts: list[Part] = []
         number = at = line_bytes = 0
         for held in self._values():
+            yield from held.checks
             made = self._archive(held, at)
             is_full = at + _nbytes(made) > self.max_shard_bytes or line_bytes > MAX_LINE_BYTES // 4
             if parts and is_full:
@@ -160,7 +164,8 @@ class DcpLayout:
             paths: tuple[Path, ...] = ((OPTIMIZER, "state", name, ranges.name),)
         else:
             paths = tuple(path for n in self._names(parameter.name) for path in self._model_paths(n))
-        return _Value(paths, placeholder(ranges.dtype, parameter.shape), parts)
+        checks = model_checks([parameter]) if ranges.name == "fp32" else ()
+        return _Value(paths, placeholder(ranges.dtype, parameter.shape), parts, checks=checks)
 
     def _names(self, stored: str) -> list[str]:
         """Return every name of the state dictionary under which a tensor is known (tied parameters)."""

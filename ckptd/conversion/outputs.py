@@ -14,7 +14,16 @@ from typing import IO, TYPE_CHECKING, Any
 
 import ckptd
 from ckptd.conversion.parts import decode
-from ckptd.conversion.plan import MAX_LINE_BYTES, Output, OutputCheck, OutputFile, PlanReader, Trailer
+from ckptd.conversion.plan import (
+    MAX_LINE_BYTES,
+    Output,
+    OutputCheck,
+    OutputFile,
+    PlanReader,
+    Trailer,
+    check_of,
+    trailer_of,
+)
 from ckptd.core.model.swap_paths import is_state
 from ckptd.errors import DamagedError
 
@@ -88,7 +97,7 @@ class Outputs:
                 raw = json.loads(line)
                 if "end" in raw:
                     self.files |= {path: self.files[target] for path, target in links}
-                    return Trailer(*raw["end"])
+                    return trailer_of(raw)
                 links.append((raw["l"], raw["t"]))
             at += len(line)
         raise DamagedError("the plan ends early", hint="convert again; nothing was published")
@@ -101,9 +110,7 @@ class Outputs:
     def checks(self) -> Iterator[OutputCheck]:
         """Yield the pairs of parts that must be equal before anything is made of them."""
         for offset in self._checks:
-            raw = self._line(offset)
-            one, other = (tuple(decode(part) for part in side) for side in raw["p"])
-            yield OutputCheck(raw["c"], one, other)
+            yield check_of(self._line(offset))
 
     def _line(self, offset: int) -> dict[str, Any]:
         with self._lock:
@@ -126,6 +133,11 @@ def description_of(header: Header, trailer: Trailer, made_by: Mapping[str, Any] 
         "layout": header.layout,
         "alignment": header.block_bytes,
         "plan_sha256": trailer.sha256,
+        "proof": {
+            "tensors": trailer.tensors,
+            "elements": trailer.elements,
+            "not_compared": list(trailer.uncompared),
+        },
         "source": {
             "step": header.step,
             "zero_stage": header.stage,

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptd.base.files import check_relative
-from ckptd.conversion.parts import Part, decode, encode, ranges_of
+from ckptd.conversion.parts import FLOAT_BYTES, Part, decode, encode, ranges_of
 from ckptd.errors import DamagedError, RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-FORMAT = 3
+FORMAT = 4
 ARCHIVES = "archives"
 """Asks the planning child for no plan, but for the archives that make up a folder of torch's."""
 MAX_LINE_BYTES = 64 << 20
@@ -49,11 +49,21 @@ class OutputLink:
 
 @dataclass(frozen=True, slots=True)
 class OutputCheck:
-    """Two lists of parts that must be the same bytes: copies of a parameter on several tensor ranks."""
+    """Two lists of parts that must be the same bytes: copies of a parameter on several tensor ranks.
+
+    `rounding` (from, to): `one` has elements of the first type, which as the second are the bytes of `other`:
+    the masters of a parameter, and the model's own copy of it.
+    """
 
     what: str
     one: tuple[Part, ...]
     other: tuple[Part, ...]
+    rounding: tuple[str, str] | None = None
+
+    @property
+    def elements(self) -> int:
+        """Elements that are compared with the model's; 0 for copies."""
+        return sum(p.nbytes for p in self.one) // FLOAT_BYTES[self.rounding[0]] if self.rounding else 0
 
 
 Output = OutputFile | OutputLink | OutputCheck
@@ -92,6 +102,11 @@ class Trailer:
     files: int
     bytes: int
     sha256: str
+    tensors: int = 0
+    """Tensors whose masters must round to the model's own weights, and their elements."""
+    elements: int = 0
+    uncompared: tuple[str, ...] = ()
+    """Trained tensors that are not compared: how many of them, and why."""
 
 
 class PlanWriter:
@@ -102,7 +117,7 @@ class PlanWriter:
         self._digest = hashlib.sha256()
         self._sizes = [source.bytes for source in header.sources]
         self._paths: set[str] = set()
-        self._bytes = 0
+        self._bytes = self._tensors = self._elements = 0
         sources = [[s.path, s.bytes, s.fingerprint] for s in header.sources]
         named = {k: getattr(header, k) for k in header.__slots__ if k != "sources"}
         self._line({"ckptd_plan": FORMAT, **named, "sources": sources})
@@ -117,7 +132,9 @@ class PlanWriter:
         if isinstance(output, OutputCheck):
             self._check_bounds(output.what, (*output.one, *output.other))
             sides = [[encode(p) for p in side] for side in (output.one, output.other)]
-            self._line({"c": output.what, "p": sides})
+            self._line({"c": output.what, "p": sides} | ({"r": output.rounding} if output.rounding else {}))
+            self._tensors += output.rounding is not None
+            self._elements += output.elements
             return
         check_relative(output.path)
         if output.path in self._paths:
@@ -136,12 +153,12 @@ class PlanWriter:
                 if r.offset < 0 or r.nbytes < 0 or r.offset + r.nbytes > self._sizes[r.source]:
                     raise DamagedError(f"a range of {what} leaves its source file")
 
-    def finish(self) -> Trailer:
+    def finish(self, uncompared: tuple[str, ...] = ()) -> Trailer:
         """Write the trailer."""
-        trailer = Trailer(len(self._paths), self._bytes, self._digest.hexdigest())
-        self._out.write(_encode({"end": [trailer.files, trailer.bytes, trailer.sha256]}))
+        totals = len(self._paths), self._bytes, self._digest.hexdigest(), self._tensors, self._elements
+        self._out.write(_encode({"end": [*totals, uncompared]}))
         self._out.flush()
-        return trailer
+        return Trailer(*totals, uncompared)
 
     def _line(self, value: dict[str, Any]) -> None:
         data = _encode(value)
@@ -183,7 +200,7 @@ class PlanReader:
             if "f" in raw or "l" in raw or "c" in raw:
                 yield _output(raw)
             else:
-                self.trailer = _trailer(raw)
+                self.trailer = trailer_of(raw)
 
     def _read(self) -> dict[str, Any]:
         line = self._stream.readline(MAX_LINE_BYTES)
@@ -203,7 +220,7 @@ def read_trailer(stream: IO[bytes]) -> Trailer:
     last = stream.read().rstrip(b"\n").rpartition(b"\n")[2]
     if not last.startswith(b'{"end":'):
         raise DamagedError("the plan ends early", hint="convert again; nothing was published")
-    return _trailer(_object(last))
+    return trailer_of(_object(last))
 
 
 def _object(line: bytes) -> dict[str, Any]:
@@ -220,14 +237,23 @@ def _output(raw: dict[str, Any]) -> Output:
             return OutputFile(raw["f"], tuple(decode(p) for p in raw["p"]))
         if "l" in raw:
             return OutputLink(raw["l"], raw["t"])
-        one, other = (tuple(decode(p) for p in side) for side in raw["p"])
-        return OutputCheck(raw["c"], one, other)
+        return check_of(raw)
 
 
-def _trailer(raw: dict[str, Any]) -> Trailer:
+def check_of(raw: dict[str, Any]) -> OutputCheck:
+    """Return the comparison that a line of a plan holds."""
+    one, other = (tuple(decode(part) for part in side) for side in raw["p"])
+    source, target = raw.get("r", (None, None))
+    return OutputCheck(raw["c"], one, other, (str(source), str(target)) if source else None)
+
+
+def trailer_of(raw: dict[str, Any]) -> Trailer:
+    """Return the totals that the last line of a plan holds."""
     with _saying_so():
-        count, size, sha256 = raw["end"]
-        return Trailer(int(count), int(size), str(sha256))
+        count, size, sha256, tensors, elements, uncompared = raw["end"]
+        return Trailer(
+            int(count), int(size), str(sha256), int(tensors), int(elements), tuple(map(str, uncompared))
+        )
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, overload
 
 from ckptd.base import extents, files
 from ckptd.base.extents import identity_of
-from ckptd.conversion.dtypes import cast, clamped, widen
+from ckptd.conversion.dtypes import cast, clamped, first_unequal, widen
 from ckptd.conversion.parts import (
     FLOAT_BYTES,
     SOURCE_ITEM_BYTES,
@@ -29,6 +29,7 @@ from ckptd.conversion.parts import (
     Stream,
     Widen,
     Woven,
+    ranges_of,
 )
 from ckptd.errors import RefusedError, SourceChanged
 
@@ -55,6 +56,10 @@ class Ranges(ABC):
         Raises:
             SourceChanged: it is no longer the planned one. RemoteError: it does not answer.
         """
+
+    @abstractmethod
+    def path(self, source: int) -> str:
+        """Return the relative path of source number `source`, for messages."""
 
 
 # --- Local files -----------------------------------------------------------------------------------------
@@ -122,6 +127,10 @@ class Sources(Ranges, Sequence[int]):
     def read(self, source: int, offset: int, nbytes: int) -> bytes:
         """Bytes of a source, through the page cache."""
         return os.pread(self[source], nbytes, offset)
+
+    def path(self, source: int) -> str:
+        """Return the path below the folder."""
+        return self._paths[source]
 
     def was_cold(self, fd: int) -> bool:
         """Tell whether most of the file was not in the page cache: what we read of it is dropped again."""
@@ -206,17 +215,46 @@ def blocks_of(part: Part, sources: Readable) -> Iterator[bytes]:
         yield from _woven(part, sources)
 
 
-def refuse_drifted(check: OutputCheck, sources: Readable) -> None:
-    """Refuse when copies of a parameter on several tensor ranks have drifted apart (formats.md §6.1).
+def refuse_unequal(check: OutputCheck, sources: Ranges) -> None:
+    """Refuse masters that do not round to the model's weights, and copies that differ (formats.md §6.1).
 
     Raises:
-        RefusedError: they have.
+        RefusedError: with the tensor, and the file and byte of the first element that differs.
     """
-    if not same_bytes(check.one, check.other, sources):
+    if check.rounding is not None:
+        _refuse_unrounded(check, *check.rounding, sources)
+    elif not same_bytes(check.one, check.other, sources):
         raise RefusedError(
             f"the tensor-parallel ranks hold different copies of {check.what}",
             hint="the run has drifted apart, or shards are damaged; an older checkpoint may be whole",
         )
+
+
+def _refuse_unrounded(check: OutputCheck, source: str, target: str, sources: Ranges) -> None:
+    item, made = FLOAT_BYTES[source], FLOAT_BYTES[target]
+    masters, weights = Taker(_all(check.one, sources)), Taker(_all(check.other, sources))
+    for first in range(0, check.elements, BLOCK_BYTES // item):
+        count = min(BLOCK_BYTES // item, check.elements - first)
+        found = first_unequal(masters.take(count * item), weights.take(count * made), source, target)
+        if found is not None:
+            number = first + found
+            master = _place(check.one, number * item, sources)
+            weight = _place(check.other, number * made, sources)
+            raise RefusedError(
+                f"{check.what} is not the weight of the model: element {number}, {master}, "
+                f"does not round to {weight}",
+                hint="the ZeRO form is kept as it is. Shards may be damaged, or of two saves; if the trainer "
+                "changed the model after its last step, `ckptd convert --no-strict` takes the masters",
+            )
+
+
+def _place(parts: Iterable[Part], begin: int, sources: Ranges) -> str:
+    """Return the file and the byte in it of byte `begin` of `parts`."""
+    for part in (r for one in parts for r in ranges_of(one)):
+        if begin < part.nbytes:
+            return f"byte {part.offset + begin} of {sources.path(part.source)}"
+        begin -= part.nbytes
+    return "nowhere"
 
 
 def same_bytes(a: Iterable[Part], b: Iterable[Part], sources: Readable) -> bool:
@@ -244,6 +282,11 @@ class Taker:
 
     def take(self, length: int) -> bytes:
         """Return the next `length` bytes, fewer at the end."""
+        if not self._rest:
+            block = next(self._blocks, b"")
+            if len(block) == length:
+                return block
+            self._rest = memoryview(block)
         if length <= len(self._rest):
             taken, self._rest = bytes(self._rest[:length]), self._rest[length:]
             return taken

@@ -150,6 +150,20 @@ def _state(name: str, join: Join, states: list[StateRanges]) -> JoinedState:
     )
 
 
+def model_checks(ranks: list[Parameter]) -> tuple[OutputCheck, ...]:
+    """Return the comparisons of a parameter's masters with the model's own copies, one a tensor rank."""
+    return tuple(
+        OutputCheck(
+            rank.name,
+            tuple(Range(p.source, p.offset, p.nbytes) for p in rank.states[0].pieces),
+            tuple(Range(p.source, p.offset, p.nbytes) for p in rank.weight.pieces),
+            (rank.states[0].dtype, rank.weight.dtype),
+        )
+        for rank in ranks
+        if rank.weight is not None
+    )
+
+
 def parts_of_steps(steps: tuple[Step, ...], shards: list[Shard], item: int) -> Iterator[Part]:
     """Yield the parts of `steps` over `shards`, by rank; `item` bytes an element.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckptd.conversion.archives import archive_parts, placeholder, ranges_in
 from ckptd.conversion.parts import SOURCE_ITEM_BYTES, Part, Range, Widen
 from ckptd.conversion.plan import Output, OutputFile, OutputLink
-from ckptd.conversion.tp_join import JoinedState, join_states, patterns_of
+from ckptd.conversion.tp_join import JoinedState, join_states, model_checks, patterns_of
 from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.values import Global, Inert, Size, Storage, Tensor
 from ckptd.formats.zero import stage12
@@ -77,6 +77,7 @@ class UniversalLayout:
         names = self.save.state_names
         for name in (*names[1:], names[0]):
             for ranks in self.save.parameters(name):
+                yield from model_checks(ranks)  # first: the file's bytes are in memory then
                 join, states = join_states(ranks, self.patterns)
                 for state in states:
                     yield self._state_file(join, state)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.conversion.parts import FLOAT_BYTES, Cast, Literal, Mean, Part, Range, Woven
 from ckptd.conversion.plan import Output, OutputFile
-from ckptd.conversion.tp_join import Shard, join_as, join_states, patterns_of
+from ckptd.conversion.tp_join import Shard, join_as, join_states, model_checks, patterns_of
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES
 from ckptd.formats.torchfile.values import ITEM_BYTES
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckptd.conversion.plan import OutputCheck
     from ckptd.conversion.tp_join import JoinedState
     from ckptd.formats.zero.save import Read, Save
-    from ckptd.formats.zero.shards import Parameter
+    from ckptd.formats.zero.shards import Parameter, StateRanges
 
 
 # --- names of PEFT's adapters -------------------------------------------------------------------------
@@ -247,11 +247,11 @@ class WeightsLayout:
         where: dict[str, str] = {}
         for (place, members, _), file in zip(self.files, names, strict=True):
             held = [next(entries)[1] for _ in members]
+            for entry in held:
+                yield from entry.checks
             if not place:
                 where.update(dict.fromkeys((e.name for e in held), file))
             yield OutputFile(file, file_parts(held, block=self.block))
-            for entry in held:
-                yield from entry.checks
         sizes = [size for place, _, size in self.files if not place]
         if len(sizes) > 1:
             total = sum(sizes)
@@ -337,7 +337,7 @@ class WeightsLayout:
             dtype=dtype,
             shape=_real_shape(ranks, state.shape),
             parts=parts,
-            checks=state.checks,
+            checks=(*state.checks, *model_checks(ranks)),
         )
 
     def _cast(self, state: JoinedState) -> Part:
@@ -347,10 +347,14 @@ class WeightsLayout:
 
 def _of_expert_rank(parameter: Parameter, rank: int) -> Parameter:
     """Return the tensor of one of the expert-parallel ranks whose tensors follow one another."""
-    (state,) = parameter.states
-    nbytes = prod(parameter.shape) * state.item_bytes
-    pieces = tuple(Piece(r.source, r.offset, r.nbytes) for r in Shard(state).cut(rank * nbytes, nbytes))
-    return replace(parameter, states=(replace(state, pieces=pieces),), experts=0)
+
+    def own(state: StateRanges) -> StateRanges:
+        nbytes = prod(parameter.shape) * state.item_bytes
+        cut = Shard(state).cut(rank * nbytes, nbytes)
+        return replace(state, pieces=tuple(Piece(r.source, r.offset, r.nbytes) for r in cut))
+
+    (state,), weight = parameter.states, parameter.weight
+    return replace(parameter, states=(own(state),), weight=weight and own(weight), experts=0)
 
 
 def _real_shape(ranks: list[Parameter], joined: tuple[int, ...]) -> tuple[int, ...]:

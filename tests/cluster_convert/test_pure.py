@@ -105,6 +105,10 @@ class Whole(Ranges):
     def __init__(self, data: bytes) -> None:
         self.data = data
 
+    def path(self, source: int) -> str:
+        """Its number."""
+        return str(source)
+
     def read(self, source: int, offset: int, nbytes: int) -> bytes:
         """A range."""
         return self.data[offset : offset + nbytes]

@@ -216,9 +216,9 @@ PLANS = {
     "no JSON": "print('a plan')",
     "no object": "print('[]')",
     "of the future": "print('{\"ckptd_plan\": 99}')",
-    "no header": "print('{\"ckptd_plan\": 3}')",
-    "cut": "print('{\"ckptd_plan\": 3', end='')",
-    "an end that is none": "print('{\"ckptd_plan\": 3}'); print('{\"end\": [1]}')",
+    "no header": "print('{\"ckptd_plan\": 4}')",
+    "cut": "print('{\"ckptd_plan\": 4', end='')",
+    "an end that is none": "print('{\"ckptd_plan\": 4}'); print('{\"end\": [1]}')",
     "words that are none": 'print(\'{"peak_rss_bytes": "much"}\', file=sys.stderr)',
 }
 

@@ -191,6 +191,10 @@ class Extents(Ranges):
             for begin, end in zip(starts, self._ends[source], strict=True)
         )
 
+    def path(self, source: int) -> str:
+        """Return the name of a source."""
+        return self._sources[source].name
+
     def read(self, source: int, offset: int, nbytes: int) -> bytes:
         """Bytes of a source, out of blocks; all of them are in the task's extents."""
         self._check_stop()

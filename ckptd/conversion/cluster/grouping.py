@@ -12,13 +12,15 @@ from itertools import accumulate, pairwise
 from typing import IO, TYPE_CHECKING
 
 from ckptd.conversion.parts import Literal, Part, Range, decode, ranges_of
-from ckptd.conversion.plan import MAX_LINE_BYTES, Header, PlanReader, Trailer
+from ckptd.conversion.plan import MAX_LINE_BYTES, Header, PlanReader, trailer_of
 from ckptd.conversion.reader import pieces
 from ckptd.errors import DamagedError
 from ckptd.storage.stores.s3.parts import LEAST_PART_BYTES, PartLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from ckptd.conversion.plan import Trailer
 
 
 # --- Homes: the workers that hold the sources of an output --------------------------------------------
@@ -278,7 +280,7 @@ def index_of(stream: IO[bytes]) -> Index:
                 for i in items
             ]
             together = shared.together(len(items))
-            trailer = Trailer(*raw["end"])
+            trailer = trailer_of(raw)
             if sum(len(item.names) for item in named) != trailer.files:
                 raise DamagedError("the plan lacks files", hint="convert again; nothing was published")
             return Index(

@@ -35,9 +35,9 @@ from ckptd.conversion.cluster.messages import Claims, ClusterJob, Question, Resu
 from ckptd.conversion.dtypes import numpy_folder, use_numpy_of
 from ckptd.conversion.engine.sandbox import peak_rss_bytes
 from ckptd.conversion.engine.verify import verify_source
-from ckptd.conversion.parts import decode, ranges_of
-from ckptd.conversion.plan import OutputCheck
-from ckptd.conversion.reader import refuse_drifted
+from ckptd.conversion.parts import ranges_of
+from ckptd.conversion.plan import check_of
+from ckptd.conversion.reader import refuse_unequal
 from ckptd.errors import (
     BehindError,
     CkptdError,
@@ -341,9 +341,7 @@ class _Work:
             verify_source(source.name, source.fingerprint, fd)
 
     def _compare(self, line: str, extents: Extents) -> None:
-        raw = json.loads(line)
-        one, other = (tuple(decode(part) for part in side) for side in raw["p"])
-        refuse_drifted(OutputCheck(raw["c"], one, other), extents)
+        refuse_unequal(check_of(json.loads(line)), extents)
 
 
 @cache

@@ -29,7 +29,7 @@ from ckptd.conversion.engine.writer import (
 )
 from ckptd.conversion.parts import Literal, Part, Range, ranges_of
 from ckptd.conversion.plan import OutputCheck, OutputFile
-from ckptd.conversion.reader import Ranges, blocks_of, refuse_drifted
+from ckptd.conversion.reader import Ranges, blocks_of, refuse_unequal
 from ckptd.errors import NoSpaceError, SourceChanged
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES
 from ckptd.storage.stores.parallel import FailFastPool
@@ -302,6 +302,6 @@ class Worker:
                 extents.drop_pages(source, used.offset, used.nbytes)
 
     def compare(self, check: OutputCheck) -> None:
-        """Refuse when copies of a parameter on several tensor ranks have drifted apart (formats.md §6.1)."""
+        """Refuse what must be equal and is not: see `refuse_unequal`."""
         self._check_stop()
-        refuse_drifted(check, self.sources)
+        refuse_unequal(check, self.sources)

@@ -32,13 +32,15 @@ from ckptd.formats.torchfile.fingerprint import fingerprint
 from ckptd.formats.torchfile.sharded import METADATA, read_metadata
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES, MirrorFd
 from ckptd.formats.zero import round_robin
+from ckptd.formats.zero.facts import as_dict
+from ckptd.formats.zero.proof import Proof
 from ckptd.formats.zero.save import Read, notes
 from ckptd.formats.zero.shards import Source
 from ckptd.formats.zero.survey import SAFE, Surveyor
 from ckptd.formats.zero.universal_save import UniversalReader, is_universal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckptd.conversion.plan import Output
     from ckptd.formats.zero.save import Save
@@ -109,8 +111,23 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
             SourceFile(path, r.size_bytes, r.fingerprint) for path, r in zip(paths, save.reads, strict=True)
         ),
     )
+    proof = save.prove = Proof(save, _why_uncompared(request, save))
     header, outputs = {"universal": _universal, "weights": _weights, "dcp": _dcp}[form](request, save, header)
-    return _written(out, header, save.reads, outputs)
+    return _written(out, header, save.reads, outputs, proof.finish)
+
+
+def _why_uncompared(request: dict[str, Any], save: Save) -> str:
+    """Return why the masters of a save are not compared with the model's weights; empty: they are."""
+    if not request["strict"]:
+        return "converted with --no-strict"
+    if request["partial"]:
+        return "read from a URL, which is told by checksums alone"
+    config = as_dict(as_dict(save.rank0_optim.root.get("ds_config")).get("zero_optimization"))
+    if config.get("zenflow") is not None:
+        return "ZenFlow changes the weights between steps of their masters"
+    if request["form"] == "universal" and request["compat"] == "strict" and round_robin.is_shuffled(save):
+        return "parameters are under each other's names, as the stock converter writes it"
+    return ""
 
 
 def _read(request: dict[str, Any], opening: Opening, sources: list[Source]) -> Save:
@@ -129,10 +146,17 @@ def _read(request: dict[str, Any], opening: Opening, sources: list[Source]) -> S
         request["folders"],
         contents=form != "universal",
         masters_only=form == "weights",
+        layers=form != "universal" or not request["partial"],
     ).survey()
 
 
-def _written(out: IO[bytes], header: Header, reads: list[Read], outputs: Iterable[Output]) -> dict[str, Any]:
+def _written(
+    out: IO[bytes],
+    header: Header,
+    reads: list[Read],
+    outputs: Iterable[Output],
+    uncompared: Callable[[], tuple[str, ...]],
+) -> dict[str, Any]:
     """Write header and outputs; returns what they come to."""
     writer = PlanWriter(out, header, (r.identity for r in reads))
     tally = Tally()
@@ -141,7 +165,7 @@ def _written(out: IO[bytes], header: Header, reads: list[Read], outputs: Iterabl
         if isinstance(output, OutputFile):
             tally.add(output)
     words = {name: getattr(header, name) for name in ("layout", "stage", "dp", "step", "parameters", "notes")}
-    return words | asdict(tally) | asdict(writer.finish())
+    return words | asdict(tally) | asdict(writer.finish(uncompared()))
 
 
 def _universal(request: dict[str, Any], save: Save, header: Header) -> tuple[Header, Iterator[Output]]:
@@ -202,7 +226,7 @@ def _from_dcp(request: dict[str, Any], held: Sharded, out: IO[bytes]) -> dict[st
         sources=tuple(SourceFile(r.path, r.size_bytes, r.fingerprint) for r in held.reads),
         notes=layout.notes(),
     )
-    return _written(out, header, held.reads, layout.outputs())
+    return _written(out, header, held.reads, layout.outputs(), lambda: ("the folder holds each weight once",))
 
 
 def _list_archives(opening: Opening, out: IO[bytes]) -> dict[str, Any]:

@@ -54,12 +54,17 @@ if TYPE_CHECKING:
 
 
 def numpy_for(options: ConvertOptions) -> str:
-    """Return the folder that the executor imports numpy from; empty when nothing is rounded.
+    """Return the folder that the executor may import numpy from; empty where it is not installed.
 
     Raises:
-        UsageError: numpy is needed and not installed.
+        UsageError: weights are rounded, which needs it.
     """
-    return numpy_folder() if options.form == "weights" and options.dtype != "fp32" else ""
+    try:
+        return numpy_folder()
+    except errors.UsageError:
+        if options.form == "weights" and options.dtype != "fp32":
+            raise
+        return ""
 
 
 def origin_of(folder: SourceFolder, options: ConvertOptions) -> Origin:

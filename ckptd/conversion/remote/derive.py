@@ -20,7 +20,7 @@ from ckptd.conversion.engine.supervisor import numpy_for, origin_of, plan_reques
 from ckptd.conversion.options import ConvertOptions, parse_form
 from ckptd.conversion.outputs import Outputs, description_of
 from ckptd.conversion.parts import Range
-from ckptd.conversion.reader import Sources, same_bytes
+from ckptd.conversion.reader import Sources, refuse_unequal
 from ckptd.conversion.remote.reader import RemoteRanges
 from ckptd.conversion.remote.source import make_mirror, of_commit
 from ckptd.conversion.remote.uploader import PartsSource
@@ -130,21 +130,20 @@ class DerivedUpload:
         self._recheck()
 
     def compare(self, control: TransferControl, prove: Callable[[], object]) -> None:
-        """Compare the copies of each parameter on several ranks before the first byte is sent (formats.md
-        §6.1).
+        """Compare copies of a parameter, and masters with the model's weights, before the first byte is sent.
 
         `prove`: what was read so far is what was saved, or it raises.
 
         Raises:
-            CannotBeMade: they have drifted apart.
+            CannotBeMade: they differ.
         """
         for check in self._outputs.checks():
             control.pacer.breathe(control.check)
-            if not same_bytes(check.one, check.other, self._ranges):
+            try:
+                refuse_unequal(check, self._ranges)
+            except RefusedError as error:
                 prove()
-                msg = f"the tensor-parallel ranks hold different copies of {check.what}"
-                hint = "the run has drifted apart, or shards are damaged; an older checkpoint may be whole"
-                raise CannotBeMade(msg, hint=hint)
+                raise CannotBeMade(error.message, hint=error.hint) from error
 
     def recompare(self) -> None:
         """Make again what an earlier attempt uploaded, for its CRC: nobody compared its source bytes then.

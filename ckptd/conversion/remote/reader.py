@@ -74,6 +74,10 @@ class RemoteRanges(Ranges):
         self._sums = [RecordChecksums(known[s.path]) if s.path in known else None for s in sources]
         self.fetched_bytes = 0
 
+    def path(self, source: int) -> str:
+        """Return the path of a source."""
+        return self._sources[source].path
+
     def read(self, source: int, offset: int, nbytes: int) -> bytes:
         """Bytes of a source, out of blocks."""
         self._check_stop()

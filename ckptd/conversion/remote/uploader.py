@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.names import DESCRIPTION
 from ckptd.conversion.parts import Literal, Part, Range
-from ckptd.conversion.reader import blocks_of, pieces, refuse_drifted
+from ckptd.conversion.reader import blocks_of, pieces, refuse_unequal
 from ckptd.errors import CkptdError, RemoteUnreachable, SourceChanged, TargetExists, VerifyError
 from ckptd.storage.stores.open import is_s3
 from ckptd.storage.stores.retrying import briefly
@@ -272,7 +272,7 @@ class Uploader:
     def compare(self, check: OutputCheck) -> None:
         """Compare both sides of a check; raises RefusedError if they differ."""
         self._check_stop()
-        refuse_drifted(check, self._ranges)
+        refuse_unequal(check, self._ranges)
 
     def settle(self) -> None:
         """Every output is durable when it was made."""

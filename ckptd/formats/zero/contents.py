@@ -166,16 +166,29 @@ def _read_layers(save: Save, trained: dict[str, tuple[int, ...]], found: Content
                 f"layer_{number:02d}-…model_states.pt of tensor rank {tp} is missing",
                 hint="it would hold buffers and frozen parameters; gather the shards of all nodes",
             )
+    prefixes = layer_prefixes(save)
     for layer in save.layers:
         if layer.number is None:
             continue
         tensors = {str(k): v for k, v in layer.opened.root.items() if isinstance(v, Tensor)}
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        prefix = f"{layer.number}." if layer.number in numbers else _tied(layer.number, shapes, trained)
         for local, tensor in tensors.items():
-            name = prefix + local
+            name = prefixes[layer.number] + local
             if name not in trained:
                 found.add(name, layer.tp, of_tensor(name, tensor, layer.opened.source.index))
+
+
+def layer_prefixes(save: Save) -> dict[int, str]:
+    """Return what the names in each layer file of a pipeline begin with in the optimizer's."""
+    trained = {n: s for row in save.cells for cell in row for group in cell.shapes for n, s in group.items()}
+    numbers = {int(head) for head in (n.partition(".")[0] for n in trained) if head.isdecimal()}
+    found: dict[int, str] = {}
+    for layer in save.layers:
+        if layer.number is not None and layer.number not in found:
+            root = layer.opened.root
+            shapes = {str(k): v.shape for k, v in root.items() if isinstance(v, Tensor)}
+            is_own = layer.number in numbers
+            found[layer.number] = f"{layer.number}." if is_own else _tied(layer.number, shapes, trained)
+    return found
 
 
 def _read_experts(save: Save, trained: dict[str, tuple[int, ...]], found: Contents) -> None:

@@ -24,7 +24,7 @@ from ckptd.formats.zero.optimizers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ckptd.formats.zero.shards import Opened, OptimShard, Parameter, Source
 
@@ -90,6 +90,8 @@ class Save:
     layers: list[Layer] = field(default_factory=list)
     remarks: tuple[str, ...] = ()
     """Notes of the survey for whoever resumes from the form."""
+    prove: Callable[[Cell, Parameter], Parameter] | None = None
+    """Looks at each parameter that is read."""
 
     @property
     def pp(self) -> int:
@@ -164,9 +166,9 @@ class Save:
                 yield ranks
 
     def _read(self, cell: Cell, only: str | None) -> Iterator[Parameter]:
-        if self.stage >= 3:
-            return stage3.parameters(cell.shards, cell.shapes, only, self.experts)
-        return stage12.parameters(cell.shards, cell.shapes, only, self.experts)
+        parameters = stage3.parameters if self.stage >= 3 else stage12.parameters
+        for parameter in parameters(cell.shards, cell.shapes, only, self.experts):
+            yield parameter if self.prove is None else self.prove(cell, parameter)
 
 
 def _together(streams: list[Iterator[Parameter]]) -> Iterator[list[Parameter]]:

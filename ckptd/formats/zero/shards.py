@@ -58,6 +58,8 @@ class Parameter:
     scalars: dict[str, Any]
     scalar_source: int
     experts: int = 0
+    weight: StateRanges | None = None
+    """The model's own copy of it, which the fp32 state must round to."""
 
     @property
     def numel(self) -> int:

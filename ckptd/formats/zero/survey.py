@@ -170,7 +170,8 @@ class Surveyor:
     """Opens shards one by one and compares them; `opening(path)` gives a descriptor for a while.
 
     `contents`: for forms that hold the model. Keep what they need beyond the optimizer's shards (frozen
-    parameters, layers, experts). `masters_only`: for weights, of which an optimizer's own state is no matter.
+    parameters). `layers`: those of a pipeline, and experts, which masters are compared with.
+    `masters_only`: for weights, of which an optimizer's own state is no matter.
     """
 
     def __init__(
@@ -181,12 +182,14 @@ class Surveyor:
         *,
         contents: bool = False,
         masters_only: bool = False,
+        layers: bool = True,
     ) -> None:
         self.opening = opening
         self.sources = sources
         self.folders = folders
         self.contents = contents
         self.masters_only = masters_only
+        self.layers = layers
         self.reads: list[Read] = []
         self.swapped = {s.path: s.d for s in sources if s.role == SWAPPED}
 
@@ -244,7 +247,7 @@ class Surveyor:
             model_sources=model_sources,
             reads=self.reads,
             experts=experts,
-            layers=self._layers() if self.contents else [],
+            layers=self._layers() if self.layers else [],
         )
 
     def _is_unsharded(self) -> bool:

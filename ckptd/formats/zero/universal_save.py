@@ -56,8 +56,8 @@ class UniversalSave(Save):
     def parameters(self, only: str | None = None) -> Iterator[list[Parameter]]:
         """Yield each parameter as its only tensor rank's; `only`: just that state's ranges."""
         for parameter in self.held.values():
-            kept = tuple(s for s in parameter.states if only in (None, s.name))
-            yield [replace(parameter, states=kept)]
+            found = replace(parameter, states=tuple(s for s in parameter.states if only in (None, s.name)))
+            yield [found if self.prove is None else self.prove(self.cells[0][0], found)]
 
     @property
     def param_groups(self) -> Any:

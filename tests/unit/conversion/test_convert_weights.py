@@ -113,11 +113,10 @@ def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
     """By the save's own list, and by lying in one place; equal bytes elsewhere are no tie."""
     twin = torch.arange(6.0).bfloat16()
     made = write_stage12(tmp_path / "in", GROUPS, 2)
-    trained = torch.zeros(4, 30, dtype=torch.bfloat16)
+    trained = trained_views(made, GROUPS)
     module = {
-        **{n: torch.zeros(s, dtype=torch.bfloat16) for shapes in GROUPS for n, s in shapes.items()},
-        "blocks.0.w": trained,
-        "head": trained,
+        **trained,
+        "head": trained["blocks.0.w"],
         "listed": torch.zeros(1),
         "a.frozen": twin,
         "b.frozen": twin,
@@ -505,11 +504,12 @@ def test_a_pipeline_without_its_layers_is_damage(tmp_path: Path) -> None:
     made = write_stage12(tmp_path / "in", groups, 1, stage=1)
     root = {**model_states(groups, 1, 1, {}), "module": None}
     torch.save(root, made.folder / "mp_rank_00_model_states.pt")
-    torch.save({"w": torch.zeros(3), "b": torch.ones(2)}, made.folder / "layer_00-model_states.pt")
+    trained = trained_views(made, groups)
+    torch.save({"w": trained["0.w"], "b": torch.ones(2)}, made.folder / "layer_00-model_states.pt")
     with pytest.raises(CkptdError, match="layer_01") as caught:
         convert(made.folder, tmp_path / "w", WEIGHTS)
     assert caught.value.exit_code == 65
-    torch.save({"w": torch.zeros(2)}, made.folder / "layer_01-model_states.pt")
+    torch.save({"w": trained["1.w"]}, made.folder / "layer_01-model_states.pt")
     report = convert(made.folder, tmp_path / "w", WEIGHTS)
     found = read_folder(tmp_path / "w")
     assert found == expected_masters(made, groups, torch.float32) | {"0.b": as_read(torch.ones(2))}

@@ -208,6 +208,10 @@ class Plain(Ranges):
         self._folder = folder
         self.lock = threading.Lock()
 
+    def path(self, source: int) -> str:
+        """Its number."""
+        return str(source)
+
     def read(self, source: int, offset: int, nbytes: int) -> bytes:
         """A slice."""
         return (self._folder / str(source)).read_bytes()[offset : offset + nbytes]
