@@ -134,7 +134,7 @@ def test_a_follower_gets_what_was_written_last_before_the_file_was_renamed(
         try:
             assert follower.stdout is not None
             lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-            threading.Thread(target=lambda: [lines.put(x) for x in follower.stdout or ()]).start()
+            threading.Thread(target=lambda out=follower.stdout: [*map(lines.put, out)]).start()
             for _ in read_events(state_dir):
                 lines.get(timeout=PATIENCE_SECONDS)
             time.sleep(1.0)

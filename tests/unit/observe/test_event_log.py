@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptd.base import files
 from ckptd.observe import event_log
 from ckptd.observe.event_log import EVENTS, KNOWN, OLD_EVENTS, EventLog, read_events
 from ckptd.observe.status import CheckpointStatus, FormStatus, JobStatus, LocalStatus
@@ -86,7 +88,7 @@ def test_facts_that_were_not_written_are_written_later(
     """Else the next start would tell again what it finds."""
     log = EventLog(tmp_path)
     with monkeypatch.context() as full:
-        full.setattr(event_log.files, "write_atomic", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        full.setattr(files, "write_atomic", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
         with pytest.raises(OSError, match="full"):
             log.see(job(checkpoint("step1")))
     log.see(job(checkpoint("step1")))
@@ -105,8 +107,8 @@ def test_a_problem_that_a_start_finds_again_was_never_solved(
     log.see(away)
     assert [row["kind"] for row in read_events(tmp_path)] == ["problem"]
     log.see(replace(away, problems=()))
-    later = event_log.time.monotonic() + event_log.REAPPEARS_SECONDS + 1
-    monkeypatch.setattr(event_log.time, "monotonic", lambda: later)
+    later = time.monotonic() + event_log.REAPPEARS_SECONDS + 1
+    monkeypatch.setattr(time, "monotonic", lambda: later)
     log.see(replace(away, problems=()))
     assert [row["kind"] for row in read_events(tmp_path)] == ["problem", "solved"]
 
