@@ -79,6 +79,8 @@ class _Part:
     key: object
     text: str
     status: st.JobStatus
+    is_scanned: bool
+    """Its checkpoints are known."""
     made_at_seconds: float
     published_at_seconds: float = -math.inf
 
@@ -168,13 +170,16 @@ class Publisher:
         key = (job.plans, job.phase, job.job_id, job.slows_transfers, job.problems.all())
         is_moving = job.state is not None and bool(job.state.uploads.progress or job.state.saves.conversion)
         is_changed = old is None or is_moving or key != old.key
+        is_scanned = job.state is not None and job.view is not None and not job.state.is_first_scan
+        # the first look at the checkpoints is published at once: what comes after it is an event
+        is_urgent |= old is not None and old.is_scanned != is_scanned
         age = math.inf if old is None or is_urgent else now - old.made_at_seconds
         if age >= AGES_SECONDS or (is_changed and age >= PROGRESS_SECONDS):
             status = _status(job, old.status if old is not None else None)
-            self._notifier.see(status)
-            if job.state is not None and job.view is not None and not job.state.is_first_scan:
+            self._notifier.see(status, is_scanned=is_scanned)
+            if is_scanned:
                 self._record(job, status)
-            self._parts[job] = _Part(key, _text(status), status, now)
+            self._parts[job] = _Part(key, _text(status), status, is_scanned, now)
             is_changed = is_moving
         self.has_unsaid = self.has_unsaid or is_changed
         return self._parts[job]

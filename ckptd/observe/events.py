@@ -151,14 +151,23 @@ class EventReporter:
     rules: NotifyRules
     _last: dict[tuple[str, str], JobStatus] = field(default_factory=dict)
     """Name and save_dir → last status: a wrong job file may have the name of a job that runs."""
+    _scanned: set[tuple[str, str]] = field(default_factory=set)
+    """Those whose last status knew its checkpoints."""
     _told_at: dict[tuple[str, str, str], float] = field(default_factory=dict)
     _times: deque[float] = field(default_factory=deque)
     _held_back: int = 0
 
-    def see(self, status: JobStatus, now_seconds: float) -> Notices:
-        """Take in a job's status; `now_seconds` is a monotonic time."""
-        events = events_between(self._last.get(_notice_key(status)), status)
-        self._last[_notice_key(status)] = status
+    def see(self, status: JobStatus, now_seconds: float, *, is_scanned: bool = True) -> Notices:
+        """Take in a job's status; `now_seconds` is a monotonic time.
+
+        `is_scanned`: its checkpoints are known. What it shows first was there before.
+        """
+        key = _notice_key(status)
+        events = events_between(self._last.get(key), status)
+        if not is_scanned or key not in self._scanned:
+            events = tuple(event for event in events if event.tag is None)
+        self._last[key] = status
+        (self._scanned.add if is_scanned else self._scanned.discard)(key)
         messages = [e for e in events if e.kind in ("problem", "solved") and self._is_told(e, now_seconds)]
         messages += self._lasting(status, now_seconds)
         messages += self._safety(status, now_seconds)
@@ -175,6 +184,7 @@ class EventReporter:
         """Forget all jobs but these."""
         left = {_notice_key(status) for status in jobs}
         self._last = {key: status for key, status in self._last.items() if key in left}
+        self._scanned &= left
 
     def _is_told(self, event: Event, now_seconds: float) -> bool:
         """Tell whether to send it: once in `repeat`; that it is over, only if it was sent before."""

@@ -55,11 +55,11 @@ class Notifier:
         if config.is_wanted:
             self._thread.start()
 
-    def see(self, status: JobStatus) -> None:
-        """A job's status changed."""
+    def see(self, status: JobStatus, *, is_scanned: bool = True) -> None:
+        """A job's status changed; `is_scanned`: its checkpoints are known."""
         if not self._config.is_wanted:
             return
-        news = self._desk.see(status, time.monotonic())
+        news = self._desk.see(status, time.monotonic(), is_scanned=is_scanned)
         for event in news.events:
             hook: tuple[str, ...] = getattr(self._config, f"on_{event.kind}", ())
             if hook:

@@ -29,8 +29,8 @@ PATIENCE_SECONDS = 100
 
 
 @contextmanager
-def daemon(scene: Scene, **settings: str) -> Iterator[subprocess.Popen[bytes]]:
-    words = ["run", str(scene.save_dir), str(scene.nas), "--same-filesystem"]
+def daemon(scene: Scene, *more: str, **settings: str) -> Iterator[subprocess.Popen[bytes]]:
+    words = ["run", str(scene.save_dir), str(scene.nas), "--same-filesystem", *more]
     environ = CLEAN | {"CKPTD_SETTLE": "0.3s"} | settings
     process = subprocess.Popen(
         [sys.executable, "-m", "ckptd", *words], env=environ, stderr=subprocess.DEVNULL
@@ -89,9 +89,13 @@ def test_a_clean_restart_with_nothing_new_tells_nothing(tmp_path: Path) -> None:
     """Nor does a command that opens the job where no daemon runs, or a remote that still is not there."""
     scene = Scene(tmp_path)
     scene.save(2)
+    hook, heard = tmp_path / "hook", tmp_path / "heard"
+    hook.write_text(f"#!/bin/sh\ncat >> {heard}\necho >> {heard}\n")
+    hook.chmod(0o755)
+    (tmp_path / "ckptd.toml").write_text(f'[notify]\non_complete = ["{hook}"]\non_committed = ["{hook}"]\n')
     told = []
     for life in range(3):
-        with daemon(scene) as process:
+        with daemon(scene, "--config-dir", str(tmp_path)) as process:
             wait_for_status(scene, process.pid, "committed" if life == 0 else "remote-unreachable")
             process.terminate()
             process.wait(60)
@@ -105,6 +109,8 @@ def test_a_clean_restart_with_nothing_new_tells_nothing(tmp_path: Path) -> None:
         ("problem", "remote-unreachable")
     ]
     assert told[2] == told[1]
+    kinds = [json.loads(line)["kind"] for line in heard.read_text().splitlines()]
+    assert kinds == ["complete", "committed", "committed"]
 
 
 def wait_for_status(scene: Scene, pid: int, word: str) -> None:

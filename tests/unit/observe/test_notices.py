@@ -107,6 +107,22 @@ def test_a_life_in_events() -> None:
     assert kinds(events_between(steps[0], steps[3])) == ["complete", "committed", "converted"]
 
 
+def test_what_was_there_at_a_start_is_no_event() -> None:
+    """A status before the first look has no checkpoints, and neither has one whose save_dir is away."""
+    desk, there = EventReporter(RULES), job(checkpoint(zero="committed"))
+    told = [
+        kinds(desk.see(status, 0.0, is_scanned=is_scanned).events)
+        for status, is_scanned in (
+            (job(), False),
+            (there, True),
+            (job(checkpoint("global_step2"), *there.checkpoints), True),
+            (job(problems=(problem(),)), False),
+            (there, True),
+        )
+    ]
+    assert told == [[], [], ["complete"], ["problem"], ["solved"]]
+
+
 def test_a_second_save_of_the_same_tag_is_another() -> None:
     again = checkpoint()
     again = replace(again, local=replace(again.local, complete_at="2026-01-02T00:00:00Z"))
@@ -204,7 +220,7 @@ def test_a_defect_in_what_is_said_of_one_job_ends_nothing(
 ) -> None:
     """It ended the daemon, and with it the watch over every other job."""
     told: list[JobStatus] = []
-    desk: Any = SimpleNamespace(see=told.append, turn=lambda _: None, failed=None)
+    desk: Any = SimpleNamespace(see=lambda one, **_: told.append(one), turn=lambda _: None, failed=None)
     publisher = Publisher(desk, Exporter(None))
     limits = HostLimits(DaemonConfig(), list, lambda: 0, remotes=list)
     posts: list[Callable[[], None]] = []
