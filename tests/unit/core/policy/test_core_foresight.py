@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,9 @@ from ckptd.core.policy.retention import RemoteKeys, RetentionKeys, RetentionPoli
 from ckptd.core.policy.view import JobView
 from ckptd.errors import BehindError
 from tests.support.core_views import NAS, job_view, remote_commit, save_view, sealed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 POLICIES = st.builds(
     RetentionPolicy,
@@ -132,13 +136,15 @@ def test_when_the_time_is_up_it_says_how_far_it_came() -> None:
     """Whole saves alone: no deletion of one that was not planned to its end; before the first, an error."""
     limit = RetentionPolicy(save_total_limit=2)
     whole = foresee(job(4), keys_of(limit, limit), 3)
-    lengths = set()
-    for plans in range(1, 60):
+    lengths: set[int] = set()
+
+    def for_so_many(plans: int) -> Callable[[], bool]:
         left = iter(range(plans))
+        return lambda: next(left, None) is not None
+
+    for plans in range(1, 60):
         try:
-            cut = foresee(
-                job(4), keys_of(limit, limit), 3, None, lambda left=left: next(left, None) is not None
-            )
+            cut = foresee(job(4), keys_of(limit, limit), 3, may_go_on=for_so_many(plans))
         except BehindError:
             assert not lengths
             continue
