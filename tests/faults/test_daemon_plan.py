@@ -158,8 +158,7 @@ def test_what_ends_a_plan_without_a_daemon_is_said(here: Node) -> None:
     settings = here.root / "conf"
     (settings / "jobs.d").mkdir(parents=True)
     (settings / "ckptd.toml").write_text(f'state_dir = "{here.root / "states"}"\n')
-    save_dir = here.root / "nvme" / "empty"
-    save_dir.mkdir()
+    save_dir = here.root / "nvme" / "empty"  # the trainer has yet to make it
     text = here.job_file.read_text().replace(str(here.save_dir), str(save_dir))
     (settings / "jobs.d" / "empty.toml").write_text(text.replace(str(here.nas), str(here.root / "nas" / "e")))
     (here.root / "states" / "empty").mkdir(parents=True)
