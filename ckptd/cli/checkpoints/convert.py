@@ -56,7 +56,17 @@ def register(app: typer.Typer) -> None:
             "512MiB", "--memory-budget", "--memory_budget", metavar="SIZE", help="Memory it may take."
         ),
         verify: bool = typer.Option(False, help="Check the source's CRCs, and the output against the plan."),
-        no_strict: bool = typer.Option(False, "--no-strict", "--no_strict", help="Allow unused patterns."),
+        no_strict: bool = typer.Option(
+            False,
+            "--no-strict",
+            "--no_strict",
+            help="Allow unused patterns, and masters other than the weights.",
+        ),
+            False,
+            "--no-strict",
+            "--no_strict",
+            help="Allow unused patterns, and masters other than the weights.",
+        ),
         inject_missing_state: bool = typer.Option(  # noqa: ARG001  accepted, and needless
             False,
             "--inject-missing-state",
