@@ -62,11 +62,6 @@ def register(app: typer.Typer) -> None:
             "--no_strict",
             help="Allow unused patterns, and masters other than the weights.",
         ),
-            False,
-            "--no-strict",
-            "--no_strict",
-            help="Allow unused patterns, and masters other than the weights.",
-        ),
         inject_missing_state: bool = typer.Option(  # noqa: ARG001  accepted, and needless
             False,
             "--inject-missing-state",
