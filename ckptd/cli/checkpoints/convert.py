@@ -27,6 +27,7 @@ _EXAMPLES = """\
 ckptd convert /nvme/llama-7b/global_step4000 ./llama-7b-universal
 ckptd convert /nvme/llama-7b ./weights --form weights-bf16
 ckptd convert /nvme/llama-7b ./step-4000 --form dcp"""
+_NO_STRICT_HELP = "Allow unused patterns, and masters other than the weights."
 
 
 def register(app: typer.Typer) -> None:
@@ -56,12 +57,7 @@ def register(app: typer.Typer) -> None:
             "512MiB", "--memory-budget", "--memory_budget", metavar="SIZE", help="Memory it may take."
         ),
         verify: bool = typer.Option(False, help="Check the source's CRCs, and the output against the plan."),
-        no_strict: bool = typer.Option(
-            False,
-            "--no-strict",
-            "--no_strict",
-            help="Allow unused patterns, and masters other than the weights.",
-        ),
+        no_strict: bool = typer.Option(False, "--no-strict", "--no_strict", help=_NO_STRICT_HELP),
         inject_missing_state: bool = typer.Option(  # noqa: ARG001  accepted, and needless
             False,
             "--inject-missing-state",
