@@ -210,6 +210,11 @@ def _report_rows(report: ConvertReport) -> list[tuple[str, str]]:
         ("peak memory of children", size_of(report.peak_rss_bytes)),
         ("verified", "yes" if report.verified else "no (--verify reads everything back)"),
         *_cluster_rows(report),
+        (
+            "masters are the weights",
+            f"in {report.compared_tensors} tensors, {report.compared_elements:,} elements",
+        ),
+        *(("not compared", reason) for reason in report.not_compared),
         *(("note", note) for note in report.notes),
     ]
 
