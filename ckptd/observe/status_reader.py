@@ -69,11 +69,11 @@ def _hint_of(written: Any) -> str:
     document = written if type(written) is dict else {}
     daemon, schema = document.get("daemon"), document.get("schema_version", SCHEMA_VERSION)
     version = daemon.get("version") if type(daemon) is dict else None
-    version = version if type(version) is str else ""
+    version = version[:40] if type(version) is str else ""
     if schema == SCHEMA_VERSION and version in ("", __version__):
         return "a daemon that runs writes it again within 20 s"
     its = f"ckptd {version}" if version else "another ckptd"
-    its += f" (schema_version {schema})" if schema != SCHEMA_VERSION else ""
+    its += f" (schema_version {schema})" if type(schema) is int and schema != SCHEMA_VERSION else ""
     return f"{its} wrote it, this is {__version__}: ask with that one, or restart the daemon with this one"
 
 
