@@ -78,6 +78,8 @@ class Daemon:
         self._removes_until = removes_until
         """Only what `ckptd rm` asked for is done, until this says that it is (docs/adr/0199)."""
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.jobs: list[Job] = []
+        self.invalid: list[Invalid] = []
         self._stopping = False
         self._deadline: float | None = None
         self._service = SystemdNotifier(environ)
@@ -97,8 +99,6 @@ class Daemon:
                 [child_bytes(remote.url, remote.client) for remote in job.config.remotes] for job in self.jobs
             ],
         )
-        self.jobs: list[Job] = []
-        self.invalid: list[Invalid] = []
 
     def run(self) -> int:
         """Run; returns the exit code (docs/contract.md).

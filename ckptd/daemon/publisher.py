@@ -163,6 +163,7 @@ class Publisher:
 
     def _part(self, job: Job, now: float, *, is_urgent: bool) -> _Part:
         """The job's part, made anew when it changed, is moving, or its ages have grown old."""
+        self._report_ready_dir(job)
         old = self._parts.get(job)
         key = (job.plans, job.phase, job.job_id, job.slows_transfers, job.problems.all())
         is_moving = job.state is not None and bool(job.state.uploads.progress or job.state.saves.conversion)
@@ -171,30 +172,32 @@ class Publisher:
         if age >= AGES_SECONDS or (is_changed and age >= PROGRESS_SECONDS):
             status = _status(job, old.status if old is not None else None)
             self._notifier.see(status)
-            self._record(job, status)
+            if job.state is not None and job.view is not None and not job.state.is_first_scan:
+                self._record(job, status)
             self._parts[job] = _Part(key, _text(status), status, now)
             is_changed = is_moving
         self.has_unsaid = self.has_unsaid or is_changed
         return self._parts[job]
 
     def _record(self, job: Job, status: st.JobStatus) -> None:
-        """Write the events of a job that has a state directory, and its files of `ready_dir`."""
-        if job.state is None:
-            return
+        """Write the events of a job whose checkpoints are known, and its files of `ready_dir`."""
         try:
             self._event_logs.setdefault(job, EventLog(job.state_dir)).see(status)
             job.problems.clear("events-unwritten", "")
         except (OSError, CkptdError) as error:
-            told = error if isinstance(error, CkptdError) else from_os_error(error, str(job.state_dir))
-            text = f"events cannot be written: {told.message}"
-            job.problems.put("events-unwritten", "", text, told.hint or "they are written once that works")
+            failure = error if isinstance(error, CkptdError) else from_os_error(error, str(job.state_dir))
+            text = f"events cannot be written: {failure.message}"
+            job.problems.put("events-unwritten", "", text, failure.hint or "they are written once that works")
         if job.config.ready_dir is None:
             return
         if job not in self._ready_files:
-            self._ready_files[job] = ReadyFiles(job.config, job.config.ready_dir)
-        ready = self._ready_files[job]
-        ready.see(status)
-        if (failure := ready.failure) is None:
+            self._ready_files[job] = ReadyFiles(job.config, job.config.ready_dir, job.supervisor.post)
+        self._ready_files[job].see(status)
+
+    def _report_ready_dir(self, job: Job) -> None:
+        """Raise or clear the problem of a job's `ready_dir`, whose files another thread writes."""
+        ready = self._ready_files.get(job)
+        if ready is None or (failure := ready.failure) is None:
             job.problems.clear("ready-dir-unwritten", "")
         else:
             hint = f"mkdir -p {shlex.quote(str(job.config.ready_dir))}; it is tried again every 10 s"

@@ -29,17 +29,22 @@ EVENTS, OLD_EVENTS = "events.jsonl", "events.jsonl.1"
 KNOWN = "events.json"
 """The last id, and the facts that the events so far go by."""
 EVENTS_BYTES = 1 << 20
+REAPPEARS_SECONDS = 60.0
+"""A problem of before a start is not solved before so long: what lasts is found again by then."""
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class EventLog:
-    """The events of one job, written by its daemon alone."""
+    """Write the events of one job; its daemon alone does."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._made_at_seconds = time.monotonic()
         self._known: JobStatus | None = None
         self._last_id = 0
         self._unwritten: list[Event] = []
+        self._is_outdated = False
+        """The facts on the disk are not the last ones."""
 
     def see(self, status: JobStatus) -> None:
         """Write what happened since the status before, over restarts too; the first time all that is there.
@@ -48,15 +53,19 @@ class EventLog:
             OSError, CkptdError: it could not be written; the next call tries it again.
         """
         before = self._known or self._open(status)
+        if time.monotonic() - self._made_at_seconds < REAPPEARS_SECONDS:
+            status = _with_problems_of(before, status)
         self._unwritten += events_between(before, status)
         self._known = _facts(status)
+        self._is_outdated |= bool(self._unwritten) or self._known.checkpoints != before.checkpoints
+        if not self._is_outdated:
+            return
         with opened_ours(self._folder) as folder:
             if self._unwritten:
                 self._append(folder)
-            elif self._known.checkpoints == before.checkpoints:
-                return
             document = {"id": self._last_id, "job": asdict(self._known)}
             files.write_atomic(folder, KNOWN, json.dumps(document).encode())
+        self._is_outdated = False
 
     def _open(self, status: JobStatus) -> JobStatus:
         """Return the facts that the events so far go by; without any, none."""
@@ -93,6 +102,13 @@ class EventLog:
         if is_full:
             os.rename(EVENTS, OLD_EVENTS, src_dir_fd=folder, dst_dir_fd=folder)
         files.fsync_dir(folder)
+
+
+def _with_problems_of(before: JobStatus, status: JobStatus) -> JobStatus:
+    """Return the status with the problems of the one before that it lacks."""
+    known = {(problem.code, problem.about) for problem in status.problems}
+    left = (problem for problem in before.problems if (problem.code, problem.about) not in known)
+    return replace(status, problems=(*status.problems, *left))
 
 
 def _facts(status: JobStatus) -> JobStatus:

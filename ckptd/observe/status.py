@@ -229,7 +229,7 @@ class RemovalStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class HoldingStatus:
-    """What one place holds after so many further saves."""
+    """Hold what one place holds after so many further saves."""
 
     saves: int
     checkpoints: int

@@ -24,6 +24,8 @@ class Metadata:
     fault: str = ""
     documents: dict[str, str] = field(default_factory=dict)
     """Path → answer."""
+    delays: dict[str, float] = field(default_factory=dict)
+    """Path → seconds that its first answer takes."""
     requests: list[tuple[str, str, int]] = field(default_factory=list)
     """Method, path and status of each."""
     tokens: set[str] = field(default_factory=set)
@@ -88,6 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         ):
             self._answer(400, '{"error": "Bad request"}')
         else:
+            self.service.ends.wait(self.service.delays.pop(path, 0.0))
             self._wait_for_change(path)
             text = self.service.documents.get(path)
             self._answer(404 if text is None else 200, text or "")

@@ -53,10 +53,11 @@ def register(app: typer.Typer) -> None:
         while follow:
             now = version_of(place)
             if now == (0, 0):
-                # no checkpoint was there yet, and the status lay elsewhere, or the file was just renamed
+                # no checkpoint was there yet, and the status lay elsewhere; or the file was just renamed,
+                # and what was written last is still to be printed
                 with contextlib.suppress(CkptdError):
                     place = published(job, *places)[0].place
-            elif now != seen:
+            if now != seen:
                 since, seen = _print(place, since, as_json=as_json), now
             time.sleep(POLL_SECONDS)
 

@@ -31,7 +31,7 @@ FOLDER = "control"
 PAUSE, DRAIN, REMOVE, PLAN = "pause.json", "drain.json", "remove.json", "plan.json"
 _LIMIT_BYTES = 64 << 10
 SHORTEST_DRAIN_SECONDS, LONGEST_DRAIN_SECONDS = 30.0, 900.0
-"""Of a drain that a cloud's notice begins: its clock and this node's may differ."""
+"""Of a drain before the node's end: the cloud's clock and this node's may differ; and all else rests."""
 
 
 class PauseFile(BaseModel):
@@ -92,14 +92,27 @@ def write_control(state_dir: Path, name: str, document: BaseModel) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequest:
-    """Record the drain that was asked for last."""
+    """Record a drain that a person asked for, or that ends with the node."""
 
     asked_at_unix: float
     deadline_unix: float
     deadline_seconds: float
     """Monotonic, as is the next: a clock that jumps moves no deadline."""
     begun_seconds: float
-    """Time at which this daemon began it."""
+    """Time at which this daemon began it, or begins it."""
+
+
+def drain_before_end(deadline_unix: float) -> DrainRequest:
+    """Return the drain before this node's end: the last minutes, and never less than the shortest."""
+    now_unix, now = time.time(), time.monotonic()
+    left = max(deadline_unix - now_unix, SHORTEST_DRAIN_SECONDS)
+    wait = max(0.0, left - LONGEST_DRAIN_SECONDS)
+    return DrainRequest(
+        asked_at_unix=now_unix + wait,
+        deadline_unix=now_unix + left,
+        deadline_seconds=now + left,
+        begun_seconds=now + wait,
+    )
 
 
 class Control:
@@ -107,7 +120,10 @@ class Control:
 
     def __init__(self, *, only_removes: bool = False) -> None:
         self.pause: PauseFile | None = None
-        self.drain: DrainRequest | None = None
+        self._asked_drain: DrainRequest | None = None
+        self.notice_drain: DrainRequest | None = None
+        """The drain before this node's end, as long as a cloud's notice holds."""
+        self._was_draining = False
         self._removal: RemovalFile | None = None
         self._removal_ends_seconds = 0.0
         self._plan: PlanFile | None = None
@@ -148,7 +164,8 @@ class Control:
                 continue
             self._read[name] = known
             news = True
-        return news
+        was_draining, self._was_draining = self._was_draining, self.is_draining
+        return news or self.is_draining != was_draining
 
     def _take(self, name: str, data: bytes) -> None:
         """Obey what was read.
@@ -172,7 +189,8 @@ class Control:
         else:
             asked = DrainFile.model_validate_json(data)
             passed = max(0.0, time.time() - asked.asked_at_unix_seconds)
-            self.begin_drain(asked.seconds, passed_seconds=passed)
+            if passed < asked.seconds or not self.is_draining:
+                self.begin_drain(asked.seconds, passed_seconds=passed)
 
     def _say_once(self, name: str, version: tuple[int, int], error: Exception) -> None:
         """Log why a request was not obeyed, once for each file that was written."""
@@ -183,28 +201,36 @@ class Control:
     def begin_drain(self, seconds: float, *, passed_seconds: float = 0.0) -> None:
         """Begin a drain now, or as if `passed_seconds` ago."""
         asked_at, now = time.time() - passed_seconds, time.monotonic()
-        self.drain = DrainRequest(
+        self._asked_drain = DrainRequest(
             asked_at_unix=asked_at,
             deadline_unix=asked_at + seconds,
             deadline_seconds=now + seconds - passed_seconds,
             begun_seconds=now,
         )
 
-    def drain_by(self, deadline_unix: float) -> None:
-        """Drain until then, at least `SHORTEST_DRAIN_SECONDS`: a drain under way ends no later."""
-        left = min(max(deadline_unix - time.time(), SHORTEST_DRAIN_SECONDS), LONGEST_DRAIN_SECONDS)
-        if self.drain is None or not self.is_draining:
-            self.begin_drain(left)
-        elif (deadline := time.monotonic() + left) < self.drain.deadline_seconds:
-            # asked_at stays: whoever asked knows the answer by it
-            self.drain = replace(self.drain, deadline_unix=time.time() + left, deadline_seconds=deadline)
+    @property
+    def drain(self) -> DrainRequest | None:
+        """Return the drain that lasts, else the one that ended last.
+
+        Of two that last the earlier deadline holds, and the person's is told: they know the answer by when
+        they asked.
+        """
+        now = time.monotonic()
+        both = (self._asked_drain, self.notice_drain)
+        begun = [one for one in both if one is not None and one.begun_seconds <= now]
+        lasting = [one for one in begun if now < one.deadline_seconds]
+        if not lasting:
+            return max(begun, key=lambda one: one.deadline_seconds, default=None)
+        first = min(lasting, key=lambda one: one.deadline_seconds)
+        return replace(lasting[0], deadline_unix=first.deadline_unix, deadline_seconds=first.deadline_seconds)
 
     @property
     def is_draining(self) -> bool:
         """Tell whether a drain lasts: until its deadline, even when all is done, since later saves belong to
         it.
         """
-        return self.drain is not None and time.monotonic() < self.drain.deadline_seconds
+        drain = self.drain
+        return drain is not None and time.monotonic() < drain.deadline_seconds
 
     @property
     def is_resting(self) -> bool:

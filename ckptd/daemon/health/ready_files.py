@@ -15,6 +15,7 @@ from ckptd.core.model.records import ZERO
 from ckptd.errors import CkptdError, from_os_error
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ckptd.config.schema import JobConfig
@@ -24,11 +25,12 @@ AGAIN_SECONDS = 10.0
 
 
 class ReadyFiles:
-    """Those of one job; `see` and `close` are called in the deciding thread."""
+    """Write those of one job; `see` and `close` are called in the deciding thread, which `post` wakes."""
 
-    def __init__(self, config: JobConfig, folder: Path) -> None:
+    def __init__(self, config: JobConfig, folder: Path, post: Callable[[Callable[[], None]], None]) -> None:
         self._config = config
         self._folder = folder
+        self._post = post
         self._known: dict[str, bytes] = {}
         self._queue: queue.SimpleQueue[dict[str, bytes] | None] = queue.SimpleQueue()
         self.failure: CkptdError | None = None
@@ -64,20 +66,23 @@ class ReadyFiles:
                 waiting |= new
             except queue.Empty:
                 pass
-            try:
-                self._write(waiting)
-                self.failure = None
-            except OSError as error:
-                self.failure = from_os_error(error, f"writing to {self._folder}")
-            except CkptdError as error:
-                self.failure = error
+            before, self.failure = self.failure, self._write(waiting)
+            if str(before) != str(self.failure):
+                self._post(lambda: None)
 
-    def _write(self, waiting: dict[str, bytes]) -> None:
-        with files.opened_dir(self._folder) as fd:
-            for name in list(waiting):
-                if files.stat_beneath(fd, name) is None or files.read_beneath(fd, name) != waiting[name]:
-                    files.write_atomic(fd, name, waiting[name])
-                del waiting[name]
+    def _write(self, waiting: dict[str, bytes]) -> CkptdError | None:
+        """Write what waits and take it out of there; return what keeps the rest from it."""
+        try:
+            with files.opened_dir(self._folder) as fd:
+                for name in list(waiting):
+                    if files.stat_beneath(fd, name) is None or files.read_beneath(fd, name) != waiting[name]:
+                        files.write_atomic(fd, name, waiting[name])
+                    del waiting[name]
+        except OSError as error:
+            return from_os_error(error, f"writing to {self._folder}")
+        except CkptdError as error:
+            return error
+        return None
 
 
 def is_ready(config: JobConfig, checkpoint: CheckpointStatus) -> bool:

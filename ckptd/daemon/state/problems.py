@@ -130,7 +130,9 @@ _MAY_HEAL: frozenset[Code] = frozenset(
 )
 """Problems that a save, a deletion, a retry or a start ends within a minute in normal training."""
 
-_OUTLIVES_SAVE_DIR: tuple[Code, ...] = ("reload-refused", "vanished-uncommitted", "internal")
+_OUTLIVES_SAVE_DIR: tuple[Code, ...] = (
+    *("reload-refused", "vanished-uncommitted", "internal", "node-ending", "termination-unread"),
+)
 
 HEALS_SECONDS = 60.0
 """Such a problem is a note for so long: nobody is called, and no exit code tells of it."""

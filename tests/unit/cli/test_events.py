@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +15,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from ckptd.observe.event_log import EVENTS
+import pytest
+
+from ckptd.observe import event_log
+from ckptd.observe.event_log import EVENTS, EventLog, read_events
 from tests.support.metadata import metadata
 from tests.support.real import REPOSITORY
 from tests.support.recover_scene import Scene
 from tests.unit.cli.test_logs import CLEAN, ckptd
+from tests.unit.observe.test_event_log import checkpoint, job
 
 PATIENCE_SECONDS = 100
 
@@ -68,7 +74,7 @@ def test_a_follower_misses_nothing_while_daemons_are_killed(tmp_path: Path) -> N
     finally:
         follower.kill()
         follower.wait(60)
-    assert list(dict.fromkeys(committed(rows))) == ["global_step2", "global_step4", "global_step6"]
+    assert committed(rows) == ["global_step2", "global_step4", "global_step6"]
     assert "gap" not in {row["kind"] for row in rows}
     ids = [row["id"] for row in rows]
     assert ids == sorted(set(ids))
@@ -79,24 +85,89 @@ def test_a_follower_misses_nothing_while_daemons_are_killed(tmp_path: Path) -> N
     assert "committed: global_step6 (zero) is committed on" in ckptd("events", scene.save_dir).stdout
 
 
+def test_a_clean_restart_with_nothing_new_tells_nothing(tmp_path: Path) -> None:
+    """Nor does a command that opens the job where no daemon runs, or a remote that still is not there."""
+    scene = Scene(tmp_path)
+    scene.save(2)
+    told = []
+    for life in range(3):
+        with daemon(scene) as process:
+            wait_for_status(scene, process.pid, "committed" if life == 0 else "remote-unreachable")
+            process.terminate()
+            process.wait(60)
+        if life == 0:
+            assert ckptd("plan", scene.save_dir).returncode == 0
+            scene.nas.rename(tmp_path / "unmounted")
+            scene.nas.write_text("no directory")
+        told.append(read_events(scene.save_dir / "_ckptd" / "state"))
+    assert [row["kind"] for row in told[0] if row["tag"]].count("committed") == 2
+    assert [(row["kind"], row["code"]) for row in told[1][len(told[0]) :]] == [
+        ("problem", "remote-unreachable")
+    ]
+    assert told[2] == told[1]
+
+
+def wait_for_status(scene: Scene, pid: int, word: str) -> None:
+    """Until the daemon of this process has published a checkpoint, and the word."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        text = ckptd("status", scene.save_dir, "--json").stdout
+        document = json.loads(text or "{}")
+        is_its = document.get("daemon", {}).get("pid") == pid
+        if is_its and document["jobs"][0]["checkpoints"] and f'"{word}"' in text:
+            return
+        assert time.monotonic() < end, text
+        time.sleep(0.3)
+
+
+def test_a_follower_gets_what_was_written_last_before_the_file_was_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without another event after it."""
+    scene = Scene(tmp_path)
+    scene.save(2)
+    with daemon(scene):
+        assert ckptd("wait", scene.save_dir, "--step", 2, "--timeout", "100s").returncode == 0
+    state_dir = scene.save_dir / "_ckptd" / "state"
+    command = [sys.executable, "-m", "ckptd", "events", str(scene.save_dir), "--json", "--follow"]
+    with subprocess.Popen(command, env=CLEAN, stdout=subprocess.PIPE, text=True) as follower:
+        try:
+            assert follower.stdout is not None
+            lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+            threading.Thread(target=lambda out=follower.stdout: [*map(lines.put, out)]).start()
+            for _ in read_events(state_dir):
+                lines.get(timeout=PATIENCE_SECONDS)
+            time.sleep(1.0)
+            monkeypatch.setattr(event_log, "EVENTS_BYTES", 1)
+            EventLog(state_dir).see(job(checkpoint("step7")))
+            assert not (state_dir / EVENTS).exists()
+            found = [json.loads(lines.get(timeout=20))["tag"] for _ in range(2)]
+        finally:
+            follower.kill()
+    assert found == ["step7", "step7"]
+
+
 def test_a_script_waits_for_a_ready_file(tmp_path: Path) -> None:
-    """A directory that is not there is a problem, and gets its files once it is; the line of
-    docs/operations.md waits for one."""
+    """A directory that is not there is a problem within a moment, with nothing else to say of the job, and
+    gets its files once it is; the line of docs/operations.md waits for one."""
     scene = Scene(tmp_path)
     scene.save(2)
     ready = tmp_path / "shared" / "ready"
     with daemon(scene, CKPTD_READY_DIR=str(ready)):
         assert ckptd("wait", scene.save_dir, "--step", 2, "--timeout", "100s").returncode == 0
-        end = time.monotonic() + PATIENCE_SECONDS
+        end = time.monotonic() + 15
         while "ready-dir-unwritten" not in ckptd("status", scene.save_dir, "--json").stdout:
             assert time.monotonic() < end
             time.sleep(0.5)
-            scene.save(4)
         ready.mkdir(parents=True)
         page = (REPOSITORY / "docs" / "operations.md").read_text()
         script = next(line for line in page.splitlines() if line.startswith("until "))
         environ = CLEAN | {"READY_DIR": str(ready)}
         subprocess.run(["sh", "-c", script], env=environ, check=True, timeout=PATIENCE_SECONDS)
+        end = time.monotonic() + 15
+        while "ready-dir-unwritten" in ckptd("status", scene.save_dir, "--json").stdout:
+            assert time.monotonic() < end
+            time.sleep(0.5)
     said = json.loads((ready / "global_step2.json").read_text())
     assert (said["tag"], said["step"]) == ("global_step2", 2)
     assert [(one["url"], one["forms"][-1]) for one in said["remotes"].values()] == [(str(scene.nas), "zero")]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptd.base import files
 from ckptd.observe import event_log
 from ckptd.observe.event_log import EVENTS, KNOWN, OLD_EVENTS, EventLog, read_events
 from ckptd.observe.status import CheckpointStatus, FormStatus, JobStatus, LocalStatus
+from tests.support.status_gallery import problem
 
 
 def checkpoint(tag: str, state: str = "committed") -> CheckpointStatus:
@@ -77,6 +80,37 @@ def test_a_full_disk_delays_events_and_loses_none(
             log.see(job(checkpoint("step1")))
     (EventLog(tmp_path) if is_restarted else log).see(job(checkpoint("step1")))
     assert brief(read_events(tmp_path)) == [("complete", "step1"), ("committed", "step1")]
+
+
+def test_facts_that_were_not_written_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next start would tell again what it finds."""
+    log = EventLog(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(files, "write_atomic", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        with pytest.raises(OSError, match="full"):
+            log.see(job(checkpoint("step1")))
+    log.see(job(checkpoint("step1")))
+    EventLog(tmp_path).see(job(checkpoint("step1")))
+    assert brief(read_events(tmp_path)) == [("complete", "step1"), ("committed", "step1")]
+
+
+def test_a_problem_that_a_start_finds_again_was_never_solved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that it does not find within a minute was."""
+    away = replace(job(), problems=(problem("remote-unreachable", "behind", "nas is away", "mount it"),))
+    EventLog(tmp_path).see(away)
+    log = EventLog(tmp_path)
+    log.see(replace(away, problems=()))
+    log.see(away)
+    assert [row["kind"] for row in read_events(tmp_path)] == ["problem"]
+    log.see(replace(away, problems=()))
+    later = time.monotonic() + event_log.REAPPEARS_SECONDS + 1
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    log.see(replace(away, problems=()))
+    assert [row["kind"] for row in read_events(tmp_path)] == ["problem", "solved"]
 
 
 def test_rotation_loses_nothing_without_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def test_every_remote_has_it(tmp_path: Path) -> None:
 def test_it_is_written_again_with_a_form_more(tmp_path: Path) -> None:
     rules, one = config(tmp_path), checkpoint("step1")
     models = {"models": {"weights-bf16": FormStatus(state="committed")}}
-    files = ReadyFiles(rules, tmp_path)
+    files = ReadyFiles(rules, tmp_path, lambda _: None)
     files.see(job(replace(one, remotes=one.remotes | models)))
     more = {"nas": one.remotes["nas"] | {"universal": FormStatus(state="committed")}}
     files.see(job(replace(one, remotes=more | models)))

@@ -7,13 +7,17 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptd.daemon.actions.control import Control
-from ckptd.daemon.health import termination
-from ckptd.daemon.health.termination import Notice, TerminationWatch, Told
+from ckptd.config.schema import DaemonConfig
+from ckptd.daemon.actions.control import DRAIN, Control, DrainFile, drain_before_end, write_control
+from ckptd.daemon.health import cloud_notices, termination
+from ckptd.daemon.health.cloud_notices import Notice
+from ckptd.daemon.health.termination import Reading, TerminationNotices, TerminationWatch
+from ckptd.daemon.state.problems import Problems
 from ckptd.errors import CkptdError
 from tests.support.metadata import Metadata, metadata
 
@@ -55,7 +59,9 @@ def give_notice(service: Metadata) -> None:
 @pytest.fixture(autouse=True)
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(termination, "POLL_SECONDS", 0.2)
-    monkeypatch.setattr(termination, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(cloud_notices, "TIMEOUT_SECONDS", 0.5)
+    for cloud in cloud_notices.CLOUDS.values():
+        monkeypatch.setattr(cloud, "poll_seconds", 0.2)
 
 
 @pytest.fixture(params=CLOUDS)
@@ -69,10 +75,10 @@ class Heard:
     """A watch, and what it posted."""
 
     def __init__(self, service: Metadata, which: str = "") -> None:
-        self.posted: queue.SimpleQueue[Told] = queue.SimpleQueue()
+        self.posted: queue.SimpleQueue[Reading] = queue.SimpleQueue()
         self.watch = TerminationWatch(which or service.cloud, service.url, self.posted.put)
 
-    def next(self, seconds: float = 20.0) -> Told:
+    def next(self, seconds: float = 20.0) -> Reading:
         return self.posted.get(timeout=seconds)
 
 
@@ -83,9 +89,9 @@ def heard(service: Metadata) -> Iterator[Heard]:
     made.watch.close()
 
 
-def notice_of(told: Told) -> Notice:
-    assert told[0] is not None, told
-    return told[0]
+def notice_of(reading: Reading) -> Notice:
+    assert reading[0] is not None, reading
+    return reading[0]
 
 
 def test_silent_until_the_notice_then_once(service: Metadata, heard: Heard) -> None:
@@ -135,9 +141,9 @@ def test_a_notice_outlives_a_service_that_fails_after_it(service: Metadata, hear
     give_notice(service)
     notice = notice_of(heard.next())
     service.fault = "500"
-    told = heard.next()
-    assert told[0] == notice
-    assert told[1] is not None
+    reading = heard.next()
+    assert reading[0] == notice
+    assert reading[1] is not None
 
 
 def test_auto_finds_the_cloud(service: Metadata) -> None:
@@ -208,7 +214,11 @@ def test_a_rebalance_recommendation(service: Metadata, *, age: int, is_told: boo
 def test_a_host_maintenance(service: Metadata, heard: Heard, *, value: str, is_told: bool) -> None:
     service.say(MAINTENANCE, value)
     if is_told:
-        assert notice_of(heard.next()).text == f"GCP: {value}"
+        notice = notice_of(heard.next())
+        assert notice.text == f"GCP: {value}"
+        assert abs(notice.deadline_unix - time.time() - 3600) < 3
+        with pytest.raises(queue.Empty):
+            heard.next(1.0)
     else:
         with pytest.raises(queue.Empty):
             heard.next(1.0)
@@ -237,21 +247,159 @@ def test_an_event_of_this_machine_alone(
             heard.next(1.0)
 
 
-def test_a_drain_under_way_ends_no_later() -> None:
-    control = Control()
-    control.begin_drain(600.0)
-    assert control.drain is not None
-    asked_at = control.drain.asked_at_unix
-    control.drain_by(time.time() + 120)
-    assert abs(control.drain.deadline_unix - time.time() - 120) < 2
-    assert control.drain.asked_at_unix == asked_at
-    control.drain_by(time.time() + 300)
-    assert abs(control.drain.deadline_unix - time.time() - 120) < 2
+@only("gcp")
+def test_a_preemption_counts_where_maintenance_cannot_be_read(service: Metadata, heard: Heard) -> None:
+    del service.documents[MAINTENANCE]
+    assert "maintenance-event" in str(heard.next()[1])
+    give_notice(service)
+    began = time.time()
+    reading = heard.next()
+    assert reading[1] is None
+    assert abs(notice_of(reading).deadline_unix - began - 30) < 3
 
 
-@pytest.mark.parametrize(("seconds", "left"), [(-5000, 30), (120, 120), (36000, 900)])
-def test_a_clock_that_differs_makes_no_drain_of_none_and_none_of_hours(seconds: float, left: float) -> None:
+@only("aws")
+@pytest.mark.parametrize("path", [SPOT, REBALANCE])
+def test_a_notice_without_a_readable_time_counts_from_now(service: Metadata, heard: Heard, path: str) -> None:
+    service.say(path, {"action": "terminate", "time": "soon", "noticeTime": 5})
+    notice = notice_of(heard.next())
+    assert abs(notice.deadline_unix - time.time() - 120) < 3
+    with pytest.raises(queue.Empty):
+        heard.next(1.0)
+
+
+@only("azure")
+def test_an_event_without_a_readable_time_spoils_no_other(service: Metadata, heard: Heard) -> None:
+    soon = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=10)
+    bad = azure_event(NotBefore="soon")["Events"]
+    good = azure_event(EventId="B2", NotBefore=format_datetime(soon, usegmt=True))["Events"]
+    service.say(EVENTS, {"Events": bad + good})
+    assert notice_of(heard.next()).deadline_unix == soon.timestamp()
+    service.say(EVENTS, {"Events": bad})
+    assert 15 < notice_of(heard.next()).deadline_unix - time.time() < 31
+    with pytest.raises(queue.Empty):
+        heard.next(1.0)
+
+
+@only("azure")
+def test_the_first_request_may_take_long(service: Metadata) -> None:
+    """It enables the service."""
+    service.delays[EVENTS] = 3.0
+    give_notice(service)
+    heard = Heard(service)
+    try:
+        assert heard.next()[1] is None
+    finally:
+        heard.watch.close()
+
+
+# --- the drain of a notice -------------------------------------------------------------------------------
+
+
+class Job:
+    """What a notice changes."""
+
+    def __init__(self) -> None:
+        self.problems = Problems()
+        self.control = Control()
+
+    def wake(self) -> None:
+        """Nothing: no turn is taken here."""
+
+    @property
+    def codes(self) -> set[str]:
+        return {problem.code for problem in self.problems.all()}
+
+
+def test_a_reload_takes_a_notice_back_from_every_job(service: Metadata) -> None:
+    """Also from one that was kept; a job that is opened meanwhile is drained too."""
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    jobs = [Job()]
+    config = DaemonConfig.model_validate({"termination": service.cloud, "termination_url": service.url})
+    notices = TerminationNotices(config, calls.put, lambda: jobs)
+    give_notice(service)
+    calls.get(timeout=20)()
+    late = Job()
+    notices.apply_to(late)
+    assert jobs[0].codes == late.codes == {"node-ending"}
+    # an hour ahead it is said, and nothing rests yet
+    assert jobs[0].control.is_draining == late.control.is_draining == (service.cloud == "gcp")
+    notices.change(DaemonConfig())
+    assert jobs[0].codes == set()
+    assert (jobs[0].control.drain, jobs[0].control.notice_drain) == (None, None)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that have passed on both clocks."""
+    passed, unix, monotonic = [0.0], time.time(), time.monotonic()
+    monkeypatch.setattr(time, "time", lambda: unix + passed[0])
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic + passed[0])
+    return passed
+
+
+def seconds_left(control: Control) -> float | None:
+    """Until the drain that lasts is over; None: none lasts."""
+    drain = control.drain
+    return round(drain.deadline_seconds - time.monotonic()) if drain and control.is_draining else None
+
+
+@pytest.mark.parametrize(
+    ("ends_in", "begins_after", "lasts"), [(-5000, 0, 30), (120, 0, 120), (3600, 2700, 900)]
+)
+def test_the_last_minutes_of_a_node_are_a_drain(
+    clock: list[float], ends_in: float, begins_after: float, lasts: float
+) -> None:
+    """By a clock that is ahead of the cloud's too; and after it all goes on as before."""
     control = Control()
-    control.drain_by(time.time() + seconds)
+    control.notice_drain = drain_before_end(time.time() + ends_in)
+    if begins_after:
+        clock[0] = begins_after - 1
+        assert (control.drain, seconds_left(control)) == (None, None)
+    clock[0] = begins_after + 1
+    assert seconds_left(control) == lasts - 1
     assert control.drain is not None
-    assert abs(control.drain.deadline_unix - time.time() - left) < 2
+    assert round(control.drain.asked_at_unix - time.time()) == -1
+    clock[0] = begins_after + lasts + 1
+    assert seconds_left(control) is None
+    opened_now = Control()
+    opened_now.notice_drain = control.notice_drain
+    assert seconds_left(opened_now) is None
+
+
+def test_a_person_moves_no_end_of_the_node(clock: list[float], tmp_path: Path) -> None:
+    """The earlier deadline holds; a request of long ago takes nothing back."""
+    control = Control()
+    write_control(tmp_path, DRAIN, DrainFile(asked_at_unix_seconds=time.time() - 999, seconds=30))
+    control.notice_drain = drain_before_end(time.time() + 120)
+    control.refresh(tmp_path)
+    assert seconds_left(control) == 120
+    for seconds, left in ((600, 120), (60, 60)):
+        asked_at = time.time()
+        write_control(tmp_path, DRAIN, DrainFile(asked_at_unix_seconds=asked_at, seconds=seconds))
+        control.refresh(tmp_path)
+        assert seconds_left(control) == left
+        assert control.drain is not None
+        assert abs(control.drain.asked_at_unix - asked_at) < 0.1  # by which they know the answer
+    clock[0] += 61
+    assert seconds_left(control) == 59
+    clock[0] += 60
+    assert seconds_left(control) is None
+
+
+def test_an_old_request_ends_no_drain_that_a_signal_began(tmp_path: Path) -> None:
+    write_control(tmp_path, DRAIN, DrainFile(asked_at_unix_seconds=time.time() - 999, seconds=30))
+    control = Control()
+    control.begin_drain(600)
+    control.refresh(tmp_path)
+    assert seconds_left(control) == 600
+
+
+def test_a_drain_that_begins_is_news_to_the_turn(clock: list[float], tmp_path: Path) -> None:
+    """A job at rest plans anew, and so does one whose drain is over."""
+    control = Control()
+    control.notice_drain = drain_before_end(time.time() + 3600)
+    news = []
+    for clock[0] in (0, 2699, 2701, 2702, 3601, 3602):
+        news.append(control.refresh(tmp_path))
+    assert news == [False, False, True, False, True, False]

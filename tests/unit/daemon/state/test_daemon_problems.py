@@ -136,11 +136,14 @@ def test_what_was_about_a_save_dir_goes_with_it() -> None:
     problems.end_turn()
     problems.put("remote-unreachable", "nas", "nas is away", "wait")
     problems.put("vanished-uncommitted", "b", "b is lost", "save less often")
+    problems.put("node-ending", "", "this node ends soon", "nothing")
+    problems.put("termination-unread", "", "the metadata service does not answer", "ask it")
+    left = ["vanished-uncommitted", "node-ending", "termination-unread"]
     problems.begin_anew()
-    assert [p.code for p in problems.all()] == ["vanished-uncommitted"]
+    assert [p.code for p in problems.all()] == left
     problems.begin_turn()
     problems.end_turn()
-    assert [p.code for p in problems.all()] == ["vanished-uncommitted"]
+    assert [p.code for p in problems.all()] == left
 
 
 class House:
