@@ -40,7 +40,7 @@ TRAINERS := .build/.stamp-frameworks
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 # What both clients of the S3 store must pass.
 S3_TESTS        := $(addprefix tests/stores/,test_s3.py test_s3_options.py test_s3_checksums.py test_s3_etags.py test_rgw.py) $(addprefix tests/faults/,test_s3_daemon.py test_s3_words.py test_transfer_faults.py)
-SYSTEM_PACKAGES := libaio-dev xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus
+SYSTEM_PACKAGES := libaio-dev xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus chromium chromium-driver
 
 # Python compiles what it imports: all of torch beforehand takes longer than its download. (An old pip, as a
 # new venv has it, takes twice as long to find its way through constraints.txt.)

@@ -75,7 +75,7 @@ def settings_from_environment(environ: Mapping[str, str]) -> Settings:
     return settings
 
 
-def remote_settings(environ: Mapping[str, str], url: str) -> dict[str, Any]:
+def remote_keys_from_environment(environ: Mapping[str, str], url: str) -> dict[str, Any]:
     """Read `CKPTD_REMOTE_<KEY>` for a URL of a command line; report and leave out what means nothing there.
 
     The variables are set once for a shell or a job; a URL beside them may be of another kind.

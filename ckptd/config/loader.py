@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from ckptd.config.commands import default_config_dir, fill_placeholders, job_name, user_name
-from ckptd.config.environment import remote_settings, settings_from_environment
+from ckptd.config.environment import remote_keys_from_environment, settings_from_environment
 from ckptd.config.globs import expand_glob, glob_root, is_glob
 from ckptd.config.messages import TYPED, explain
 from ckptd.config.remote_names import UNNAMED, url_path
@@ -30,7 +30,7 @@ from ckptd.config.values import check_spelling
 from ckptd.errors import CkptdError, ConfigError, NotFoundError, NotPermitted, from_os_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 # --- Relations between paths of jobs: nothing of one lies inside another (H5, H6, H30) -------------------
@@ -321,7 +321,11 @@ def job_from_arguments(
     if url is not None:
         check_spelling(url)
         url = url if "://" in url else _absolute(url)
-        remote = {"name": UNNAMED} | remote_settings(environ or {}, url) | dict(given.get("remote", {}))
+        remote = (
+            {"name": UNNAMED}
+            | remote_keys_from_environment(environ or {}, url)
+            | dict(given.get("remote", {}))
+        )
         data["remote"] = [remote | {"url": url}]
     job = _validate(JobConfig, data, TYPED)
     if check_paths:
@@ -347,9 +351,27 @@ def job_from_memory(save_dir: str, given: str, environ: Mapping[str, str]) -> Jo
     }
     for section, variables in (("layout", now.layout), ("local", now.local)):
         options[section] = {k: v for k, v in data.get(section, {}).items() if k not in variables}
-    set_now = remote_settings(environ, url)
+    set_now = remote_keys_from_environment(environ, url)
     options["remote"] = {key: value for key, value in remote.items() if key not in set_now}
     return job_from_arguments(save_dir, url, options, environ, check_paths=False)
+
+
+def changed_job(job: JobConfig, change: Callable[[dict[str, Any]], None], where: str) -> JobConfig:
+    """Make a job again from its file or arguments after `change` of their table; `where`: who says so.
+
+    Raises:
+        ConfigError: a job file that says the same would be refused.
+    """
+    data: dict[str, Any] = json.loads(job.given or "{}")
+    if job.file is not None:
+        data = {"name": job.file.stem} | _read_job(job.file)
+    if is_glob(data.get("save_dir")):
+        matches = expand_glob(data, str(job.file))
+        data = next((one for one in matches if one["save_dir"] == str(job.save_dir)), data)
+    change(data)
+    changed = _validate(JobConfig, data, where)
+    changed._file = job.file
+    return changed
 
 
 def remote_from_arguments(url: str, environ: Mapping[str, str]) -> RemoteConfig:
@@ -359,7 +381,7 @@ def remote_from_arguments(url: str, environ: Mapping[str, str]) -> RemoteConfig:
         ConfigError: a variable or the URL is wrong.
     """
     check_spelling(url)
-    data = {"name": UNNAMED} | remote_settings(environ, url) | {"url": url}
+    data = {"name": UNNAMED} | remote_keys_from_environment(environ, url) | {"url": url}
     return _validate(RemoteConfig, data, TYPED)
 
 
@@ -547,7 +569,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         msg = f"no file {path}"
         raise NotFoundError(msg, hint="`ckptd init SAVE_DIR URL` prints one") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:  # by brackets a thousand deep
         msg = f"{path} is no TOML: {error}"
         raise ConfigError(msg, hint='text needs quotes, lists need [ ], for example settle = "5s"') from error
     except UnicodeDecodeError as error:

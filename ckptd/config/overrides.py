@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import ValidationError
-
-from ckptd.config.messages import explain, toml_keys
+from ckptd.config.loader import changed_job
+from ckptd.config.messages import toml_keys
 from ckptd.config.retention import Retention
 from ckptd.config.section import nearest
-from ckptd.core.policy.retention import Unuploaded
 from ckptd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,9 +17,7 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
 
 _EXAMPLE = "such as --with keep_last=5, --with local.keep_bytes=2TB or --with other.toml"
-_FIELDS = {field.validation_alias or name: name for name, field in Retention.model_fields.items()}
-"""Key as a job file spells it → field."""
-_LIMITS = {"save_total_limit": None, "keep_last": None}
+_LIMITS = ("save_total_limit", "keep_last")
 """Two names of one key: who sets one unsets the other."""
 
 
@@ -30,28 +26,24 @@ class _Setting(NamedTuple):
     """"local", a remote's name, or "" for all of them."""
     key: str
     value: Any
+    """None: the key is unset."""
 
 
 def with_settings(job: JobConfig, settings: Sequence[str]) -> JobConfig:
-    """Return the job with other retention keys.
+    """Return the job with other retention keys, judged as its job file would be with them.
 
     Raises:
-        UsageError: that is no setting, or there is no such key or place (2). ConfigError: its value (78).
+        UsageError: that is no setting, or there is no such key or place (2). ConfigError: a job file that
+        says so would be refused (78).
     """
-    for text in settings:
-        setting = _parsed(text, {"local", *(remote.name for remote in job.remotes)})
-        if setting.key == "unuploaded":
-            job = job.model_copy(update={"unuploaded": setting.value})
-            continue
-        changes = _changes(setting)
-        if setting.place in ("", "local"):
-            job = job.model_copy(update={"local": job.local.model_copy(update=changes)})
-        remotes = tuple(
-            remote.model_copy(update=changes) if setting.place in ("", remote.name) else remote
-            for remote in job.remotes
-        )
-        job = job.model_copy(update={"remotes": remotes})
-    return job
+    places = {"local", *(remote.name for remote in job.remotes)}
+    parsed = [_parsed(text, places) for text in settings]
+
+    def change(table: dict[str, Any]) -> None:
+        for setting in parsed:
+            _apply(setting, table)
+
+    return changed_job(job, change, "--with") if parsed else job
 
 
 def _parsed(text: str, places: set[str]) -> _Setting:
@@ -70,24 +62,21 @@ def _parsed(text: str, places: set[str]) -> _Setting:
     value: Any = written.strip()
     try:
         value = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):  # a bare word, or brackets a thousand deep
         value = None if value == "none" else value
-    if key == "unuploaded" and value not in get_args(Unuploaded):
-        raise UsageError(f"{text!r}: no such value", hint=" | ".join(get_args(Unuploaded)))
     return _Setting(place, key, value)
 
 
-def _changes(setting: _Setting) -> dict[str, Any]:
-    """Return the fields that change, with their values as a job file gives them."""
-    field = _FIELDS[setting.key]
-    if setting.value is None:
-        value = Retention.model_fields[field].default
+def _apply(setting: _Setting, table: dict[str, Any]) -> None:
+    """Change the table of a job as a person would who edits its file."""
+    if setting.key == "unuploaded":
+        sections = [table]
     else:
-        # a ladder alone is refused, and another key may be in the job file
-        beside = {} if setting.key in _LIMITS else {"save_total_limit": 1}
-        written = {**beside, setting.key: setting.value}
-        try:
-            value = getattr(Retention.model_validate(written), field)
-        except ValidationError as error:
-            raise explain(error, Retention, written, "--with") from None
-    return {**(_LIMITS if setting.key in _LIMITS else {}), field: value}
+        named = [("local", table.setdefault("local", {}))]
+        named += [(remote.get("name", ""), remote) for remote in table.get("remote", ())]
+        sections = [section for name, section in named if setting.place in ("", name)]
+    for section in sections:
+        for key in _LIMITS if setting.key in _LIMITS else (setting.key,):
+            section.pop(key, None)
+        if setting.value is not None:
+            section[setting.key] = setting.value

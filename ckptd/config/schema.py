@@ -49,7 +49,7 @@ from ckptd.config.values import (
     reject,
 )
 from ckptd.core.model.other_layouts import DeclaredSave
-from ckptd.core.policy.retention import RetentionKeys, Unuploaded
+from ckptd.core.policy.retention import RemoteKeys, RetentionKeys, Unuploaded
 
 # ---------------------------------------------------------------------------------------------------------
 # `[notify]` of ckptd.toml: who is notified of what and how; URLs that are secrets stay out of the file (P15).
@@ -402,7 +402,14 @@ class JobConfig(Section):
         """Return what the job file says of deletions."""
         return RetentionKeys(
             local=self.local.policy,
-            remotes={remote.name: remote.policy for remote in self.remotes},
+            local_forms=self.local.forms,
+            remotes={
+                remote.name: RemoteKeys(
+                    retention=remote.policy, is_required=remote.required, forms=remote.forms
+                )
+                for remote in self.remotes
+            },
+            existing=self.existing,
             unuploaded=self.unuploaded,
             metric=self.metric,
             is_higher_better=self.is_higher_better,

@@ -7,7 +7,9 @@ stock converter of 0.19.8 writes and no loader reads (docs/formats.md §5).
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import math
 import os
 import struct
 import sys
@@ -19,6 +21,7 @@ from ckptd.conversion.parts import FLOAT_BYTES
 from ckptd.errors import RefusedError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType
 
 _CODES = {"float64": "d", "int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint8": "B", "bool": "B"}
@@ -80,11 +83,15 @@ def _half_bits(h: int) -> int:
 # Every conversion compares, so this works without numpy too: integers of many digits round 65,536 elements
 # to bfloat16 at once, 8 ns each, of float16 one takes 60 ns. With numpy it is 1.3 and 6 ns.
 
+_HALF_END = 65520.0
+"""The least number that float16 rounds to infinity."""
+
 
 def first_unequal(masters: bytes, weights: bytes, source: str, target: str) -> int | None:
     """Return the number of the first element that as type `target` is not the weight; None: there is none.
 
-    `masters`: of type `source`, float32 unless the types are one. Any NaN is equal to any other.
+    `masters`: of type `source`, float32 unless the types are one. Where they are rounded, any NaN is equal to
+    any other.
     """
     count = len(masters) // FLOAT_BYTES[source]
     if len(weights) != count * FLOAT_BYTES[target]:
@@ -94,44 +101,65 @@ def first_unequal(masters: bytes, weights: bytes, source: str, target: str) -> i
             return None
         item = FLOAT_BYTES[source]
         return next(i for i in range(count) if masters[i * item :][:item] != weights[i * item :][:item])
-    if _rounded(masters, target) == weights:
-        return None
-    pairs = zip(map(int, _read("I", masters)), map(int, _read("H", weights)), strict=True)
-    exact = _bf16_of if target == "bfloat16" else _half_of
     infinite = 0x7F80 if target == "bfloat16" else 0x7C00
-    for number, (bits, weight) in enumerate(pairs):
-        is_nan = bits & 0x7FFFFFFF > 0x7F800000
-        if weight & 0x7FFF <= infinite if is_nan else exact(bits) != weight:
+    if _has_numpy():
+        return _first_differing(cast(masters, "float32", target), weights, infinite)
+    rounded = _rounded(masters, target)
+    if rounded == weights:
+        return None
+    halves = _read("H", weights)
+    doubtful = range(count) if rounded is None else _differing(_read("H", rounded), halves)
+    bits, exact = _read("I", masters), _bf16_of if target == "bfloat16" else _half_of
+    for number in doubtful:
+        master, weight = int(bits[number]), int(halves[number])
+        is_nan = master & 0x7FFFFFFF > 0x7F800000
+        if weight & 0x7FFF <= infinite if is_nan else exact(master) != weight:
             return number
     return None
 
 
-def _rounded(masters: bytes, target: str) -> bytes:
-    """Round float32 to 16 bits. Without numpy a NaN comes out wrong, and so may what is beside it."""
-    if _has_numpy():
-        return cast(masters, "float32", target)
+def _first_differing(rounded: bytes, weights: bytes, infinite: int) -> int | None:
+    np = _numpy()
+    one, other = np.frombuffer(rounded, dtype="<u2"), np.frombuffer(weights, dtype="<u2")
+    if not (differ := one != other).any():
+        return None
+    differ &= ((one & 0x7FFF) <= infinite) | ((other & 0x7FFF) <= infinite)
+    return int(differ.argmax()) if differ.any() else None
+
+
+def _differing(one: array[int] | array[float], other: array[int] | array[float]) -> Iterator[int]:
+    return (number for number, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+
+
+def _rounded(masters: bytes, target: str) -> bytes | None:
+    """Round float32 to 16 bits without numpy; None: bfloat16 of what holds an infinity or a NaN, for their
+    lanes may run over.
+    """
     if target == "bfloat16":
-        ones = _ones(len(masters))
+        of = functools.partial(_lanes, len(masters) // 4)
         bits = int.from_bytes(masters, "little")
-        bits += ones * 0x7FFF + ((bits >> 16) & ones)
-        return _little(_read("H", bits.to_bytes(len(masters) + 4, "little"))[1:-2:2])
+        if ((bits & of(0x7F800000)) + of(0x00800000)) & of(0x80000000):
+            return None
+        bits += of(0x7FFF) + ((bits >> 16) & of(1))
+        return _little(_read("H", bits.to_bytes(len(masters), "little"))[1::2])
     values = _read("f", masters)
     with contextlib.suppress(OverflowError):
         return struct.pack(f"<{len(values)}e", *values)
-    return b""
+    return struct.pack(f"<{len(values)}e", *(v if abs(v) < _HALF_END else v * math.inf for v in values))
 
 
 @cache
 def _has_numpy() -> bool:
-    with contextlib.suppress(UsageError):
+    """Tell whether numpy can be imported; one that breaks while it is does without."""
+    with contextlib.suppress(UsageError, RuntimeError, AttributeError, OSError):
         return bool(_numpy())
     return False
 
 
-@lru_cache(maxsize=2)
-def _ones(nbytes: int) -> int:
-    """Return a number whose every fourth byte is 1."""
-    return int.from_bytes(b"\1\0\0\0" * (nbytes // 4), "little")
+@lru_cache(maxsize=10)
+def _lanes(count: int, value: int) -> int:
+    """Return `count` times the same 32 bits as one number."""
+    return int.from_bytes(value.to_bytes(4, "little") * count, "little")
 
 
 def _bf16_of(bits: int) -> int:
@@ -174,17 +202,25 @@ def use_numpy_of(folder: str) -> None:
     """Let this process import numpy from `folder` when it rounds, without its linear algebra's threads."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
-    sys.path.append(folder)
+    _numpy_folders.append(folder)
+
+
+_numpy_folders: list[str] = []
+"""Where numpy lies, for a process that has no site-packages; they are on the path while it is imported."""
 
 
 @cache
 def _numpy() -> ModuleType:
+    before = list(sys.path)
+    sys.path += _numpy_folders
     try:
         import numpy
     except ImportError as error:
         raise UsageError(
             f"numpy cannot be loaded ({error})", hint="pip install 'ckptd[weights]', or --form weights-fp32"
         ) from error
+    finally:
+        sys.path[:] = before
     return numpy
 
 

@@ -130,6 +130,11 @@ class ConvertReport:
     peak_rss_bytes: int
     """Largest resident set of the children."""
     verified: bool
+    compared_tensors: int = 0
+    """Tensors whose masters were compared with the model's own weights, all equal, and their elements."""
+    compared_elements: int = 0
+    not_compared: tuple[str, ...] = ()
+    """Trained tensors that were not: how many, and why."""
     notes: tuple[str, ...] = ()
     """Differences that a resumed run will find (optimizer state that a loader leaves out); of weights,
     tensors stored once under another name or left out by the save."""

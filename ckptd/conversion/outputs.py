@@ -133,11 +133,6 @@ def description_of(header: Header, trailer: Trailer, made_by: Mapping[str, Any] 
         "layout": header.layout,
         "alignment": header.block_bytes,
         "plan_sha256": trailer.sha256,
-        "proof": {
-            "tensors": trailer.tensors,
-            "elements": trailer.elements,
-            "not_compared": list(trailer.uncompared),
-        },
         "source": {
             "step": header.step,
             "zero_stage": header.stage,

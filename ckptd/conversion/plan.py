@@ -132,9 +132,13 @@ class PlanWriter:
         if isinstance(output, OutputCheck):
             self._check_bounds(output.what, (*output.one, *output.other))
             sides = [[encode(p) for p in side] for side in (output.one, output.other)]
-            self._line({"c": output.what, "p": sides} | ({"r": output.rounding} if output.rounding else {}))
-            self._tensors += output.rounding is not None
-            self._elements += output.elements
+            line = {"c": output.what, "p": sides}
+            if output.rounding is None:
+                self._line(line)
+            else:  # no part of what is made, which is the same from a source that nobody compares
+                self._out.write(_encode(line | {"r": output.rounding}))
+                self._tensors += 1
+                self._elements += output.elements
             return
         check_relative(output.path)
         if output.path in self._paths:

@@ -11,7 +11,7 @@ import resource
 import threading
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import add
 from typing import TYPE_CHECKING, overload
 
@@ -215,14 +215,17 @@ def blocks_of(part: Part, sources: Readable) -> Iterator[bytes]:
         yield from _woven(part, sources)
 
 
-def refuse_unequal(check: OutputCheck, sources: Ranges) -> None:
+def refuse_unequal(check: OutputCheck, sources: Ranges, breathe: Callable[[], None]) -> None:
     """Refuse masters that do not round to the model's weights, and copies that differ (formats.md §6.1).
+
+    `breathe`: called for each block; may raise to stop.
 
     Raises:
         RefusedError: with the tensor, and the file and byte of the first element that differs.
     """
+    breathe()
     if check.rounding is not None:
-        _refuse_unrounded(check, *check.rounding, sources)
+        _refuse_unrounded(check, *check.rounding, sources, breathe)
     elif not same_bytes(check.one, check.other, sources):
         raise RefusedError(
             f"the tensor-parallel ranks hold different copies of {check.what}",
@@ -230,12 +233,15 @@ def refuse_unequal(check: OutputCheck, sources: Ranges) -> None:
         )
 
 
-def _refuse_unrounded(check: OutputCheck, source: str, target: str, sources: Ranges) -> None:
+def _refuse_unrounded(
+    check: OutputCheck, source: str, target: str, sources: Ranges, breathe: Callable[[], None]
+) -> None:
     item, made = FLOAT_BYTES[source], FLOAT_BYTES[target]
     masters, weights = Taker(_all(check.one, sources)), Taker(_all(check.other, sources))
     for first in range(0, check.elements, BLOCK_BYTES // item):
         count = min(BLOCK_BYTES // item, check.elements - first)
         found = first_unequal(masters.take(count * item), weights.take(count * made), source, target)
+        breathe()
         if found is not None:
             number = first + found
             master = _place(check.one, number * item, sources)

@@ -22,8 +22,7 @@ from ckptd.conversion.tp_join import Shard, join_as, join_states, model_checks, 
 from ckptd.errors import DamagedError, RefusedError
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES
 from ckptd.formats.torchfile.values import ITEM_BYTES
-from ckptd.formats.zero.contents import contents
-from ckptd.formats.zero.experts import ExpertNames
+from ckptd.formats.zero.contents import contents, expert_names
 from ckptd.formats.zero.round_robin import restore_addresses
 from ckptd.formats.zero.shards import Piece
 
@@ -206,7 +205,7 @@ class WeightsLayout:
         self.block = block
         self.patterns = patterns_of(save, strict=strict)
         self.contents = contents(save)
-        self.names = ExpertNames(n for row in save.cells for c in row for group in c.shapes for n in group)
+        self.names = expert_names(save)
         self.files = self._divide()
 
     @property

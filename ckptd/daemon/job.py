@@ -23,6 +23,7 @@ from ckptd.daemon.actions.local import LocalActions
 from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.daemon.health.checks import is_at_rest, notice_gone, report_problems
 from ckptd.daemon.health.drain import drain_view
+from ckptd.daemon.health.foresight import begin_answer
 from ckptd.daemon.health.removal import removal_view
 from ckptd.daemon.heartbeat import heartbeat_of
 from ckptd.daemon.idle import RESCAN_SECONDS, IdlePolicy
@@ -474,6 +475,7 @@ class Job:
         self.supervisor.reserve.keep(self.state_dir, save_dir_fd, self.view.disk)
         plan = planned(self.view)
         state.set_plan(plan)
+        begin_answer(self)
         if self.control.may_act:
             self.executor.execute(plan, save_dir_fd, self.view.disk.reserve_bytes)
 

@@ -261,7 +261,7 @@ class ForeseenPlaceStatus:
     """There now, as are the bytes."""
     bytes: int
     held: tuple[HoldingStatus, ...]
-    """After 0, 1, 2 … further saves."""
+    """After 0, 1, 2 … further saves; of fewer than were asked for when the time was up."""
     deletions: tuple[ForeseenDeletionStatus, ...] = ()
 
 
@@ -271,6 +271,8 @@ class PlanStatus:
 
     asked_at: str
     places: tuple[ForeseenPlaceStatus, ...]
+    error: str | None = None
+    """Why there is no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

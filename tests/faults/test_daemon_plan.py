@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.harness import RUN, Node, made_before, node
+from tests.e2e.harness import PATIENCE_SECONDS, RUN, Node, made_before, node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,9 +38,9 @@ def all_there(here: Node) -> tuple[set[str], set[str], int]:
     return here.local_tags(), set(here.commits()), len(here.audit("prune")) + len(here.audit("retire"))
 
 
-def told(here: Node, *changes: str) -> dict[str | None, dict[str, int]]:
+def told(here: Node, *changes: object) -> dict[str | None, dict[str, int]]:
     """Place → what would be deleted there, and after how many saves."""
-    options = [word for change in changes for word in ("--with", change)]
+    options = [word for change in changes for word in ("--with", str(change))]
     done = here.ckptd("plan", here.job_file, *options, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     places = json.loads(done.stdout)["places"]
@@ -89,18 +92,75 @@ def test_without_a_daemon_it_is_asked_under_the_jobs_lock_and_nothing_is_done(he
     assert told(here, "keep_last=4") == {
         place: {f"global_step{n}": n for n in (1, 2, 3)} for place in (None, "nas")
     }
-    other = here.root / "other.toml"
+    other = here.root / "lr=1" / "other.toml"
+    other.parent.mkdir()
     other.write_text(here.job_file.read_text().replace("keep_last = 1", "keep_last = 4"))
-    assert told(here, str(other)) == told(here, "keep_last=4")
+    assert told(here, other) == told(here, "keep_last=4")
     assert all_there(here) == before
     for wrong, code, words in (
         ("keep_lats=4", 2, "keep_last"),
         ("lacal.keep_last=4", 2, "it has local, nas"),
         ("keep_bytes=2", 78, "keep_bytes"),
         ("nothing", 2, "neither a job file nor a setting"),
+        ("keep_best=3", 78, "keep_best compares a metric"),
+        ("keep_last=" + "[" * 3000, 78, "a valid integer"),
+        (here.root / "a=b.toml", 2, "no retention key"),
     ):
         done = here.ckptd("plan", here.job_file, "--with", wrong)
         assert (done.returncode, words in done.stderr) == (code, True), done.stderr
         assert "Traceback" not in done.stderr
     assert here.once() == 0
     assert here.local_tags() == {"global_step4"}
+
+
+def test_a_remote_that_the_file_drops_or_no_longer_requires_holds_nothing_back(here: Node) -> None:
+    """While `far` is away and required all stay; the dry run of either edit says what the reload deletes."""
+    here.write_job(local="forms = []\nkeep_last = 1")
+    alone = here.job_file.read_text()
+    far = f'[[remote]]\nname = "far"\nurl = "{here.root / "away" / "run"}"\n{ZERO_ONLY}\n'
+    here.job_file.write_text(alone + far)
+    assert here.ckptd("reload", here.job_file).returncode == 0
+    here.wait("active", lambda: len(here.status().get("checkpoints", ())) == 4)
+    gone = [["here", f"global_step{step}"] for step in (1, 2, 3)]
+    for edit, note, deleted in (
+        (alone + far, "far did not answer", []),
+        (alone + far + "required = false\n", "far did not answer", gone),
+        (alone, "has no remote far: what it holds stays", gone),
+    ):
+        here.job_file.write_text(edit)
+        dry = here.ckptd("reload", here.job_file, "--dry-run")
+        assert (dry.returncode, note in dry.stderr) == (0, True), dry.stderr
+        assert [line.split()[:2] for line in dry.stdout.splitlines() if " now " in line] == deleted
+    assert len(here.local_tags()) == 4, "a dry run did something"
+    assert here.ckptd("reload", here.job_file).returncode == 0
+    here.wait("deleted", lambda: here.local_tags() == {"global_step4"})
+
+
+def test_what_ends_a_plan_without_a_daemon_is_said(here: Node) -> None:
+    """Ctrl-C is no word on checkpoints; that there is none is said only where there is none."""
+    here.stop()
+    here.nas.rename(here.root / "gone")
+    asked = here.state / "control" / "plan.json"
+    plan = subprocess.Popen(
+        [sys.executable, "-m", "ckptd", "plan", str(here.job_file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    here.processes.append(plan)  # type: ignore[arg-type]
+    here.wait("asked", asked.exists)
+    here.wait("begun", lambda: f'"pid": {plan.pid}' in (here.state / "status.json").read_text())
+    plan.send_signal(signal.SIGINT)
+    out, error = plan.communicate(timeout=PATIENCE_SECONDS)
+    assert (plan.returncode, out) == (130, "")
+    assert "no checkpoint" not in error
+
+    settings = here.root / "conf"
+    (settings / "jobs.d").mkdir(parents=True)
+    (settings / "ckptd.toml").write_text(f'state_dir = "{here.root / "states"}"\n')
+    save_dir = here.root / "nvme" / "empty"  # the trainer has yet to make it
+    text = here.job_file.read_text().replace(str(here.save_dir), str(save_dir))
+    (settings / "jobs.d" / "empty.toml").write_text(text.replace(str(here.nas), str(here.root / "nas" / "e")))
+    (here.root / "states" / "empty").mkdir(parents=True)
+    none = here.ckptd("plan", "empty", "--config-dir", settings)
+    assert (none.returncode, f"{save_dir} has no checkpoint yet" in none.stderr) == (66, True), none.stderr

@@ -38,10 +38,12 @@ Held = dict[str | None, frozenset[str]]
 
 
 def other_limits(config: JobConfig, size_bytes: int, rng: random.Random) -> JobConfig:
-    """A job file with other limits."""
+    """A job file with other limits, perhaps without its second remote, or with that one required or not."""
     limit, sizes = rng.choice((None, 1, 2, 3)), rng.choice((None, None, 1.5, 2.5, 4.5))
+    first, *others = config.remotes
+    kept = [first, *(r for r in others if rng.random() < 0.8)]
     return job_config(
-        tuple((r.name, r.required, rng.choice((None, 1, 2, 3))) for r in config.remotes),
+        tuple((r.name, r is first or rng.random() < 0.5, rng.choice((None, 1, 2, 3))) for r in kept),
         limit,
         config.existing,
         every=rng.choice((None, None, 2, 3)),
@@ -52,23 +54,21 @@ def other_limits(config: JobConfig, size_bytes: int, rng: random.Random) -> JobC
     )
 
 
-def held(world: World) -> Held:
-    """What is there, as it truly is."""
+def held(world: World, remotes: tuple[str, ...]) -> Held:
+    """What is there, as it truly is; also in a remote that is no longer the job's."""
     here = frozenset(s.tag for s in world.trainer.saves if s.is_finished and world.trainer_has(s.tag))
-    there: Held = {
-        r.name: frozenset(one.key for one in world.judge.live(r.name)) for r in world.config.remotes
-    }
+    there: Held = {name: frozenset(one.key for one in world.judge.live(name)) for name in remotes}
     return there | {None: here}
 
 
-def rest(world: World, rng: random.Random) -> None:
+def rest(world: World, remotes: tuple[str, ...], rng: random.Random) -> None:
     """Until nothing changes any more, however many hours the hourly limit takes."""
     before: Held = {}
     for _ in range(MOST_HOURS):
         world.live_on(SETTLED_SECONDS, rng)
         world.live_on(HEALED_SECONDS, rng, world.has_rested)
         world.look()
-        now = held(world)
+        now = held(world, remotes)
         if now == before:
             return
         before = now
@@ -87,17 +87,18 @@ def foretold(before: Held, places: tuple[ForeseenPlace, ...], saves: int) -> Hel
         }
         for place in places
     }
-    return {where: names - gone[where] for where, names in before.items()}
+    return {where: names - gone.get(where, set()) for where, names in before.items()}
 
 
 def compared(world: World, rng: random.Random) -> int:
     """Ask, change the limits, save on, compare; the number of deletions that came as they were told."""
+    remotes = tuple(remote.name for remote in world.config.remotes)
     _heal(world, rng)
     world.is_deaf = False
     world.another_ends()
     world.trainer.abort()
     _last_save(world, rng)
-    rest(world, rng)
+    rest(world, remotes, rng)
     job = world.job
     assert job is not None
     assert job.view is not None
@@ -105,7 +106,7 @@ def compared(world: World, rng: random.Random) -> int:
     known = [(s.save.window.last / 1e9, s.save) for s in job.view.saves]
     pace = pace_of([Saved(at_seconds=at, bytes=s.total_bytes, step=s.step) for at, s in known], 0.0)
     config = other_limits(world.config, newest.save.total_bytes, rng)
-    before = held(world)
+    before = held(world, remotes)
     places = foresee(job.view, config.retention_keys, SAVES, pace)
     world.configure(config)
     world.trainer.notes_losses = False  # the value of a save to come is not known
@@ -116,8 +117,8 @@ def compared(world: World, rng: random.Random) -> int:
             world.trainer.begin(newest.save.step + count * (pace.steps if pace is not None else 1), rng)
             world.trainer.end()
             world.judge.without_loss.add(world.trainer.saves[-1].tag)
-        rest(world, rng)
-        wanted, now = foretold(before, places, count), held(world)
+        rest(world, remotes, rng)
+        wanted, now = foretold(before, places, count), held(world, remotes)
         left = {where: names & now[where] for where, names in before.items()}
         if left != wanted:
             short = {w: (sorted(left[w] - wanted[w]), sorted(wanted[w] - left[w])) for w in left}

@@ -479,8 +479,9 @@ class Judge:
         spared = {s.number for s in self.trainer.saves if s.tag == tag and s.number in going}
         self.pinned[tag] = spared
 
-    def on_rules(self, rules: Rules) -> None:
+    def on_rules(self, rules: Rules, required: frozenset[str]) -> None:
         """A person changed the job file."""
+        self._required = required
         self._rules_until.append((self.clock(), self.rules))
         self.rules = rules
 

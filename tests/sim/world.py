@@ -519,7 +519,7 @@ class World:
         self.kernel.history.append(f"the job file says {rules_of(config)}")
         self.config = config
         self.had_limits |= {r.name for r in config.remotes if r.save_total_limit is not None}
-        self.judge.on_rules(rules_of(config))
+        self.judge.on_rules(rules_of(config), frozenset(r.name for r in config.remotes if r.required))
 
     def trainer_has(self, tag: str) -> bool:
         """The folder is in save_dir."""

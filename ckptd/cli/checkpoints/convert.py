@@ -27,6 +27,7 @@ _EXAMPLES = """\
 ckptd convert /nvme/llama-7b/global_step4000 ./llama-7b-universal
 ckptd convert /nvme/llama-7b ./weights --form weights-bf16
 ckptd convert /nvme/llama-7b ./step-4000 --form dcp"""
+_NO_STRICT_HELP = "Allow unused patterns, and masters other than the weights."
 
 
 def register(app: typer.Typer) -> None:
@@ -56,7 +57,7 @@ def register(app: typer.Typer) -> None:
             "512MiB", "--memory-budget", "--memory_budget", metavar="SIZE", help="Memory it may take."
         ),
         verify: bool = typer.Option(False, help="Check the source's CRCs, and the output against the plan."),
-        no_strict: bool = typer.Option(False, "--no-strict", "--no_strict", help="Allow unused patterns."),
+        no_strict: bool = typer.Option(False, "--no-strict", "--no_strict", help=_NO_STRICT_HELP),
         inject_missing_state: bool = typer.Option(  # noqa: ARG001  accepted, and needless
             False,
             "--inject-missing-state",
@@ -209,6 +210,11 @@ def _report_rows(report: ConvertReport) -> list[tuple[str, str]]:
         ("peak memory of children", size_of(report.peak_rss_bytes)),
         ("verified", "yes" if report.verified else "no (--verify reads everything back)"),
         *_cluster_rows(report),
+        (
+            "masters are the weights",
+            f"in {report.compared_tensors} tensors, {report.compared_elements:,} elements",
+        ),
+        *(("not compared", reason) for reason in report.not_compared),
         *(("note", note) for note in report.notes),
     ]
 

@@ -167,11 +167,11 @@ class Draining:
 
         None: it tells of no such drain.
         """
-        from datetime import datetime
+        from ckptd.maintenance.status.verdict import unix_of
 
         job = one.job()
         drain = job.drain if job is not None else None
-        if drain is None or abs(datetime.fromisoformat(drain.asked_at).timestamp() - self._asked_at_unix) > 1:
+        if drain is None or abs(unix_of(drain.asked_at, 0.0) - self._asked_at_unix) > 1:
             return None
         for tag in drain.late:
             if (one.name, tag) not in self._told:

@@ -15,14 +15,14 @@ from ckptd.cli.completion import complete_job
 from ckptd.cli.output import JOB_HERE_HELP, print_note
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from ckptd.cli.daemon.request import RequestedJob
     from ckptd.config.schema import JobConfig
     from ckptd.core.policy.retention import RetentionKeys
     from ckptd.daemon.job import Job
-    from ckptd.observe.status import ForeseenPlaceStatus, HoldingStatus
+    from ckptd.observe.status import ForeseenPlaceStatus, HoldingStatus, PlanStatus
 
 ANSWER_SECONDS = 60.0
 SHOWN_SAVES = 3
@@ -68,44 +68,58 @@ def register(app: typer.Typer) -> None:
         directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
         config = job_named(job, os.environ, config_dir=directory)
         where = requested_job(job, config, directory)
-        other = changed_job(config, changes or [])
+        other = job_with(config, changes or [])
+        note_remotes(where, config, other)
         places = ask(where, config, directory, other.retention_keys, saves)
         if as_json:
-            told = [asdict(place) for place in places]
-            print(json.dumps({"schema_version": 1, "name": config.name, "places": told}, indent=1))
+            rows = [asdict(place) for place in places]
+            print(json.dumps({"schema_version": 1, "name": config.name, "places": rows}, indent=1))
         else:
             show(config, places)
+        if (planned := len(places[0].held) - 1) < saves:
+            print_note(f"the time was up after {planned} of {saves} saves → --saves {planned}")
         if not all(place.is_known for place in places):
             raise typer.Exit(69)
 
 
-def changed_job(config: JobConfig, changes: Sequence[str]) -> JobConfig:
-    """Return the job with what a person typed: settings, or the retention of another job file.
+def job_with(config: JobConfig, changes: Sequence[str]) -> JobConfig:
+    """Return the job with what a person typed: settings, or another job file and the settings after it.
 
     Raises:
-        UsageError, ConfigError, NotFoundError: it cannot be read as either.
+        UsageError, ConfigError, NotFoundError: it cannot be read as either, or no job file may say it.
     """
+    import os
     from pathlib import Path
 
     from ckptd.config.loader import load_job
     from ckptd.config.overrides import with_settings
 
+    settings: list[str] = []
     for change in changes:
-        if Path(change).suffix != ".toml" or "=" in change:
-            config = with_settings(config, [change])
-            continue
-        other = load_job(Path(change), check_paths=False)
-        theirs = {remote.name for remote in other.remotes}
-        for remote in config.remotes:
-            if remote.name not in theirs:
-                print_note(f"{change} has no remote {remote.name}: what it holds stays")
-        for name in sorted(theirs - {remote.name for remote in config.remotes}):
-            print_note(f"{change} adds the remote {name}, which is not looked at")
-        config = other
-    return config
+        # a path may hold a "="
+        if change.endswith(".toml") and ("=" not in change or os.path.isfile(change)):
+            config, settings = load_job(Path(change), check_paths=False), []
+        else:
+            settings.append(change)
+    return with_settings(config, settings)
 
 
-def tell_of_reload(job: str | None, state_dir: Path | None, config_dir: Path | None) -> None:
+def note_remotes(where: RequestedJob, config: JobConfig, other: JobConfig) -> None:
+    """Print what is not looked at, where the remotes are others than those of the daemon that runs."""
+    job = where.job() if where.pid is not None else None
+    now = {one.name: one.url for one in (config if job is None else job).remotes}
+    then = {remote.name: remote.url for remote in other.remotes}
+    source = other.file or "the job's arguments"
+    for name in sorted(now.keys() - then.keys()):
+        print_note(f"{source} has no remote {name}: what it holds stays, and counts for nothing")
+    for name in sorted(then.keys() - now.keys()):
+        print_note(f"{source} adds the remote {name}, which is not looked at: it is taken as empty")
+    for name in sorted(now.keys() & then.keys()):
+        if now[name] != then[name]:
+            print_note(f"{source} gives {name} another url: what lies there is not looked at")
+
+
+def show_reload(job: str | None, state_dir: Path | None, config_dir: Path | None) -> None:
     """Print for each job what its file, as it is now, would delete and keep once it is reloaded.
 
     Raises:
@@ -122,51 +136,75 @@ def tell_of_reload(job: str | None, state_dir: Path | None, config_dir: Path | N
     for where in requested_jobs(job, state_dir, config_dir):
         config = job_named(job or where.name, os.environ, config_dir=directory)
         print_line(f"{config.name}, as {config.file or 'its arguments'} says now:")
+        note_remotes(where, config, config)
         show(config, ask(where, config, directory, config.retention_keys, SHOWN_SAVES))
 
 
 def ask(
     where: RequestedJob, config: JobConfig, directory: Path, keys: RetentionKeys, saves: int
 ) -> list[ForeseenPlaceStatus]:
-    """Return the places as the daemon tells them.
+    """Return the places as the daemon, or the job's planner asked here, answers.
 
     Raises:
-        BehindError: the daemon gave no answer in time (3). NotFoundError: there is no checkpoint yet (66).
+        BehindError: there was no answer in time (3). NotFoundError: there is no checkpoint yet (66).
+        CkptdError: the job cannot be looked at.
     """
-    from ckptd.cli.daemon.request import send_request, wait_until, work_alone
+    from ckptd.cli.daemon.request import send_request, wait_until
     from ckptd.daemon.actions.control import PLAN, PlanFile
-    from ckptd.daemon.health.foresight import plan_status
-    from ckptd.errors import BehindError, NotFoundError
+    from ckptd.errors import BehindError
     from ckptd.observe.status import rfc3339
 
     asked = PlanFile(asked_at_unix_seconds=time.time(), seconds=ANSWER_SECONDS, keys=keys, saves=saves)
-    found: list[ForeseenPlaceStatus] = []
-    is_over = time.monotonic() + ANSWER_SECONDS / 2
+    found: list[PlanStatus] = []
+
+    def take(answer: PlanStatus | None) -> bool:
+        if answer is not None and answer.asked_at == rfc3339(asked.asked_at_unix_seconds):
+            found.append(answer)
+        return bool(found)
 
     def is_answered() -> bool:
         job = where.job()
-        answer = job.plan if job is not None else None
-        if answer is not None and answer.asked_at == rfc3339(asked.asked_at_unix_seconds):
-            found.extend(answer.places)
-        return bool(found)
+        return take(job.plan if job is not None else None)
+
+    send_request(where, PLAN, asked)
+    if where.pid is None:
+        _work_alone(config, directory, take)
+    elif not wait_until(is_answered, ANSWER_SECONDS):
+        msg = f"the daemon of {where.name} (process {where.pid}) gave no answer"
+        raise BehindError(msg, hint="`ckptd status` says how it is")
+    (answer,) = found
+    if answer.error is not None:
+        raise BehindError(f"{where.name} could not be planned: {answer.error}")
+    return list(answer.places)
+
+
+def _work_alone(config: JobConfig, directory: Path, take: Callable[[PlanStatus | None], bool]) -> None:
+    """Ask the planner of a job that no daemon runs, until `take` has its answer.
+
+    Raises:
+        NotFoundError, BehindError, CkptdError: as `ask`. KeyboardInterrupt: a signal ended it.
+    """
+    from ckptd.cli.daemon.request import work_alone
+    from ckptd.errors import BehindError, NotFoundError
+
+    ends = time.monotonic() + ANSWER_SECONDS
 
     def is_done(jobs: Sequence[Job]) -> bool:
         for job in jobs:
-            if (answer := plan_status(job)) is not None:
-                found.extend(answer.places)
-        return bool(found) or time.monotonic() > is_over
+            if take(job.control.plan_answer):
+                return True
+            failures = [p.text for p in job.problems.all() if p.code == "job-interrupted"]
+            if job.turns and not job.needs_turn and job.phase != "active" and not failures:
+                msg = f"{config.save_dir} has no checkpoint yet"
+                raise NotFoundError(msg, hint="there is nothing to plan before; ckptd status")
+            if time.monotonic() > ends:
+                why = "; ".join(failures) or "its planner gave no answer"
+                raise BehindError(f"{config.name} could not be planned: {why}", hint="ckptd status")
+        return False
 
-    send_request(where, PLAN, asked)
-    if where.pid is not None:
-        if not wait_until(is_answered, ANSWER_SECONDS / 2):
-            msg = f"the daemon of {where.name} (process {where.pid}) gave no answer"
-            raise BehindError(msg, hint="`ckptd status` says how it is")
-        return found
     work_alone(config, directory, is_done)
-    if not found:
-        msg = f"{config.save_dir} has no checkpoint yet"
-        raise NotFoundError(msg, hint="there is nothing to plan before; ckptd status")
-    return found
+    if not take(None):
+        raise KeyboardInterrupt
 
 
 def show(config: JobConfig, places: Sequence[ForeseenPlaceStatus]) -> None:

@@ -53,9 +53,9 @@ def register(app: typer.Typer) -> None:
 
         places = tuple(Path(place) if place else None for place in (state_dir, config_dir))
         if dry_run:
-            from ckptd.cli.daemon.plan import tell_of_reload
+            from ckptd.cli.daemon.plan import show_reload
 
-            tell_of_reload(job, *places)
+            show_reload(job, *places)
             return
 
         def read_status() -> Status:

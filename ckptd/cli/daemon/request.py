@@ -95,7 +95,7 @@ def work_alone(config: JobConfig, directory: Path, is_done: Callable[[Sequence[J
     """Answer a request to a job that no daemon runs, under its lock; nothing else is done.
 
     Raises:
-        LockHeld: one runs it after all (75).
+        LockHeld: one runs it after all (75). CkptdError: what the job stopped with.
     """
     from ckptd.config import loader
     from ckptd.daemon.loop import Daemon
@@ -104,7 +104,10 @@ def work_alone(config: JobConfig, directory: Path, is_done: Callable[[Sequence[J
     logs.configure_plainly("ERROR")
     daemon = loader.load_daemon(directory / "ckptd.toml", os.environ)
     loaded = loader.LoadedConfig(daemon=daemon, jobs=(config,))
-    Daemon(loaded, os.environ, removes_until=is_done).run()
+    alone = Daemon(loaded, os.environ, removes_until=is_done)
+    alone.run()
+    if alone.invalid:
+        raise alone.invalid[0].error
 
 
 def _begun(place: Path, job: str | None, config_dir: Path | None) -> Path | None:

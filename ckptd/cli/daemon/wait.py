@@ -122,8 +122,12 @@ def _look(job: str, places: list[Path | None]) -> tuple[JobStatus | None, bool]:
 
 def judge_step(job: JobStatus | None, step: int) -> tuple[str, str]:
     """Return ("committed" | "cannot" | "not yet", why) of the step's newest save in its newest branch."""
+    from ckptd.maintenance.status.verdict import unread
+
     if job is None:
         return "not yet", ""
+    if why := unread(job):
+        return "cannot", why
     newest = _newest(job, step)
     safe = job.safe
     # a COMMIT of the step may be of an older save of it: where one is known here, its own state decides

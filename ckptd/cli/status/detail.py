@@ -5,11 +5,13 @@ From the published document alone; `--json` gives the same as data.
 
 from __future__ import annotations
 
+import contextlib
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from ckptd.base.humanize import ago, size_of
 from ckptd.errors import NotFoundError
+from ckptd.maintenance.status.verdict import seconds_since, unix_of
 from ckptd.maintenance.status.words import form_state_of, state_of
 
 if TYPE_CHECKING:
@@ -144,11 +146,13 @@ def _held(one: HeldStatus) -> str:
 
 
 def _clock(at: str) -> str:
-    return datetime.fromisoformat(at).strftime("%Y-%m-%d %H:%M:%SZ")
+    with contextlib.suppress(ValueError):
+        return datetime.fromisoformat(at).strftime("%Y-%m-%d %H:%M:%SZ")
+    return at
 
 
 def _after(before: str | None, at: str, what: str = "seen") -> str:
     if not before:
         return ""
-    seconds = (datetime.fromisoformat(at) - datetime.fromisoformat(before)).total_seconds()
-    return f" ({ago(max(0.0, seconds))} after it was {what})"
+    seconds = seconds_since(before, unix_of(at, 0.0))
+    return f" ({ago(seconds)} after it was {what})"

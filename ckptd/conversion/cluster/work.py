@@ -341,7 +341,7 @@ class _Work:
             verify_source(source.name, source.fingerprint, fd)
 
     def _compare(self, line: str, extents: Extents) -> None:
-        refuse_unequal(check_of(json.loads(line)), extents)
+        refuse_unequal(check_of(json.loads(line)), extents, self.check_stop)
 
 
 @cache

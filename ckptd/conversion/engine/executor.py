@@ -303,5 +303,4 @@ class Worker:
 
     def compare(self, check: OutputCheck) -> None:
         """Refuse what must be equal and is not: see `refuse_unequal`."""
-        self._check_stop()
-        refuse_unequal(check, self.sources)
+        refuse_unequal(check, self.sources, self._check_stop)

@@ -111,7 +111,7 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
             SourceFile(path, r.size_bytes, r.fingerprint) for path, r in zip(paths, save.reads, strict=True)
         ),
     )
-    proof = save.prove = Proof(save, _why_uncompared(request, save))
+    proof = save.prove = Proof(save, _why_uncompared(request, save), is_wanted=request["strict"])
     header, outputs = {"universal": _universal, "weights": _weights, "dcp": _dcp}[form](request, save, header)
     return _written(out, header, save.reads, outputs, proof.finish)
 
@@ -122,9 +122,14 @@ def _why_uncompared(request: dict[str, Any], save: Save) -> str:
         return "converted with --no-strict"
     if request["partial"]:
         return "read from a URL, which is told by checksums alone"
-    config = as_dict(as_dict(save.rank0_optim.root.get("ds_config")).get("zero_optimization"))
-    if config.get("zenflow") is not None:
+    config = as_dict(save.rank0_model.root.get("ds_config"))
+    if as_dict(config.get("zero_optimization")).get("zenflow") is not None:
         return "ZenFlow changes the weights between steps of their masters"
+    quantization = as_dict(as_dict(config.get("compression_training")).get("weight_quantization"))
+    if as_dict(quantization.get("shared_parameters")).get("enabled"):
+        return "the weights are quantized after each step (compression_training)"
+    if as_dict(config.get("hybrid_engine")).get("enabled"):
+        return "the hybrid engine adds LoRA to the weights and takes it off again"
     if request["form"] == "universal" and request["compat"] == "strict" and round_robin.is_shuffled(save):
         return "parameters are under each other's names, as the stock converter writes it"
     return ""

@@ -322,6 +322,9 @@ class Conversion:
             seconds=seconds,
             peak_rss_bytes=self.peak_rss_bytes,
             verified=self.options.verify,
+            compared_tensors=trailer.tensors,
+            compared_elements=trailer.elements,
+            not_compared=trailer.uncompared,
             notes=header.notes,
         )
 

@@ -138,9 +138,8 @@ class DerivedUpload:
             CannotBeMade: they differ.
         """
         for check in self._outputs.checks():
-            control.pacer.breathe(control.check)
             try:
-                refuse_unequal(check, self._ranges)
+                refuse_unequal(check, self._ranges, lambda: control.pacer.breathe(control.check))
             except RefusedError as error:
                 prove()
                 raise CannotBeMade(error.message, hint=error.hint) from error

@@ -271,8 +271,7 @@ class Uploader:
 
     def compare(self, check: OutputCheck) -> None:
         """Compare both sides of a check; raises RefusedError if they differ."""
-        self._check_stop()
-        refuse_unequal(check, self._ranges)
+        refuse_unequal(check, self._ranges, self._check_stop)
 
     def settle(self) -> None:
         """Every output is durable when it was made."""

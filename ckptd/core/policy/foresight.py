@@ -2,8 +2,8 @@
 
 A view goes in with other keys. Plan after plan of `ckptd.core.policy.planner` is applied to it until none has
 anything left to do, and again after each save to come, which is like the newest. Remotes answer, uploads
-succeed, nothing is paused and no hourly limit delays a deletion: what is told is where retention comes to
-rest. Nothing is done.
+succeed, nothing is paused and no hourly limit delays a deletion: the result is where retention comes to rest.
+Nothing is done.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from ckptd.core.policy.actions import (
 from ckptd.core.policy.local import bytes_here
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.remote import commits_to_delete
-from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.core.policy.view import (
     WEIGHTS_SHARE,
     Confirmation,
     GenerationAnswer,
     RemoteCommit,
+    RemoteView,
     SaveView,
 )
+from ckptd.errors import BehindError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from ckptd.core.policy.actions import Action, Plan
     from ckptd.core.policy.capacity import Pace
-    from ckptd.core.policy.retention import RetentionKeys
-    from ckptd.core.policy.view import JobView, RemoteView
+    from ckptd.core.policy.retention import RemoteKeys, RetentionKeys
+    from ckptd.core.policy.view import JobView
 
 _NO_LIMIT = 1_000_000_000
 _MOST_TURNS = 2000
@@ -83,52 +84,61 @@ class ForeseenPlace:
 
 
 def foresee(
-    view: JobView, keys: RetentionKeys, saves: int, pace: Pace | None = None
+    view: JobView,
+    keys: RetentionKeys,
+    saves: int,
+    pace: Pace | None = None,
+    may_go_on: Callable[[], bool] = lambda: True,
 ) -> tuple[ForeseenPlace, ...]:
     """Return what becomes of each place under these keys, now and after each of so many further saves.
 
     `pace`: of the run; None: it is not known, and the next saves are a step and a second apart.
+    `may_go_on`: asked before each plan; once it says no, the saves that are left are not looked at.
+
+    Raises:
+        BehindError: that was before retention came to rest with what is there now.
     """
-    thought = _Thought(_at_rest(view, keys), pace)
+    thought = _Thought(_at_rest(view, keys), pace, may_go_on)
     before = _held(thought.view)
-    thought.settle(0)
-    held = [_held(thought.view)]
+    held: list[dict[str | None, tuple[int, int]]] = []
     newest = next((kind[0] for kind in view.intact.values() if kind), None)
-    for count in range(1, saves + 1):
-        if newest is not None:
+    for count in range(saves + 1):
+        if count and newest is not None:
             thought.save(newest, count)
-            thought.settle(count)
+        if not thought.settle(count):
+            break
         held.append(_held(thought.view))
+    if not held:
+        msg = "there was not time enough to plan what is there now"
+        raise BehindError(msg, hint="ask again when the node is less busy")
     return tuple(
         ForeseenPlace(
             remote=place,
             is_known=is_known,
             before=before[place],
             held=tuple(one[place] for one in held),
-            deletions=tuple(thought.deletions[place].values()),
+            deletions=tuple(one for one in thought.deletions[place].values() if one.after_saves < len(held)),
         )
-        for place, is_known in [(None, True), *((r.name, r.was_heard) for r in view.remotes)]
+        for place, is_known in [(None, True), *((r.name, r.was_heard) for r in thought.view.remotes)]
     )
 
 
 def _at_rest(view: JobView, keys: RetentionKeys) -> JobView:
-    """Return the view with the keys, and with nothing in the way of what they say."""
+    """Return the view with the keys, and with nothing in the way of what they say.
+
+    A remote that the keys alone name is taken as empty.
+    """
+    known = {remote.name: remote for remote in view.remotes}
     return replace(
         view,
-        saves=tuple(replace(save, is_busy=False) for save in view.saves),
-        remotes=tuple(
-            replace(
-                remote,
-                retention=keys.remotes.get(remote.name, RetentionPolicy()),
-                is_attached=remote.was_heard,
-                is_busy=False,
-                uploading=None,
-                uploading_save_id=None,
-                deletions_left=_NO_LIMIT,
-            )
-            for remote in view.remotes
+        saves=tuple(
+            replace(save, is_busy=False, is_adopted=save.is_adopted or keys.existing == "all")
+            for save in view.saves
         ),
+        remotes=tuple(_remote_at_rest(known.get(name), name, one) for name, one in keys.remotes.items()),
+        local_forms=keys.local_forms,
         local_retention=keys.local,
+        existing=keys.existing,
         unuploaded=keys.unuploaded,
         metric=keys.metric,
         is_higher_better=keys.is_higher_better,
@@ -151,6 +161,28 @@ def _at_rest(view: JobView, keys: RetentionKeys) -> JobView:
     )
 
 
+def _remote_at_rest(remote: RemoteView | None, name: str, keys: RemoteKeys) -> RemoteView:
+    is_heard = remote is None or remote.was_heard
+    at_rest = RemoteView(
+        name=name,
+        is_required=keys.is_required,
+        forms=keys.forms,
+        is_attached=is_heard,
+        is_busy=False,
+        was_heard=is_heard,
+        retention=keys.retention,
+        deletions_left=_NO_LIMIT,
+    )
+    if remote is None:
+        return at_rest
+    return replace(
+        at_rest,
+        commits=remote.commits,
+        known_tags=remote.known_tags,
+        deleting_tags=remote.deleting_tags,
+    )
+
+
 def _held(view: JobView) -> dict[str | None, tuple[int, int]]:
     """Return the checkpoints and bytes of each place."""
     here = [bytes_here(save) for save in view.saves]
@@ -167,6 +199,7 @@ class _Thought:
 
     view: JobView
     pace: Pace | None
+    may_go_on: Callable[[], bool]
     saves: dict[int, SaveView] = field(init=False)
     """Those of the view, as they are in the middle of a turn."""
     confirmations: dict[int, Confirmation] = field(default_factory=dict)
@@ -184,16 +217,19 @@ class _Thought:
         answers = {"confirmations": self.confirmations, "generations": self.generations}
         self.view = replace(self.view, **answers)  # type: ignore[arg-type]
 
-    def settle(self, after_saves: int) -> None:
-        """Plan and carry out until nothing is left to do."""
+    def settle(self, after_saves: int) -> bool:
+        """Plan and carry out until nothing is left to do; False: there was not time enough."""
         self.after_saves = after_saves
         for _ in range(_MOST_TURNS):
+            if not self.may_go_on():
+                return False
             made = plan(self.view)
             if not made.actions:
-                return
+                break
             for action in made.actions:
                 self._carry_out(action, made)
             self.view = replace(self.view, saves=tuple(self.saves.values()))
+        return True
 
     def save(self, like: SaveView, count: int) -> None:
         """Let the trainer save once more, as it saved before: the same bytes, the usual steps on."""
@@ -334,13 +370,13 @@ class _Thought:
     def _drop(self, action: DropDerived) -> None:
         save = self.saves[action.save_id]
         if not save.is_present:
-            self._tell(None, save.save.tag, 0, UNIVERSAL, save.universal.bytes, action.reason)
+            self._note_deletion(None, save.save.tag, 0, UNIVERSAL, save.universal.bytes, action.reason)
         self._change(save.id, universal=DerivedRecord())
 
     def _delete_local(self, action: DeleteLocal) -> None:
         save = self.saves[action.save_id]
         size, why = save.save.total_bytes, action.permit.reason
-        self._tell(None, save.save.tag, action.permit.generation, ZERO, size, why)
+        self._note_deletion(None, save.save.tag, action.permit.generation, ZERO, size, why)
         self._change(save.id, is_present=False, is_intact=False, is_pruned=True)
 
     def _delete_remote(self, action: DeleteRemote, made: Plan) -> None:
@@ -351,7 +387,7 @@ class _Thought:
         gone = willing[: len(willing) // 10] or [action.commit]
         for commit in gone:
             why = made.remote_verdicts[name, commit.key].goes
-            self._tell(name, commit.tag, commit.generation, commit.form, commit.bytes, why)
+            self._note_deletion(name, commit.tag, commit.generation, commit.form, commit.bytes, why)
         keys = {commit.key for commit in gone}
         self._set_commits(name, (c for c in self._remote(name).commits if c.key not in keys))
         for save in tuple(self.saves.values()):
@@ -363,13 +399,15 @@ class _Thought:
             if records:
                 self._change(save.id, uploads={**save.uploads, **records})
 
-    def _tell(self, place: str | None, tag: str, generation: int, form: str, size: int, why: str) -> None:
+    def _note_deletion(
+        self, place: str | None, tag: str, generation: int, form: str, size: int, why: str
+    ) -> None:
         if tag.startswith("+"):
             return
-        told = self.deletions[place]
-        before = told.get((tag, generation))
+        deletions = self.deletions[place]
+        before = deletions.get((tag, generation))
         forms, bytes_before = (before.forms, before.bytes) if before is not None else ((), 0)
-        told[tag, generation] = ForeseenDeletion(
+        deletions[tag, generation] = ForeseenDeletion(
             tag=tag,
             generation=generation,
             forms=(*forms, form),

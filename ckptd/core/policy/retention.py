@@ -192,12 +192,22 @@ class RetentionPolicy(Model):
         return any(rung.form == form for rung in self.ladder)
 
 
+class RemoteKeys(Model):
+    """Hold what a job file says of one remote, as far as deletions depend on it."""
+
+    retention: RetentionPolicy
+    is_required: bool
+    forms: tuple[str, ...]
+
+
 class RetentionKeys(Model):
     """Hold what a job file says of deletions, here and in each remote."""
 
     local: RetentionPolicy
-    remotes: dict[str, RetentionPolicy]
-    """A remote that is not named keeps everything."""
+    local_forms: tuple[str, ...]
+    remotes: dict[str, RemoteKeys]
+    """All remotes of the job: what another one holds stays, and counts for nothing."""
+    existing: str
     unuploaded: Unuploaded = "keep"
     metric: str | None = None
     """Metric that keep_best compares."""

@@ -128,6 +128,8 @@ class Control:
         self._removal_ends_seconds = 0.0
         self._plan: PlanFile | None = None
         self._plan_ends_seconds = 0.0
+        self.plan_begun: PlanFile | None = None
+        """The what-if that a worker was given last."""
         self.plan_answer: PlanStatus | None = None
         """The answer to the what-if that was asked last; None: not given yet."""
         self.only_removes = only_removes

@@ -16,7 +16,6 @@ from ckptd.core.policy.safety import exposed, is_to_upload, newest_safe, steps_a
 from ckptd.daemon.health.capacity import link_speed, outlook
 from ckptd.daemon.health.checks import is_idle
 from ckptd.daemon.health.drain import drain_status
-from ckptd.daemon.health.foresight import plan_status
 from ckptd.daemon.health.removal import removal_status
 from ckptd.daemon.health.stalls import damage, unfinished, way_out, why_gone
 from ckptd.daemon.state.view_builder import as_planned, next_save_of
@@ -85,7 +84,7 @@ def job_status(job: WatchedJob) -> st.JobStatus:
         checkpoints=_checkpoints(job, job.state),
         drain=drain_status(job, job.state),
         removal=removal_status(job),
-        plan=plan_status(job),
+        plan=job.control.plan_answer if job.control.plan is not None else None,
         making_way=job.slows_transfers,
         shared=_shared(job),
     )

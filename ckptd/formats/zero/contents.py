@@ -191,11 +191,21 @@ def layer_prefixes(save: Save) -> dict[int, str]:
     return found
 
 
+def expert_names(save: Save) -> ExpertNames:
+    """Return the names of a save's native experts.
+
+    By the files of experts too: of those that a rank holds some may be frozen.
+    """
+    trained = (name for row in save.cells for cell in row for group in cell.shapes for name in group)
+    held = (str(name) for layer in save.layers if layer.number is None for name in layer.opened.root)
+    return ExpertNames(trained, held, save.experts.ep)
+
+
 def _read_experts(save: Save, trained: dict[str, tuple[int, ...]], found: Contents) -> None:
     """Frozen tensors of native experts, which lie in files of their own; an AutoEP layer is one parameter."""
     if save.experts.automatic:
         return
-    names = ExpertNames(trained)
+    names = expert_names(save)
     known = {names.globally(name, rank) for name in trained for rank in range(save.experts.ep)}
     for layer in save.layers:
         for name, tensor in layer.opened.root.items() if layer.number is None else ():

@@ -311,17 +311,26 @@ _EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")
 
 
 class ExpertNames:
-    """Knows how many experts of each layer a rank holds, from all local names."""
+    """Knows how many experts of each layer a rank holds.
 
-    def __init__(self, names: Iterable[str]) -> None:
-        found = (match for name in names if (match := _EXPERT.fullmatch(name)))
-        self._locals: dict[str, set[int]] = {}
-        for match in found:
-            self._locals.setdefault(match[1], set()).add(int(match[2]))
+    From the global names in the files of experts, of `ep` ranks; from the local ones of a layer without.
+    """
+
+    def __init__(self, names: Iterable[str], held: Iterable[str] = (), ep: int = 1) -> None:
+        counts = {layer: len(numbers) // ep for layer, numbers in _numbers(held).items()}
+        self._counts = {layer: len(numbers) for layer, numbers in _numbers(names).items()} | counts
 
     def globally(self, name: str, rank: int) -> str | None:
         """The global name of expert-parallel rank `rank`'s parameter `name`; None: it is no expert's."""
         match = _EXPERT.fullmatch(name)
         if match is None:
             return None
-        return f"{match[1]}{rank * len(self._locals[match[1]]) + int(match[2])}{match[3]}"
+        return f"{match[1]}{rank * self._counts[match[1]] + int(match[2])}{match[3]}"
+
+
+def _numbers(names: Iterable[str]) -> dict[str, set[int]]:
+    """Return the numbers of the experts of each layer."""
+    found: dict[str, set[int]] = {}
+    for match in (match for name in names if (match := _EXPERT.fullmatch(name))):
+        found.setdefault(match[1], set()).add(int(match[2]))
+    return found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckptd.errors import RefusedError
 from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero import round_robin
-from ckptd.formats.zero.contents import layer_prefixes, of_tensor
+from ckptd.formats.zero.contents import expert_names, layer_prefixes, of_tensor
 from ckptd.formats.zero.experts import ExpertNames
 from ckptd.formats.zero.facts import as_dict, numel
 
@@ -48,8 +48,11 @@ class Proof:
 
     save: Save
     why_none: str = ""
+    is_wanted: bool = True
+    """False: nothing is checked at all (`--no-strict`)."""
     left_out: dict[str, set[tuple[str, int, int]]] = field(default_factory=dict)
     _layers: Held | None = None
+    _names: ExpertNames | None = None
     _buffers: dict[tuple[int, int, str], Buffers] = field(default_factory=dict)
     """By pipeline stage, tensor rank and state."""
     _places: dict[tuple[str, int, int], tuple[str, int]] = field(default_factory=dict)
@@ -61,7 +64,8 @@ class Proof:
         Raises:
             RefusedError: see `check_places`.
         """
-        self.check_places(cell, parameter)
+        if self.is_wanted:
+            self.check_places(cell, parameter)
         has_masters = bool(parameter.states) and parameter.states[0].name == "fp32" and parameter.numel
         return self.attach(cell, parameter) if has_masters else parameter
 
@@ -93,7 +97,7 @@ class Proof:
             RefusedError: they lie in another order than the model states list them, and not by
                 round_robin_gradients.
         """
-        if self.save.stage < 3 and not round_robin.is_shuffled(self.save):
+        if self.is_wanted and self.save.stage < 3 and not round_robin.is_shuffled(self.save):
             for cell in (cell for row in self.save.cells for cell in row if cell.shards):
                 self._check_order(cell)
         return tuple(f"{len(names)} tensors: {reason}" for reason, names in sorted(self.left_out.items()))
@@ -134,7 +138,9 @@ class Proof:
             return PARTITIONED
         if any(tensor.shape != parameter.shape or tensor.dtype != dtype for tensor, _ in tensors):
             return OTHER
-        if (master.dtype, dtype) not in COMPARED:
+        # a forward that casts its weight in place leaves it rounded and of float32
+        is_cast = dtype == "float32" and cell.model.facts.dtype in ("bf16", "fp16")
+        if (master.dtype, dtype) not in COMPARED or is_cast:
             return OTHER
         try:
             found = [of_tensor(parameter.name, *held).states[0] for held in tensors]
@@ -155,8 +161,10 @@ class Proof:
             return [self._layers[cell.tp, name]] if (cell.tp, name) in self._layers else []
         if self.save.experts.automatic:
             return []
-        names = ExpertNames(n for group in cell.shapes for n in group)
-        held = [self._layers.get((cell.tp, names.globally(name, r) or "")) for r in range(parameter.experts)]
+        if self._names is None:
+            self._names = expert_names(self.save)
+        known = [self._names.globally(name, rank) for rank in range(parameter.experts)]
+        held = [self._layers.get((cell.tp, one or "")) for one in known]
         return [one for one in held if one is not None] if None not in held else []
 
 
@@ -185,11 +193,16 @@ def _elements(name: str, state: StateRanges, buffers: Buffers) -> Iterator[tuple
 
 
 def _of_layers(save: Save) -> Held:
-    """Return the tensors in a pipeline's layer files and in the files of native experts."""
+    """Return the tensors in a pipeline's layer files and in the files of native experts.
+
+    Without tied modules: which one a layer is, only its shapes tell.
+    """
     prefixes = layer_prefixes(save)
     found: Held = {}
     for layer in save.layers:
         prefix = "" if layer.number is None else prefixes[layer.number]
+        if prefix.startswith("tied_modules."):
+            continue
         for name, tensor in layer.opened.root.items():
             if isinstance(tensor, Tensor):
                 found.setdefault((layer.tp, f"{prefix}{name}"), (tensor, layer.opened.source.index))

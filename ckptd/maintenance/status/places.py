@@ -171,6 +171,8 @@ def _table(path: Path) -> dict[str, Any]:
         if path.name == "ckptd.toml":
             return {}
         raise
+    except RecursionError as error:  # brackets a thousand deep
+        raise ValueError(path) from error
 
 
 def _plain_path(value: object) -> Path:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import CkptdError, NotFoundError, NotPermitted, UsageError
 from ckptd.maintenance.status.places import STATUS, other_places, state_places, written_in, wrong_file
-from ckptd.observe.status_reader import read_status
+from ckptd.observe.status_reader import hint_of, read_status
 from ckptd.storage.local.job_names import named_below, remotes_below, running_daemons
 
 if TYPE_CHECKING:
@@ -252,9 +252,10 @@ def _read(place: Path) -> Published | None:
     Raises:
         NotPermitted: this user may not look there. NotFoundError: it cannot be read.
     """
-    path = place / STATUS
+    path, data = place / STATUS, b""
     try:
-        status, written = read_status(path.read_bytes())
+        data = path.read_bytes()
+        status, written = read_status(data)
     except FileNotFoundError:
         return None
     except PermissionError as error:
@@ -263,7 +264,7 @@ def _read(place: Path) -> Published | None:
         raise NotPermitted(msg, hint=hint) from error
     except (OSError, ValueError) as error:
         msg = f"{path} cannot be read: {error}"
-        raise NotFoundError(msg, hint="a daemon that runs writes it again within 20 s") from error
+        raise NotFoundError(msg, hint=hint_of(data)) from error
     return Published(place=place, status=status, written=written)
 
 

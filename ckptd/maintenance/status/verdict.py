@@ -45,8 +45,16 @@ class Life:
 
 
 def seconds_since(at: str, now: float) -> float:
-    """Return the seconds since an RFC 3339 time, never negative. Raises: ValueError: it is none."""
-    return max(0.0, now - datetime.fromisoformat(at).timestamp())
+    """Return the seconds since an RFC 3339 time, never negative; 0: it is none."""
+    return max(0.0, now - unix_of(at, now))
+
+
+def unix_of(at: str, otherwise: float) -> float:
+    """Return an RFC 3339 time in Unix seconds; `otherwise` where it is none."""
+    try:
+        return datetime.fromisoformat(at).timestamp()
+    except (ValueError, OverflowError):
+        return otherwise
 
 
 def life_of(document: Status, now: float) -> Life:
@@ -77,9 +85,11 @@ def is_there(pid: int) -> bool:
     """Tell whether a process goes on; one that has ended and that nobody asked about yet (a zombie) does
     not.
     """
+    if pid <= 0:  # a group of processes, this one's own too
+        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass
@@ -98,7 +108,7 @@ def verdict(job: JobStatus, life: Life) -> Verdict:
         return "NOT WATCHED"
     if job.paused:
         return "PAUSED"
-    if is_unprotected(job):
+    if is_unprotected(job) or unread(job):
         return "NOT SAFE"
     if job.state == "waiting":
         return "WAITING"
@@ -123,6 +133,13 @@ def is_unprotected(job: JobStatus) -> bool:
     committed, if anything is, is older."""
     codes = ("linked-save", "unprotected-save")
     return any(p.code in codes and p.severity == "attention" for p in job.problems)
+
+
+def unread(job: JobStatus) -> str:
+    """Say which part of what is published of the job could not be read (`observe.status_reader`); empty:
+    none.
+    """
+    return next((p.text for p in job.problems if not p.code), "")
 
 
 def exit_code(jobs: Sequence[JobStatus], *, is_alive: bool) -> int:

@@ -6,11 +6,17 @@ They follow from the published document and the time alone, so that every answer
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from ckptd.base.humanize import ago, size_of
-from ckptd.maintenance.status.verdict import is_unprotected, newest_in_doubt, seconds_since, verdict
+from ckptd.maintenance.status.verdict import (
+    is_unprotected,
+    newest_in_doubt,
+    seconds_since,
+    unix_of,
+    unread,
+    verdict,
+)
 from ckptd.observe.status import all_committed
 
 if TYPE_CHECKING:
@@ -62,6 +68,8 @@ def _committed(job: JobStatus, since_seconds: float) -> str:
             return "no ZeRO checkpoint is here"
         if job.state == "waiting" and (there := _newest_there(job)):
             return f"no checkpoint here yet; {there}"
+        if unread(job):
+            return "what is committed is not known"
         return words.get(job.state) or _unproved(job) or _unseen(job) or "nothing is committed yet"
     when = f"{ago(safe.age_seconds + since_seconds)} ago" if safe.committed_at else "at an unknown time"
     step, tag = safe.step, safe.tag
@@ -146,7 +154,7 @@ def _control(job: JobStatus, now: float) -> list[str]:
     paused, drain = job.paused, job.drain
     if paused:
         said.append(f"paused by {paused.by} {ago(seconds_since(paused.since, now))} ago")
-    left = datetime.fromisoformat(drain.deadline_at).timestamp() - now if drain else 0.0
+    left = unix_of(drain.deadline_at, now) - now if drain else 0.0
     if drain and drain.is_done:
         # it says nothing of what is saved later, nor once the node was to be gone
         if left > 0 and not job.steps_at_risk:
@@ -243,7 +251,11 @@ def shared_line(job: JobStatus) -> str:
     if not shared:
         return ""
     hosts, holder = shared.hosts, shared.holder
-    several = f"{len(hosts)} hosts ({', '.join(hosts)})" if len(hosts) > 1 else f"{hosts[0]} alone"
+    several = (
+        f"{len(hosts)} hosts ({', '.join(hosts)})"
+        if len(hosts) > 1
+        else f"{''.join(hosts) or 'a host'} alone"
+    )
     if holder is None:
         whose = "the lease was not read yet: nothing is deleted or converted"
     elif shared.holds_lease:

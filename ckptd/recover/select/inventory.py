@@ -301,7 +301,8 @@ def read_node_memory(job: JobConfig, state_dir: Path | None, node: str) -> NodeM
         ]
         here = (row for row in rows if isinstance(row.get("branch"), int) and row["local"]["present"])
         orders = {
-            str(row["tag"]): Order(row["branch"], row["step"], int(row.get("save_seq") or 0))
+            # of saves of one step that are known in another way, those come first
+            str(row["tag"]): Order(row["branch"], row["step"], 0)
             for row in here
             if row["step"] is not None
         }

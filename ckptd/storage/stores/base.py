@@ -8,6 +8,7 @@ never an `if` on its kind (docs/design.md §5).
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -188,47 +189,48 @@ class Store(Protocol):
     """
 
     @property
+    @abstractmethod
     def url(self) -> str:
         """Return the URL as configured, for messages; never with credentials."""
-        ...
 
     @property
+    @abstractmethod
     def lanes(self) -> int:
         """Return how many small objects may move at a time; 1: in order, in the thread that asked."""
-        ...
 
+    @abstractmethod
     def probe(self) -> Abilities:
         """Find out what the store can do, by doing it with a small object of ours that is removed again."""
-        ...
 
+    @abstractmethod
     def get(self, key: str) -> bytes | None:
         """Return a small object, whole; None when absent. Always a fresh read."""
-        ...
 
+    @abstractmethod
     def put(self, key: str, data: bytes) -> None:
         """Create or replace a small object; durable when it returns; never half visible."""
-        ...
 
+    @abstractmethod
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """Create a small object; False when it exists, which is never changed (P3)."""
-        ...
 
+    @abstractmethod
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield objects whose key starts with `prefix` (a folder, ends with `/`), unordered, recursive."""
-        ...
 
+    @abstractmethod
     def stat(self, key: str) -> ObjectInfo | None:
         """Return the size of an object; None when absent."""
-        ...
 
+    @abstractmethod
     def read_at(self, key: str, offset: int, length: int) -> bytes:
         """Return a range of an object, fresh from the store if possible; FileNotFoundError when absent."""
-        ...
 
+    @abstractmethod
     def stream(self, key: str, offset: int, length: int) -> Iterator[bytes]:
         """Read a range as `read_at` does, in chunks of a few MiB at most; FileNotFoundError at the first."""
-        ...
 
+    @abstractmethod
     def upload(
         self,
         key: str,
@@ -247,30 +249,29 @@ class Store(Protocol):
         Raises:
             TargetExists: the key appeared meanwhile (another node's replica); nothing was replaced.
         """
-        ...
 
+    @abstractmethod
     def verify(self, key: str, size_bytes: int, crc64: int, on_progress: Callable[[int], None]) -> str:
         """Prove that the store holds those bytes (P2); returns the proof's name for the manifest.
 
         Raises:
             VerifyError: it does not. Nothing was changed: what lies there may be another node's.
         """
-        ...
 
+    @abstractmethod
     def discard(self, key: str, token: str = "") -> None:
         """Give up a partial upload of ours of that key; none is fine. Never touches the object itself.
 
         `token`: of an attempt of an earlier process, as its progress told.
         """
-        ...
 
+    @abstractmethod
     def delete(self, key: str) -> None:
         """Remove an object; gone already is fine."""
-        ...
 
+    @abstractmethod
     def free_bytes(self) -> int | None:
         """Return the room that the store reports; None where it cannot tell."""
-        ...
 
     # --- what only some stores offer --------------------------------------------------------------------
 

@@ -154,7 +154,9 @@ def test_a_variable_that_means_nothing_for_this_url(
         f"CKPTD_REMOTE_{key}" for key in ("CREDENTIALS", "ENDPOINT_URL", "PART_SIZE")
     ]
     assert all(str(single.nas) in text and "not used" in text for text in said)
-    found = environment.remote_settings({"CKPTD_REMOTE_ENDPOINT_URL": "http://x"}, "s3://bucket/x")
+    found = environment.remote_keys_from_environment(
+        {"CKPTD_REMOTE_ENDPOINT_URL": "http://x"}, "s3://bucket/x"
+    )
     assert found == {"endpoint_url": "http://x"}
     # in a job file it is a mistake
     path = job_file(single, single.root / "conf")

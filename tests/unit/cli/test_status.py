@@ -231,6 +231,23 @@ def test_what_is_no_status_is_said(tmp_path: Path, text: str, capsys: pytest.Cap
         assert "status.json cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ('{"generated_at": null, "daemon": {"version": "9.9.9"}, "jobs": []}', "ckptd 9.9.9 wrote it"),
+        ('{"schema_version": 2}', "another ckptd (schema_version 2) wrote it"),
+        ("[" * 200_000, "writes it again within 20 s"),
+    ],
+)
+def test_what_another_version_wrote_is_said(
+    tmp_path: Path, text: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["status", "--state-dir", str(tmp_path)])
+    assert hint in capsys.readouterr().err
+
+
 def test_retention_says_why_each_stays_and_why_one_goes() -> None:
     kept = replace(gallery.checkpoint(5), keep=("newest complete", "pinned"))
     goes_soon = replace(gallery.checkpoint(4), keep=(), goes="save_total_limit 1")

@@ -18,7 +18,7 @@ SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 def status(scene: Scene, tag: str, state: str = "refused") -> Path:
     """What a daemon left: its word about one checkpoint."""
     local = {"present": True}
-    rows = [{"tag": tag, "state": state, "branch": 1, "step": 3, "save_seq": 1, "local": local}]
+    rows = [{"tag": tag, "state": state, "branch": 1, "step": 3, "local": local}]
     place = scene.root / "state"
     place.mkdir(exist_ok=True)
     jobs = [{"save_dir": str(scene.save_dir), "checkpoints": rows}]
