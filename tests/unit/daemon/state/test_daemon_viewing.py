@@ -221,7 +221,8 @@ def _planned(
         known_saves=SimpleNamespace(pins=frozenset(pins)),
         deletion_rights=SimpleNamespace(are_held=rights),
         peers=SimpleNamespace(differing=lambda: differing, lease_status=None, is_spread=True),
-        control=SimpleNamespace(pause=None, drain=None, removal=None),
+        state=house.state,
+        control=SimpleNamespace(pause=None, drain=None, removal=None, plan=None, may_act=True),
         executor=SimpleNamespace(
             scrubber=SimpleNamespace(damaged_tags=frozenset(damaged)), execute=lambda *_: None
         ),
