@@ -206,7 +206,7 @@ def use_numpy_of(folder: str) -> None:
 
 
 _numpy_folders: list[str] = []
-"""Where numpy lies, for a process that has no site-packages; they are on the path while it is imported."""
+"""Folders that are on the path while numpy is imported: this process has no site-packages."""
 
 
 @cache

@@ -437,7 +437,7 @@ def _words(loaded: LoadedConfig) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigChanges:
-    """What a reload changes.
+    """List what a reload changes.
 
     `close`: save_dirs of jobs to end; `start`: jobs to open, the changed ones among them.
     """

@@ -80,7 +80,7 @@ class _Part:
     text: str
     status: st.JobStatus
     is_scanned: bool
-    """Its checkpoints are known."""
+    """Whether the checkpoints of the job were looked through since it was opened."""
     made_at_seconds: float
     published_at_seconds: float = -math.inf
 

@@ -267,7 +267,7 @@ class ForeseenPlaceStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanStatus:
-    """What a person's other retention keys would delete and keep (`ckptd plan`); nothing is done."""
+    """Tell what a person's other retention keys would delete and keep (`ckptd plan`); nothing is done."""
 
     asked_at: str
     places: tuple[ForeseenPlaceStatus, ...]

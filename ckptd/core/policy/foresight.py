@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _NO_LIMIT = 1_000_000_000
 _MOST_TURNS = 2000
 _WAITED_SECONDS = 1e9
-"""By then every failed upload and conversion is tried again."""
+"""Time that passes in thought, after which every failed upload and conversion is tried again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

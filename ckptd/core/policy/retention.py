@@ -221,7 +221,7 @@ class PolicyItem:
     key: str
     order: Order
     bytes: int = 0
-    """Of all its forms in this place."""
+    """Size of all its forms in this place."""
     pinned: bool = False
     committed_at_seconds: float | None = None
     """Unix time in its COMMIT; None: not known (yet), and every key that goes by time keeps it."""

@@ -31,7 +31,7 @@ FOLDER = "control"
 PAUSE, DRAIN, REMOVE, PLAN = "pause.json", "drain.json", "remove.json", "plan.json"
 _LIMIT_BYTES = 64 << 10
 SHORTEST_DRAIN_SECONDS, LONGEST_DRAIN_SECONDS = 30.0, 900.0
-"""Of a drain before the node's end: the cloud's clock and this node's may differ; and all else rests."""
+"""Limits of a drain before the node's end: clocks differ, and while it drains all else rests."""
 
 
 class PauseFile(BaseModel):

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ckptd.errors import CkptdError
 
 PATIENCE_SECONDS = 25.0
-"""So long it is waited for the first answers of remotes."""
+"""Time to wait for the first answers of remotes."""
 PLANNING_SECONDS = 20.0
-"""What was not planned by then is left out of the answer."""
+"""Time limit of a what-if; the answer leaves out what was not planned by then."""
 
 
 def begin_answer(job: WatchedJob) -> None:

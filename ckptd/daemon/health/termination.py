@@ -28,9 +28,9 @@ log = logging.getLogger("ckptd")
 
 LONGEST_PAUSE_SECONDS = 30.0
 FAILURES_REPORTED = 3
-"""So many polls fail one after another before that is a problem."""
+"""Polls that fail one after another before a problem is reported."""
 METADATA_URL = "http://169.254.169.254"
-"""Of all three clouds."""
+"""Address of the metadata service, the same in all three clouds."""
 
 
 Reading = tuple[Notice | None, CkptdError | None]

@@ -54,7 +54,7 @@ class Proof:
     _layers: Held | None = None
     _names: ExpertNames | None = None
     _buffers: dict[tuple[int, int, str], Buffers] = field(default_factory=dict)
-    """By pipeline stage, tensor rank and state."""
+    """(pipeline stage, tensor rank, state) → its buffers."""
     _places: dict[tuple[str, int, int], tuple[str, int]] = field(default_factory=dict)
     """(name, pipeline stage, tensor rank) → the first state, and a hash of the elements that it lies at."""
 

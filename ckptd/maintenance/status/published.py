@@ -31,7 +31,7 @@ class Published:
     place: Path
     status: Status
     written: dict[str, Any]
-    """The same as it is written, its jobs in the same order: `--json` passes on what a newer daemon adds."""
+    """The document itself, its jobs in the same order: `--json` passes on what a newer daemon adds."""
 
     def only(self, is_wanted: Callable[[JobStatus], bool]) -> Published:
         """Return it with the jobs that are wanted."""
