@@ -42,6 +42,16 @@ def pytest_configure() -> None:
         os.unsetenv(name)
 
 
+@pytest.fixture(autouse=True)
+def _handlers_of_signals_stay() -> Iterator[None]:
+    """A handler that a test leaves is inherited by what later tests fork: a child that SIGTERM no longer ends."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    left = [n.name for n, was in zip(numbers, before, strict=True) if signal.getsignal(n) is not was]
+    assert not left, f"the test left handlers of {', '.join(left)}"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without CKPTD_FULL=1 the tests marked `full` are left out; files come in the order of `in_order`."""
     if not os.environ.get("CKPTD_FULL"):

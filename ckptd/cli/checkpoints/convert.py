@@ -160,16 +160,13 @@ def run(
     source: str, destination: str, options: ConvertOptions, *, as_json: bool, address: Address | None = None
 ) -> ConvertReport:
     """Convert and show progress; SIGTERM and Ctrl-C stop cleanly and leave it resumable."""
-    import signal
     import threading
 
     from ckptd.api import converted
+    from ckptd.base.process import calling_on_stop_signals
 
     stop = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-    with showing(as_json=as_json) as tell:
+    with calling_on_stop_signals(stop.set), showing(as_json=as_json) as tell:
         return converted(
             source, destination, options, address=address, on_progress=tell, should_stop=stop.is_set
         )
