@@ -44,7 +44,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def _handlers_of_signals_stay() -> Iterator[None]:
-    """A handler that a test leaves is inherited by what later tests fork: a child that SIGTERM no longer ends."""
+    """A handler that a test leaves goes on in what later tests fork: children that SIGTERM does not end."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
     before = [signal.getsignal(number) for number in numbers]
     yield
