@@ -146,5 +146,5 @@ def test_a_committed_checkpoint_is_restored_and_loaded(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout)["loaded"]
         assert (said["ranks"], said["step"]) == (ranks, real.SAVED_AT)
-    for options in (("--load", "--form", "weights-bf16"), ("--load", "--read-data"), ("--form", "zero")):
-        assert ckptd("verify", nas, TAG, *options).returncode == 2
+    for wrong in ("--load --form weights-bf16", "--load --read-data", "--form zero"):
+        assert ckptd("verify", nas, TAG, *wrong.split()).returncode == 2
