@@ -11,7 +11,7 @@ import hashlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ckptd.base.humanize import in_columns, printable, size_of
 from ckptd.base.names import ROOT
@@ -44,6 +44,25 @@ if TYPE_CHECKING:
 
 BAD = ("damaged", "unreadable")
 """Verdicts that change the exit code."""
+
+
+class Reading(Protocol):
+    """Which objects are read."""
+
+    def has(self, key: str) -> bool:
+        """Tell whether an object is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Some objects by their keys."""
+
+    keys: frozenset[str]
+
+    def has(self, key: str) -> bool:
+        """Tell whether it is one of them."""
+        return key in self.keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +182,13 @@ _KEPT_FROM_READING = (NotPermitted, StorageError)
 
 
 class Verifier:
-    """Verifies one remote. `read`: read the bytes of that slice; `on_progress(what, done, total)`: bytes."""
+    """Verifies one remote. `read`: read the bytes of those; `on_progress(what, done, total)`: bytes."""
 
     def __init__(
         self,
         remote: RemoteInventory,
         *,
-        read: Slice | None = None,
+        read: Reading | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self._remote = remote

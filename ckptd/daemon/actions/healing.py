@@ -1,0 +1,143 @@
+"""Repair what the scrub found damaged, one file's checkpoint at a time, while nothing else is going on.
+
+The repair is that of `ckptd verify --repair`, in a process of its own: from this node's folder or a remote,
+whichever proves good. What cannot be repaired stays a problem and is tried again ever more seldom.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckptd.base.retry import doubled
+from ckptd.config.commands import command_for
+from ckptd.core.policy.view import HERE
+from ckptd.errors import SourceChanged
+from ckptd.maintenance.repair_order import RepairOrder, repair_apart
+from ckptd.observe.logs import line_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ckptd.config.schema import JobConfig
+    from ckptd.daemon.resources.workers import JobWorkers
+    from ckptd.daemon.state.state import JobState
+    from ckptd.daemon.uploads.scrub import Fault, Scrubber
+    from ckptd.errors import CkptdError
+    from ckptd.maintenance.repair_order import RepairedFile
+
+log = logging.getLogger("ckptd.heal")
+
+AGAIN_SECONDS, MOST_SECONDS = 60.0, 6 * 3600.0
+"""Between attempts at what could not be repaired."""
+TOLD_SECONDS = 86400.0
+"""So long status tells of a repair."""
+
+
+class Healer:
+    """Repairs for one job; every method is called in the deciding thread."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        state: JobState,
+        state_dir: Path,
+        scrubber: Scrubber,
+        workers: JobWorkers,
+        wake: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._state = state
+        self._state_dir = state_dir
+        self._scrubber = scrubber
+        self._workers = workers
+        self._wake = wake
+        self._stop: threading.Event | None = None
+        """Of the repair under way."""
+        self._tries: dict[tuple[str, str], tuple[int, float]] = {}
+        """(place, digest of the COMMIT) → attempts in vain, and when the last one ended."""
+
+    def turn(self) -> None:
+        """Begin the next repair, or end the one under way where something else begins."""
+        if self._stop is not None:
+            if not self._scrubber.is_quiet:
+                self.stop()
+            return
+        if not self._scrubber.is_quiet:
+            return
+        faults = self._scrubber.faults()
+        known = {(fault.place, fault.view.sha256) for fault in faults}
+        self._tries = {key: tried for key, tried in self._tries.items() if key in known}
+        due = next((fault for fault in faults if self._is_due(fault)), None)
+        if due is not None:
+            self._begin(due)
+
+    def stop(self) -> None:
+        """End the repair under way; what is durable of it is used by the next."""
+        if self._stop is not None:
+            self._stop.set()
+
+    def _is_due(self, fault: Fault) -> bool:
+        tries, at_seconds = self._tries.get((fault.place, fault.view.sha256), (0, 0.0))
+        return not tries or time.monotonic() - at_seconds >= doubled(AGAIN_SECONDS, tries, MOST_SECONDS)
+
+    def _begin(self, fault: Fault) -> None:
+        order = RepairOrder(
+            job=self._config,
+            state_dir=str(self._state_dir),
+            tag=fault.view.commit.tag,
+            remote=None if fault.place == HERE else fault.place,
+            keys=tuple(copy.key for copy in fault.bad),
+        )
+        self._stop = stop = threading.Event()
+        self._workers.submit(
+            f"repairing {order.tag}",
+            lambda: repair_apart(order, stop.is_set),
+            partial(self._ended, fault),
+            partial(self._failed, fault),
+        )
+
+    def _ended(self, fault: Fault, rows: list[RepairedFile]) -> None:
+        self._stop = None
+        tag, where = fault.view.commit.tag, fault.place or "this node"
+        fixed = [row for row in rows if row.left is None and row.source is not None]
+        for row in fixed:
+            log.warning(
+                "%s: %s was damaged and is repaired from %s",
+                *(where, row.key, row.source),
+                extra=line_fields("repair", tag),
+            )
+        if fixed:
+            more = f" (and {len(fixed) - 1} more)" if len(fixed) > 1 else ""
+            text = f"{where}: {fixed[0].key} was damaged and is repaired from {fixed[0].source}{more}"
+            step = command_for(self._config, "logs")
+            self._state.problems.put(
+                "copy-repaired",
+                where,
+                text,
+                f"a disk that rots may be failing; {step}",
+                lasts_seconds=TOLD_SECONDS,
+            )
+        left = next((row.left for row in rows if row.left is not None), None)
+        if left is None and not rows:
+            left = "nothing that may be repaired was found"
+        self._note(fault, left)
+
+    def _failed(self, fault: Fault, error: CkptdError) -> None:
+        self._stop = None
+        if isinstance(error, SourceChanged):
+            return
+        log.warning("repairing %s: %s", fault.view.commit.tag, error.message)
+        self._note(fault, error.message)
+
+    def _note(self, fault: Fault, left: str | None) -> None:
+        """Note what is left; all that was tried is read again by the scrub, which alone ends the problem."""
+        key = (fault.place, fault.view.sha256)
+        tries = self._tries.get(key, (0, 0.0))[0] + 1
+        self._tries[key] = (tries, time.monotonic())
+        self._scrubber.note_repair(fault, "" if left is None else f"not repaired: {left}")
+        self._wake()
