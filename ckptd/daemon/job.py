@@ -440,7 +440,7 @@ class Job:
         self.peers.turn(now_seconds)
         has_news = self.known_saves.refresh() | self.idle.sees_new(self.sessions.values())
         has_news |= self.control.refresh(self.state_dir) | self.executor.scrub(
-            is_wanted=not self.control.is_resting
+            save_dir_fd, is_wanted=not self.control.is_resting
         )
         is_asked |= self.sealer.is_due(now_seconds) or self.control.awaits_answer
         if self.idle.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):

@@ -84,7 +84,7 @@ def carry_out(order: RepairOrder) -> list[dict[str, object]]:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"ckptd: repair: {text}\n")
 
 
 if __name__ == "__main__":

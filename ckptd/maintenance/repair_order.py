@@ -56,7 +56,6 @@ def repair_apart(order: RepairOrder, should_stop: Callable[[], bool]) -> list[Re
         [sys.executable, "-m", CHILD],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
         env=clean_environment(*(remote.url for remote in order.job.remotes)),
         cwd="/",
         close_fds=True,

@@ -78,6 +78,19 @@ def refreshed(save: SealedSave, folder: FolderListing, facts: Mapping[str, FileF
     return save.model_copy(update={"files": files})
 
 
+def put_back(save: SealedSave, folder: FolderListing) -> SealedSave | None:
+    """Return the save with the identities of its files as they are after a repair, which proved each that it
+    put back by CRC64; None: somebody else wrote there, or a file is still gone.
+    """
+    now = {f.path: f for f in folder.own}
+    if set(now) != {f.path for f in save.files} or folder.folder != save.folder:
+        return None
+    if not all(f.identity == now[f.path].identity or _is_put_back(f, now[f.path]) for f in save.files):
+        return None
+    files = tuple(f.model_copy(update={"identity": now[f.path].identity}) for f in save.files)
+    return save.model_copy(update={"files": files})
+
+
 def sealed_file(
     file: ListedFile, facts: FileFacts, folder: FolderListing, stale: Collection[str] = ()
 ) -> SealedFile:

@@ -59,13 +59,13 @@ class PlanExecutor:
                 self._local_actions.refused(what, from_os_error(error, what))
         self._limits.end_turn(places)
 
-    def scrub(self, *, is_wanted: bool = True) -> bool:
+    def scrub(self, save_dir_fd: int, *, is_wanted: bool = True) -> bool:
         """Go on with the slow reading and with repairs, or end them; return whether the reading found
         anything, or the trash waits.
         """
         is_wanted = is_wanted and not self._limits.child_slots.is_crowded
         has_news = self.scrubber.turn(is_wanted=is_wanted)
-        self._healer.turn()
+        self._healer.turn(save_dir_fd, is_wanted=is_wanted)
         return has_news | (self._local_actions.deleter.seconds_to_tidy == 0)
 
     def _may_start(self, action: a.Action) -> bool:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptd.base.retry import doubled
 from ckptd.config.commands import command_for
+from ckptd.core.completeness.sealing import put_back
 from ckptd.core.policy.view import HERE
 from ckptd.errors import SourceChanged
 from ckptd.maintenance.repair_order import RepairOrder, repair_apart
 from ckptd.observe.logs import line_fields
+from ckptd.storage.local.scan import scan_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +41,15 @@ TOLD_SECONDS = 86400.0
 """So long status tells of a repair."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Repair:
+    """The repair under way: its tag, the save of it here, and how it is stopped."""
+
+    tag: str
+    save_id: int | None
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
 class Healer:
     """Repairs for one job; every method is called in the deciding thread."""
 
@@ -56,15 +68,17 @@ class Healer:
         self._scrubber = scrubber
         self._workers = workers
         self._wake = wake
-        self._stop: threading.Event | None = None
-        """Of the repair under way."""
+        self._under_way: _Repair | None = None
+        self._save_dir_fd = -1
         self._tries: dict[tuple[str, str], tuple[int, float]] = {}
         """(place, digest of the COMMIT) → attempts in vain, and when the last one ended."""
 
-    def turn(self) -> None:
+    def turn(self, save_dir_fd: int, *, is_wanted: bool) -> None:
         """Begin the next repair, or end the one under way where something else begins."""
-        if self._stop is not None:
-            if not self._scrubber.is_quiet:
+        self._save_dir_fd = save_dir_fd
+        if self._under_way is not None:
+            # what it puts into the folder looks like a save in flight
+            if not is_wanted or self._scrubber.is_disturbed(by_all_but=self._under_way.tag):
                 self.stop()
             return
         if not self._scrubber.is_quiet:
@@ -78,8 +92,8 @@ class Healer:
 
     def stop(self) -> None:
         """End the repair under way; what is durable of it is used by the next."""
-        if self._stop is not None:
-            self._stop.set()
+        if self._under_way is not None:
+            self._under_way.stop.set()
 
     def _is_due(self, fault: Fault) -> bool:
         tries, at_seconds = self._tries.get((fault.place, fault.view.sha256), (0, 0.0))
@@ -93,16 +107,32 @@ class Healer:
             remote=None if fault.place == HERE else fault.place,
             keys=tuple(copy.key for copy in fault.bad),
         )
-        self._stop = stop = threading.Event()
+        row = self._state.saves.of_tag(order.tag) if fault.place == HERE else None
+        self._under_way = one = _Repair(order.tag, row.id if row is not None else None)
+        if one.save_id is not None:
+            # neither its folder nor its universal form goes meanwhile
+            self._state.saves.begin_reading(one.save_id)
         self._workers.submit(
             f"repairing {order.tag}",
-            lambda: repair_apart(order, stop.is_set),
+            lambda: repair_apart(order, one.stop.is_set),
             partial(self._ended, fault),
             partial(self._failed, fault),
         )
 
+    def _end(self) -> None:
+        """Seal what was put back, before a look at the folder takes it for another save."""
+        one, self._under_way = self._under_way, None
+        if one is None or one.save_id is None:
+            return
+        self._state.saves.end_reading(one.save_id)
+        row = self._state.saves.rows.get(one.save_id)
+        folder = scan_folder(self._save_dir_fd, one.tag)
+        same = put_back(row.save, folder) if row is not None and folder is not None else None
+        if same is not None:
+            self._state.replace_sealed(one.save_id, same)
+
     def _ended(self, fault: Fault, rows: list[RepairedFile]) -> None:
-        self._stop = None
+        self._end()
         tag, where = fault.view.commit.tag, fault.place or "this node"
         fixed = [row for row in rows if row.left is None and row.source is not None]
         for row in fixed:
@@ -128,7 +158,7 @@ class Healer:
         self._note(fault, left)
 
     def _failed(self, fault: Fault, error: CkptdError) -> None:
-        self._stop = None
+        self._end()
         if isinstance(error, SourceChanged):
             return
         log.warning("repairing %s: %s", fault.view.commit.tag, error.message)

@@ -144,18 +144,20 @@ class Scrubber:
         return before != self._damaged
 
     def _is_quiet(self) -> bool:
+        plan = self._state.plan
+        return not self.is_disturbed() and plan is not None and not plan.actions
+
+    def is_disturbed(self, by_all_but: str = "") -> bool:
+        """Tell whether something moves or is saved, other than the folder of one tag."""
         state = self._state
         is_moving = (
             state.uploads.progress
             or state.saves.conversion
-            or state.folders.in_flight
+            or state.folders.in_flight - {by_all_but}
             or state.deletions.asking
+            or state.is_first_scan
         )
-        if is_moving or state.is_first_scan or state.plan is None:
-            return False
-        return not state.plan.actions and not any(
-            session.is_transferring for session in self._sessions.values()
-        )
+        return bool(is_moving) or any(session.is_transferring for session in self._sessions.values())
 
     def _views(self, place: str) -> list[tuple[RemoteSession, m.CommitView]]:
         """COMMITs of what lies in a place, each with the session that tells of it."""

@@ -17,7 +17,7 @@ from ckptd.errors import CkptdError, NotPermitted, RefusedError
 from ckptd.storage.remote.heartbeats import server_time_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ckptd.storage.stores.base import ObjectInfo, Store
 
@@ -80,19 +80,18 @@ class ReaderLease:
                     self._store.delete(self._key)
 
     @contextlib.contextmanager
-    def kept(self, tag: str) -> Iterator[None]:
-        """Hold the lease of a checkpoint meanwhile, renewed by a thread of its own, and remove it."""
+    def renewing(self) -> Iterator[Callable[[str], None]]:
+        """Yield `hold`; what it holds is renewed by a thread, and removed at the end."""
         ended = threading.Event()
 
         def renew() -> None:
             while not ended.wait(RENEW_SECONDS):
-                self.hold(tag)
+                if self._tag is not None:
+                    self.hold(self._tag)
 
-        self.hold(tag)
-        thread = threading.Thread(target=renew, name="reader-lease", daemon=True)
-        thread.start()
+        threading.Thread(target=renew, name="reader-lease", daemon=True).start()
         try:
-            yield
+            yield self.hold
         finally:
             ended.set()
             self.end()
