@@ -87,6 +87,8 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
             if self._remote is None or self._pid != os.getpid():
                 self._remote, self._commits = _committed(self.url, self._run)
                 self._folders, self._pid = {}, os.getpid()
+                if self._lease is not None:
+                    self._lease.end()
                 self._lease = _lease_in(self._remote)
                 weakref.finalize(self, self._lease.end)
             return self._remote

@@ -7,6 +7,7 @@ uses or removes (docs/adr/0213).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import signal
@@ -15,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptd.base.extents import write_all
 from ckptd.base.process import end_with_parent
 from ckptd.conversion.engine.sandbox import STOP_SIGNAL
 from ckptd.errors import CkptdError
@@ -43,7 +45,8 @@ def main() -> None:
         answer = {"error": str(error)}
     else:
         answer = {"rows": rows}
-    sys.stdout.write(json.dumps(answer) + "\n")
+    with contextlib.suppress(BrokenPipeError):  # of a daemon that has ended
+        write_all(sys.stdout.fileno(), json.dumps(answer).encode() + b"\n")
 
 
 def carry_out(order: RepairOrder) -> list[dict[str, object]]:

@@ -154,7 +154,10 @@ def test_rot_on_this_node_heals(tmp_path: Path) -> None:
         here.write_job(local=f"{here.local}\n{SCRUB}")
         here.start()
         heals(here, {here.save_dir / name for name in wrong})
-        assert contents(here.save_dir) == before
+        after = contents(here.save_dir)
+        # the pointer is taken away and set again while its form is put right
+        assert after.pop("latest_universal")[0] == before.pop("latest_universal")[0]
+        assert after == before
 
 
 def test_what_is_cut_short_or_gone_on_this_node_comes_back(tmp_path: Path) -> None:
@@ -164,7 +167,11 @@ def test_what_is_cut_short_or_gone_on_this_node_comes_back(tmp_path: Path) -> No
         assert here.once() == 0
         before = contents(folder)
         optim = sorted(path for path in folder.iterdir() if "optim_states" in path.name)
-        harms = {optim[0]: cut, optim[1]: Path.unlink, folder / "notes.txt": Path.unlink}
+        harms: dict[Path, Callable[[Path], object]] = {
+            optim[0]: cut,
+            optim[1]: Path.unlink,
+            folder / "notes.txt": Path.unlink,
+        }
         for path, harm in harms.items():
             keeping_times(path, harm)
         here.write_job(local=f"{here.local}\n{SCRUB}")
@@ -193,7 +200,7 @@ def test_rot_in_a_directory_heals(tmp_path: Path) -> None:
         before, on_node = contents(here.nas), contents(here.save_dir)
         kept = here.nas / TAG
         universal = list((here.nas / f"{TAG}_universal").rglob("*.pt"))
-        damaged = {
+        damaged: dict[Path, Callable[[Path], object]] = {
             kept / shard(folder, "model_states").name: flip,
             kept / shard(folder, "optim_states").name: cut,
             kept / "rng_state_0.pth": flip,
@@ -241,7 +248,7 @@ def test_rot_in_a_bucket_heals(tmp_path: Path, moto: servers.Server) -> None:
 
 def test_what_no_copy_can_repair_stays_named_and_holds_its_place_for_none(tmp_path: Path) -> None:
     """Bad here and in the only remote: it is said, both stay, and limits count the sound ones alone."""
-    with node(tmp_path, job='existing = "all"', local=f"save_total_limit = 5\n{SCRUB}", remote=SCRUB) as here:
+    with node(tmp_path, job='existing = "all"', local="save_total_limit = 5") as here:
         for step in (1, 2):
             old_save(here, step)
         assert here.once() == 0
@@ -250,6 +257,7 @@ def test_what_no_copy_can_repair_stays_named_and_holds_its_place_for_none(tmp_pa
         there = here.nas / "global_step2" / bad.name
         for path in (bad, there):
             keeping_times(path, flip)
+        here.write_job(local=f"save_total_limit = 5\n{SCRUB}", remote=SCRUB)
         here.start()
         here.wait("said", lambda: {"remote-object-damaged", "local-file-damaged"} <= here.problems(), 300)
         here.wait(
@@ -276,13 +284,15 @@ def test_what_no_copy_can_repair_stays_named_and_holds_its_place_for_none(tmp_pa
 
 def test_resume_takes_no_damaged_folder(tmp_path: Path) -> None:
     """The newest is damaged here and in the remote: the one before it is resumed from."""
-    with node(tmp_path, job='existing = "all"', local=f"save_total_limit = 5\n{SCRUB}") as here:
+    local, remote = "save_total_limit = 5", 'forms = ["zero"]'
+    with node(tmp_path, job='existing = "all"', local=local, remote=remote) as here:
         for step in (1, 2):
             old_save(here, step)
         assert here.once() == 0
         bad = shard(here.save_dir / "global_step2", "optim_states")
         for path in (bad, here.nas / "global_step2" / bad.name):
             keeping_times(path, flip)
+        here.write_job(local=f"{local}\n{SCRUB}")
         here.start()
         here.wait("said", lambda: here.checkpoint("global_step2")["local"]["damaged"], 300)
         here.stop()

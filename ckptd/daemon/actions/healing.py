@@ -119,7 +119,7 @@ class Healer:
             partial(self._failed, fault),
         )
 
-    def _end(self) -> None:
+    def _end(self, fault: Fault) -> None:
         """Seal what was put back, before a look at the folder takes it for another save."""
         one, self._under_way = self._under_way, None
         if one is None or one.save_id is None:
@@ -127,12 +127,13 @@ class Healer:
         self._state.saves.end_reading(one.save_id)
         row = self._state.saves.rows.get(one.save_id)
         folder = scan_folder(self._save_dir_fd, one.tag)
-        same = put_back(row.save, folder) if row is not None and folder is not None else None
+        paths = [copy.key for copy in fault.bad]
+        same = put_back(row.save, folder, paths) if row is not None and folder is not None else None
         if same is not None:
             self._state.replace_sealed(one.save_id, same)
 
     def _ended(self, fault: Fault, rows: list[RepairedFile]) -> None:
-        self._end()
+        self._end(fault)
         tag, where = fault.view.commit.tag, fault.place or "this node"
         fixed = [row for row in rows if row.left is None and row.source is not None]
         for row in fixed:
@@ -158,7 +159,7 @@ class Healer:
         self._note(fault, left)
 
     def _failed(self, fault: Fault, error: CkptdError) -> None:
-        self._end()
+        self._end(fault)
         if isinstance(error, SourceChanged):
             return
         log.warning("repairing %s: %s", fault.view.commit.tag, error.message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -34,6 +35,7 @@ class ReaderLease:
         self._store = store
         self._what = what
         self._key = f"{READERS}{secrets.token_hex(8)}.json"
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._tag: str | None = None
         self._begun_seconds = self._put_seconds = 0.0
@@ -73,6 +75,8 @@ class ReaderLease:
 
     def end(self) -> None:
         """Remove the lease; one that cannot be removed is over a few minutes later."""
+        if os.getpid() != self._pid:
+            return  # the lease, and the connection, are those of the process that forked this one
         with self._lock:
             is_left, self._is_left, self._is_denied = self._is_left, False, True
             if is_left:

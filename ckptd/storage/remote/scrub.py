@@ -80,11 +80,14 @@ def scrub(
         return Scrubbed(is_gone=True)
     try:
         manifests = _manifests(store, view)
-    except (DamagedError, RefusedError) as error:
+    except (DamagedError, RefusedError, NotPermitted, StorageError) as error:
+        if order.place == "here":
+            # nobody knows what the files here should be: what was bad stays bad
+            return Scrubbed(unread=order.only)
+        if isinstance(error, NotPermitted | StorageError):
+            return Scrubbed(unread=(view.key,))
         bad = BadCopy(key=view.key, expected="its manifests", found=error.message)
         return _answer(attached, view, Scrubbed(bad=(bad,)))
-    except (NotPermitted, StorageError):
-        return Scrubbed(unread=(view.key,))
     if order.place == "remote":
         return _answer(
             attached, view, _compare_all(_Objects(store), objects_of(manifests), order, pacer, check)
@@ -92,7 +95,7 @@ def scrub(
     assert settings is not None
     with _folder(settings, view, manifests) as folder:
         if folder is None:
-            return Scrubbed(is_gone=True)
+            return Scrubbed()
         slow = RateLimiter(HERE_BYTES_PER_SECOND)
         return _answer(attached, view, _compare_all(folder, folder.listed, order, slow, check))
 
@@ -126,7 +129,9 @@ def _compare_all(
         if read >= order.limit_bytes:
             is_whole = False
             break
-        file = listed[name]
+        file, last = listed[name], name
+        if not place.is_judged(name, file):
+            continue
         try:
             found = _compare(place, name, file, pacer, check)
             if found is not None:
@@ -138,7 +143,6 @@ def _compare_all(
         if found is not None:
             bad.append(found)
         read += file.bytes
-        last = name
     return Scrubbed(
         read_bytes=read, next_after=None if is_whole else last, bad=tuple(bad), unread=tuple(unread)
     )
@@ -147,8 +151,6 @@ def _compare_all(
 def _compare(
     place: _Place, name: str, file: ManifestFile, pacer: RateLimiter, check: Callable[[], None]
 ) -> BadCopy | None:
-    if not place.is_judged(name, file):
-        return None
     expected = f"{file.bytes} bytes"
     with place.opened(name) as (size, read):
         if size != file.bytes:

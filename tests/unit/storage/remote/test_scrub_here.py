@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ckptd.base.files import ROTTEN
-from ckptd.storage.remote import scrub as module
 from ckptd.storage.remote.documents import read_commits
 from ckptd.storage.remote.messages import RemoteSettings, Scrub, Scrubbed
 from ckptd.storage.remote.observe import AttachedRemote
@@ -90,8 +89,9 @@ def test_what_somebody_wrote_or_removed_is_no_rot(scene: RepairScene, how: str) 
             if part in path.name:
                 path.unlink()
     done = read_here(scene)
-    assert done.bad == ()
-    assert done.is_gone is (how == "all")
+    assert (done.bad, done.unread, done.is_gone) == ((), (), False)
+    read = [path for path in folder.iterdir() if path != shard or how == "model-states"]
+    assert done.read_bytes == sum(path.stat().st_size for path in read)
 
 
 def test_a_save_that_begins_while_it_is_read_is_no_rot(scene: RepairScene) -> None:
@@ -121,13 +121,21 @@ def test_bytes_that_the_disk_lost_are_rot_and_no_rights_are_not(
                 raise OSError(number, os.strerror(number))
             return real(fd, length, offset)
 
-        monkeypatch.setattr(module.os, "pread", pread)
+        monkeypatch.setattr("ckptd.storage.remote.scrub.os.pread", pread)
 
     failing(ROTTEN[0])
     assert names(read_here(scene)) == [shard.name]
     failing(13)
     done = read_here(scene)
     assert (done.bad, done.unread) == ((), (f"{TAG}/{shard.name}",))
+
+
+def test_a_bad_manifest_in_the_remote_says_nothing_of_this_node(scene: RepairScene) -> None:
+    """What was found bad here before stays bad: it cannot be compared now."""
+    (path,) = (scene.nas / "_ckptd" / "nodes" / f"{TAG}~g1~zero").iterdir()
+    path.write_bytes(b"{}")
+    assert read_here(scene) == Scrubbed()
+    assert read_here(scene, only=(f"{TAG}/x.pt",)) == Scrubbed(unread=(f"{TAG}/x.pt",))
 
 
 def test_a_link_is_not_followed(scene: RepairScene, tmp_path: Path) -> None:
