@@ -49,7 +49,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full faults faults-full sim fleet seeded figures house pictures man dist release docs \
+.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-in-store bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full faults faults-full sim fleet seeded figures house pictures man dist release docs \
         system-packages rgw-packages clean
 
 help: ## this list
@@ -161,6 +161,9 @@ $(PEERS): bench/peers.txt | $(PY)
 
 bench-transfer: setup $(PEERS) ## transfers against boto3, s3fs, awscrt, s5cmd, rclone, aws, cp (writes docs/performance.md)
 	$(PY) -m bench.transfer $(ARGS)
+
+bench-in-store: setup ## what of a form the store copies from shards that it holds (writes docs/performance.md)
+	$(PY) -m bench.in_store $(ARGS)
 
 bench-clients: setup ## the S3 store over botocore and over s3fs, in turns (writes docs/performance.md)
 	$(PY) -m bench.clients $(ARGS)

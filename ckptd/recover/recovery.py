@@ -18,9 +18,9 @@ from ckptd.base.owned_dirs import path_of
 from ckptd.core.policy.view import next_save_bytes
 from ckptd.errors import CkptdError, DamagedError
 from ckptd.recover.advice import advice, model_facts
-from ckptd.recover.execute import Execution
+from ckptd.recover.execute import StepExecution
 from ckptd.recover.plan import RecoveryOptions, RecoveryPlan
-from ckptd.recover.select.sources import Sources
+from ckptd.recover.select.sources import RemoteSources
 from ckptd.recover.select.steps import ConvertFrom, Fetch, RestoreExtras
 from ckptd.storage.remote.readers import ReaderLease
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckptd.config.schema import JobConfig
-    from ckptd.recover.select.choose import Candidate, Choice
+    from ckptd.recover.select.choose import Candidate, Candidates
     from ckptd.recover.select.sources import Where
     from ckptd.recover.select.steps import MoveAside, Step
 
@@ -75,8 +75,8 @@ class Recovery(ABC):
         self._on_progress = on_progress
         self._is_bound = is_bound
         """True: no other save will do than the one that was asked for."""
-        self._sources = Sources(where=where, say=say)
-        self._execution: Execution | None = None
+        self._sources = RemoteSources(where=where, say=say)
+        self._execution: StepExecution | None = None
         self._said: set[str] = set()
         self._fd: int | None = None
         """The directory while it is open; None in a dry run where it is absent."""
@@ -90,11 +90,11 @@ class Recovery(ABC):
     # --- what resume and restore do each in its own way -------------------------------------------------
 
     @abstractmethod
-    def _choose(self) -> Choice:
+    def _choose(self) -> Candidates:
         """Return the candidates of what is there now."""
 
     @abstractmethod
-    def _pick(self, choice: Choice) -> Candidate | None:
+    def _pick(self, choice: Candidates) -> Candidate | None:
         """Return the one to take; None: one was left out, choose again; raises where nothing is left."""
 
     @abstractmethod
@@ -163,8 +163,8 @@ class Recovery(ABC):
                 held.enter_context(lease.renewing())(plan.candidate.tag)
             yield
 
-    def _executing(self, fd: int, kept_bytes: int) -> Execution:
-        self._execution = Execution(
+    def _executing(self, fd: int, kept_bytes: int) -> StepExecution:
+        self._execution = StepExecution(
             self._dir, fd, reserve_bytes=kept_bytes, on_progress=self._on_progress, say=self._say
         )
         return self._execution

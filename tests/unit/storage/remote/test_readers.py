@@ -17,7 +17,7 @@ import pytest
 from ckptd.core.model.reader import MOST_SECONDS, READERS, SILENT_SECONDS, SKEW_SECONDS, Reader
 from ckptd.errors import BeingRead, NotPermitted
 from ckptd.maintenance.verify import Slice, Verifier
-from ckptd.recover.execute import Execution
+from ckptd.recover.execute import StepExecution
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.storage.remote import readers
 from ckptd.storage.remote.deletion import delete_commit
@@ -263,7 +263,7 @@ def words(scene: RepairScene) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("what", ["restore", "resume"])
 def test_recoveries_leave_one(scene: RepairScene, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    seen = seen_while(monkeypatch, Execution, "run", lambda: words(scene))
+    seen = seen_while(monkeypatch, StepExecution, "run", lambda: words(scene))
     if what == "restore":
         scene.restore(OLD)
     else:
