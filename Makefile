@@ -42,6 +42,8 @@ RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
 S3_TESTS        := $(addprefix tests/stores/,test_s3.py test_s3_options.py test_s3_checksums.py test_s3_etags.py test_rgw.py) $(addprefix tests/faults/,test_s3_daemon.py test_s3_words.py test_transfer_faults.py)
 SYSTEM_PACKAGES := libaio-dev xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus chromium chromium-driver
 
+VM_PACKAGES     := user-mode-linux debootstrap
+
 # Python compiles what it imports: all of torch beforehand takes longer than its download. (An old pip, as a
 # new venv has it, takes twice as long to find its way through constraints.txt.)
 PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
@@ -50,7 +52,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full faults faults-full sim fleet seeded figures house pictures man dist release docs \
-        system-packages rgw-packages clean
+        system-packages rgw-packages vm-packages clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -272,6 +274,13 @@ rgw-packages: ## (root) Ceph's RADOS gateway, which stores-full then tries as we
 	  echo "rgw packages: nothing to install"; \
 	else \
 	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(RGW_PACKAGES); \
+	fi
+
+vm-packages: ## (root) User-Mode Linux and debootstrap, which make vm needs
+	@if command -v linux.uml >/dev/null && command -v debootstrap >/dev/null; then \
+	  echo "vm packages: nothing to install"; \
+	else \
+	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(VM_PACKAGES); \
 	fi
 
 clean: ## remove .venv, build products and caches
