@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -82,15 +82,17 @@ def must(*command: object) -> str:
     return done.stdout.strip()
 
 
-def clear(work: Path) -> None:
-    """Unmount and detach everything below `work`, also what a killed run left."""
+def clear(work: Path, devices: Iterable[Path]) -> None:
+    """Unmount and detach what lies below `work` and on the devices, also what a killed run left."""
     table = [line.split()[:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
     mine = [(place, kind) for _, place, kind in reversed(table) if place.startswith(f"{work}/")]
     _unmount(place for place, kind in mine if not kind.startswith("fuse"))
-    for line in run("losetup", "-l", "-n", "-O", "NAME,BACK-FILE").stdout.splitlines():
-        device, _, backing = line.partition(" ")
-        if backing.strip().startswith(f"{work}/"):
-            run("losetup", "-d", device)
+    for device in devices:
+        if run("losetup", device).returncode == 0:
+            must("losetup", "-d", device)
+            until = time.monotonic() + 10.0
+            while run("losetup", device).returncode == 0 and time.monotonic() < until:
+                time.sleep(0.1)  # the kernel detaches it once nobody has it open
     _unmount(place for place, kind in mine if kind.startswith("fuse"))
 
 
@@ -128,12 +130,13 @@ class Rig:
         self.rng = random.Random(f"{fs} {seed}")
         self.told = Told()
         self.serial = 1
+        self._running: list[subprocess.Popen[str]] = []
         self.mounts = (work / "nvme", work / "nas")
-        self.devices = {mount: loop(lane + n) for n, mount in enumerate(self.mounts)}
         self.save_dir, self.nas = work / "nvme" / "run", work / "nas" / "run"
         self.job = work / "run.toml"
         self.env = os.environ | {"NO_COLOR": "1", "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
-        clear(work)
+        self.devices = [loop(lane + n) for n in range(len(self.mounts))]
+        self.clear()
         shutil.rmtree(work, ignore_errors=True)
         for folder in (*self.mounts, work / "disks"):
             folder.mkdir(parents=True)
@@ -150,44 +153,42 @@ class Rig:
     def powered(self) -> Iterator[subprocess.Popen[str]]:
         """Mount both disks; yields the process that serves them. Everything is unmounted in the end."""
         images = [self.work / f"{mount.name}.img" for mount in self.mounts]
-        command = [
-            sys.executable,
-            "-m",
+        server = self._spawn(
             "tests.vm.disks",
             self.work / "disks",
             self.rng.randrange(1 << 30),
             *images,
-        ]
-        server = self.start(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         assert server.stdout is not None
         try:
             server.stdout.readline()
             options = self.rng.choice(MOUNT_OPTIONS[self.fs])
-            for image, mount in zip(images, self.mounts, strict=True):
-                device = self.devices[mount]
+            for image, mount, device in zip(images, self.mounts, self.devices, strict=True):
                 must("losetup", device, self.work / "disks" / image.name)
                 must("mount", "-t", self.fs, *(["-o", options] if options else []), device, mount)
                 (mount / "run").mkdir(exist_ok=True)
             yield server
         finally:
-            clear(self.work)
+            self._end_processes()
+            self.clear()
             try:
                 server.wait(20)
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
 
-    def start(self, *command: object, stdin: int = subprocess.DEVNULL, stdout: int) -> subprocess.Popen[str]:
+    def clear(self) -> None:
+        """Unmount and detach everything."""
+        clear(self.work, self.devices)
+
+    def _spawn(self, module: str, *arguments: object, **pipes: Any) -> subprocess.Popen[str]:
         """Start a process that does not outlive this one."""
-        words = ["setpriv", "--pdeathsig", "KILL", *map(str, command)]
+        words = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", module, *map(str, arguments)]
+        # in a session of its own: what ends this run by its process group leaves it the disks to unmount
         return subprocess.Popen(
-            words,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=subprocess.STDOUT if stdout != subprocess.PIPE else None,
-            text=True,
-            env=self.env,
-            cwd=self.work,
+            words, text=True, env=self.env, cwd=self.work, start_new_session=True, **pipes
         )
 
     def ckptd(self, *arguments: object, seconds: float = SILENT_SECONDS) -> subprocess.CompletedProcess[str]:
@@ -211,38 +212,18 @@ class Rig:
                         f"verify --read-data: {done.returncode}: {(done.stdout + done.stderr)[-800:]}"
                     )
             first = self._resume(verdict, cut)
-            daemon = self.start(
-                sys.executable,
-                "-m",
-                "ckptd",
-                "run",
-                "--job",
-                self.job,
-                "--log-format",
-                "json",
-                stdout=out.fileno(),
-            )
-            count = self.rng.choice((2, 3, 4))
-            trainer = self.start(
-                sys.executable,
-                "-m",
-                "tests.vm.trainer",
-                self.save_dir,
-                first,
-                count,
-                self.serial,
-                "--every",
-                self.rng.choice((0.3, 1.0, 2.0)),
-                "--removes",
-                0.1,
-                stdout=out.fileno(),
-            )
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+            daemon = self._spawn("ckptd", "run", "--job", self.job, "--log-format", "json", **pipes)
+            self._running.append(daemon)
+            count, every = self.rng.choice((2, 3, 4)), self.rng.choice((0.3, 1.0, 2.0))
+            saves = (self.save_dir, first, count, self.serial, "--every", every, "--removes", 0.1)
+            self._running.append(self._spawn("tests.vm.trainer", *saves, **pipes))
             self.serial += count
             begun = time.monotonic()
             self._wait(daemon, log, cut)
             cut.seconds = round(time.monotonic() - begun, 1)
             text = log.read_text()  # what is said later, of disks that are dead, does not count
-            self._cut(server, [daemon, trainer], cut)
+            self._cut(server, cut)
         before = (self.told.commits, self.told.removals)
         self.told.read(text)
         cut.commits, cut.removals = self.told.commits - before[0], self.told.removals - before[1]
@@ -302,19 +283,24 @@ class Rig:
                     with path.open("rb") as file:
                         extents.start_flush(file.fileno(), 0, 0)
 
-    def _cut(self, server: subprocess.Popen[str], processes: list[subprocess.Popen[str]], cut: Cut) -> None:
+    def _cut(self, server: subprocess.Popen[str], cut: Cut) -> None:
         """Cut the power of the disks, then end what ran."""
         assert server.stdin is not None
         assert server.stdout is not None
         server.stdin.write("cut\n")
         server.stdin.flush()
         cut.disks = Lost(**json.loads(server.stdout.readline()))
-        victims = [psutil.Process(p.pid) for p in processes if p.poll() is None]
+        self._end_processes()
+
+    def _end_processes(self) -> None:
+        """Kill daemon and trainer with their children, as a power cut does."""
+        victims = [psutil.Process(p.pid) for p in self._running if p.poll() is None]
         for victim in [child for v in victims for child in v.children(recursive=True)] + victims:
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.kill()
-        for process in processes:
+        for process in self._running:
             process.wait(SILENT_SECONDS)
+        self._running.clear()
 
     def settle(self) -> list[str]:
         """End an epoch: judge once more, then `run --once` has to bring everything to rest."""
@@ -385,21 +371,14 @@ def main() -> int:
         if left <= 0:
             break
         seed = args.seed if args.seed is not None else time.time_ns() // 1_000_000
-        work = BUILD / f"{args.fs}-{seed}{args.defect and '-'}{args.defect}"
+        rig = Rig(BUILD / f"loop{first_loop}", first_loop, args.fs, seed, args.defect)
         try:
-            is_broken = epoch(
-                Rig(work, first_loop, args.fs, seed, args.defect),
-                record,
-                min(left, EPOCH_CUTS),
-                until,
-                is_kept=is_kept,
-            )
+            is_broken = epoch(rig, record, min(left, EPOCH_CUTS), until, is_kept=is_kept)
         finally:
-            clear(work)
+            rig.clear()
         if is_broken:
-            print(f"the disks and lines stay in {work}", flush=True)
-        else:
-            shutil.rmtree(work)
+            stays = rig.work.rename(BUILD / f"{args.fs}-{seed}{args.defect and '-'}{args.defect}")
+            print(f"the disks and lines stay in {stays}", flush=True)
         if args.seed is not None:
             break
     if args.defect:
