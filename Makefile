@@ -20,6 +20,9 @@ ARGS   ?=
 REMOTE ?= directory
 # Of a long run; what is left is gone on with by the next one.
 MINUTES ?= 30
+# Of `make powercuts`.
+FS      ?= ext4
+CUTS    ?= 200
 
 export OMP_NUM_THREADS ?= 1
 export MAX_JOBS        ?= $(JOBS)
@@ -51,7 +54,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full faults faults-full sim fleet seeded figures house pictures man dist release docs \
+.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full powercuts faults faults-full sim fleet seeded figures house pictures man dist release docs \
         system-packages rgw-packages vm-packages clean
 
 help: ## this list
@@ -221,6 +224,10 @@ ds-suite: setup ## DeepSpeed's own universal checkpoint tests over ckptd (DEEPSP
 stores-full: setup ## the conformance suite on every store and file system that this machine offers
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/stores tests/faults/test_s3_daemon.py tests/faults/test_s3_words.py tests/e2e/test_sftp.py tests/e2e/test_quickstart.py tests/e2e/test_bench_transfer.py tests/cluster_convert/test_cluster.py $(ARGS)
 	CKPTD_FULL=1 CKPTD_REMOTE_CLIENT=s3fs $(PY) -m pytest --timeout 1800 -m "not botocore" $(S3_TESTS) $(ARGS)
+
+powercuts: MINUTES = 60
+powercuts: setup ## (root) power cuts of ext4 or XFS under the real daemon (FS=xfs CUTS=200 MINUTES=60; goes on where it was cut)
+	$(PY) -m tests.vm.powercuts --fs $(FS) --cuts $(CUTS) --minutes $(MINUTES) $(ARGS)
 
 faults: WORKERS = 6
 faults: setup ## what CI runs of faults and attacks: kill -9, full disks, lost remotes, hostile files, other versions

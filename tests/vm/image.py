@@ -41,7 +41,8 @@ mkdir -p /host /repository
 mount -t hostfs none /host -o "$(word share)"; mount -t hostfs none /repository -o "$(word repository)"
 export PATH=/opt/ckptd/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 NO_COLOR=1 COLUMNS=200
 export PYTHONPATH=/repository PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
-cd /repository; /opt/ckptd/bin/python -m "tests.vm.guest.$(word case)" </dev/null >>/host/case.out 2>&1
+IFS=: read -ra words <<<"$(word case)"
+/opt/ckptd/bin/python -m tests.vm.guest "${words[@]}" </dev/null >>/host/case.out 2>&1
 echo "ended with $?" >>/host/case.out; sync; systemctl poweroff --force
 """
 

@@ -39,6 +39,8 @@ DISK_MEGABYTES = 400
 """XFS takes no less than 300."""
 FIRST_LOOP = 32
 EPOCH_CUTS = 25
+IDLE_CUTS = 6
+"""More of them without a COMMIT are no chance."""
 OFF_SECONDS = 200
 """How long a machine stays off, as the times of files say: what was being written is no save in flight."""
 SILENT_SECONDS = 90.0
@@ -89,7 +91,7 @@ def clear(work: Path, devices: Iterable[Path]) -> None:
     _unmount(place for place, kind in mine if not kind.startswith("fuse"))
     for device in devices:
         if run("losetup", device).returncode == 0:
-            must("losetup", "-d", device)
+            run("losetup", "-d", device)
             until = time.monotonic() + 10.0
             while run("losetup", device).returncode == 0 and time.monotonic() < until:
                 time.sleep(0.1)  # the kernel detaches it once nobody has it open
@@ -114,7 +116,7 @@ def loop(number: int) -> Path:
 def lane() -> tuple[int, IO[bytes]]:
     """Return the first of two loop devices that no run beside this one uses, and the lock on them."""
     for number in range(FIRST_LOOP, FIRST_LOOP + 16, 2):
-        lock = (BUILD / f"loop{number}.lock").open("wb")
+        lock = Path(f"/run/ckptd-powercuts-loop{number}.lock").open("wb")
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return number, lock
@@ -130,6 +132,7 @@ class Rig:
         self.rng = random.Random(f"{fs} {seed}")
         self.told = Told()
         self.serial = 1
+        self._idle_cuts = 0
         self._running: list[subprocess.Popen[str]] = []
         self.mounts = (work / "nvme", work / "nas")
         self.save_dir, self.nas = work / "nvme" / "run", work / "nas" / "run"
@@ -227,6 +230,9 @@ class Rig:
         before = (self.told.commits, self.told.removals)
         self.told.read(text)
         cut.commits, cut.removals = self.told.commits - before[0], self.told.removals - before[1]
+        self._idle_cuts = 0 if cut.commits else self._idle_cuts + 1
+        if self._idle_cuts == IDLE_CUTS:
+            cut.wrong.append(f"nothing was committed in {IDLE_CUTS} cuts: {text[-1500:]}")
         cut.set_aside = text.count("set aside")
         cut.wrong += self.told.errors
         self.told.errors.clear()
@@ -275,13 +281,12 @@ class Rig:
 
     def _write_back(self) -> None:
         """Have the kernel write some young pages without a flush, as it does at its leisure."""
-        for path in [
-            p for mount in self.mounts for p in mount.rglob("*") if self.rng.random() < WRITTEN_BACK
-        ]:
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime < YOUNG_SECONDS and path.is_file():
-                    with path.open("rb") as file:
-                        extents.start_flush(file.fileno(), 0, 0)
+        for folder, _, names in (found for mount in self.mounts for found in os.walk(mount)):
+            for path in [Path(folder, name) for name in names if self.rng.random() < WRITTEN_BACK]:
+                with contextlib.suppress(OSError):
+                    if time.time() - path.stat().st_mtime < YOUNG_SECONDS and path.is_file():
+                        with path.open("rb") as file:
+                            extents.start_flush(file.fileno())
 
     def _cut(self, server: subprocess.Popen[str], cut: Cut) -> None:
         """Cut the power of the disks, then end what ran."""

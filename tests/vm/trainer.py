@@ -32,6 +32,13 @@ def save_of(step: int, serial: int) -> Save:
     return make_save(GROUPS, step, element)
 
 
+def part_of(save: Save, rank: int) -> Save:
+    """Return what one of two ranks writes: its optimizer shard; the first one everything else as well."""
+    other = f"rank_{1 - rank}_mp"
+    files = {n: data for n, data in save.files.items() if other not in n and ("rank" in n or rank == 0)}
+    return Save(save.step, files, {})
+
+
 def tag_of(step: int) -> str:
     """Return a save's folder."""
     return f"global_step{step}"
@@ -64,11 +71,14 @@ def main() -> None:
     parser.add_argument(
         "--removes", type=float, default=0.0, metavar="SHARE", help="of saves after which the oldest goes"
     )
+    parser.add_argument("--rank", type=int, help="write what this rank of two writes on a node of its own")
     args = parser.parse_args()
     rng = random.Random(args.serial)
     for number in range(args.count):
         step, serial = args.first + number, args.serial + number
         save = save_of(step, serial)
+        if args.rank is not None:
+            save = part_of(save, args.rank)
         say("writes", tag_of(step), serial)
         write_save(args.save_dir / tag_of(step), save, pause_seconds=args.pause)
         (args.save_dir / "latest").write_text(tag_of(step))
