@@ -26,14 +26,14 @@ def _shim() -> Path:
     return library
 
 
-def boot(name: str, *arguments: str, seconds: float, is_again: bool = False) -> str:
-    """Boot, run the case, and return its lines; `is_again`: with the disks of the last time.
+def boot(name: str, *arguments: str, seconds: float, again: str = "") -> str:
+    """Boot, run the case, and return its lines; `again`: with the disks of the last time that case.
 
     Raises:
         subprocess.TimeoutExpired: the guest did not end in time; it was ended.
     """
     image, place = build(), BUILD / "guests" / name
-    if not is_again:
+    if not again:
         shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True, exist_ok=True)
     share = place / "share"
@@ -47,7 +47,11 @@ def boot(name: str, *arguments: str, seconds: float, is_again: bool = False) -> 
             file.truncate(DISK_MEGABYTES << 20)
         command.append(f"ubd{number}={path}")
     command += [f"mem={MEMORY}", "con=null", "con0=null,fd:1", "init=/sbin/init"]
-    command += [f"vm.case={':'.join((name, *arguments))}", f"vm.share={share}", f"vm.repository={ROOT}"]
+    command += [
+        f"vm.case={':'.join((again or name, *arguments))}",
+        f"vm.share={share}",
+        f"vm.repository={ROOT}",
+    ]
     with (place / "console").open("ab") as console:
         guest = subprocess.Popen(
             command,

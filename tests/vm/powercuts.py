@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
@@ -113,14 +113,17 @@ def loop(number: int) -> Path:
     return device
 
 
-def lane() -> tuple[int, IO[bytes]]:
-    """Return the first of two loop devices that no run beside this one uses, and the lock on them."""
+@contextlib.contextmanager
+def lane() -> Iterator[int]:
+    """Yield the first of two loop devices that no run beside this one uses meanwhile."""
     for number in range(FIRST_LOOP, FIRST_LOOP + 16, 2):
-        lock = Path(f"/run/ckptd-powercuts-loop{number}.lock").open("wb")
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return number, lock
-        lock.close()
+        with Path(f"/run/ckptd-powercuts-loop{number}.lock").open("wb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            yield number
+            return
     raise SystemExit("eight runs of power cuts use all loop devices that are for them")
 
 
@@ -267,7 +270,13 @@ class Rig:
         return cut.resumed + 1
 
     def _wait(self, daemon: subprocess.Popen[str], log: Path, cut: Cut) -> None:
-        """Wait for the moment of the cut: for half of them until something is removed, or for long."""
+        """Wait for the moment of the cut: for half of them until something is removed, or for long.
+
+        Few come before the daemon watches, which takes seconds on a busy machine.
+        """
+        late = time.monotonic() + SILENT_SECONDS
+        while self.rng.random() < 0.995 and time.monotonic() < late and '"watching ' not in log.read_text():
+            time.sleep(0.05)
         is_awaited = self.rng.random() < 0.5
         until = time.monotonic() + (20.0 if is_awaited else self.rng.uniform(0.5, 12.0))
         while time.monotonic() < until:
@@ -348,8 +357,7 @@ def epoch(rig: Rig, record: Record, cuts: int, until: float, *, is_kept: bool) -
     return is_broken
 
 
-def main() -> int:
-    """Cut; exit 1 when a promise was broken."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.vm.powercuts")
     parser.add_argument("--fs", choices=sorted(MOUNT_OPTIONS), default="ext4")
     parser.add_argument("--cuts", type=int, default=200, help="all in all, with those of earlier runs")
@@ -362,16 +370,13 @@ def main() -> int:
         default="",
         help="a flush that is left out: exit 0 when it is found",
     )
-    args = parser.parse_args()
-    if os.geteuid() != 0:
-        raise SystemExit("power cuts mount loop devices, which needs root")
-    signal.signal(signal.SIGTERM, _end)
-    record = Record(args.fs, anew=args.anew)
+    return parser.parse_args()
+
+
+def cut_all(args: argparse.Namespace, record: Record, first_loop: int, *, is_kept: bool) -> bool:
+    """Live epochs until all is cut, the time is over or a promise was broken; whether one was."""
     until = time.monotonic() + 60 * args.minutes
-    is_kept = args.seed is None and not args.defect
-    first_loop, _lock = lane()
-    is_broken = False
-    while not is_broken and time.monotonic() < until:
+    while time.monotonic() < until:
         left = args.cuts - (len(record.cuts()) if is_kept else 0)
         if left <= 0:
             break
@@ -384,8 +389,22 @@ def main() -> int:
         if is_broken:
             stays = rig.work.rename(BUILD / f"{args.fs}-{seed}{args.defect and '-'}{args.defect}")
             print(f"the disks and lines stay in {stays}", flush=True)
+            return True
         if args.seed is not None:
             break
+    return False
+
+
+def main() -> int:
+    """Cut; exit 1 when a promise was broken."""
+    args = _arguments()
+    if os.geteuid() != 0:
+        raise SystemExit("power cuts mount loop devices, which needs root")
+    signal.signal(signal.SIGTERM, _end)
+    record = Record(args.fs, anew=args.anew)
+    is_kept = args.seed is None and not args.defect
+    with lane() as first_loop:
+        is_broken = cut_all(args, record, first_loop, is_kept=is_kept)
     if args.defect:
         print(f"the defect {args.defect} was {'found' if is_broken else 'NOT found'}")
         return int(not is_broken)
