@@ -1,9 +1,9 @@
 """Serve disk images with a volatile write cache, so that the power of a file system can be cut.
 
-`python -m tests.vm.disks MOUNTPOINT SEED IMAGE...` mounts a FUSE folder in which MOUNTPOINT/NAME is IMAGE. A
+`python -m tests.vm.disks MOUNTPOINT SEED TORN IMAGE...` mounts a FUSE folder in which MOUNTPOINT/NAME is IMAGE. A
 loop device over it passes the flushes of its file system on; what no flush covered yet stays in memory.
 The line `cut` on standard input is the power cut of all images at one moment: each 4 KiB block that no flush
-covered is kept or lost by itself, in any version that it had since, some of them torn at a sector. From then
+covered is kept or lost by itself, in any version that it had since, the share TORN of them torn at a sector. From then
 on every call fails with EIO and the images are what the disks held; a line of JSON says what was lost.
 """
 
@@ -24,8 +24,6 @@ import mfusepy
 
 BLOCK_BYTES = 4096
 SECTOR_BYTES = 512
-TORN = 0.02
-"""Of the blocks that are kept."""
 
 
 @dataclass(slots=True)
@@ -81,7 +79,7 @@ class Disk:
             os.pwrite(self._fd, versions[-1], number * BLOCK_BYTES)
         self._pending.clear()
 
-    def cut(self, rng: random.Random) -> Lost:
+    def cut(self, rng: random.Random, torn: float) -> Lost:
         """Lose a random subset of what no flush covered."""
         found = Lost()
         share = rng.choice((0.0, 0.0, 0.3, 0.5, 0.7, 1.0, rng.random()))
@@ -90,7 +88,7 @@ class Disk:
                 found.lost += 1
                 continue
             block = rng.choice(versions)
-            if rng.random() < TORN:
+            if rng.random() < torn:
                 at = SECTOR_BYTES * rng.randrange(1, BLOCK_BYTES // SECTOR_BYTES)
                 block = block[:at] + self._held(number)[at:]
                 found.torn += 1
@@ -105,9 +103,9 @@ class Folder(mfusepy.Operations):  # type: ignore[misc]
 
     use_ns = True
 
-    def __init__(self, images: list[Path], seed: int) -> None:
+    def __init__(self, images: list[Path], seed: int, torn: float) -> None:
         self._disks = {f"/{image.name}": Disk(image) for image in images}
-        self._rng = random.Random(seed)
+        self._rng, self._torn = random.Random(seed), torn
         self._lock = threading.Lock()
         self._has_power = True
 
@@ -119,7 +117,7 @@ class Folder(mfusepy.Operations):  # type: ignore[misc]
         """Cut the power of all disks at once."""
         with self._lock:
             self._has_power = False
-            each = [disk.cut(self._rng) for disk in self._disks.values()]
+            each = [disk.cut(self._rng, self._torn) for disk in self._disks.values()]
         return Lost(*(sum(getattr(one, name) for one in each) for name in ("lost", "kept", "torn")))
 
     def _disk(self, path: str) -> Disk:
@@ -173,9 +171,9 @@ def _obey(folder: Folder) -> None:
             print(json.dumps(asdict(folder.cut())), flush=True)
 
 
-def main(mountpoint: str, seed: str, *images: str) -> None:
+def main(mountpoint: str, seed: str, torn: str, *images: str) -> None:
     """Serve until unmounted."""
-    folder = Folder([Path(image) for image in images], int(seed))
+    folder = Folder([Path(image) for image in images], int(seed), float(torn))
     threading.Thread(target=_obey, args=(folder,), daemon=True).start()
     mfusepy.FUSE(folder, mountpoint, foreground=True, nothreads=True, allow_other=True)
 

@@ -30,7 +30,7 @@ def test_a_disk_reads_what_was_written_last_and_a_cut_keeps_what_was_flushed(ima
     disk.flush()
     disk.write(BLOCK_BYTES - 1, b"!")
     assert disk.read(BLOCK_BYTES - 3, 6) == b"ac!oss"
-    disk.cut(random.Random(1))
+    disk.cut(random.Random(1), 0.0)
     assert image.read_bytes()[BLOCK_BYTES - 3 :][:6] in (b"across", b"ac!oss")
     assert disk.read(60 * BLOCK_BYTES, 10**9) == bytes(4 * BLOCK_BYTES)
 
@@ -44,7 +44,7 @@ def test_a_cut_loses_keeps_and_tears_blocks(image: Path) -> None:
         for number in range(64):
             for version in (b"1", b"2"):
                 disk.write(number * BLOCK_BYTES, version * BLOCK_BYTES)
-        lost = disk.cut(random.Random(seed))
+        lost = disk.cut(random.Random(seed), 0.02)
         assert lost.lost + lost.kept == 64
         torn += lost.torn
         data = image.read_bytes()
