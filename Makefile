@@ -54,7 +54,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full powercuts faults faults-full sim fleet seeded figures house pictures man dist release docs \
+.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-in-store bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full powercuts vm faults faults-full sim fleet seeded figures house pictures man dist release docs \
         system-packages rgw-packages vm-packages clean
 
 help: ## this list
@@ -167,6 +167,9 @@ $(PEERS): bench/peers.txt | $(PY)
 bench-transfer: setup $(PEERS) ## transfers against boto3, s3fs, awscrt, s5cmd, rclone, aws, cp (writes docs/performance.md)
 	$(PY) -m bench.transfer $(ARGS)
 
+bench-in-store: setup ## what of a form the store copies from shards that it holds (writes docs/performance.md)
+	$(PY) -m bench.in_store $(ARGS)
+
 bench-clients: setup ## the S3 store over botocore and over s3fs, in turns (writes docs/performance.md)
 	$(PY) -m bench.clients $(ARGS)
 
@@ -228,6 +231,10 @@ stores-full: setup ## the conformance suite on every store and file system that 
 powercuts: MINUTES = 60
 powercuts: setup ## (root) power cuts of ext4 or XFS under the real daemon (FS=xfs CUTS=200 MINUTES=60; goes on where it was cut)
 	$(PY) -m tests.vm.powercuts --fs $(FS) --cuts $(CUTS) --minutes $(MINUTES) $(ARGS)
+
+vm: MINUTES = 120
+vm: setup ## (root) guests of User-Mode Linux: NFS hangs, ESTALE, quotas; systemd; EIO (ARGS="nfs.hang"; goes on where it was cut)
+	$(PY) -m tests.vm --minutes $(MINUTES) $(ARGS)
 
 faults: WORKERS = 6
 faults: setup ## what CI runs of faults and attacks: kill -9, full disks, lost remotes, hostile files, other versions

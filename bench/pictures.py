@@ -414,10 +414,31 @@ def _cluster(found: list[list[Row]]) -> Any:
     return made
 
 
+def _in_store(found: list[list[Row]]) -> Any:
+    """Share of a universal form that is sent, for each model and grid; the store copies the rest."""
+    rows = [row for row in found[0] if row.text("form") == "universal"]
+    least, most = (
+        pick(row.value("sent") for row in rows if "stage 3" not in row.text("checkpoint"))
+        for pick in (min, max)
+    )
+    title = f"Stages 1 and 2: {least:.1f} to {most:.1f} % of a universal form is sent, S3 copies the rest"
+    made, (axis,) = _panels(title, 3.4, columns=1)
+    for at, row in enumerate(reversed(rows)):
+        share = row.value("sent")
+        colour = OTHER if "dp 64" in row.text("checkpoint") and "stage 3" in row.text("checkpoint") else CKPTD
+        axis.barh(at, share, color=colour)
+        axis.text(share + 1, at, f"{share:.1f} %", va="center")
+    axis.set_yticks(range(len(rows)), [row.text("checkpoint") for row in reversed(rows)])
+    axis.set_xlabel("sent, % of the form's bytes (grey: pieces below S3's 5 MiB)")
+    axis.set_xlim(0, 110)
+    return made
+
+
 PICTURES: dict[str, Callable[[list[list[Row]]], Any]] = {
     "conversion": _conversion,
     "scale": _scale,
     "transfer": _transfer,
+    "in_store": _in_store,
     "fleet": _fleet,
     "interference": _interference,
     "cluster": _cluster,

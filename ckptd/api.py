@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from ckptd.core.model.manifest import Commit
     from ckptd.errors import CkptdError
+    from ckptd.maintenance.deepspeed_load import Loaded
     from ckptd.maintenance.inspection import Inspection
     from ckptd.maintenance.listing import RemoteListing
     from ckptd.maintenance.status.report import JobReport
@@ -289,6 +290,59 @@ def verify(
                 failed[inventory.name] = error
                 tell(said_of(inventory.name, inventory.url, str(error)))
     return found
+
+
+def verify_by_loading(
+    job: PathLike,
+    tag: str | None = None,
+    *,
+    form: str | None = None,
+    run: str | None = None,
+    remote: str | None = None,
+    config_dir: PathLike | None = None,
+    say: Say | None = None,
+    on_progress: Progress | None = None,
+) -> Loaded:
+    """Load a checkpoint by DeepSpeed's own code on this host's CPU, and compare what it holds then.
+
+    Args:
+        job: a job's name, file or save_dir; the URL of a remote; or, without a tag, a checkpoint folder.
+        tag: which one; None: the newest. It is restored into a temporary folder.
+        form: zero or universal; None: universal where it is committed.
+
+    Raises:
+        UsageError: DeepSpeed is not installed. RefusedError: only its model's own code loads it.
+        DamagedError: DeepSpeed refuses it, or holds other values. NoSpaceError: too little memory or disk.
+    """
+    import tempfile
+
+    from ckptd.maintenance import deepspeed_load
+
+    tell = say or _silent
+    if tag is None and deepspeed_load.is_checkpoint(Path(job)):
+        return deepspeed_load.load(Path(job), tell)
+    if form is None:
+        listed = checkpoints(job, run=run, remote=remote, config_dir=config_dir, say=say)
+        forms = [
+            {one.form for one in row.forms}
+            for listing in listed[:1]
+            for row in listing.checkpoints
+            if tag in (None, row.tag)
+        ]
+        form = "universal" if forms and "universal" in forms[-1] else "zero"
+    with tempfile.TemporaryDirectory(prefix="ckptd-load-") as there:
+        done = restore(
+            job,
+            there,
+            tag,
+            form=form,
+            run=run,
+            remote=remote,
+            config_dir=config_dir,
+            say=say,
+            on_progress=on_progress,
+        )
+        return deepspeed_load.load(done.path, tell)
 
 
 def restore(

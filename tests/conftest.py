@@ -45,7 +45,7 @@ def pytest_configure() -> None:
 @pytest.fixture(autouse=True)
 def _handlers_of_signals_stay() -> Iterator[None]:
     """A handler that a test leaves goes on in what later tests fork: children that SIGTERM does not end."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     yield
     left = [n.name for n, was in zip(numbers, before, strict=True) if signal.getsignal(n) is not was]

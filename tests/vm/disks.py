@@ -1,10 +1,11 @@
 """Serve disk images with a volatile write cache, so that the power of a file system can be cut.
 
-`python -m tests.vm.disks MOUNTPOINT SEED TORN IMAGE...` mounts a FUSE folder in which MOUNTPOINT/NAME is IMAGE. A
-loop device over it passes the flushes of its file system on; what no flush covered yet stays in memory.
-The line `cut` on standard input is the power cut of all images at one moment: each 4 KiB block that no flush
-covered is kept or lost by itself, in any version that it had since, the share TORN of them torn at a sector. From then
-on every call fails with EIO and the images are what the disks held; a line of JSON says what was lost.
+`python -m tests.vm.disks MOUNTPOINT SEED TORN IMAGE...` mounts a FUSE folder in which MOUNTPOINT/NAME is
+IMAGE. A loop device over it passes the flushes of its file system on; what no flush covered yet stays in
+memory. The line `cut` on standard input is the power cut of all images at one moment: each 4 KiB block that
+no flush covered is kept or lost by itself, in any version that it had since, the share TORN of them torn at a
+sector. From then on every call fails with EIO and the images are what the disks held; a line of JSON says
+what was lost.
 """
 
 from __future__ import annotations

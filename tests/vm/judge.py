@@ -36,16 +36,18 @@ class Told:
     def read(self, text: str) -> None:
         """Take in the lines of a run."""
         for line in text.splitlines():
-            if line.startswith("trainer "):
-                self._trainer(*line.split()[1:])
-            elif line.startswith("{"):
-                self._daemon(json.loads(line))
+            if line.startswith("{"):
+                row = json.loads(line)
+                if "trainer" in row:
+                    self._trainer(row["trainer"], row["tag"], row["serial"])
+                else:
+                    self._daemon(row)
             elif "Traceback" in line:
                 self.errors.append(text[-2000:])
 
-    def _trainer(self, verb: str, tag: str, serial: str = "") -> None:
+    def _trainer(self, verb: str, tag: str, serial: int) -> None:
         if verb == "writes":
-            self.serials.setdefault(tag, set()).add(int(serial))
+            self.serials.setdefault(tag, set()).add(serial)
         if verb in ("writes", "removes"):
             self.sealed.discard(tag)
 

@@ -7,6 +7,7 @@ which its bytes follow. Lines on standard output say what it does, before it doe
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import time
@@ -59,9 +60,9 @@ def saves_in(save_dir: Path) -> list[Path]:
     return sorted(save_dir.glob("global_step*"), key=lambda folder: step_of(folder.name))
 
 
-def say(*words: object) -> None:
+def say(verb: str, tag: str, serial: int = 0) -> None:
     """Tell what follows."""
-    print("trainer", *words, flush=True)
+    print(json.dumps({"trainer": verb, "tag": tag, "serial": serial}), flush=True)
 
 
 def main() -> None:

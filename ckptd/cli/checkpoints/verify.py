@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 _HELP = (
     "Prove committed checkpoints again from the remote alone. Documents, presence and size of every object; "
     "with --read-data every byte. Exit code 0: all is as committed; 65: something differs. --repair puts it "
-    "right from intact bytes on the node or in another remote."
+    "right from intact bytes on the node or in another remote. --load has DeepSpeed load one (JOB may be its "
+    "folder), and compares what it holds then."
 )
 _EXAMPLES = """\
 ckptd verify llama-7b
 ckptd verify s3://my-bucket/llama-7b global_step4000 --read-data
-ckptd verify llama-7b global_step4000 --repair --dry-run"""
+ckptd verify llama-7b global_step4000 --load"""
 _SHOWN_UNLISTED = 5
+_FORM: str | None = typer.Option(
+    None, metavar="FORM", help="With --load: zero or universal; default: universal where it is committed."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -52,6 +56,8 @@ def register(app: typer.Typer) -> None:
         run: str | None = typer.Option(None, metavar="RUN", help="Only this run (see `ckptd list`)."),
         repair: bool = typer.Option(False, "--repair", help="Put right what differs, from intact bytes."),
         dry_run: bool = typer.Option(False, "--dry-run", help="With --repair: only say what it would do."),
+        load: bool = typer.Option(False, "--load", help="Load it by DeepSpeed on CPU; default: the newest."),
+        form: str | None = _FORM,
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
         config_dir: str = typer.Option(None, help="Where ckptd.toml and jobs.d/ lie."),
     ) -> None:
@@ -59,15 +65,14 @@ def register(app: typer.Typer) -> None:
 
         from ckptd.api import verify as verify_remotes
         from ckptd.cli.output import print_note, progress_bar
-        from ckptd.errors import UsageError
         from ckptd.maintenance.verify import Slice, exit_code, slice_of
 
         read = slice_of(part) if part is not None else Slice() if read_data else None
         directory = Path(config_dir) if config_dir else None
-        if dry_run and not repair:
-            raise UsageError("--dry-run belongs to --repair", hint="verify alone writes nothing anyway")
-        if repair and run is not None:
-            raise UsageError("--repair takes no --run", hint="name TAG: every generation of it is looked at")
+        _refuse_together(dry_run=dry_run, repair=repair, run=run, form=form, load=load, read=read)
+        if load:
+            run_load(job, tag, form, run, remote, directory, as_json=as_json)
+            return
         if repair:
             run_repair(job, tag, read, remote, directory, dry_run=dry_run, as_json=as_json)
             return
@@ -88,6 +93,26 @@ def register(app: typer.Typer) -> None:
         code = exit_code(found) or next((error.exit_code for error in failures.values()), 0)
         if code:
             raise typer.Exit(code)
+
+
+def _refuse_together(
+    *, dry_run: bool, repair: bool, run: str | None, form: str | None, load: bool, read: Slice | None
+) -> None:
+    """Refuse options that mean nothing together.
+
+    Raises:
+        UsageError: names them.
+    """
+    from ckptd.errors import UsageError
+
+    if dry_run and not repair:
+        raise UsageError("--dry-run belongs to --repair", hint="verify alone writes nothing anyway")
+    if repair and run is not None:
+        raise UsageError("--repair takes no --run", hint="name TAG: every generation of it is looked at")
+    if form is not None and not load:
+        raise UsageError("--form belongs to --load", hint="verify alone looks at every form")
+    if load and (read is not None or repair):
+        raise UsageError("--load stands alone", hint="restoring compares every byte that is loaded")
 
 
 def print_report(
@@ -147,6 +172,47 @@ def _table(verified: VerifiedRemote) -> Table:
         values = (row.tag, str(row.generation), row.form, str(row.files), size_of(row.bytes), read)
         table.add_row(*cells(*values, row.verdict))
     return table
+
+
+def run_load(
+    job: str,
+    tag: str | None,
+    form: str | None,
+    run: str | None,
+    only: str | None,
+    directory: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Have DeepSpeed load one checkpoint, and print what it held.
+
+    Raises:
+        UsageError: no form that DeepSpeed loads.
+    """
+    import json
+    from dataclasses import asdict
+
+    from ckptd.api import verify_by_loading
+    from ckptd.cli.output import print_note, progress_bar
+    from ckptd.errors import UsageError
+
+    if form not in (None, "zero", "universal"):
+        raise UsageError(f"DeepSpeed loads no form {form!r}", hint="--form zero or --form universal")
+    with progress_bar() as on_progress:
+        loaded = verify_by_loading(
+            job,
+            tag,
+            form=form,
+            run=run,
+            remote=only,
+            config_dir=directory,
+            say=print_note,
+            on_progress=on_progress,
+        )
+    if as_json:
+        print(json.dumps({"schema_version": 1, "loaded": asdict(loaded)}, indent=1))
+    else:
+        print(loaded)
 
 
 # ---------------------------------------------------------------------------------------------------------

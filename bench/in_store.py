@@ -1,0 +1,210 @@
+"""`python -m bench.in_store`: how much of a form crosses the network when the remote holds its shards.
+
+Planned: for real shapes and grids the share of each form's bytes that the plan takes from committed shards
+and that S3 copies as parts (5 MiB at least); pickles, names and sizes are real, storages are holes
+(`bench.sparse`), so that a 70B save fits. Measured: one layer of those shapes, uploaded to moto through a
+proxy that paces each connection and counts. Writes its parts of docs/performance.md, and docs/in_store.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench import sparse
+from bench.limited import limited
+from bench.pictures import replace_part
+from bench.report import machine
+from ckptd.conversion.engine.staging import list_source
+from ckptd.conversion.engine.supervisor import origin_of, plan_request, write_plan
+from ckptd.conversion.options import ConvertOptions
+from ckptd.conversion.outputs import Outputs
+from ckptd.conversion.parts import Range
+from ckptd.core.model.records import UNIVERSAL
+from ckptd.storage.stores.base import HeldRange
+from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.s3.parts import held_parts
+from ckptd.storage.stores.s3.store import S3Store
+from tests.stores import servers
+from tests.support.real import REPOSITORY
+from tests.unit.storage.remote.test_making import Scene
+
+WORK = REPOSITORY / ".build" / "bench" / "in_store"
+LEAST_FILE_BYTES = 8 << 20
+LLAMA_7B = sparse.llama(4096, 32, 32000, 11008, 4096)
+LLAMA_8B = sparse.llama(4096, 32, 128256, 14336, 1024)
+LLAMA_70B = sparse.llama(8192, 80, 128256, 28672, 1024)
+CASES = [
+    sparse.Model(f"{name}, stage {stage}, dp {dp}", shapes, stage, dp)
+    for name, shapes in (("Llama 2 7B", LLAMA_7B), ("Llama 3 8B", LLAMA_8B), ("Llama 3 70B", LLAMA_70B))
+    for stage, dp in ((1, 8), (2, 64), (3, 8), (3, 64))
+]
+LAYERS = [
+    sparse.Model(
+        f"one layer of Llama 2 7B, stage {stage}, dp 8", sparse.llama(4096, 1, 256, 11008, 4096), stage, 8
+    )
+    for stage in (2, 3)
+]
+FORMS = {"universal": ConvertOptions(), "weights-fp32": ConvertOptions(form="weights")}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A form: its bytes, those that no part of the store holds, and its requests."""
+
+    form: str
+    model: sparse.Model
+    files: int
+    bytes: int
+    sent_bytes: int
+
+
+def shares(model: sparse.Model) -> Iterator[Share]:
+    """Plan each form of a model and count."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(dir=WORK))
+    try:
+        sparse.write(place / "save", model)
+        for form, options in FORMS.items():
+            yield share_of(place / "save", model, form, options)
+    finally:
+        shutil.rmtree(place)
+
+
+def share_of(place: Path, model: sparse.Model, form: str, options: ConvertOptions) -> Share:
+    """Plan one form as an upload does, and take away what the store can copy."""
+    folder = list_source(place)
+    with tempfile.TemporaryFile(dir=WORK) as plan:
+        write_plan(plan_request(folder, origin_of(folder, options), options, block=False), plan)
+        outputs = Outputs(plan)
+        total = sent = 0
+        for path, planned in outputs.files.items():
+            total += planned.nbytes
+            sent += planned.nbytes - copied_bytes(outputs, path, planned.nbytes)
+        return Share(form, model, len(outputs.files), total, sent)
+
+
+def copied_bytes(outputs: Outputs, path: str, nbytes: int) -> int:
+    """Bytes of one file that S3 copies from the shards."""
+    if nbytes <= LEAST_FILE_BYTES:
+        return 0
+    found, at = [], 0
+    for part in outputs.output(path).parts:
+        if isinstance(part, Range):
+            key = str(part.source)
+            found.append(HeldRange(offset=at, length=part.nbytes, key=key, key_offset=part.offset))
+        at += part.nbytes
+    return sum(one.length for one in held_parts(found, nbytes))
+
+
+# --- measured: one layer at a proxy ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One form through the proxy: with copies in the store, and as it is sent where the store makes none."""
+
+    model: sparse.Model
+    bytes: int
+    copied_up_bytes: int
+    copied_seconds: float
+    sent_up_bytes: int
+    sent_seconds: float
+
+
+def measured(model: sparse.Model, link_bytes_per_second: float) -> Measured:
+    """Upload the ZeRO form past the proxy, then its universal form twice through it.
+
+    Each connection has `link_bytes_per_second`; forms are committed and proved as a daemon's are.
+    """
+    WORK.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(dir=WORK))
+    os.environ.update(servers.environment())
+    found: list[tuple[int, int, float]] = []
+    try:
+        with servers.moto(place) as moto:
+            for copies in (True, False):
+                with limited(moto.port, link_bytes_per_second) as link:
+                    scene = Scene(place / f"scene-{copies}", sparse.write(place / f"save-{copies}", model))
+                    scene.node.dp = model.dp
+                    prefix = f"s3://{servers.BUCKET}/{copies}"
+                    scene.ground = scene.node.attached(store_at(moto.endpoint, prefix))
+                    order = scene.node.order(scene.node.sealed())
+                    assert scene.node.upload(scene.ground, order).outcome == "committed"
+                    near = store_at(link.endpoint, prefix)
+                    near.abilities = replace(near.abilities, copies=copies)
+                    scene.ground = replace(scene.ground, store=near)
+                    link.reset()
+                    began = time.monotonic()
+                    result = scene.upload(scene.order(UNIVERSAL))
+                    assert result.outcome == "committed"
+                    total = result.bytes_sent + result.bytes_copied
+                    found.append((total, link.up_bytes, time.monotonic() - began))
+                shutil.rmtree(place / f"save-{copies}")
+                shutil.rmtree(place / f"scene-{copies}")
+        (total, copied, copied_seconds), (_, sent, sent_seconds) = found
+        return Measured(model, total, copied, copied_seconds, sent, sent_seconds)
+    finally:
+        shutil.rmtree(place)
+
+
+def store_at(endpoint: str, url: str) -> S3Store:
+    """Open and probe a store."""
+    store = open_store(url, access=servers.access(endpoint))
+    assert isinstance(store, S3Store)
+    store.probe()
+    return store
+
+
+def planned_table(found: list[Share]) -> str:
+    """The part of the page that is counted."""
+    lines = ["| checkpoint | form | files | GB | sent, GB | sent |", "|---|---|---|---|---|---|"]
+    for one in found:
+        figures = f"{one.bytes / 1e9:,.1f} | {one.sent_bytes / 1e9:,.2f} | {one.sent_bytes / one.bytes:.1%}"
+        lines.append(f"| {one.model.name} | {one.form} | {one.files:,} | {figures} |")
+    return "\n".join(lines)
+
+
+def measured_table(found: list[Measured], link_bytes_per_second: float) -> str:
+    """The part of the page that was sent and timed."""
+    headings = "checkpoint | GB | up, GB | up, of the form | seconds | up without copies, GB | seconds"
+    lines = [
+        f"Machine: {machine()}; moto on it, {link_bytes_per_second / 1e6:.0f} MB/s for each connection.",
+        "",
+        f"| {headings} |",
+        "|" + "---|" * (headings.count("|") + 1),
+    ]
+    for one in found:
+        cells = [
+            one.model.name,
+            f"{one.bytes / 1e9:.2f}",
+            f"{one.copied_up_bytes / 1e9:.2f}",
+            f"{one.copied_up_bytes / one.bytes:.1%}",
+            f"{one.copied_seconds:.1f}",
+            f"{one.sent_up_bytes / 1e9:.2f}",
+            f"{one.sent_seconds:.1f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Plan all, measure one layer of each stage, and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--link", type=float, default=10e6, help="bytes a second of each connection")
+    parser.add_argument("--planned", action="store_true", help="plan alone: nothing is uploaded")
+    chosen = parser.parse_args()
+    replace_part(planned_table([share for model in CASES for share in shares(model)]), "in_store")
+    if not chosen.planned:
+        runs = [measured(model, chosen.link) for model in LAYERS]
+        replace_part(measured_table(runs, chosen.link), "in_store, measured")
+
+
+if __name__ == "__main__":
+    main()
