@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 import shutil
+import sys
 import time
 import zlib
 from functools import lru_cache
@@ -62,7 +63,9 @@ def saves_in(save_dir: Path) -> list[Path]:
 
 def say(verb: str, tag: str, serial: int = 0) -> None:
     """Tell what follows."""
-    print(json.dumps({"trainer": verb, "tag": tag, "serial": serial}), flush=True)
+    line = json.dumps({"trainer": verb, "tag": tag, "serial": serial})
+    sys.stdout.write(f"{line}\n")  # at once: the daemon writes into the same file
+    sys.stdout.flush()
 
 
 def main() -> None:
