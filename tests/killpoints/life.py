@@ -21,6 +21,7 @@ from ckptd.errors import CkptdError
 from tests.killpoints import trainer
 from tests.killpoints.process import Process, quiet
 from tests.killpoints.seams import Fate, Seams
+from tests.support.known_saves import Save
 from tests.killpoints.standins import Clock
 
 TURNS = 400
@@ -114,7 +115,7 @@ class Place:
         return self.history.read_text().splitlines()
 
     @property
-    def saves(self) -> tuple[trainer.Save, ...]:
+    def saves(self) -> tuple[Save, ...]:
         """All that the trainer writes in this life."""
         return trainer.saves()[: self.scenario.saves]
 

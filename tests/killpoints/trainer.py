@@ -20,10 +20,11 @@ _pause = time.sleep
 @cache
 def saves() -> tuple[Save, ...]:
     """All of them; every element of every tensor tells which save it is of."""
-    return tuple(
-        make_save(GROUPS, step, lambda state, name, i, step=step: element(state, name, i) | step << 12)
-        for step in STEPS
-    )
+
+    def of(step: int) -> Save:
+        return make_save(GROUPS, step, lambda state, name, index: element(state, name, index) | step << 12)
+
+    return tuple(of(step) for step in STEPS)
 
 
 def tag_of(step: int, *, is_constant: bool) -> str:

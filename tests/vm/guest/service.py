@@ -19,9 +19,10 @@ def show(name: str) -> str:
     return sh("systemctl", "show", "-P", name, UNIT).strip()
 
 
-def follow(lab: Lab) -> None:
+def follow(lab: Lab) -> Lab:
     """Take the service's lines from the journal for the case's log."""
     lab.log.write_text(sh("journalctl", "-u", UNIT, "-o", "cat", "--no-pager"))
+    return lab
 
 
 def _stop(lab: Lab, seconds: float) -> None:
@@ -58,7 +59,7 @@ def install(lab: Lab) -> None:
     _watchdog(lab)
     lab.save(3)
     follow(lab)
-    lab.until("the next one is being sent", lambda: follow(lab) or lab.sends(3), 60)
+    lab.until("the next one is being sent", lambda: follow(lab).sends(3), 60)
     _stop(lab, 60)
     lab.check("the drain sent what was under way", lab.commits() == 3, lab.commits())
     follow(lab)
@@ -106,7 +107,7 @@ def hang(lab: Lab) -> None:
     lab.save(1)
     lab.committed(1)
     lab.save(2)
-    lab.until("the next one is being sent", lambda: follow(lab) or lab.sends(2), 60)
+    lab.until("the next one is being sent", lambda: follow(lab).sends(2), 60)
     time.sleep(1.5)
     lab.server_stops()
     time.sleep(5)
@@ -116,7 +117,7 @@ def hang(lab: Lab) -> None:
     took = time.monotonic() - begun
     lab.check("systemctl start does not wait for it", code == 0 and took < 60, f"{code} after {took:.0f} s")
     lab.save(3)
-    lab.until("it seals meanwhile", lambda: follow(lab) or "global_step3" in str(lab.log.read_text()), 60)
+    lab.until("it seals meanwhile", lambda: "global_step3" in follow(lab).log.read_text(), 60)
     lab.server()
     lab.committed(3, 240)
     follow(lab)
