@@ -21,8 +21,8 @@ from ckptd.errors import CkptdError
 from tests.killpoints import trainer
 from tests.killpoints.process import Process, quiet
 from tests.killpoints.seams import Fate, Seams
-from tests.support.known_saves import Save
 from tests.killpoints.standins import Clock
+from tests.support.known_saves import Save
 
 TURNS = 400
 """A save is uploaded, converted, pruned and all in some forty turns; more than this is a standstill."""
